@@ -29,7 +29,7 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     import yaml
 
     from harness.errors import HarnessError
-    from harness.failures.scan import explain_message, scan
+    from harness.failures.explain import explain_message, scan
     from harness.failures.table import patterns
     from harness.imports.write import FORMATS, read_file
     from harness.load.exchange import Collector, Exchange, Failure, ResponseReader

@@ -11,10 +11,10 @@ import msgspec
 
 from harness.job import Job, write_job
 from harness.prepare.experiment import Experiment
+from harness.process import free_port
 from harness.run.live import compose_file
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario import Load, Prompts, Scenario, Warmup
-from harness.serve.probe import free_port
 from tests import prefork
 
 ROOT = Path(__file__).parents[1]

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from harness.job import write_job
+from harness.process import free_port
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon, Pause
-from harness.serve.probe import free_port
 from harness.simulated import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole

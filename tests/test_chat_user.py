@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.process import free_port
 from harness.rundir.records import Request
 from harness.scenario import Load, Prompts, Warmup
 from harness.scenario.behaviour import Abandon, Pause, Structured, chance, leaves, pause_s
-from harness.serve.probe import free_port
 from harness.simulated import spawned
 from tests.load_runs import driven, end, make_job, records_of, start, start_job, wait_for_records
 

@@ -40,7 +40,7 @@ OPENERS = {
     "machine/telemetry.py": "files of /sys and /proc, each second",
     "load/health.py": "/proc",
     "load/recorder.py": "/proc",
-    "serve/labels.py": "/proc",
+    "process.py": "/proc",
     "run/calibrate.py": "/proc",
     "serve/offline_job.py": "runs in a container without the harness",
 }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from harness.analysis.summarize import read_summary, summarize
 from harness.errors import HarnessError
-from harness.failures.scan import MAX_FINDINGS, scan
+from harness.failures.explain import MAX_FINDINGS, scan
 from harness.imports.write import read_file
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import read_run

@@ -18,12 +18,11 @@ from harness.errors import ServerError
 from harness.reasons import sentences
 from harness.rundir.samples import parse_metrics
 from harness.serve.compose_file import Managed, Serving
-from harness.serve.lemonade_client import Api, attached, canonical_name, health, system_info
-from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.containers import LogFile
+from harness.serve.lemonade import Api, LemonadeMonitor, attached, canonical_name, health, system_info
 from harness.serve.lifecycle import attach
-from harness.serve.probe import counter
+from harness.serve.probe import Waiting, counter
 from harness.serve.ready import Ready, wait_ready
-from harness.serve.watch import LogFile, Waiting
 from harness.summary import because
 from tests.doubles.lemonade.spawn import Spawned, spawned
 
@@ -358,9 +357,8 @@ def test_what_is_no_lemonade_is_none(tmp_path: Path) -> None:
 def test_lemonade_tells_its_processor(tmp_path: Path) -> None:
     with lemonade(tmp_path) as server:
         found = system_info(Api(server.url))
-    assert found is not None
-    assert found.threads == 2
-    assert {backend.name: backend.state for backend in found.backends["vllm"]} == {"rocm": "installed"}
+    assert found.devices.cpu.threads == 2
+    assert {name: backend.state for name, backend in found.recipes["vllm"].backends.items()} == {"rocm": "installed"}
 
 
 def test_a_model_of_a_folder_has_a_prefix_of_its_own(tmp_path: Path) -> None:
@@ -457,7 +455,9 @@ def test_a_backend_with_a_newer_one_to_be_had_is_installed(tmp_path: Path) -> No
         ready = bring_up(server, tmp_path)
         assert "install" not in [phase.name for phase in ready.phases]
         assert ready.version == "Lemonade 11.7.0, vllm:rocm"
-        assert {backend.state for backend in system_info(Api(server.url)).backends["vllm"]} == {"update_available"}  # type: ignore[union-attr]
+        assert {backend.state for backend in system_info(Api(server.url)).recipes["vllm"].backends.values()} == {
+            "update_available"
+        }
 
 
 def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from harness.job import write_job
+from harness.process import free_port
 from harness.run.drive import locust_arguments
 from harness.scenario import MAX_USERS, Load
-from harness.serve.probe import free_port
 from harness.simulated import spawned
 from tests.fake_server import read_request, serving, whole
 from tests.faults import fault

@@ -21,7 +21,7 @@ from harness.reasons import sentence
 from harness.redact import know
 from harness.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve
-from harness.serve.watch import LogFile
+from harness.serve.containers import LogFile
 from tests.command import until
 from tests.faults import fault
 

@@ -13,9 +13,9 @@ from harness.rundir.samples import Scraper, parse_metrics, read_metrics, server_
 from harness.scenario import Server
 from harness.serve import attach
 from harness.serve.compose_file import parse as compose_of
-from harness.serve.document import rendered
 from harness.serve.facts import of_lines
 from harness.serve.probe import counter
+from harness.serve.template import rendered
 from tests.doubles.sglang import serving, text
 from tests.problems import server_problems_of
 from tests.test_compose import scenario

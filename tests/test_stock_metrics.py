@@ -37,11 +37,11 @@ from harness.load.live_outputs import (
     whole_csv,
     with_section,
 )
+from harness.process import free_port
 from harness.rundir.records import read_requests
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import parse_check
-from harness.serve.grafana import MonitoringTarget, panels, prometheus_config
-from harness.serve.probe import free_port
+from harness.serve.document import MonitoringTarget, panels, prometheus_config
 from tests.command import Done, harness, until
 from tests.load_runs import composed, end, log_of, start
 from tests.test_live_numbers import delta, request

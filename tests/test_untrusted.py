@@ -26,10 +26,9 @@ from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requ
 from harness.rundir.samples import MetricsSample, Scraper
 from harness.scenario import Load
 from harness.scenario.behaviour import Judged, Structured, judge_answer
-from harness.serve import lemonade_client, probe, ready
+from harness.serve import lemonade, probe, ready
 from harness.serve.facts import recorded
-from harness.serve.lemonade_client import Api, attached, download
-from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.lemonade import Api, LemonadeMonitor, attached, download
 from harness.trust import open_session
 from tests.fake_server import (
     CHUNKED,
@@ -551,12 +550,12 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: probe.server_version(url, session)
     yield lambda: probe.metrics_url(url)
     yield lambda: probe.counter(url, "m")("text")
-    yield lambda: probe.counter(url, "m", ask_engine=lambda path, body: probe.text_of(session.get(url)))("text")
-    yield lambda: lemonade_client.health(api)
-    yield lambda: lemonade_client.system_info(api)
-    yield lambda: lemonade_client.find_listed(api, "m")
-    yield lambda: lemonade_client.canonical_name(api, "m")
-    yield lambda: lemonade_client.global_timeout_s(api)
+    yield lambda: probe.counter(url, "m", ask_engine=lambda path, body: probe.good_text(session, url))("text")
+    yield lambda: lemonade.health(api)
+    yield lambda: lemonade.system_info(api)
+    yield lambda: lemonade.find_listed(api, "m")
+    yield lambda: lemonade.canonical_name(api, "m")
+    yield lambda: lemonade.load_limit_s(api, 600.0)
     yield lambda: attached(url, "m", None)
     yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
     yield lambda: LemonadeMonitor(api, "m", None, None).effective()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.process import free_port
 from harness.scenario import Load, Warmup
-from harness.serve.probe import free_port
 from tests.load_runs import (
     ROOT,
     driven,

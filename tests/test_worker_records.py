@@ -11,10 +11,10 @@ from harness.errors import HarnessError
 from harness.job import SECRETS_ENV, secrets_of
 from harness.load import recorder as recorder_module
 from harness.load.recorder import RecordReceiver, RecordSender
+from harness.process import free_port
 from harness.redact import know
 from harness.rundir.records import Request, read_requests
 from harness.scenario import Load
-from harness.serve.probe import free_port
 from harness.workers import Workers, parse_part, parse_workers
 from tests.command import harness, write
 from tests.faults import fault

@@ -18,13 +18,13 @@ from harness.analysis.summarize import summarize
 from harness.errors import RunError
 from harness.job import write_job
 from harness.paths import ROOT
+from harness.process import free_port, is_free
 from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import Count, LocalChild, drive, locust_arguments
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
 from harness.scenario import Load
-from harness.serve.probe import free_port, is_free
 from harness.simulated import Spawned
 from harness.workers import Workers
 from tests.command import going, only_run, until, write

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from harness.analysis import derive
-from harness.analysis.goodput import meets, missed_before_leaving
+from harness.analysis.derive import meets, missed_before_leaving
 from harness.capacity.evidence import BLOCK_ANSWERS
 from harness.errors import HarnessError
 from harness.rundir.records import Request

@@ -1,7 +1,6 @@
 """Commands that start something: servers, loads, or the check of a scenario before that."""
 
 import contextlib
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -294,7 +293,7 @@ def doctor(
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = root.resolve() == Path("/")
-    found = diagnose(root, engine_facts() if here else None, os.environ if here else None)
+    found = diagnose(root, engine_facts() if here else None)
     if as_json:
         print(findings.as_json(found, root))
     else:

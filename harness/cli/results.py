@@ -236,7 +236,7 @@ def plan(
     With --deadline exit code 4 when the fastest row misses it, and 5 when the deadline is inside the interval.
     """
     from harness.analysis.forecast import forecast, read_duration, read_price
-    from harness.report.forecast import print_forecast
+    from harness.report.terminal import print_forecast
 
     found = forecast(
         cli.find_run(run_folder, runs),
@@ -266,7 +266,7 @@ def diff(
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
-    from harness.comparison.differences import differences_of
+    from harness.judge.comparable import differences_of
     from harness.report.markdown import differences_markdown
     from harness.report.terminal import print_differences
     from harness.rundir.manifest import read_run
@@ -306,9 +306,8 @@ def leaderboard(
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Rank what is published: machines by scenarios, as one HTML page and as Markdown next to it."""
-    from harness.comparison.board import collect
     from harness.paths import RESULTS as SHIPPED
-    from harness.report.board import write_board
+    from harness.report.board import collect, write_board
 
     if results != cli.RESULTS and not results.is_dir():
         raise HarnessError(
@@ -394,8 +393,8 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
 
 def _line_of(folder: Path) -> RunLine:
     from harness.analysis.summarize import read_summary
+    from harness.process import owner_is_gone
     from harness.rundir.manifest import read_run
-    from harness.serve.labels import owner_is_gone
 
     try:
         run = read_run(folder)

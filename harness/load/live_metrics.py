@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from harness.analysis import derive
-from harness.analysis.goodput import meets
+from harness.analysis.derive import meets
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
 from harness.load.recorder import Recorder

@@ -12,8 +12,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
-from harness.machine.gfx_support import WORDS, columns, table
-from harness.machine.gpus import machine
+from harness.machine.gpus import WORDS, columns, machine, table
 from harness.units import gib
 
 Level = Literal["ok", "warning", "blocker"]

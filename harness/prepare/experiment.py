@@ -31,7 +31,7 @@ from harness.scenario.check_syntax import misplaced, on_server
 from harness.scenario.file import once, read_scenario
 from harness.scenario.plan import Schedule, alone, mix_of, staged
 from harness.serve import server_problems_of
-from harness.serve.secrecy import open_secrets_in_text
+from harness.serve.security import open_secrets_in_text
 from harness.summary import Reason
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from harness import units
 from harness.engines import template_of
-from harness.files import read_text
 from harness.judge.checks import undecidable
 from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
@@ -20,8 +19,8 @@ from harness.report import words
 from harness.scenario import Baseline, Load, Scenario, Swept, at_once, taken_together, warmup_of
 from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
 from harness.scenario.plan import WINDOWS, Schedule, baseline_of, plan, start_of, starts, steadiness, steady_arrivals
-from harness.serve.lemonade import hints
-from harness.serve.lint import notes, notes_on_comments
+from harness.serve.arguments import hints
+from harness.serve.lint import notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS
 from harness.units import count
@@ -147,7 +146,7 @@ def _of_plan(experiment: Experiment) -> Iterator[str]:
 
 def _hints(experiment: Experiment) -> list[str]:
     threads = os.cpu_count() if engine_location().is_here else None
-    return [*hints(experiment.scenario, threads), *notes_on_comments(read_text(experiment.path))]
+    return hints(experiment.scenario, threads)
 
 
 def _row_table(scenario: Scenario, base: Baseline) -> Table:

@@ -20,8 +20,7 @@ from harness.analysis.tally import Clock
 from harness.columns import LATENCIES, NUMBER_WORDS, VALUES
 from harness.errors import HarnessError
 from harness.redact import csv_field
-from harness.report.details import MACHINE_VALUES, raw, schedule_values
-from harness.report.table import TableLine, lines
+from harness.report.table import MACHINE_VALUES, TableLine, lines, raw, schedule_values
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.plan import mixed_with

@@ -15,6 +15,7 @@ from harness.errors import HarnessError
 from harness.judge.comparable import ABSENT, flatten, in_words
 from harness.prepare.experiment import Experiment, Target, as_recorded
 from harness.prepare.machine_fit import preflight
+from harness.process import owner
 from harness.redact import HIDDEN
 from harness.run.budget import within
 from harness.run.progress import Progress
@@ -33,7 +34,7 @@ from harness.rundir.manifest import (
 )
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
-from harness.serve import connect, labels, sweep
+from harness.serve import connect, sweep
 from harness.units import count
 
 ORPHANS_S = 15.0  # for load processes of a killed harness, which write their last records
@@ -197,7 +198,7 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
         run,
         status="running",
         reasons=[],
-        owner=labels.owner(),
+        owner=owner(),
         ended_wall_s=None,
         cells=stay,
         resumed=[*run.resumed, resumed],

@@ -22,6 +22,7 @@ from harness.errors import HarnessError, StartError
 from harness.files import read_bytes
 from harness.machine.gpus import machine
 from harness.prepare.experiment import Experiment, input_files, sources_of
+from harness.process import owner
 from harness.reasons import sentence
 from harness.report import html
 from harness.run.progress import Progress
@@ -39,7 +40,7 @@ from harness.rundir.manifest import (
 )
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
-from harness.serve import engine_version, labels
+from harness.serve import engine_version
 from harness.summary import Reason, Summary, because
 from harness.workload import workload_sha256
 
@@ -143,7 +144,7 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
     return Run(
         id=run_id,
         status="running",
-        owner=labels.owner(),
+        owner=owner(),
         started_wall_s=started_wall_s,
         scenario_name=name,
         scenario=experiment.scenario,

@@ -18,14 +18,15 @@ import yaml
 from harness.analysis.summarize import read_summary
 from harness.errors import ServerError
 from harness.paths import ROOT
+from harness.process import free_port
 from harness.reasons import sentence
 from harness.rundir.manifest import read_run
 from harness.rundir.samples import parse_metrics, read_metrics
 from harness.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve, server_document
 from harness.serve.engine import sweep
-from harness.serve.lemonade_monitor import orphans_of
-from harness.serve.probe import counter, free_port
+from harness.serve.lemonade import orphans_of
+from harness.serve.probe import counter
 from harness.summary import Reason, because
 from tests.command import harness
 from tests.docker.conftest import remains

@@ -17,10 +17,10 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
+from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
-from harness.serve.probe import free_port
 from tests.command import Going, going, harness, only_run, until, write
 from tests.faults import fault
 
