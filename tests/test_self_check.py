@@ -79,7 +79,7 @@ SHARED_READ = {"chunks_s": SHARED, "coalesced": 1, "coalesced_late": 1}
 def test_a_limit(
     changes: dict[str, Any], lags: dict[str, float], what: str | None, value: float, allowed: float, numbers: list[str]
 ) -> None:
-    found = limits(four(**changes), **lags)
+    found = limits(four(**changes), LOAD, **lags)
     if what is None:
         assert found == []
         return
@@ -109,7 +109,7 @@ def test_requests_that_follow_a_schedule_are_not_slowed_by_a_late_loop() -> None
     ],
 )  # fmt: skip
 def test_a_limit_in_words(changes: dict[str, Any], lags: dict[str, float], said: str) -> None:
-    [(_, why)] = limits(four(**changes), **lags)
+    [(_, why)] = limits(four(**changes), LOAD, **lags)
     assert sentence(why) == said
 
 

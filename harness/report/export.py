@@ -63,12 +63,8 @@ def export(folder: Path, to: Path) -> Exported:
     """
     writers = {".parquet": _write_parquet, ".csv": _write_csv}
     refuse_ending(to)
-    run = read_run(folder)
-    path = folder / "requests.jsonl"
-    if not path.exists():
-        raise _without_records(folder)
     damaged: list[int] = []
-    rows = _rows(run, read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
+    rows = _records(folder, damaged)
     temporary = to.with_name(f"{to.name}.new")
     try:
         written = writers[to.suffix](temporary, rows)
@@ -85,15 +81,20 @@ def arrow_table(folder: Path) -> Any:
     Raises HarnessError for a run without records, and without pyarrow.
     """
     pyarrow = _pyarrow("records as a table")
-    path, run, damaged = folder / "requests.jsonl", read_run(folder), list[int]()
-    if not path.exists():
-        raise _without_records(folder)
-    rows = _rows(run, read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
+    damaged: list[int] = []
     schema = _schema(pyarrow)
-    table = pyarrow.Table.from_batches(_batches(pyarrow, schema, rows), schema=schema)
+    table = pyarrow.Table.from_batches(_batches(pyarrow, schema, _records(folder, damaged)), schema=schema)
     if damaged:
+        path = folder / "requests.jsonl"
         warnings.warn(f"{path}: {len(damaged)} lines left out: not readable", stacklevel=3)
     return table
+
+
+def _records(folder: Path, damaged: list[int]) -> Iterator[dict[str, Any]]:
+    run, path = read_run(folder), folder / "requests.jsonl"
+    if not path.exists():
+        raise _without_records(folder)
+    return _rows(run, read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
 
 
 def _without_records(folder: Path) -> HarnessError:
