@@ -53,7 +53,7 @@ def example_table() -> str:
 
 def server_names() -> str:
     names = ", ".join(f"`{name}`" for engine in engines() if not engine.gateway for name in engine.templates)
-    return f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md));\n"
+    return f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md)).\n"
 
 
 def server_pages() -> str:

@@ -20,13 +20,25 @@ import pytest
 
 from harness.job import write_job
 from harness.process import free_port
-from harness.rundir.records import Request, read_marks, read_requests
+from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon, Pause
 from harness.simulated import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole
-from tests.load_runs import ROOT, RUN_S, end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
+from tests.load_runs import (
+    ROOT,
+    RUN_S,
+    by_hand,
+    end,
+    ends_of,
+    log_of,
+    make_job,
+    records_of,
+    start,
+    start_job,
+    wait_for_records,
+)
 
 CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
 
@@ -36,12 +48,9 @@ CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag
     ["agent", "chat", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("batch", "rag"))],
 )
 def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
-    options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-    options += ["--steps", "2", "--sub-agents", "1", "--documents", "2", "--document-tokens", "50"]
-    options += ["--think", "0.1 0.2", "--batch-size", "2", "--turns", "2", "--prompts", "classification"]
-    child = start(tmp_path, engine, locustfile, *options, "--output-tokens", "20", "--stop-timeout", "5")
-    assert end(child) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))
+    options = ["--steps", "2", "--sub-agents", "1", "--documents", "2", "--document-tokens", "50", "--batch-size", "2"]
+    options += ["--think", "0.1 0.2", "--turns", "2", "--prompts", "classification", "--output-tokens", "20"]
+    records = by_hand(tmp_path, engine, locustfile, *options, "--users", "3", "--stop-timeout", "5")
     assert len(records) > 6
     assert [r.error for r in records] == [None] * len(records)
     assert {(r.load, r.asked_tokens, r.fixed_length) for r in records} == {("", 20, False)}
@@ -57,24 +66,19 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
 
 @pytest.mark.parametrize("locustfile", ["agent", "chat"])
 def test_nothing_new_is_sent_after_the_run_time(tmp_path: Path, engine: str, locustfile: str) -> None:
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
-    options += ["--turns", "1000", "--steps", "1000", "--think", "0.1 600" if locustfile == "chat" else "0"]
-    child = start(tmp_path, engine, locustfile, *options, "--output-tokens", "20", "--stop-timeout", "20")
-    assert end(child) == 0, log_of(tmp_path)
-    assert len(list(read_requests(tmp_path / "r.jsonl"))) >= 2
+    options = ["--turns", "1000", "--steps", "1000", "--think", "0.1 600" if locustfile == "chat" else "0"]
+    options += ["--output-tokens", "20", "--stop-timeout", "20"]
+    assert len(by_hand(tmp_path, engine, locustfile, *options, run_time="1s")) >= 2
     assert "Not all users finished" not in log_of(tmp_path)
 
 
 def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-    child = start(tmp_path, engine, "batch", *options, "--arrivals", "0.01", "--output-tokens", "5")
-    assert end(child) == 0, log_of(tmp_path)  # it would be five minutes until all have sent what they hold
-    assert len(list(read_requests(tmp_path / "r.jsonl"))) <= 1
+    # It would be minutes until all have sent what they hold.
+    assert len(by_hand(tmp_path, engine, "batch", "--arrivals", "0.01", "--output-tokens", "5")) <= 1
 
 
 def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--users", "1", "--run-time", "1s", "--think", "0.1", "--output-tokens", "5"]
-    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
+    by_hand(tmp_path, engine, "batch", "--think", "0.1", "--output-tokens", "5", run_time="1s")
 
     def at(words: str) -> datetime.datetime:
         (line,) = [line for line in log_of(tmp_path).splitlines() if words in line]
@@ -87,7 +91,6 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
     ("options", "sentence"),
     [
         (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
-        (["--think", "soon"], "--think: 'soon' is not a pause. Give one such as '1 5', in seconds."),
         (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
         (
             ["--abandon", "5%"],
@@ -97,8 +100,6 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
         (["--abandon", "500% after 3s"], "--abandon: '500% after 3s' is not a share and a time."),
         (["--abandon", "5% after 9 tokens", "--stream", "no"],
          "--abandon: without --stream an answer comes all at once"),
-        (["--regenerate", "2"], "--regenerate: a number of at most 1 is expected, got 2.0"),
-        (["--regenerate", "nan"], "--regenerate: a number of at least 0 is expected, got nan"),
         (
             ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--output-tokens", "many"]
             + ["--slos", "x"],
@@ -178,11 +179,9 @@ def begin(environment, **_):
 def test_what_is_under_way_at_the_end_of_the_run_time_ends_and_is_counted(
     tmp_path: Path, engine: str, more: list[str]
 ) -> None:
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
-    options += ["--output", "fixed", "--output-tokens", "2000", *more]  # of four seconds: a start may take three
     (tmp_path / "busy.py").write_text(BUSY)
-    assert end(start(tmp_path, engine, tmp_path / "busy.py", *options)) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))  # all are there when the command has ended
+    options = ["--output", "fixed", "--output-tokens", "2000", *more]  # of four seconds: a start may take three
+    records = by_hand(tmp_path, engine, tmp_path / "busy.py", *options, run_time="1s")
     assert {(one.error, one.output_tokens) for one in records} == {(None, 2000)}  # the second user may come too late
     shown = re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path))
     assert shown == [(str(len(records)), "0")]
@@ -205,9 +204,7 @@ class Steps(LoadTestShape):
 def test_a_shape_of_ones_own_beside_a_user_class_that_ships(tmp_path: Path, engine: str, more: list[str]) -> None:
     file = tmp_path / "shaped.py"
     file.write_text(SHAPE)
-    options = ["--headless", "--records", "r.jsonl", "--output", "fixed", "--output-tokens", "500", *more]
-    assert end(start(tmp_path, engine, file, *options)) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))
+    records = by_hand(tmp_path, engine, file, "--output", "fixed", "--output-tokens", "500", *more, run_time=None)
     assert {one.error for one in records} == {None}  # what was under way at its end has ended
     assert len({(one.process, one.user) for one in records}) == 4
     assert re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path)) == [(str(len(records)), "0")]
@@ -234,10 +231,8 @@ def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, eng
 @pytest.mark.parametrize("more", [[], pytest.param(["--processes", "2"], marks=pytest.mark.nightly)])
 def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: str, more: list[str]) -> None:
     """In Locust's table it is a request without a response time."""
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
-    options += ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats", *more]
-    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
-    cut = [one.error for one in read_requests(tmp_path / "r.jsonl")]
+    options = ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats", *more]
+    cut = [one.error for one in by_hand(tmp_path, engine, "batch", *options, run_time="1s")]
     assert set(cut) == {"unfinished"}
     (row,) = json.loads((tmp_path / "stats.json").read_text())
     assert (row["num_requests"], row["num_failures"], row["num_none_requests"]) == (len(cut), 0, len(cut))
@@ -275,17 +270,9 @@ def test_who_does_not_let_us_in_or_is_another_one_is_reported_as_a_run_tells_it(
     assert "Traceback" not in log_of(tmp_path) and "sk-wrong" not in log_of(tmp_path)
 
 
-def by_hand(folder: Path, engine: str, locustfile: str, *options: str) -> list[Request]:
-    common = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-    child = start(folder, engine, locustfile, *common, "--stop-timeout", "5", "--output-tokens", "20", *options)
-    assert end(child) == 0, log_of(folder)
-    return list(read_requests(folder / "r.jsonl"))
-
-
 def test_people_who_leave_and_ask_again_by_hand(tmp_path: Path, engine: str) -> None:
-    records = by_hand(
-        tmp_path, engine, "chat", "--abandon", "100% after 3 tokens", "--regenerate", "1", "--think", "0.1"
-    )
+    options = ["--abandon", "100% after 3 tokens", "--regenerate", "1", "--think", "0.1", "--output-tokens", "20"]
+    records = by_hand(tmp_path, engine, "chat", *options)
     assert len(records) > 6 and {r.error for r in records} <= {None, "abandoned"}
     assert "abandoned" in {r.error for r in records}
     assert [r.again for r in records if r.turn == 2] == [True] * sum(r.turn == 2 for r in records)
@@ -294,7 +281,8 @@ def test_people_who_leave_and_ask_again_by_hand(tmp_path: Path, engine: str) -> 
 def test_other_endpoints_by_hand(tmp_path: Path, engine: str) -> None:
     for endpoint in ("completions", "embeddings"):
         (tmp_path / endpoint).mkdir()
-        records = by_hand(tmp_path / endpoint, engine, "batch", "--endpoint", endpoint, "--think", "0.1")
+        options = ["--endpoint", endpoint, "--think", "0.1", "--output-tokens", "20"]
+        records = by_hand(tmp_path / endpoint, engine, "batch", *options)
         assert len(records) > 6 and {r.error for r in records} == {None}
         assert {r.vectors for r in records} == ({1} if endpoint == "embeddings" else {None})
 

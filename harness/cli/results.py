@@ -333,25 +333,35 @@ def leaderboard(
 
 def _table_file(given: Path) -> Path:
     from harness.report.export import refuse_ending
+    from harness.report.spans import OTLP
 
-    refuse_ending(given)
+    if str(given) != OTLP:
+        refuse_ending(given)
     return given
 
 
-@command(short_help="Write a run's records as Parquet or CSV.")
+@command(short_help="Write a run's records as Parquet or CSV, or send them as OpenTelemetry spans.")
 def export(
     run_folder: RunArg,
     to: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where to: a file that ends in .parquet or .csv.", callback=_table_file)
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Where to: a file that ends in .parquet or .csv; `otlp`: the receiver of OpenTelemetry that "
+            "OTEL_EXPORTER_OTLP_ENDPOINT names.",
+            callback=_table_file,
+        ),
     ],
     runs: RunsDir = RUNS,
 ) -> None:
-    """Write a run's records for other tools: one row a request, with chunk times."""
+    """Write a run's records for other tools: one row, or one OpenTelemetry span, for each request."""
     from harness.report.export import export as export_records
+    from harness.report.spans import OTLP, send_spans
     from harness.units import count
 
-    written = export_records(find_run(run_folder, runs), to)
-    print(f"{to}: {written.records:,} records")
+    folder = find_run(run_folder, runs)
+    written = send_spans(folder) if str(to) == OTLP else export_records(folder, to)
+    print(f"{to}: {written.records:,} {'spans' if str(to) == OTLP else 'records'}")
     if written.damaged:
         print(f"{count(written.damaged, 'line')} of requests.jsonl left out: not readable", file=sys.stderr)
 
