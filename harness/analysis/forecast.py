@@ -351,8 +351,10 @@ def forecast(
 
 def read_duration(option: str, given: str) -> float:
     """Seconds of a duration such as 8h. Raises HarnessError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", given.strip())
-    seconds = float(match[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}[match[2]] if match else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
+    seconds = (
+        float(match[1]) * {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}[match[2]] if match else 0.0
+    )
     if not 0 < seconds < 1e11:
         raise HarnessError(
             f"{option}: a time above 0 with its unit is expected, got '{given}'",
