@@ -22,7 +22,7 @@ from harness.scenario import (
     Baseline,
     Scenario,
     Server,
-    Swept,
+    Sweep,
     taken_together,
     too_large,
 )
@@ -253,7 +253,7 @@ def _on_running_server(scenario: Scenario) -> Scenario:
     base, swept = scenario.baseline, scenario.swept
     return msgspec.structs.replace(
         scenario,
-        swept=Swept(loads=swept.loads) if swept is not None and swept.loads else None,
+        swept=Sweep(loads=swept.loads) if swept is not None and swept.loads else None,
         servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
         restart=False,
         generator="process",

@@ -16,8 +16,8 @@ from harness.process import is_free
 from harness.reasons import sentence
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
+from harness.run.orchestrator import endpoint_of, generator, make_job, watched
 from harness.run.progress import Progress
-from harness.run.run import endpoint_of, generator, make_job, watched
 from harness.run.running import Running, begin, finish
 from harness.rundir.manifest import disk_is_full
 from harness.scenario import SERVER_TOKENIZER, locustfile_of

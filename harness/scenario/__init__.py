@@ -184,18 +184,18 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     against: str
 
 
-class SweptRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SweepRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What was varied in a server or load of a sweep."""
 
     of: str  # its name in the file
     settings: dict[str, Any]  # by variable, argument or key
 
 
-class Swept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Sweep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The rows of a sweep, by the names of servers and loads. Those that are not in it were not varied."""
 
-    servers: dict[str, SweptRow] = {}
-    loads: dict[str, SweptRow] = {}
+    servers: dict[str, SweepRow] = {}
+    loads: dict[str, SweepRow] = {}
 
     def settings(self, server: str, load: str) -> dict[str, Any]:
         """What was varied in a row; of a setting that server and load both have, that of the load has another name."""
@@ -225,7 +225,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metrics_interval_s: Positive = 1.0
     generator: Literal["process", "container"] = "process"
     api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
-    swept: Swept | None = None  # of a sweep, made from `vary` when the file is read; None: nothing is varied
+    swept: Sweep | None = None  # of a sweep, made from `vary` when the file is read; None: nothing is varied
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:
