@@ -87,7 +87,7 @@ class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Open loop: people arrive by a schedule, whether the server keeps up or not. Exactly one of the first three."""
+    """Open loop: users arrive by a schedule, whether the server keeps up or not. Exactly one of the first three."""
 
     rate: Positive | None = None  # arrivals a second
     points: list[list[NotNegative]] | None = None  # [second, rate], ascending; the last rate stays
@@ -136,7 +136,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     agent: Agent | None = None  # agent: how it works
     rag: Rag | None = None  # rag: the documents
     output_tokens: Tokens | Lengths = 128
-    output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: like people
+    output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: until its end
     stream: bool = True
     endpoint: Literal["chat", "completions", "embeddings"] = "chat"
     answer: Structured | None = None  # the form that answers must have; they are checked, and the share is reported
@@ -178,7 +178,7 @@ class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Two rows to compare besides those with the baseline, each as SERVER/LOAD."""
+    """Two rows to compare in addition to the baseline's, each as SERVER/LOAD."""
 
     row: str
     against: str

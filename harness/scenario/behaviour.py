@@ -30,7 +30,7 @@ _ADVICE = "Each line is one length, or two: `prompt output`, in tokens."
 
 
 class Lognormal(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Many short ones and a long tail, as people's texts are. Exactly one of p95 and sigma."""
+    """Many short ones and a long tail, as texts of humans have. Exactly one of p95 and sigma."""
 
     median: Positive
     p95: Positive | None = None
