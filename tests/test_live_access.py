@@ -1,14 +1,12 @@
 """Who may use Locust's web UI, and what a start may ask for: attacks with real HTTP requests on a real Locust."""
 
-import http.client
 import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import psutil
@@ -18,10 +16,11 @@ from harness.job import write_job
 from harness.process import free_port
 from harness.run.drive import locust_arguments
 from harness.scenario import MAX_USERS, Load
+from tests.command import until
 from tests.fake_server import read_request, serving, whole
 from tests.faults import fault
 from tests.load_runs import end, log_of, make_job, start
-from tests.test_live import until
+from tests.web_ui import UI, Answer, ui
 
 MODELS = whole(b'{"data":[{"id":"m"}]}')
 KEY = "sk-of-the-user"
@@ -30,56 +29,6 @@ ROUTES = [
     "/", "/llm", "/llm/page.js", "/llm/live.json", "/stats/requests", "/logs", "/assets/favicon-dark.png", "/none",
 ]  # fmt: skip
 CHANGES = ["/swarm", "/stop", "/stats/reset", "/user"]
-
-
-class Answer(NamedTuple):
-    status: int
-    headers: dict[str, str]
-    text: str
-
-
-class UI(NamedTuple):
-    port: int
-    folder: Path
-    server: str
-
-    def ask(self, path: str, form: object = None, method: str | None = None, **headers: str) -> Answer:
-        """One request, as it is given: `Sec_Fetch_Site` is the header Sec-Fetch-Site; Host is that of the UI."""
-        given = {"Host": f"127.0.0.1:{self.port}", **{name.replace("_", "-"): text for name, text in headers.items()}}
-        body = urlencode(form) if isinstance(form, Mapping) else form
-        if isinstance(form, Mapping):
-            given.setdefault("Content-Type", "application/x-www-form-urlencoded")
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request(method or ("GET" if form is None else "POST"), path, body, given)  # type: ignore[arg-type]
-            answer = connection.getresponse()
-            return Answer(answer.status, dict(answer.headers), answer.read().decode(errors="replace"))
-        finally:
-            connection.close()
-
-    def state(self) -> Any:
-        return json.loads(self.ask("/llm/live.json").text)
-
-
-@contextmanager
-def ui(folder: Path, server: str, *options: str, locustfile: Path | str = "chat") -> Iterator[UI]:
-    """Stock Locust with its web UI."""
-    found = UI(free_port(), folder, server)
-
-    def up() -> bool:
-        try:
-            return found.ask("/").status > 0
-        except OSError:
-            return False
-
-    child = start(folder, server, locustfile, "--web-port", str(found.port), "--think", "0.2", *options)
-    try:
-        until(up)
-        yield found
-    finally:
-        child.terminate()
-        end(child)
-    assert "Traceback" not in log_of(folder)
 
 
 @pytest.fixture(scope="module")

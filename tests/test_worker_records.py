@@ -36,9 +36,14 @@ def test_machines_are_named_or_counted() -> None:
     ("given", "bind", "loads", "said"),
     [
         ("gen1", None, {"a": CHAT}, "--workers needs --bind: the address of this machine at which the workers find it"),
-        ("0", "h", {"a": CHAT}, "--workers: '0' names no machines"),
-        ("a,,b", "h", {"a": CHAT}, "--workers: 'a,,b' names no machines"),
-        ("a,b,a", "h", {"a": CHAT}, "--workers: 'a,b,a' names no machines (a comes twice)"),
+        ("0", "h", {"a": CHAT}, "--workers: must be different host names, or a count (got '0')"),
+        ("a,,b", "h", {"a": CHAT}, "--workers: must be different host names, or a count (got 'a,,b')"),
+        (
+            "a,b,a",
+            "h",
+            {"a": CHAT},
+            "--workers: must be different host names, or a count (got 'a,b,a')",
+        ),
         ("2", "h:0", {"a": CHAT}, "--bind: 'h:0' is not an address"),
         ("3", "h", {"a": CHAT}, "$.loads.a.users: 4 users cannot be parted among 3 load processes"),
         (
@@ -108,7 +113,7 @@ def test_a_machine_may_be_told_its_part_by_hand() -> None:
     for given in ("4/4", "1", "-1/4", "1/0", "a/b"):
         with pytest.raises(HarnessError) as caught:
             parse_part(given)
-        assert caught.value.what == f"--machine: '{given}' is no part"
+        assert caught.value.what == f"--machine: must be K/M (got {given!r})"
 
 
 def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,6 @@ def capacity(
 
     from harness.analysis.forecast import read_duration
     from harness.capacity.slo import parse_slos
-    from harness.prepare import capacity as preparing
     from harness.prepare import experiment as experiments
     from harness.report.capacity import print_capacity
     from harness.run import capacity as searching
@@ -159,7 +158,7 @@ def capacity(
     given = parse_slos(slos or [])
     budget_s = read_duration("--budget", budget)
     target = cli.target_of(url, ca=ca)
-    with preparing.scenario_of(scenario and cli.scenario_path(scenario), user, target, model) as path:
+    with experiments.scenario_of(scenario and cli.scenario_path(scenario), user, target, model) as path:
         experiment = experiments.prepare(path, target, model)
         name = experiments.load_name(experiment, load)
         experiment, question = searching.ask(experiment, name, given, max_level=max_users, budget_s=budget_s, knee=knee)
