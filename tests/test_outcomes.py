@@ -230,7 +230,7 @@ def test_a_stream_that_is_not_called_one_is_known_however_it_is_cut(kind: bytes)
     for data in [head, *(chunk(bytes([one])) for one in b"\n" + TOKEN + DONE), b"0\r\n\r\n"]:
         exchange.arrivals.append(len(exchange.arrivals), None)
         collector.take(data)
-        reading.look()
+        reading.process()
     answer = reading.finish()
     reading.time()
     assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)

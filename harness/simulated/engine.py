@@ -119,10 +119,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_gpu_blocks"):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, got {getattr(self, name)}"
-        for name in ("step_base_s", "step_per_sequence_s", "prefill_per_token_s", "step_per_kv_token_s",
-                     "preemption_s", "compile_s", "compile_steps", "jitter",
-                     "long_prefill_token_threshold"):  # fmt: skip
-            if getattr(self, name) < 0:
+        for name in self.__struct_fields__:
+            if name != "seed" and getattr(self, name) < 0:
                 return f"{name} must not be negative, got {getattr(self, name)}"
         if self.slowdown <= 0 or self.step_base_s + self.step_per_sequence_s <= 0:
             return "a step must take time: step_base_s + step_per_sequence_s and slowdown must be above 0"
