@@ -159,7 +159,6 @@ def problems(**variables: Any) -> str:
             {"extra_args": ["--tp", "2"]},
             "--tp (--tensor-parallel-size): the template sets it already; set the variable",
         ),
-        ({"extra_args": ["--mem-fraction-st", "0.5"]}, "set the variable 'mem_fraction_static'"),
         ({"extra_args": ["--model", "x"]}, "--model (--model-path): the template sets it already"),
         ({"environment": {"SGLANG_USE_AITER": "0"}}, "set the variable 'aiter'"),
         ({"tensor_parallel_size": 2, "shm_size": "64m"}, "2 GPUs exchange data through /dev/shm, and shm_size: 64m"),

@@ -438,10 +438,15 @@ def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
         cli.print_json(lines)
     elif lines:
         table = Table(box=None, pad_edge=False)
-        for column in ("run", "started", "scenario", "cells", "status"):
-            table.add_column(column, no_wrap=column != "status")
+        columns = ["run", "started", "scenario", "cells", "status"]
+        narrow = cli.console().width < 110  # then without the scenario, whose name is in the run's id
+        for column in columns:
+            if not (narrow and column == "scenario"):
+                table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
+        table.columns[0].min_width = min(26, max(len(line.run) for line in lines))
         for line in lines:
-            table.add_row(*line.shown())
+            texts = line.shown()
+            table.add_row(*(texts[:2] + texts[3:] if narrow else texts))
         cli.console().print(table)
     else:
         cli.console().print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
