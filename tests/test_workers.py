@@ -27,11 +27,10 @@ from harness.rundir.records import ProcessMark, read_marks, read_requests
 from harness.scenario import Load
 from harness.simulated import Spawned
 from harness.workers import Workers
-from tests.command import going, only_run, until, write
+from tests.command import delivered, going, only_run, records, run_with_workers, until, write
 from tests.faults import fault
 from tests.load_runs import make_job
 from tests.made_runs import request, write_lines
-from tests.worker_runs import delivered, records, run_with_workers
 
 
 def test_two_workers_send_each_request_once(tmp_path: Path, engine_process: Spawned) -> None:

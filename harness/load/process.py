@@ -27,7 +27,7 @@ from harness.process import refuse_too_few_files
 from harness.redact import know, masked
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import Arrivals, connections_per_process, taken_together
-from harness.scenario.behaviour import Abandon, Judged, answer_fields, judge_answer
+from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Message
 from harness.workload.prompt_file import PromptRow, read_rows
@@ -239,13 +239,13 @@ class LoadProcess:
         form = self.job.load.answer
         return [] if form is None else workload.choices_at(form, self.job.seed, index)
 
-    def _checked(self, answer: Answer, index: int) -> Judged:
+    def _checked(self, answer: Answer, index: int) -> AnswerCheck:
         """Whether a successful answer has the requested form, and is right where that is known."""
         form = self.job.load.answer
         if form is None or answer.error is not None:
-            return Judged()
+            return AnswerCheck()
         label = workload.label_at(self.job.prompts, self.job.seed, index)
-        return judge_answer(form, self._choices(index), label, answer.text)
+        return check_answer(form, self._choices(index), label, answer.text)
 
     def _asked_prompt(self, place: Place) -> int | None:
         """The planned length of the prompt; None for later turns, which contain answers."""
