@@ -41,7 +41,7 @@ from tests.fake_server import (
     chunk,
     exchanging,
     load_process,
-    looked_at,
+    new_exchange,
     once,
     one_record,
     place,
@@ -73,7 +73,7 @@ class Pieces:
 
 def received(*reads: bytes) -> tuple[Exchange, Answer]:
     """What the client makes of these reads, the last of which ends the connection. Only declared exceptions pass."""
-    exchange, reading = looked_at(sent_ns=0, request_bytes=BODY_BYTES)
+    exchange, reading = new_exchange(sent_ns=0, request_bytes=BODY_BYTES)
     for number in range(len(reads) + 1):
         exchange.arrivals.append(number, None)
     collector = Collector(exchange)

@@ -80,7 +80,7 @@ class LoadProcess:
         self.recorder = recorder
         self.listeners = Listeners()
         self._nothing_due_until_s = 0.0  # monotonic clock: the longest known wait of a user
-        self.by_hand = not job.load_name
+        self.is_stock = not job.load_name
         self._target, self._rows, self._replay, self._secret = JobInputs.of(job, host)
         know(secrets_of(job))
         self._model = job.model
@@ -95,7 +95,7 @@ class LoadProcess:
         self.sequencer = sequencer_of(job)
         recorder.steady = lambda stage: self.sequencer.stages[stage].steady()
         recorder.users = None if self.sequencer.several else 0
-        if self.by_hand:
+        if self.is_stock:
             for stage in self._stages:
                 os.unlink(stage.counter_path)  # only this process uses it, and has it open
 
@@ -161,9 +161,9 @@ class LoadProcess:
         client: Client,
         messages: Sequence[Message],
         place: Place,
-        tell: Callable[[Answer], None] | None = None,
+        on_record: Callable[[Answer], None] | None = None,
     ) -> Answer:
-        """Send one request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
+        """Send one request and wait for its end. Leaves exactly one record, and calls `on_record`, whatever happens.
 
         A failed request is an Answer with an error. A greenlet that is cut, by its end or by a gevent.Timeout of the
         locustfile, leaves its record before that goes on. Other records are made when there is nothing else to do: the
@@ -171,7 +171,7 @@ class LoadProcess:
         """
         exchange = Exchange(id=self._id(place.slot))
         reading = ResponseReader(exchange, embeddings=self.job.load.endpoint == "embeddings")
-        exchange.look = reading.look
+        exchange.process = reading.process
         answer: Answer | None = None
         cut = False
         self.recorder.sending(place.slot.phase, place.slot.stage)
@@ -186,8 +186,8 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            exchange.look = None  # break the cycle, for the garbage collector
-            note = partial(self._note, exchange, reading, answer or Answer(), place, tell)
+            exchange.process = None  # break the cycle, for the garbage collector
+            note = partial(self._note, exchange, reading, answer or Answer(), place, on_record)
             if cut:
                 note()  # Locust may count next
             else:
@@ -200,9 +200,9 @@ class LoadProcess:
         reading: ResponseReader,
         answer: Answer,
         place: Place,
-        tell: Callable[[Answer], None] | None,
+        on_record: Callable[[Answer], None] | None,
     ) -> None:
-        """Make the record, and call `tell`."""
+        """Make the record, and call `on_record`."""
         try:
             reading.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
@@ -214,8 +214,8 @@ class LoadProcess:
         finally:
             # Always: the end of the load waits for it.
             self.sequencer.stages[place.slot.stage].settle(seen=_seen(exchange, place, answer))
-        if tell is not None:
-            tell(answer)
+        if on_record is not None:
+            on_record(answer)
 
     def _id(self, slot: Slot) -> str:
         """The id of a request, unique among all runs, because logs of servers keep it."""
@@ -455,16 +455,16 @@ class _Abandoned(gevent.Timeout):  # cut like any other timeout
 @contextmanager
 def abandoning(how: Abandon, exchange: Exchange, reading: ResponseReader) -> Iterator[None]:
     """Cut what is sent inside, as `how` says; the exchange then has failed as `abandoned`."""
-    tokens, look = how.after_tokens, exchange.look
+    tokens, process = how.after_tokens, exchange.process
     with _Abandoned(how.after_s) as left:
 
-        def look_and_leave() -> None:
-            if look is not None:
-                look()
+        def process_and_leave() -> None:
+            if process is not None:
+                process()
             if tokens is not None and reading.chunks >= tokens and not exchange.complete:
                 raise left
 
-        exchange.look, exchange.watched = look_and_leave, tokens is not None
+        exchange.process, exchange.watched = process_and_leave, tokens is not None
         try:
             yield
         except _Abandoned as error:
