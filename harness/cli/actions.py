@@ -77,8 +77,8 @@ def run(
     from harness.run import resume as resuming
     from harness.run.budget import within
     from harness.run.calibrate import trust_notes
+    from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
-    from harness.run.run import run as run_experiment
     from harness.rundir.manifest import read_run
 
     if ui and scenario is not None:
