@@ -10,15 +10,15 @@ from harness.capacity.result import (
     CapacityReport,
     MeasuredProbe,
     ServerCapacity,
-    SloCapacity,
     crossovers_of,
     read_capacity,
 )
-from harness.capacity.slo import FLUSH_S, BlockCutter, parse_slos, slos_of_scenario
+from harness.capacity.search import SloCapacity
+from harness.capacity.slo import FLUSH_S, BlockCutter, LoadPace, parse_slos, slos_of_scenario
 from harness.errors import HarnessError
 from harness.reasons import sentence
 from harness.report.capacity import capacity_lines, crossover_reason
-from harness.run.capacity import drift_of, level_load, step_of
+from harness.run.capacity import drift_of, load_at, step_of
 from harness.rundir.manifest import read_run
 from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Arrivals, Load
@@ -136,7 +136,7 @@ def test_a_server_that_runs_needs_no_scenario(tmp_path: Path) -> None:
         (
             ["--slo", EASY],
             {"loads": {"p": {"user": "chat", "duration_s": 5, "arrivals": {"points": [[0, 1], [5, 2]]}}}},
-            "'p' is a rate that changes",
+            "'p' has a rate that changes",
         ),
     ],
 )
@@ -182,7 +182,7 @@ def test_blocks_count_what_ended_in_them() -> None:
 
 
 def test_a_block_without_an_answer_is_joined_to_the_next() -> None:
-    cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]), min_s=3.0)
+    cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]), {None: LoadPace(min_s=3.0)})
     cutter.see([ended(1.0, 0.1), ended(8.0, 0.1)])
     first, second = cutter.cut(20.0)
     assert (first.end_s, second.begin_s, second.end_s) == (3.0, 3.0, 9.0)
@@ -191,7 +191,7 @@ def test_a_block_without_an_answer_is_joined_to_the_next() -> None:
 def test_a_growing_queue_does_not_make_blocks_longer() -> None:
     slos = parse_slos(["ttft_p95<=0.5s"])
     growing = [request(sent_s=float(n), ended_s=1.0 + n, chunks_s=[0.1, 1.0 + n]) for n in range(60)]
-    closed, opened = BlockCutter(slos), BlockCutter(slos, open_loop=True)
+    closed, opened = BlockCutter(slos), BlockCutter(slos, {None: LoadPace(open_loop=True)})
     for cutter in (closed, opened):
         cutter.see(growing)
     assert (closed.block_s, opened.block_s) == (3 * 30.5, 3 * 10.5)
@@ -201,15 +201,15 @@ def test_a_growing_queue_does_not_make_blocks_longer() -> None:
 def test_levels_of_an_open_loop_are_tenths_of_its_rate() -> None:
     load = Load(user="chat", users=4, requests=5, arrivals=Arrivals(rate=0.5))
     assert step_of(load) == 0.05
-    found = level_load(load, 30, 60.0)
+    found = load_at(load, 30 * step_of(load), 60.0)
     assert found.arrivals is not None and (found.arrivals.rate, found.duration_s, found.requests) == (1.5, 60.0, None)
     assert found.users == 180, "a queue must not lose arrivals"
-    assert level_load(Load(user="chat", users=4, processes=3, requests=5), 2, 9.0).processes == 2
+    assert load_at(Load(user="chat", users=4, processes=3, requests=5), 2, 9.0).processes == 2
 
 
 def test_drift_is_noticed_beyond_chance() -> None:
     def blocks(*e2e_s: float) -> list[Any]:
-        cutter = BlockCutter([], min_s=1.0)
+        cutter = BlockCutter([], {None: LoadPace(min_s=1.0)})
         found = []
         for number, value in enumerate(e2e_s):
             cutter.see([request(sent_s=float(number), ended_s=value, chunks_s=[0.1, value])])

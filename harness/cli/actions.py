@@ -182,10 +182,22 @@ def capacity(
             help='What users must get, such as "ttft_p95<=2s" (default: the scenario\'s checks); may be repeated.',
         ),
     ] = None,
-    load: Annotated[str | None, typer.Option(help="Which of the scenario's loads (default: the first).")] = None,
+    load: Annotated[
+        str | None, typer.Option(help="Which of the scenario's loads, or of its mixes (default: the first load).")
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LOAD=N",
+            help="Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. With two loads "
+            "that are not fixed, all pairs are searched.",
+        ),
+    ] = None,
     max_users: Annotated[
         int,
-        typer.Option(min=1, max=100_000, help="Try no more users; of an open loop, tenths of the scenario's rate."),
+        typer.Option(
+            min=1, max=100_000, help="Try no more users; of an open loop, tenths of the scenario's rate or trace."
+        ),
     ] = 256,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="How long it may take in all, such as 30min or 2h.")
@@ -209,7 +221,6 @@ def capacity(
     have their answers. 3: the run is INVALID. 5: an answer is unresolved.
     """
 
-    from harness.capacity.slo import parse_slos
     from harness.prepare import capacity as preparing
     from harness.prepare import experiment as experiments
     from harness.process import signals_interrupt
@@ -217,13 +228,13 @@ def capacity(
     from harness.run import capacity as searching
     from harness.run.progress import Progress
 
-    given = parse_slos(slos or [])
     budget_s = seconds_of("--budget", budget)
     target = target_of(url, ca=ca)
     with preparing.scenario_of(scenario and scenario_path(scenario), user, target, model) as path:
         experiment = experiments.prepare(path, target, model)
-        name = experiments.load_name(experiment, load)
-        experiment, question = searching.ask(experiment, name, given, max_level=max_users, budget_s=budget_s, knee=knee)
+        experiment, question = searching.ask(
+            experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
+        )
         with signals_interrupt():
             folder, found = searching.capacity(experiment, question, runs, Progress(console(stderr=as_json)))
     if as_json:
