@@ -29,18 +29,17 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     import yaml
 
     from harness.errors import HarnessError
-    from harness.failures.scan import explain_message, scan
+    from harness.failures.explain import explain_message, scan
     from harness.failures.table import patterns
     from harness.imports.write import FORMATS, read_file
-    from harness.load.exchange import Collector, Exchange, Failure
-    from harness.load.response import ResponseReader
+    from harness.load.exchange import Collector, Exchange, Failure, ResponseReader
     from harness.load.sse import EventTooLong, Parser
     from harness.paths import ROOT, SCENARIOS
     from harness.rundir.manifest import read_run
     from harness.rundir.records import read_marks, read_requests
+    from harness.scenario import Trace
     from harness.scenario import file as scenario_file
     from harness.scenario.file import load_yaml
-    from harness.scenario.scenario import Trace
     from harness.serve import compose_file
     from harness.workload.prompt_file import read_rows
     from harness.workload.traces import Replay

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from harness.errors import HarnessError
 from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, write_run
-from harness.rundir.metrics import MetricsSample
 from harness.rundir.records import ProcessMark, Request
+from harness.rundir.samples import MetricsSample
+from harness.scenario import Load, Scenario, Server, Warmup
 from harness.scenario.plan import Cell, plan
-from harness.scenario.scenario import Load, Scenario, Server, Warmup
 
 CHUNKS = 200
 AT_ONCE = 256

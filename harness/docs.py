@@ -1,5 +1,7 @@
-"""`python -m harness.docs` writes what is made of the program: docs/servers.md, docs/failures.md, the tables of
-docs/doctor.md, docs/run-directory.md and the README."""
+"""`python -m harness.docs` writes what pages say of the program: the parts of docs/*.md and README.md between marks.
+
+A mark is a comment such as `<!-- servers -->`, and `<!-- /servers -->` at the end of the part.
+"""
 
 import json
 import re
@@ -8,64 +10,20 @@ from typing import Any
 from harness.analysis.summarize import read_summary
 from harness.engines import engines, template_of
 from harness.failures.table import IN_PIECES, Rule, removed_flags, replacements, rules
-from harness.machine import findings as show
+from harness.machine.findings import findings_tables, targets_table
 from harness.paths import ROOT
 from harness.reasons import documented
 from harness.report import markdown
 from harness.rundir.manifest import read_run
 from harness.serve.template import BY_THE_HARNESS, GATEWAYS, Variable, limits, templates, variables
 
-HEAD = """\
-# Servers
-
-<!-- Made by `python -m harness.docs`; edit compose/*.yaml.j2 and harness/engines/*.yaml instead. -->
-
-A server is a Compose template of `compose/` with values for its variables. The template is the one definition: the
-harness renders it and starts it through the Docker SDK, and `harness compose SCENARIO` prints the same for
-`docker compose up`. A Compose key that the harness does not carry out is refused by name.
-
-```yaml
-servers:
-  vllm:
-    template: vllm-rocm
-    variables: {max_model_len: 8192, max_num_seqs: 10}
-```
-
-All of them are published on 127.0.0.1, also those of a [Docker Engine on another
-machine](doctor.md#a-docker-engine-on-another-machine). What gives a container the machine that it runs on is refused
-unless the server consents in the scenario, which `harness check` and the report show:
-
-| `allow: [...]` | lets through |
-|---|---|
-| `docker-socket` | a volume with the socket of Docker, containerd, Podman or CRI-O, or a folder that holds one |
-| `host-files` | a volume of `/proc`, `/sys`, `/dev`, `/boot`, a whole home, credentials in `/etc` |
-| | or of the container engine's data; hidden files of a home, but for `.cache`, `.local/share`, `.NAME/models` |
-| | a writable one of `/etc`, `/usr`, `/bin`, `/lib`; of the whole `/opt`, `/srv`, `/tmp`, `/mnt`, `/media` |
-| | or of what is in `/var` and `/run`, but for `/var/tmp/...` and `/run/media/...`; a folder that holds one of these |
-| `host-devices` | a device that is not a GPU's (`/dev/kfd`, `/dev/dri`, `/dev/accel`), such as a disk or `/dev/mem` |
-| `host-ipc` | `ipc: host` |
-| `open-port` | `publish` with an address that other machines reach, such as `0.0.0.0` or `[::]` |
-| `privileges` | `cap_add` or `security_opt` in a template of your own; those that ship need none |
-
-Paths count as they lead through `..` and symbolic links. `/` is always refused, and so are `privileged`, `pid`,
-`network_mode` and `userns_mode`, which the harness does not carry out.
-
-A secret such as `HF_TOKEN` comes from your shell: write `${HF_TOKEN}` in `environment` or in an argument; the value
-itself is refused, and in logs it is blacked out, as is every other value that came in by `${NAME}`. `model` takes no
-`${NAME}`. A type that ends in `?` also takes `null`. `model` is the scenario's own and is
-not set here; what else a template sets is refused in `extra_args`.
-
-By engine: {pages},
-[a server that already runs](running-server.md); in front of them, [gateways](gateways.md).
-"""
-
 LOCUST = "Not a server: what `harness compose` puts in front of one, Locust's web UI."
 COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
 
 
-def servers_page() -> str:
-    """docs/servers.md."""
-    parts = [HEAD.replace("{pages}", ", ".join(engine.page for engine in engines() if engine.page is not None))]
+def servers_tables() -> str:
+    """The variables of each template."""
+    parts = []
     for name in (*templates(), *GATEWAYS, "locust"):
         known = template_of(name)
         introduction = LOCUST if known is None else known.introduction
@@ -86,78 +44,28 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def readme() -> str:
-    """README.md with the table of the committed example run, and the servers' names, between their marks."""
+def example_table() -> str:
+    """The table of the committed example run."""
     example = ROOT / "docs" / "example"
     shown = ("server", "load", "wall", "rate", "ttft_p50", "speedup", "verdict")
-    table = markdown.table(read_summary(example), read_run(example), shown)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return f"\n{markdown.table(read_summary(example), read_run(example), shown)}\n\n"
+
+
+def server_names() -> str:
     names = ", ".join(f"`{name}`" for engine in engines() if not engine.gateway for name in engine.templates)
-    servers = f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md));"
-    for opening, closing, made in (
-        ("<!-- table: .*? -->", "<!-- /table -->", f"\n{table}\n"),
-        ("<!-- servers -->", "<!-- /servers -->", servers),
-    ):
-        text = re.sub(rf"({opening}\n).*?({closing})", rf"\1{made}\n\2", text, flags=re.DOTALL)
-    return text
+    return f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md));\n"
 
 
-def doctor_page() -> str:
-    """docs/doctor.md with its tables."""
-    return show.filled((ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"))
+def server_pages() -> str:
+    return f"{', '.join(engine.page for engine in engines() if engine.page is not None)},\n"
 
 
-def run_directory_page() -> str:
-    """docs/run-directory.md with the list of reason codes."""
+def reasons_table() -> str:
+    """The list of reason codes."""
     rows = "".join(f"| `{code}` | {text.replace('|', chr(92) + '|')} |\n" for code, text in documented())
-    text = (ROOT / "docs" / "run-directory.md").read_text(encoding="utf-8")
-    made = f"<!-- reasons -->\n| code | sentence, or what it says |\n|---|---|\n{rows}<!-- /reasons -->"
-    before, _, rest = text.partition("<!-- reasons -->")
-    return before + made + rest.partition("<!-- /reasons -->")[2]
+    return f"| code | sentence, or what it says |\n|---|---|\n{rows}"
 
 
-FAILURES_HEAD = """\
-# Failures
-
-<!-- Made by `python -m harness.docs`; edit harness/failures/table/*.yaml or harness/engines/*.yaml instead. -->
-
-What the harness recognises in logs, in what Docker says, in exit codes and in the errors of an API. Each failure is
-reported as cause, evidence (the line of the log, with its number), fix (the flag and the value for this machine, where
-they follow from the line) and source. `harness run` does so for a server that does not start or dies and for requests
-that fail; `harness explain LOGFILE` does it for a log from elsewhere:
-
-```
-docker logs SERVER 2>&1 | harness explain -
-journalctl -u lemond | harness explain -
-dmesg | harness explain -
-docker inspect -f '{{json .State}}' SERVER | harness explain -
-```
-
-What looks like a secret (tokens, `--api-key`, `Authorization`) is blacked out in what is shown, and control characters
-are left out.
-
-Time stamps and prefixes of Docker, Compose, journald and of each server, such as `(EngineCore pid=9) ERROR ...`, are
-left out before a line is compared. Source lines of a traceback are not looked at: they name errors
-that did not happen.
-
-Which of several is the cause: a kill for memory that Docker reports, then what Docker said, then the first line of
-the log that is a cause. A **wrapper** ("Engine core initialization failed") only says that there is a cause
-elsewhere, and is shown as what the cause came through; it is the answer only where nothing else is known, after an
-exception that is not in the table, whatever its class is called. A **warning** is in good starts, too, and is never
-the cause. A cause that the log tells at the level WARNING comes after what is an error or was raised, and one of
-fetching the model is got over once the model is loaded. Lines of INFO and DEBUG, of access logs, and lines that quote
-a prompt are what users said, and name no failure. What was said before the server became ready does not explain how
-it ended. Refused requests do not, either.
-
-A server that was stopped, by the first words of its own shutdown such as "cleaning up before exit" (`stopping` in
-harness/engines/*.yaml), **stopped normally**: wrappers and unknown exceptions after that
-line, such as `EngineDeadError`, are part of the stop. Before it, they are a crash.
-
-A load whose first 5 requests (warm-up included) all fail for a mistake of the **scenario** is ended at once: the rest
-would fail as well. So is one that is steered by hand.
-
-Words in capitals are values of the line, or computed from it.
-"""
 TITLES = {
     "docker": "The container cannot be made",
     "start": "The server does not start",
@@ -171,9 +79,9 @@ TITLES = {
 _SAMPLE_CHARS = 110
 
 
-def failures_page() -> str:
-    """The page: a section a kind, a row a rule."""
-    parts = [FAILURES_HEAD]
+def failures_tables() -> str:
+    """A section a kind, a row a rule."""
+    parts = []
     for kind, title in TITLES.items():
         parts.append(f"\n## {title}\n| failure | for example | cause | fix |\n|---|---|---|---|\n")
         parts += [_failure_row(rule) for rule in rules() if _kind(rule) == kind]
@@ -227,9 +135,28 @@ def _code(text: str) -> str:
     return re.sub(r"([`*_\[\]|~$\\])", r"\\\1", text)
 
 
+MADE = {
+    "README.md": {"table": example_table, "servers": server_names},
+    "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
+    "docs/failures.md": {"failures": failures_tables},
+    "docs/doctor.md": {
+        "targets": lambda: f"\n{targets_table()}\n",
+        "findings": lambda: f"\n{findings_tables()}\n",
+    },
+    "docs/run-directory.md": {"reasons": reasons_table},
+}
+
+
+def made(page: str) -> str:
+    """Return a page with its parts made anew."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, make in MADE[page].items():
+        before, opening, rest = text.partition(f"<!-- {name} -->\n")
+        _, closing, after = rest.partition(f"<!-- /{name} -->")
+        text = before + opening + make() + closing + after
+    return text
+
+
 if __name__ == "__main__":
-    (ROOT / "README.md").write_text(readme(), encoding="utf-8")
-    (ROOT / "docs" / "servers.md").write_text(servers_page(), encoding="utf-8")
-    (ROOT / "docs" / "failures.md").write_text(failures_page(), encoding="utf-8")
-    (ROOT / "docs" / "doctor.md").write_text(doctor_page(), encoding="utf-8")
-    (ROOT / "docs" / "run-directory.md").write_text(run_directory_page(), encoding="utf-8")
+    for path in MADE:
+        (ROOT / path).write_text(made(path), encoding="utf-8")

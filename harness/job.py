@@ -13,7 +13,7 @@ import msgspec
 
 from harness.errors import HarnessError, SeveralErrors, sentence
 from harness.files import read_bytes
-from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
 
 # Of a load process: the texts that must not get into a record, whatever a server says, as JSON of `know`. They come

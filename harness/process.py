@@ -1,15 +1,19 @@
-"""Child processes that end when they should: on request, and with us when we are killed."""
+"""Processes: children that end when they should (on request, and with us when we are killed), and who owns what."""
 
 import contextlib
 import ctypes
+import hashlib
 import os
+import random
 import resource
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
 from harness.errors import HarnessError
@@ -121,3 +125,94 @@ def _leave_terminal() -> None:
         with contextlib.suppress(OSError):
             if stat.S_ISCHR(os.fstat(number).st_mode):  # isatty denies a terminal that is gone
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+# Labels by which a process is told from every other of any host and boot, in the Docker Engine and in run.json.
+HOST = "amd-llm-load.host"
+MACHINE = "amd-llm-load.machine"  # hosts may share a name
+BOOT = "amd-llm-load.boot"
+PID = "amd-llm-load.pid"
+PID_NAMESPACE = "amd-llm-load.pid-namespace"  # process ids mean nothing outside of it
+PID_START = "amd-llm-load.pid-start"  # tells a process from a later one with the same id
+
+MACHINE_ID = Path("/etc/machine-id")
+
+
+def owner() -> dict[str, str]:
+    """The labels of this process."""
+    pid = os.getpid()
+    return {
+        HOST: socket.gethostname(),
+        MACHINE: _machine_id(),
+        BOOT: _read(Path("/proc/sys/kernel/random/boot_id")),
+        PID: str(pid),
+        PID_NAMESPACE: _pid_namespace(),
+        PID_START: _start_time(pid) or "",
+    }
+
+
+def owner_is_gone(labels: Mapping[str, str]) -> bool:
+    """Whether the process with these labels has ended.
+
+    An owner that cannot be seen from here counts as alive: one on another machine (an engine shared through
+    DOCKER_HOST), be it of the same name, or in another or unknown pid namespace (a CI runner in a container with the
+    host's network and name).
+    """
+    if labels.get(HOST) != socket.gethostname():
+        return False
+    here = owner()
+    if labels.get(BOOT) != here[BOOT]:  # an earlier boot of this machine, or a namesake of it
+        return here[MACHINE] != "" and labels.get(MACHINE) == here[MACHINE]
+    if not labels.get(PID_NAMESPACE) or labels[PID_NAMESPACE] != here[PID_NAMESPACE]:
+        return False
+    pid = labels.get(PID, "")
+    known = pid.isascii() and pid.isdigit() and len(pid) < 12
+    return not known or _start_time(int(pid)) != (labels.get(PID_START) or None)
+
+
+def _machine_id() -> str:
+    """This machine's own id, as a hash of it: it is confidential (machine-id(5)). Empty where it has none."""
+    own = _read(MACHINE_ID)
+    return hashlib.sha256(b"amd-llm-load " + os.fsencode(own)).hexdigest()[:32] if own else ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str | None:
+    """The process's start in clock ticks since boot; None when it does not exist (a zombie does not either)."""
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return None if not fields or fields[0] == "Z" else fields[19]
+
+
+def _read(path: Path) -> str:
+    try:
+        return os.fsdecode(path.read_bytes()).strip()
+    except OSError:
+        return ""
+
+
+# Below the range from which Linux takes the ports of outgoing connections, so no process gets one by chance.
+FIRST_PORT, LAST_PORT = 18000, 29999
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing uses now. Random, so that two harnesses at once rarely meet."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        if is_free(port):
+            return port
+
+
+def is_free(port: int, address: str = "127.0.0.1") -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest is no user
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True

@@ -456,7 +456,7 @@ def _capacity_frontier(
     parts: list[str] = []
     for one, other in corners:
         beside = amount_words(one or 0.0, **first) if not parts else _number_of(one or 0.0, first["unit"])
-        room = "none" if other is None else _number_of(other, second["unit"])
+        room = f"no {second['load']}" if other is None else _number_of(other, second["unit"])
         parts.append(f"{room if parts or other is None else amount_words(other, **second)} next to {beside}")
     said = f"holds {', '.join(parts)}"
     return said if complete else f"unresolved: so far it {said}; a longer --budget can decide"

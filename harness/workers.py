@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from harness.errors import HarnessError, Mistakes
+from harness.scenario import Load
 from harness.scenario.plan import mix_of, users_path
-from harness.scenario.scenario import Load
 
 PORT = 5557  # Locust's own
 FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`
-MACHINE = 10_000_000  # beyond every pid: what a load process is called is its machine times this, and its pid
+MACHINE = 10_000_000  # beyond every pid. The number of a load process in a run's files: its machine * MACHINE + its pid
 
 
 class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -142,11 +142,6 @@ def parse_part(given: str) -> tuple[int, int]:
             f"--machine: '{given}' is no part", next_step="Give one such as 0/2 on one machine and 1/2 on the other."
         )
     return int(match[1]), int(match[2])
-
-
-def process_number(pid: int, machine: int) -> int:
-    """What a load process is called in a run's files: its pid, which two machines may both have, made unique."""
-    return machine * MACHINE + pid
 
 
 def parse_address(option: str, given: str) -> tuple[str, int]:

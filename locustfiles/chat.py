@@ -6,8 +6,8 @@ Stock Locust:  locust -f locustfiles/chat.py --host http://127.0.0.1:8000 --user
 from locust import task
 
 from harness.load.user import LLMUser
+from harness.scenario import TURNS
 from harness.scenario.behaviour import chance, leaves
-from harness.scenario.scenario import TURNS
 from harness.workload import Message
 
 

@@ -10,16 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.load.answer import Answer
 from harness.load.client import ApiAddress, Client, Dialer
-from harness.load.exchange import Exchange
+from harness.load.exchange import Exchange, ResponseReader
+from harness.load.openai_api import Answer
 from harness.load.process import LoadProcess, Place
 from harness.load.reader import IdleQueue, KernelClock, Reader
 from harness.load.recorder import Recorder
-from harness.load.response import ResponseReader
 from harness.load.sequencer import Slot
 from harness.rundir.records import Request, read_requests
-from harness.scenario.scenario import Load, Prompts
+from harness.scenario import Load, Prompts
 from tests.load_runs import make_job
 
 Handler = Callable[[socket.socket, int], None]  # gets each connection and its number, from 0
@@ -219,7 +218,9 @@ def read_answer(reading: ResponseReader) -> Answer:
 
 
 @contextmanager
-def exchanging(url: str, timeout_s: float = 5.0, known: bool = True, **headers: str) -> Iterator[Send]:
+def exchanging(
+    url: str, timeout_s: float = 5.0, known: bool = True, headers: dict[str, str] | None = None
+) -> Iterator[Send]:
     """A client, to send requests one after another on its connection.
 
     `known`: it takes the server for one that keeps connections after streams.
@@ -233,7 +234,7 @@ def exchanging(url: str, timeout_s: float = 5.0, known: bool = True, **headers: 
 
     def send(body: bytes = BODY) -> tuple[Exchange, Answer]:
         exchange, reading = looked_at()
-        client.post("/chat/completions", lambda: body, exchange)
+        client.send("/chat/completions", lambda: body, exchange)
         return exchange, read_answer(reading)
 
     try:

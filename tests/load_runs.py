@@ -11,10 +11,10 @@ import msgspec
 
 from harness.job import Job, write_job
 from harness.prepare.experiment import Experiment
+from harness.process import free_port
 from harness.run.live import compose_file
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
-from harness.scenario.scenario import Load, Prompts, Scenario, Warmup
-from harness.serve.probe import free_port
+from harness.scenario import Load, Prompts, Scenario, Warmup
 from tests import prefork
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +61,24 @@ def start_job(
     write_job(job, folder / "job.json")
     users = ["--headless", "--users", str(job.load.users), "--spawn-rate", "100"]
     return start(folder, url, locustfile or job.load.user, *users, "--job", str(folder / "job.json"), *options)
+
+
+def driven(
+    folder: Path,
+    url: str,
+    load: Load,
+    warmup: Warmup | None = None,
+    *options: str,
+    locustfile: Path | None = None,
+    **job: object,
+) -> list[Request]:
+    """The records of a load that ends well, in the order of the sequence."""
+    folder.mkdir(exist_ok=True)
+    processes = ["--processes", str(load.processes)] if load.processes > 1 else []
+    made = make_job(folder, load, warmup, **job)
+    assert end(start_job(folder, url, made, *processes, *options, locustfile=locustfile)) == 0, log_of(folder)
+    ends_of(folder, load.processes)
+    return sorted(records_of(folder), key=lambda record: record.index)
 
 
 def end(process: "subprocess.Popen[str]") -> int:

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, Status, write_run
-from harness.rundir.metrics import MetricsSample
 from harness.rundir.records import ProcessMark, Request
+from harness.rundir.samples import MetricsSample
+from harness.scenario import Load, Scenario, Server
 from harness.scenario.plan import Cell, plan
-from harness.scenario.scenario import Load, Scenario, Server
 
 WALL_S = 1_800_000_000.0
 MONOTONIC_S = 1000.0  # of the load processes, at WALL_S

@@ -40,7 +40,7 @@ _COMMANDS = (
     "rich.table",
     "harness.cli",
     "harness.run.run",
-    "harness.run.noise",
+    "harness.run.calibrate",
     "harness.comparison.compare",
     "harness.comparison.history",
     "harness.report.html",

@@ -1,6 +1,6 @@
 """The problems of a scenario's servers as lines of text."""
 
-from harness.scenario.scenario import Scenario
+from harness.scenario import Scenario
 from harness.serve import server_problems_of as _server_problems_of
 
 

@@ -8,8 +8,8 @@ import msgspec
 from harness.analysis.summarize import summarize, write_summary
 from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, Startup, write_run
 from harness.rundir.records import ErrorKind, ProcessMark, Request
+from harness.scenario import Load, Scenario, Server
 from harness.scenario.plan import plan
-from harness.scenario.scenario import Load, Scenario, Server
 from tests.made_runs import write_lines
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\"> & 'quoted'"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from harness.judge.checks import evaluate
 from harness.report import answer, markdown, sentences, terminal
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.summary import Comparison, Distribution, Row, Summary, Verdict
 from tests.test_report_text import MANY, numbers, row, run, summary
 

@@ -4,8 +4,8 @@ from harness.analysis.answers import AnswerTally, answers_of, difference, prompt
 from harness.analysis.derive import add_up
 from harness.judge.verdicts import metric_of
 from harness.reasons import sentence
-from harness.scenario.scenario import Load
-from harness.scenario.structured import Structured
+from harness.scenario import Load
+from harness.scenario.behaviour import Structured
 from harness.summary import Answers, PromptLengths
 from tests.made_runs import request
 

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.load.sequencer import Plan, Sequencer, Slot
-from harness.scenario.arrivals import Schedule, steady, times
+from harness.scenario import Arrivals, Load, Wave
 from harness.scenario.behaviour import Agent, Pause
-from harness.scenario.scenario import Arrivals, Load, Warmup, Wave
+from harness.scenario.plan import Schedule, arrival_times, steady_arrivals
 from harness.simulated import spawned
-from tests.load_runs import end, log_of, make_job, records_of, start_job
+from tests.load_runs import driven
 
 
 def first(number: int, seed: int = 1, **given: object) -> list[float]:
-    return list(itertools.islice(times(Arrivals(**given), seed), number))  # type: ignore[arg-type]
+    return list(itertools.islice(arrival_times(Arrivals(**given), seed), number))  # type: ignore[arg-type]
 
 
 def test_an_even_rate_is_a_ruler() -> None:
@@ -81,7 +81,7 @@ def test_the_schedule_is_a_function_of_the_seed() -> None:
     ],
 )
 def test_a_warm_up_comes_at_the_rate_of_the_beginning(course: dict[str, Any], rate: float) -> None:
-    found = steady(Arrivals(spacing="gamma", burstiness=0.5, **course))
+    found = steady_arrivals(Arrivals(spacing="gamma", burstiness=0.5, **course))
     assert found == Arrivals(rate=rate, spacing="gamma", burstiness=0.5)
 
 
@@ -134,9 +134,7 @@ def test_people_come_on_time_whether_the_server_keeps_up_or_not(tmp_path: Path) 
     load = Load(user="batch", users=60, arrivals=Arrivals(rate=20.0, spacing="even"), requests=40, output_tokens=5)
     flags = ("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.1", "--max-num-seqs", "5")
     with spawned(*flags) as server:
-        job = make_job(tmp_path, load, Warmup(requests=0))
-        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
-    records = sorted(records_of(tmp_path), key=lambda record: record.index)
+        records = driven(tmp_path, server.url, load)
     assert [record.index for record in records] == list(range(40))
     due = [record.sent_s + (record.scheduled_s or 0.0) for record in records]
     assert [at - due[0] for at in due] == pytest.approx([number / 20 for number in range(40)], abs=1e-6)
@@ -146,21 +144,15 @@ def test_people_come_on_time_whether_the_server_keeps_up_or_not(tmp_path: Path) 
     assert records[-1].chunks_s[0] > 0.5 > records[0].chunks_s[0]
 
 
-def test_too_few_users_for_the_rate_is_seen_as_lag(tmp_path: Path) -> None:
+def test_too_few_users_for_the_rate_is_seen_as_lag(tmp_path: Path, slow_engine: str) -> None:
     load = Load(user="batch", users=2, arrivals=Arrivals(rate=40.0), requests=20, output_tokens=5)
-    with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.05") as server:
-        job = make_job(tmp_path, load, Warmup(requests=0))
-        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
-    lags = [-(record.scheduled_s or 0.0) for record in records_of(tmp_path)]
+    lags = [-(record.scheduled_s or 0.0) for record in driven(tmp_path, slow_engine, load)]
     assert len(lags) == 20 and max(lags) > 0.5
 
 
-def test_a_conversation_arrives_once_and_its_later_turns_follow(tmp_path: Path) -> None:
+def test_a_conversation_arrives_once_and_its_later_turns_follow(tmp_path: Path, engine: str) -> None:
     load = Load(user="chat", users=10, turns=2, arrivals=Arrivals(rate=10.0), duration_s=1.5, output_tokens=5)
-    with spawned("--preset", "instant", "--served-model-name", "m") as server:
-        job = make_job(tmp_path, load, Warmup(requests=0))
-        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
-    records = records_of(tmp_path)
+    records = driven(tmp_path, engine, load)
     expected = sum(at < 1.5 for at in first(100, seed=1, rate=10.0))
     starts = [record for record in records if record.turn == 1]
     assert {record.scheduled_s is None for record in starts} == {False}
@@ -184,16 +176,12 @@ class Mixed(LLMUser):
 """
 
 
-def test_what_follows_an_answer_has_no_time_of_its_own(tmp_path: Path) -> None:
+def test_what_follows_an_answer_has_no_time_of_its_own(tmp_path: Path, engine: str) -> None:
     (tmp_path / "own.py").write_text(OWN)
     agent = Agent(steps=2, sub_agents=1, tool_time=Pause(mean_s=0.01))
     tasks = Load(user="agent", users=4, agent=agent, arrivals=Arrivals(rate=20.0), requests=8, output_tokens=2)
     own = Load(user="own.py", users=4, arrivals=Arrivals(rate=20.0), requests=6, output_tokens=2)
-    with spawned("--preset", "instant", "--served-model-name", "m") as server:
-        for load, path, timely in ((tasks, None, [0, 4]), (own, tmp_path / "own.py", [0, 3, 4, 5])):
-            folder = tmp_path / load.user[:3]
-            folder.mkdir()
-            assert end(start_job(folder, server.url, make_job(folder, load), locustfile=path)) == 0, log_of(folder)
-            records = records_of(folder)
-            assert len(records) == load.requests
-            assert sorted(one.index for one in records if one.scheduled_s is not None) == timely
+    for load, path, timely in ((tasks, None, [0, 4]), (own, tmp_path / "own.py", [0, 3, 4, 5])):
+        records = driven(tmp_path / load.user[:3], engine, load, locustfile=path)
+        assert len(records) == load.requests
+        assert [one.index for one in records if one.scheduled_s is not None] == timely

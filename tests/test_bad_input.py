@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
-from harness.serve.probe import free_port
 from tests.command import Done, harness, only_run, server, write
 from tests.faults import fault
 

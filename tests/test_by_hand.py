@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from harness.job import write_job
+from harness.process import free_port
 from harness.rundir.records import Request, read_marks, read_requests
+from harness.scenario import Load
 from harness.scenario.behaviour import Abandon, Pause
-from harness.scenario.scenario import Load
-from harness.serve.probe import free_port
 from harness.simulated import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole
@@ -95,10 +95,8 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
             "Give a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'.",
         ),
         (["--abandon", "500% after 3s"], "--abandon: '500% after 3s' is not a share and a time."),
-        (
-            ["--abandon", "5% after 9 tokens", "--stream", "no"],
-            "--abandon: without --stream an answer comes all at once",
-        ),
+        (["--abandon", "5% after 9 tokens", "--stream", "no"],
+         "--abandon: without --stream an answer comes all at once"),
         (["--regenerate", "2"], "--regenerate: a number of at most 1 is expected, got 2.0"),
         (["--regenerate", "nan"], "--regenerate: a number of at least 0 is expected, got nan"),
         (
@@ -114,24 +112,19 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
         ),
         (["--machine", "3/2"], "--machine: '3/2' is no part."),
         (["--endpoint", "embeddings"], "--endpoint: ChatUser supports only chat and completions (got embeddings)"),
-        (
-            ["--records", "no/place"],
-            "--records: no/place cannot be written (No such file or directory). Name a file in",
-        ),
+        (["--records", "no/place"],
+         "--records: no/place cannot be written (No such file or directory). Name a file in"),
         (["--in-flight", "4", "--batch-size", "2"], "--in-flight: give one of --batch-size (bursts) and --in-flight"),
         (["--prompts", "bad.jsonl"], "bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "),
         (["--job", "none.json"], "none.json: the job cannot be read"),
-        (
-            ["--host", "ftp://x", "--prompts", "bad.jsonl", "--api-key-env", "NOT_SET_AT_ALL"],
-            "host: 'ftp://x' is not a URL. Give one such as http://127.0.0.1:8000.",
-        ),
-        (
-            ["--records", "no/place", "--prompts", "none.jsonl"],
-            "--records: no/place cannot be written (No such file or directory). Name a file in a folder that exists.",
-        ),
-        (["--api-key-env", "NOT_SET_AT_ALL"], "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
+        (["--host", "ftp://x", "--prompts", "bad.jsonl", "--api-key-env", "NOT_SET_AT_ALL"],
+         "host: 'ftp://x' is not a URL. Give one such as http://127.0.0.1:8000."),
+        (["--records", "no/place", "--prompts", "none.jsonl"],
+         "--records: no/place cannot be written (No such file or directory). Name a file in a folder that exists."),
+        (["--api-key-env", "NOT_SET_AT_ALL"],
+         "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
     tmp_path: Path, engine: str, options: list[str], sentence: str
 ) -> None:
@@ -145,17 +138,12 @@ def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
     ("options", "sentence"),
     [
         (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
-        pytest.param(
-            ["--prompts", "none.jsonl"],
-            "none.jsonl: the prompts cannot be read (No such file or directory)",
-            marks=pytest.mark.nightly,
-        ),
-        (
-            ["--records", "no/place"],
-            "--records: no/place cannot be written (No such file or directory). Name a file in",
-        ),
+        pytest.param(["--prompts", "none.jsonl"],
+         "none.jsonl: the prompts cannot be read (No such file or directory)", marks=pytest.mark.nightly),
+        (["--records", "no/place"],
+         "--records: no/place cannot be written (No such file or directory). Name a file in"),
     ],
-)
+)  # fmt: skip
 def test_several_load_processes_end_with_the_same_sentence_said_once(
     tmp_path: Path, engine: str, options: list[str], sentence: str
 ) -> None:
@@ -264,31 +252,19 @@ PAGE = (
 @pytest.mark.parametrize(
     ("answer", "options", "sentence"),
     [
-        (
-            whole(b"{}", status=b"401 Unauthorized"),
-            [],
-            "{url} wants an API key (HTTP 401). Name the environment variable",
-        ),
-        (
-            whole(b'{"error":"sk-wrong is no key"}', status=b"401 Unauthorized"),
-            ["--api-key-env", "BADK"],
-            "the server rejected the key in BADK ({url} answers HTTP 401). Export the right key as BADK.",
-        ),
-        (
-            whole(b"no sk-wrong", status=b"500 Oops"),
-            ["--api-key-env", "BADK"],
-            "{url}/v1/models answers HTTP 500: no ***. Check",
-        ),
-        (
-            whole(b"", status=b"307 There\r\nLocation: http://127.0.0.1:1/?key=sk-wrong"),
-            ["--api-key-env", "BADK"],
-            "{url}/v1/models redirects to http://127.0.0.1:1/?key=***; redirects are not followed",
-        ),
+        (whole(b"{}", status=b"401 Unauthorized"), [],
+         "{url} wants an API key (HTTP 401). Name the environment variable"),
+        (whole(b'{"error":"sk-wrong is no key"}', status=b"401 Unauthorized"), ["--api-key-env", "BADK"],
+         "the server rejected the key in BADK ({url} answers HTTP 401). Export the right key as BADK."),
+        (whole(b"no sk-wrong", status=b"500 Oops"), ["--api-key-env", "BADK"],
+         "{url}/v1/models answers HTTP 500: no ***. Check"),
+        (whole(b"", status=b"307 There\r\nLocation: http://127.0.0.1:1/?key=sk-wrong"), ["--api-key-env", "BADK"],
+         "{url}/v1/models redirects to http://127.0.0.1:1/?key=***; redirects are not followed"),
         (whole(b"no such page", status=b"404 Not Found"), [], "{url}/v1/models " + NOT_THE_MODEL),
         (whole(b"<html></html>", b"text/html"), [], "{url} " + PAGE),
         (whole(b'{"data":[]}'), [], "{url}/v1/models answers with something that is not a list of models. Check"),
     ],
-)
+)  # fmt: skip
 def test_who_does_not_let_us_in_or_is_another_one_is_reported_as_a_run_tells_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, options: list[str], sentence: str
 ) -> None:

@@ -14,7 +14,7 @@ from harness.errors import RunError
 from harness.run import calibrate as calibrate_module
 from harness.run.calibrate import CalibrationPoint, in_words, reading_of
 from harness.rundir.records import ProcessMark, Request
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from tests.made_runs import scenario
 
 

@@ -9,21 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from harness.process import free_port
 from harness.rundir.records import Request
-from harness.scenario.behaviour import Abandon, Pause, chance, leaves, pause_s
-from harness.scenario.scenario import Load, Prompts, Warmup
-from harness.scenario.structured import Structured
-from harness.serve.probe import free_port
+from harness.scenario import Load, Prompts, Warmup
+from harness.scenario.behaviour import Abandon, Pause, Structured, chance, leaves, pause_s
 from harness.simulated import spawned
-from tests.load_runs import end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
+from tests.load_runs import driven, end, make_job, records_of, start, start_job, wait_for_records
 
 
 def test_a_conversation_grows_by_what_was_said(tmp_path: Path, engine: str) -> None:
     load = Load(user="chat", users=2, requests=12, turns=3, output_tokens=6, think_s=[0.0, 0.02])
-    job = make_job(tmp_path, load, prompts=Prompts(tokens=20, system_tokens=10))
-    assert end(start_job(tmp_path, engine, job)) == 0
-    records = records_of(tmp_path)
-    assert sorted(r.index for r in records) == list(range(12))
+    records = driven(tmp_path, engine, load, prompts=Prompts(tokens=20, system_tokens=10))
+    assert [r.index for r in records] == list(range(12))
     talks: dict[int | None, list[Request]] = {}
     for record in sorted(records, key=lambda r: r.sent_s):
         talks.setdefault(record.conversation, []).append(record)
@@ -70,10 +67,7 @@ def planned_talks(requests: int, turns: int) -> Talks:
 @pytest.mark.parametrize("think_s", [pytest.param([0.0, 0.0], marks=pytest.mark.nightly), [0.0, 0.15]])
 def test_conversations_do_not_depend_on_who_is_faster(tmp_path: Path, slow_engine: str, think_s: list[float]) -> None:
     load = Load(user="chat", users=5, requests=25, turns=3, output_tokens=4, think_s=think_s, processes=2)
-    job = make_job(tmp_path, load, Warmup(requests=4))
-    assert end(start_job(tmp_path, slow_engine, job, "--processes", "2")) == 0, log_of(tmp_path)
-    records = records_of(tmp_path)
-    ends_of(tmp_path, 2)
+    records = driven(tmp_path, slow_engine, load, Warmup(requests=4))
     assert len({r.process for r in records}) == 2
     talks = talks_of(records)
     assert talks == {-1: [(-1, 1), (-2, 2), (-3, 3)], -4: [(-4, 1), (-5, 2), (-6, 3)], **planned_talks(25, 3)}
@@ -82,9 +76,7 @@ def test_conversations_do_not_depend_on_who_is_faster(tmp_path: Path, slow_engin
 
 def test_of_fixed_time_counts_what_is_sent_in_it_late_turns_as_well(tmp_path: Path, slow_engine: str) -> None:
     load = Load(user="chat", users=5, duration_s=1.5, turns=6, output_tokens=2, think_s=[0.0, 0.4])
-    job = make_job(tmp_path, load, Warmup(duration_s=0.6))
-    assert end(start_job(tmp_path, slow_engine, job)) == 0, log_of(tmp_path)
-    records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
+    records = sorted(driven(tmp_path, slow_engine, load, Warmup(duration_s=0.6)), key=lambda r: r.sent_s)
     phases = [r.phase for r in records]
     first = phases.index("measured")
     assert phases == ["warmup"] * first + ["measured"] * (len(phases) - first)
@@ -124,9 +116,7 @@ def failing_engine() -> Iterator[str]:
 
 def test_a_failed_turn_leaves_no_trace_and_the_conversation_goes_on(tmp_path: Path, failing_engine: str) -> None:
     load = Load(user="chat", requests=6, turns=3, output_tokens=6, stream=False, think_s=[0.0, 0.0])
-    job = make_job(tmp_path, load, prompts=Prompts(tokens=20, system_tokens=10))
-    assert end(start_job(tmp_path, failing_engine, job)) == 0, log_of(tmp_path)
-    records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
+    records = driven(tmp_path, failing_engine, load, prompts=Prompts(tokens=20, system_tokens=10))
     assert talks_of(records) == planned_talks(6, 3)
     assert [r.error for r in records] == [None, "http", None, None, "http", None]
     # system, question | refused | system, question, answer, third question: the refused one is not in it
@@ -135,9 +125,7 @@ def test_a_failed_turn_leaves_no_trace_and_the_conversation_goes_on(tmp_path: Pa
 
 def test_a_timed_conversation_ends_with_the_time(tmp_path: Path, engine: str) -> None:
     load = Load(user="chat", users=3, duration_s=1.0, turns=5000, output_tokens=4, think_s=[0.1, 0.3], drain_s=600)
-    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
-    records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
-    talks = talks_of(records)
+    talks = talks_of(driven(tmp_path, engine, load))
     assert sorted(talks) == [0, 5000, 10000]  # type: ignore[type-var]
     for number, talk in talks.items():
         assert talk == planned_talks(15000, 5000)[number][: len(talk)]
@@ -145,27 +133,16 @@ def test_a_timed_conversation_ends_with_the_time(tmp_path: Path, engine: str) ->
 
 def test_a_long_pause_does_not_outlast_a_timed_load(tmp_path: Path, engine: str) -> None:
     load = Load(user="chat", users=2, duration_s=0.5, output_tokens=2, think_s=[600.0, 600.0], drain_s=600)
-    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
-    assert len(records_of(tmp_path)) == 2
-
-
-def of_index(folder: Path) -> list[Request]:
-    return sorted(records_of(folder), key=lambda r: r.index)
+    assert len(driven(tmp_path, engine, load)) == 2
 
 
 @pytest.mark.parametrize("how", [Abandon(share=0.4, after_tokens=3), Abandon(share=0.4, after_s=0.25)])
 def test_some_leave_before_the_answer_is_there(tmp_path: Path, slow_engine: str, how: Abandon) -> None:
     load = Load(user="chat", users=4, requests=16, turns=4, output_tokens=12, think_s=[0.0, 0.0], abandon=how)
-    options = ["--json-file", str(tmp_path / "stats")]
-    assert end(start_job(tmp_path, slow_engine, make_job(tmp_path, load), *options)) == 0, log_of(tmp_path)
-    records = of_index(tmp_path)
-    ends_of(tmp_path, 1)
+    records = driven(tmp_path, slow_engine, load, None, "--json-file", str(tmp_path / "stats"))
     left = [r for r in records if leaves(how, 1, r.index)]
-    assert (
-        [r.index for r in left]
-        == [r.index for r in records if r.error == "abandoned"]
-        == [0, 3, 4, 6, 7, 8, 10, 11, 13, 15]
-    )
+    assert [r.index for r in left] == [0, 3, 4, 6, 7, 8, 10, 11, 13, 15]
+    assert left == [r for r in records if r.error == "abandoned"]
     words = "the user left after 3 chunks" if how.after_tokens else "the user left after 0.25 s"
     assert {r.message for r in left} == {words}
     assert {(len(r.chunks_s), r.output_tokens) for r in records if r.error is None} == {(12, 12)}
@@ -180,8 +157,7 @@ def test_some_leave_before_the_answer_is_there(tmp_path: Path, slow_engine: str,
 
 def test_who_is_not_content_asks_the_same_again(tmp_path: Path, engine: str) -> None:
     load = Load(user="chat", users=2, requests=20, turns=5, output_tokens=6, think_s=[0.0, 0.0], regenerate=0.4)
-    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
-    records = of_index(tmp_path)
+    records = driven(tmp_path, engine, load)
     assert talks_of(records) == planned_talks(20, 5)
     again = [r.index for r in records if r.again]
     assert again == [index + 1 for index in range(19) if index % 5 != 4 and chance(1, "regenerate", index) < 0.4]
@@ -193,19 +169,10 @@ def test_who_is_not_content_asks_the_same_again(tmp_path: Path, engine: str) -> 
 
 def test_a_question_that_is_asked_again_is_judged_as_that_question(tmp_path: Path, engine: str) -> None:
     load = Load(
-        user="chat",
-        users=2,
-        requests=20,
-        turns=5,
-        think_s=[0.0, 0.0],
-        regenerate=0.4,
-        output="natural",
-        output_tokens=8,
-        answer=Structured(choice="auto"),
-    )
-    job = make_job(tmp_path, load, prompts=Prompts(kind="classification"))
-    assert end(start_job(tmp_path, engine, job)) == 0, log_of(tmp_path)
-    records = of_index(tmp_path)
+        user="chat", users=2, requests=20, turns=5, think_s=[0.0, 0.0], regenerate=0.4, output="natural",
+        output_tokens=8, answer=Structured(choice="auto"),
+    )  # fmt: skip
+    records = driven(tmp_path, engine, load, prompts=Prompts(kind="classification"))
     assert sum(r.again for r in records) > 3
     assert {(r.error, r.answer_valid, r.answer_right) for r in records} == {(None, True, True)}
 
@@ -213,8 +180,7 @@ def test_a_question_that_is_asked_again_is_judged_as_that_question(tmp_path: Pat
 def test_pauses_follow_from_the_seed_and_not_from_who_makes_them(tmp_path: Path, engine: str) -> None:
     think = Pause(mean_s=0.1, distribution="exponential")
     load = Load(user="chat", users=3, requests=12, turns=4, output_tokens=2, think=think)
-    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
-    for before, after in itertools.pairwise(of_index(tmp_path)):
+    for before, after in itertools.pairwise(driven(tmp_path, engine, load)):
         if after.turn != 1:
             assert after.sent_s - before.sent_s >= pause_s(think, 1, "think", before.index)
 
@@ -222,8 +188,7 @@ def test_pauses_follow_from_the_seed_and_not_from_who_makes_them(tmp_path: Path,
 def test_reasoning_is_reported_apart(tmp_path: Path) -> None:
     load = Load(user="chat", requests=2, turns=2, output_tokens=10, think_s=[0.0, 0.0])
     with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "reasoning:4") as server:
-        assert end(start_job(tmp_path, server.url, make_job(tmp_path, load))) == 0, log_of(tmp_path)
-    first, second = of_index(tmp_path)
+        first, second = driven(tmp_path, server.url, load)
     assert (first.reasoning_chunks, len(first.chunks_s)) == (4, 10)
     assert first.first_visible_s == first.chunks_s[4]
     # 24 words and the template's 5; then the visible 6 words alone and their 3, 24 words and their 3

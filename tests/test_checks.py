@@ -13,6 +13,7 @@ from harness.judge.checks import evaluate, requests_needed, undecidable
 from harness.judge.stats import samples_needed
 from harness.paths import SCENARIOS
 from harness.reasons import evidence
+from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
     LATENCIES,
@@ -27,7 +28,6 @@ from harness.scenario.check_syntax import (
     slo_sets,
 )
 from harness.scenario.file import load_scenario
-from harness.scenario.scenario import Load, Scenario, Server
 from harness.summary import (
     Attained,
     CheckResult,

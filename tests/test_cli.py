@@ -14,9 +14,9 @@ import yaml
 
 from harness import __version__
 from harness.paths import SCENARIOS
+from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
-from harness.serve.probe import free_port
 from tests import prefork
 from tests.command import HARNESS, going, harness, only_run, server, until, write
 

@@ -1,10 +1,7 @@
 """The streaming client on real sockets: its connections, its times, and whom it talks to."""
 
 import socket
-import ssl
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import gevent
@@ -13,10 +10,9 @@ import pytest
 
 import harness.load.client as client_module
 from harness.errors import HarnessError
-from harness.load.client import ApiAddress, Client, Dialer
+from harness.load.client import ApiAddress
 from harness.load.reader import AnyInbox, IdleQueue, KernelClock, Reader, ReadTimes
 from harness.rundir.records import read_requests
-from harness.simulated import spawned
 from tests.fake_server import (
     CHUNKED,
     DONE,
@@ -28,13 +24,12 @@ from tests.fake_server import (
     chunk,
     exchanging,
     load_process,
-    looked_at,
     once,
     place,
-    read_answer,
     read_request,
     serving,
 )
+from tests.tls import sign
 
 
 def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,21 +244,13 @@ def test_a_clock_step_makes_the_record_fall_back_to_the_time_of_the_read(monkeyp
 
 
 def test_tls_is_verified_and_uses_the_time_of_the_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
-        + ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    with serving(answering(GOOD), context) as url:
+    signed = sign(tmp_path, "DNS:localhost")
+    with serving(answering(GOOD), signed.context()) as url:
         with exchanging(url) as send:
             answer = send()[1]
             assert answer.error == "connect"
             assert "certificate" in (answer.message or "").lower()
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
         with exchanging(url) as send:
             assert [send()[1].error for _ in range(2)] == [None, None]
             assert send()[1].clock == "read"
@@ -320,27 +307,14 @@ def test_what_is_no_url(url: str) -> None:
     ],
 )
 def test_the_embedded_engines_faults(engine: str, fault: str, error: str | None, chunks: int) -> None:
-    clock = KernelClock()
-    reader = Reader(clock, IdleQueue())
-    client = Client(Dialer(ApiAddress.of(engine)), clock, reader, timeout_s=1.0, headers={"X-Simulate-Fault": fault})
-    exchange, reading = looked_at(f"fault-{fault}")
     body = (
         b'{"model":"m","messages":[{"role":"user","content":"hello there"}],"max_tokens":8,"ignore_eos":true,'
         b'"stream":true,"stream_options":{"include_usage":true}}'
     )
-    client.post("/chat/completions", lambda: body, exchange)
-    client.close()
-    reader.close()
-    clock.close()
-    answer = read_answer(reading)
+    with exchanging(engine, timeout_s=1.0, headers={"X-Simulate-Fault": fault}) as send:
+        _, answer = send(body)
     assert (answer.error, len(answer.chunks_s)) == (error, chunks)
     if error is None:
         assert answer.output_tokens == (None if fault == "no-usage" else 8)
     if fault.startswith("reasoning"):
         assert answer.first_visible_s == answer.chunks_s[4]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[str]:
-    with spawned("--preset", "instant", "--served-model-name", "m") as server:
-        yield server.url

@@ -12,13 +12,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
 from harness.analysis.summarize import summarize, write_summary
-from harness.cli.listing import show_runs
 from harness.comparison.compare import compare_runs
 from harness.files import pretty_json
 from harness.reasons import evidence, sentences, verdict_sentence
 from harness.report import export, junit, markdown, terminal
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks
+from tests.command import harness
 from tests.made_runs import scenario, write_lines, write_made_run
 
 SAID = "the load generator (‡), not the server, was the limit of {}; all other numbers are valid"
@@ -75,9 +75,8 @@ def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:
     for folder in (run, limited_run(tmp_path / "well"), limited_run(tmp_path / "without")):
         if folder.name != "without":
             write_summary(folder, summarize(folder))
-    console = Console(record=True, width=200)
-    show_runs(tmp_path, console)
-    status = {line.split()[0]: line.strip().split("  ")[-1] for line in console.export_text().splitlines()[1:]}
+    done = harness("runs", "--runs", ".", cwd=tmp_path)
+    status = {line.split()[0]: line.strip().split("  ")[-1] for line in done.out.splitlines()[1:]}
     assert status == {"made": "valid, CLIENT-LIMITED", "well": "valid", "without": "valid"}
 
 

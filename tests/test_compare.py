@@ -25,10 +25,10 @@ from harness.report import sentences
 from harness.rundir.manifest import Machine, Origin, ServedBy, write_run
 from harness.rundir.origin import UnlikeError
 from harness.rundir.records import read_requests
+from harness.scenario import Arrivals, Load, Scenario, Server
+from harness.scenario import Pair as Wanted
 from harness.scenario.behaviour import Pause
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Arrivals, Load, Scenario, Server
-from harness.scenario.scenario import Pair as Wanted
 from harness.summary import CellSummary, Comparison, Difference, Distribution, Numbers, Row, ServerLoad, Verdict
 from harness.workers import Workers
 from tests.command import harness

@@ -3,7 +3,6 @@
 import os
 import random
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ import msgspec
 import pytest
 
 from harness.rundir.records import Request
-from harness.scenario.scenario import Arrivals, Load
+from harness.scenario import Arrivals, Load
 from harness.simulated import spawned
 from tests.fake_server import (
     BODY,
@@ -96,9 +95,7 @@ def answer_once(listener: socket.socket, signed: Signed | None = None, left: int
         listener.accept()[0].close()
     connection, _ = listener.accept()
     if signed is not None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(signed.certificate, signed.key)
-        connection = context.wrap_socket(connection, server_side=True)
+        connection = signed.context().wrap_socket(connection, server_side=True)
     with connection:
         read_request(connection)
         connection.sendall(GOOD)
@@ -343,15 +340,13 @@ def test_what_one_stream_shows_is_remembered_with_tls(tmp_path: Path, monkeypatc
     """The first stream's connection is checked 0.2 s later; before that none is reused."""
     signed = sign(tmp_path, "DNS:localhost")
     monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(signed.certificate, signed.key)
 
     def keeping_on(connection: socket.socket, number: int) -> None:
         while read_request(connection):
             connection.sendall(LEMONADE)
 
     for handler, reused in [(closing_after(LEMONADE, lambda number: 0.03, []), False), (keeping_on, True)]:
-        with serving(handler, context) as url, exchanging(url, known=False) as send:
+        with serving(handler, signed.context()) as url, exchanging(url, known=False) as send:
             found = [send(), send()]
             gevent.sleep(0.5)
             found += [send(), send()]

@@ -5,10 +5,10 @@ from pathlib import Path
 import gevent
 import pytest
 
-from harness.load.answer import Answer
 from harness.load.client import Client
+from harness.load.exchange import ResponseReader
+from harness.load.openai_api import Answer
 from harness.load.reader import Direct
-from harness.load.response import ResponseReader
 from harness.rundir.records import read_requests
 from tests.fake_server import (
     CHUNKED,

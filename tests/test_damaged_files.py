@@ -24,7 +24,7 @@ from harness.redact import csv_field
 from harness.report.html import write_report
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.serve.compose_file import read
 from harness.simulated.wire import BadRequest, parse_json
 from tests.command import harness, write
@@ -40,7 +40,7 @@ OPENERS = {
     "machine/telemetry.py": "files of /sys and /proc, each second",
     "load/health.py": "/proc",
     "load/recorder.py": "/proc",
-    "serve/labels.py": "/proc",
+    "process.py": "/proc",
     "run/calibrate.py": "/proc",
     "serve/offline_job.py": "runs in a container without the harness",
 }

@@ -12,8 +12,8 @@ from harness.errors import HarnessError
 from harness.report.board import publish
 from harness.report.markdown import of_comparison
 from harness.rundir.manifest import Machine, ServedBy, read_run
+from harness.scenario import Server
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Server
 from harness.summary import Difference
 from tests.command import harness
 from tests.made_runs import scenario, served_by, write_made_run

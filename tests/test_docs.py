@@ -12,18 +12,18 @@ import typer
 from harness import __version__
 from harness.cli import app
 from harness.cli.actions import check
-from harness.docs import failures_page, readme, run_directory_page, servers_page
+from harness.docs import MADE, made, servers_tables
 from harness.errors import ExitCode
 from harness.failures.table import rules
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import Status, read_run
 from harness.rundir.records import ErrorKind, Request
+from harness.scenario import Scenario
 from harness.scenario.check_syntax import OPERATORS, UNITS
 from harness.scenario.file import load_scenario
-from harness.scenario.scenario import Scenario
 from harness.serve.template import templates, variables
+from harness.simulated.answer import KINDS
 from harness.simulated.engine import PRESETS, EngineConfig
-from harness.simulated.faults import KINDS
 from tests import faults
 from tests.command import harness
 
@@ -167,22 +167,21 @@ def test_every_metric_of_a_check_is_documented() -> None:
     assert {unit for units in UNITS.values() for unit in units if unit} <= words
 
 
-def test_the_page_of_servers_is_up_to_date() -> None:
-    assert page("docs/servers.md") == servers_page(), "python -m harness.docs"
-    assert page("docs/run-directory.md") == run_directory_page(), "python -m harness.docs"
+@pytest.mark.parametrize("path", MADE)
+def test_the_tables_of_the_pages_are_up_to_date(path: str) -> None:
+    assert page(path) == made(path), "python -m harness.docs"
+    assert all(f"<!-- {name} -->" in page(path) for name in MADE[path])
+
+
+def test_the_tables_have_every_variable_and_failure() -> None:
     for template in templates():
-        section = servers_page().split(f"\n## {template}\n")[1].split("\n## ")[0]
+        section = servers_tables().split(f"\n## {template}\n")[1].split("\n## ")[0]
         assert set(variables(template)) - {"model"} <= code(section)
-
-
-def test_the_page_of_failures_is_up_to_date() -> None:
-    assert page("docs/failures.md") == failures_page(), "python -m harness.docs"
     assert {rule.id for rule in rules()} <= code(page("docs/failures.md"))
 
 
 def test_the_table_of_the_readme_is_that_of_the_example_run() -> None:
     assert "| no-limit | one-at-a-time |" in page("README.md")
-    assert page("README.md") == readme(), "python -m harness.docs"
     example = read_run(ROOT / "docs" / "example")
     assert (example.status, example.scenario_name, example.simulated) == ("valid", "first-look", True)
     now = load_scenario(ROOT / "scenarios" / "first-look.yaml")

@@ -10,7 +10,7 @@ from rich.console import Console
 from harness.errors import ServerError
 from harness.machine import findings as show
 from harness.machine.doctor import DockerEngine, User, diagnose
-from harness.machine.gfx_support import table, without_code
+from harness.machine.gpus import table, without_code
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import SWITCH, blockers, notes, preflight
 from harness.serve import variables
@@ -28,9 +28,9 @@ def scenario(folder: Path, servers: dict[str, Any]) -> Experiment:
 def lines(root: Path, width: int) -> list[str]:
     console = Console(width=width, no_color=True, force_terminal=False)
     member = User(54321, frozenset({54321, machines.RENDER_GID}))
-    engine = DockerEngine(version="28.2.2", cgroup="2", image_folder="/var/lib/docker", free_bytes=500 * 10**9)
+    engine = DockerEngine(image_folder="/var/lib/docker", free_bytes=500 * 10**9)
     with console.capture() as capture:
-        show.show(diagnose(root, engine, {}, member), console, root)
+        show.show(diagnose(root, engine, member), console, root)
     return capture.get().splitlines()
 
 
@@ -41,7 +41,7 @@ def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
     too_long = [line for line in shown if len(line) > min(width, 110) and "http" not in line]
     assert too_long == []
     assert [line for line in shown if line != line.rstrip()] == []
-    assert shown[-1] == "3 warnings, 16 ok. A run can start."
+    assert shown[-1] == "3 warnings, 14 ok. A run can start."
 
 
 def test_topics_findings_fixes_and_sources(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_topics_findings_fixes_and_sources(tmp_path: Path) -> None:
         "           fix: update to Linux 6.18.4 or newer, or a kernel with the backport (Ubuntu: sudo apt install",
         "           linux-oem-24.04), and see that no amdgpu-dkms replaces its driver",
     ]
-    assert shown[-1] == "1 blocker, 17 ok. Servers on the GPU cannot be relied on until the blockers are gone."
+    assert shown[-1] == "1 blocker, 15 ok. Servers on the GPU cannot be relied on until the blockers are gone."
 
 
 def test_only_the_level_has_a_colour(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_without_a_gpu_it_says_what_runs(tmp_path: Path) -> None:
     assert sum("BLOCKER" in line for line in shown) == 1
     assert (
         shown[-1]
-        == "1 blocker, 7 ok. Servers on the GPU cannot run here; the embedded engine and the CPU templates can."
+        == "1 blocker, 5 ok. Servers on the GPU cannot run here; the embedded engine and the CPU templates can."
     )
 
 
@@ -127,7 +127,7 @@ def test_a_run_meets_the_blockers_before_anything_is_pulled(tmp_path: Path) -> N
         done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
         assert (done.code, (tmp_path / "runs").exists()) == (2, False)
         assert done.err.startswith("error: server 'vllm' cannot run here: there is no AMD GPU")
-        assert "next: Run what needs no GPU: the embedded engine" in done.err
+        assert "next: To solve it: run what needs no GPU: the embedded engine" in done.err
         assert f"{SWITCH}=off skips this check." in done.err
         done = harness("check", "small.yaml", cwd=tmp_path)
         assert (done.code, done.err) == (0, "")
@@ -151,7 +151,7 @@ def test_vulkan_needs_a_render_node_only(tmp_path: Path) -> None:
 def test_an_engine_without_room_or_without_a_gpu_is_met_too(tmp_path: Path) -> None:
     experiment = scenario(tmp_path, ROCM)
     root = machines.strix_halo_carve_out(tmp_path / "halo")
-    full = DockerEngine(version="28.2.2", image_folder="/var/lib/docker", free_bytes=5 * 10**9, desktop=True)
+    full = DockerEngine(image_folder="/var/lib/docker", free_bytes=5 * 10**9, desktop=True)
     assert [one.fact for one in blockers(experiment, root, full)["vllm"]] == [
         "the engine of Docker Desktop has no access to this machine's GPU",
         "only 5 GB free for images in /var/lib/docker; ROCm images need 10 to 35 GB",

@@ -28,7 +28,7 @@ from harness.run.drive import (
 )
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ErrorKind, ProcessMark, Request
-from harness.scenario.scenario import Load, Warmup
+from harness.scenario import Load, Warmup
 from harness.summary import because
 from harness.workers import Workers
 from tests.command import harness, only_run, write

@@ -11,7 +11,7 @@ import gevent
 import pytest
 
 from harness.load.exchange import Exchange
-from harness.scenario.scenario import Load, Prompts
+from harness.scenario import Load, Prompts
 from harness.workload import Message
 from tests.fake_server import (
     CHUNKED,
@@ -66,9 +66,7 @@ def tls(
         return
     signed = sign(tmp_path / "signed", "DNS:localhost")
     monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(signed.certificate, signed.key)
-    yield context
+    yield signed.context()
 
 
 def refused(send: Send) -> Exchange:

@@ -13,7 +13,7 @@ import yaml
 from harness.analysis.summarize import read_summary
 from harness.reasons import evidence, sentences
 from harness.rundir.records import Request, read_requests
-from harness.scenario.scenario import Prompts
+from harness.scenario import Prompts
 from harness.simulated import Spawned, spawned
 from harness.summary import Answers, PromptLengths, Row, Summary
 from tests.command import SMALL, harness

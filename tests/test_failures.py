@@ -12,8 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.failures.explain import MAX_MESSAGES, ErrorMessages, State, explain, grouped, scan_text
-from harness.failures.scan import BLOCK_BYTES, MAX_FINDINGS, explain_message, is_code, plain, scan
+from harness.failures.explain import (
+    BLOCK_BYTES,
+    MAX_FINDINGS,
+    MAX_MESSAGES,
+    ErrorMessages,
+    State,
+    explain,
+    explain_message,
+    grouped,
+    is_code,
+    plain,
+    scan,
+    scan_text,
+)
 from harness.failures.table import RANKS, Pattern, Rule, patterns, rules
 from harness.utilization import safe_from_printed, vllm_accepts
 

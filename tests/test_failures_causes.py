@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.failures.explain import State, explain, scan_text
-from harness.failures.scan import Diagnosis
+from harness.failures.explain import Diagnosis, State, explain, scan_text
 from harness.failures.table import rules
 from harness.serve.facts import of_lines
 

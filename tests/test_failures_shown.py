@@ -5,8 +5,7 @@ import io
 
 import pytest
 
-from harness.failures.explain import ErrorMessages, explain, scan_text
-from harness.failures.scan import scan
+from harness.failures.explain import ErrorMessages, explain, scan, scan_text
 
 
 def test_no_part_of_a_failure_shows_a_secret() -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from harness.scenario.scenario import Load, Scenario, Server
-from harness.serve.vllm import flags_in, removed_flags, removed_in, version_of
+from harness.failures.table import removed_flags
+from harness.scenario import Load, Scenario, Server
+from harness.serve.arguments import flags_in, removed_in, version_of
 from tests.problems import server_problems_of
 
 

@@ -7,27 +7,15 @@ import gevent
 import httptools
 import pytest
 
-from harness.load.answer import Answer
-from harness.load.exchange import Collector, Exchange
+from harness.load.exchange import Collector, Exchange, ResponseReader
+from harness.load.openai_api import Answer
 from harness.load.reader import IdleQueue
-from harness.load.response import ResponseReader
 from harness.load.sse import EventTemplate
 
 TEXTS = [
-    "one",
-    "two",
-    " ",
-    "three\n",
-    'a "quoted" one',
-    "back\\slash",
-    "ümlaut",
-    "日本",
-    "\u2028",
-    "\x7f",
-    "}]}",
-    "data: ",
+    "one", "two", " ", "three\n", 'a "quoted" one', "back\\slash", "ümlaut", "日本", "\u2028", "\x7f", "}]}", "data: ",
     "[DONE]",
-]
+]  # fmt: skip
 
 
 def event(text: str, ascii_only: bool = False, **more: object) -> bytes:

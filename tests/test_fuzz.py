@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 
 from harness.analysis.summarize import read_summary, summarize
 from harness.errors import HarnessError
-from harness.failures.scan import MAX_FINDINGS, scan
+from harness.failures.explain import MAX_FINDINGS, scan
 from harness.imports.write import read_file
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import read_run
-from harness.rundir.metrics import read_samples
 from harness.rundir.records import read_marks, read_requests
-from harness.rundir.telemetry import read_telemetry
+from harness.rundir.samples import read_metrics, read_telemetry
+from harness.scenario import Trace
 from harness.scenario.file import load_scenario
-from harness.scenario.scenario import Trace
 from harness.serve.compose_file import parse, read
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay
@@ -100,7 +99,7 @@ def test_run_directories(made: Path, seed: int) -> None:
         lambda: read_run(made),
         lambda: list(read_requests(made / "requests.jsonl")),
         lambda: read_marks(made / "processes.jsonl"),
-        lambda: read_samples(made / "metrics.jsonl"),
+        lambda: read_metrics(made / "metrics.jsonl"),
         lambda: summarize(made),
     )
     try:

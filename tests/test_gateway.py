@@ -4,9 +4,10 @@ import pytest
 import yaml
 
 from harness.errors import HarnessError
-from harness.scenario.scenario import Gateway, Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose_file import parse
-from harness.serve.document import server_document, with_gateway
+from harness.serve.document import server_document
+from harness.serve.template import with_gateway
 from tests.load_runs import composed
 from tests.problems import server_problems_of
 

@@ -15,7 +15,7 @@ import pytest
 
 from harness.analysis import derive
 from harness.run.calibrate import chunk_errors_s
-from harness.scenario.scenario import Load, Warmup
+from harness.scenario import Load, Warmup
 from harness.simulated import spawned
 from harness.simulated.answer import Sent
 from tests.load_runs import end, log_of, make_job, records_of, start_job

@@ -10,10 +10,10 @@ from harness.analysis.goodput import SloTally, attained, meets, missed_before_le
 from harness.analysis.summarize import summarize
 from harness.analysis.tally import numbers_of
 from harness.reasons import evidence
-from harness.rundir import lines as blocks
+from harness.rundir import records as blocks
 from harness.rundir.records import Request
+from harness.scenario import Load
 from harness.scenario.check_syntax import parse_check
-from harness.scenario.scenario import Load
 from harness.summary import Attained
 from tests.made_runs import MONOTONIC_S, request
 from tests.test_summarize import one_cell

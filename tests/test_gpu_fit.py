@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError
-from harness.machine.gfx_support import has_fp8
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.machine.gpus import has_fp8
+from harness.scenario import Load, Scenario, Server
+from harness.serve.arguments import container_problems, refuse_unfit, value_of
 from harness.serve.compose_file import Service, parse
-from harness.serve.document import rendered
-from harness.serve.vllm import container_problems, refuse_unfit, value_of
+from harness.serve.template import rendered
 from tests.problems import server_problems_of
 
 

@@ -15,7 +15,7 @@ from harness.judge.verdicts import is_paced
 from harness.report.board import publish
 from harness.report.history import html
 from harness.rundir.manifest import Machine, Run
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from tests.command import harness, write
 from tests.made_runs import WALL_S, scenario, served_by, write_made_run
 from tests.nightly import draws, room

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 
 from harness.analysis.summarize import summarize
-from harness.cli import app, listing
+from harness.cli import app, results
 from harness.errors import ServerError
 from harness.reasons import verdict_sentence
 from harness.report import junit
@@ -207,7 +207,7 @@ def test_a_refused_comparison_is_a_file_with_an_error(
 def test_a_defect_is_a_file_with_an_error_as_well(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "find_run", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(results, "find_run", lambda *_, **__: 1 / 0)
     command = typer.main.get_command(app)
     context = command.make_context("harness", ["compare", "a", "b", "--format", "junit"])
     with pytest.raises(ZeroDivisionError), context:

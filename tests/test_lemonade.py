@@ -16,14 +16,13 @@ import requests
 
 from harness.errors import ServerError
 from harness.reasons import sentences
-from harness.rundir.metrics import parse
+from harness.rundir.samples import parse_metrics
 from harness.serve.compose_file import Managed, Serving
-from harness.serve.lemonade_client import Api, attached, canonical_name, health, system_info
-from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.containers import LogFile
+from harness.serve.lemonade import Api, LemonadeMonitor, attached, canonical_name, health, system_info
 from harness.serve.lifecycle import attach
-from harness.serve.probe import counter
+from harness.serve.probe import Waiting, counter
 from harness.serve.ready import Ready, wait_ready
-from harness.serve.watch import LogFile, Waiting
 from harness.summary import because
 from tests.doubles.lemonade.spawn import Spawned, spawned
 
@@ -120,7 +119,7 @@ def test_llamacpp_behind_lemonade(tmp_path: Path) -> None:
         assert ready.version == "Lemonade 11.7.0, llamacpp:vulkan"
         assert loaded(server).command[-2:] == ["-np", "8"]
         watch = LemonadeMonitor(Api(server.url), "user.Gguf", None, None)
-        values = parse(watch.metrics())
+        values = parse_metrics(watch.metrics())
         assert values["generated_tokens"] >= 1 and values["running"] == 0
 
 
@@ -256,11 +255,11 @@ def test_the_numbers_are_those_of_the_engine_behind_it(tmp_path: Path) -> None:
         bring_up(server, tmp_path)
         watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
         text = watch.metrics()
-        values = parse(text)
+        values = parse_metrics(text)
         assert values["generated_tokens"] == 1.0  # the first answer's
         assert "vllm:num_requests_running" in text and "lemonade_server_up 1" in text
         chat(server, "user.Tiny")
-        assert parse(watch.metrics())["generated_tokens"] == 4.0
+        assert parse_metrics(watch.metrics())["generated_tokens"] == 4.0
         assert watch.problems() == []
 
 
@@ -276,7 +275,7 @@ def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(t
         (problem,) = watch.problems()
         assert problem.code == "backend_restarted"
         assert (problem.values["before"], problem.values["now"]) == (before.pid, after.pid)
-        assert parse(watch.metrics())["generated_tokens"] == 3.0  # of the new one
+        assert parse_metrics(watch.metrics())["generated_tokens"] == 3.0  # of the new one
         assert watch.problems() == []  # the next cell begins with it
 
 
@@ -317,7 +316,7 @@ def test_above_its_pool_the_engine_does_not_see_the_load_and_is_still_read(tmp_p
             user.start()
         seen = []
         while any(user.is_alive() for user in users):
-            values = parse(watch.metrics())
+            values = parse_metrics(watch.metrics())
             seen.append(values["running"] + values["waiting"])
         assert max(seen) == 3.0  # not 6
 
@@ -346,7 +345,7 @@ def test_a_lemonade_that_runs_already(tmp_path: Path) -> None:
         assert endpoint.started.simulated  # no page takes the double's numbers for a machine's
         assert endpoint.started.effective["launch_command"][-2:] == ["--max-num-seqs", "4"]
         assert not isinstance(endpoint.metrics_source, str) and endpoint.metrics_source is not None
-        assert parse(endpoint.metrics_source())["generated_tokens"] >= 1
+        assert parse_metrics(endpoint.metrics_source())["generated_tokens"] >= 1
         assert endpoint.problems() == []
         assert attach(server.url, None).started.model == "user.Tiny"  # the only one that is loaded
 
@@ -358,9 +357,8 @@ def test_what_is_no_lemonade_is_none(tmp_path: Path) -> None:
 def test_lemonade_tells_its_processor(tmp_path: Path) -> None:
     with lemonade(tmp_path) as server:
         found = system_info(Api(server.url))
-    assert found is not None
-    assert found.threads == 2
-    assert {backend.name: backend.state for backend in found.backends["vllm"]} == {"rocm": "installed"}
+    assert found.devices.cpu.threads == 2
+    assert {name: backend.state for name, backend in found.recipes["vllm"].backends.items()} == {"rocm": "installed"}
 
 
 def test_a_model_of_a_folder_has_a_prefix_of_its_own(tmp_path: Path) -> None:
@@ -457,7 +455,9 @@ def test_a_backend_with_a_newer_one_to_be_had_is_installed(tmp_path: Path) -> No
         ready = bring_up(server, tmp_path)
         assert "install" not in [phase.name for phase in ready.phases]
         assert ready.version == "Lemonade 11.7.0, vllm:rocm"
-        assert {backend.state for backend in system_info(Api(server.url)).backends["vllm"]} == {"update_available"}  # type: ignore[union-attr]
+        assert {backend.state for backend in system_info(Api(server.url)).recipes["vllm"].backends.values()} == {
+            "update_available"
+        }
 
 
 def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import yaml
 
 from harness.failures.table import replacements
 from harness.job import job_of_text
-from harness.scenario.scenario import Gateway, Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
+from harness.serve.arguments import hints, vllm_problems
 from harness.serve.compose_file import parse
 from harness.serve.document import server_document
-from harness.serve.lemonade import hints, pool_size, vllm_problems
+from harness.serve.lemonade import pool_size
 from tests.command import harness
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed

@@ -13,7 +13,7 @@ import pytest
 
 from harness.analysis import derive
 from harness.rundir.records import Request, read_requests
-from harness.scenario.scenario import Load, Warmup
+from harness.scenario import Load, Warmup
 from tests.load_runs import ROOT, end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
 
 # Each notes the request's name, by a real HTTP request and in a file, and sleeps. At the end of the test it counts.

@@ -23,9 +23,9 @@ import pytest
 from harness.job import write_job
 from harness.load.live_metrics import ALL
 from harness.paths import ROOT
+from harness.process import free_port
 from harness.rundir.records import Request
-from harness.scenario.scenario import Load, Trace, Warmup
-from harness.serve.probe import free_port
+from harness.scenario import Load, Trace, Warmup
 from tests import prefork
 from tests.command import harness, write
 from tests.faults import fault

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from harness.job import write_job
+from harness.process import free_port
 from harness.run.drive import locust_arguments
-from harness.scenario.scenario import MAX_USERS, Load
-from harness.serve.probe import free_port
+from harness.scenario import MAX_USERS, Load
 from harness.simulated import spawned
 from tests.fake_server import read_request, serving, whole
 from tests.faults import fault
@@ -28,15 +28,8 @@ MODELS = whole(b'{"data":[{"id":"m"}]}')
 KEY = "sk-of-the-user"
 FORM = {"user_count": "1", "spawn_rate": "1"}
 ROUTES = [
-    "/",
-    "/llm",
-    "/llm/page.js",
-    "/llm/live.json",
-    "/stats/requests",
-    "/logs",
-    "/assets/favicon-dark.png",
-    "/none",
-]
+    "/", "/llm", "/llm/page.js", "/llm/live.json", "/stats/requests", "/logs", "/assets/favicon-dark.png", "/none",
+]  # fmt: skip
 CHANGES = ["/swarm", "/stop", "/stats/reset", "/user"]
 
 

@@ -15,8 +15,8 @@ from harness.job import Job
 from harness.run.drive import Count, Glance, Gpu, Monitor
 from harness.run.progress import Progress, in_words, table
 from harness.rundir.records import Request
+from harness.scenario import Load, Warmup
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Load, Warmup
 from harness.units import duration
 from tests.load_runs import make_job
 

@@ -9,9 +9,9 @@ import pytest
 from msgspec import structs
 
 from harness.errors import HarnessError
-from harness.machine.gpu_memory import Pool, pools
 from harness.machine.memory import (
     OTHER_BYTES,
+    Pool,
     Room,
     Wish,
     brief,
@@ -19,6 +19,7 @@ from harness.machine.memory import (
     of_pool,
     of_room,
     of_share,
+    pools,
     room_of,
     share,
     share_of,

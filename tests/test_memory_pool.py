@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.machine.gpu_memory import Pool, pools
+from harness.machine.memory import Pool, pools
 from harness.units import GIB
 
 MIB = 2**20

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.rundir.metrics import MetricsSample, Scraper, parse, read_samples, server_load
+from harness.rundir.samples import MetricsSample, Scraper, parse_metrics, read_metrics, server_load
 from harness.summary import ServerLoad
 
 # From a vLLM 0.32 that served 86 requests, and what llama.cpp's server prints.
@@ -89,7 +89,7 @@ llamacpp:requests_deferred 2
 
 
 def test_vllm() -> None:
-    assert parse(VLLM) == {
+    assert parse_metrics(VLLM) == {
         "running": 10.0,
         "waiting": 40.0,
         "kv_usage": 0.25,
@@ -103,29 +103,34 @@ def test_vllm() -> None:
 
 
 def test_older_names_of_vllm() -> None:
-    assert parse(OLD_VLLM) == {"running": 1.0, "kv_usage": 0.5, "prefix_queries": 8.0, "prefix_hits": 2.0}
+    assert parse_metrics(OLD_VLLM) == {"running": 1.0, "kv_usage": 0.5, "prefix_queries": 8.0, "prefix_hits": 2.0}
 
 
 def test_engines_of_one_server_are_added_up() -> None:
-    assert parse(TWO_ENGINES) == {"running": 7.0, "kv_usage": 0.7, "generated_tokens": 150.0}
+    assert parse_metrics(TWO_ENGINES) == {"running": 7.0, "kv_usage": 0.7, "generated_tokens": 150.0}
 
 
 def test_llamacpp() -> None:
-    assert parse(LLAMACPP) == {"running": 4.0, "waiting": 2.0, "prompt_tokens": 120.0, "generated_tokens": 640.0}
+    assert parse_metrics(LLAMACPP) == {
+        "running": 4.0,
+        "waiting": 2.0,
+        "prompt_tokens": 120.0,
+        "generated_tokens": 640.0,
+    }
 
 
 def test_a_counter_without_its_suffix() -> None:
-    assert parse("# TYPE vllm:num_preemptions counter\nvllm:num_preemptions 2\n") == {"preemptions": 2.0}
+    assert parse_metrics("# TYPE vllm:num_preemptions counter\nvllm:num_preemptions 2\n") == {"preemptions": 2.0}
 
 
 def test_nothing_known_is_nothing() -> None:
-    assert parse("up 1\n") == {}
-    assert parse("llamacpp:requests_processing nan\n") == {}
+    assert parse_metrics("up 1\n") == {}
+    assert parse_metrics("llamacpp:requests_processing nan\n") == {}
 
 
 def test_html_is_refused() -> None:
     with pytest.raises(ValueError):
-        parse("<html><body>404</body></html>")
+        parse_metrics("<html><body>404</body></html>")
 
 
 @contextmanager
@@ -170,7 +175,7 @@ def test_the_scraper_reads_at_the_start_meanwhile_and_at_the_end(tmp_path: Path)
     assert inside >= 3
     assert scraper.samples >= inside + 1
     assert scraper.failures == 0
-    samples = read_samples(path)["r1-a-x"]
+    samples = read_metrics(path)["r1-a-x"]
     assert [sample.values for sample in samples] == [{"generated_tokens": float(i + 1)} for i in range(scraper.samples)]
     walls = [sample.wall_s for sample in samples]
     assert walls == sorted(walls)
@@ -186,7 +191,7 @@ def test_the_scraper_survives_what_a_server_may_answer(tmp_path: Path) -> None:
     assert not scraper.scrape_now()  # nobody listens any more
     assert (scraper.samples, scraper.failures) == (2, 3)
     assert scraper.last_failure is not None and scraper.last_failure.startswith("ConnectionError")
-    assert [sample.values.get("running") for sample in read_samples(path)["c"]] == [None, 10.0]
+    assert [sample.values.get("running") for sample in read_metrics(path)["c"]] == [None, 10.0]
 
 
 def test_without_a_url_nothing_is_scraped(tmp_path: Path) -> None:
@@ -220,10 +225,10 @@ def test_the_api_key_is_sent_and_not_written(tmp_path: Path) -> None:
 
 
 def test_an_error_inside_the_cell_is_not_hidden_by_the_scraper(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(KeyError), Scraper("http://127.0.0.1:1/metrics", "c", tmp_path / "m"):
         raise KeyError
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
 
 
 def sample(at: float, **values: float) -> MetricsSample:
@@ -276,8 +281,8 @@ def test_a_restart_is_noticed() -> None:
 def test_torn_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"wall_s":1.0,"cell":"c","values":{"running":1.0}}\n{"wall_s":2.0,"ce')
-    assert read_samples(path) == {"c": [sample(1.0, running=1.0)]}
-    assert read_samples(tmp_path / "none.jsonl") == {}
+    assert read_metrics(path) == {"c": [sample(1.0, running=1.0)]}
+    assert read_metrics(tmp_path / "none.jsonl") == {}
 
 
 def test_the_text_may_come_from_a_function(tmp_path: Path) -> None:
@@ -291,5 +296,5 @@ def test_the_text_may_come_from_a_function(tmp_path: Path) -> None:
 
     scraper = Scraper(fetch, "c", tmp_path / "m")
     assert [scraper.scrape_now() for _ in range(3)] == [True, False, False]
-    (sample,) = read_samples(tmp_path / "m")["c"]
+    (sample,) = read_metrics(tmp_path / "m")["c"]
     assert (sample.values, scraper.failures) == ({"running": 3.0}, 2)

@@ -23,12 +23,12 @@ from harness.report.html import render
 from harness.report.table import lines
 from harness.report.terminal import print_report
 from harness.rundir.manifest import Run, read_run, write_run
-from harness.rundir.metrics import MetricsSample
 from harness.rundir.records import Request, read_marks, read_requests
+from harness.rundir.samples import MetricsSample
+from harness.scenario import Load, Server
 from harness.scenario.check_syntax import misplaced, on_server, parse_check
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import alone, mix_of, plan, with_mixes
-from harness.scenario.scenario import Load, Server
 from harness.summary import Summary
 from harness.workload import workload_sha256
 from tests.command import harness, only_run

@@ -23,8 +23,8 @@ from harness.judge.noise_floors import (
 )
 from harness.reasons import sentences
 from harness.rundir.manifest import Machine, Run, read_run
+from harness.scenario import Server
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Server
 from harness.summary import because
 from tests.command import harness, server, write
 from tests.made_runs import scenario, write_made_run

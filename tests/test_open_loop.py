@@ -20,8 +20,8 @@ from harness.report import words
 from harness.report.charts.data import observe
 from harness.report.details import schedule_lines
 from harness.rundir.manifest import read_run
+from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.behaviour import Agent
-from harness.scenario.scenario import Arrivals, Load, Trace
 from harness.summary import Kept
 from tests.command import harness, only_run, write
 from tests.made_runs import request, write_lines

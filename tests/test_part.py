@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.load.sequencer import Part, Plan, Sequencer, Slot
-from harness.scenario.arrivals import Schedule
-from harness.scenario.scenario import Arrivals
+from harness.scenario import Arrivals
+from harness.scenario.plan import Schedule
 
 
 @pytest.mark.parametrize(("whole", "of", "block"), list(itertools.product([0, 1, 7, 12, 97], [1, 2, 3, 8], [1, 4, 5])))

@@ -20,9 +20,9 @@ from harness.paths import ROOT
 from harness.report.forecast import headline, of_deadline
 from harness.rundir.manifest import CellRun, Machine, Run, write_run
 from harness.rundir.records import ProcessMark, Request
-from harness.rundir.telemetry import GpuSample, TelemetrySample
+from harness.rundir.samples import GpuSample, TelemetrySample
+from harness.scenario import Load, Server
 from harness.scenario.plan import plan as cells_of
-from harness.scenario.scenario import Load, Server
 from tests.command import harness, only_run
 from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, request, scenario, served_by, write_lines
 from tests.nightly import draws, room

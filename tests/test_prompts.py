@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from harness.errors import HarnessError
+from harness.scenario import Load, Prompts, Scenario, Server
 from harness.scenario.behaviour import (
     Lengths,
     Lognormal,
@@ -19,18 +20,17 @@ from harness.scenario.behaviour import (
     typical_of,
 )
 from harness.scenario.file import load_scenario
-from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.workload import (
-    PromptMessage,
-    PromptRow,
     asked_prompt_tokens,
+    common,
     messages,
+    one_token_words,
     output_tokens,
-    read_rows,
     text,
+    words_of,
     workload_sha256,
 )
-from harness.workload.prompts import common, one_token_words, words_of
+from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
 from tests.engines.paths import QWEN3_100M
 
 MANY = 20_000

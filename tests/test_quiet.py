@@ -17,9 +17,9 @@ from harness.load.sequencer import Part, Plan, Sequencer
 from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import LocalChild, drive, locust_arguments
-from harness.scenario.arrivals import Schedule
+from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.behaviour import Agent, Pause
-from harness.scenario.scenario import Arrivals, Load, Trace, Warmup
+from harness.scenario.plan import Schedule
 from tests import prefork
 from tests.load_runs import ROOT, make_job, records_of, wait_for_records
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.scenario import Load, Prompts
 from harness.scenario.behaviour import Rag, document_of
-from harness.scenario.scenario import Load, Prompts
 from harness.simulated import spawned
-from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
+from tests.load_runs import driven
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -18,12 +18,9 @@ def test_a_document_that_was_asked_about_is_in_the_prefix_cache(
 ) -> None:
     rag = Rag(documents=3, document_tokens=200)
     load = Load(user="rag", requests=12, output_tokens=3, rag=rag)
-    job = make_job(tmp_path, load, prompts=Prompts(tokens=20, system_tokens=system_tokens))
     flags = [] if cache else ["--no-enable-prefix-caching"]
     with spawned("--preset", "instant", "--served-model-name", "m", *flags) as server:
-        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
-    ends_of(tmp_path, 1)
-    records = sorted(records_of(tmp_path), key=lambda r: r.index)
+        records = driven(tmp_path, server.url, load, prompts=Prompts(tokens=20, system_tokens=system_tokens))
     assert [r.error for r in records] == [None] * 12
     assert len({r.prompt_tokens for r in records}) == 1
     seen: set[int] = set()

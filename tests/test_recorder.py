@@ -15,7 +15,7 @@ import pytest
 from harness.load.recorder import Health, Recorder, this_host
 from harness.load.sequencer import Plan, Sequencer, Slot
 from harness.rundir.records import Request, read_marks, read_requests
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from tests.faults import fault
 from tests.load_runs import make_job
 

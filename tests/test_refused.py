@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.scenario.scenario import Gateway, Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose_file import parse_vllm_bytes
 from tests.problems import server_problems_of
 
@@ -25,7 +25,6 @@ def problems(template: str, model: str = "org/model", gateway: Gateway | None = 
         ("vllm-rocm", "--port=9", f"--port: {TEMPLATE_SETS}set the variable 'port'"),
         ("vllm-rocm", "--host", f"--host: {TEMPLATE_SETS}the server listens inside its container only"),
         ("vllm-rocm", "--max_num_seqs=5", f"--max-num-seqs: {TEMPLATE_SETS}set the variable 'max_num_seqs'"),
-        ("vllm-rocm", "--max-num-se", f"--max-num-se (--max-num-seqs): {TEMPLATE_SETS}set the variable"),
         ("vllm-rocm", "-tp", f"-tp (--tensor-parallel-size): {TEMPLATE_SETS}set the variable 'tensor_parallel_size'"),
         ("vllm-rocm", "--quantization", f"--quantization: {TEMPLATE_SETS}set the variable 'quantization'"),
         ("vllm-rocm", "--served-model-name", f"--served-model-name: {TEMPLATE_SETS}the scenario's `model`"),

@@ -13,7 +13,7 @@ from harness import units
 from harness.report import export, markdown, sentences, terminal
 from harness.report.table import columns, errors, lines
 from harness.rundir.manifest import CellRun, Machine, Run, ServedBy
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.summary import (
     NO_SAMPLE,
     CellSummary,

@@ -16,8 +16,8 @@ from harness.paths import RESULTS
 from harness.report import board as boards
 from harness.report.board import publish
 from harness.rundir.manifest import Machine, read_run, write_run
+from harness.scenario import Server
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Server
 from harness.summary import because
 from tests.command import harness
 from tests.made_runs import WALL_S, scenario, served_by, write_made_run

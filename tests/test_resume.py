@@ -17,11 +17,10 @@ import numpy as np
 from harness.analysis.sessions import notes, sessions_of
 from harness.analysis.summarize import read_summary
 from harness.judge.verdicts import ComparedSides, are_apart, verdicts
-from harness.rundir.attempts import LINES, locked, set_aside
-from harness.rundir.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
+from harness.rundir.manifest import LINES, CellRun, Machine, Resumption, Run, locked, read_run, set_aside, write_run
 from harness.rundir.records import read_requests
+from harness.scenario import Server
 from harness.scenario.plan import plan
-from harness.scenario.scenario import Server
 from tests.command import Going, going, harness, only_run, server, until, write
 from tests.faults import fault
 from tests.made_runs import scenario, served_by

@@ -8,11 +8,11 @@ import pytest
 
 from harness.analysis.tally import CellCounts, Clock, numbers_of
 from harness.rundir.records import Request
-from harness.scenario.scenario import Arrivals, Load, Warmup
+from harness.scenario import Arrivals, Load
 from harness.simulated import spawned
 from tests.command import harness, only_run, server, write
 from tests.fake_server import answering, exchanging, serving, whole
-from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
+from tests.load_runs import driven, records_of
 from tests.made_runs import both_marks, request
 
 BUSY = b'{"error":{"message":"busy"}}'
@@ -83,11 +83,8 @@ def test_other_statuses_ask_for_no_wait(status: bytes) -> None:
 
 
 def records_with(folder: Path, load: Load, *pieces: bytes) -> list[Request]:
-    job = make_job(folder, load, Warmup(requests=0))
     with serving(answering(*pieces)) as url:
-        assert end(start_job(folder, url, job)) == 0, log_of(folder)
-    ends_of(folder, 1)
-    return sorted(records_of(folder), key=lambda record: record.index)
+        return driven(folder, url, load)
 
 
 def pauses_s(records: list[Request]) -> list[float]:

@@ -22,9 +22,9 @@ from harness.analysis.tally import CellCounts, gap_distribution
 from harness.errors import HarnessError
 from harness.judge.stats import percentile
 from harness.report.html import write_report
-from harness.rundir import lines as blocks
-from harness.rundir.lines import Lines, blocks_of, in_file, requests_in
+from harness.rundir import records as blocks
 from harness.rundir.manifest import Run
+from harness.rundir.records import Lines, blocks_of, in_file, requests_in
 from harness.summary import Numbers, Summary
 from tests.made_runs import request, write_lines
 

@@ -10,10 +10,10 @@ import yaml
 from harness.errors import HarnessError, ScenarioError
 from harness.paths import SCENARIOS
 from harness.prepare.preview import estimate_s, work
+from harness.scenario import Arrivals, Load, Scenario, Server, Trace, Warmup, warmup_of
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import baseline_of, plan
-from harness.scenario.scenario import Arrivals, Load, Scenario, Server, Trace, Warmup, warmup_of
 
 GOOD = """
 version: 1

@@ -13,9 +13,9 @@ from harness.errors import HarnessError
 from harness.failures.explain import explain
 from harness.redact import is_secret, know, masked
 from harness.rundir.manifest import ServedBy
+from harness.serve.containers import LogFile
 from harness.serve.facts import recorded
-from harness.serve.secrecy import open_secrets, open_secrets_in_text, secrets_in
-from harness.serve.watch import LogFile
+from harness.serve.security import open_secrets, open_secrets_in_text, secrets_in
 from tests.command import harness
 from tests.fake_server import answering, load_process, one_record, place, read_request, serving, whole
 

@@ -19,7 +19,7 @@ from harness.analysis.self_check import Limited, client_limits, limited
 from harness.analysis.tally import CellCounts, Clock, numbers_of
 from harness.reasons import number_words, sentence
 from harness.rundir.records import ProcessMark, Request, read_marks
-from harness.scenario.scenario import Arrivals, Load, Warmup
+from harness.scenario import Arrivals, Load, Warmup
 from harness.simulated import spawned
 from harness.summary import ClientLimit
 from tests.load_runs import end, log_of, make_job, records_of, start_job, wait_for_records

@@ -13,7 +13,7 @@ import pytest
 
 from harness.errors import HarnessError, ServerError
 from harness.paths import ROOT
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve import engine_version, serve
 from harness.serve.engine import cannot_pull, connect
 from harness.serve.lifecycle import reached

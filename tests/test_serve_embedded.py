@@ -19,9 +19,9 @@ from harness.errors import ServerError
 from harness.paths import ROOT
 from harness.reasons import sentence
 from harness.redact import know
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve
-from harness.serve.watch import LogFile
+from harness.serve.containers import LogFile
 from tests.command import until
 from tests.faults import fault
 
@@ -152,7 +152,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 OWNER = """
 import sys, time
 from pathlib import Path
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve import serve
 scenario = Scenario(version=1, question="q", model="sim", loads={"l": Load(user="chat", requests=1)},
                     servers={"s": Server(template="simulated", container=False)})

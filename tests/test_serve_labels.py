@@ -8,51 +8,52 @@ from pathlib import Path
 
 import pytest
 
-from harness.serve import labels
+from harness import process
+from harness.serve import engine
 
 
 def test_we_live() -> None:
-    mine = labels.owned("run", "cell")
-    assert (mine[labels.OURS], mine[labels.RUN], mine[labels.CELL]) == ("1", "run", "cell")
-    assert not labels.owner_is_gone(mine)
+    mine = engine.owned("run", "cell")
+    assert (mine[engine.OURS], mine[engine.RUN], mine[engine.CELL]) == ("1", "run", "cell")
+    assert not process.owner_is_gone(mine)
 
 
 def test_a_process_that_ended_is_gone() -> None:
-    code = "from harness.serve import labels; import json; print(json.dumps(labels.owned('r', 'c')))"
+    code = "from harness.serve import engine; import json; print(json.dumps(engine.owned('r', 'c')))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     theirs = json.loads(answer.stdout)
-    assert labels.owner_is_gone(theirs)
+    assert process.owner_is_gone(theirs)
 
 
 def test_a_later_process_with_the_same_id_is_not_the_owner() -> None:
-    assert labels.owner_is_gone(labels.owned("r", "c") | {labels.PID_START: "1"})
+    assert process.owner_is_gone(engine.owned("r", "c") | {process.PID_START: "1"})
 
 
 def test_what_was_started_before_a_reboot_has_no_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another boot of this machine; another machine may have the same name, and share an engine with this one."""
-    monkeypatch.setattr(labels, "MACHINE_ID", tmp_path / "machine-id")
-    labels.MACHINE_ID.write_text("3d1219c7c4c5404aaa1f6d2a48adfda4\n")
-    earlier = labels.owned("r", "c") | {labels.BOOT: "another"}
-    assert "3d1219" not in earlier[labels.MACHINE], "the id itself is confidential"
-    assert labels.owner_is_gone(earlier)
-    labels.MACHINE_ID.write_text("of-a-namesake\n")
-    assert not labels.owner_is_gone(earlier)
-    assert not labels.owner_is_gone(earlier | {labels.MACHINE: ""})
+    monkeypatch.setattr(process, "MACHINE_ID", tmp_path / "machine-id")
+    process.MACHINE_ID.write_text("3d1219c7c4c5404aaa1f6d2a48adfda4\n")
+    earlier = engine.owned("r", "c") | {process.BOOT: "another"}
+    assert "3d1219" not in earlier[process.MACHINE], "the id itself is confidential"
+    assert process.owner_is_gone(earlier)
+    process.MACHINE_ID.write_text("of-a-namesake\n")
+    assert not process.owner_is_gone(earlier)
+    assert not process.owner_is_gone(earlier | {process.MACHINE: ""})
 
 
 @pytest.mark.parametrize("content", [None, "\n"])
 def test_without_a_machine_id_an_earlier_boot_may_be_another_machine_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
 ) -> None:
-    monkeypatch.setattr(labels, "MACHINE_ID", tmp_path / "machine-id")
+    monkeypatch.setattr(process, "MACHINE_ID", tmp_path / "machine-id")
     if content is not None:
-        labels.MACHINE_ID.write_text(content)
-    assert labels.owner()[labels.MACHINE] == ""
-    assert not labels.owner_is_gone(labels.owned("r", "c") | {labels.BOOT: "another"})
+        process.MACHINE_ID.write_text(content)
+    assert process.owner()[process.MACHINE] == ""
+    assert not process.owner_is_gone(engine.owned("r", "c") | {process.BOOT: "another"})
 
 
 def test_the_owner_on_another_host_counts_as_alive() -> None:
-    assert not labels.owner_is_gone(labels.owned("r", "c") | {labels.HOST: "elsewhere", labels.PID: "1"})
+    assert not process.owner_is_gone(engine.owned("r", "c") | {process.HOST: "elsewhere", process.PID: "1"})
 
 
 def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
@@ -60,8 +61,8 @@ def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
     inside = ["unshare", "--pid", "--fork", "--mount-proc", *([] if os.getuid() == 0 else ["--map-root-user"])]
     if "CI" not in os.environ and subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make a pid namespace")
-    mine = labels.owned("r", "c")
-    code = "from harness.serve import labels; import json; print(labels.owner_is_gone(json.loads(input())))"
+    mine = engine.owned("r", "c")
+    code = "from harness import process; import json; print(process.owner_is_gone(json.loads(input())))"
     answer = subprocess.run(
         [*inside, sys.executable, "-c", code], input=json.dumps(mine), capture_output=True, text=True, check=True
     )
@@ -69,5 +70,5 @@ def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
 
 
 def test_an_owner_whose_pid_namespace_is_not_known_counts_as_alive() -> None:
-    older = {key: text for key, text in labels.owned("r", "c").items() if key != labels.PID_NAMESPACE}
-    assert not labels.owner_is_gone(older | {labels.PID_START: "1"})
+    older = {key: text for key, text in engine.owned("r", "c").items() if key != process.PID_NAMESPACE}
+    assert not process.owner_is_gone(older | {process.PID_START: "1"})

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError, ServerError
+from harness.process import free_port
 from harness.serve import attach, probe
 from harness.serve.compose_file import LoadCall, Serving
-from harness.serve.probe import base_url, find_model, free_port
+from harness.serve.containers import LogFile
+from harness.serve.probe import Waiting, base_url, find_model
 from harness.serve.ready import Ready, wait_ready
-from harness.serve.watch import LogFile, Waiting
 from harness.trust import open_session
 
 Answer = tuple[int, str, str]  # status, content type, body

@@ -20,8 +20,8 @@ from harness.report.html import write_report
 from harness.report.markdown import of_comparison
 from harness.report.terminal import print_report
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, read_run
+from harness.scenario import Server
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Server
 from harness.summary import because
 from tests.made_runs import scenario, served_by, write_made_run
 

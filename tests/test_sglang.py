@@ -9,13 +9,13 @@ import pytest
 from harness.failures.explain import scan_text
 from harness.report.terminal import started_well
 from harness.rundir.manifest import Startup
-from harness.rundir.metrics import Scraper, parse, read_samples, server_load
-from harness.scenario.scenario import Server
+from harness.rundir.samples import Scraper, parse_metrics, read_metrics, server_load
+from harness.scenario import Server
 from harness.serve import attach
 from harness.serve.compose_file import parse as compose_of
-from harness.serve.document import rendered
 from harness.serve.facts import of_lines
 from harness.serve.probe import counter
+from harness.serve.template import rendered
 from tests.doubles.sglang import serving, text
 from tests.problems import server_problems_of
 from tests.test_compose import scenario
@@ -51,14 +51,14 @@ def test_one_that_runs_tells_its_version_and_settings(deprecated: bool) -> None:
 
 
 def test_its_metrics_have_our_names() -> None:
-    values = parse(text("metrics.txt"))
+    values = parse_metrics(text("metrics.txt"))
     assert values["running"] == values["waiting"] == 0.0
     assert values.keys() == {
         "running", "waiting", "kv_usage", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits",
     }  # fmt: skip
     assert values["prefix_hits"] < values["prefix_queries"] == values["prompt_tokens"]
     retracted = 'sglang:num_retracted_requests_total{tp_rank="0"} 3.0\n'
-    assert parse(f"# TYPE sglang:num_retracted_requests counter\n{retracted}") == {"preemptions": 3.0}
+    assert parse_metrics(f"# TYPE sglang:num_retracted_requests counter\n{retracted}") == {"preemptions": 3.0}
 
 
 def test_a_cells_counters_come_from_the_server(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_cells_counters_come_from_the_server(tmp_path: Path) -> None:
         with Scraper(f"{url}/metrics", "c", path) as scraper:
             attach(url, None)  # asks for one answer
         assert scraper.failures == 0
-    load = server_load(read_samples(path)["c"])
+    load = server_load(read_metrics(path)["c"])
     assert (load.generated_tokens, load.running_max, load.preemptions) == (5.0, 0.0, None)
 
 

@@ -19,10 +19,10 @@ from harness.errors import HarnessError
 from harness.load.sequencer import Plan, Slot, StagePlan, StageSequencer, WarmupSample
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_marks, read_requests
+from harness.scenario import Load
+from harness.scenario import Stage as Planned
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Steadiness, plan, stage_names, staged
-from harness.scenario.scenario import Load
-from harness.scenario.scenario import Stage as Planned
 from harness.workers import parse_workers
 from harness.workload import workload_sha256
 from tests.command import going, harness, only_run, until

@@ -5,6 +5,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -12,9 +13,8 @@ import pytest
 
 from harness.redact import know, masked
 from harness.rundir.manifest import Phase, ServedBy, Startup
-from harness.serve.facts import labels_of, listed, moment, of_lines, phases_of, recorded, started
-from harness.serve.lemonade_client import Api
-from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.facts import labels_of, listed, of_lines, phases_of, recorded, started
+from harness.serve.lemonade import Api, LemonadeMonitor
 
 DATA = Path(__file__).parent / "data" / "startup"
 KEY = "sk-0123456789abcdef0123"
@@ -24,6 +24,10 @@ METRICS = (
     'gpu_memory_utilization="0.92",kv_cache_max_concurrency="36.5",kv_cache_memory_bytes="1073741824",'
     'kv_cache_size_tokens="74880",mamba_block_size="None",num_gpu_blocks="585"} 1.0\n'
 )
+
+
+def moment(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
 
 
 def waits(seconds: float, load: float | None = None) -> list[Phase]:

@@ -16,9 +16,9 @@ from harness.load.process import plan_of
 from harness.load.sequencer import Part, Plan, Sequencer, WarmupSample
 from harness.reasons import sentences
 from harness.rundir.records import ProcessMark, read_requests
+from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Steadiness, agree
-from harness.scenario.scenario import Arrivals, Load, Trace, Warmup
 from harness.simulated import spawned
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from harness.summary import Warmed

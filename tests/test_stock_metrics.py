@@ -26,14 +26,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.analysis.summarize import summarize
 from harness.imports.write import run_of_records
 from harness.load.live_metrics import ALL, LiveNumbers, Observed, RequestCounter
-from harness.load.live_tables import html_section, text_table, whole_csv
-from harness.load.metrics_endpoint import LATENCIES, LoadSnapshot, exposition
-from harness.load.stock_output import PRINT_S, StockOutput, with_section
+from harness.load.live_outputs import (
+    LATENCIES,
+    PRINT_S,
+    LoadSnapshot,
+    StockOutput,
+    exposition,
+    html_section,
+    text_table,
+    whole_csv,
+    with_section,
+)
+from harness.process import free_port
 from harness.rundir.records import read_requests
+from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import parse_check
-from harness.scenario.scenario import Load, Scenario, Server
-from harness.serve.grafana import MonitoringTarget, panels, prometheus_config
-from harness.serve.probe import free_port
+from harness.serve.document import MonitoringTarget, panels, prometheus_config
 from tests.command import Done, harness, until
 from tests.load_runs import composed, end, log_of, start
 from tests.test_live_numbers import delta, request

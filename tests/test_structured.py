@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.scenario.structured import Judged, Structured, fields_of, fits, judge, problems_of
+from harness.scenario.behaviour import Judged, Structured, answer_fields, answer_problems, fits_schema, judge_answer
 
 LABELS = ["billing", "delivery"]
 SCHEMA: dict[str, Any] = {
@@ -17,7 +17,7 @@ SCHEMA: dict[str, Any] = {
 
 def test_a_choice_is_sent_as_each_server_knows_it() -> None:
     def sent(send: Any) -> dict[str, Any]:
-        return fields_of(Structured(choice="auto", send=send), LABELS)
+        return answer_fields(Structured(choice="auto", send=send), LABELS)
 
     schema = {"type": "string", "enum": LABELS}
     assert sent("response_format") == {
@@ -29,10 +29,10 @@ def test_a_choice_is_sent_as_each_server_knows_it() -> None:
 
 
 def test_a_schema_is_sent_as_it_is() -> None:
-    assert fields_of(Structured(json_schema=SCHEMA, send="structured_outputs"), []) == {
+    assert answer_fields(Structured(json_schema=SCHEMA, send="structured_outputs"), []) == {
         "structured_outputs": {"json": SCHEMA}
     }
-    sent = fields_of(Structured(json_schema=SCHEMA), [])
+    sent = answer_fields(Structured(json_schema=SCHEMA), [])
     assert sent["response_format"]["json_schema"]["schema"] == SCHEMA
 
 
@@ -50,7 +50,7 @@ def test_a_schema_is_sent_as_it_is() -> None:
     ],
 )
 def test_a_choice_is_judged(text: str, label: str | None, judged: Judged) -> None:
-    assert judge(Structured(choice="auto"), LABELS, label, text) == judged
+    assert judge_answer(Structured(choice="auto"), LABELS, label, text) == judged
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_choice_is_judged(text: str, label: str | None, judged: Judged) -> Non
     ],
 )
 def test_an_object_is_judged(text: str, label: str | None, judged: Judged) -> None:
-    assert judge(Structured(json_schema=SCHEMA), [], label, text) == judged
+    assert judge_answer(Structured(json_schema=SCHEMA), [], label, text) == judged
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_object_is_judged(text: str, label: str | None, judged: Judged) -> No
     ],
 )
 def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: bool) -> None:
-    assert fits(value, schema) is expected
+    assert fits_schema(value, schema) is expected
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: boo
     ],
 )  # fmt: skip
 def test_a_form_that_cannot_be_meant_is_refused(form: Structured, problem: str) -> None:
-    assert [f"{one.path}: {one.text}" for one in problems_of(form)] == [problem]
+    assert [f"{one.path}: {one.text}" for one in answer_problems(form)] == [problem]
 
 
 def test_a_keyword_that_is_not_checked_is_refused_wherever_it_stands() -> None:
     schema = {"type": "object", "properties": {"a": {"items": {"oneOf": []}}, "b": 3}, "$ref": "#"}
-    assert [problem.path for problem in problems_of(Structured(json_schema=schema))] == [
+    assert [problem.path for problem in answer_problems(Structured(json_schema=schema))] == [
         ".json_schema.$ref",
         ".json_schema.properties.a.items.oneOf",
         ".json_schema.properties.b",
     ]
-    assert list(problems_of(Structured(json_schema=SCHEMA))) == []
+    assert list(answer_problems(Structured(json_schema=SCHEMA))) == []

@@ -16,10 +16,10 @@ from harness.files import pretty_json
 from harness.judge.stats import percentile_interval
 from harness.reasons import evidence, sentence, sentences, verdict_sentence
 from harness.rundir.manifest import read_run, write_run
-from harness.rundir.metrics import MetricsSample
 from harness.rundir.records import Request, read_requests
+from harness.rundir.samples import MetricsSample
+from harness.scenario import Load, Server, Warmup
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Load, Server, Warmup
 from harness.summary import NO_SAMPLE, Distribution, Numbers, Reason, Summary, because
 from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, request, scenario, write_lines, write_made_run
 

@@ -7,9 +7,9 @@ import pytest
 
 from harness.errors import ScenarioError
 from harness.prepare import experiment as experiments
+from harness.scenario import Scenario
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import plan, starts
-from harness.scenario.scenario import Scenario
 from tests.command import harness
 
 HEAD = """

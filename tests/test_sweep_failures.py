@@ -10,10 +10,10 @@ from harness.analysis.summarize import summarize
 from harness.failures.table import rules_by_id
 from harness.machine.gpus import when_free
 from harness.report import sentences
-from harness.run.settings import Failed
+from harness.run.running import Failed
 from harness.rundir.manifest import CellRun, GpuMemory, Run, read_run
+from harness.scenario import Swept, SweptRow
 from harness.scenario.plan import cell_of
-from harness.scenario.scenario import Swept, SweptRow
 from harness.summary import Summary
 from tests.command import Done, harness, write
 from tests.faults import fault

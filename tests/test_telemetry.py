@@ -15,7 +15,7 @@ from harness.analysis.summarize import read_summary
 from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_now
 from harness.paths import ROOT
 from harness.rundir.manifest import ServedBy
-from harness.rundir.telemetry import (
+from harness.rundir.samples import (
     ContainerSample,
     GpuSample,
     HostSample,
@@ -23,7 +23,7 @@ from harness.rundir.telemetry import (
     machine_load,
     read_telemetry,
 )
-from harness.serve import Endpoint, remote_telemetry
+from harness.serve import Endpoint, container_commands
 from harness.serve.containers import Look
 from harness.serve.lifecycle import source_of
 from tests import command
@@ -341,11 +341,11 @@ def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytes
         {"sys/fs/cgroup/memory.current": "5000\n", "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 1000\n"},
     )
     write(tmp_path, {"sys/fs/cgroup/cpu.stat": "usage_usec 9000000\nuser_usec 1\n"})
-    shell = subprocess.Popen(["sh", "-c", remote_telemetry._script(str(tmp_path), 0.05)], stdout=subprocess.PIPE)
+    shell = subprocess.Popen(["sh", "-c", container_commands._script(str(tmp_path), 0.05)], stdout=subprocess.PIPE)
     assert shell.stdout is not None
-    lines = remote_telemetry._lines(iter(partial(os.read, shell.stdout.fileno(), 65536), b""))
+    lines = container_commands._lines(iter(partial(os.read, shell.stdout.fileno(), 65536), b""))
     assert int(next(lines).removeprefix(b"pid ")) == shell.pid
-    readings = remote_telemetry.readings_of(lines)
+    readings = container_commands.readings_of(lines)
     first = next(readings)
     shell.terminate()
     rest = list(readings)
@@ -360,7 +360,7 @@ def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytes
 
 
 def test_half_a_reading_is_none() -> None:
-    assert list(remote_telemetry.readings_of([b"/proc/uptime:5.00 1.00", b"/proc/stat:cpu  1 2 3 4 5 6"])) == []
+    assert list(container_commands.readings_of([b"/proc/uptime:5.00 1.00", b"/proc/stat:cpu  1 2 3 4 5 6"])) == []
 
 
 def test_whose_telemetry_can_be_had() -> None:

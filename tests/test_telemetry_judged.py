@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.rundir.telemetry import GpuSample, held_back_s, integral, machine_load, median_load
+from harness.rundir.samples import GpuSample, held_back_s, integral, machine_load, median_load
 from harness.summary import MachineLoad
 from tests.watched_runs import one
 

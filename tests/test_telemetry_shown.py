@@ -15,7 +15,7 @@ from harness.report.charts.data import machine_samples, observe
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
 from harness.report.details import DetailTable, machine_table
 from harness.rundir.manifest import read_run
-from harness.rundir.telemetry import GpuSample
+from harness.rundir.samples import GpuSample
 from harness.summary import MachineLoad
 from tests.report_runs import write_run_directory
 from tests.watched_runs import one, watch

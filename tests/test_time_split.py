@@ -5,8 +5,8 @@ import pytest
 from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split
 from harness.analysis.validity import host_cpu
 from harness.reasons import sentence
-from harness.rundir.metrics import MetricsSample, parse, server_load
 from harness.rundir.records import ProcessMark
+from harness.rundir.samples import MetricsSample, parse_metrics, server_load
 from harness.summary import CellSummary, ClientLimit, Distribution, MachineLoad, Numbers, ServerLoad, TimeSplit
 
 VLLM = """
@@ -35,10 +35,10 @@ def split(**values: float | None) -> TimeSplit:
 
 
 def test_the_counters_of_stages_are_read_from_histograms_and_from_llama_cpp() -> None:
-    assert parse(VLLM) == {"queue_s": 2.0, "prefill_s": 1.0, "decode_s": 15.0, "timed_requests": 20.0}
+    assert parse_metrics(VLLM) == {"queue_s": 2.0, "prefill_s": 1.0, "decode_s": 15.0, "timed_requests": 20.0}
     text = "llamacpp:prompt_seconds_total 1.5\nllamacpp:tokens_predicted_seconds_total 8\n"
-    assert parse(text) == {"prefill_s": 1.5, "decode_s": 8.0}
-    assert parse("sglang:queue_time_seconds_sum 3\nsglang:queue_time_seconds_count 4\n") == {
+    assert parse_metrics(text) == {"prefill_s": 1.5, "decode_s": 8.0}
+    assert parse_metrics("sglang:queue_time_seconds_sum 3\nsglang:queue_time_seconds_count 4\n") == {
         "queue_s": 3.0,
         "timed_requests": 4.0,
     }

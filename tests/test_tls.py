@@ -9,8 +9,8 @@ import pytest
 
 from harness.errors import HarnessError, ServerError
 from harness.rundir.manifest import read_run
-from harness.rundir.metrics import read_samples
 from harness.rundir.records import read_requests
+from harness.rundir.samples import read_metrics
 from harness.serve import attach
 from harness.trust import VARIABLE, authorities, trust
 from tests.command import harness, write
@@ -60,7 +60,7 @@ def test_a_run_through_tls_with_key_and_metrics(signed: Signed, tmp_path: Path) 
     records = list(read_requests(folder / "requests.jsonl"))
     assert [(record.error, record.output_tokens) for record in records] == [(None, 5)] * 8
     assert {record.clock for record in records} == {"read"}  # the kernel's stamps are of encrypted packets
-    assert len(read_samples(folder / "metrics.jsonl")["r1-running-burst"]) >= 2
+    assert len(read_metrics(folder / "metrics.jsonl")["r1-running-burst"]) >= 2
     assert all(KEY.encode() not in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from harness.load.openai_api import Call, Tools, called, gather, returned, valid_call
-from harness.rundir.records import Request
+from harness.scenario import Load
 from harness.scenario.behaviour import Agent, Pause, chance
-from harness.scenario.scenario import Load
 from harness.simulated import spawned
-from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
+from tests.load_runs import driven
 
 QUICK = Pause(mean_s=0.01)
 
@@ -23,19 +22,13 @@ def engine() -> Iterator[str]:
         yield server.url
 
 
-def run(folder: Path, url: str, load: Load) -> list[Request]:
-    assert end(start_job(folder, url, make_job(folder, load))) == 0, log_of(folder)
-    ends_of(folder, 1)
-    return sorted(records_of(folder), key=lambda r: r.index)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_context_grows_alike_whether_the_model_calls_tools_or_not(
     tmp_path: Path, engine: str, stream: bool
 ) -> None:
     agent = Agent(steps=4, tools=3, result_tokens=50, tool_time=QUICK)
     load = Load(user="agent", requests=10, output_tokens=12, stream=stream, agent=agent)
-    records = run(tmp_path, engine, load)
+    records = driven(tmp_path, engine, load)
     assert [(r.index, r.conversation, r.turn) for r in records] == [
         (index, index // 4 * 4, index % 4 + 1) for index in range(10)
     ]
@@ -51,7 +44,7 @@ def test_the_context_grows_alike_whether_the_model_calls_tools_or_not(
 
 def test_the_plan_says_when_a_task_is_done(tmp_path: Path, engine: str) -> None:
     agent = Agent(steps=5, done=0.4, tool_time=QUICK, choice="none")
-    records = run(tmp_path, engine, Load(user="agent", users=2, requests=20, output_tokens=4, agent=agent))
+    records = driven(tmp_path, engine, Load(user="agent", users=2, requests=20, output_tokens=4, agent=agent))
     begun = [index for index in range(20) if index % 5 == 0 or chance(1, "done", index - 1) < 0.4]
     assert begun[:4] == [0, 3, 5, 7]
     assert [r.conversation for r in records] == [max(b for b in begun if b <= index) for index in range(20)]
@@ -60,7 +53,7 @@ def test_the_plan_says_when_a_task_is_done(tmp_path: Path, engine: str) -> None:
 
 def test_sub_agents_work_at_once_and_with_parts_of_their_own(tmp_path: Path, engine: str) -> None:
     agent = Agent(steps=2, sub_agents=3, tool_time=QUICK)
-    records = run(tmp_path, engine, Load(user="agent", requests=14, output_tokens=8, agent=agent))
+    records = driven(tmp_path, engine, Load(user="agent", requests=14, output_tokens=8, agent=agent))
     assert [(r.conversation, r.turn, r.batch) for r in records] == [
         (0, 1, None), (0, 2, None), (2, 1, 0), (2, 2, 0), (4, 1, 0), (4, 2, 0), (6, 1, 0), (6, 2, 0),
         (8, 1, None), (8, 2, None), (10, 1, 8), (10, 2, 8), (12, 1, 8), (12, 2, 8),
@@ -75,7 +68,7 @@ def test_sub_agents_work_at_once_and_with_parts_of_their_own(tmp_path: Path, eng
 def test_a_failed_step_is_tried_again(tmp_path: Path) -> None:
     agent = Agent(steps=3, tool_time=QUICK)
     with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "503@2") as server:
-        records = run(tmp_path, server.url, Load(user="agent", requests=4, output_tokens=4, agent=agent))
+        records = driven(tmp_path, server.url, Load(user="agent", requests=4, output_tokens=4, agent=agent))
     assert [r.error for r in records] == [None, "rejected", None, "rejected"]
     assert [r.turn for r in records] == [1, 2, 3, 1]
 

@@ -12,7 +12,7 @@ import pytest
 from harness.errors import HarnessError, ScenarioError
 from harness.prepare.experiment import prepare
 from harness.rundir.records import ProcessMark, Request
-from harness.scenario.scenario import Load, Trace, Warmup
+from harness.scenario import Load, Trace, Warmup
 from harness.simulated import spawned
 from harness.workload import text, trace_messages, workload_sha256
 from harness.workload.traces import Beginning, Replay, replay_of

@@ -17,21 +17,18 @@ from requests import RequestException
 from harness.errors import HarnessError
 from harness.files import read_lines
 from harness.load import sse
-from harness.load.answer import Answer
 from harness.load.client import ApiAddress
 from harness.load.exchange import Collector, Exchange, Failure
-from harness.load.openai_api import Call, Tools
-from harness.load.preflight import first_model
-from harness.load.process import LoadProcess
+from harness.load.openai_api import Answer, Call, Tools
+from harness.load.process import LoadProcess, first_model
 from harness.rundir.manifest import ServedBy
-from harness.rundir.metrics import MetricsSample, Scraper
 from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requests
-from harness.scenario.scenario import Load
-from harness.scenario.structured import Judged, Structured, judge
-from harness.serve import lemonade_client, probe, ready
+from harness.rundir.samples import MetricsSample, Scraper
+from harness.scenario import Load
+from harness.scenario.behaviour import Judged, Structured, judge_answer
+from harness.serve import lemonade, probe, ready
 from harness.serve.facts import recorded
-from harness.serve.lemonade_client import Api, attached, download
-from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.lemonade import Api, LemonadeMonitor, attached, download
 from harness.trust import open_session
 from tests.fake_server import (
     CHUNKED,
@@ -157,16 +154,12 @@ def test_a_count_of_another_type_is_a_note_and_the_record_is_readable(
         ({"completion_tokens": 10**30}, ("usage.completion_tokens", "above", "more than 64 bits", ASKED)),
         ({"prompt_tokens": -1}, ("usage.prompt_tokens", "below", "-1", 0)),
         ({"prompt_tokens": 16_485}, ("usage.prompt_tokens", "above", "16485", 16_484)),
-        (
-            {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 10}},
-            ("usage.prompt_tokens_details.cached_tokens", "above", "10", 9),
-        ),
-        (
-            {"completion_tokens": 2, "completion_tokens_details": {"reasoning_tokens": 3}},
-            ("usage.completion_tokens_details.reasoning_tokens", "above", "3", 2),
-        ),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 10}},
+         ("usage.prompt_tokens_details.cached_tokens", "above", "10", 9)),
+        ({"completion_tokens": 2, "completion_tokens_details": {"reasoning_tokens": 3}},
+         ("usage.completion_tokens_details.reasoning_tokens", "above", "3", 2)),
     ],
-)
+)  # fmt: skip
 def test_a_count_out_of_bounds_is_a_note_with_its_bound(
     process: LoadProcess, counts: dict[str, Any], bad: tuple[Any, ...]
 ) -> None:
@@ -177,19 +170,14 @@ def test_a_count_out_of_bounds_is_a_note_with_its_bound(
 @pytest.mark.parametrize(
     ("first", "then", "expected"),
     [
-        (
-            {"completion_tokens": 10**9},
-            {"completion_tokens": 3},
-            ("usage.completion_tokens", "above", str(10**9), ASKED),
-        ),
+        ({"completion_tokens": 10**9}, {"completion_tokens": 3},
+         ("usage.completion_tokens", "above", str(10**9), ASKED)),
         ({"completion_tokens": -7}, {"completion_tokens": 3}, ("usage.completion_tokens", "below", "-7", 0)),
-        (
-            {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 10}},
-            {"prompt_tokens_details": {"cached_tokens": 9}},
-            ("usage.prompt_tokens_details.cached_tokens", "above", "10", 9),
-        ),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 10}},
+         {"prompt_tokens_details": {"cached_tokens": 9}},
+         ("usage.prompt_tokens_details.cached_tokens", "above", "10", 9)),
     ],
-)
+)  # fmt: skip
 def test_a_count_that_is_not_possible_stays_so_when_another_follows(
     process: LoadProcess, first: dict[str, Any], then: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
@@ -261,7 +249,7 @@ def test_json_that_is_nested_deeply_is_no_defect_of_ours(process: LoadProcess, l
     call = Call("a", "read_file", deep(levels).decode())
     assert not Tools.of(1, "auto").is_valid(call)
     form = Structured(json_schema={"type": "object"})
-    assert judge(form, [], "a", deep(levels).decode()) == Judged(False, False)
+    assert judge_answer(form, [], "a", deep(levels).decode()) == Judged(False, False)
 
 
 def test_a_comment_that_says_done_ends_nothing() -> None:
@@ -522,21 +510,15 @@ def test_a_file_of_such_records_is_read(tmp_path: Path) -> None:
 
 HUGE = b"1" + b"0" * 400
 NASTY = [
-    *(b"", b"null", b"true", b"5", b"[]", b"{}", b"[5]", b'"x"', b"\xff", b"<p>", b"{", HUGE, deep(900), deep(20_000)),
-    *(
-        b'{"data":5}',
-        b'{"data":[5]}',
-        b'{"data":[{"id":5}]}',
-        b'{"data":[{"id":""}]}',
-        b'{"data":[{}]}',
-        b'{"data":{}}',
-    ),
-    *(b'{"error":"\xff"}', b'{"error":%s}' % deep(900), b'{"error":{"message":{}}}', b'{"message":%s}' % deep(20_000)),
+    *(b"", b"null", b"true", b"5", b"[]", b"{}", b"[5]", b'"x"', b"\xff", b"<p>", b"{", HUGE, deep(900),
+     deep(20_000)),
+    *(b'{"data":5}', b'{"data":[5]}', b'{"data":[{"id":5}]}', b'{"data":[{"id":""}]}', b'{"data":[{}]}',
+     b'{"data":{}}'),
+    *(b'{"error":"\xff"}', b'{"error":%s}' % deep(900), b'{"error":{"message":{}}}',
+     b'{"message":%s}' % deep(20_000)),
     *(b'{"models":5}', b'{"models":[5]}', b'{"models":[{"name":"m:latest","size":true,"size_vram":-1,"details":5}]}'),
-    *(
-        b'{"models":[{"name":"m:latest","size":%s,"size_vram":%s,"details":[]}]}' % (HUGE, HUGE),
-        b'{"models":[{"name":{}}]}',
-    ),
+    *(b'{"models":[{"name":"m:latest","size":%s,"size_vram":%s,"details":[]}]}' % (HUGE, HUGE),
+     b'{"models":[{"name":{}}]}'),
     b'{"all_models_loaded":[5,{"pid":true,"backend_url":"http://[::1","model_name":"m","recipe":{},"device":%s}]}'
     % HUGE,
     b'{"all_models_loaded":[{"model_name":"m","backend_url":"x:99999999","recipe_options":%s}]}' % deep(900),
@@ -544,23 +526,19 @@ NASTY = [
     b'{"recipes":{"a":{"backends":[5],"default_backend":[1]},"b":{"backends":{"c":5}}},"devices":{"cpu":[]}}',
     *(b'{"recipe":{},"downloaded":"yes"}', b'{"global_timeout":1e400}', b'{"global_timeout":%s}' % HUGE),
     *(b'{"global_timeout":true}', b'{"version":{}}', b'{"version":"%s"}' % (b"9" * 5000), b'{"action":[1]}'),
-    *(
-        b'{"count":true}',
-        b'{"count":-1}',
-        b'{"count":%s}' % HUGE,
-        b'{"count":1000000}',
-        b'{"tokens":5}',
-        b'{"tokens":[]}',
-    ),
+    *(b'{"count":true}', b'{"count":-1}', b'{"count":%s}' % HUGE, b'{"count":1000000}', b'{"tokens":5}',
+     b'{"tokens":[]}'),
     *(b'{"status":5,"digest":[],"total":"x"}', b'{"status":"success","digest":"d","total":-1,"completed":[]}'),
     *(b'{"uuid":[]}', b'{"uuid":"../x","processed":{},"progress":"x"}', b'{"uuid":"a","progress":[],"error":{}}'),
-    b'{"default_generation_settings":{"n_ctx":%s},"total_slots":%s,"model_path":[],"build_info":5}' % (HUGE, deep(900)),
+    b'{"default_generation_settings":{"n_ctx":%s},"total_slots":%s,"model_path":[],"build_info":5}' % (HUGE,
+     deep(900)),
     b'{"default_generation_settings":5}',
     *(b'{"choices":5}', b'{"choices":[]}', b'{"choices":[{"message":5}]}', b'{"choices":[{"message":null}]}'),
     b'vllm:cache_config_info{block_size="%s",num_gpu_blocks="nan",cache_dtype="x"} 1\n' % (b"9" * 400),
     b"vllm:num_requests_running 1e400\nvllm:generation_tokens_total -5\nprocess_start_time_seconds NaN\n",
-    *(b"event: error\ndata: %s\n\n" % deep(20_000), b"data: \xff\n\n", b"event: error\ndata: [\xff\n\n", b"a" * 70_000),
-]
+    *(b"event: error\ndata: %s\n\n" % deep(20_000), b"data: \xff\n\n", b"event: error\ndata: [\xff\n\n",
+     b"a" * 70_000),
+]  # fmt: skip
 
 
 def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
@@ -572,12 +550,12 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: probe.server_version(url, session)
     yield lambda: probe.metrics_url(url)
     yield lambda: probe.counter(url, "m")("text")
-    yield lambda: probe.counter(url, "m", ask_engine=lambda path, body: probe.text_of(session.get(url)))("text")
-    yield lambda: lemonade_client.health(api)
-    yield lambda: lemonade_client.system_info(api)
-    yield lambda: lemonade_client.find_listed(api, "m")
-    yield lambda: lemonade_client.canonical_name(api, "m")
-    yield lambda: lemonade_client.global_timeout_s(api)
+    yield lambda: probe.counter(url, "m", ask_engine=lambda path, body: probe.good_text(session, url))("text")
+    yield lambda: lemonade.health(api)
+    yield lambda: lemonade.system_info(api)
+    yield lambda: lemonade.find_listed(api, "m")
+    yield lambda: lemonade.canonical_name(api, "m")
+    yield lambda: lemonade.load_limit_s(api, 600.0)
     yield lambda: attached(url, "m", None)
     yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
     yield lambda: LemonadeMonitor(api, "m", None, None).effective()

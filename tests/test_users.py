@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.scenario.scenario import Arrivals, Load, Warmup
-from harness.serve.probe import free_port
-from tests.fake_server import answering, serving, whole
+from harness.process import free_port
+from harness.scenario import Load, Warmup
 from tests.load_runs import (
     ROOT,
+    driven,
     end,
     ends_of,
     log_of,
@@ -29,14 +29,10 @@ from tests.load_runs import (
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_fixed_amount_of_work_is_done_exactly(tmp_path: Path, engine: str, processes: int) -> None:
     load = Load(user="batch", users=2, requests=23, batch_size=5, output_tokens=8, processes=processes)
-    job = make_job(tmp_path, load, Warmup(requests=3))
-    options = ["--processes", str(processes)] if processes > 1 else []
-    child = start_job(tmp_path, engine, job, "--json-file", str(tmp_path / "stats"), *options)
-    assert end(child) == 0, log_of(tmp_path)
-    records = records_of(tmp_path)
-    assert sorted((r.phase, r.index) for r in records) == sorted(
-        [("measured", index) for index in range(23)] + [("warmup", -index) for index in (1, 2, 3, 4, 5)]
-    )
+    records = driven(tmp_path, engine, load, Warmup(requests=3), "--json-file", str(tmp_path / "stats"))
+    assert [(r.phase, r.index) for r in records] == [("warmup", n) for n in range(-5, 0)] + [
+        ("measured", n) for n in range(23)
+    ]
     ends = ends_of(tmp_path, processes)
     assert sum(mark.sent or 0 for mark in ends) == 28
     assert {r.process for r in records} <= {mark.process for mark in ends}
@@ -53,27 +49,6 @@ def test_a_fixed_amount_of_work_is_done_exactly(tmp_path: Path, engine: str, pro
     slowest_s = max(r.chunks_s[-1] for r in records)
     assert stats["max_response_time"] == pytest.approx(slowest_s * 1000)
     assert stats["total_content_length"] == 28 * 8
-
-
-def test_a_timed_load_stops_asking_in_time_and_lets_answers_finish(tmp_path: Path, slow_engine: str) -> None:
-    load = Load(user="batch", users=3, duration_s=1.0, output_tokens=12, drain_s=10)
-    job = make_job(tmp_path, load, Warmup(duration_s=0.5))
-    assert end(start_job(tmp_path, slow_engine, job)) == 0
-    records = records_of(tmp_path)
-    ends_of(tmp_path, 1)
-    measured = sorted((r for r in records if r.phase == "measured"), key=lambda r: r.sent_s)
-    warmup = [r for r in records if r.phase == "warmup"]
-    assert warmup and max(r.sent_s for r in warmup) <= measured[0].sent_s
-    assert [r.error for r in records] == [None] * len(records)
-
-
-def test_what_does_not_finish_while_draining_is_recorded_as_unfinished(tmp_path: Path, slow_engine: str) -> None:
-    load = Load(user="batch", users=2, duration_s=0.5, output_tokens=400, drain_s=0.3)
-    assert end(start_job(tmp_path, slow_engine, make_job(tmp_path, load))) == 0
-    records = records_of(tmp_path)
-    ends_of(tmp_path, 1)
-    assert [(r.error, r.message) for r in records] == [("unfinished", "cut by the end of the run")] * 2
-    assert all(len(r.chunks_s) > 5 for r in records)
 
 
 @pytest.mark.parametrize(("processes", "signum"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGINT)])
@@ -97,43 +72,62 @@ def test_an_interrupted_run_loses_nothing(
     (stats,) = json.loads((tmp_path / "stats.json").read_text())
     assert stats["num_failures"] == 0  # to be cut is no failure
     # Locust's own table lacks what several load processes sent in the last 3 s: at an interruption it does not wait.
-    assert stats["num_requests"] == len(records) if processes == 1 else stats["num_requests"] <= len(records)
-    assert stats["num_none_requests"] == len(unfinished)  # and no response time
+    if processes == 1:
+        assert stats["num_requests"] == len(records)
+        assert stats["num_none_requests"] == len(unfinished)  # and no response time
+    else:
+        assert stats["num_requests"] <= len(records)
+
+
+def test_one_at_a_time_is_a_batch_of_one(tmp_path: Path, engine: str) -> None:
+    load = Load(user="batch", requests=6, output_tokens=3)
+    records = [r for r in driven(tmp_path, engine, load, Warmup(duration_s=1.0)) if r.index >= 0]
+    assert [r.index for r in sorted(records, key=lambda r: r.sent_s)] == list(range(6))
+    assert most_in_flight(records) == 1
+    assert {r.connect_s for r in records} == {None}  # one connection, kept since the warm-up
+
+
+def test_so_many_are_always_in_flight(tmp_path: Path, engine: str) -> None:
+    load = Load(user="batch", users=2, requests=60, in_flight=4, output_tokens=20)
+    records = driven(tmp_path, engine, load, Warmup(requests=8))
+    assert [(r.index, r.error, r.batch) for r in records] == [(index, None, None) for index in range(-8, 60)]
+    assert most_in_flight(records) == 8
+    # No user waits for a burst: each request but the first eight goes out when another has ended, and not in eights.
+    assert len({round(r.sent_s, 3) for r in sorted(records, key=lambda r: r.sent_s)[8:]}) > 10
+
+
+@pytest.mark.parametrize("in_flight", [None, 3])
+def test_a_timed_load_stops_in_time_and_lets_answers_finish(
+    tmp_path: Path, slow_engine: str, in_flight: int | None
+) -> None:
+    load = Load(user="batch", users=3, duration_s=1.0, output_tokens=12, drain_s=10, in_flight=in_flight)
+    records = sorted(driven(tmp_path, slow_engine, load, Warmup(duration_s=0.5)), key=lambda r: r.sent_s)
+    assert [r.error for r in records] == [None] * len(records)
+    phases = [r.phase for r in records]
+    first = phases.index("measured")
+    assert first and set(phases[first:]) == {"measured"}
+    # All end, also those that were sent in the last moments.
+    assert max(r.sent_s + r.ended_s for r in records) - records[first].sent_s > 1.0
+    assert most_in_flight(records) == 3 * (in_flight or 1)
+
+
+@pytest.mark.parametrize("in_flight", [None, 3])
+def test_what_does_not_finish_while_draining_is_unfinished(
+    tmp_path: Path, slow_engine: str, in_flight: int | None
+) -> None:
+    load = Load(user="batch", users=2, duration_s=0.5, output_tokens=400, drain_s=0.3, in_flight=in_flight)
+    records = driven(tmp_path, slow_engine, load)
+    assert [(r.error, r.message) for r in records] == [("unfinished", "cut by the end of the run")] * 2 * (
+        in_flight or 1
+    )
+    assert all(len(r.chunks_s) > 5 for r in records)
 
 
 def test_a_server_that_is_gone_fails_every_request_once(tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    job = make_job(tmp_path, Load(user="batch", users=4, requests=12, batch_size=2))
-    assert end(start_job(tmp_path, url, job)) == 0
-    records = records_of(tmp_path)
+    load = Load(user="batch", users=4, requests=12, batch_size=2)
+    records = driven(tmp_path, f"http://127.0.0.1:{free_port()}", load)
     assert [r.error for r in records] == ["connect"] * 12
     assert max(r.sent_s for r in records) - min(r.sent_s for r in records) > 0.4  # users pause, they do not spin
-    ends_of(tmp_path, 1)
-
-
-def test_a_server_that_turns_requests_away_is_not_flooded(tmp_path: Path) -> None:
-    busy = answering(
-        whole(b'{"error":{"message":"busy"}}', status=b"429 Too Many Requests", more=b"Retry-After: 1\r\n")
-    )
-    job = make_job(tmp_path, Load(user="batch", users=4, requests=12))
-    with serving(busy) as url:
-        assert end(start_job(tmp_path, url, job)) == 0
-    records = records_of(tmp_path)
-    assert [(r.error, r.status) for r in records] == [("rejected", 429)] * 12
-    assert max(r.sent_s for r in records) - min(r.sent_s for r in records) > 0.9  # three each, and two pauses between
-
-
-def test_a_schedule_is_kept_whoever_is_turned_away(tmp_path: Path) -> None:
-    load = Load(user="batch", users=1, requests=6, arrivals=Arrivals(rate=20.0, spacing="even"))
-    job = make_job(tmp_path, load, Warmup(requests=0))
-    with serving(answering(whole(b'{"error":{"message":"busy"}}', status=b"429 Too Many Requests"))) as url:
-        assert end(start_job(tmp_path, url, job)) == 0
-    records = sorted(records_of(tmp_path), key=lambda r: r.index)
-    assert [r.error for r in records] == ["rejected"] * 6
-    scheduled = [r.sent_s + (r.scheduled_s or 0.0) for r in records]
-    assert scheduled[5] - scheduled[0] == pytest.approx(0.25)
-    # And not five pauses of half a second.
-    assert records[5].sent_s - records[0].sent_s < 2.5
 
 
 OWN = """

@@ -14,7 +14,7 @@ from harness.analysis.validity import Evidence, Findings, not_run, of_cell, of_r
 from harness.reasons import sentences
 from harness.rundir.manifest import CellRun, GpuMemory
 from harness.rundir.records import BadField, ProcessMark, Request
-from harness.scenario.scenario import Arrivals, Load
+from harness.scenario import Arrivals, Load
 from harness.summary import BadFields, GpuLoad, Kept, MachineLoad, Reason, ServerLoad, because
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
 

@@ -15,8 +15,8 @@ from harness.analysis.tally import numbers_of
 from harness.judge import stats, verdicts
 from harness.judge.noise_floors import RowNoise
 from harness.judge.verdicts import Measured, Noise, pairs_of
+from harness.scenario import Load
 from harness.scenario.plan import plan
-from harness.scenario.scenario import Load
 from harness.summary import MARGIN, Row, Verdict
 from tests.made_runs import scenario
 from tests.nightly import draws, room, scatter

@@ -1,4 +1,4 @@
-"""The embedded engine in virtual time: leaps change nothing, seeds repeat, and arrivals are what was asked for."""
+"""The embedded engine in virtual time: leaps change nothing, seeds repeat."""
 
 import heapq
 import itertools
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
-from harness.simulated.virtual import VirtualRequest, VirtualWork, closed_loop, concurrent_loads, poisson
+from harness.simulated.virtual import VirtualRequest, VirtualWork, closed_loop, concurrent_loads
 from tests.virtual_servers import seeded_server
 
 THINKING = VirtualWork(prompt_tokens=(20, 200), output_tokens=(1, 60), think_s=0.5)
@@ -63,7 +63,6 @@ def test_the_same_seed_gives_the_same_requests_and_another_one_others() -> None:
 def test_a_number_of_requests_ends_the_load() -> None:
     server = seeded_server(2)
     assert len(list(closed_loop(server.config, 8, THINKING, requests=30))) == 30
-    assert len(list(poisson(server.config, 5.0, THINKING, requests=30))) == 30
 
 
 def test_measurements_are_those_of_one_user_by_hand() -> None:
@@ -75,12 +74,6 @@ def test_measurements_are_those_of_one_user_by_hand() -> None:
     one, two = islice(closed_loop(config, 1, work), 2)
     assert (one.ttft_s, one.tpot_s, one.e2e_s) == pytest.approx((0.031, 0.011, 0.075))
     assert two.sent_s == one.ended_s
-
-
-def test_poisson_arrivals_have_their_rate_and_do_not_wait_for_answers() -> None:
-    server = seeded_server(0)
-    found = list(poisson(server.config, 3.0, server.work, requests=4000, seed=5))
-    assert 4000 / max(r.sent_s for r in found) == pytest.approx(3.0, rel=0.06)
 
 
 def test_jitter_of_leaps_has_the_spread_of_single_steps() -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from harness.job import write_job
 from harness.paths import ROOT
+from harness.process import free_port
 from harness.run import drive as driving
 from harness.run import worker as lending
 from harness.run.drive import LocalChild, drive, locust_arguments
 from harness.rundir.records import read_requests
-from harness.scenario.scenario import Load
-from harness.serve.probe import free_port
+from harness.scenario import Load
 from harness.simulated import Spawned
 from harness.workers import Workers
 from tests import prefork

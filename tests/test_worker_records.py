@@ -11,11 +11,11 @@ from harness.errors import HarnessError
 from harness.job import SECRETS_ENV, secrets_of
 from harness.load import recorder as recorder_module
 from harness.load.recorder import RecordReceiver, RecordSender
+from harness.process import free_port
 from harness.redact import know
 from harness.rundir.records import Request, read_requests
-from harness.scenario.scenario import Load
-from harness.serve.probe import free_port
-from harness.workers import Workers, parse_part, parse_workers, process_number
+from harness.scenario import Load
+from harness.workers import Workers, parse_part, parse_workers
 from tests.command import harness, write
 from tests.faults import fault
 from tests.load_runs import make_job
@@ -197,8 +197,3 @@ def test_a_key_that_is_an_everyday_word_leaves_the_records_whole(tmp_path: Path)
     assert without == msgspec.structs.replace(
         failed, message="status 401: *** x is not ***"
     )  # x is too short to be one
-
-
-def test_two_machines_may_have_the_same_pid() -> None:
-    assert len({process_number(7, machine) for machine in range(3)}) == 3
-    assert process_number(7, 0) == 7

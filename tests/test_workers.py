@@ -18,13 +18,13 @@ from harness.analysis.summarize import summarize
 from harness.errors import RunError
 from harness.job import write_job
 from harness.paths import ROOT
+from harness.process import free_port, is_free
 from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import Count, LocalChild, drive, locust_arguments
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
-from harness.scenario.scenario import Load
-from harness.serve.probe import free_port, is_free
+from harness.scenario import Load
 from harness.simulated import Spawned
 from harness.workers import Workers
 from tests.command import going, only_run, until, write
@@ -219,17 +219,9 @@ def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(
         tmp_path, model="simulated", loads={"l": {"user": "chat", "users": 2, "requests": 20, "output_tokens": 5}}
     )
     run = [
-        "run",
-        str(scenario),
-        "--url",
-        engine_process.url,
-        "--workers",
-        here,
-        "--bind",
-        f"127.0.0.1:{port}",
-        "--runs",
+        "run", str(scenario), "--url", engine_process.url, "--workers", here, "--bind", f"127.0.0.1:{port}", "--runs",
         str(tmp_path),
-    ]
+    ]  # fmt: skip
     with going(*run, cwd=tmp_path) as command:
         until(lambda: not is_free(port), within_s=20)
         log = next(tmp_path.glob("*/logs/*locust*"))

@@ -8,9 +8,9 @@ import pytest
 
 import harness.data
 from harness.errors import HarnessError
-from harness.scenario import scenario as scenario_module
-from harness.scenario.scenario import Load, Prompts, Scenario, Server
-from harness.workload import PromptMessage, PromptRow, messages, read_rows, salt_words, text, workload_sha256
+from harness.scenario import Load, Prompts, Scenario, Server
+from harness.workload import messages, salt_words, text, workload_sha256
+from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
 from tests.make_classification import items
 
 DATA = Path(harness.data.__file__).parent
@@ -177,7 +177,7 @@ def test_the_hash_follows_what_belongs_together(tmp_path: Path, monkeypatch: pyt
     chat = scenario(Load(user="chat", requests=10))
     four = workload_sha256(chat, tmp_path)
     assert workload_sha256(chat, tmp_path) == four
-    monkeypatch.setattr(scenario_module, "TURNS", 5)
+    monkeypatch.setattr("harness.scenario.TURNS", 5)
     assert workload_sha256(chat, tmp_path) != four
 
 

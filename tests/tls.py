@@ -18,6 +18,12 @@ class Signed(NamedTuple):
     certificate: Path
     key: Path
 
+    def context(self) -> ssl.SSLContext:
+        """Of the server."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key)
+        return context
+
 
 def sign(folder: Path, name: str = "IP:127.0.0.1") -> Signed:
     """An authority of our own and a certificate for `name`, made by openssl."""
@@ -42,11 +48,11 @@ def _run(*command: str | Path) -> None:
 @contextlib.contextmanager
 def wrapped(port: int, signed: Signed, seen: list[bytes] | None = None) -> Iterator[str]:
     """https://127.0.0.1:PORT in front of the plain server at `port`; what clients send goes to `seen`."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(signed.certificate, signed.key)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         open_ones: list[socket.socket] = []
-        thread = threading.Thread(target=_accept, args=(listening, context, port, open_ones, seen), daemon=True)
+        thread = threading.Thread(
+            target=_accept, args=(listening, signed.context(), port, open_ones, seen), daemon=True
+        )
         thread.start()
         try:
             yield f"https://127.0.0.1:{listening.getsockname()[1]}"

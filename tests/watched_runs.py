@@ -7,7 +7,7 @@ import msgspec
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.rundir.manifest import read_run
-from harness.rundir.telemetry import ContainerSample, GpuSample, HostSample, TelemetrySample
+from harness.rundir.samples import ContainerSample, GpuSample, HostSample, TelemetrySample
 
 
 def watch(folder: Path, *, gpus: int = 1, hot: bool = False, every_s: float = 0.5) -> None:

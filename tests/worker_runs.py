@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.process import free_port
 from harness.rundir.records import Request, read_requests
-from harness.serve.probe import free_port
 from harness.simulated import Spawned
 from tests.command import Going, going, only_run, write
 

@@ -10,7 +10,7 @@ from harness.job import Job, write_job
 from harness.paths import LOCUSTFILES
 from harness.run.drive import locust_arguments
 from harness.rundir.records import read_marks, read_requests
-from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.scenario import Load, Prompts, Warmup
 
 
 def ours(work: Work, processes: int = 1) -> Said:

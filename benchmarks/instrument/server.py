@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.serve.probe import free_port, is_free
+from harness.process import free_port, is_free
 
 SOURCES = Path(__file__).parents[1]
 

@@ -15,9 +15,7 @@ from harness.analysis.gaps import Gaps, GapSample, Interval
 from harness.analysis.goodput import SloTally
 from harness.analysis.tally import CellCounts, Clock
 from harness.files import UNDECODABLE
-from harness.rundir.lines import Block, Lines, blocks_of, in_file, reader, requests_in
-from harness.rundir.lines import Run as Reading
-from harness.rundir.records import Request
+from harness.rundir.records import Block, Lines, Reading, Request, blocks_of, in_file, reader, requests_in
 from harness.scenario.check_syntax import Slo
 
 KEEP_BYTES = 256 * 2**20  # of records; of a longer file only those chunk gaps are kept that percentiles need

@@ -33,7 +33,7 @@ from harness.judge.noise_floors import noise_for
 from harness.judge.stats import Array, Variation
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.summary import CellSummary, Reason, Row, Summary, because
 
 MAX_TREND = 0.10  # change of the rate over the measured time, beyond which there is no prediction

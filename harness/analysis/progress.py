@@ -15,10 +15,9 @@ from harness.analysis.tally import Clock
 from harness.files import read_lines
 from harness.judge import stats
 from harness.judge.stats import Array, Variation
-from harness.rundir.lines import by_cell
 from harness.rundir.manifest import Run
-from harness.rundir.records import CUT, read_marks
-from harness.scenario.scenario import Load
+from harness.rundir.records import CUT, by_cell, read_marks
+from harness.scenario import Load
 from harness.summary import Reason, because
 
 COVERS = 0.90  # of the intervals

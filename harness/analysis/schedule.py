@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from harness.rundir.records import Request
-from harness.scenario.arrivals import Schedule, times
-from harness.scenario.scenario import Arrivals, Load, taken_together
+from harness.scenario import Arrivals, Load, taken_together
+from harness.scenario.plan import Schedule, arrival_times
 from harness.summary import Kept, median_of_known
 
 _KNOWN = ("batch", "chat", "agent", "rag")  # of these it is known how many requests begin with an arrival
@@ -130,7 +130,7 @@ def planned_of(load: Load, seed: int, part_s: tuple[float, float] | None = None)
 
 @lru_cache(maxsize=16)
 def _arriving(arrivals: bytes, seed: int, duration_s: float) -> int:
-    due = times(msgspec.json.decode(arrivals, type=Arrivals), seed)
+    due = arrival_times(msgspec.json.decode(arrivals, type=Arrivals), seed)
     return sum(1 for _ in takewhile(lambda at: at < duration_s, due))
 
 

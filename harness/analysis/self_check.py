@@ -10,7 +10,7 @@ import msgspec
 
 from harness.analysis.tally import CellCounts
 from harness.rundir.records import MAX_CPU, ProcessMark
-from harness.scenario.scenario import Load, is_open
+from harness.scenario import Load, is_open
 from harness.summary import ClientLimit, Numbers, Reason, because
 from harness.workers import MACHINE, Workers
 

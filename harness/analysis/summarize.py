@@ -24,14 +24,20 @@ from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, drift, server_starts
 from harness.judge.verdicts import compare_rows
 from harness.rundir import origin
-from harness.rundir.lines import by_cell
 from harness.rundir.manifest import CellRun, Origin, Run, read_run
-from harness.rundir.metrics import MetricsSample, read_samples, server_load
-from harness.rundir.records import ProcessMark, read_marks
-from harness.rundir.telemetry import TelemetrySample, machine_load, median_load, read_telemetry
+from harness.rundir.records import ProcessMark, by_cell, read_marks
+from harness.rundir.samples import (
+    MetricsSample,
+    TelemetrySample,
+    machine_load,
+    median_load,
+    read_metrics,
+    read_telemetry,
+    server_load,
+)
+from harness.scenario import Load
 from harness.scenario.check_syntax import Slo, slo_sets
 from harness.scenario.plan import Cell, baseline_of, cell_of, plan
-from harness.scenario.scenario import Load
 from harness.summary import (
     FORMAT_VERSION,
     CellSummary,
@@ -64,7 +70,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     places = places_of(run, marks, slos)
     unknown_cells: Counter[str] = Counter()
     tallies = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], unknown_cells)
-    samples = read_samples(folder / "metrics.jsonl")
+    samples = read_metrics(folder / "metrics.jsonl")
     watched = read_telemetry(folder / "telemetry.jsonl")
     given = origin.given_numbers(folder, run)
     ran = run.ran
@@ -246,7 +252,7 @@ def load_of(run: Run, cell: Cell) -> tuple[Load, int]:
     if ran is None:
         return load, run.scenario.seed
     if ran.stopped_after_s is not None:
-        load = msgspec.structs.replace(load, duration_s=ran.stopped_after_s)
+        load = msgspec.structs.replace(load, duration_s=ran.stopped_after_s, requests=None)
     return load, run.scenario.seed if ran.seed is None else ran.seed
 
 

@@ -14,8 +14,8 @@ from harness.analysis.self_check import called, client_limits, killed
 from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
 from harness.rundir.records import CLOSING_S, LATE_READ_S, MAX_CPU, ProcessMark
-from harness.rundir.telemetry import MAX_GAP_S
-from harness.scenario.scenario import Load, at_once, is_open
+from harness.rundir.samples import MAX_GAP_S
+from harness.scenario import Load, at_once, is_open
 from harness.summary import CellSummary, ClientLimit, MachineLoad, Numbers, Reason, ServerLoad, Warmed, because
 from harness.workers import Workers
 

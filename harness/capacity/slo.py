@@ -1,7 +1,7 @@
 """The SLOs of a capacity search, and the blocks of time that its probes are made of, cut from the records of a load."""
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
@@ -13,9 +13,9 @@ from harness.analysis.goodput import meets, missed_before_leaving
 from harness.capacity.evidence import BLOCK_ANSWERS
 from harness.errors import HarnessError
 from harness.rundir.records import Request
+from harness.scenario import Scenario
 from harness.scenario.check_syntax import LATENCIES, Check, Slo, parse_check
 from harness.scenario.plan import alone
-from harness.scenario.scenario import Scenario
 
 KNEE_BLOCK_ANSWERS = 2  # a block of the knee's search lasts so many answers, thinking included
 MIN_BLOCK_S = 0.5  # shorter ones would show the flushing of the records
@@ -204,7 +204,8 @@ class BlockCutter:
         self._waiting += requests
 
     def cut(self, now_s: float) -> list[LoadBlock]:
-        """The blocks that are complete now. A block without any request that ended is joined to the next one."""
+        """The blocks that are complete now. One in which fewer requests of a load ended than make a sample is joined to
+        the next one."""
         found: list[LoadBlock] = []
         longest_s = max((request.ended_s for request in self._waiting), default=0.0) if self._whole_tokens else 0.0
         end_s = self._next_s
@@ -212,17 +213,17 @@ class BlockCutter:
             end_s += self.block_s
             if now_s - self._flush_s - longest_s < end_s:
                 return found
-            block = self._block(self._next_s, end_s)
-            if not block.answers:
+            ended = [one for one in self._waiting if self._next_s < one.sent_s + one.ended_s <= end_s]
+            answers = Counter(alone(one.load) for one in ended if one.error != "unfinished")
+            if min(answers[load] for load in self._paces) < (1 if self._whole_tokens else BLOCK_ANSWERS):
                 continue
-            found.append(block)
-            self.answers += block.answers
+            found.append(self._block(self._next_s, end_s, ended))
+            self.answers += answers.total()
             self._next_s = end_s
             self._waiting = [one for one in self._waiting if one.sent_s + one.ended_s > end_s]
         return found
 
-    def _block(self, begin_s: float, end_s: float) -> LoadBlock:
-        ended = [one for one in self._waiting if begin_s < one.sent_s + one.ended_s <= end_s]
+    def _block(self, begin_s: float, end_s: float, ended: list[Request]) -> LoadBlock:
         e2e_s = [value for one in ended if (value := derive.e2e_s(one)) is not None]
         tokens = 0.0
         for one in self._waiting:

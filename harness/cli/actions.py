@@ -1,9 +1,9 @@
 """Commands that start something: servers, loads, or the check of a scenario before that."""
 
 import contextlib
-import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,6 +30,7 @@ from harness.cli.common import (
     command,
     console,
     find_baseline,
+    find_run,
     junit_of_failure,
     listening_address,
     print_json,
@@ -152,7 +153,6 @@ def _resumed(
     budget_s: float | None,
 ) -> Path:
     """Resume a run; return its directory. Raises HarnessError."""
-    from harness.cli.listing import find_run
     from harness.comparison.compare import reference_to, write_reference
     from harness.process import signals_interrupt
     from harness.run.progress import Progress
@@ -293,6 +293,28 @@ def check(
     refuse_impossible(experiment)
 
 
+def ask(question: str, option: str, answers: Mapping[str, str]) -> str:
+    """One of the answers, by its number or name; Enter takes the first. Raises HarnessError without a terminal."""
+    if not sys.stdin.isatty():
+        raise HarnessError(
+            f"{option} is missing, and there is no terminal to ask at", next_step=f"Choose: {', '.join(answers)}."
+        )
+    names = list(answers)
+    print(question)
+    for number, name in enumerate(names, 1):
+        print(f"  {number}  {name}: {answers[name]}")
+    while True:
+        try:
+            given = input(f"number or name [{names[0]}]: ").strip()
+        except EOFError:
+            raise KeyboardInterrupt from None
+        if not given or given in answers:
+            return given or names[0]
+        if given.isdecimal() and 1 <= int(given) <= len(names):
+            return names[int(given) - 1]
+        print(f"'{given[:100]}' is not one of them.")
+
+
 @command(short_help="Write a scenario of your own from three answers.")
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The scenario to write.")] = Path("my-scenario.yaml"),
@@ -304,7 +326,6 @@ def init(
     machine: Annotated[str | None, typer.Option(help="strix-halo, radeon, instinct or none (default: found).")] = None,
 ) -> None:
     """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
-    from harness.cli.asking import ask
     from harness.machine.gpus import machine as facts
     from harness.prepare import draft as drafts
     from harness.prepare.experiment import prepare
@@ -347,7 +368,7 @@ def doctor(
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = root.resolve() == Path("/")
-    found = diagnose(root, engine_facts() if here else None, os.environ if here else None)
+    found = diagnose(root, engine_facts() if here else None)
     if as_json:
         print(findings.as_json(found, root))
     else:
@@ -425,27 +446,17 @@ def noise(
     """
     from harness.prepare import experiment as experiments
     from harness.process import signals_interrupt
-    from harness.run import noise as noises
+    from harness.run.calibrate import noise as measure_noise
+    from harness.run.calibrate import show_noise
     from harness.run.progress import Progress
 
     experiment = experiments.prepare(scenario, target_of(url, ca=ca), model, repeats)
     with signals_interrupt():
-        stored, found = noises.noise(
-            experiment, server, folder, results, Progress(console()), count=count, pause_s=60 * every, add=add
+        stored, found = measure_noise(
+            experiment, server, folder, results, Progress(console()), times=count, pause_s=60 * every, add=add
         )
-    noises.show(found, console())
+    show_noise(found, console())
     print(f"stored: {stored}")
-
-
-@command(short_help="List the scenarios that ship.")
-def scenarios(as_json: JsonOpt = False) -> None:
-    """List the scenarios that ship, each with its question."""
-    from harness.cli.listing import list_scenarios, show_scenarios
-
-    if as_json:
-        print_json(list_scenarios())
-    else:
-        show_scenarios(console())
 
 
 @command(short_help="Remove the leftovers of a killed run.")

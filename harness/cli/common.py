@@ -1,5 +1,6 @@
 """Shared parts of the commands: the app, common options, the console, errors of the command line."""
 
+import difflib
 import os
 import re
 import sys
@@ -323,9 +324,23 @@ def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None =
     return Target(url, metrics_url) if url is not None else None
 
 
+def find_run(given: Path, runs: Path) -> Path:
+    """A run directory given by its path or by the id of a run below `runs`."""
+    for folder in (given, runs / given):
+        # `read_run` explains a run.json that is no regular file, or that this user may not read.
+        if os.path.lexists(folder / "run.json"):
+            return folder
+    # Only a close one is named: a list of all runs would be long, and `harness runs` has it.
+    close = difflib.get_close_matches(given.name, [path.parent.name for path in runs.glob("*/run.json")], n=1)
+    raise HarnessError(
+        f"{given}: neither a run directory nor the id of a run in {runs}"
+        + (f"; did you mean '{close[0]}'?" if close else ""),
+        next_step=f"`harness runs --runs {runs}` lists the runs.",
+    )
+
+
 def find_baseline(given: Path, runs: Path) -> Path:
     """The directory of a run that may be a baseline, before anything is measured. Raises HarnessError."""
-    from harness.cli.listing import find_run
     from harness.comparison.compare import usable_baseline
 
     folder = find_run(given, runs)

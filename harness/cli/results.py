@@ -1,11 +1,14 @@
 """Commands that only read and write files: runs, reports, comparisons, published results."""
 
+import datetime
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 import typer
+from rich.table import Table
 
 from harness.cli.common import (
     RESULTS,
@@ -22,9 +25,15 @@ from harness.cli.common import (
     end_as,
     end_as_checks,
     find_baseline,
+    find_run,
     print_json,
 )
 from harness.errors import ExitCode, HarnessError, Mistakes
+
+if TYPE_CHECKING:
+    from harness.summary import Reason
+
+MAX_CHARS = 100  # of the reason why a run cannot be read
 
 
 @command(short_help="Show a run again, from its files.")
@@ -91,7 +100,6 @@ def report(
 
 def _run_of(given: Path, runs: Path) -> Path:
     """The directory of a run; of records of stock Locust it is made. Raises HarnessError."""
-    from harness.cli.listing import find_run
     from harness.imports.write import run_of_records
 
     file = given / "requests.jsonl" if given.is_dir() and not (given / "run.json").exists() else given
@@ -133,9 +141,6 @@ def compare(
     Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. With
     --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
     """
-    import msgspec
-
-    from harness.cli.listing import find_run
     from harness.comparison.compare import by_machine, compare_runs
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import junit
@@ -175,8 +180,6 @@ def compare(
 
 
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
-    import msgspec
-
     from harness.comparison.history import check_against_history
     from harness.report import junit
     from harness.report.history import gate_markdown, print_gate
@@ -210,8 +213,6 @@ def history(
 
     Reads run directories and published runs, each run once.
     """
-    import msgspec
-
     from harness.comparison.history import history_of
     from harness.report.history import html, print_history
 
@@ -247,10 +248,7 @@ def plan(
 
     With --deadline exit code 4 when the fastest row misses it, and 5 when the deadline is inside the interval.
     """
-    import msgspec
-
     from harness.analysis.forecast import forecast, read_duration, read_price
-    from harness.cli.listing import find_run
     from harness.report.forecast import print_forecast
 
     found = forecast(
@@ -281,9 +279,6 @@ def diff(
     runs: RunsDir = RUNS,
 ) -> None:
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
-    import msgspec
-
-    from harness.cli.listing import find_run
     from harness.comparison.differences import differences_of
     from harness.report.markdown import differences_markdown
     from harness.report.terminal import print_differences
@@ -309,7 +304,6 @@ def publish(
     results: ResultsDir = RESULTS,
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
-    from harness.cli.listing import find_run
     from harness.report.board import publish as publish_run
 
     folder = find_run(run_folder, runs)
@@ -354,7 +348,6 @@ def export(
     runs: RunsDir = RUNS,
 ) -> None:
     """Write a run's records for other tools: one row a request, with chunk times."""
-    from harness.cli.listing import find_run
     from harness.report.export import export as export_records
     from harness.units import count
 
@@ -388,12 +381,89 @@ def import_(
     wrong.refuse()
 
 
+class RunLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in the list. What an unreadable run.json does not say is None; `error` says why."""
+
+    run: str
+    error: str | None = None
+    started_wall_s: float | None = None
+    scenario: str | None = None
+    cells: int | None = None
+    planned: int | None = None
+    status: str | None = None  # as in run.json; `killed`: it says `running`, and its process is gone
+    client_limited: bool | None = None
+    simulated: bool | None = None
+    reasons: "list[Reason]" = []
+
+    def shown(self) -> tuple[str, ...]:
+        """The columns of `harness runs`."""
+        from harness.reasons import sentence
+
+        if self.started_wall_s is None:
+            return self.run, "", "", "", f"unreadable: {self.error}"[:MAX_CHARS]
+        started = datetime.datetime.fromtimestamp(self.started_wall_s).strftime("%Y-%m-%d %H:%M")
+        reason = f": {sentence(self.reasons[0])}" if self.reasons else ""
+        simulated = " (simulated)" if self.simulated else ""
+        limited = ", CLIENT-LIMITED" if self.client_limited else ""
+        status = f"{self.status}{limited}{simulated}{reason}"
+        return self.run, started, self.scenario or "", f"{self.cells}/{self.planned}", status
+
+
+def _line_of(folder: Path) -> RunLine:
+    from harness.analysis.summarize import read_summary
+    from harness.process import owner_is_gone
+    from harness.rundir.manifest import read_run
+
+    try:
+        run = read_run(folder)
+    except HarnessError as error:
+        return RunLine(run=folder.name, error=error.what.removeprefix(f"{folder}/"))
+    try:
+        limited = any(row.client_limited for row in read_summary(folder).rows)
+    except HarnessError:  # it has no summary yet
+        limited = False
+    killed = run.status == "running" and run.owner and owner_is_gone(run.owner)
+    return RunLine(
+        run=folder.name,
+        started_wall_s=run.started_wall_s,
+        scenario=run.scenario_name,
+        cells=len(run.ran),
+        planned=len(run.order),
+        status="killed" if killed else run.status,
+        client_limited=limited,
+        simulated=run.simulated,
+        reasons=run.reasons,
+    )
+
+
 @command(short_help="List the runs.")
 def runs(runs: RunsDir = RUNS, as_json: JsonOpt = False) -> None:
-    """List the runs with their scenario, verdict and when they ran."""
-    from harness.cli.listing import list_runs, show_runs
-
+    """List the runs with their scenario, verdict and when they ran, the newest last."""
+    if runs.exists() and not runs.is_dir():
+        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
+    lines = [_line_of(path.parent) for path in sorted(runs.glob("*/run.json"))]
     if as_json:
-        print_json(list_runs(runs))
+        print_json(lines)
+    elif lines:
+        table = Table(box=None, pad_edge=False)
+        for column in ("run", "started", "scenario", "cells", "status"):
+            table.add_column(column, no_wrap=column != "status")
+        for line in lines:
+            table.add_row(*line.shown())
+        console().print(table)
     else:
-        show_runs(runs, console())
+        console().print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
+
+
+@command(short_help="List the scenarios that ship.")
+def scenarios(as_json: JsonOpt = False) -> None:
+    """List the scenarios that ship, each with its question."""
+    from harness.paths import ROOT, SCENARIOS
+    from harness.scenario.file import load_scenario
+
+    shipped = [(path, " ".join(load_scenario(path).question.split())) for path in sorted(SCENARIOS.glob("*.yaml"))]
+    rows = [{"name": path.stem, "path": str(path.relative_to(ROOT)), "question": text} for path, text in shipped]
+    if as_json:
+        print_json(rows)
+    else:
+        print("\n".join(f"{row['path']}\n  {row['question']}" for row in rows))

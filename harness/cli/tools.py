@@ -32,7 +32,7 @@ def explain(
     (`started` in `--json`), or it stopped normally (`stopped`). 4 when it is not; warnings do not count, since good
     starts have them as well.
     """
-    from harness.failures.scan import scan
+    from harness.failures.explain import scan
     from harness.report.terminal import explained_data, print_explained, recognised, started_well, stopped
 
     with _opened(log) as file:
@@ -80,8 +80,7 @@ def _opened(log: str) -> Iterator[BinaryIO]:
 
 
 if TYPE_CHECKING:
-    from harness.machine.gpu_memory import Pool
-    from harness.machine.memory import Share
+    from harness.machine.memory import Pool, Share
 
 
 MAX_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
@@ -161,9 +160,8 @@ def _given(free: float, total: float, gpus: int) -> "Share":
 
 def _found(image: str | None, root: Path, gpus: int, *, needed: bool) -> "tuple[list[Pool], Share | None]":
     """This machine's pools and their share; no share without a GPU, where it is not needed."""
-    from harness.machine.gpu_memory import pools
-    from harness.machine.memory import share_of
-    from harness.serve.gpu_probe import ask_image
+    from harness.machine.memory import pools, share_of
+    from harness.serve.container_commands import ask_image
 
     if image is not None:
         reported = ask_image(image, lambda line: print(line, file=sys.stderr))

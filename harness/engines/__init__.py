@@ -63,7 +63,6 @@ class Command(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The command line and the environment of a server's program."""
 
     short: dict[str, str] = {}  # other names of a flag
-    cut_short: bool = False  # a flag may be cut short where that leaves one
     settings: dict[str, str] = {}  # environment variables that the templates set, by variable of a template
     settings_as_flags: str | None = None  # settings with this prefix are flags as well
     verbose: dict[str, str] = {}  # environment variable: the value with which it writes lines for each step
@@ -96,6 +95,7 @@ class Start(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ends: str | None = None  # the phase of the start that is over with it
     effective: bool = False
     add: bool = False  # lines of several devices are added up
+    arguments: bool = False  # the group `all` is a printed dictionary or list of settings, all of them `effective`
     compile_cache: Literal["cold", "warm"] | None = None
 
 
@@ -105,7 +105,7 @@ class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     words: list[str] = []  # that give away whose log it is
     wraps: bool = False  # it has the words of the engines that it runs, too
     prefixes: list[str] = []  # before the text of a line; a group named `level` holds its level
-    stamp: dict[str, str] = {}  # `regex` and `form` of its own time stamps
+    stamp: dict[str, str] = {}  # `regex` and `form` of its own time stamps; `elapsed`: minutes, seconds, ms, us
     starting: list[str] = []  # a start, which may follow a stop
     fetched: list[str] = []  # the model is complete
     ready: list[str] = []
@@ -146,6 +146,8 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     answers: list[FactSource] = []
     versions: list[Version] = []
     version_header: str | None = None  # of its answers
+    model_prefixes: list[str] = []  # of a model's name in requests, without which its list of models has it
+    model_tag: str | None = None  # of a model's name in its list of models, where a request may leave it out
     startup: list[Start] = []
     phases: dict[str, str] = {}  # of its start, in words
     log: Log = Log()
@@ -181,6 +183,12 @@ def template_of(name: str) -> Template | None:
     """What is known of a template."""
     engine = engine_of(name)
     return None if engine is None else engine.templates[name]
+
+
+def listed_names(model: str) -> set[str]:
+    """The names under which servers may list the model that requests call `model`."""
+    without = {model.removeprefix(prefix) for engine in engines() for prefix in engine.model_prefixes}
+    return {model, *without, *(model + engine.model_tag for engine in engines() if engine.model_tag)}
 
 
 def any_of(expressions: list[str]) -> re.Pattern[str]:

@@ -4,15 +4,16 @@ import datetime
 import hashlib
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any, NamedTuple
 
 import msgspec
 
 from harness import __version__
 from harness.analysis.summarize import summarize, write_summary
 from harness.errors import HarnessError, did_you_mean
-from harness.files import pretty_json
+from harness.files import UNDECODABLE, pretty_json
 from harness.imports import (
     Imported,
     ImportedPart,
@@ -23,22 +24,87 @@ from harness.imports import (
     has,
     lemonade,
     read_source,
-    records,
     vllm,
 )
 from harness.rundir.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
 from harness.rundir.origin import NUMBERS_FILE
-from harness.scenario.scenario import Load, Scenario, Server, Warmup
+from harness.rundir.records import Request, read_marks
+from harness.scenario import Load, Scenario, Server, Warmup
 
 UNKNOWN = "unknown"  # what a name must be where the file has none
-# A format is a module with `is_it` (recognises a document), `read` and `WRITTEN_BY` (the command that writes it).
-FORMATS: dict[str, ModuleType] = {
-    "vllm": vllm,
-    "guidellm": guidellm,
-    "aiperf": aiperf,
-    "genai-bench": genai_bench,
-    "lemonade": lemonade,
-    records.NAME: records,
+
+
+def _are_records(value: Any) -> bool:
+    lines = value if isinstance(value, list) else [value]  # a file of one line is that document
+    return bool(lines) and has(lines[0], "cell", "user_class", "phase", "sent_s")
+
+
+def _read_records(source: Source) -> Imported:
+    """Records of stock Locust (`--records FILE`), or of a Compose file's load: one row for each load or user class.
+
+    Raises HarnessError for a line that is no record.
+    """
+    records = []
+    for number, line in enumerate(source.value if isinstance(source.value, list) else [source.value], start=1):
+        try:
+            records.append(msgspec.convert(line, Request))
+        except UNDECODABLE as error:
+            raise source.wrong(f"record {number}", str(error)) from None
+    if all(one.phase == "warmup" for one in records):
+        raise HarnessError(f"{source.path}: holds only warm-up requests", next_step="Record a longer load.")
+    places = (Path(f"{source.path}.processes"), source.path.with_name("processes.jsonl"))
+    marks = [mark for place in places for mark in read_marks(place)]
+    if len({mark.host for mark in marks}) > 1:
+        raise HarnessError(
+            f"{source.path}: its records are from several machines, or from before and after a restart",
+            next_step="Record to a file for each machine and each load.",
+        )
+    wall_s = marks[0].wall_s - marks[0].monotonic_s if marks else source.path.stat().st_mtime - _end_s(records)
+    groups: dict[str, list[Request]] = {}
+    for one in records:
+        groups.setdefault(one.load or one.user_class, []).append(one)
+    return Imported(
+        tool="locust",
+        version=None,
+        model=None,
+        parts=[_records_part(name, found, wall_s) for name, found in groups.items()],
+        work=sorted(groups),
+        definitions={},
+        missing={},
+    )
+
+
+def _records_part(name: str, records: list[Request], wall_s: float) -> ImportedPart:
+    began_s = min(one.sent_s for one in records)
+    return ImportedPart(
+        load=name,
+        planned=sum(one.phase == "measured" for one in records),
+        # All processes of one machine share its monotonic clock.
+        records=[msgspec.structs.replace(one, sent_s=one.sent_s - began_s) for one in records],
+        started_wall_s=wall_s + began_s,
+        ended_wall_s=wall_s + _end_s(records),
+    )
+
+
+def _end_s(records: list[Request]) -> float:
+    return max(one.sent_s + one.ended_s for one in records)
+
+
+class Format(NamedTuple):
+    """How a tool's file is recognised and read."""
+
+    written_by: str  # the command that writes it
+    is_it: Callable[[Any], bool]  # takes the document
+    read: Callable[[Source], Imported]
+
+
+FORMATS = {
+    "vllm": Format(vllm.WRITTEN_BY, vllm.is_it, vllm.read),
+    "guidellm": Format(guidellm.WRITTEN_BY, guidellm.is_it, guidellm.read),
+    "aiperf": Format(aiperf.WRITTEN_BY, aiperf.is_it, aiperf.read),
+    "genai-bench": Format(genai_bench.WRITTEN_BY, genai_bench.is_it, genai_bench.read),
+    "lemonade": Format(lemonade.WRITTEN_BY, lemonade.is_it, lemonade.read),
+    "records": Format("locust -f locustfiles/chat.py --records FILE", _are_records, _read_records),
 }
 
 
@@ -54,7 +120,7 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
     if given is not None and given not in found:
         hint = f"; it looks like {found[0]}" if found else ""
         raise HarnessError(
-            f"{path}: not what {given} writes{hint}", next_step=f"{given} is read from: {FORMATS[given].WRITTEN_BY}"
+            f"{path}: not what {given} writes{hint}", next_step=f"{given} is read from: {FORMATS[given].written_by}"
         )
     if not found:
         aiperf.refuse_aggregate(source)
@@ -62,7 +128,7 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
         raise HarnessError(
             f"{path}: not a file of any tool that is known" + (f" (its keys: {keys})" if keys else ""),
             next_step="Known are the files below; docs/imports.md says more.",
-            detail="\n".join(f"{name}: {form.WRITTEN_BY}" for name, form in FORMATS.items()),
+            detail="\n".join(f"{name}: {form.written_by}" for name, form in FORMATS.items()),
         )
     return source, FORMATS[given or found[0]].read(source)
 
@@ -78,7 +144,7 @@ def import_file(path: Path, runs: Path, given: str | None = None, machine: str |
 
 def run_of_records(path: Path, runs: Path) -> Path:
     """The run directory of a file of records, made at the first call for this content. Raises HarnessError."""
-    source, imported = read_file(path, records.NAME)
+    source, imported = read_file(path, "records")
     return _made(source, imported, runs, None, again=True)
 
 

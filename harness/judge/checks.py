@@ -27,6 +27,7 @@ from harness.judge.stats import (
 )
 from harness.judge.verdicts import not_valid
 from harness.rundir.origin import unlike_rows
+from harness.scenario import Scenario
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
     LATENCIES,
@@ -38,7 +39,6 @@ from harness.scenario.check_syntax import (
     parse_check,
     slos_key,
 )
-from harness.scenario.scenario import Scenario
 from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reason, Reference, Row, Verdict, because
 
 _VALUES = {column.check: column for column in VALUES}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from harness.judge.stats import Effect
 from harness.judge.verdicts import is_paced, metric_of
-from harness.scenario.scenario import Scenario
+from harness.scenario import Scenario
 from harness.summary import MARGIN, CellSummary, Reason, because
 
 # The standard deviation of the logarithm of a cell's speed that is expected before the pairs of a run show one, and

@@ -1,19 +1,16 @@
 """The load generator: what runs inside Locust's processes, and the only code that imports Locust and gevent.
 
 What to send, and when:
-user.py           the base class of every simulated person or agent
-openai_api.py     the body of a request; the tools of an agent, and a server's calls of them
-process.py        what all users of one load process share; where a request becomes a record
-preflight.py      whether the server answers, which model it offers, and whether what the job names can be used
+user.py           the base class of every virtual user
+process.py        what all users of one load process share; the checks before a load; where a request becomes a record
 sequencer.py      which request of the sequence comes next, across stages, processes and machines
 
 One request and its response:
 client.py         one keep-alive connection; resolving, connecting, TLS
 reader.py         all sockets of a process, with the kernel's receive time of each read; the queue for idle moments
-exchange.py       one HTTP request and what came back of it
+exchange.py       one HTTP request, and its response as bytes, events and times
 sse.py            bytes to events; the template of events that need no decoding
-answer.py         the observations of a response, and what the JSON of the API adds to them
-response.py       events and times to an Answer
+openai_api.py     the JSON of a request, of tool calls, and of a response
 recorder.py       records and marks to their files; whether the load process itself is the bottleneck
 
 Locust around it:
@@ -22,9 +19,7 @@ options.py        the command line and web form of a locustfile with stock Locus
 master.py         hands out the work to machines, and receives their records
 worker.py         a load process on a remote machine
 live_metrics.py   the numbers of a live load
-live_tables.py    these numbers as tables: of the tab, the log, CSV, HTML
-stock_output.py   the LLM metrics in what stock Locust prints and writes
-metrics_endpoint.py  the numbers for Prometheus: /metrics
+live_outputs.py   these numbers as tables, in stock Locust's outputs, and for Prometheus
 web_ui.py         the tab and the page of a live load; the start form
 web_access.py     which requests may reach the web UI
 """

@@ -1,7 +1,7 @@
 """The measuring HTTP client: one keep-alive connection, and the time at which each piece of a response arrived.
 
 The host name is resolved again and again, and all its addresses are used. The bytes are read by `harness.load.reader`,
-one place for all connections, and parsed afterwards (`harness.load.exchange`, `harness.load.response`), so that parsing
+one place for all connections, and parsed afterwards (`harness.load.exchange`, `harness.load.exchange`), so that parsing
 never delays a time stamp.
 """
 
@@ -216,28 +216,33 @@ class Client:
         self._idle_until_ns = self._kept_ns = 0  # the latter: end of the previous response
         self._after_stream = False  # whether that was a stream
 
-    def post(self, path: str, body: Body, exchange: Exchange) -> None:
-        """Send `body`, a JSON text, to the API's `path` and collect the response in `exchange`; failures go there too.
+    def send(self, path: str, body: Body | None, exchange: Exchange) -> None:
+        """Send a POST of `body`, or a GET, to the API's `path` and collect the response in `exchange`, failures too.
 
-        It is asked for when it is sent, and again if it has to be sent again: prompts may be long, and are not kept
+        `body` makes the JSON text when it is sent, and again if it is sent again: prompts may be long, and are not kept
         for as long as the answer takes.
 
         A greenlet that is cut meanwhile (GreenletExit, gevent.Timeout) sees that raised, with the connection closed.
         """
-        self._run("POST", path, body, exchange)
-
-    def get(self, path: str, exchange: Exchange) -> None:
-        """GET a path of the API; otherwise as `post`."""
-        self._run("GET", path, None, exchange)
+        try:
+            if not self._attempt(path, body, exchange):
+                self._attempt(path, body, exchange)
+        except Failure as failure:
+            exchange.failure = failure
+        finally:
+            exchange.ended_ns = time.monotonic_ns()
+            if not exchange.complete:
+                self.close()
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _request(self, method: str, path: str, body: Body | None, exchange: Exchange) -> bytes:
+    def _request(self, path: str, body: Body | None, exchange: Exchange) -> bytes:
         content = b"" if body is None else body()
         exchange.request_bytes = len(content)
+        method = "GET" if body is None else "POST"
         length = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         head = (
             f"{method} {self._dialer.target.prefix}{path} HTTP/1.1\r\nHost: {self._dialer.target.authority}\r\n"
@@ -246,24 +251,13 @@ class Client:
         )
         return head.encode("latin-1") + content  # in one packet where it fits
 
-    def _run(self, method: str, path: str, body: Body | None, exchange: Exchange) -> None:
-        try:
-            if not self._attempt(method, path, body, exchange):
-                self._attempt(method, path, body, exchange)
-        except Failure as failure:
-            exchange.failure = failure
-        finally:
-            exchange.ended_ns = time.monotonic_ns()
-            if not exchange.complete:
-                self.close()
-
-    def _attempt(self, method: str, path: str, body: Body | None, exchange: Exchange) -> bool:
+    def _attempt(self, path: str, body: Body | None, exchange: Exchange) -> bool:
         """Send once. Return False if the server was already closing the kept connection: send on a new one."""
         self._drop_if_stale()
         reused = self._socket is not None
         sock = self._socket or self._connect(exchange)
         sock.settimeout(self._timeout_s)
-        request = self._request(method, path, body, exchange)
+        request = self._request(path, body, exchange)
         sent_ns = time.monotonic_ns()
         if exchange.sent_ns is None:
             exchange.sent_ns = sent_ns

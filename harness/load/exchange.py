@@ -1,21 +1,33 @@
-"""One request and its response: bytes, the time of each read, and a failure."""
+"""One request and its response: bytes, the time of each read, and the Answer that follows from them."""
 
 import re
 import time
 from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import lru_cache
-from itertools import islice
-from typing import Literal
+from itertools import islice, pairwise
 
 import httptools
 
+from harness.load.openai_api import (
+    Answer,
+    Clock,
+    coded,
+    decode_lenient,
+    described,
+    error_words,
+    note_event,
+    note_unframed,
+    note_whole,
+    shown,
+    usage_words,
+)
 from harness.load.reader import SLACK_NS, AnyInbox, ReadTimes
-from harness.load.sse import EventTemplate
-from harness.rundir.records import ErrorKind
-
-Clock = Literal["kernel", "read"]
+from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
+from harness.rundir.records import LATE_READ_S, ErrorKind
 
 _HEAD_BYTES = 1 << 20  # of status line and headers, 1xx responses included
 _BODY_BYTES = 16 << 20  # of a body that is no stream; embeddings of a long input have some
@@ -44,10 +56,6 @@ def _value(raw: bytes) -> str:
     return raw.decode("latin-1")
 
 
-def _numbers() -> "array[int]":
-    return array("I")
-
-
 @dataclass(slots=True)
 class Exchange:
     """One request and its response, filled in as data arrives, so that a cut keeps it. Times in monotonic ns."""
@@ -63,8 +71,8 @@ class Exchange:
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
     headers_read: int | None = None  # the read that completed the headers
     body: list[tuple[int, bytes]] = field(default_factory=list)  # unprocessed (read, bytes)
-    parsed: "array[int]" = field(default_factory=_numbers)  # of the processed reads, those by the parser
-    template: EventTemplate = field(default_factory=EventTemplate)  # the event template, which processed the others
+    parsed: "array[int]" = field(default_factory=lambda: array("I"))  # of the processed reads, those by the parser
+    template: EventTemplate = field(default_factory=EventTemplate)  # which processed the others
     look: Callable[[], None] | None = None  # processes the received part of the body
     watched: bool = False  # process each piece at once
     known_stream: bool = False
@@ -88,9 +96,7 @@ class Exchange:
     @property
     def is_stream(self) -> bool:
         """Whether the body, so far, is a stream of events."""
-        if self.known_stream:
-            return True
-        if self.headers.get("content-type", "").lower().startswith("text/event-stream"):
+        if self.known_stream or self.headers.get("content-type", "").lower().startswith("text/event-stream"):
             return True
         first = b""  # some servers send no content type, or the wrong one
         for _, data in islice(self.body, _STREAM_PIECES):
@@ -98,6 +104,9 @@ class Exchange:
             if len(first) >= _STREAM_BYTES:
                 break
         return _STREAM.match(first) is not None
+
+    def unprocessed(self) -> bytes:
+        return b"".join(data for _, data in self.body)
 
     def times_ns(self) -> tuple[Clock, list[int]]:
         """Return the clock and the time of each read: the kernel's if all are plausible, else the process's."""
@@ -115,7 +124,7 @@ class Collector:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        exchange.parsed = _numbers()  # drop those of an earlier attempt
+        exchange.parsed = array("I")  # drop those of an earlier attempt
         exchange.data_read = None
         self._template_reads = 0  # reads of the template at the last check
         self._parser = httptools.HttpResponseParser(self)
@@ -180,7 +189,7 @@ class Collector:
                 raise Failure("not_api", f"the response's headers have more than {_HEAD_BYTES >> 20} MiB")
             if not exchange.known_stream and self._size > _BODY_BYTES:
                 raise Failure("not_api", f"the response has more than {_BODY_BYTES >> 20} MiB")
-        elif self._ends_with_connection():
+        elif self.is_open_ended and "chunked" not in exchange.headers.get("transfer-encoding", "").lower():
             exchange.complete = True
         else:
             raise EOFError
@@ -191,7 +200,7 @@ class Collector:
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether the response is a stream, of which only the end of the body matters now."""
+        """Whether only the end of the body shows the length of the response."""
         return self.exchange.status is not None and "content-length" not in self.exchange.headers
 
     def on_message_begin(self) -> None:
@@ -231,8 +240,194 @@ class Collector:
             self.exchange.complete = True
             self.keep_alive = self._parser.should_keep_alive()  # known to llhttp only now
 
-    def _ends_with_connection(self) -> bool:
-        """Whether the end of the connection ends this body."""
-        headers = self.exchange.headers
-        chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-        return self.exchange.status is not None and not chunked and "content-length" not in headers
+
+_MAX_TEXTS = 64  # kept as pieces before they are joined: each takes ten times the memory of its text
+MAX_RETRY_AFTER_S = 60.0
+_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # of Retry-After: some servers send fractions, which RFC 9110 has not
+
+
+class ResponseReader:
+    """Read an exchange while it grows: reading all at its end would delay the next read."""
+
+    __slots__ = (
+        "_answer", "_chunk_reads", "_count", "_done_read", "_embeddings", "_exchange", "_parser", "_template",
+        "_textless", "_visible_read"
+    )  # fmt: skip
+
+    def __init__(self, exchange: Exchange, *, embeddings: bool = False) -> None:
+        """`embeddings`: a request for vectors, not text."""
+        self._exchange = exchange
+        self._embeddings = embeddings
+        self._answer = Answer(None, None)
+        self._parser = Parser()
+        self._template = exchange.template
+        self._count = 0  # of events, without those of the template
+        self._chunk_reads = array("I")  # of chunks, likewise
+        self._textless: Counter[int] = Counter()  # events without text, by the number of chunks before them
+        self._visible_read: int | None = None
+        self._done_read: int | None = None
+
+    @property
+    def chunks(self) -> int:
+        """The processed chunks with generated tokens."""
+        return len(self._chunk_reads) + self._template.events
+
+    def look(self) -> None:
+        """Process the received part of a stream and free it."""
+        exchange, answer = self._exchange, self._answer
+        if exchange.status is None or not 200 <= exchange.status < 300 or not exchange.is_stream:
+            return
+        self._fetch_text()
+        body, exchange.body = exchange.body, []
+        exchange.known_stream = True
+        for read, data in body:
+            whole = self._parser.idle
+            try:
+                events = self._parser.feed(data)
+            except EventTooLong:
+                raise Failure("malformed", f"an event has more than {MAX_EVENT_BYTES >> 20} MiB") from None
+            if self._parser.has_data:
+                exchange.data_read = read
+            for event in events:
+                self._take(event, read)
+            # Events after the finish reason have no text.
+            if whole and len(events) == 1 and answer.finish is None and data == b"data: %s\n\n" % events[0].data:
+                self._template.learn(data)
+        exchange.done = answer.done
+        self._template.ready = self._parser.idle and not answer.done
+
+    def _fetch_text(self) -> None:
+        texts, taken = self._answer.texts, self._template.text
+        if taken:
+            texts.append(taken.decode("utf-8", "replace"))
+            taken.clear()
+        if len(texts) > _MAX_TEXTS:
+            self._answer.texts = ["".join(texts)]
+
+    def _take(self, event: Event, read: int) -> None:
+        """Process an event that this read completed."""
+        answer = self._answer
+        data = event.data.strip()
+        if not data:  # a ping of some gateways
+            return
+        self._count += 1
+        if answer.done:
+            return
+        if data == b"[DONE]":
+            answer.done = True
+            self._done_read = read
+            return
+        carried = note_event(event, self._count + self._template.events, answer)
+        if carried == "text":
+            self._chunk_reads.append(read)
+            if self._visible_read is None and answer.texts:
+                self._visible_read = read
+        elif carried == "no text":
+            self._textless[self.chunks] += 1
+
+    def finish(self) -> Answer:
+        """Return the answer of a finished or failed exchange; `time` adds its times."""
+        exchange, answer = self._exchange, self._answer
+        answer.status = exchange.status
+        self._fetch_text()
+        answer.reasoning_chunks += self._template.hidden
+        if exchange.status is not None and not 200 <= exchange.status < 300:
+            _note_refusal(exchange, exchange.status, answer)
+        elif exchange.is_stream:
+            self._stream()
+        elif exchange.complete:
+            note_whole(exchange.unprocessed(), exchange.headers, answer, embeddings=self._embeddings)
+        if exchange.failure is not None and not answer.done:
+            answer.fail(exchange.failure.kind, exchange.failure.message)
+        return answer
+
+    def time(self) -> None:
+        """Add the times of a finished or failed exchange to the answer of `finish`. Call it once."""
+        exchange, answer = self._exchange, self._answer
+        glanced = sorted(set(range(exchange.reads)).difference(exchange.parsed))
+        reads = sorted([*self._chunk_reads, *glanced, *(glanced[number] for number in self._template.more)])
+        answer.clock, times_ns = exchange.times_ns()
+        start_ns = exchange.start_ns
+        end_ns = exchange.ended_ns if exchange.ended_ns is not None else start_ns
+        if self._done_read is not None:
+            end_ns = times_ns[self._done_read]
+        elif exchange.complete and times_ns:
+            end_ns = times_ns[-1]
+        answer.ended_s = (end_ns - start_ns) / 1e9
+        if exchange.headers_read is not None:
+            answer.headers_s = (times_ns[exchange.headers_read] - start_ns) / 1e9
+        answer.chunks_s = [(times_ns[read] - start_ns) / 1e9 for read in reads]
+        if self._visible_read is not None:
+            answer.first_visible_s = (times_ns[self._visible_read] - start_ns) / 1e9
+        answer.coalesced = len(reads) - len(set(reads))
+
+    def _stream(self) -> None:
+        self.look()
+        exchange, answer = self._exchange, self._answer
+        answer.textless = sum(self._textless[chunks] for chunks in {0, self.chunks})
+        note_unframed(self._parser.stray(), answer)
+        if not exchange.complete and not answer.done:
+            return  # the failure of the connection is more specific
+        events = self._count + self._template.events
+        if not events and (encoded := coded(exchange.headers)):
+            answer.fail("not_api", f"status {exchange.status} with {encoded} in place of an API answer")
+        if not answer.done and answer.finish is None:
+            answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
+        if not answer.generated:
+            answer.fail("empty", f"a complete stream without any generated text; {usage_words(answer)}")
+
+
+def _note_refusal(exchange: Exchange, status: int, answer: Answer) -> None:
+    raw = exchange.unprocessed()
+    try:
+        body = decode_lenient(raw)
+    except ValueError:
+        body = None
+    if status == 101:
+        words = "the server changes the protocol, which no request asked for"
+    elif 300 <= status < 400:
+        words = f"redirect to {exchange.headers.get('location', 'nowhere')}, which a load test does not follow"
+    elif isinstance(body, dict):
+        words = error_words(body) or shown(body)
+    else:
+        words = described(exchange.headers, raw)
+    rejected = status in (429, 503)
+    if rejected:
+        answer.retry_after_s = _retry_after_s(exchange.headers)
+    answer.fail("rejected" if rejected else "http", f"status {status}: {words}")
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the wait of Retry-After, a number of seconds or a date; at most MAX_RETRY_AFTER_S.
+
+    A date is compared with the server's own clock where the response has it. None: no such header, or not a valid one.
+    """
+    value = headers.get("retry-after", "").strip()
+    if _SECONDS.fullmatch(value):
+        return min(float(value), MAX_RETRY_AFTER_S)
+    until_s, now_s = _http_date_s(value), _http_date_s(headers.get("date", ""))
+    if until_s is None:
+        return None
+    return min(max(0.0, until_s - (time.time() if now_s is None else now_s)), MAX_RETRY_AFTER_S)
+
+
+def _http_date_s(value: str) -> float | None:
+    """Unix time of an HTTP-date (RFC 9110); None for other texts."""
+    try:
+        return datetime.strptime(value.strip(), "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
+
+
+def coalesced_late(exchange: Exchange, answer: Answer) -> int | None:
+    """Return how many chunks shared a late read. None: no shared read, or no stamps.
+
+    Of a read in good time the kernel had all bytes at once: the server, a proxy or the network sent them together. The
+    stamp is that of its last bytes, so that a late read may look timely, and more often so the faster the stream is.
+    """
+    if not answer.coalesced or answer.clock != "kernel":
+        return None
+    start_ns, arrivals = exchange.start_ns, exchange.arrivals
+    lags_us = {(at - start_ns) / 1e9: lag for at, lag in zip(arrivals.times_ns(), arrivals.lags_us(), strict=True)}
+    shared = [mine for mine, later in pairwise(answer.chunks_s) if mine == later]
+    return sum(lags_us[at] > LATE_READ_S * 1e6 for at in shared)

@@ -17,8 +17,7 @@ from harness.analysis.goodput import meets
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
 from harness.load.recorder import Recorder
-from harness.rundir.lines import Samples
-from harness.rundir.records import CUT, MAX_CPU, Request
+from harness.rundir.records import CUT, MAX_CPU, ErrorKind, Request, Samples
 from harness.scenario.check_syntax import Slo
 
 RESOLUTION = 0.01  # of a percentile: histogram buckets are 2 % wide
@@ -30,7 +29,7 @@ SHARES = (0.5, 0.9, 0.95, 0.99)
 SERVER = ("running", "waiting", "kv_usage", "preemptions")
 GPU = ("busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w")
 TOKEN_TYPES = ("input", "output")  # as OpenTelemetry names them
-_MAX_KINDS = 20  # of failures
+
 _BUCKET = math.log(1.0 + 2 * RESOLUTION)
 _MIN_S = 1e-6
 _SILENT_WORKER_S = 10.0  # a worker without a report for so long is no longer counted
@@ -68,7 +67,7 @@ class Accumulator(msgspec.Struct, array_like=True):
     """Sums over measured requests that ended in a period."""
 
     ended: int = 0
-    failed: int = 0
+    failures: dict[ErrorKind, int] = {}
     tokens: int = 0  # of answers that succeeded, where the server counted them
     met: int = 0  # succeeded and met every SLO
     unknown: int = 0  # succeeded, but unknown whether they met the SLOs
@@ -79,11 +78,17 @@ class Accumulator(msgspec.Struct, array_like=True):
     # By the exponent of the smallest power of 4 that is not less: the buckets of OpenTelemetry.
     token_counts: dict[str, Histogram] = msgspec.field(default_factory=lambda: {name: {} for name in TOKEN_TYPES})
 
+    @property
+    def failed(self) -> int:
+        return sum(self.failures.values())
+
     def count(self, request: Request, slos: Sequence[Slo]) -> None:
         self.ended += 1
+        if request.error in CUT:
+            self.cut += 1
+            return
         if request.error is not None:
-            self.failed += request.error not in CUT
-            self.cut += request.error in CUT
+            self.failures[request.error] = self.failures.get(request.error, 0) + 1
             return
         self.tokens += request.output_tokens or 0
         for name, tokens in zip(TOKEN_TYPES, (request.prompt_tokens, request.output_tokens), strict=True):
@@ -102,20 +107,8 @@ class Accumulator(msgspec.Struct, array_like=True):
             self.unknown += met is None
 
     def merge(self, other: "Accumulator") -> None:
-        self.ended += other.ended
-        self.failed += other.failed
-        self.tokens += other.tokens
-        self.met += other.met
-        self.unknown += other.unknown
-        self.cut += other.cut
-        for name, value_s in other.sums_s.items():
-            self.sums_s[name] += value_s
-        for name, tokens in other.token_sums.items():
-            self.token_sums[name] += tokens
-        for ours, others in ((self.latencies, other.latencies), (self.token_counts, other.token_counts)):
-            for name, mine in ours.items():
-                for bucket, count in others[name].items():
-                    mine[bucket] = mine.get(bucket, 0) + count
+        for name in self.__struct_fields__:
+            setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
     def numbers(self, span_s: float | None, *, with_slos: bool) -> Numbers:
         """Rates over `span_s` (None: not known), and latency percentiles."""
@@ -130,21 +123,20 @@ class Accumulator(msgspec.Struct, array_like=True):
         return numbers
 
 
-class FailureCount(msgspec.Struct, array_like=True):
-    """Failures of one kind."""
-
-    count: int
-    message: str  # the last one
+def _sum(ours: Any, others: Any) -> Any:
+    """Add two numbers, or two dicts of them that may have different keys."""
+    if not isinstance(ours, dict):
+        return ours + others
+    return ours | {key: _sum(ours[key], value) if key in ours else value for key, value in others.items()}
 
 
 class CounterDelta(msgspec.Struct, array_like=True):
     """What a load process counted since its last report. Ages are seconds before the report: no clock is sent."""
 
     seconds: list[tuple[int, dict[str, Accumulator]]]  # age, by user class
-    failures: dict[str, FailureCount]
-    in_flight: int
-    warmup: int  # warm-up requests that ended
+    messages: dict[ErrorKind, str]  # the last failure of each kind
     in_flight_of: dict[str, int] = {}  # by user class
+    warmup: int = 0  # warm-up requests that ended
     busy: float | None = None  # share of the last seconds in which it ran, or waited for a core
     warmup_failed: int = 0  # of the warm-up requests
     sent_age_s: float | None = None  # of the measured requests that ended: when the first was sent ...
@@ -160,18 +152,20 @@ class RequestCounter:
 
     def _clear(self) -> None:
         self._seconds: dict[int, dict[str, Accumulator]] = {}
-        self._failures: dict[str, FailureCount] = {}
+        self._messages: dict[ErrorKind, str] = {}
         self._warmup = self._warmup_failed = 0
         self._sent: float | None = None  # the first of the measured requests; monotonic clock
         self._ended = 0.0
 
     def add(self, request: Request) -> None:
         """Count an ended request. Called once each, after its record is made."""
-        failed = request.error is not None and request.error not in CUT
+        failure = None if request.error in CUT else request.error
         if request.phase == "warmup":
             self._warmup += 1
-            self._warmup_failed += failed
+            self._warmup_failed += failure is not None
             return
+        if failure is not None:
+            self._messages[failure] = request.message or ""
         self._ended = time.monotonic()
         sent = self._ended - request.ended_s
         self._sent = sent if self._sent is None else min(self._sent, sent)
@@ -179,10 +173,6 @@ class RequestCounter:
         if request.user_class not in by_class:
             by_class[request.user_class] = Accumulator()
         by_class[request.user_class].count(request, self._slos)
-        if failed:
-            kind = str(request.error)
-            before = self._failures.get(kind)
-            self._failures[kind] = FailureCount(1 + (before.count if before else 0), request.message or "")
 
     def delta(self, recorder: Recorder) -> CounterDelta:
         """Return the counts since the last call."""
@@ -190,10 +180,9 @@ class RequestCounter:
         now = int(moment)
         delta = CounterDelta(
             [(now - second, by_class) for second, by_class in sorted(self._seconds.items())],
-            self._failures,
-            recorder.in_flight,
-            self._warmup,
+            self._messages,
             {name: number for name, number in recorder.in_flight_of.items() if number},
+            self._warmup,
             recorder.health.busy_now(),
             self._warmup_failed,
             *((None, None) if self._sent is None else (moment - self._sent, moment - self._ended)),
@@ -265,7 +254,7 @@ class LiveNumbers:
         self.number = time.time_ns()  # identifies the test and its step
         self.step_s = STEP_S
         self.points: list[Point] = []
-        self.failures: dict[str, FailureCount] = {}
+        self.messages: dict[ErrorKind, str] = {}  # the last failure of each kind
         self.warmup = self.warmup_failed = 0
         self.total: dict[str, Accumulator] = {}
         self._lag_s = lag_s
@@ -286,10 +275,7 @@ class LiveNumbers:
         self._last_of[sender] = (now, delta)
         self.warmup += delta.warmup
         self.warmup_failed += delta.warmup_failed
-        for kind, failures in delta.failures.items():
-            if kind in self.failures or len(self.failures) < _MAX_KINDS:
-                before = self.failures.get(kind)
-                self.failures[kind] = FailureCount(failures.count + (before.count if before else 0), failures.message)
+        self.messages |= delta.messages
         if delta.sent_age_s is not None and delta.ended_age_s is not None:
             sent = now - delta.sent_age_s
             self._sent = sent if self._sent is None else min(self._sent, sent)
@@ -304,7 +290,7 @@ class LiveNumbers:
 
     def reset(self) -> None:
         """Reset the sums, but not the time series: for Locust's button "reset stats"."""
-        self.total, self.failures, self.warmup, self.warmup_failed = {}, {}, 0, 0
+        self.total, self.warmup, self.warmup_failed = {}, 0, 0
         self._sent = time.monotonic()
         self._first = int(self._sent)
 
@@ -314,14 +300,11 @@ class LiveNumbers:
         return (delta for at, delta in self._last_of.values() if now - at < _SILENT_WORKER_S)
 
     def in_flight(self) -> int:
-        return sum(delta.in_flight for delta in self._newest())
+        return sum(self.in_flight_of().values())
 
     def in_flight_of(self) -> dict[str, int]:
         """By user class, where there are any."""
-        found: Counter[str] = Counter()
-        for delta in self._newest():
-            found.update(delta.in_flight_of)
-        return dict(found)
+        return dict(sum((Counter(delta.in_flight_of) for delta in self._newest()), Counter()))
 
     def client_limited(self) -> float | None:
         """The load of the busiest load process, if it is a client-side bottleneck."""
@@ -371,12 +354,20 @@ class LiveNumbers:
         until = time.monotonic() if self._until is None else min(self._until, self._ended)
         return self._numbers(self.total, None if self._sent is None else max(0.0, until - self._sent))
 
+    def failures(self) -> dict[ErrorKind, int]:
+        """The number of failures of each kind in the whole test."""
+        return dict(sorted(_all(self.total).failures.items()))
+
     def _numbers(self, by_class: dict[str, Accumulator], span_s: float | None) -> dict[str, Numbers]:
-        total = Accumulator()
-        for accumulator in by_class.values():
-            total.merge(accumulator)
-        rows = {ALL: total} | dict(sorted(by_class.items()))
+        rows = {ALL: _all(by_class)} | dict(sorted(by_class.items()))
         return {name: row.numbers(span_s, with_slos=bool(self.slos)) for name, row in rows.items()}
+
+
+def _all(by_class: dict[str, Accumulator]) -> Accumulator:
+    total = Accumulator()
+    for accumulator in by_class.values():
+        total.merge(accumulator)
+    return total
 
 
 def _merge_classes(into: dict[str, Accumulator], by_class: dict[str, Accumulator]) -> None:

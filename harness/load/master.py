@@ -89,10 +89,9 @@ class _Machine:
         self.asked: set[float] = set()
         self.ready = False
         self.error: str | None = None
-        self.stage = 0  # the current one
-        self.warm = -1  # the last stage whose warm-up it has sent
-        self.finished = False
-        self.done = False
+        # The current stage, the last one whose warm-up it has sent, and whether it has finished the last one.
+        self.progress = {"stage": 0, "warm": -1, "finished": 0}
+        self.done = False  # all its records have come
         self.receivers: dict[str, RecordReceiver] = {}
 
 
@@ -114,8 +113,8 @@ class Master:
         self._at_work: list[_Machine] = []  # those that send the load
         self._ended = False
         for name, listener in (
-            ("hello", self._on_hello), ("ready", self._on_ready), ("begun", self._on_begun), ("warm", self._on_warm),
-            ("quiet", self._on_quiet), ("finished", self._on_finished), ("done", self._on_done),
+            ("hello", self._on_hello), ("clock", self._on_clock), ("ready", self._on_ready),
+            ("progress", self._on_progress), ("quiet", self._on_quiet), ("done", self._on_done),
         ):  # fmt: skip
             runner.register_message(f"llm-{name}", listener)
         runner.register_message("llm-records", self._on_records, concurrent=True)
@@ -173,13 +172,13 @@ class Master:
     def watch(self) -> None:
         """Wait until all have finished or one is lost; then end the run."""
         machines, gone = self._at_work, -1  # the last stage whose measurement has started
-        while not self._ended and not all(machine.finished for machine in machines):
+        while not self._ended and not all(machine.progress["finished"] for machine in machines):
             lost = [machine for machine in machines if self._is_lost(machine)]
             for machine in lost:
                 logger.error("worker %s is lost: the load ends, what it has delivered is kept", machine.name)
             if lost:
                 break
-            if gone < min(machine.warm for machine in machines) and all_warm(self._job):
+            if gone < min(machine.progress["warm"] for machine in machines) and all_warm(self._job):
                 gone += 1
                 begin_s = time.monotonic() + _LEAD_S
                 for machine in machines:
@@ -194,7 +193,7 @@ class Master:
 
     def stage(self) -> int:
         """The current stage: the next starts when it is over on all machines."""
-        return min(machine.stage for machine in self._at_work)
+        return min(machine.progress["stage"] for machine in self._at_work)
 
     def users(self) -> int:
         """The number of users that should run now, on all machines together."""
@@ -251,7 +250,7 @@ class Master:
         for _ in range(_ASKED):
             asked = time.monotonic()
             machine.asked = {asked}
-            self._send("ask", {"asked": asked}, machine.client_id)
+            self._send("clock", {"asked": asked}, machine.client_id)
             until(lambda: not machine.asked, _ANSWER_S, 0.001)
         if machine.error_s is None:
             raise HarnessError(f"worker {machine.name} does not answer")
@@ -275,13 +274,8 @@ class Master:
             self._machines[client_id] = _Machine(client_id, name)
             self._hear(client_id, self._ready[client_id])
 
-    def _on_ready(self, msg: Any, **_: Any) -> None:
-        machine, now, wall_s = self._machines.get(msg.node_id), time.monotonic(), time.time()
-        if machine is None:
-            return
-        if "asked" not in msg.data:
-            machine.ready, machine.error = True, msg.data["error"]
-            return
+    def _on_clock(self, msg: Any, **_: Any) -> None:
+        machine, now, wall_s = self._machines[msg.node_id], time.monotonic(), time.time()
         if msg.data["asked"] not in machine.asked:
             return
         machine.asked.clear()
@@ -290,26 +284,21 @@ class Master:
             machine.error_s, machine.correction_s = error_s, wall_s - error_s - msg.data["wall_s"]
             machine.ahead_s = msg.data["monotonic_s"] - (now - error_s)
 
-    def _on_warm(self, msg: Any, **_: Any) -> None:
-        if machine := self._machines.get(msg.node_id):
-            machine.warm = msg.data["stage"]
+    def _on_ready(self, msg: Any, **_: Any) -> None:
+        machine = self._machines[msg.node_id]
+        machine.ready, machine.error = True, msg.data["error"]
 
-    def _on_begun(self, msg: Any, **_: Any) -> None:
-        if machine := self._machines.get(msg.node_id):
-            machine.stage = msg.data["stage"]
-            # This file shows the harness the current stage: the workers have the counters.
+    def _on_progress(self, msg: Any, **_: Any) -> None:
+        self._machines[msg.node_id].progress |= msg.data
+        if "stage" in msg.data:  # this file shows the harness the current one: the workers have the counters
             Path(self._stages[self.stage()].counter_path).write_bytes(b"\n")
 
     def _on_quiet(self, **_: Any) -> None:
         quiet_sign(self._job.counter_path).touch()
 
-    def _on_finished(self, msg: Any, **_: Any) -> None:
-        if machine := self._machines.get(msg.node_id):
-            machine.finished = True
-
     def _on_records(self, msg: Any, **_: Any) -> None:
-        machine, data = self._machines.get(msg.node_id), msg.data
-        if machine is None or not machine.ready:  # of an earlier load
+        machine, data = self._machines[msg.node_id], msg.data
+        if not machine.ready:  # of an earlier load
             return
         if not machine.receivers:
             paths = {name: Path(getattr(self._job, f"{name}_path")) for name in FILES}
@@ -326,9 +315,7 @@ class Master:
         self._send("taken", {"file": data["file"], "taken": taken}, msg.node_id)
 
     def _on_done(self, msg: Any, **_: Any) -> None:
-        machine = self._machines.get(msg.node_id)
-        if machine is None:
-            return
+        machine = self._machines[msg.node_id]
         machine.done = {name: receiver.taken for name, receiver in machine.receivers.items()} == msg.data["sizes"]
 
 

@@ -10,7 +10,7 @@ import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from locust.argument_parser import LocustArgumentParser
@@ -22,11 +22,11 @@ from harness.errors import HarnessError, Mistakes, Problem
 from harness.files import UNDECODABLE
 from harness.job import Job, job_of_text, read_job
 from harness.load.client import ApiAddress
-from harness.load.preflight import JobInputs, api_key, first_model
+from harness.load.process import JobInputs, api_key, first_model
+from harness.scenario import MAX_USERS, TURNS, Arrivals, Load, Prompts, Users, Warmup
 from harness.scenario.behaviour import Abandon, Agent, Rag
 from harness.scenario.check_syntax import Slo, parse_check
 from harness.scenario.file import decode
-from harness.scenario.scenario import MAX_USERS, TURNS, Arrivals, Load, Prompts, Users, Warmup
 from harness.workers import FROM_MASTER, parse_part
 from harness.workload import salt_words
 
@@ -60,10 +60,6 @@ def _read(text: str, planned: Any) -> Any:
 
 def _write_tokens(tokens: object) -> str:
     return str(tokens) if isinstance(tokens, int) else _AS_PLANNED
-
-
-def _write_prompts(job: Job) -> str:
-    return job.prompt_file or job.prompts.kind
 
 
 def _read_prompts(text: str, job: Job) -> Job:
@@ -179,50 +175,62 @@ def _read_slos(text: str, _: Any) -> str:
     return text
 
 
-OPTIONS = {  # of the web form and the command line: the field of the Job (none: several) that is the default, and help
-    "--model": ("model", "model to ask for (default: the first that the server offers)"),
-    "--prompts": ("", "synthetic, classification, or the path of a JSONL file"),
-    "--prompt-tokens": ("prompts.tokens", "synthetic prompts: length in tokens"),
-    "--system-tokens": ("prompts.system_tokens", "tokens of a system prompt that all requests share"),
-    "--output-tokens": ("load.output_tokens", "maximum tokens of an answer"),
-    "--output": ("load.output", "fixed: every answer has that length (ignore_eos); natural: stop at end-of-sequence"),
-    "--endpoint": ("load.endpoint", "endpoint to load: chat, completions or embeddings"),
-    "--stream": ("load.stream", "stream the answers"),
-    "--batch-size": ("load.batch_size", "batch agents: requests sent at once"),
-    "--in-flight": ("load.in_flight", "batch agents: requests always in flight, instead of bursts"),
-    "--steps": ("load.agent.steps", "agents with tools: model calls of a task"),
-    "--sub-agents": ("load.agent.sub_agents", "agents with tools: sub-agents that each task starts"),
-    "--documents": ("load.rag.documents", "users of documents: number of documents"),
-    "--document-tokens": ("load.rag.document_tokens", "users of documents: length of each"),
-    "--turns": ("load.turns", "chat users: turns of a conversation"),
-    "--abandon": ("load.abandon", "chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'"),
-    "--regenerate": ("load.regenerate", "chat users: share of questions that are asked again"),
-    "--think": ("load", "pause in seconds, such as '1 5' (empty with stock Locust: that of the user class)"),
-    "--arrivals": ("load.arrivals", "open loop: arrivals a second (empty: closed loop, users wait for answers)"),
-    "--timeout": ("load.timeout_s", "seconds of silence after which a request has failed"),
-    "--warmup": ("warmup", "requests that are sent first and do not count; steady: until the server is steady"),
-    "--slos": ("slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'"),
-}
-_CHOICES = {"--output": ["fixed", "natural"], "--endpoint": ["chat", "completions", "embeddings"], "--stream": _YES_NO}
-_READ: dict[str, Callable[[str, Any], Any]] = {  # from the text and the planned value; others: `_read`
-    "--prompts": _read_prompts,
-    "--stream": _read_stream,
-    "--abandon": _read_abandon,
-    "--think": _read_think,
-    "--arrivals": _read_arrivals,
-    "--warmup": _read_warmup,
-    "--slos": _read_slos,
-}
-_WRITE: dict[str, Callable[[Any], str]] = {
-    "--prompts": _write_prompts,
-    "--prompt-tokens": _write_tokens,
-    "--output-tokens": _write_tokens,
-    "--stream": _write_stream,
-    "--abandon": _write_abandon,
-    "--think": _write_think,
-    "--arrivals": _write_arrivals,
-    "--warmup": _write_warmup,
-}
+class Option(NamedTuple):
+    field: str  # of the Job, whose value is the default; empty: several
+    help: str
+    read: Callable[[str, Any], Any] = _read  # from the text and the planned value
+    write: Callable[[Any], str] = _write
+    choices: list[str] | None = None
+
+    def text(self, job: Job) -> str:
+        """The value in a job, as the option is written."""
+        return self.write(_value(job, self.field))
+
+
+OPTIONS = {  # of the web form and the command line
+    "--model": Option("model", "model to ask for (default: the first that the server offers)"),
+    "--prompts": Option(
+        "", "synthetic, classification, or the path of a JSONL file", _read_prompts,
+        lambda job: job.prompt_file or job.prompts.kind,
+    ),
+    "--prompt-tokens": Option("prompts.tokens", "synthetic prompts: length in tokens", write=_write_tokens),
+    "--system-tokens": Option("prompts.system_tokens", "tokens of a system prompt that all requests share"),
+    "--output-tokens": Option("load.output_tokens", "maximum tokens of an answer", write=_write_tokens),
+    "--output": Option(
+        "load.output", "fixed: every answer has that length (ignore_eos); natural: stop at end-of-sequence",
+        choices=["fixed", "natural"],
+    ),
+    "--endpoint": Option(
+        "load.endpoint", "endpoint to load: chat, completions or embeddings",
+        choices=["chat", "completions", "embeddings"],
+    ),
+    "--stream": Option("load.stream", "stream the answers", _read_stream, _write_stream, _YES_NO),
+    "--batch-size": Option("load.batch_size", "batch agents: requests sent at once"),
+    "--in-flight": Option("load.in_flight", "batch agents: requests always in flight, instead of bursts"),
+    "--steps": Option("load.agent.steps", "agents with tools: model calls of a task"),
+    "--sub-agents": Option("load.agent.sub_agents", "agents with tools: sub-agents that each task starts"),
+    "--documents": Option("load.rag.documents", "users of documents: number of documents"),
+    "--document-tokens": Option("load.rag.document_tokens", "users of documents: length of each"),
+    "--turns": Option("load.turns", "chat users: turns of a conversation"),
+    "--abandon": Option(
+        "load.abandon", "chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'", _read_abandon, _write_abandon
+    ),
+    "--regenerate": Option("load.regenerate", "chat users: share of questions that are asked again"),
+    "--think": Option(
+        "load", "pause in seconds, such as '1 5' (empty with stock Locust: that of the user class)", _read_think,
+        _write_think,
+    ),
+    "--arrivals": Option(
+        "load.arrivals", "open loop: arrivals a second (empty: closed loop, users wait for answers)", _read_arrivals,
+        _write_arrivals,
+    ),
+    "--timeout": Option("load.timeout_s", "seconds of silence after which a request has failed"),
+    "--warmup": Option(
+        "warmup", "requests that are sent first and do not count; steady: until the server is steady", _read_warmup,
+        _write_warmup,
+    ),
+    "--slos": Option("slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", _read_slos),
+}  # fmt: skip
 _OF_CLASSES = (  # options that a user class ignores unless its `uses` names them
     *("--batch-size", "--in-flight", "--steps", "--sub-agents", "--documents", "--document-tokens", "--turns"),
     *("--abandon", "--regenerate"),
@@ -262,7 +270,7 @@ def ignored_options(environment: Environment) -> list[str]:
     return [
         f"{option}: {names} ignores this option (got {getattr(options, field_name(option))!r})"
         for option in unused_options(environment.user_classes)
-        if getattr(options, field_name(option)) != _WRITE.get(option, _write)(_value(defaults, OPTIONS[option][0]))
+        if getattr(options, field_name(option)) != OPTIONS[option].text(defaults)
     ]
 
 
@@ -272,9 +280,8 @@ def add_options(parser: LocustArgumentParser) -> None:
     for name, (metavar, help) in _START_ONLY.items():
         parser.add_argument(name, metavar=metavar, help=help, include_in_web_ui=False)
     job = _with_defaults(_job_on_command_line() or _stock_job())
-    for name, (field, help) in OPTIONS.items():
-        default = _WRITE.get(name, _write)(_value(job, field))
-        parser.add_argument(name, default=default, choices=_CHOICES.get(name), help=help)
+    for name, option in OPTIONS.items():
+        parser.add_argument(name, default=option.text(job), choices=option.choices, help=option.help)
 
 
 def _value(struct: Any, field: str) -> Any:
@@ -367,11 +374,11 @@ def with_options(job: Job, options: Namespace) -> Job:
     """
     wrong = Mistakes()
     planned = changed = _with_defaults(job)
-    for name, (field, _) in OPTIONS.items():
+    for name, option in OPTIONS.items():
         text = getattr(options, field_name(name))
-        if text != _WRITE.get(name, _write)(_value(planned, field)):
+        if text != option.text(planned):
             with wrong.noted():
-                changed = _replaced(changed, field, _READ.get(name, _read)(text, _value(changed, field)))
+                changed = _replaced(changed, option.field, option.read(text, _value(changed, option.field)))
     load = changed.load
     if load.in_flight and load.batch_size not in (0, 1):
         wrong.add(HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight"))
@@ -390,8 +397,8 @@ def with_options(job: Job, options: Namespace) -> Job:
 
 def _with_option_name(problem: Problem) -> str:
     """The problem of a field, such as `$.load.timeout_s`, as one of its option."""
-    name = max(OPTIONS, key=lambda one: len(OPTIONS[one][0]) * problem.path.startswith(f"$.{OPTIONS[one][0]}"))
-    return f"{name}: {problem.text}"
+    fields = {name: option.field for name, option in OPTIONS.items() if problem.path.startswith(f"$.{option.field}")}
+    return f"{max(fields, key=lambda name: len(fields[name]))}: {problem.text}"
 
 
 def job_of_form(environment: Environment, planned: Job | None, options: Namespace | None = None) -> Job:

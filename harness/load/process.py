@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -14,26 +14,24 @@ from gevent.lock import Semaphore
 
 from harness import workload
 from harness.errors import HarnessError
+from harness.failures import unexpected_response
+from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
 from harness.job import Job, secrets_of
-from harness.load.answer import Answer
-from harness.load.client import Client, Dialer
-from harness.load.exchange import Exchange, Failure
-from harness.load.openai_api import PATHS, Tools, body_of
-from harness.load.preflight import JobInputs, first_model, key_header, replay_of_job
-from harness.load.reader import KernelClock, Listeners, Reader
+from harness.load.client import ApiAddress, Client, Dialer
+from harness.load.exchange import Exchange, Failure, ResponseReader, coalesced_late
+from harness.load.openai_api import PATHS, Answer, Tools, body_of
+from harness.load.reader import IdleQueue, KernelClock, Listeners, Reader
 from harness.load.recorder import Recorder
-from harness.load.response import ResponseReader, coalesced_late
 from harness.load.sequencer import Part, Plan, Slot, StagePlan, StageSequencer, WarmupSample
-from harness.redact import know
+from harness.process import refuse_too_few_files
+from harness.redact import know, masked
 from harness.rundir.records import ErrorKind, Request
-from harness.scenario import structured
-from harness.scenario.arrivals import Due, Schedule, steady
-from harness.scenario.behaviour import Abandon
-from harness.scenario.plan import Steadiness, steadiness
-from harness.scenario.scenario import Arrivals, taken_together
-from harness.scenario.structured import Judged
+from harness.scenario import Arrivals, connections_per_process, taken_together
+from harness.scenario.behaviour import Abandon, Judged, answer_fields, judge_answer
+from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Message
-from harness.workload.traces import Beginning
+from harness.workload.prompt_file import PromptRow, read_rows
+from harness.workload.traces import Beginning, Replay, replay_of
 
 _SIGN_S = 1.0
 
@@ -179,15 +177,11 @@ class LoadProcess:
         self.recorder.sending(place.slot.phase, place.slot.stage)
         try:
             path, body = PATHS[self.job.load.endpoint], partial(self._body, messages, place.question, tools)
-            if leave is None:
-                client.post(path, body, exchange)
-            else:
-                with abandoning(leave, exchange, reading):
-                    client.post(path, body, exchange)
+            with nullcontext() if leave is None else abandoning(leave, exchange, reading):
+                client.send(path, body, exchange)
             answer = self._finish(reading, place, exchange)
         except Exception as error:
-            logger.exception("defect in the load generator, recorded as error kind 'client'")
-            answer = Answer("client", f"{type(error).__name__}: {error}")
+            answer = _defect(error)
         except BaseException as error:  # GreenletExit, gevent.Timeout ...: from outside, and for others to handle
             answer, cut = self._finish(reading, place, exchange), True
             answer.fail(*_cut(error))
@@ -217,9 +211,7 @@ class LoadProcess:
             try:
                 record = self._record(exchange, answer, place, tools)
             except Exception as error:
-                logger.exception("defect in the load generator, recorded as error kind 'client'")
-                failed = Answer("client", f"{type(error).__name__}: {error}", ended_s=answer.ended_s)
-                record = self._record(exchange, failed, place, tools)
+                record = self._record(exchange, _defect(error, answer.ended_s), place, tools)
             self.recorder.add(record, place.slot.stage)
         finally:
             # Always: the end of the load waits for it.
@@ -241,7 +233,7 @@ class LoadProcess:
 
     def _body(self, messages: Sequence[Message], index: int, tools: Tools | None) -> bytes:
         job, form = self.job, self.job.load.answer
-        more = {} if form is None else structured.fields_of(form, self._choices(index))
+        more = {} if form is None else answer_fields(form, self._choices(index))
         more |= {} if tools is None else tools.fields()
         return body_of(job.load, self.model(), messages, self._asked(index), more)
 
@@ -255,7 +247,7 @@ class LoadProcess:
         if form is None or answer.error is not None:
             return Judged()
         label = workload.label_at(self.job.prompts, self.job.seed, index)
-        return structured.judge(form, self._choices(index), label, answer.text)
+        return judge_answer(form, self._choices(index), label, answer.text)
 
     def _asked_prompt(self, place: Place) -> int | None:
         """The planned length of the prompt; None for later turns, which contain answers."""
@@ -272,8 +264,7 @@ class LoadProcess:
             answer.bound(self._asked(place.question), exchange.request_bytes)
             return answer
         except Exception as error:
-            logger.exception("defect in the load generator, recorded as error kind 'client'")
-            return Answer("client", f"{type(error).__name__}: {error}")
+            return _defect(error)
 
     def _record(self, exchange: Exchange, answer: Answer, place: Place, tools: Tools | None) -> Request:
         load = self.job.load
@@ -304,6 +295,12 @@ class LoadProcess:
             **{name: getattr(place, name) for name in _OF_PLACE},
             **{name: getattr(answer, name) for name in _OF_ANSWER},
         )
+
+
+def _defect(error: Exception, ended_s: float = 0.0) -> Answer:
+    """Log an exception of our own code, and return what its request is recorded as."""
+    logger.exception("defect in the load generator, recorded as error kind 'client'")
+    return Answer("client", f"{type(error).__name__}: {error}", ended_s=ended_s)
 
 
 def _seen(exchange: Exchange, place: Place, answer: Answer) -> WarmupSample | None:
@@ -362,13 +359,95 @@ def _warmup_schedule(job: Job) -> Due | None:
         return Beginning(replay)
     if replay is not None:
         return Schedule(Arrivals(rate=len(replay) / replay.at_s[-1]), -1 - job.seed)
-    return None if job.load.arrivals is None else Schedule(steady(job.load.arrivals), -1 - job.seed)
+    return None if job.load.arrivals is None else Schedule(steady_arrivals(job.load.arrivals), -1 - job.seed)
 
 
 def _together(job: Job) -> int:
     """Requests that one machine sends together. Stock Locust does not know the kind of group."""
     load = job.load
     return taken_together(load) if job.load_name else math.lcm(load.turns or 1, load.batch_size or 1)
+
+
+def first_model(job: Job, target: ApiAddress) -> str:
+    """The first model that the server offers. Raises HarnessError."""
+    secret, exchange = api_key(job.api_key_env), Exchange(id="models")
+    clock = KernelClock()
+    reader = Reader(clock, IdleQueue())
+    client = Client(Dialer(target), clock, reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
+    client.send("/models", None, exchange)
+    for used in (client, reader, clock):
+        used.close()
+    path = f"{target.prefix}/models"
+    if exchange.failure is not None:
+        raise HarnessError(
+            f"{target.authority}: no model could be read from {path} ({exchange.failure})",
+            next_step="Check that the server runs there, or name the model with --model.",
+        )
+    body = exchange.unprocessed()
+    url = f"{'https' if target.tls else 'http'}://{target.authority}{path}"
+    got = HttpResponse.of(url, exchange.status or 0, exchange.headers, body)
+    key = SentKey(secret is not None, job.api_key_env, "with --api-key-env")
+    words = unexpected_response.explained(got, url.removesuffix("/v1/models"), key)
+    if words is not None:
+        raise HarnessError(words[0], next_step=words[1])
+    try:
+        model = unexpected_response.model_ids(body)[0]
+    except (ValueError, IndexError):
+        what = (
+            unexpected_response.unlike(got, "a list of models")
+            if got.status == 200
+            else unexpected_response.status_in_words(got)
+        )
+        next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
+        raise HarnessError(what, next_step=next_step) from None
+    if masked(model, "sure") != model:
+        what, next_step = unexpected_response.secret_model(url)
+        raise HarnessError(what, next_step=next_step)
+    return model
+
+
+def replay_of_job(job: Job) -> Replay | None:
+    """The rows of the job's trace, if it has one. Raises HarnessError."""
+    if job.load.trace is None or job.trace_file is None:
+        return None
+    return replay_of(job.trace_file, job.load.trace)
+
+
+class JobInputs(NamedTuple):
+    """What a job names that is not in it."""
+
+    target: ApiAddress
+    rows: list[PromptRow]
+    replay: Replay | None
+    secret: str | None
+
+    @classmethod
+    def of(cls, job: Job, host: str) -> "JobInputs":
+        """Raises HarnessError when host, prompt file, trace or API key cannot be used."""
+        refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
+        target = ApiAddress.of(host)
+        rows = read_rows(job.prompt_file) if job.prompt_file else []
+        return cls(target, rows, replay_of_job(job), api_key(job.api_key_env))
+
+
+def api_key(name: str | None) -> str | None:
+    """The key in the environment variable of that name. Raises HarnessError."""
+    if name is None:
+        return None
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise HarnessError(
+            f"the environment variable {name}, which should hold the API key, is not set",
+            next_step=f"export {name}=... and start again.",
+        )
+    if not value.isascii() or not value.isprintable():
+        raise HarnessError(f"the environment variable {name} holds characters that no API key has")
+    know({value: True})
+    return value
+
+
+def key_header(secret: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"} if secret else {}
 
 
 class _Abandoned(gevent.Timeout):  # cut like any other timeout

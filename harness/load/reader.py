@@ -178,7 +178,6 @@ class Listeners:
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting events."""
         return len(self._waiting)
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from harness.load.reader import IdleQueue
 from harness.load.sequencer import Phase
 from harness.redact import known, masked
 from harness.rundir.records import ProcessMark, Request
-from harness.workers import process_number
+from harness.workers import MACHINE
 
 TICK_S = 0.05
 _WINDOW_S = 5.0
@@ -203,7 +203,7 @@ class Recorder:
         self._added_in = [0] * len(self._cells)
         self._health_in: dict[int, dict[str, float | None]] = {}  # of stages that are over
         self._pid = os.getpid()
-        self.process = process_number(self._pid, anchor.machine)
+        self.process = anchor.machine * MACHINE + self._pid
         self._anchor = anchor
         self._lines = bytearray()
         self._pending = 0  # records in _lines

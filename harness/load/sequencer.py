@@ -23,8 +23,7 @@ import gevent
 import msgspec
 
 from harness.job import Job, warm_sign
-from harness.scenario.arrivals import Due
-from harness.scenario.plan import Steadiness
+from harness.scenario.plan import Due, Steadiness
 
 Phase = Literal["warmup", "measured"]
 _WIDTH = 400  # of the line, padded, so that a write never leaves half of an older one

@@ -33,17 +33,15 @@ from locust.exception import StopUser
 from locust.user.task import LOCUST_STATE_STOPPING, LOCUST_STATE_WAITING
 
 from harness.errors import HarnessError
-from harness.load.answer import Answer
 from harness.load.client import Client
 from harness.load.locust_plugin import give_up, load_process
-from harness.load.openai_api import Tools
+from harness.load.openai_api import Answer, Tools
 from harness.load.process import Place
 from harness.load.sequencer import Slot
 from harness.redact import printable
 from harness.rundir.records import CUT
-from harness.scenario import behaviour
+from harness.scenario import Load, behaviour
 from harness.scenario.behaviour import Abandon
-from harness.scenario.scenario import Load
 from harness.workload import Message, text
 
 T = TypeVar("T")

@@ -23,22 +23,13 @@ from harness.columns import LIVE
 from harness.errors import HarnessError, sentence
 from harness.files import UNDECODABLE
 from harness.job import Job
-from harness.load.live_metrics import (
-    RESOLUTION,
-    WINDOW_S,
-    LiveNumbers,
-    Observed,
-    RequestCounter,
-    unpacked,
-)
-from harness.load.live_tables import TITLES, as_csv, rows
-from harness.load.metrics_endpoint import LoadSnapshot, exposition, serve
+from harness.load.live_metrics import RESOLUTION, WINDOW_S, LiveNumbers, Observed, RequestCounter, unpacked
+from harness.load.live_outputs import TITLES, LoadSnapshot, StockOutput, as_csv, exposition, rows, serve, with_section
 from harness.load.options import OPTIONS, UNDER_WAY, check_amounts, field_name, fields_of_others, options_of, slos_of
 from harness.load.process import plan_of
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Sequencer
-from harness.load.stock_output import StockOutput, with_section
-from harness.scenario.scenario import MAX_USERS
+from harness.scenario import MAX_USERS
 
 KEY = "llm"  # also of our numbers in a worker's report
 ASSETS = Path(__file__).with_name("assets")
@@ -74,7 +65,7 @@ def add_to(web_ui: WebUI, live: "Live") -> None:
     guarded: Any = web_ui.auth_required_if_enabled  # which has no types
 
     def live_json() -> Response:
-        state = msgspec.json.encode(state_of(live.facts(), live.numbers, request.args))
+        state = msgspec.json.encode(live.state(request.args))
         return _answer(state, "application/json", "json" if "download" in request.args else None)
 
     def live_csv() -> Response:
@@ -105,32 +96,6 @@ def add_to(web_ui: WebUI, live: "Live") -> None:
             tag = f'<script src="./{KEY}/tab.js" defer></script></body>'
             answer.set_data(answer.get_data(as_text=True).replace("</body>", tag, 1))
         return answer
-
-
-def state_of(facts: dict[str, Any], numbers: LiveNumbers, wanted: Any) -> dict[str, Any]:
-    """What the page shows: now, the whole test, and the points after `after` of the series `series`."""
-    same = wanted.get("series") == str(numbers.number)
-    after = float(wanted.get("after") or -1) if same else -1.0
-    return {
-        "series": str(numbers.number),
-        "wall_s": time.time(),
-        "resolution": RESOLUTION,
-        "window_s": WINDOW_S,
-        "step_s": numbers.step_s,
-        "slos": numbers.slos,
-        "latencies": [(column.name, column.title) for column in LIVE],
-        **facts,
-        "in_flight": numbers.in_flight(),
-        "in_flight_of": numbers.in_flight_of(),
-        "client_limited": numbers.client_limited(),
-        "warmup": numbers.warmup,
-        "now": numbers.recent(),
-        "whole": numbers.whole(),
-        "failures": [
-            {"kind": kind, "count": one.count, "message": one.message} for kind, one in sorted(numbers.failures.items())
-        ],
-        "points": [point.raw for point in numbers.points if point.t > after],
-    }
 
 
 def _asset(name: str) -> Response:
@@ -264,15 +229,17 @@ class Live:
     ) -> None:
         """`check` raises HarnessError for options of the form that cannot be used."""
         stats.bucket_response_time = three_digits
-        self._environment = environment
+        assert environment.runner is not None
+        self._options = options_of(environment)
+        self._runner = environment.runner
         self._recorder = recorder
         self._job = job
-        self._lag_s = _REPORTS_S if isinstance(environment.runner, MasterRunner) else 0
+        self._lag_s = _REPORTS_S if isinstance(self._runner, MasterRunner) else 0
         self._observed = Observed(Path(job.requests_path).parent if job is not None else None)
         self._output: StockOutput | None = None
         self.begin()
         hooks: Any = environment.events  # they have no types
-        if isinstance(environment.runner, WorkerRunner):
+        if isinstance(self._runner, WorkerRunner):
             hooks.report_to_master.add_listener(self._report)
             return
         hooks.worker_report.add_listener(self._reported)
@@ -281,14 +248,13 @@ class Live:
             add_to(environment.web_ui, self)
             add_form_checks(environment.web_ui, check)
             show_used_fields(environment.web_ui)
-        options = options_of(environment)
-        self._server = serve(options, self.load_state)
-        self._output = StockOutput(options) if job is None else None
+        self._server = serve(self._options, self.load_state)
+        self._output = StockOutput(self._options) if job is None else None
         self._keeper = gevent.spawn(self._keep)
 
     def begin(self) -> None:
         """Start a test with the values of the form."""
-        text = str(getattr(self._environment.parsed_options, "slos", ""))
+        text = self._options.slos
         try:
             slos = slos_of(text)
         except HarnessError:  # the load will not start and reports why
@@ -300,26 +266,45 @@ class Live:
         self._trace_ended = False
         self.given_up: str | None = None  # why no load could start, or why it was ended
 
-    def facts(self) -> dict[str, Any]:
-        """The state of the load, next to its numbers."""
-        runner = self._environment.runner
-        assert runner is not None
+    def state(self, wanted: Any) -> dict[str, Any]:
+        """What the page shows: now, the whole test, and the points after `after` of the series `series`."""
+        runner, numbers = self._runner, self.numbers
+        master = runner if isinstance(runner, MasterRunner) else None
+        same = wanted.get("series") == str(numbers.number)
+        after = float(wanted.get("after") or -1) if same else -1.0
         return {
+            "series": str(numbers.number),
+            "wall_s": time.time(),
+            "resolution": RESOLUTION,
+            "window_s": WINDOW_S,
+            "step_s": numbers.step_s,
+            "slos": numbers.slos,
+            "latencies": [(column.name, column.title) for column in LIVE],
             "state": runner.state,
             "users": runner.user_count,
-            "workers": runner.worker_count if isinstance(runner, MasterRunner) else None,
-            "missing": len(runner.clients.missing) if isinstance(runner, MasterRunner) else 0,
+            "workers": None if master is None else master.worker_count,
+            "missing": 0 if master is None else len(master.clients.missing),
             "trace_ended": self._trace_ended,
             "given_up": self.given_up,
             "watched": self._observed.watched,
             "simulated": self._job is not None and self._job.simulated,
             **self._observed.values,
+            "in_flight": numbers.in_flight(),
+            "in_flight_of": numbers.in_flight_of(),
+            "client_limited": numbers.client_limited(),
+            "warmup": numbers.warmup,
+            "now": numbers.recent(),
+            "whole": numbers.whole(),
+            "failures": [
+                {"kind": kind, "count": count, "message": numbers.messages.get(kind, "")}
+                for kind, count in numbers.failures().items()
+            ],
+            "points": [point.raw for point in numbers.points if point.t > after],
         }
 
     def load_state(self) -> LoadSnapshot:
         """What /metrics shows."""
-        runner = self._environment.runner
-        assert runner is not None
+        runner = self._runner
         master = runner if isinstance(runner, MasterRunner) else None
         return LoadSnapshot(
             self.numbers,
@@ -331,7 +316,7 @@ class Live:
 
     def finish(self) -> None:
         """Show the whole test in the outputs of stock Locust, at the end of the process."""
-        if isinstance(self._environment.runner, WorkerRunner):
+        if isinstance(self._runner, WorkerRunner):
             return
         self._keeper.kill()  # the process goes on until its load processes have ended
         try:
@@ -349,14 +334,12 @@ class Live:
     def _keep(self) -> None:
         while True:
             gevent.sleep(_EVERY_S)
-            runner = self._environment.runner
-            assert runner is not None
             try:
                 self._take_own()
                 self._observed.update()
-                if runner.state in (*UNDER_WAY, STATE_STOPPING, STATE_CLEANUP):
+                if self._runner.state in (*UNDER_WAY, STATE_STOPPING, STATE_CLEANUP):
                     self._trace_ended = self._is_trace_over()
-                    self.numbers.tick(runner.user_count, self._observed)
+                    self.numbers.tick(self._runner.user_count, self._observed)
                     if self._output is not None:
                         self._output.update(self.numbers)
                 else:

@@ -58,7 +58,7 @@ class Worker:
         self._delivering = True
         self._master_heard_s: float | None = None  # monotonic clock
         for name, listener in (
-            ("ask", self._on_ask), ("job", self._on_job), ("users-complete", self._on_users_complete),
+            ("clock", self._on_clock), ("job", self._on_job), ("users-complete", self._on_users_complete),
             ("go", self._on_go), ("taken", self._on_taken),
         ):  # fmt: skip
             runner.register_message(f"llm-{name}", listener)
@@ -100,8 +100,8 @@ class Worker:
             self._send("hello", {"name": socket.gethostname(), "version": __version__})
             gevent.sleep(_HELLO_S)
 
-    def _on_ask(self, msg: Any, **_: Any) -> None:
-        self._send("ready", {"asked": msg.data["asked"], "wall_s": time.time(), "monotonic_s": time.monotonic()})
+    def _on_clock(self, msg: Any, **_: Any) -> None:
+        self._send("clock", {"asked": msg.data["asked"], "wall_s": time.time(), "monotonic_s": time.monotonic()})
 
     def _on_job(self, msg: Any, **_: Any) -> None:
         if self._has_job:
@@ -172,11 +172,11 @@ class Worker:
         stages = self._process.sequencer
         for number, stage in enumerate(stages.stages):
             until(lambda: stages.stage() >= number)  # noqa: B023 - waited for here
-            self._send("begun", {"stage": number})
+            self._send("progress", {"stage": number})
             until(stage.warmed_up)
-            self._send("warm", {"stage": number})
+            self._send("progress", {"warm": number})
         stages.wait_for_end(self._process.job.load.drain_s)
-        self._send("finished")
+        self._send("progress", {"finished": 1})
 
     def _on_end(self, msg: Any, **_: Any) -> None:
         """Cut requests in flight, which leave their records; then send the end mark and all records to the master."""

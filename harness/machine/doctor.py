@@ -4,7 +4,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,13 +12,26 @@ from msgspec import Struct
 from harness.engines import Standing
 from harness.machine.doctor_memory import memory_findings, process_findings
 from harness.machine.findings import Finding, Level, finding
-from harness.machine.gfx_support import WORDS, GfxTarget, columns, table, target_of
-from harness.machine.gpus import AMD, NVIDIA, device_groups, gpus, number, pci_cards, text, working
+from harness.machine.gpus import (
+    AMD,
+    NVIDIA,
+    WORDS,
+    GfxTarget,
+    columns,
+    device_groups,
+    gpus,
+    number,
+    pci_cards,
+    table,
+    target_of,
+    text,
+    working,
+)
 
 _READY: tuple[Standing, ...] = ("validated", "supported", "code")
 
 
-def gpu_findings(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
+def gpu_findings(root: Path) -> Iterator[Finding]:
     """Findings about the GPUs; without a GPU a single one."""
     counts = Counter(str(gpu["target"]) for gpu in gpus(root))
     if not counts:
@@ -29,12 +42,9 @@ def gpu_findings(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _standing(target)
     if len(counts) > 1:
         many = " and ".join(f"{count} x {target}" for target, count in counts.items())
-        node = next(str(gpu["render_node"]) for gpu in sorted(gpus(root), key=lambda gpu: -(gpu["compute_units"] or 0)))
-        yield finding(
-            "gpu.mixed", "warning", f"{many} are in one machine, and servers may take the wrong one", node=node
-        )
-    if override := environ.get("HSA_OVERRIDE_GFX_VERSION"):
-        yield finding("gpu.override", "warning", f"HSA_OVERRIDE_GFX_VERSION={override} is set")
+        node = str(max(gpus(root), key=lambda gpu: gpu["compute_units"] or 0)["render_node"])
+        fact = f"{many} are in one machine, and servers may take the wrong one"
+        yield finding("gpu.mixed", "warning", fact, node=node)
 
 
 def _present(root: Path, counts: Counter[str]) -> str:
@@ -59,10 +69,10 @@ def _none(root: Path) -> Finding:
         return finding("gpu.present", "blocker", f"there is no AMD GPU{other}")
     card = amd[0]
     what = f"the AMD GPU at {card.slot} (1002:{card.device:04x}) is not known to the compute driver"
-    if not (root / "sys/module/amdgpu").is_dir():
-        case = "nomodeset" if "nomodeset" in (text(root / "proc/cmdline") or "").split() else "not-loaded"
-        return finding("gpu.driver", "blocker", f"{what}: amdgpu is not loaded", case)
-    return finding("gpu.driver", "blocker", f"{what}, though amdgpu is loaded", "not-known")
+    if (root / "sys/module/amdgpu").is_dir():
+        return finding("gpu.driver", "blocker", f"{what}, though amdgpu is loaded", "not-known")
+    case = "nomodeset" if "nomodeset" in (text(root / "proc/cmdline") or "").split() else "not-loaded"
+    return finding("gpu.driver", "blocker", f"{what}: amdgpu is not loaded", case)
 
 
 def _standing(target: str) -> Finding:
@@ -90,7 +100,6 @@ def _in_words(row: GfxTarget) -> str:
 
 GB = 10**9
 IMAGE_BYTES = (10 * GB, 40 * GB)  # below the first no ROCm image fits, above the second any of them does
-_OLDEST = (20, 10)
 
 
 class DockerEngine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,12 +109,9 @@ class DockerEngine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     named_by: str = "DOCKER_HOST"  # the source of `host`, such as a Docker context
     problem: str | None = None
     remedy: str = ""
-    version: str | None = None
     rootless: bool = False
     desktop: bool = False
     podman: bool = False
-    cgroup: str | None = None
-    memory_limits: bool = True
     image_folder: str | None = None  # where it keeps images
     free_bytes: int | None = None  # on that folder's disk, on this machine
     stale: list[str] = []  # leftovers of killed runs
@@ -117,41 +123,25 @@ def engine_findings(engine: DockerEngine, *, gpus: int) -> Iterator[Finding]:
         here = "what follows is said by its Docker Engine, and nothing is known of its GPU, kernel and memory"
         yield finding("docker.remote", "warning", f"{engine.named_by} names {engine.host}: {here}", host=engine.host)
     if engine.problem is not None:
-        fact = f"{engine.problem}: servers in containers cannot run"
-        yield finding(
-            "docker.reachable", "blocker", fact, "known" if engine.remedy else "unknown", remedy=engine.remedy
-        )
+        fact, case = f"{engine.problem}: servers in containers cannot run", "known" if engine.remedy else "unknown"
+        yield finding("docker.reachable", "blocker", fact, case, remedy=engine.remedy)
         return
     yield finding("docker.reachable", "ok", "the Docker Engine answers")
-    yield from _kind(engine, gpus)
+    if engine.podman:
+        yield finding("docker.podman", "warning", "Podman answers in Docker's place")
+    if engine.desktop and gpus:
+        yield finding("docker.desktop", "blocker", "the engine of Docker Desktop has no access to this machine's GPU")
+    if engine.rootless:
+        fact = "the engine runs without root: containers lose the groups of devices"
+        yield finding("docker.rootless", "warning", fact)
+    else:
+        yield finding("docker.rootless", "ok", "the engine runs as root")
     yield from _disk(engine)
     if engine.stale:
         more = f" and {len(engine.stale) - 3} more" if len(engine.stale) > 3 else ""
         yield finding("docker.stale", "warning", f"leftovers of killed runs: {', '.join(engine.stale[:3])}{more}")
     else:
         yield finding("docker.stale", "ok", "no leftovers of killed runs")
-
-
-def _kind(engine: DockerEngine, gpus: int) -> Iterator[Finding]:
-    if engine.version is not None:
-        numbers = tuple(int(part) for part in re.findall(r"\d+", engine.version)[:2])
-        old = not engine.podman and numbers < _OLDEST
-        fact = f"{'Podman' if engine.podman else 'Docker Engine'} {engine.version}"
-        yield finding("docker.version", "warning" if old else "ok", fact)
-    if engine.podman:
-        yield finding("docker.podman", "warning", "Podman answers in Docker's place")
-    if engine.desktop and gpus:
-        yield finding("docker.desktop", "blocker", "the engine of Docker Desktop has no access to this machine's GPU")
-    if engine.rootless:
-        yield finding(
-            "docker.rootless", "warning", "the engine runs without root: containers lose the groups of devices"
-        )
-    else:
-        yield finding("docker.rootless", "ok", "the engine runs as root")
-    if engine.cgroup is not None:
-        level: Level = "ok" if engine.memory_limits else "warning"
-        enforced = "memory limits are enforced" if engine.memory_limits else "memory limits are not enforced"
-        yield finding("docker.cgroup", level, f"control groups version {engine.cgroup}, {enforced}")
 
 
 def _disk(engine: DockerEngine) -> Iterator[Finding]:
@@ -182,7 +172,7 @@ def access_findings(root: Path, user: User | None = None, *, rootless: bool = Fa
     the user. `user` None is this one, access lists of the file system included.
     """
     nodes = [str(gpu["render_node"]) for gpu in gpus(root) if gpu["render_node"]]
-    if not any(True for _ in gpus(root)):
+    if next(gpus(root), None) is None:
         return
     yield from _node(root, "access.kfd", "/dev/kfd", user, rootless)
     yield from _render(root, nodes, user, rootless)
@@ -190,24 +180,8 @@ def access_findings(root: Path, user: User | None = None, *, rootless: bool = Fa
         names = _names(root)
         fact = ", ".join(f"{group} ({names[group]})" if group in names else str(group) for group in groups)
         yield finding("access.groups", "ok", f"containers get the groups {fact}, by number")
-    elif (root / "dev/kfd").exists() and not _mode(root / "dev/kfd") & stat.S_IWOTH:
+    elif (root / "dev/kfd").exists() and not (root / "dev/kfd").stat().st_mode & stat.S_IWOTH:
         yield finding("access.groups", "warning", "the device nodes belong to the group root")
-
-
-def no_render_node(root: Path) -> Iterator[Finding]:
-    """A blocker if there is no render node: Vulkan needs only that."""
-    if not any((root / "dev/dri").glob("renderD*")):
-        what = "there is no render node in /dev/dri"
-        yield finding("access.render", "blocker", what, "missing")
-
-
-def missing(root: Path, nodes: Iterable[str]) -> Iterator[Finding]:
-    """A blocker for each missing node of /dev/dri."""
-    for node in nodes:
-        if not (root / node.lstrip("/")).exists():
-            there = ", ".join(sorted(path.name for path in (root / "dev/dri").glob("renderD*"))) or "none"
-            what = f"there is no {node} (render nodes: {there})"
-            yield finding("access.render", "blocker", what, "missing")
 
 
 def _node(root: Path, id: str, name: str, user: User | None, rootless: bool) -> Iterator[Finding]:
@@ -215,11 +189,17 @@ def _node(root: Path, id: str, name: str, user: User | None, rootless: bool) -> 
     if not path.exists():
         yield finding(id, "blocker", f"there is no {name}", "missing")
         return
-    owner = f"{name}: mode {_mode(path) & 0o777:04o}, group {_group(root, path)}"
+    owner = f"{name}: mode {path.stat().st_mode & 0o777:04o}, group {_group(root, path)}"
     if may_open(path, user):
         yield finding(id, "ok", owner)
+        return
+    group = _names(root).get(path.stat().st_gid, str(path.stat().st_gid))
+    if rootless:
+        fact = f"the rootless engine, which runs as this user, may not open {owner}"
+        yield finding(id, "blocker", fact, "denied", groups=group)
     else:
-        yield _denied(root, id, owner, path, rootless)
+        rest = "containers of an engine that runs as root may, servers that you start yourself may not"
+        yield finding(id, "warning", f"this user may not open {owner}; {rest}", "denied", groups=group)
 
 
 def _render(root: Path, nodes: list[str], user: User | None, rootless: bool) -> Iterator[Finding]:
@@ -236,16 +216,6 @@ def _render(root: Path, nodes: list[str], user: User | None, rootless: bool) -> 
         yield finding("access.render", "ok", f"{len(nodes)} render nodes from {nodes[0]} on, group {group}")
 
 
-def _denied(root: Path, id: str, owner: str, path: Path, rootless: bool) -> Finding:
-    level: Level = "blocker" if rootless else "warning"
-    who = "the rootless engine, which runs as this user," if rootless else "this user"
-    rest = (
-        "" if rootless else "; containers of an engine that runs as root may, servers that you start yourself may not"
-    )
-    group = _names(root).get(path.stat().st_gid, str(path.stat().st_gid))
-    return finding(id, level, f"{who} may not open {owner}{rest}", "denied", groups=group)
-
-
 def may_open(path: Path, user: User | None) -> bool:
     """Whether the user may read and write it."""
     if user is None:
@@ -255,10 +225,6 @@ def may_open(path: Path, user: User | None) -> bool:
     facts = path.stat()
     shift = 6 if facts.st_uid == user.uid else 3 if facts.st_gid in user.groups else 0
     return (facts.st_mode >> shift) & 0o6 == 0o6
-
-
-def _mode(path: Path) -> int:
-    return path.stat().st_mode
 
 
 def _group(root: Path, path: Path) -> str:
@@ -297,21 +263,18 @@ def cwsr(root: Path) -> Iterator[Finding]:
     known = [gpu["cwsr_sizes_known"] for gpu in gpus(root) if gpu["target"] == "gfx1151"]
     if not known:
         return
+    fix = "the CWSR fix for gfx1151"
     if all(known):
-        yield finding("kernel.cwsr", "ok", "the kernel has the CWSR fix for gfx1151 (cwsr_size and ctl_stack_size)")
-    else:
-        version = text(root / "proc/sys/kernel/osrelease") or "of unknown version"
-        fix = "the CWSR fix for gfx1151"
-        if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _CWSR_SINCE:
-            yield finding("kernel.cwsr", "blocker", f"Linux {version} lacks {fix} (no {_CWSR}): {_HANGS}", "old")
-            return
-        driver = text(root / "sys/module/amdgpu/version")  # the kernel's own driver has none
-        other = f"amdgpu {driver} of amdgpu-dkms" if driver else "another one, such as that of amdgpu-dkms,"
-        fact = (
-            f"Linux {version} has {fix}, but its driver does not tell both of {_CWSR}: {other} has replaced it, "
-            f"and {_HANGS}"
-        )
-        yield finding("kernel.cwsr", "blocker", fact, "replaced")
+        yield finding("kernel.cwsr", "ok", f"the kernel has {fix} ({_CWSR})")
+        return
+    version = text(root / "proc/sys/kernel/osrelease") or "of unknown version"
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _CWSR_SINCE:
+        yield finding("kernel.cwsr", "blocker", f"Linux {version} lacks {fix} (no {_CWSR}): {_HANGS}", "old")
+        return
+    driver = text(root / "sys/module/amdgpu/version")  # the kernel's own driver has none
+    other = f"amdgpu {driver} of amdgpu-dkms" if driver else "another one, such as that of amdgpu-dkms,"
+    fact = f"Linux {version} has {fix}, but its driver does not tell both of {_CWSR}: {other} has replaced it"
+    yield finding("kernel.cwsr", "blocker", f"{fact}, and {_HANGS}", "replaced")
 
 
 def _driver(root: Path, targets: set[str]) -> Iterator[Finding]:
@@ -377,7 +340,6 @@ def _power(root: Path) -> Iterator[Finding]:
 def diagnose(
     root: Path = Path("/"),
     docker: DockerEngine | None = None,
-    environ: Mapping[str, str] | None = None,
     user: User | None = None,
 ) -> list[Finding]:
     """All findings under `root`, by topic.
@@ -388,7 +350,7 @@ def diagnose(
     if docker is not None and docker.host is not None:
         return list(engine_findings(docker, gpus=0))
     rootless = docker is not None and docker.rootless
-    found = [*gpu_findings(root, environ or {}), *memory_findings(root), *kernel_findings(root)]
+    found = [*gpu_findings(root), *memory_findings(root), *kernel_findings(root)]
     found += access_findings(root, user, rootless=rootless)
     if docker is not None:
         found += engine_findings(docker, gpus=sum(1 for _ in gpus(root)))
@@ -401,12 +363,15 @@ def device_blockers(root: Path, devices: Collection[str], *, rootless: bool = Fa
     /dev/kfd is ROCm's, and needs the compute driver; /dev/dri alone is enough for Vulkan. Other devices say nothing.
     """
     if "/dev/kfd" in devices:
-        for one in (*gpu_findings(root, {}), *cwsr(root), *access_findings(root, rootless=rootless)):
-            if one.level == "blocker":
-                yield one
-    elif "/dev/dri" in devices:
-        yield from no_render_node(root)
-    yield from missing(root, [device for device in devices if device.startswith("/dev/dri/")])
+        found = (*gpu_findings(root), *cwsr(root), *access_findings(root, rootless=rootless))
+        yield from (one for one in found if one.level == "blocker")
+    nodes = sorted(path.name for path in (root / "dev/dri").glob("renderD*"))
+    if "/dev/dri" in devices and "/dev/kfd" not in devices and not nodes:
+        yield finding("access.render", "blocker", "there is no render node in /dev/dri", "missing")
+    for node in devices:
+        if node.startswith("/dev/dri/") and not (root / node.lstrip("/")).exists():
+            fact = f"there is no {node} (render nodes: {', '.join(nodes) or 'none'})"
+            yield finding("access.render", "blocker", fact, "missing")
 
 
 def engine_blockers(docker: DockerEngine) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """Check GPU memory and the inference engines that hold it."""
 
+import os
 import re
 from collections.abc import Iterator
 from decimal import Decimal
@@ -9,10 +10,93 @@ from msgspec import Struct
 
 from harness.engines import any_of, engines
 from harness.machine.findings import Finding, finding
-from harness.machine.gpu_memory import PAGE_BYTES, Holder, Pool, holders, pids, pools
 from harness.machine.gpus import Card, gpus, meminfo, number, text, working
+from harness.machine.memory import PAGE_BYTES, Pool, pools, share_of
 from harness.units import GIB, gib
-from harness.utilization import VLLM_DEFAULT, driver_reserve, safe_utilization, vllm_accepts
+from harness.utilization import VLLM_DEFAULT, vllm_accepts
+
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_AMOUNT = re.compile(r"^drm-(?:memory|resident)-(vram|gtt):\s*(\d+)\s*([kmg]ib)?\s*$", re.IGNORECASE | re.MULTILINE)
+
+
+class Holder(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A process that holds GPU memory. Bytes."""
+
+    pid: int
+    name: str  # as in /proc/PID/comm, which cuts it to 15 characters
+    vram_bytes: int = 0
+    gtt_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.vram_bytes + self.gtt_bytes
+
+
+class Holders(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The processes that hold GPU memory, the largest first."""
+
+    found: list[Holder]
+    unseen: int  # processes of other users, which are not readable
+
+
+def holders(root: Path = Path("/")) -> Holders:
+    """Find the processes that hold memory of an AMD GPU.
+
+    Two sources, of which the larger counts: the DRM clients of a process (fdinfo; drm-usage-stats in the kernel's
+    documentation), and what the compute driver counts for it (/sys/class/kfd/kfd/proc), which other users may read.
+    """
+    clients: set[tuple[str, str]] = set()
+    found, unseen = [], 0
+    for pid in pids(root):
+        vram, gtt, seen = _of_clients(root / f"proc/{pid}/fdinfo", clients)
+        unseen += not seen and bool(text(root / f"proc/{pid}/cmdline"))  # a kernel thread has no command line
+        vram = max(vram, sum(_of_compute(root, pid)))
+        if vram or gtt:
+            found.append(Holder(pid=pid, name=text(root / f"proc/{pid}/comm") or "?", vram_bytes=vram, gtt_bytes=gtt))
+    return Holders(found=sorted(found, key=lambda holder: (-holder.bytes, holder.pid)), unseen=unseen)
+
+
+def pids(root: Path) -> list[int]:
+    """All processes; none where there is no /proc."""
+    try:
+        return sorted(int(name) for name in os.listdir(root / "proc") if name.isdigit())
+    except OSError:
+        return []
+
+
+def _of_clients(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, bool]:
+    """VRAM and GTT of the process's DRM clients that no earlier process had, and whether they are readable."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return 0, 0, True  # it has ended
+    except OSError:
+        return 0, 0, False
+    vram = gtt = 0
+    for name in names:
+        fdinfo = text(folder / name) or ""
+        if "drm-driver:\tamdgpu" not in fdinfo:
+            continue
+        client = (_value(fdinfo, "drm-pdev"), _value(fdinfo, "drm-client-id"))
+        if client in clients:
+            continue  # a duplicate of a descriptor, in this process or in one that inherited it
+        clients.add(client)
+        sizes = {"vram": 0, "gtt": 0}
+        for kind, amount, unit in _AMOUNT.findall(fdinfo):
+            sizes[kind] = max(sizes[kind], int(amount) * _UNITS[unit.lower()])
+        vram, gtt = vram + sizes["vram"], gtt + sizes["gtt"]
+    return vram, gtt, True
+
+
+def _of_compute(root: Path, pid: int) -> Iterator[int]:
+    for path in (root / f"sys/class/kfd/kfd/proc/{pid}").glob("vram_*"):
+        yield number(path) or 0
+
+
+def _value(fdinfo: str, key: str) -> str:
+    match = re.search(rf"^{key}:\s*(\S+)", fdinfo, re.MULTILINE)
+    return match[1] if match else ""
+
 
 # Process names of the kernel, cut to 15 characters.
 _CHILDREN = any_of([name for engine in engines() for name in engine.children])
@@ -84,9 +168,10 @@ def memory_findings(root: Path) -> Iterator[Finding]:
     found = pools(root, cards)
     if not found:
         return
+    seen = holders(root)
     yield _pools(found, cards)
-    yield from _fractions(root, found)
-    yield from _holders(root, found)
+    yield from _fractions(seen, found)
+    yield from _holders(root, seen, found)
     for pool, card in zip(found, cards, strict=True):
         if card["integrated"]:
             yield from _sizes(root, pool, card)
@@ -106,20 +191,12 @@ def _free(pool: Pool) -> int | None:
     return min(known) if pool.free_bytes is not None else None
 
 
-def _fraction(pool: Pool) -> Decimal | None:
-    """The result of `harness memory`; None if no memory is left."""
-    assert pool.free_bytes is not None and pool.total_bytes is not None
-    free = min(pool.free_bytes, pool.total_bytes)
-    host = pool.host_available_bytes
-    return safe_utilization(free, pool.total_bytes, reserve=driver_reserve(free), host_available=host)
-
-
-def _fractions(root: Path, found: list[Pool]) -> Iterator[Finding]:
+def _fractions(seen: Holders, found: list[Pool]) -> Iterator[Finding]:
     """The largest safe share of each known pool, and whether the defaults of vLLM and the templates fit."""
     known = [pool for pool in found if pool.free_bytes is not None and pool.total_bytes is not None]
     if not known:
         return
-    shares = [_fraction(pool) or Decimal(0) for pool in known]
+    shares = [share_of([pool]).utilization or Decimal(0) for pool in known]
     fact, smallest = _shares(known, shares), min(shares)
     default = f"vLLM's default of {VLLM_DEFAULT}"
     if all(_accepts(pool, VLLM_DEFAULT) for pool in known):
@@ -132,8 +209,8 @@ def _fractions(root: Path, found: list[Pool]) -> Iterator[Finding]:
     if not smallest:
         case = "full" if of_host or max(pool.used_bytes or 0 for pool in known) > _MUCH else "none"
     else:
-        seen = sum(holder.bytes for holder in holders(root).found) > _MUCH
-        case = "host" if of_host else "held" if seen else "small"
+        held = sum(holder.bytes for holder in seen.found) > _MUCH
+        case = "host" if of_host else "held" if held else "small"
     yield finding("memory.fraction", "warning", fact, case, fraction=smallest)
 
 
@@ -177,8 +254,8 @@ def _alike(found: list[Pool]) -> Iterator[str]:
         yield f"{f'{len(members)} x ' if len(members) > 1 else ''}{what} of {room}, {left} free"
 
 
-def _holders(root: Path, found: list[Pool]) -> Iterator[Finding]:
-    seen, orphaned = holders(root), orphans(root)  # those have a finding of their own
+def _holders(root: Path, seen: Holders, found: list[Pool]) -> Iterator[Finding]:
+    orphaned = orphans(root)  # those have a finding of their own
     shown = [holder for holder in seen.found if holder.bytes >= _SHOWN and holder.pid not in orphaned][:5]
     unseen = f"; {seen.unseen} processes of other users cannot be seen (sudo shows them)" if seen.unseen else ""
     much = [holder for holder in shown if holder.bytes >= _MUCH]

@@ -12,8 +12,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
-from harness.machine.gfx_support import WORDS, columns, table
-from harness.machine.gpus import machine
+from harness.machine.gpus import WORDS, columns, machine, table
 from harness.units import gib
 
 Level = Literal["ok", "warning", "blocker"]
@@ -155,15 +154,6 @@ def as_json(findings: list[Finding], root: Path = Path("/")) -> str:
         "findings": findings,
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-
-
-def filled(page: str) -> str:
-    """Return the page with new tables between their marks; for `python -m harness.docs`."""
-    for name, made in (("targets", targets_table()), ("findings", findings_tables())):
-        before, opening, rest = page.partition(f"<!-- {name} -->\n")
-        _, closing, after = rest.partition(f"<!-- /{name} -->")
-        page = f"{before}{opening}\n{made}\n{closing}{after}"
-    return page
 
 
 def targets_table() -> str:

@@ -8,9 +8,7 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from harness.errors import HarnessError
-from harness.machine.gfx_support import has_fp8
-from harness.machine.gpu_memory import Pool
-from harness.machine.gpus import meminfo
+from harness.machine.gpus import Card, gpus, has_fp8, meminfo, number, working
 from harness.machine.model import DTYPE_BYTES, Capacity, Layout, ModelShape, capacity, layout_of, weight_bytes
 from harness.reasons import sentence
 from harness.summary import Reason, because
@@ -23,6 +21,95 @@ from harness.utilization import (
     driver_reserve,
     safe_utilization,
 )
+
+PAGE_BYTES = 4096  # of x86-64, as every APU
+
+
+class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The memory that one GPU allocates from. Bytes; unknown is None."""
+
+    render_node: str | None  # such as /dev/dri/renderD128
+    target: str  # such as gfx1151
+    kind: Literal["vram", "gtt"] | None  # None: sizes are unknown
+    total_bytes: int | None
+    used_bytes: int | None
+    free_bytes: int | None  # of this pool alone: see host_available_bytes
+    unified: bool  # its pages are host memory, shared by all programs
+    host_available_bytes: int | None = None  # of a unified pool: free host memory
+    overstated: bool = False  # the driver reports more than its limit, and the runtime may report that
+    doubts: list[str] = []  # why the GPU's runtime may see other numbers
+
+
+def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[Pool]:
+    """The pool of each of the AMD GPUs under `root`, in the order of the compute driver; None: those that work.
+
+    A card of its own has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), and the driver takes the
+    larger one: Linux amdgpu, `apu_prefer_gtt`.
+    """
+    available = meminfo(root / "proc/meminfo").get("MemAvailable")
+    # The limit of ttm counts, not amdgpu.gttsize: ttm gives out all pages of GTT.
+    pages = number(root / "sys/module/ttm/parameters/pages_limit")
+    limit = pages * PAGE_BYTES if pages else None
+    found = []
+    for gpu in working(list(gpus(root))) if cards is None else cards:
+        node = gpu["render_node"]
+        device = root / f"sys/class/drm/{Path(node).name}/device" if node else None
+        found.append(_pool(gpu, device, limit, available))
+    return found
+
+
+def _pool(gpu: Card, device: Path | None, limit: int | None, available: int | None) -> Pool:
+    def size(name: str) -> int | None:
+        return number(device / f"mem_info_{name}") if device is not None else None
+
+    vram, gtt = size("vram_total"), size("gtt_total")
+    kind = _kind(gpu["integrated"], vram, gtt)
+    unified = kind == "gtt"
+    stated, used = (gtt, size("gtt_used")) if unified else (vram, size("vram_used"))
+    total, doubts, overstated = (stated or None) if kind else None, [], False
+    if kind is None:
+        doubts.append("the driver does not tell the sizes of carve-out and GTT, of which the larger counts")
+    elif total is None:
+        doubts.append(f"the driver does not tell the size of its {kind.upper()}")
+    elif unified and limit is not None and limit < total:
+        doubts.append(
+            f"the driver states a GTT of {gib(total, 2)}, but ttm.pages_limit allows {gib(limit, 2)}: "
+            "the runtime may report more free memory than there is in total"
+        )
+        total, overstated = limit, True
+    if total is not None and kind is not None and used is None:
+        doubts.append(f"the driver does not tell how much of its {kind.upper()} is in use")
+    elif total is not None and kind is not None and used is not None and used > (stated or 0):
+        doubts.append(
+            f"the driver tells {gib(used, 2)} of its {kind.upper()} in use, more than the {gib(total, 2)} of it"
+        )
+        used = None
+    if unified:
+        doubts.append("what is in use of GTT may lag behind what programs have just allocated")
+        if available is None:
+            doubts.append("the host's available memory, which limits GTT, is not known")
+    free = max(0, total - used) if total is not None and used is not None else None
+    return Pool(
+        render_node=str(gpu["render_node"]) if gpu["render_node"] else None,
+        target=str(gpu["target"]),
+        kind=kind,
+        total_bytes=total,
+        used_bytes=used,
+        free_bytes=free,
+        unified=unified,
+        host_available_bytes=available if unified else None,
+        overstated=overstated,
+        doubts=doubts,
+    )
+
+
+def _kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal["vram", "gtt"] | None:
+    if integrated is False:
+        return "vram"
+    if integrated is None or vram is None or gtt is None:
+        return None
+    return "gtt" if gtt > vram else "vram"
+
 
 # What vLLM needs besides weights and KV cache: the peak of activations, graphs, the runtime. Seen on Radeon and Strix
 # Halo at common settings; only its own profiling at start knows.

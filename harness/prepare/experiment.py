@@ -16,12 +16,7 @@ import msgspec
 from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, which_row
 from harness.files import read_bytes, read_text
 from harness.redact import know
-from harness.scenario.arrivals import Schedule
-from harness.scenario.behaviour import Lengths
-from harness.scenario.check_syntax import misplaced, on_server
-from harness.scenario.file import once, read_scenario
-from harness.scenario.plan import alone, mix_of, staged
-from harness.scenario.scenario import (
+from harness.scenario import (
     SERVER_TOKENIZER,
     USERS,
     Baseline,
@@ -31,11 +26,16 @@ from harness.scenario.scenario import (
     taken_together,
     too_large,
 )
+from harness.scenario.behaviour import Lengths
+from harness.scenario.check_syntax import misplaced, on_server
+from harness.scenario.file import once, read_scenario
+from harness.scenario.plan import Schedule, alone, mix_of, staged
 from harness.serve import server_problems_of
-from harness.serve.secrecy import open_secrets_in_text
+from harness.serve.security import open_secrets_in_text
 from harness.summary import Reason
 from harness.workers import Workers, parse_workers
-from harness.workload import local_words, pairs_of, read_rows
+from harness.workload import local_words, pairs_of
+from harness.workload.prompt_file import read_rows
 from harness.workload.traces import replay_of
 
 RUNNING_SERVER = "running"  # the name of the server given with --url

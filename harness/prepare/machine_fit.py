@@ -10,28 +10,25 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct, structs
 
 from harness.engines import template_of
 from harness.errors import HarnessError, ServerError
 from harness.machine.doctor import DockerEngine, device_blockers, engine_blockers
 from harness.machine.findings import Finding
-from harness.machine.gfx_support import table, without_code
-from harness.machine.gpu_memory import Pool, pools
-from harness.machine.gpus import VISIBLE, gpus, shown
-from harness.machine.memory import Share, Wish, brief, host_share, room_of, share_of
+from harness.machine.gpus import VISIBLE, gpus, shown, table, without_code
+from harness.machine.memory import Pool, Share, Wish, brief, host_share, pools, room_of, share_of
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
-from harness.scenario.scenario import Server
+from harness.scenario import Server
 from harness.serve import PreparedServer, prepared
+from harness.serve.arguments import ranks_of, refuse_unfit, shown_to, value_of
 from harness.serve.compose_file import Service, parse_bytes, parse_device
-from harness.serve.engine import engine_facts, has_images
-from harness.serve.gpu_probe import PROBED, ask_image
+from harness.serve.container_commands import PROBED, ask_image
+from harness.serve.engine import digests_here, engine_facts
 from harness.serve.location import engine_location
 from harness.serve.template import AUTO, variable_of, variables
-from harness.serve.vllm import ranks_of, refuse_unfit, shown_to, value_of
 from harness.summary import Reason
 from harness.units import GIB, gib
 from harness.utilization import VLLM_DEFAULT, vllm_accepts
@@ -139,12 +136,6 @@ def _vllm(experiment: Experiment) -> Iterator[PreparedServer]:
             yield one
 
 
-def arguments_of(server: Server) -> str | None:
-    """The variable that has the arguments of a server's vLLM as a text; None where they are its command."""
-    known = template_of(server.template)
-    return None if known is None else known.arguments
-
-
 def on_host(server: Server) -> bool:
     """Whether its gpu_memory_utilization rules the host's memory."""
     known = template_of(server.template)
@@ -208,9 +199,9 @@ def _where(server: Server) -> str | None:
     """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
     if server.variables.get(UTILIZATION) == AUTO:
         return UTILIZATION
-    arguments = arguments_of(server)
-    text = None if arguments is None else server.variables.get(arguments)
-    return arguments if isinstance(text, str) and _ARGUMENT.search(text) else None
+    known = template_of(server.template)
+    text = None if known is None or known.arguments is None else server.variables.get(known.arguments)
+    return known.arguments if known is not None and isinstance(text, str) and _ARGUMENT.search(text) else None
 
 
 def _with(server: Server, where: str, value: Decimal) -> Server:
@@ -308,7 +299,7 @@ def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = P
         raise ServerError(
             f"server '{name}' cannot run here: {first.fact}",
             detail="\n".join(f"{one.fact}; fix: {one.fix}" for one in others),
-            next_step=f"{_sentence(first.fix or '')} `harness doctor` shows everything; {SWITCH}=off skips this check.",
+            next_step=f"To solve it: {first.fix}. `harness doctor` shows everything; {SWITCH}=off skips this check.",
         )
     refuse_impossible(experiment, root)
     experiment = fill_in(experiment, say, root)
@@ -361,10 +352,5 @@ def _devices(service: Service) -> list[str]:
 def _engine(services: dict[str, Service]) -> DockerEngine:
     """The engine's facts; room for images counts only when one has to be pulled."""
     engine = engine_facts()
-    if engine.problem is None and has_images(service.image for service in services.values()):
-        return msgspec.structs.replace(engine, free_bytes=None)
-    return engine
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
+    images = {service.image for service in services.values()}
+    return structs.replace(engine, free_bytes=None) if digests_here(images).keys() == images else engine

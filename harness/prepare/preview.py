@@ -11,18 +11,16 @@ from rich.table import Table
 
 from harness import units
 from harness.engines import template_of
-from harness.files import read_text
 from harness.judge.checks import undecidable
 from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
 from harness.report import words
-from harness.scenario.arrivals import Schedule, steady
+from harness.scenario import Baseline, Load, Scenario, Swept, at_once, taken_together, warmup_of
 from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
-from harness.scenario.plan import WINDOWS, baseline_of, plan, start_of, starts, steadiness
-from harness.scenario.scenario import Baseline, Load, Scenario, Swept, at_once, taken_together, warmup_of
-from harness.serve.lemonade import hints
-from harness.serve.lint import notes, notes_on_comments
+from harness.scenario.plan import WINDOWS, Schedule, baseline_of, plan, start_of, starts, steadiness, steady_arrivals
+from harness.serve.arguments import hints
+from harness.serve.lint import notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS
 from harness.units import count
@@ -148,7 +146,7 @@ def _of_plan(experiment: Experiment) -> Iterator[str]:
 
 def _hints(experiment: Experiment) -> list[str]:
     threads = os.cpu_count() if engine_location().is_here else None
-    return [*hints(experiment.scenario, threads), *notes_on_comments(read_text(experiment.path))]
+    return hints(experiment.scenario, threads)
 
 
 def _row_table(scenario: Scenario, base: Baseline) -> Table:
@@ -261,7 +259,7 @@ def _warmup_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
     if replay is not None:
         return Beginning(replay).at(last)
     if load.arrivals is not None:
-        return Schedule(steady(load.arrivals), scenario.seed).at(last) or 0.0
+        return Schedule(steady_arrivals(load.arrivals), scenario.seed).at(last) or 0.0
     return _rounds_s(load, requests)
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from harness.capacity.result import read_capacity
 from harness.engines import engines
-from harness.failures.scan import Diagnosis, Scanned
+from harness.failures.explain import Diagnosis, Scanned
 from harness.reasons import evidence, sentence
 from harness.report import answer, sentences, words
 from harness.report.capacity import capacity_lines

@@ -6,8 +6,8 @@ from typing import Any
 
 from harness import units
 from harness.columns import RATES
+from harness.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
 from harness.scenario.behaviour import Agent, Rag, lengths_in_words
-from harness.scenario.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
 from harness.summary import NEEDED, Distribution, Reason
 from harness.units import count, milliseconds
 

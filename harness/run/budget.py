@@ -11,8 +11,7 @@ from harness.analysis.summarize import summarize
 from harness.errors import RunError
 from harness.run.run import Note, Steps, steps_of
 from harness.run.running import OUT_OF_TIME, OutOfTime, Running
-from harness.rundir.attempts import set_aside
-from harness.rundir.manifest import Budget, CellRun
+from harness.rundir.manifest import Budget, CellRun, set_aside
 from harness.scenario.plan import Cell, plan
 from harness.summary import MAX_REPEATS, OPEN, Summary
 from harness.units import count, duration

@@ -48,9 +48,7 @@ from harness.run.progress import Progress
 from harness.run.run import Note, conduct, endpoint_of, run_group
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
-from harness.scenario.behaviour import pause_mean_s
-from harness.scenario.plan import Cell, cell_of, staged
-from harness.scenario.scenario import (
+from harness.scenario import (
     MAX_USERS,
     Load,
     Warmup,
@@ -59,6 +57,8 @@ from harness.scenario.scenario import (
     taken_together,
     wave_of,
 )
+from harness.scenario.behaviour import pause_mean_s
+from harness.scenario.plan import Cell, cell_of, staged
 from harness.serve import Endpoint
 from harness.summary import ALPHA, Reason, because
 from harness.units import count, duration

@@ -22,14 +22,13 @@ from harness.errors import RunError
 from harness.failures.explain import FIRST, mistake_of
 from harness.files import UNDECODABLE, open_file, read_bytes, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
+from harness.process import free_port
 from harness.redact import known
-from harness.rundir.lines import Samples
 from harness.rundir.manifest import disk_is_full, release_space
-from harness.rundir.records import CUT, Request, read_marks
-from harness.rundir.telemetry import GpuSample
+from harness.rundir.records import CUT, Request, Samples, read_marks
+from harness.rundir.samples import GpuSample
+from harness.scenario import MAX_USERS, at_once
 from harness.scenario.behaviour import max_of
-from harness.scenario.scenario import MAX_USERS, at_once
-from harness.serve.probe import free_port
 from harness.summary import Reason, because
 from harness.workers import MACHINE
 

@@ -12,6 +12,7 @@ from harness.errors import HarnessError, Mistakes, RunError, ServerError
 from harness.job import Job, text_of
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.machine_fit import preflight
+from harness.process import is_free
 from harness.reasons import sentence
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
@@ -19,13 +20,12 @@ from harness.run.progress import Progress
 from harness.run.run import endpoint_of, generator, make_job, watched
 from harness.run.running import Running, begin, finish
 from harness.rundir.manifest import disk_is_full
+from harness.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import mix_of, plan, staged
-from harness.scenario.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.serve import compose_document, upstream_of
+from harness.serve.document import GRAFANA_PORT, METRICS_PORT
 from harness.serve.generator import IMAGE, files_needed, in_image
-from harness.serve.grafana import GRAFANA_PORT, METRICS_PORT
-from harness.serve.probe import is_free
 from harness.summary import because
 
 UI_HOST = "127.0.0.1"

@@ -15,16 +15,26 @@ from harness.errors import HarnessError
 from harness.judge.comparable import ABSENT, flatten, in_words
 from harness.prepare.experiment import Experiment, Target, as_recorded
 from harness.prepare.machine_fit import preflight
+from harness.process import owner
 from harness.redact import HIDDEN
 from harness.run.budget import within
 from harness.run.progress import Progress
 from harness.run.run import carry_out, steps_of
 from harness.run.running import Running, digest, finish, make_room, manifest_of, needs_docker
-from harness.rundir.attempts import Inputs, locked, read_inputs, set_aside
-from harness.rundir.manifest import CellRun, Resumption, Run, read_run, write_run
+from harness.rundir.manifest import (
+    CellRun,
+    Inputs,
+    Resumption,
+    Run,
+    locked,
+    read_inputs,
+    read_run,
+    set_aside,
+    write_run,
+)
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
-from harness.serve import connect, labels, sweep
+from harness.serve import connect, sweep
 from harness.units import count
 
 ORPHANS_S = 15.0  # for load processes of a killed harness, which write their last records
@@ -188,7 +198,7 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
         run,
         status="running",
         reasons=[],
-        owner=labels.owner(),
+        owner=owner(),
         ended_wall_s=None,
         cells=stay,
         resumed=[*run.resumed, resumed],

@@ -25,14 +25,11 @@ from harness.process import refuse_too_few_files
 from harness.reasons import sentence
 from harness.run.drive import Child, Count, Driven, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
-from harness.run.running import OutOfTime, Running, begin, finish
-from harness.run.settings import Failed
-from harness.rundir.attempts import locked
-from harness.rundir.manifest import Budget, CellRun, Run, Status, release_space, write_run
-from harness.rundir.metrics import Scraper
+from harness.run.running import Failed, OutOfTime, Running, begin, finish
+from harness.rundir.manifest import Budget, CellRun, Run, Status, locked, release_space, write_run
 from harness.rundir.records import ProcessMark, Request
-from harness.scenario.plan import Cell, alone, plan
-from harness.scenario.scenario import (
+from harness.rundir.samples import Scraper
+from harness.scenario import (
     SERVER_TOKENIZER,
     Scenario,
     Warmup,
@@ -41,6 +38,7 @@ from harness.scenario.scenario import (
     warmup_of,
     wave_of,
 )
+from harness.scenario.plan import Cell, alone, plan
 from harness.serve import Endpoint, attach, prepared, serve
 from harness.serve.generator import ContainerChild, in_image
 from harness.serve.lifecycle import source_of
@@ -49,8 +47,8 @@ from harness.serve.probe import counter
 from harness.summary import Reason, because
 from harness.units import count
 from harness.workers import Workers
-from harness.workload import local_words, pairs_of, salt_words
-from harness.workload.prompts import words_of
+from harness.workload import local_words, pairs_of, salt_words, words_of
+from harness.workload.prompt_file import read_rows
 
 Watchers = tuple[Scraper, Sampler]
 Note = Callable[..., None]  # takes the current CellRuns, and the scenario where it has got further loads
@@ -489,7 +487,7 @@ def offline_cell(running: Running, cell: Cell, job: Job) -> CellRun:
 
 def requests_of(job: Job) -> bytes:
     """Write the requests of the cell, warm-up first, a JSON object a line."""
-    rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+    rows = read_rows(job.prompt_file) if job.prompt_file else []
     warmup = [-1 - number for number in range(job.warmup.requests or 0)]
     lines = [
         {
@@ -509,7 +507,7 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
     if len(outcome.lines) != planned:
         raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
-    rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+    rows = read_rows(job.prompt_file) if job.prompt_file else []
     return [
         Request(
             id="-".join(part for part in (job.run, job.cell, str(line.index).replace("-", "w")) if part),

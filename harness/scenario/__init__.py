@@ -1,1 +1,287 @@
-"""What to start and how to load it: the scenario, its file read with all mistakes at once, its cells."""
+"""The scenario: what to start, how to load it, and what to find out. Format version 1, see docs/scenarios.md."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from harness.paths import LOCUSTFILES
+from harness.scenario.behaviour import (
+    Abandon,
+    Agent,
+    Lengths,
+    NotNegative,
+    Pause,
+    Positive,
+    Rag,
+    Share,
+    Structured,
+    Tokens,
+)
+
+MAX_NAME = 40
+NAME = f"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}"
+LOAD_NAME = rf"{NAME}(?:\.{NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
+_NAMES = f"lower-case letters, digits and '-', at most {MAX_NAME}"
+Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAMES)]
+LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAMES)]
+Count = Annotated[int, Meta(ge=1, le=10_000_000)]
+MAX_USERS = 100_000  # of scenario, command line and web form; each takes 10 KiB and more
+Users = Annotated[int, Meta(ge=1, le=MAX_USERS)]
+VariableName = Annotated[
+    str,
+    Meta(
+        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
+        description="expected the NAME of an environment variable, never the key itself",
+        extra={"hidden": True},
+    ),
+]
+
+_OPEN_WARMUP = 8
+SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the server has
+TURNS = 4  # of a conversation, by default
+MAX_SERVERS = 200  # of a scenario: each is rendered, and its settings are checked
+MAX_CELLS = 100_000  # of a plan
+USERS = tuple(sorted(path.stem for path in LOCUSTFILES.glob("*.py")))  # the user classes that ship
+
+
+class Gateway(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A proxy between the users and a server, such as LiteLLM."""
+
+    template: str
+    variables: dict[str, Any] = {}
+
+
+# What a server's containers may get of their machine that needs consent; harness.serve.consent says why.
+Consent = Literal["docker-socket", "host-files", "host-devices", "host-ipc", "open-port", "privileges"]
+
+
+class Span(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The values of a setting that is varied, from the first on: each a step or a factor above the one before."""
+
+    first: float = field(name="from")
+    to: float  # the last one is at most this
+    step: float | None = None
+    factor: float | None = None
+
+
+class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A server to start: a Compose template of compose/ and values for its variables."""
+
+    template: str
+    variables: dict[str, Any] = {}
+    container: bool = True  # false: the embedded engine as a process (template `simulated` only)
+    startup_timeout_s: Positive = 1800.0  # a first start downloads, and compiles FP8 for 12 minutes on gfx1151
+    allow: list[Consent] = []
+    gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
+    vary: dict[str, list[Any] | Span] = {}  # by variable, or argument of the engine; harness.scenario.sweep
+    where: list[str] = []  # conditions that leave out combinations
+
+
+class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A rate that swings as a sine, such as over a day; it begins at the minimum."""
+
+    min: NotNegative
+    max: Positive
+    period_s: Positive
+
+
+class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Open loop: people arrive by a schedule, whether the server keeps up or not. Exactly one of the first three."""
+
+    rate: Positive | None = None  # arrivals a second
+    points: list[list[NotNegative]] | None = None  # [second, rate], ascending; the last rate stays
+    wave: Wave | None = None
+    between: Literal["steps", "ramps"] = "steps"  # how the rate goes from one point to the next
+    spacing: Literal["poisson", "even", "gamma"] = "poisson"
+    burstiness: Annotated[float, Meta(ge=0.001, le=100)] = 1.0  # gamma: its shape; 1 is poisson, below 1 is burstier
+
+
+class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Open loop by a trace of real traffic: its rows say when, and how long prompt and answer are; docs/traces.md."""
+
+    file: str  # relative to the scenario
+    format: Literal["burstgpt", "mooncake", "azure", "requests"] | None = None  # None: seen by its first line
+    speed: Positive = 1.0  # 2: twice as many requests a second as the trace had
+    from_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # window: seconds of the trace after its first row
+    to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # the row at this second is not in it; None: all
+    max_requests: Count | None = None  # of the window
+    block_tokens: Tokens = 512  # mooncake: the size of one of its hash_ids
+    cell: str | None = None  # requests: the cell whose requests are replayed, where the file has several
+
+
+class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """So many users, measured for so long."""
+
+    users: Users
+    for_s: Positive
+
+
+class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who sends requests, how many, and how long the answers are."""
+
+    user: str  # one of USERS, or the path of a locustfile of your own, relative to the scenario
+    users: Users = 1
+    stages: list[Stage] = []  # or a number that changes while the load runs; each is a row LOAD@USERS
+    processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes
+    requests: Count | None = None  # a fixed amount of work, in requests ...
+    duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two
+    arrivals: Arrivals | None = None  # open loop, with at most `users` at once; None: closed loop
+    trace: Trace | None = None  # open loop by a trace, which also says how many requests; likewise
+    batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many at once, then wait for all
+    turns: Count | None = None  # chat: turns of a conversation before a new one starts
+    think_s: list[NotNegative] | None = None  # chat: [min, max], uniform; batch: pause between bursts
+    think: Pause | None = None  # the same by another distribution
+    abandon: Abandon | None = None  # chat: a share of the users leaves before the answer is complete
+    regenerate: Share = 0.0  # chat: of the questions that are asked again, word for word
+    in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many always, instead of bursts
+    agent: Agent | None = None  # agent: how it works
+    rag: Rag | None = None  # rag: the documents
+    output_tokens: Tokens | Lengths = 128
+    output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: like people
+    stream: bool = True
+    endpoint: Literal["chat", "completions", "embeddings"] = "chat"
+    answer: Structured | None = None  # the form that answers must have; they are checked, and the share is reported
+    ramp_s: NotNegative = 0.0  # all users are spawned within this time
+    drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
+    timeout_s: Positive = 300.0  # a request on which nothing arrives for so long has failed
+    vary: dict[str, list[Any] | Span] = {}  # by key of the load, such as users or arrivals.rate; as of a server
+    where: list[str] = []
+
+
+class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the prompts come from. The sequence is a function of the scenario's seed."""
+
+    kind: Literal["synthetic", "file", "classification"] = "synthetic"
+    tokens: Tokens | Lengths = 256  # synthetic: length of each prompt, in words of about one token
+    # synthetic: whose tokens; a local tokenizer.json, or `server`: the server's own. None: a word is taken for a token
+    tokenizer: str | None = None
+    file: str | None = None  # file: JSONL, a line {"prompt": "..."} or {"messages": [...]}, relative to the scenario
+    system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # length of a system prompt that all requests share
+    salt: bool = True  # begin each prompt with words of its own per cell, so no earlier cell's prefix cache helps
+
+
+class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Work sent before the measurement, at the concurrency to come, recorded and marked. One of the first three."""
+
+    requests: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    duration_s: NotNegative | None = None
+    until: Literal["steady"] | None = None  # as long as it takes, by the rule of harness.scenario.plan.Steadiness
+    within: Annotated[float, Meta(gt=0, le=1)] = 0.05  # steady: how far windows may differ
+    max_s: Positive = 600.0  # steady: after that the measurement begins all the same ...
+    max_requests: Count | None = None  # ... as after so many requests
+
+
+class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The cell that all others are compared with."""
+
+    server: str
+    load: str
+
+
+class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Two rows to compare besides those with the baseline, each as SERVER/LOAD."""
+
+    row: str
+    against: str
+
+
+class SweptRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was varied in a server or load of a sweep."""
+
+    of: str  # its name in the file
+    settings: dict[str, Any]  # by variable, argument or key
+
+
+class Swept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The rows of a sweep, by the names of servers and loads. Those that are not in it were not varied."""
+
+    servers: dict[str, SweptRow] = {}
+    loads: dict[str, SweptRow] = {}
+
+    def settings(self, server: str, load: str) -> dict[str, Any]:
+        """What was varied in a row; of a setting that server and load both have, that of the load has another name."""
+        of_server = self.servers[server].settings if server in self.servers else {}
+        of_load = self.loads[load].settings if load in self.loads else {}
+        return of_server | {f"load.{key}" if key in of_server else key: value for key, value in of_load.items()}
+
+
+class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A question about LLM servers and the experiment that answers it."""
+
+    version: Literal[1]
+    question: Annotated[str, Meta(max_length=10_000, description="a text of at most 10,000 characters is expected")]
+    model: str  # as the server knows it
+    servers: dict[Name, Server]
+    loads: dict[LoadName, Load]
+    mixes: dict[Name, list[str]] = {}  # loads that run at once: MIX: [LOAD, LOAD]; each is a row MIX.LOAD
+    prompts: Prompts = Prompts()
+    repeats: Annotated[int, Meta(ge=1, le=1000)] = 5
+    seed: Annotated[int, Meta(ge=0)] = 42
+    restart: bool = True  # a fresh server for each cell (cold); false: one per repeat and server (warm)
+    warmup: Warmup | None = None  # None: one request of each that will be in flight at once
+    baseline: Baseline | None = None  # default: the first server with the first load
+    compare: list[Pair] = []  # more comparisons; each makes all of them a little harder to decide
+    checks: list[str] = []  # such as "error_rate == 0" or "ttft_p95 <= 2s"
+    max_error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0  # a run with more is INVALID
+    metrics_interval_s: Positive = 1.0
+    generator: Literal["process", "container"] = "process"
+    api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
+    swept: Swept | None = None  # of a sweep, made from `vary` when the file is read; None: nothing is varied
+
+
+def warmup_of(scenario: Scenario, load: Load) -> Warmup:
+    """A load's warm-up. By default one full wave, so that the server has met the concurrency to come.
+
+    In an open loop that concurrency is unknown, so it is a few requests.
+    """
+    return scenario.warmup or Warmup(requests=wave_of(load))
+
+
+def wave_of(load: Load) -> int:
+    """Requests of one wave: what all users take, so that the server has met the concurrency to come."""
+    if is_open(load):
+        return min(load.users, _OPEN_WARMUP) * taken_together(load)
+    # A conversation takes its turns one after the other, a steady stream more than it takes together.
+    return max(at_once(load), load.users * taken_together(load))
+
+
+def is_open(load: Load) -> bool:
+    """Whether users arrive by a schedule, and not when an answer has come."""
+    return load.arrivals is not None or load.trace is not None
+
+
+def taken_together(load: Load) -> int:
+    """How many requests a user takes at once, as far as it is known: an own locustfile does as it likes."""
+    if load.user == "chat":
+        return load.turns or TURNS
+    if load.user == "agent":
+        agent = load.agent or Agent()
+        return agent.steps * (1 + agent.sub_agents)
+    return load.batch_size or 1
+
+
+def too_large(servers: int, loads: int, repeats: int = 1) -> str | None:
+    """Why a scenario with so many servers, loads and repeats is refused; None: it is not."""
+    if servers > MAX_SERVERS:
+        return f"it has {servers:,} servers; at most {MAX_SERVERS:,} are read"
+    if (cells := servers * loads * repeats) > MAX_CELLS:
+        return f"a plan of {cells:,} cells (servers x loads x repeats); at most {MAX_CELLS:,} are read"
+    return None
+
+
+def at_once(load: Load) -> int:
+    """The most requests that a load has in flight, as far as it is known: an own locustfile does as it likes."""
+    if load.user == "agent":
+        return load.users * max(1, (load.agent or Agent()).sub_agents)
+    return load.users * ((load.in_flight or load.batch_size or 1) if load.user == "batch" else 1)
+
+
+def connections_per_process(load: Load) -> int:
+    """The most connections that one of its load processes has open to send it."""
+    return -(-at_once(load) // load.processes)
+
+
+def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:
+    """The locustfile of a load: one that ships, or the user's own next to the scenario."""
+    return shipped / f"{load.user}.py" if load.user in USERS else (folder / load.user).resolve()

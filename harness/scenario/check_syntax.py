@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from harness import columns
 from harness.errors import did_you_mean, which_row
-from harness.scenario.scenario import LOAD_NAME, NAME
+from harness.scenario import LOAD_NAME, NAME
 from harness.summary import NEEDED
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {

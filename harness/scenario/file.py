@@ -20,18 +20,7 @@ from msgspec.structs import replace
 
 from harness.errors import SHOWN_PROBLEMS, HarnessError, Problem, ScenarioError, did_you_mean, which_row
 from harness.files import read_text
-from harness.scenario import structured
-from harness.scenario.behaviour import behaviour_problems, length_problems
-from harness.scenario.check_syntax import misplaced
-from harness.scenario.plan import (
-    mix_names,
-    mix_problems,
-    stage_problems,
-    stage_problems_of_load,
-    with_mixes,
-    with_stages,
-)
-from harness.scenario.scenario import (
+from harness.scenario import (
     SERVER_TOKENIZER,
     USERS,
     Arrivals,
@@ -43,6 +32,16 @@ from harness.scenario.scenario import (
     Trace,
     Warmup,
     too_large,
+)
+from harness.scenario.behaviour import answer_problems, behaviour_problems, length_problems
+from harness.scenario.check_syntax import misplaced
+from harness.scenario.plan import (
+    mix_names,
+    mix_problems,
+    stage_problems,
+    stage_problems_of_load,
+    with_mixes,
+    with_stages,
 )
 from harness.scenario.sweep import Expanded, expand
 
@@ -462,7 +461,7 @@ def _prompt_problems(prompts: Prompts, folder: Path) -> Iterator[Problem]:
 def _answer_problems(load: Load, prompts: Prompts) -> Iterator[Problem]:
     if load.answer is None:
         return
-    yield from structured.problems_of(load.answer)
+    yield from answer_problems(load.answer)
     if load.answer.choice == "auto" and prompts.kind != "classification":
         yield Problem(".choice", "'auto' are the labels of 'prompts.kind: classification'; list the choices")
     if load.output == "fixed":

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.errors import Problem, did_you_mean
-from harness.scenario.scenario import MAX_NAME, Load, Scenario, Server, Span, Swept, SweptRow
+from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Swept, SweptRow
 
 MAX_COMBINATIONS = 10_000  # of one server or load, before `where`
 MAX_VALUES = 1000  # of one setting

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from harness.errors import HarnessError, Problem, did_you_mean
+from harness.errors import HarnessError, Problem
 from harness.scenario.file import decode, load_yaml
 
 SERVER, GATEWAY = "server", "gateway"  # names of services
@@ -145,13 +145,12 @@ def parse(text: str) -> ComposeFile:
 
 
 def read(text: str) -> tuple[ComposeFile | None, list[Problem]]:
-    """The Compose file of one server, and everything that is wrong with it."""
+    """The Compose file of one server, and everything that is wrong with it: keys that the harness does not know too."""
     problems: list[Problem] = []
     raw, lines = load_yaml(text, problems)
-    problems = problems or list(_unsupported(raw))
     compose = None if problems else decode(raw, ComposeFile, lines, problems)
     if compose is not None:
-        problems += _value_problems(compose, may_interpolate=True)
+        problems += _service_names(compose) or _value_problems(compose, may_interpolate=True)
     return compose, problems
 
 
@@ -174,56 +173,21 @@ def checked(compose: ComposeFile | None, problems: list[Problem]) -> ComposeFile
     return compose
 
 
-def _unsupported(raw: Any) -> Iterator[Problem]:
-    """Keys that Compose may know and the harness does not carry out, by name."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("services"), dict):
-        yield Problem("$", "a Compose file is a mapping with 'services'")
-        return
-    if wrong := list(_services(raw["services"], raw.get("x-amd-llm-load"))):
-        yield from wrong
-        return
-    yield from _unknown(raw, ComposeFile, "$")
-    for part, kind in (("services", Service), ("volumes", Volume)):
-        items = raw.get(part)
-        for name, item in items.items() if isinstance(items, dict) else ():
-            yield from _unknown(item, kind, f"$.{part}.{name}")
-
-
-def _services(services: dict[str, Any], serving: Any) -> Iterator[Problem]:
+def _service_names(compose: ComposeFile) -> list[Problem]:
     """Which services there may be: the server, a gateway in front of it, and what only prepares the server's start."""
+    services = compose.services
     if SERVER not in services:
-        yield Problem("$.services", f"a service named '{SERVER}' is expected, got {list(services)}")
-        return
-    has_gateway = isinstance(serving, dict) and serving.get("gateway") is not None
-    if has_gateway != (GATEWAY in services):
-        yield Problem("$.services", f"the service '{GATEWAY}' and $.x-amd-llm-load.gateway belong together")
-        return
-    server = services[SERVER] if isinstance(services[SERVER], dict) else {}
-    waits = server.get("depends_on") or {}
-    prepared = [
-        name
-        for name, how in (waits.items() if isinstance(waits, dict) else ())
-        if isinstance(how, dict) and how.get("condition") == "service_completed_successfully"
+        return [Problem("$.services", f"a service named '{SERVER}' is expected, got {list(services)}")]
+    if (compose.serving.gateway is not None) != (GATEWAY in services):
+        return [Problem("$.services", f"the service '{GATEWAY}' and $.x-amd-llm-load.gateway belong together")]
+    waits = compose.server.depends_on.items()
+    prepared = [name for name, how in waits if how.condition == "service_completed_successfully"]
+    started = f"'{SERVER}', '{GATEWAY}' and what '{SERVER}' waits for with service_completed_successfully"
+    return [
+        Problem(f"$.services.{name}", f"the harness starts {started}; nothing else")
+        for name in services
+        if name not in (SERVER, GATEWAY, *prepared)
     ]
-    for name in services:
-        if name not in (SERVER, GATEWAY, *prepared):
-            yield Problem(
-                f"$.services.{name}",
-                f"the harness starts '{SERVER}', '{GATEWAY}' and what '{SERVER}' waits for with "
-                "service_completed_successfully; nothing else",
-            )
-
-
-def _unknown(mapping: Any, type_: type[Struct], path: str) -> Iterator[Problem]:
-    known = [field.encode_name for field in msgspec.structs.fields(type_)]
-    for key in mapping if isinstance(mapping, dict) else ():
-        if key not in known:
-            yield Problem(f"{path}.{key}", f"the harness does not carry out '{key}' ({_advice(key, known)})")
-
-
-def _advice(key: str, known: list[str]) -> str:
-    hint = did_you_mean(key, known)
-    return hint if hint.startswith("did") else f"supported: {', '.join(sorted(known))}"
 
 
 def _known(text: str, may_interpolate: bool) -> str | None:

@@ -2,10 +2,13 @@
 
 import contextlib
 import io
+import re
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import docker
@@ -16,11 +19,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.errors import ServerError, StartError
-from harness.failures.explain import State, explain
-from harness.failures.scan import Diagnosis
+from harness.failures.explain import Diagnosis, State, explain
+from harness.files import open_file
 from harness.process import undisturbed
+from harness.redact import masked
 from harness.rundir.manifest import ServerDeath
-from harness.serve import labels
 from harness.serve.compose_file import (
     ComposeFile,
     Port,
@@ -31,12 +34,70 @@ from harness.serve.compose_file import (
     parse_seconds,
     parse_volume,
 )
-from harness.serve.engine import DOCKER_ERRORS, docker_error
-from harness.serve.watch import LogFile
+from harness.serve.engine import CELL, DOCKER_ERRORS, RUN, docker_error, name_of
 
 ENGINE_SILENT_S = 15.0
 PREPARE_S = 300  # such as changing the owner of a volume full of models
 LOOK_EVERY_S = 0.5  # a look at the container costs the engine a millisecond or two
+
+
+TAIL_LINES = 25
+LINE_CHARS = 100
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # put there by the Docker Engine
+
+
+class LogFile:
+    """Copies a stream of bytes to a file in a thread of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    def follow(self, stream: Callable[[], Iterable[bytes]]) -> None:
+        """Start to copy what `stream()` yields."""
+        self._thread = threading.Thread(target=self._copy, args=(stream,), name="server-log", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until the stream has ended; it does so by itself when its container has stopped."""
+        if self._thread is not None:
+            self._thread.join(2.0)
+
+    def tail(self) -> str:
+        """The last lines, without the engine's time stamps."""
+        return "\n".join(self.text().splitlines()[-TAIL_LINES:])
+
+    def last_line(self) -> str:
+        """The last line that says something, shortened for a terminal."""
+        lines = [line.strip() for line in self.text(4096).splitlines() if line.strip()]
+        return lines[-1][:LINE_CHARS] if lines else "no output yet"
+
+    def text(self, limit: int = 4_000_000) -> str:
+        """The log, at most its last `limit` bytes, without the engine's time stamps."""
+        with open_file(self.path) as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - limit))
+            text = file.read().decode("utf-8", "replace")
+        return "\n".join(_STAMP.sub("", line) for line in text.splitlines())
+
+    def _copy(self, stream: Callable[[], Iterable[bytes]]) -> None:
+        rest = b""
+        with self.path.open("ab") as file:
+            try:
+                for block in stream():
+                    *whole, rest = (rest + block).split(b"\n")
+                    for line in whole:
+                        file.write(self._clean(line) + b"\n")
+                    file.flush()
+            except Exception as error:
+                rest += f"\n[the log ends here: {error}]".encode()
+            if rest:
+                file.write(self._clean(rest) + b"\n")
+
+    def _clean(self, line: bytes) -> bytes:
+        return masked(line.decode(errors="surrogateescape"), "known").encode(errors="surrogateescape")
 
 
 class Look(Struct, frozen=True):
@@ -154,7 +215,7 @@ def unpacked(archive: Iterable[bytes]) -> bytes:
 
 def network_name(owner: dict[str, str]) -> str:
     """The Docker network of a cell's server; its containers are known there by their services."""
-    return labels.name_of(owner[labels.RUN], owner[labels.CELL])
+    return name_of(owner[RUN], owner[CELL])
 
 
 def _volumes(client: docker.DockerClient, compose: ComposeFile) -> None:
@@ -378,7 +439,7 @@ def torn_down(
 
 def remove(client: docker.DockerClient, owner: dict[str, str], grace_s: float) -> None:
     """Stop and remove what `start` made, however far it came. Raises ServerError for what is left."""
-    mine: dict[str, Any] = {"label": [f"{labels.RUN}={owner[labels.RUN]}", f"{labels.CELL}={owner[labels.CELL]}"]}
+    mine: dict[str, Any] = {"label": [f"{RUN}={owner[RUN]}", f"{CELL}={owner[CELL]}"]}
     failed: list[Exception] = []
     try:
         for container in client.containers.list(all=True, filters=mine, ignore_removed=True):

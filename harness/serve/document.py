@@ -1,86 +1,26 @@
-"""The Compose file of a scenario's server: rendered to be started, and printed to use by hand."""
+"""The Compose file for `docker compose up`: a server with a load generator in front, and Prometheus and Grafana."""
 
-import re
-from pathlib import Path
+import json
 from typing import Any, NamedTuple
 
-import msgspec
-import yaml
-from msgspec import Struct
-
-from harness.engines import template_of
-from harness.errors import HarnessError, Problem
-from harness.machine.gpus import device_groups
-from harness.scenario.scenario import Gateway, Scenario, Server
+from harness.engines import engines
+from harness.errors import HarnessError
+from harness.scenario import Scenario
 from harness.serve.compose_file import (
     GATEWAY,
     SERVER,
-    ComposeFile,
-    Service,
-    checked,
     parse,
-    parse_device,
     parse_port,
-    read,
     url_of,
 )
 from harness.serve.engine import digests_here
-from harness.serve.grafana import MonitoringTarget, monitoring
 from harness.serve.lemonade import served_name
-from harness.serve.location import engine_location
-from harness.serve.probe import free_port
-from harness.serve.template import render, variable_of
+from harness.serve.template import port_inside, prepared, rendered, server_of, with_services
 
 _NO_GROUPS = [
     "group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. Put in what",
     "`stat -c %g /dev/kfd /dev/dri/render*` prints on the GPU's machine, or set the server's variable `groups`.",
 ]
-
-
-class PreparedServer(Struct, frozen=True, kw_only=True):
-    """A server of a scenario, rendered and parsed once: what lint, memory checks and the start all work with."""
-
-    name: str
-    server: Server
-    text: str  # the Compose file; the Docker Engine chooses the host's port unless the server has a host_port
-    compose: ComposeFile | None  # None: there are problems
-    problems: list[Problem]  # of the Compose file
-
-    @property
-    def file(self) -> ComposeFile:
-        """The Compose file. Raises HarnessError that lists everything that is wrong with it."""
-        return checked(self.compose, self.problems)
-
-    @property
-    def service(self) -> Service:
-        return self.file.server
-
-    @property
-    def engine_arguments(self) -> list[str]:
-        """The command line of the engine; behind Lemonade it is the text of a variable."""
-        known = template_of(self.server.template)
-        if known is not None and known.arguments is not None:
-            return str(self.server.variables.get(known.arguments) or "").split()
-        return list(self.service.command or [])
-
-    @property
-    def gives_gpus(self) -> bool:
-        """Whether the container is given the devices of GPUs."""
-        return any(parse_device(text).host.startswith(("/dev/kfd", "/dev/dri")) for text in self.service.devices)
-
-
-def prepared(scenario: Scenario, server_name: str) -> PreparedServer:
-    """A server of a scenario, rendered at the first call. Raises HarnessError for a template that cannot be used."""
-    server = server_of(scenario, server_name)
-    key = (server_name, repr(server), scenario.model, engine_location().is_here)
-    if key not in _PREPARED:  # a variable that `auto` fills in makes another server
-        text = rendered(server, scenario.model, port=None if server.container else port_inside(server))
-        compose, problems = read(text)
-        _PREPARED[key] = PreparedServer(name=server_name, server=server, text=text, compose=compose, problems=problems)
-    return _PREPARED[key]
-
-
-_PREPARED: dict[tuple[str, str, str, bool], PreparedServer] = {}
 
 
 def server_document(scenario: Scenario, server_name: str) -> str:
@@ -137,97 +77,166 @@ def compose_document(
     return "".join(f"# {line}\n" for line in head) + text
 
 
-def port_inside(server: Server | Gateway) -> Any:
-    """The port that the server or gateway opens in its container."""
-    return variable_of(server, "port") or 0
+PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
+GRAFANA_IMAGE = "grafana/grafana:12.1.1"
+METRICS_PORT = 9646  # of the load generator, in the network of the Compose file only
+GRAFANA_PORT = 3000
+_LIVE = "amd_llm_load_live"
+_TTFT = "gen_ai_client_operation_time_to_first_chunk_seconds_bucket"
+_TPOT = f"{_LIVE}_time_per_output_token_seconds_bucket"
+_E2E = "gen_ai_client_operation_duration_seconds_bucket"
+_TOKENS = "gen_ai_client_token_usage_sum"
 
 
-def written(scenario: Scenario, server_name: str, run_folder: Path) -> PreparedServer:
-    """A server that is about to be started; its Compose file is kept as compose/SERVER.yaml of the run."""
-    one = prepared(scenario, server_name)
-    if not one.server.container:  # a process has no port of its own: each start takes a free one of this host
-        text = rendered(one.server, scenario.model)
-        one = msgspec.structs.replace(one, text=text, compose=parse(text))
-    (run_folder / "compose").mkdir(parents=True, exist_ok=True)
-    (run_folder / "compose" / f"{server_name}.yaml").write_text(one.text, encoding="utf-8")
-    return one
+class MonitoringTarget(NamedTuple):
+    """A server whose metrics Prometheus reads."""
+
+    address: str  # HOST:PORT in the network of the Compose file
+    path: str
 
 
-def rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
-    """The Compose file, published at `port` of the host; None is to start it now, at a port that the engine chooses.
-
-    A gateway has its own template: its services are added to those of the server.
-    """
-    given = dict(server.variables)
-    if not server.container and port is None:
-        given["port"] = given.get("host_port") or free_port()
-    gateway = server.gateway
-    text = render(
-        server.template,
-        given,
-        model=model,
-        host_port=port or 0,
-        groups=device_groups() if engine_location().is_here else [],
-        upstream=None if gateway is None else f"http://{GATEWAY}:{port_inside(gateway)}",
-        locust=locust,
-    )
-    if gateway is None:
-        return text
-    front = render(
-        gateway.template,
-        dict(gateway.variables),
-        model=model,
-        host_port=0 if port is None else port_inside(gateway),
-        groups=[],
-        upstream=f"http://{SERVER}:{port_inside(server)}",
-    )
-    return with_gateway(text, front)
+def _quantiles(buckets: str) -> dict[str, str]:
+    return {
+        at: f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
+        for at, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+    }
 
 
-def server_of(scenario: Scenario, name: str) -> Server:
-    """A server by its name. Raises HarnessError that lists those that there are."""
-    if name not in scenario.servers:
-        raise HarnessError(f"the scenario has no server '{name}'; it has {', '.join(scenario.servers)}")
-    return scenario.servers[name]
+def _of_server(name: str, *, rate: bool = False) -> str:
+    """A metric under the names that the known servers give it."""
+    names = sorted({one for engine in engines() for one in engine.metrics.get(name, [])})
+    found = f'{{__name__=~"{"|".join(names)}",job="server"}}'
+    return f"sum(rate({found}[1m]))" if rate else f"sum({found})"
 
 
-def with_gateway(server: str, gateway: str) -> str:
-    """The Compose file of a server with that of its gateway added, both as text."""
-    whole, front = yaml.safe_load(server), yaml.safe_load(gateway)
-    whole["x-amd-llm-load"]["gateway"] = front.pop("x-amd-llm-load")
-    return _merged(whole, front)
+def panels() -> list[tuple[str, str, dict[str, str]]]:
+    """Title, Grafana's unit, and the queries by legend, two panels a line."""
+    return [
+        ("TTFT (client)", "s", _quantiles(_TTFT)),
+        ("TPOT (client)", "s", _quantiles(_TPOT)),
+        ("E2E latency (client)", "s", _quantiles(_E2E)),
+        (
+            "Requests/s and goodput",
+            "reqps",
+            {
+                "ended": f"sum(rate({_LIVE}_requests_total[1m]))",
+                "met every SLO": f"sum(rate({_LIVE}_slo_met_requests_total[1m]))",
+            },
+        ),
+        (
+            "Requests: client and server",
+            "short",
+            {
+                "users": f"sum({_LIVE}_users)",
+                "in flight (client)": f"sum({_LIVE}_requests_in_flight)",
+                "running (server)": _of_server("running"),
+                "waiting (server)": _of_server("waiting"),
+            },
+        ),
+        (
+            "Tokens/s: client and server",
+            "short",
+            {
+                "output (client, at the end of requests)": f'sum(rate({_TOKENS}{{gen_ai_token_type="output"}}[1m]))',
+                "prompt (client)": f'sum(rate({_TOKENS}{{gen_ai_token_type="input"}}[1m]))',
+                "output (server)": _of_server("generated_tokens", rate=True),
+            },
+        ),
+        ("KV cache in use (server)", "percentunit", {"KV cache": _of_server("kv_usage")}),
+        (
+            "Errors/s by kind, and client limits",
+            "short",
+            {
+                "{{error_type}}": f"sum by (error_type) (rate({_LIVE}_errors_total[1m]))",
+                "load generator is the limit (1)": f"max({_LIVE}_client_limited)",
+            },
+        ),
+    ]
 
 
-def with_services(compose: str, more: dict[str, Any]) -> str:
-    """The Compose file with these services and configs added."""
-    return _merged(yaml.safe_load(compose), more)
+def dashboard() -> dict[str, Any]:
+    """The dashboard, as Grafana reads it from a file."""
+    found = [
+        {
+            "id": number + 1,
+            "type": "timeseries",
+            "title": title,
+            "datasource": {"type": "prometheus", "uid": "prometheus"},
+            "gridPos": {"h": 8, "w": 12, "x": 12 * (number % 2), "y": 8 * (number // 2)},
+            "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+            "targets": [
+                {"refId": chr(ord("A") + place), "expr": query, "legendFormat": legend}
+                for place, (legend, query) in enumerate(queries.items())
+            ],
+        }
+        for number, (title, unit, queries) in enumerate(panels())
+    ]
+    return {
+        "uid": "amd-llm-load",
+        "title": "LLM load",
+        "schemaVersion": 39,
+        "refresh": "5s",
+        "time": {"from": "now-15m", "to": "now"},
+        "panels": found,
+    }
 
 
-def _merged(whole: dict[str, Any], front: dict[str, Any]) -> str:
-    for part, entries in front.items():
-        both = whole.setdefault(part, {})
-        for name in entries.keys() & both.keys():
-            raise HarnessError(
-                f"the templates of the server and of its gateway both have $.{part}.{name}",
-                next_step="Rename it in one of the two templates in compose/.",
-            )
-        both.update(entries)
-    return yaml.dump(whole, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+def prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[str, Any]:
+    """The configuration of Prometheus. `generator`: HOST:PORT of the load generator's metrics."""
+    jobs = [{"job_name": "load", "static_configs": [{"targets": [generator]}]}]
+    if server is not None:
+        jobs.append(
+            {"job_name": "server", "metrics_path": server.path, "static_configs": [{"targets": [server.address]}]}
+        )
+    return {"global": {"scrape_interval": "2s", "scrape_timeout": "2s"}, "scrape_configs": jobs}
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes every text that is not plainly a word: what YAML 1.1 reads as text, YAML 1.2 may read as a number."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_WORD = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)
-
-
-def _text(dumper: _Dumper, text: str) -> yaml.Node:
-    style = "|" if "\n" in text else None if _WORD.fullmatch(text) else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
+def monitoring(server: MonitoringTarget | None) -> dict[str, Any]:
+    """Services and configs to add to a Compose file. Everything is in the file; nothing is kept after `down`."""
+    source = {"name": "Prometheus", "uid": "prometheus", "type": "prometheus", "url": "http://prometheus:9090"}
+    provider = {"name": "files", "type": "file", "options": {"path": "/etc/grafana/dashboards"}}
+    files = {
+        "prometheus": prometheus_config(f"locust:{METRICS_PORT}", server),
+        "grafana-source": {"apiVersion": 1, "datasources": [{**source, "access": "proxy", "isDefault": True}]},
+        "grafana-provider": {"apiVersion": 1, "providers": [provider]},
+        "grafana-dashboard": dashboard(),
+    }
+    locked = {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"], "init": True}
+    return {
+        "services": {
+            "prometheus": {
+                "image": PROMETHEUS_IMAGE,
+                "command": ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"],
+                "configs": [{"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"}],
+                "tmpfs": ["/prometheus"],
+                **locked,
+            },
+            "grafana": {
+                "image": GRAFANA_IMAGE,
+                # On loopback only, to look at: there is no login, so no default password.
+                "ports": [f"127.0.0.1:{GRAFANA_PORT}:3000"],
+                "environment": {
+                    "GF_AUTH_ANONYMOUS_ENABLED": "true",
+                    "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
+                    "GF_AUTH_BASIC_ENABLED": "false",
+                    "GF_AUTH_DISABLE_LOGIN_FORM": "true",
+                    "GF_ANALYTICS_REPORTING_ENABLED": "false",
+                    "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+                    "GF_ANALYTICS_CHECK_FOR_PLUGIN_UPDATES": "false",
+                    "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": "/etc/grafana/dashboards/load.json",
+                },
+                "configs": [
+                    {"source": "grafana-source", "target": "/etc/grafana/provisioning/datasources/prometheus.yaml"},
+                    {"source": "grafana-provider", "target": "/etc/grafana/provisioning/dashboards/files.yaml"},
+                    {"source": "grafana-dashboard", "target": "/etc/grafana/dashboards/load.json"},
+                ],
+                "depends_on": ["prometheus"],
+                "tmpfs": ["/var/lib/grafana"],
+                **locked,
+            },
+        },
+        # JSON is YAML as well. Compose replaces $NAME in contents; `$$` stands for `$`.
+        "configs": {
+            name: {"content": json.dumps(value, indent=1).replace("$", "$$") + "\n"} for name, value in files.items()
+        },
+    }

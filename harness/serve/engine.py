@@ -1,7 +1,7 @@
 """The Docker Engine: the connection to it, its errors in words, its facts, its images, and leftovers of killed runs."""
 
 import contextlib
-import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +18,25 @@ from msgspec import structs
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
 from harness.machine.doctor import DockerEngine
-from harness.serve import labels
+from harness.process import owner, owner_is_gone
 from harness.serve.location import EngineLocation, engine_location, engine_socket
+
+OURS = "amd-llm-load"
+RUN = "amd-llm-load.run"
+CELL = "amd-llm-load.cell"
+CACHE = "amd-llm-load.cache"  # volumes that are kept between runs
+
+
+def name_of(run_id: str, cell_id: str) -> str:
+    """How the names of a cell's containers and of its network begin."""
+    # A stage or probe is LOAD@USERS, and Docker's names have no @.
+    return f"amd-llm-load-{run_id}-{cell_id.replace('@', '.')}"
+
+
+def owned(run_id: str, cell_id: str) -> dict[str, str]:
+    """The labels of what this process starts for a cell."""
+    return {OURS: "1", RUN: run_id, CELL: cell_id, **owner()}
+
 
 DOCKER_ERRORS = (DockerException, requests.RequestException)
 
@@ -96,9 +113,6 @@ def docker_error(doing: str, error: Exception) -> ServerError:
     return ServerError(f"{doing}: {text}", next_step="This is what the Docker Engine said.")
 
 
-_CONTAINERD = "/var/lib/containerd"  # where images are when the engine leaves them to containerd
-
-
 def engine_facts() -> DockerEngine:
     """The facts of the engine that the environment names. Never raises: what is wrong with it is one of the facts."""
     location = engine_location()
@@ -114,58 +128,37 @@ def engine_facts() -> DockerEngine:
             return structs.replace(known, problem=f"the Docker Engine does not tell about itself: {error}")
 
 
-def has_images(names: Iterable[str]) -> bool:
-    """Whether the engine has all of these images; false, too, when it does not answer."""
-    try:
-        with contextlib.closing(connect()) as client:
-            for name in names:
-                client.images.get(name)
-    except (ServerError, *DOCKER_ERRORS):  # an image that is not there is one of Docker's errors
-        return False
-    return True
-
-
 def _facts(client: docker.DockerClient, known: DockerEngine, location: EngineLocation) -> DockerEngine:
     info, version = client.info(), client.version()
-    components = {part.get("Name") for part in version.get("Components") or []}
     folder = _image_folder(info)
+    free_bytes = None
+    with contextlib.suppress(OSError):  # such as Docker Desktop's, which is not on this machine
+        free_bytes = shutil.disk_usage(folder).free if location.has_our_files and folder else None
     return structs.replace(
         known,
-        version=version.get("Version"),
         rootless=any("rootless" in option for option in info.get("SecurityOptions") or []),
         desktop="Docker Desktop" in (info.get("OperatingSystem") or ""),
-        podman="Podman Engine" in components,
-        cgroup=info.get("CgroupVersion"),
-        memory_limits=bool(info.get("MemoryLimit", True)),
+        podman="Podman Engine" in {part.get("Name") for part in version.get("Components") or []},
         image_folder=folder,
-        free_bytes=_free(folder) if location.has_our_files and folder else None,
+        free_bytes=free_bytes,
         stale=[
             f"{kind} {one.name}"
             for kind, one, its_labels in _ours(client)
-            if kind != "volume" and labels.owner_is_gone(its_labels)
+            if kind != "volume" and owner_is_gone(its_labels)
         ],
     )
 
 
 def _image_folder(info: dict[str, Any]) -> str | None:
     status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or [] if len(pair) == 2}
-    if status.get("driver-type", "").startswith("io.containerd.snapshotter"):
-        return _CONTAINERD
+    if status.get("driver-type", "").startswith("io.containerd.snapshotter"):  # which keeps the images itself
+        return "/var/lib/containerd"
     return info.get("DockerRootDir")
-
-
-def _free(folder: str) -> int | None:
-    """Bytes that are free below a folder; None when it is not on this machine, such as that of Docker Desktop."""
-    try:
-        disk = os.statvfs(folder)
-    except OSError:
-        return None
-    return disk.f_bavail * disk.f_frsize
 
 
 def _ours(client: docker.DockerClient, run: str | None = None) -> Iterator[tuple[str, Any, dict[str, str]]]:
     """Our containers, then networks, then volumes, of all runs or of one: kind, object and labels."""
-    ours: dict[str, Any] = {"label": [f"{labels.OURS}=1", *([f"{labels.RUN}={run}"] if run is not None else [])]}
+    ours: dict[str, Any] = {"label": [f"{OURS}=1", *([f"{RUN}={run}"] if run is not None else [])]}
     for container in client.containers.list(all=True, filters=ours, ignore_removed=True):
         yield "container", container, container.labels
     for network in client.networks.list(filters=ours):
@@ -278,10 +271,10 @@ def sweep(
     in_use = False
     try:
         for kind, one, its_labels in _ours(client, run):
-            if kind == "volume" and labels.CACHE in its_labels:
+            if kind == "volume" and CACHE in its_labels:
                 goes = caches and not in_use
             else:
-                goes = everything or labels.owner_is_gone(its_labels)
+                goes = everything or owner_is_gone(its_labels)
                 in_use |= kind != "volume" and not goes
             if goes and _gone(partial(one.remove, v=True, force=True) if kind == "container" else one.remove):
                 removed.append(f"{kind} {one.name}")

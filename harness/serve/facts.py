@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
-import requests
 from docker.models.containers import Container
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,8 +26,8 @@ from harness.redact import masked
 from harness.rundir.manifest import Contents, Phase, ServedBy, Startup
 from harness.serve.containers import unpacked
 from harness.serve.engine import DOCKER_ERRORS
-from harness.serve.lemonade_monitor import LemonadeMonitor
-from harness.serve.probe import PROBE_TIMEOUT_S, text_of
+from harness.serve.lemonade import LemonadeMonitor
+from harness.serve.probe import good_text
 from harness.serve.ready import LOADED
 from harness.trust import open_session
 
@@ -54,7 +53,7 @@ def recorded(
         version = f"{served.version} {facts.version}"
     image, began_s = None, None
     if container is not None:
-        image, began_s = contents(container), moment(str(container.attrs["State"].get("StartedAt") or ""))
+        image, began_s = contents(container), _time(f"{container.attrs['State'].get('StartedAt')} ", *_DOCKER)
     return msgspec.structs.replace(
         served,
         # Filled in from the environment, or said by the server; the model's name is what requests carry, and stays.
@@ -77,7 +76,7 @@ def _asked(
     with open_session(api_key) as session:
 
         def answer(path: str) -> dict[str, Any]:
-            return _decoded(_text(session, served.url + path) if behind is None else behind.fetch(path))
+            return _decoded(good_text(session, served.url + path) if behind is None else behind.fetch(path))
 
         for name, source in _fact_sources():
             if source.path is not None and facts["engine"] in (None, name):
@@ -91,7 +90,7 @@ def _asked(
             effective |= loaded(answer(path), served.model)
         text = "" if behind is None else behind.fetch("/metrics")
         if metrics_url is not None and not text:
-            text = _text(session, metrics_url)
+            text = good_text(session, metrics_url)
         for name, source in _fact_sources():
             if source.metric is not None:
                 facts, effective = _read(name, source, labels_of(text, source.metric), facts, effective)
@@ -162,15 +161,6 @@ def _decoded(text: str) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _text(session: requests.Session, url: str) -> str:
-    """The body of a good answer, else nothing."""
-    try:
-        response = session.get(url, timeout=PROBE_TIMEOUT_S, allow_redirects=False)
-    except requests.RequestException:
-        return ""
-    return text_of(response) if response.status_code == 200 else ""
-
-
 ROCM_VERSION = "/opt/rocm/.info/version"
 VERSIONS = "/app/versions.txt"  # of vLLM's images
 _MAX_BYTES = 65536
@@ -220,18 +210,16 @@ def listed(text: str) -> dict[str, str]:
 LIMIT = 4_000_000
 _SLACK_S = 1.0  # clocks are set now and then; phases that claim more than this above what we saw are not believed
 _DOCKER = (re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "), "%Y-%m-%dT%H:%M:%S")  # the Docker Engine's stamp
+_ELAPSED = "elapsed"  # the form of stamps that count minutes, seconds, ms and us since the process was started
 # The stamps of engines that run others come first: theirs are before those of the engine.
 _STAMPS = (
     _DOCKER,
     *(
-        (re.compile(engine.log.stamp["regex"]), engine.log.stamp["form"])
+        (re.compile(stamp["regex"]), stamp["form"])
         for engine in sorted(engines(), key=lambda engine: not engine.log.wraps)
-        if engine.log.stamp
+        if (stamp := engine.log.stamp)
     ),
 )
-_SINCE_START = re.compile(r"^(\d{1,6})\.(\d\d)\.(\d{3})\.(\d{3}) [A-Z] ")  # llama.cpp: minutes, seconds, ms, us
-_ARGUMENTS = re.compile(r"non-default args: \{(?P<all>.*)\}\s*$")
-_PARAMETERS = re.compile(r"\[simulated\] parameters: (?P<all>\w+=.*)$")
 _TYPES = get_type_hints(Startup)
 _VARIABLE = ("port", "host", "model_tag")  # of the arguments: any free port; a second name of `model`
 
@@ -253,8 +241,9 @@ def started(path: Path) -> Started:
 
 
 def of_lines(lines: Sequence[str]) -> Started:
-    """The same for the lines of a log."""
-    stamped = _stamped(lines)
+    """The same for the lines of a log. Each has its time by the best kind of stamp that the log has."""
+    stamp = next((stamp for stamp in _STAMPS if any(stamp[0].search(line) for line in lines)), None)
+    stamped = [(None if stamp is None else _time(line, *stamp), _DOCKER[0].sub("", line)) for line in lines]
     found: dict[str, Any] = {}
     effective: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
@@ -263,16 +252,15 @@ def of_lines(lines: Sequence[str]) -> Started:
         for engine, rule, pattern in _rules():
             if (match := pattern.search(line)) is None:
                 continue
+            if rule.arguments:
+                arguments = _pairs(match["all"])
+                continue
             _note(engine, rule, match, effective if rule.effective else found)
             if rule.ends is not None and at_s is not None:
                 ends[rule.ends] = max(at_s, ends.get(rule.ends, at_s))
-        if (match := _ARGUMENTS.search(line)) is not None:
-            arguments = _pairs(match["all"], ":")
-        elif (match := _PARAMETERS.search(line)) is not None:
-            arguments = _pairs(match["all"], "=")
     effective |= {key: value for key, value in arguments.items() if key not in _VARIABLE}
-    began_s = 0.0 if _counts_from_start(lines) else next((at_s for at_s, _ in stamped if at_s is not None), None)
-    return Started(Startup(**found), effective, ends, began_s)
+    began_s = next((at_s for at_s, _ in stamped if at_s is not None), None)
+    return Started(Startup(**found), effective, ends, 0.0 if stamp is not None and stamp[1] == _ELAPSED else began_s)
 
 
 def can_be_kept(value: Any, depth: int = 8) -> bool:
@@ -337,27 +325,13 @@ def phases_of(measured: Sequence[Phase], log: Started, began_s: float | None = N
     return [*measured[:first], *inner, rest, *measured[first + len(waits) :]]
 
 
-def moment(text: str) -> float | None:
-    """A time stamp of the Docker Engine, such as a container's StartedAt, on the clock of its logs."""
-    return _time(f"{text} ", *_DOCKER)
-
-
-def _stamped(lines: Sequence[str]) -> list[tuple[float | None, str]]:
-    """Each line with its time, by the best kind of stamp that the log has, and without the Docker Engine's."""
-    docker = _DOCKER[0]
-    kind = next((kind for kind in _STAMPS if any(kind[0].search(line) for line in lines)), None)
-    from_start = kind is None and _counts_from_start(lines)
-    result = []
-    for line in lines:
-        at_s = _since_start(line) if from_start else _time(line, *kind) if kind is not None else None
-        result.append((at_s, docker.sub("", line)))
-    return result
-
-
 def _time(line: str, pattern: re.Pattern[str], form: str) -> float | None:
     match = pattern.search(line)
     if match is None:
         return None
+    if form == _ELAPSED:
+        minutes, seconds, milli, micro = map(int, match.groups())
+        return minutes * 60 + seconds + milli / 1e3 + micro / 1e6
     # A stamp without a year is put into one that has every day.
     text, form = (match[1], form) if form.startswith("%Y") else (f"2000-{match[1]}", f"%Y-{form}")
     try:
@@ -367,25 +341,16 @@ def _time(line: str, pattern: re.Pattern[str], form: str) -> float | None:
     return moment.timestamp() + float(match[2] or 0)
 
 
-def _counts_from_start(lines: Sequence[str]) -> bool:
-    return any(_SINCE_START.match(line) for line in lines)
-
-
-def _since_start(line: str) -> float | None:
-    match = _SINCE_START.match(line)
-    return None if match is None else int(match[1]) * 60 + int(match[2]) + int(match[3]) / 1e3 + int(match[4]) / 1e6
-
-
 def _number(text: str, kind: Any) -> Any:
     if kind == int | None:
         return int(text.replace(",", ""))
     return float(text.replace(",", "")) if kind == float | None else text
 
 
-def _pairs(text: str, between: str) -> dict[str, Any]:
+def _pairs(text: str) -> dict[str, Any]:
     """The entries of a printed dictionary or list of settings; a value that is no literal stays text."""
-    pairs = (part.partition(between) for part in _parts(text))
-    return {name.strip(" '\""): _literal(value.strip()) for name, found, value in pairs if found}
+    pairs = (re.split("[:=]", part, maxsplit=1) for part in _parts(text))
+    return {name.strip(" '\""): _literal(value.strip()) for name, *values in pairs for value in values}
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -15,11 +15,9 @@ from harness.job import SECRETS_ENV, Job
 from harness.paths import LOCUSTFILES
 from harness.process import undisturbed
 from harness.redact import known
-from harness.serve import labels
-from harness.serve.containers import follow_log
-from harness.serve.engine import DOCKER_ERRORS, connect, docker_error, ensure_image
+from harness.serve.containers import LogFile, follow_log
+from harness.serve.engine import DOCKER_ERRORS, connect, docker_error, ensure_image, name_of, owned
 from harness.serve.location import engine_location
-from harness.serve.watch import LogFile
 
 IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`
 IN_IMAGE = Path("/opt/amd-llm-load/locustfiles")
@@ -87,8 +85,8 @@ class ContainerChild:
         key = job.api_key_env
         return {
             "command": ["locust", *arguments],
-            "name": f"{labels.name_of(run_id, job.cell)}-locust",
-            "labels": labels.owned(run_id, job.cell),
+            "name": f"{name_of(run_id, job.cell)}-locust",
+            "labels": owned(run_id, job.cell),
             "network": network or "host",
             "mounts": mounts,
             # The run directory belongs to the user who started the harness; so must the records in it.

@@ -17,27 +17,22 @@ from docker.models.containers import Container
 from harness import process, redact
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import State
-from harness.machine.gpus import gpus
 from harness.machine.telemetry import Source, cgroup_files, local_source, root
-from harness.process import signals_interrupt
+from harness.process import is_free, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
-from harness.scenario.scenario import Scenario, Server
-from harness.serve import containers, labels, probe
+from harness.scenario import Scenario, Server
+from harness.serve import containers, probe
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse_port, url_of
-from harness.serve.consent import allowed, refuse_without_consent
-from harness.serve.containers import Look, look_at_end
-from harness.serve.document import written
-from harness.serve.engine import connect, digest_of, ensure_image
+from harness.serve.container_commands import has_shell, inside
+from harness.serve.containers import LogFile, Look, look_at_end
+from harness.serve.engine import connect, digest_of, ensure_image, owned
 from harness.serve.facts import recorded
-from harness.serve.lemonade_client import Api, attached
-from harness.serve.lemonade_monitor import LemonadeMonitor, orphans_of
+from harness.serve.lemonade import Api, LemonadeMonitor, attached, orphans_of
 from harness.serve.location import EngineLocation, address_of, engine_location, is_this_machine, tunnel
-from harness.serve.probe import is_free
+from harness.serve.probe import Phases, Waiting
 from harness.serve.ready import Ready, wait_ready
-from harness.serve.remote_telemetry import has_shell, inside
-from harness.serve.secrecy import secrets_in
-from harness.serve.vllm import refuse_unfit
-from harness.serve.watch import LogFile, Phases, Waiting
+from harness.serve.security import allowed, refuse_without_consent, secrets_in
+from harness.serve.template import written
 from harness.summary import Reason
 
 
@@ -261,9 +256,7 @@ class StartedContainer(msgspec.Struct, frozen=True):
 def containers_of(start: ServerStart, filled: ComposeFile, run_id: str, cell_id: str) -> Iterator[Containers]:
     """Connect to the Docker Engine, and remove at the end what was started. Raises HarnessError for what cannot run."""
     refuse_without_consent(start.server, start.compose)
-    if (start.serving.vllm or start.serving.offline) and engine_location().is_here:
-        refuse_unfit(filled.server, list(gpus()))
-    made = Containers(connect(), filled, labels.owned(run_id, cell_id), [])
+    made = Containers(connect(), filled, owned(run_id, cell_id), [])
     with containers.torn_down(made.client, start.compose, made.owner, made.logs, start.on_progress):
         yield made
 

@@ -13,15 +13,9 @@ from harness.engines import Command, Context, engine_of, engines, template_of
 from harness.errors import Problem
 from harness.failures.table import removed_flags, replacements
 from harness.reasons import sentence
+from harness.scenario import TURNS, Load, Prompts, Scenario, Server
 from harness.scenario.behaviour import Agent, Rag, max_of, unread
-from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
-from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in, read
-from harness.serve.consent import allowed, missing
-from harness.serve.document import port_inside, prepared, rendered
-from harness.serve.lemonade import server_problems as lemonade_problems
-from harness.serve.location import engine_location
-from harness.serve.template import server_problems, variable_of, variables
-from harness.serve.vllm import (
+from harness.serve.arguments import (
     container_problems,
     flags_in,
     printed_dashes,
@@ -30,6 +24,11 @@ from harness.serve.vllm import (
     version_of,
     vllm_refuses,
 )
+from harness.serve.arguments import server_problems as lemonade_problems
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in, read
+from harness.serve.location import engine_location
+from harness.serve.security import allowed, missing
+from harness.serve.template import port_inside, prepared, rendered, server_problems, variable_of, variables
 
 # What may be said of a load whose requests are all given at once; of the rest nothing but its default.
 _OFFLINE = {"user", "users", "processes", "requests", "batch_size", "think_s", "output_tokens", "output", "stream",
@@ -202,8 +201,8 @@ def managed_flags(template: str, extra: Sequence[Any], own: Sequence[str], varia
     words = [str(word) for word in extra]
     problems = printed_dashes(words)
     for flag in dict.fromkeys(flags_in(words)):
-        found = _meant(flag, command, set_by_it)
-        if found is not None:
+        found = _plain(command.short.get(flag, flag))
+        if found in set_by_it:
             said = flag if flag == found else f"{flag} ({found})"
             known = f"set the variable '{names[found]}'" if found in names else "remove it"
             problems.append(f"{said}: the template sets it already; {_ADVICE.get(found, known)}")
@@ -224,18 +223,8 @@ def _command(template: str) -> Command:
     return Command() if engine is None else engine.command
 
 
-def _meant(flag: str, command: Command, known: set[str]) -> str | None:
-    """The managed flag that `flag` is: by itself, by its short name, switched off, or cut short."""
-    plain = _plain(command.short.get(flag, flag))
-    if plain in known:
-        return plain
-    if not command.cut_short or len(plain) < len("--xxxx"):
-        return None
-    longer = [name for name in known if name.startswith(plain) and name not in ("--devices", "--models")]
-    return longer[0] if len(longer) == 1 else None
-
-
 def _plain(flag: str) -> str:
+    """A flag without the `no-` that switches it off."""
     return f"--{flag[5:]}" if flag.startswith("--no-") else flag
 
 
@@ -243,7 +232,6 @@ def _as_flag(setting: str) -> str:
     return "--" + setting.partition("_")[2].lower().replace("_", "-")
 
 
-_FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _FORCED_TARGET = (
     "overrides GPU detection; images with code for yours do not need it, and wrong code crashes or "
     "computes wrongly: leave it out"
@@ -263,16 +251,6 @@ def notes(scenario: Scenario) -> list[str]:
         compose = prepared(scenario, name).compose if server.allow else None
         found += [f"server '{name}': {sentence(note)}" for note in ([] if compose is None else allowed(compose))]
     return found
-
-
-def notes_on_comments(text: str) -> list[str]:
-    """Flags in a scenario's comments that vLLM no longer knows: what became of them, once each."""
-    found: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        for flag in _FLAG.findall(line.partition("#")[2]):
-            if (row := removed_flags().get(flag)) is not None:
-                found.setdefault(flag, f"line {number} speaks of {flag}: {row.advice}")
-    return list(found.values())
 
 
 def _of_environment(server: Server) -> list[str]:
@@ -304,11 +282,8 @@ def _is_lost(server: Server, folder: Any) -> bool:
     """Whether what is written to a folder of the container is gone with it."""
     if not isinstance(folder, str) or not folder.startswith("/"):
         return False
-    mounts = [str(volume).split(":")[1:2] for volume in variable_of(server, "volumes")]
-    kept = [
-        *(path for mount in mounts for path in mount),
-        *([_CACHE] if variable_of(server, "huggingface_cache") else []),
-    ]
+    kept = [path for volume in variable_of(server, "volumes") for path in str(volume).split(":")[1:2]]
+    kept += [_CACHE] if variable_of(server, "huggingface_cache") else []
     return not any(f"{folder}/".startswith(f"{path.rstrip('/')}/") for path in kept)
 
 

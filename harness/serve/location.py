@@ -30,7 +30,7 @@ from docker.utils import kwargs_from_env, parse_host
 from harness import process
 from harness.errors import ServerError
 from harness.files import read_bytes
-from harness.serve.probe import free_port, is_free
+from harness.process import free_port, is_free
 
 DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "HOME")

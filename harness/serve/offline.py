@@ -12,7 +12,7 @@ from harness.errors import HarnessError, StartError
 from harness.files import UNDECODABLE
 from harness.process import signals_interrupt
 from harness.rundir.manifest import Phase, ServedBy
-from harness.scenario.scenario import Scenario
+from harness.scenario import Scenario
 from harness.serve import containers
 from harness.serve.compose_file import SERVER, ComposeFile, Config, ConfigMount, filled_in
 from harness.serve.engine import DOCKER_ERRORS, docker_error

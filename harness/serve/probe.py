@@ -1,22 +1,24 @@
 """HTTP probes of a server: what it serves, whether its model answers, its tokenizer; and free ports."""
 
-import random
+import queue
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 import requests
+from msgspec import Struct
 
-from harness.engines import engines
+from harness.engines import engines, listed_names
 from harness.errors import HarnessError, ServerError, did_you_mean
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decoded
 from harness.redact import masked
-from harness.rundir.manifest import ServedBy
-from harness.serve.lemonade import bare_name
+from harness.rundir.manifest import Phase, ServedBy
+from harness.serve.containers import LogFile
 from harness.trust import open_session
 
 PROBE_TIMEOUT_S = 5.0
@@ -98,12 +100,8 @@ def base_url(url: str) -> str:
 def metrics_url(base: str, api_key: str | None = None) -> str | None:
     """Where a running server publishes its metrics; None when it does not."""
     with open_session(api_key) as session:
-        try:
-            response = session.get(base + "/metrics", timeout=PROBE_TIMEOUT_S)
-        except requests.RequestException:
-            return None
-    text = text_of(response).lstrip()
-    return base + "/metrics" if response.status_code == 200 and not text.startswith("<") else None
+        text = good_text(session, base + "/metrics").lstrip()
+    return base + "/metrics" if text and not text.startswith("<") else None
 
 
 def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
@@ -122,7 +120,7 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
                 raise ServerError(what, next_step=next_step)
             return names[0]
         raise ServerError(f"{base} serves {_listed(names)}; choose one", next_step="Give `--model NAME`.")
-    if {model, bare_name(model), f"{model}:latest"} & set(names):  # Ollama's names have a tag
+    if listed_names(model) & set(names):
         return model
     raise ServerError(
         f"{base} does not serve '{model}'; it serves {_listed(names)}",
@@ -163,19 +161,15 @@ def _get(session: requests.Session, url: str) -> requests.Response:
     try:
         return session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
     except requests.RequestException as error:
-        raise no_answer(error)(
-            f"no answer from {url}: {reason(error)}",
-            next_step=_way_out(error),
-        ) from None
+        raise no_answer(error)(f"no answer from {url}: {reason(error)}", next_step=_way_out(error)) from None
 
 
 def _post(session: requests.Session, url: str, body: dict[str, Any]) -> requests.Response:
     try:
         return session.post(url, json=body, timeout=ANSWER_S, allow_redirects=False)
     except requests.RequestException as error:
-        raise no_answer(error)(
-            f"no answer from {url}: {reason(error)}", next_step="Look at the server's log."
-        ) from None
+        step = "Look at the server's log."
+        raise no_answer(error)(f"no answer from {url}: {reason(error)}", next_step=step) from None
 
 
 def no_answer(error: requests.RequestException) -> type[ServerError]:
@@ -239,9 +233,17 @@ def _unlike(what: str, response: requests.Response, kind: type[ServerError] = Se
     )
 
 
-def text_of(response: requests.Response) -> str:
-    """The body as UTF-8, which JSON and metrics are; to guess the encoding of a long one takes minutes."""
-    return response.content.decode("utf-8", "replace")
+def good_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIMEOUT_S, body: str | None = None) -> str:
+    """The text of a good answer to a GET, or to a POST of JSON, else nothing.
+
+    It is taken for UTF-8, which JSON and metrics are: to guess the encoding of a long one takes minutes.
+    """
+    method, headers = "GET" if body is None else "POST", {"Content-Type": "application/json"} if body else {}
+    try:
+        response = session.request(method, url, data=body, headers=headers, timeout=timeout_s, allow_redirects=False)
+    except requests.RequestException:
+        return ""
+    return response.content.decode("utf-8", "replace") if response.status_code == 200 else ""
 
 
 def lines_of(response: requests.Response) -> Iterator[bytes]:
@@ -290,28 +292,6 @@ def _way_out(error: Exception) -> str:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:8])
     return (shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")) or "no model at all"
-
-
-# Below the range from which Linux takes the ports of outgoing connections, so no process gets one by chance.
-FIRST_PORT, LAST_PORT = 18000, 29999
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing uses now. Random, so that two harnesses at once rarely meet."""
-    while True:
-        port = random.randint(FIRST_PORT, LAST_PORT)
-        if is_free(port):
-            return port
-
-
-def is_free(port: int, address: str = "127.0.0.1") -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest is no user
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return False
-    return True
 
 
 PATH = "/tokenize"
@@ -379,3 +359,70 @@ def _ask(session: requests.Session, address: str, body: dict[str, Any]) -> dict[
             next_step=_ADVICE,
         )
     return answer
+
+
+POLL_S = 0.2
+DEATH_S = 1.0  # the connections of a process that dies break before its supervisor notices
+
+
+class Waiting(Struct, frozen=True):
+    """How a server is watched while it becomes ready."""
+
+    dead: Callable[[], ServerError | None]  # cheap: is called at every look
+    log: LogFile
+    timeout_s: float
+    on_progress: Callable[[str], None]
+    orphans: Callable[[], list[str]] = list  # engine processes that lost their server, in words
+
+
+def death(waiting: Waiting) -> ServerError | None:
+    """Why the server died, asked after it broke a request; None where it lives on."""
+    until = time.monotonic() + DEATH_S
+    while (dead := waiting.dead()) is None and time.monotonic() < until:
+        time.sleep(POLL_S / 4)
+    return dead
+
+
+class Phases:
+    """The steps of a start, each timed as it is done: they follow each other without a gap."""
+
+    def __init__(self, on_progress: Callable[[str], None] | None = None) -> None:
+        self.all: list[Phase] = []
+        self._on_progress = on_progress
+        self._began = self._mark = time.monotonic()
+
+    def done(self, name: str) -> None:
+        now = time.monotonic()
+        self.all.append(Phase(name=name, seconds=now - self._mark))
+        self._mark = now
+        if self._on_progress is not None:
+            self._on_progress(f"{name} after {now - self._began:.1f} s")
+
+
+def watched(call: Callable[[], T], waiting: Waiting, look: Callable[[], None] = lambda: None) -> T:
+    """The result of `call`, which may take minutes; raises what it raises, and why the server died, when it does.
+
+    It runs in a daemon thread, so Ctrl-C ends the wait at once. `look` is called all the time and
+    may raise, too.
+    """
+    results: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.put((call(),))
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=work, name="waiting for the server", daemon=True).start()
+    while True:
+        try:
+            result = results.get(timeout=POLL_S)
+            break
+        except queue.Empty:
+            dead = waiting.dead()
+        if dead is not None:
+            raise dead
+        look()
+    if isinstance(result, Exception):
+        raise result
+    return result[0]

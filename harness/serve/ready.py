@@ -5,6 +5,7 @@ See docs/api.md of ollama/ollama, and docs/content/features/model-gallery.md of 
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -16,12 +17,15 @@ from harness.errors import ServerError, StartError
 from harness.failures.explain import explain
 from harness.failures.unexpected_response import decoded, model_ids
 from harness.rundir.manifest import Phase
-from harness.serve.compose_file import Fetch, Serving
+from harness.serve.compose_file import Serving
 from harness.serve.containers import advice, evidence_in, known_of
 from harness.serve.engine import amount
-from harness.serve.lemonade_client import Api, Loaded, bring_up
+from harness.serve.lemonade import Api, Loaded, bring_up
 from harness.serve.probe import (
+    POLL_S,
     PROBE_TIMEOUT_S,
+    Phases,
+    Waiting,
     first_answer,
     lines_of,
     message,
@@ -29,8 +33,8 @@ from harness.serve.probe import (
     reason,
     refuse_no_api,
     server_version,
+    watched,
 )
-from harness.serve.watch import POLL_S, Phases, Waiting, watched
 from harness.trust import open_session
 
 SAY_EVERY_S = 0.5
@@ -40,7 +44,7 @@ JOB_POLL_S = 0.5
 def _from_ollama(
     url: str, model: str, _source: str | None, session: requests.Session, deadline: float, say: Callable[[str], None]
 ) -> None:
-    """Pull a model unless Ollama has it, with progress. Raises ServerError with the problem."""
+    """Pull a model unless Ollama has it, with progress."""
     if _has(url, model, session):
         return
     say(f"pulling {model} into Ollama")
@@ -159,10 +163,11 @@ def _from_localai(
 ) -> None:
     """Install a model unless LocalAI has it: `source` is the address of its configuration, null means the gallery.
 
-    The backend that the model needs on this machine comes with it. Raises ServerError in words.
+    The backend that the model needs on this machine comes with it.
     """
-    if model in _installed(url, session):
-        return
+    with suppress(requests.RequestException, ValueError):
+        if model in model_ids(session.get(url + "/v1/models", timeout=2 * PROBE_TIMEOUT_S).content):
+            return
     say(f"installing {model} in LocalAI")
     asked = {"id": model} if source is None else {"url": source, "name": model}
     try:
@@ -177,14 +182,6 @@ def _from_localai(
         raise _cannot_install(model, "its answers are not those of LocalAI") from None
 
 
-def _installed(url: str, session: requests.Session) -> list[str]:
-    """The models that LocalAI has."""
-    try:
-        return model_ids(session.get(url + "/v1/models", timeout=2 * PROBE_TIMEOUT_S).content)
-    except (requests.RequestException, ValueError):
-        return []
-
-
 def _wait(url: str, model: str, session: requests.Session, deadline: float, say: Callable[[str], None]) -> None:
     seen = "nothing"
     while time.monotonic() < deadline:
@@ -196,19 +193,10 @@ def _wait(url: str, model: str, session: requests.Session, deadline: float, say:
             raise _cannot_install(model, "the installation was cancelled")
         if job.get("processed"):
             return
-        seen = _how_far(job)
+        seen = f"{job.get('file_name') or job.get('message') or ''} {float(job.get('progress') or 0):.0f} %".strip()
         say(f"installing {model} in LocalAI: {seen}")
         time.sleep(JOB_POLL_S)
     raise _cannot_install(model, f"{_TOO_LONG}; last seen: {seen}", _KEPT)
-
-
-def _how_far(job: dict[str, Any]) -> str:
-    parts = [str(job.get("file_name") or job.get("message") or "")]
-    if job.get("downloaded_size") and job.get("file_size"):
-        parts.append(f"{job['downloaded_size']} of {job['file_size']}")
-    if job.get("progress"):
-        parts.append(f"{float(job['progress']):.0f} %")
-    return " ".join(part for part in parts if part)
 
 
 # By `fetch.protocol` of a template. Each takes the server's address, the model, where it comes from, a session, the
@@ -246,12 +234,15 @@ def wait_ready(
     deadline = time.monotonic() + waiting.timeout_s
     with open_session(api_key) as session:
         post = partial(_patient_post, waiting, deadline, api_key)
-        _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: True)
+        _poll(session, url + serving.health, deadline, waiting, key_name, healthy=False)
         phases.done("port open")
-        _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: status == 200)
+        _poll(session, url + serving.health, deadline, waiting, key_name, healthy=True)
         phases.done("health")
-        if serving.fetch is not None:
-            _fetch(url, serving.fetch, session, deadline, waiting)
+        if (fetch := serving.fetch) is not None:
+            try:
+                FETCH[fetch.protocol](url, fetch.model, fetch.source, session, deadline, waiting.on_progress)
+            except ServerError as error:
+                raise waiting.dead() or error from None
             phases.done("model")
         brought_up = None
         if serving.lemonade is not None:
@@ -273,26 +264,14 @@ def wait_ready(
         return Ready(phases.all, served, server_version(url, session, serving.version) or version)
 
 
-def _fetch(url: str, fetch: Fetch, session: requests.Session, deadline: float, waiting: Waiting) -> None:
-    try:
-        FETCH[fetch.protocol](url, fetch.model, fetch.source, session, deadline, waiting.on_progress)
-    except ServerError as error:
-        raise waiting.dead() or error from None
-
-
 def _poll(
-    session: requests.Session,
-    url: str,
-    deadline: float,
-    waiting: Waiting,
-    key_name: str | None,
-    accept: Callable[[int], bool],
+    session: requests.Session, url: str, deadline: float, waiting: Waiting, key_name: str | None, *, healthy: bool
 ) -> None:
+    """Wait for any answer, or for that of a `healthy` server."""
     seen = "nothing listens there"
     reported_s = time.monotonic()
     while True:
-        dead = waiting.dead()
-        if dead is not None:
+        if (dead := waiting.dead()) is not None:
             raise dead
         if time.monotonic() - reported_s >= REPORT_EVERY_S:
             reported_s = time.monotonic()
@@ -301,7 +280,7 @@ def _poll(
             )
         try:
             with session.get(url, timeout=PROBE_TIMEOUT_S) as response:
-                if accept(response.status_code):
+                if response.status_code == 200 or not healthy:
                     return
                 if response.status_code in (401, 403):
                     refuse_no_api(response, url, key_name)

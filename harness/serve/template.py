@@ -1,4 +1,4 @@
-"""Compose templates: their declared variables, and rendering.
+"""Compose templates: their declared variables, their rendering, and a scenario's server rendered once.
 
 A template begins with a Jinja comment that holds a YAML mapping, name -> {type, doc, default, min, max, choices}. This
 is the only declaration of its variables. A variable without a default is required; a type that ends in "?" also takes
@@ -7,21 +7,38 @@ null. The limits are those of the server: what it would refuse at its start is r
 
 import json
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import yaml
 from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
+from msgspec import Struct
 
-from harness.engines import engines
+from harness.engines import engines, template_of
 from harness.errors import HarnessError, Problem, ScenarioError, did_you_mean
 from harness.files import read_text
+from harness.machine.gpus import device_groups
 from harness.paths import COMPOSE
-from harness.scenario.scenario import Gateway, Server
-from harness.serve.compose_file import parse_bytes, parse_vllm_bytes
-from harness.serve.secrecy import open_secrets
+from harness.process import free_port
+from harness.scenario import Gateway, Scenario, Server
+from harness.serve.compose_file import (
+    GATEWAY,
+    SERVER,
+    ComposeFile,
+    Service,
+    checked,
+    parse,
+    parse_bytes,
+    parse_device,
+    parse_vllm_bytes,
+    read,
+)
+from harness.serve.location import engine_location
+from harness.serve.security import open_secrets
 
 AUTO = "auto"  # of a variable with `auto`: the harness computes it before the first start
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
@@ -251,3 +268,145 @@ def quote(value: Any) -> Quoted:
 
 def _escape(char: str) -> str:
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+class PreparedServer(Struct, frozen=True, kw_only=True):
+    """A server of a scenario, rendered and parsed once: what lint, memory checks and the start all work with."""
+
+    name: str
+    server: Server
+    text: str  # the Compose file; the Docker Engine chooses the host's port unless the server has a host_port
+    compose: ComposeFile | None  # None: there are problems
+    problems: list[Problem]  # of the Compose file
+
+    @property
+    def file(self) -> ComposeFile:
+        """The Compose file. Raises HarnessError that lists everything that is wrong with it."""
+        return checked(self.compose, self.problems)
+
+    @property
+    def service(self) -> Service:
+        return self.file.server
+
+    @property
+    def engine_arguments(self) -> list[str]:
+        """The command line of the engine; behind Lemonade it is the text of a variable."""
+        known = template_of(self.server.template)
+        if known is not None and known.arguments is not None:
+            return str(self.server.variables.get(known.arguments) or "").split()
+        return list(self.service.command or [])
+
+    @property
+    def gives_gpus(self) -> bool:
+        """Whether the container is given the devices of GPUs."""
+        return any(parse_device(text).host.startswith(("/dev/kfd", "/dev/dri")) for text in self.service.devices)
+
+
+def prepared(scenario: Scenario, server_name: str) -> PreparedServer:
+    """A server of a scenario, rendered at the first call. Raises HarnessError for a template that cannot be used."""
+    server = server_of(scenario, server_name)
+    key = (server_name, repr(server), scenario.model, engine_location().is_here)
+    if key not in _PREPARED:  # a variable that `auto` fills in makes another server
+        text = rendered(server, scenario.model, port=None if server.container else port_inside(server))
+        compose, problems = read(text)
+        _PREPARED[key] = PreparedServer(name=server_name, server=server, text=text, compose=compose, problems=problems)
+    return _PREPARED[key]
+
+
+_PREPARED: dict[tuple[str, str, str, bool], PreparedServer] = {}
+
+
+def port_inside(server: Server | Gateway) -> Any:
+    """The port that the server or gateway opens in its container."""
+    return variable_of(server, "port") or 0
+
+
+def written(scenario: Scenario, server_name: str, run_folder: Path) -> PreparedServer:
+    """A server that is about to be started; its Compose file is kept as compose/SERVER.yaml of the run."""
+    one = prepared(scenario, server_name)
+    if not one.server.container:  # a process has no port of its own: each start takes a free one of this host
+        text = rendered(one.server, scenario.model)
+        one = msgspec.structs.replace(one, text=text, compose=parse(text))
+    (run_folder / "compose").mkdir(parents=True, exist_ok=True)
+    (run_folder / "compose" / f"{server_name}.yaml").write_text(one.text, encoding="utf-8")
+    return one
+
+
+def rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
+    """The Compose file, published at `port` of the host; None is to start it now, at a port that the engine chooses.
+
+    A gateway has its own template: its services are added to those of the server.
+    """
+    given = dict(server.variables)
+    if not server.container and port is None:
+        given["port"] = given.get("host_port") or free_port()
+    gateway = server.gateway
+    text = render(
+        server.template,
+        given,
+        model=model,
+        host_port=port or 0,
+        groups=device_groups() if engine_location().is_here else [],
+        upstream=None if gateway is None else f"http://{GATEWAY}:{port_inside(gateway)}",
+        locust=locust,
+    )
+    if gateway is None:
+        return text
+    front = render(
+        gateway.template,
+        dict(gateway.variables),
+        model=model,
+        host_port=0 if port is None else port_inside(gateway),
+        groups=[],
+        upstream=f"http://{SERVER}:{port_inside(server)}",
+    )
+    return with_gateway(text, front)
+
+
+def server_of(scenario: Scenario, name: str) -> Server:
+    """A server by its name. Raises HarnessError that lists those that there are."""
+    if name not in scenario.servers:
+        raise HarnessError(f"the scenario has no server '{name}'; it has {', '.join(scenario.servers)}")
+    return scenario.servers[name]
+
+
+def with_gateway(server: str, gateway: str) -> str:
+    """The Compose file of a server with that of its gateway added, both as text."""
+    whole, front = yaml.safe_load(server), yaml.safe_load(gateway)
+    whole["x-amd-llm-load"]["gateway"] = front.pop("x-amd-llm-load")
+    return _merged(whole, front)
+
+
+def with_services(compose: str, more: dict[str, Any]) -> str:
+    """The Compose file with these services and configs added."""
+    return _merged(yaml.safe_load(compose), more)
+
+
+def _merged(whole: dict[str, Any], front: dict[str, Any]) -> str:
+    for part, entries in front.items():
+        both = whole.setdefault(part, {})
+        for name in entries.keys() & both.keys():
+            raise HarnessError(
+                f"the templates of the server and of its gateway both have $.{part}.{name}",
+                next_step="Rename it in one of the two templates in compose/.",
+            )
+        both.update(entries)
+    return yaml.dump(whole, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that is not plainly a word: what YAML 1.1 reads as text, YAML 1.2 may read as a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_WORD = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else None if _WORD.fullmatch(text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)

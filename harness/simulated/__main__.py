@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from harness.simulated.answer import parse_fault
 from harness.simulated.engine import DEFAULT_PRESET, PRESETS, EngineConfig
-from harness.simulated.faults import parse_fault
 from harness.simulated.server import ServerConfig, SimulatedServer, log
 
 
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
             add(flag, type=field.type, metavar="S" if field.name.endswith("_s") else "N")
     add("--natural-output-tokens", type=int, default=120, metavar="N", help="mean length of an answer left to itself")
     add("--send-log", type=Path, metavar="FILE", help="append the true send time of every chunk, as JSON lines")
-    add("--fault", action="append", default=[], metavar="KIND[:N][@NTH]", help="see harness/simulated/faults.py")
+    add("--fault", action="append", default=[], metavar="KIND[:N][@NTH]", help="see docs/simulated.md")
     add("--startup-s", type=float, default=0.0, metavar="S", help="seconds before the port is opened")
     add("--fail-start", metavar="TEXT", help="log this instead of becoming ready, and exit")
     add("--exit-code", type=int, default=1, metavar="N", help="status of --fail-start")

@@ -1,17 +1,13 @@
 """The answer to one completion request: what is written when, and what a fault makes of it; and the send log.
 
-The send log is the engine's own record of when each chunk was sent: a client's timing is checked against it.
-
-JSON lines. The first is the clock: {"format", "clock", "anchor_monotonic_s", "anchor_realtime_s"}.
-Then one line per completion request, written right after its last byte (so read the file when the server has ended,
-or wait for the line):
-{"request_id", "received_s", "scheduled_s", "role_s", "chunks_s", "finish_s", "ended_s", "prompt_tokens",
-"output_tokens", "cached_tokens", "preemptions", "finish"}. `chunks_s` holds one time per event with generated text of
-any channel; `role_s` is the role-only event, `finish_s` the last event of a choice when it carries no text.
-All times are seconds of CLOCK_MONOTONIC, taken right before the socket write; missing ones are null.
+docs/simulated.md lists the faults. The send log is the engine's own record of when each chunk was sent: a client's
+timing is checked against it. JSON lines: the first is the clock, {"format", "clock", "anchor_monotonic_s",
+"anchor_realtime_s"}, then one per completion request, written right after its last byte (so read the file when the
+server has ended, or wait for the line).
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,8 +17,55 @@ from typing import Any, BinaryIO
 import msgspec
 
 from harness.simulated import wire
-from harness.simulated.faults import Active
-from harness.simulated.http import HttpRequest
+from harness.simulated.wire import HttpRequest
+
+_DEFAULTS: dict[str, float | None] = {
+    "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "close": 0.03, "hang": 3,
+    "error-event": 3, "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3, "crlf": None, "multiline": None,
+    "ping": 0.02, "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "stop-string": 2,
+    "no-role": None, "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
+}  # fmt: skip
+KINDS = tuple(_DEFAULTS)
+PROCESS_KINDS = ("exit", "never-ready")
+
+Active = dict[str, float]
+"""The faults of one request: kind and parameter (0 where a kind has none)."""
+
+
+class InjectedFault(msgspec.Struct, frozen=True):
+    kind: str
+    parameter: float
+    every: int = 1
+
+
+def parse_fault(text: str) -> InjectedFault:
+    """Read `kind[:parameter][@every_nth]`; ValueError says what is wrong with it."""
+    rest, _, every = text.strip().partition("@")
+    kind, colon, parameter = rest.partition(":")
+    if kind not in _DEFAULTS:
+        raise ValueError(f"unknown fault {kind!r}; known: {', '.join(KINDS)}")
+    default = _DEFAULTS[kind]
+    if colon and default is None:
+        raise ValueError(f"fault {kind!r} takes no parameter, got {parameter!r}")
+    try:
+        value = float(parameter) if colon else float(default or 0)
+        nth = int(every) if every else 1
+    except ValueError:
+        raise ValueError(f"fault {text!r} is not KIND[:NUMBER][@N]") from None
+    if not 0 <= value < math.inf or nth < 1 or (kind in ("split", "coalesce") and value < 1):
+        raise ValueError(f"fault {text!r}: the number is out of range")
+    return InjectedFault(kind, value, nth)
+
+
+def active_faults(configured: list[InjectedFault], number: int, header: str) -> Active:
+    """The faults that strike completion request `number` (from 1), the header's included."""
+    active = {f.kind: f.parameter for f in configured if number % f.every == 0 and f.kind not in PROCESS_KINDS}
+    for text in filter(None, (part.strip() for part in header.split(","))):
+        fault = parse_fault(text)
+        if fault.kind in PROCESS_KINDS:
+            raise ValueError(f"fault {fault.kind!r} can only be set on the command line")
+        active[fault.kind] = fault.parameter
+    return active
 
 
 class Sent(msgspec.Struct):

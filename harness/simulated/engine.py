@@ -1,55 +1,8 @@
 """The pure model of a continuously batching engine: no clock, no sockets; time goes in and comes out as numbers.
 
-**Scheduling** follows vLLM's V1 scheduler (`vllm/v1/core/sched/scheduler.py`; behaviour described in
-https://docs.vllm.ai/en/latest/configuration/optimization.html):
-
-1. Every step has a budget of `max_num_batched_tokens` tokens. Running requests come first: a decoding one takes one
-   token of it, one that still prefills takes a chunk.
-2. A running request that needs a block when none is free preempts the *youngest* running request (it may be itself).
-   The victim loses all its blocks, goes to the head of the waiting queue and computes prompt and answer again.
-3. If no request was preempted, waiting requests are admitted first come first served while the budget, `max_num_seqs`
-   and the free blocks allow. Admission needs blocks for the first chunk only, not for the whole prompt. A chunk is at
-   most `long_prefill_token_threshold` tokens (0: as large as the budget).
-
-**Time** of one step, in seconds:
-
-    step_base_s + step_per_sequence_s * sequences in the step + step_per_kv_token_s * tokens of context they attend to
-    + prefill_per_token_s * prefill tokens in the step + preemption_s * requests preempted in it
-
-times `slowdown`, times a seeded normal factor of relative width `jitter`. The first two terms are the usual linear
-model of a decode step (weights are read once a step, each sequence adds work; e.g. Agrawal et al., "Sarathi-Serve",
-OSDI 2024, section 3); the third is attention reading the KV cache; the fourth is compute-bound prefill. The last is a
-lump for whatever a preemption costs beyond the recompute itself; 0 unless a preset says otherwise.
-
-With `compile_s` a server is cold at first, as one that compiles kernels for what it meets: the first `compile_steps`
-steps of each shape take so much longer. A shape is the number of sequences and that of prefill tokens, each rounded up
-to a power of two.
-
-**Presets**: named sets of parameters, each with its source.
-
-**strix-halo-qwen3.5-0.8b** is fitted to end-to-end numbers that Cody Sandahl published (codysandahl.com, "Stop Crashing
-and Start Cooking with vLLM on AMD and Lemonade Server"): Strix Halo AI Max+ 395 with 128 GB, Lemonade 10.8 with its
-vLLM back-end, Qwen3.5-0.8B-FP16. The mechanism is our model, not a measurement of that machine.
-
-- *25 short prompts, 50 tokens each*: 13.07 s one after another (95.6 tok/s), 4.18 s at once (299.3 tok/s, 3.13x).
-  Two equations for the step time of 1 and of 25 sequences, solved for `step_base_s` and `step_per_sequence_s`
-  with 30 prompt tokens assumed per request. Not fitted and not met: his later 317 tok/s at `--max-num-seqs 10`
-  (the model says 254 there).
-- `prefill_per_token_s`: 25,000 tokens/s of prefill, about 40 TFLOP/s at 1.6 GFLOP a token; an assumption.
-- `step_per_kv_token_s`: 12 KiB of KV cache a token (6 full-attention layers, 2 KV heads of 256, 16 bit) read at
-  about 210 GB/s; an estimate.
-- *Classification of long, varied prompts*: 1.9x at 5 at a time, 0.4x at 10 at a time, and well again once
-  `--max-num-seqs` was set. The author names no cause; a KV cache that is too small for ten is ours. The pool
-  (`num_gpu_blocks`), the context and the chunk (`long_prefill_token_threshold`) are about a sixteenth of a real
-  set-up's, so that prompts of 365 tokens show in seconds what prompts of thousands show in minutes: five such requests
-  fit, of ten the younger ones are admitted chunk by chunk, run out of blocks, are preempted and begin again.
-- `preemption_s`: recompute alone does not explain 0.4x (in this model it leaves 1.7x), so a lump of 0.25 s per
-  preemption is fitted to it. vLLM documents no such cost; kernels compiled and tuned for each new prefill shape
-  would look like it.
-- Prefix caching is off: the model's recurrent layers keep no state per block that a recompute could start from. Switch
-  it on and a preempted request finds most of its blocks again.
-
-**instant** is a test double: about 2 ms to the first token and 2 ms per token whatever the load, a large cache.
+docs/simulated.md has the formula of a step's time and the source of each preset. Scheduling follows vLLM's V1 scheduler
+(`vllm/v1/core/sched/scheduler.py`): running requests come first, the youngest is preempted when blocks run out, and
+others are admitted first come first served if none was.
 """
 
 import random

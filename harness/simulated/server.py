@@ -14,10 +14,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from harness.simulated import wire
-from harness.simulated.answer import CompletionAnswer, SendLog, Sent
+from harness.simulated.answer import Active, CompletionAnswer, InjectedFault, SendLog, Sent, active_faults
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
-from harness.simulated.faults import Active, InjectedFault, active_faults
-from harness.simulated.http import Connection, HttpRequest
+from harness.simulated.wire import Connection, HttpRequest
 
 VERSION = "0.32.0+simulated"
 _STATS_EVERY_S = 10.0

@@ -1,18 +1,358 @@
-"""The work: every request's messages and length, as a function of the seed and the request's place in the sequence."""
+"""The messages and the answer length of each request."""
 
-from harness.workload.prompt_file import PromptMessage as PromptMessage
-from harness.workload.prompt_file import PromptRow as PromptRow
-from harness.workload.prompt_file import read_rows as read_rows
-from harness.workload.prompts import SALT_WORDS as SALT_WORDS
-from harness.workload.prompts import Message as Message
-from harness.workload.prompts import asked_prompt_tokens as asked_prompt_tokens
-from harness.workload.prompts import choices_at as choices_at
-from harness.workload.prompts import label_at as label_at
-from harness.workload.prompts import local_words as local_words
-from harness.workload.prompts import messages as messages
-from harness.workload.prompts import output_tokens as output_tokens
-from harness.workload.prompts import pairs_of as pairs_of
-from harness.workload.prompts import salt_words as salt_words
-from harness.workload.prompts import text as text
-from harness.workload.prompts import trace_messages as trace_messages
-from harness.workload.prompts import workload_sha256 as workload_sha256
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.files import read_text
+from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, taken_together
+from harness.scenario.behaviour import Lengths, Pairs, Structured, length_at, read_pairs
+from harness.workload.prompt_file import PromptRow, read_rows
+from harness.workload.traces import Replay, replay_of, sha256_of
+
+_KINDS = {"ticket": "customer message", "product": "product description", "log": "log excerpt"}
+
+
+class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A text of harness/data/classification.jsonl, and its right label out of those of its kind."""
+
+    kind: str
+    label: str
+    text: str
+
+
+def item_at(seed: int, index: int) -> Item:
+    """The item of a request: each comes once before any comes again."""
+    return _shuffled(seed)[index % len(_items())]
+
+
+def question(item: Item) -> str:
+    return (
+        f"Which label fits this {_KINDS[item.kind]} best? Answer with the label alone.\n"
+        f"Labels: {', '.join(labels_of(item))}\n\n{item.text}\n\nLabel:"
+    )
+
+
+def labels_of(item: Item) -> list[str]:
+    """The labels that an item may have."""
+    return _labels()[item.kind]
+
+
+@cache
+def _items() -> tuple[Item, ...]:
+    decoder = msgspec.json.Decoder(Item)
+    lines = files("harness.data").joinpath("classification.jsonl").read_bytes().splitlines()
+    return tuple(decoder.decode(line) for line in lines)
+
+
+@cache
+def _labels() -> dict[str, list[str]]:
+    return {kind: sorted({item.label for item in _items() if item.kind == kind}) for kind in _KINDS}
+
+
+@cache
+def _shuffled(seed: int) -> tuple[Item, ...]:
+    draw = random.Random(f"{seed}:classification").random
+    return tuple(sorted(_items(), key=lambda item: draw()))
+
+
+_SYSTEM = "system"  # place of the shared system prompt in the seeded sequence
+
+
+class Message(TypedDict):
+    """A chat message, as the API takes it."""
+
+    role: str
+    content: str
+
+
+def messages(
+    prompts: Prompts,
+    seed: int,
+    index: int,
+    salt: str | None,
+    file_rows: Sequence[PromptRow],
+    pairs: Pairs = (),
+    words: Sequence[str] = (),
+) -> list[Message]:
+    """The messages of request `index` (warm-up: below 0). `file_rows` are needed by `kind: file` only.
+
+    The salt comes first of all, in front of the system prompt where there is one, so that nothing of the prompt
+    is found in a prefix cache that was filled with another salt. Each prompt of the warm-up has words of its own after
+    the shared system prompt: a row of the file or of the set that comes again in the measurement is new to the cache.
+    `pairs` are the lines of a file of lengths, `words` those that are one token each, where tokens are counted.
+    """
+    result = _prompt(prompts, seed, index, file_rows, pairs, words)
+    if index < 0:
+        result[0] = _behind(text(SALT_WORDS, seed, f"warm-up{index}", words), result[0])
+    if prompts.system_tokens:
+        result.insert(0, {"role": "system", "content": text(prompts.system_tokens, seed, _SYSTEM, words)})
+    if salt:
+        result[0] = _behind(salt, result[0])
+    return result
+
+
+def asked_prompt_tokens(prompts: Prompts, seed: int, index: int, salt: str | None, pairs: Pairs = ()) -> int | None:
+    """How many tokens `messages` have by plan, without what a chat template adds. None: not planned."""
+    if prompts.kind != "synthetic":
+        return None
+    added = prompts.system_tokens + (SALT_WORDS if index < 0 else 0) + (SALT_WORDS if salt else 0)
+    return length_at(prompts.tokens, "prompt", seed, index, pairs) + added
+
+
+def output_tokens(load: Load, seed: int, index: int, file_rows: Sequence[PromptRow] = (), pairs: Pairs = ()) -> int:
+    """The most tokens of the answer to request `index`: as its row of a batch file says, else as the load does."""
+    row = file_rows[index % len(file_rows)] if file_rows else None
+    if row is not None and row.max_tokens is not None:
+        return row.max_tokens
+    return length_at(load.output_tokens, "output", seed, index, pairs)
+
+
+def choices_at(form: Structured, seed: int, index: int) -> list[str]:
+    """What request `index` leaves to choose from."""
+    if form.choice == "auto":
+        return labels_of(item_at(seed, index))
+    return list(form.choice or [])
+
+
+def label_at(prompts: Prompts, seed: int, index: int) -> str | None:
+    """The right label of request `index`; None where it is unknown."""
+    return item_at(seed, index).label if prompts.kind == "classification" else None
+
+
+def _prompt(
+    prompts: Prompts, seed: int, index: int, file_rows: Sequence[PromptRow], pairs: Pairs, words: Sequence[str]
+) -> list[Message]:
+    if prompts.kind == "synthetic":
+        tokens = length_at(prompts.tokens, "prompt", seed, index, pairs)
+        return [{"role": "user", "content": text(tokens, seed, index, words)}]
+    if prompts.kind == "classification":
+        return [{"role": "user", "content": question(item_at(seed, index))}]
+    row = file_rows[index % len(file_rows)]
+    if row.prompt is not None:
+        return [{"role": "user", "content": row.prompt}]
+    return [{"role": message.role, "content": message.content} for message in row.messages or []]
+
+
+def _behind(words: str, message: Message) -> Message:
+    return {"role": message["role"], "content": f"{words} {message['content']}"}
+
+
+_HASHED = 100  # requests of a trace that go into the hash, next to that of its file
+_KEPT_TEXTS = 4096  # a block of a trace's prompts comes again and again
+_KEPT_LENGTH = 1024  # tokens; longer ones are made anew, since so many of them would fill the memory
+
+
+def trace_messages(replay: Replay, seed: int, index: int, salt: str | None, words: Sequence[str] = ()) -> list[Message]:
+    """The messages of a trace's row: a prompt of its length, after the salt; `words`: out of these alone."""
+    prompt = _trace_prompt(replay, seed, index, tuple(words))
+    return [{"role": "user", "content": f"{salt} {prompt}" if salt else prompt}]
+
+
+def trace_digest(trace: Trace, seed: int, folder: Path) -> bytes:
+    """What a trace makes of the work: its file's content, what is taken of it, and how prompts are made of that.
+
+    Raises HarnessError.
+    """
+    replay = replay_of(folder / trace.file, trace)
+    taken = msgspec.structs.asdict(trace) | {"file": sha256_of(replay.path), "format": replay.format}
+    taken = {"most" if key == "max_requests" else key: value for key, value in taken.items()}
+    first = [trace_messages(replay, seed, index, None) for index in range(min(len(replay), _HASHED))]
+    return msgspec.json.encode([taken, first])
+
+
+def _trace_prompt(replay: Replay, seed: int, index: int, words: tuple[str, ...]) -> str:
+    """The prompt of a row.
+
+    With hash_ids, each id is a block of its own text, so equal prefixes are equal again and the server's prefix cache
+    sees the reuse that the trace had. Of a conversation, each prompt is the start of one text: the later, the longer.
+    """
+    tokens = replay.prompt_tokens[index]
+    conversation = replay.conversation(index)
+    if conversation is not None:
+        return text(tokens, seed, f"conversation {conversation}", words)
+    parts = []
+    for block in replay.hash_ids(index):
+        length = min(tokens, replay.trace.block_tokens)
+        if length:
+            parts.append(_block(length, seed, f"block {block}", words))
+        tokens -= length
+    if tokens:
+        parts.append(text(tokens, seed, f"row {index}", words))
+    return " ".join(parts)
+
+
+def _block(tokens: int, seed: int, place: str, words: tuple[str, ...]) -> str:
+    return (_kept if tokens <= _KEPT_LENGTH else text)(tokens, seed, place, words)
+
+
+@lru_cache(_KEPT_TEXTS)
+def _kept(tokens: int, seed: int, place: str, words: tuple[str, ...]) -> str:
+    return text(tokens, seed, place, words)
+
+
+SALT_WORDS = 4
+
+
+def text(tokens: int, seed: int, place: int | str, words: Sequence[str] = ()) -> str:
+    """`tokens` common words, each of which is one token in the usual vocabularies; `words`: out of these alone."""
+    words = words or common()
+    number = len(words)
+    draw = random.Random(f"{seed}:{place}").random  # the one method whose results Python promises to keep
+    return " ".join([words[int(draw() * number)] for _ in range(tokens)])
+
+
+def salt_words(run_id: str, cell_id: str, words: Sequence[str] = ()) -> str:
+    """Four words that belong to this cell of this run alone: one in about 10^11 others has the same."""
+    return text(SALT_WORDS, 0, f"{run_id}/{cell_id}", words)
+
+
+@cache
+def common() -> tuple[str, ...]:
+    """The words that texts are made of."""
+    return tuple(files("harness.data").joinpath("words.txt").read_text(encoding="ascii").split())
+
+
+ENOUGH = 100  # with fewer words, texts repeat themselves so much that a prefix cache or a draft model has an easy time
+EXTRA = "tokenizer"  # the optional dependencies of pyproject.toml that hold `tokenizers`
+_GROUP = 64  # words that are counted together; only where the sum is not theirs, smaller groups are
+_TRIED = (1, 2, 17, 64, 256)  # lengths of the texts that are counted to see whether it holds
+
+Count = Callable[[str], int]
+"""The number of tokens of a text, without any that mark its beginning or end."""
+
+
+def words_of(count: Count, whose: str) -> tuple[str, ...]:
+    """The common words of which each adds exactly one token to a text. Raises HarnessError where that cannot be had."""
+    found = _single(common(), count)
+    if len(found) < ENOUGH:
+        raise HarnessError(
+            f"{whose}: only {len(found)} of {len(common())} common words are one token each, too few for varied texts",
+            next_step="Remove prompts.tokenizer: a word is then taken for a token, and the server's count is recorded.",
+        )
+    for tokens in _TRIED:
+        for place in range(3):
+            got = count(text(tokens, 0, f"counted-{place}", found))
+            if got != tokens:
+                raise HarnessError(
+                    f"{whose}: a text of {tokens} words that are one token each has {got} tokens: "
+                    "exact lengths cannot be had by choosing words",
+                    next_step="Remove prompts.tokenizer: a word is then taken for a token.",
+                )
+    return found
+
+
+@cache
+def one_token_words(path: Path) -> tuple[str, ...]:
+    """The same by a tokenizer.json on this machine. Raises HarnessError. Nothing is fetched."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise HarnessError(
+            "prompts.tokenizer: a local tokenizer needs the package tokenizers, which is not installed",
+            next_step=f"pip install 'amd-llm-load[{EXTRA}]', or write `tokenizer: server`.",
+        ) from None
+    try:
+        tokenizer = Tokenizer.from_str(read_text(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise HarnessError(
+            f"{path}: not a tokenizer ({str(error)[:200]})", next_step="Give the tokenizer.json of the model."
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return words_of(lambda words: len(tokenizer.encode(words, add_special_tokens=False).ids), str(path))
+
+
+def _single(words: Sequence[str], count: Count, group: int = _GROUP) -> tuple[str, ...]:
+    """Those of `words` that are one token, at the beginning of a text as well as within it.
+
+    Each word is at least one token, so a group that has as many tokens as words holds no other.
+    """
+    found: list[str] = []
+    for first in range(0, len(words), group):
+        part = words[first : first + group]
+        if _exact(part, count):
+            found += part
+        elif len(part) > 1:
+            found += _single(part, count, max(1, len(part) // 4))
+    return tuple(word for word in found if group != _GROUP or count(word) == 1)
+
+
+def _exact(words: Sequence[str], count: Count) -> bool:
+    return count(" ".join(f"{word} {word}" for word in words)) == 2 * len(words)
+
+
+_OLD_KEYS = {"max_s": "most_s", "max": "most", "min": "least"}
+_TIMED_REQUESTS = 1000  # of a load that has no fixed number, so many go into the hash
+
+
+def workload_sha256(scenario: Scenario, folder: Path) -> str:
+    """The hash of all that is asked of a server in this scenario, without the salt, whose words differ by cell.
+
+    Per load: the parameters that shape it, and its measured requests (the first 1000 where time limits them) in the
+    groups that are sent together: bursts or conversations. Words that a server's own tokenizer chooses are not known
+    yet; that they are chosen is part of the sum.
+    """
+    prompts = scenario.prompts
+    rows = read_rows(folder / prompts.file) if prompts.file else []
+    pairs = pairs_of(prompts.tokens, folder)
+    words = local_words(prompts, folder)
+    by_row = any(row.max_tokens is not None for row in rows)
+    digest = hashlib.sha256()
+    if prompts.tokenizer is not None:
+        digest.update(b"tokens counted by the server" if prompts.tokenizer == SERVER_TOKENIZER else b"tokens counted")
+    for name, load in sorted(scenario.loads.items()):
+        digest.update(msgspec.json.encode([name, scenario.seed, _shape(load)]))
+        if load.trace is not None:
+            digest.update(trace_digest(load.trace, scenario.seed, folder))
+            continue
+        number, group = load.requests or _TIMED_REQUESTS, taken_together(load)
+        for first in range(0, number, group):
+            indices = range(first, min(first + group, number))
+            together = [messages(prompts, scenario.seed, index, None, rows, pairs, words) for index in indices]
+            digest.update(msgspec.json.encode(together))
+        if by_row or not isinstance(load.output_tokens, int):
+            lengths = pairs_of(load.output_tokens, folder)
+            digest.update(
+                msgspec.json.encode([output_tokens(load, scenario.seed, i, rows, lengths) for i in range(number)])
+            )
+    return digest.hexdigest()
+
+
+def pairs_of(lengths: int | Lengths, folder: Path) -> Pairs:
+    """The lines of the file that lengths come from, if they come from one. Raises HarnessError."""
+    return read_pairs(folder / lengths.file) if isinstance(lengths, Lengths) and lengths.file else ()
+
+
+def local_words(prompts: Prompts, folder: Path) -> tuple[str, ...]:
+    """The words that a local tokenizer takes for one token each; none where there is no such. Raises HarnessError."""
+    if prompts.tokenizer is None or prompts.tokenizer == SERVER_TOKENIZER:
+        return ()
+    return one_token_words(folder / prompts.tokenizer)
+
+
+def _shape(load: Load) -> Any:
+    keys = ("user", "users", "requests", "duration_s", "batch_size", "turns", "think_s", "output_tokens", "output")
+    shape = {key: getattr(load, key) for key in keys}
+    shape |= {} if load.endpoint == "chat" else {"endpoint": load.endpoint}
+    shape |= {} if load.answer is None else {"answer": load.answer}
+    behaviour = ("think", "abandon", "regenerate", "in_flight", "agent", "rag", "stages")
+    shape |= {key: value for key in behaviour if (value := getattr(load, key))}
+    shape |= {} if load.arrivals is None else {"arrivals": load.arrivals}
+    return _with_old_keys(msgspec.to_builtins(shape))
+
+
+def _with_old_keys(value: Any) -> Any:
+    """The parameters with the keys of 0.2.0, so that the hash of a workload is the same as in older runs."""
+    if isinstance(value, list):
+        return [_with_old_keys(one) for one in value]
+    if isinstance(value, dict):
+        return {_OLD_KEYS.get(key, key): one if key == "answer" else _with_old_keys(one) for key, one in value.items()}
+    return value

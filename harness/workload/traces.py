@@ -18,7 +18,7 @@ import msgspec
 from harness.errors import BadLines, HarnessError
 from harness.files import UNDECODABLE, open_file
 from harness.rundir.records import read_marks
-from harness.scenario.scenario import Trace
+from harness.scenario import Trace
 
 MAX_TOKENS = 10_000_000  # of one prompt or answer; beyond it is a slip
 _GZIP = b"\x1f\x8b"

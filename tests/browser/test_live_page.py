@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from harness.paths import ROOT
-from harness.serve.probe import free_port
+from harness.process import free_port
 from harness.simulated import spawned
 from tests import prefork
 from tests.browser.test_report_page import complaints, keep, script

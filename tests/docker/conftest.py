@@ -12,7 +12,7 @@ import docker
 import pytest
 
 from harness.paths import ROOT
-from harness.scenario.scenario import Consent, Load, Scenario, Server
+from harness.scenario import Consent, Load, Scenario, Server
 from harness.serve import Endpoint, serve
 from harness.serve.engine import connect, sweep
 

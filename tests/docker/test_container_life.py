@@ -13,7 +13,7 @@ import requests
 from docker.models.containers import Container
 
 from harness.errors import ServerError
-from harness.scenario.scenario import Server
+from harness.scenario import Server
 from harness.serve import Endpoint, engine_version, serve
 from harness.summary import because
 from tests.command import harness, until, write

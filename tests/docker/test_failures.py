@@ -9,13 +9,12 @@ import docker
 import pytest
 from docker.errors import APIError
 
-from harness.failures.explain import State, explain
-from harness.failures.scan import Diagnosis
-from harness.serve import labels
+from harness.failures.explain import Diagnosis, State, explain
+from harness.serve.engine import CELL, RUN
 from tests.docker.conftest import BASE
 from tests.faults import fault
 
-OWNER = {labels.RUN: f"failures-{os.getpid()}", labels.CELL: "c"}
+OWNER = {RUN: f"failures-{os.getpid()}", CELL: "c"}
 HOG = "data = []\nwhile True: data.append(bytearray(8 << 20))"
 
 

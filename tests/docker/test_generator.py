@@ -12,7 +12,7 @@ from harness.errors import ServerError
 from harness.paths import LOCUSTFILES
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.serve import generator
 from tests.docker.conftest import remains
 from tests.faults import fault

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import requests
 
+from harness.process import free_port
 from harness.rundir.records import read_requests
-from harness.scenario.scenario import Load, Server
+from harness.scenario import Load, Server
 from harness.serve import server_document, templates, variables
 from harness.serve.compose_file import parse
-from harness.serve.probe import free_port
 from tests.command import harness, until, write
 from tests.docker.conftest import scenario
 from tests.load_runs import composed

@@ -18,14 +18,15 @@ import yaml
 from harness.analysis.summarize import read_summary
 from harness.errors import ServerError
 from harness.paths import ROOT
+from harness.process import free_port
 from harness.reasons import sentence
 from harness.rundir.manifest import read_run
-from harness.rundir.metrics import parse, read_samples
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.rundir.samples import parse_metrics, read_metrics
+from harness.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve, server_document
 from harness.serve.engine import sweep
-from harness.serve.lemonade_monitor import orphans_of
-from harness.serve.probe import counter, free_port
+from harness.serve.lemonade import orphans_of
+from harness.serve.probe import counter
 from harness.summary import Reason, because
 from tests.command import harness
 from tests.docker.conftest import remains
@@ -199,7 +200,7 @@ def test_a_whole_run(variables: Variables, tmp_path: Path) -> None:
     run, summary = read_run(folder), read_summary(folder)
     (cell,) = run.cells
     assert (cell.served_by.model, cell.problems, run.simulated) == ("user.Tiny", [], True)
-    (samples,) = read_samples(folder / "metrics.jsonl").values()
+    (samples,) = read_metrics(folder / "metrics.jsonl").values()
     assert max(sample.values["running"] + sample.values["waiting"] for sample in samples) <= 3
     assert summary.cells[0].server_load.generated_tokens == sum((24 + 6) * [30])
 
@@ -235,7 +236,7 @@ def test_a_reset_in_mid_load_makes_the_run_invalid(variables: Variables, tmp_pat
         assert "may have been sent twice without a trace" in sentence(problems[0])
         source = endpoint.metrics_source
         assert source is not None and not isinstance(source, str)
-        assert parse(source())["generated_tokens"] >= 300  # of the new engine, on another port
+        assert parse_metrics(source())["generated_tokens"] >= 300  # of the new engine, on another port
 
 
 def test_compose_brings_the_same_up(variables: Variables, compose_environment: dict[str, str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from harness.paths import ROOT
 from harness.prepare.experiment import prepare
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
-from harness.scenario.scenario import Gateway, Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
 from harness.summary import Summary
 from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import BASE, remains

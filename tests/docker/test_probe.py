@@ -7,7 +7,7 @@ import docker
 import pytest
 
 from harness.errors import ServerError
-from harness.serve.gpu_probe import ask_image
+from harness.serve.container_commands import ask_image
 from tests.docker.conftest import BASE, remains
 
 TORCH = """

@@ -8,7 +8,7 @@ import pytest
 import requests
 
 from harness.paths import ROOT
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve import serve
 from tests.docker.conftest import BASE, remains
 

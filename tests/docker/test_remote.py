@@ -16,11 +16,11 @@ import requests
 
 from harness.errors import ServerError
 from harness.paths import ROOT
+from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from harness.serve import location
 from harness.serve.location import engine_location
-from harness.serve.probe import free_port
 from harness.summary import because
 from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import Served, remains

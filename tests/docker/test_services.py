@@ -7,8 +7,9 @@ import docker
 import pytest
 
 from harness.errors import ServerError
-from harness.serve import containers, labels
+from harness.serve import containers
 from harness.serve.compose_file import filled_in, parse
+from harness.serve.engine import owned
 from tests.docker.conftest import remains
 
 FILE = """
@@ -40,7 +41,7 @@ def test_a_preparation_runs_first_and_a_config_is_a_file(
     image: str, client: docker.DockerClient, tmp_path: Path
 ) -> None:
     run = tmp_path.name.replace("_", "-")
-    owner = labels.owned(run, "c")
+    owner = owned(run, "c")
     text = FILE.format(image=image, volume=run, prepare="chown 10001 /data && sleep 0.5")
     compose = filled_in(parse(text), {"TOLD": "secret"})
     try:
@@ -62,7 +63,7 @@ def test_a_preparation_that_fails_is_reported_with_its_output(
     image: str, client: docker.DockerClient, tmp_path: Path
 ) -> None:
     run = tmp_path.name.replace("_", "-")
-    owner = labels.owned(run, "c")
+    owner = owned(run, "c")
     text = FILE.format(image=image, volume=run, prepare="echo no space here; exit 3")
     try:
         with pytest.raises(ServerError, match="preparation 'chown' .* exit code 3") as caught:

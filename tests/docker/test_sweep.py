@@ -11,14 +11,16 @@ import docker
 import pytest
 
 from harness.paths import ROOT
-from harness.serve import labels, sweep
+from harness.process import PID_START
+from harness.serve import sweep
+from harness.serve.engine import CACHE, OURS, RUN, owned
 from tests.docker.conftest import Served, remains
 from tests.faults import fault
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve import serve
 image, folder, run = sys.argv[1:]
 server = Server(template="simulated", variables={"image": image})
@@ -85,12 +87,12 @@ def test_every_way_of_stopping_takes_everything_down(
 )
 def test_only_what_carries_the_label_is_touched(client: docker.DockerClient, image: str, tmp_path: Path) -> None:
     run = tmp_path.name
-    gone = labels.owned(run, "c") | {labels.PID_START: "1"}
+    gone = owned(run, "c") | {PID_START: "1"}
     mine = client.containers.create(image, "true", labels=gone)
     others = client.containers.create(image, "true", labels={"some": "label"})
     volume = client.volumes.create(f"{run}-own", labels=gone)
     others_volume = client.volumes.create(f"{run}-others")
-    cache = client.volumes.create(f"{run}-cache", labels={labels.OURS: "1", labels.CACHE: "1", labels.RUN: run})
+    cache = client.volumes.create(f"{run}-cache", labels={OURS: "1", CACHE: "1", RUN: run})
     try:
         assert sweep(client, run) == [f"container {mine.name}", f"volume {volume.name}"]
         assert client.containers.get(str(others.id)).name == others.name
@@ -106,8 +108,8 @@ def test_caches_stay_while_a_harness_lives_that_may_use_them(
     client: docker.DockerClient, image: str, tmp_path: Path
 ) -> None:
     run = tmp_path.name
-    cache = client.volumes.create(f"{run}-cache", labels={labels.OURS: "1", labels.CACHE: "1", labels.RUN: run})
-    network = client.networks.create(run, labels=labels.owned(run, "c"))  # mounts nothing: its server is yet to start
+    cache = client.volumes.create(f"{run}-cache", labels={OURS: "1", CACHE: "1", RUN: run})
+    network = client.networks.create(run, labels=owned(run, "c"))  # mounts nothing: its server is yet to start
     try:
         sweep(client, run, caches=True)
         assert client.volumes.get(f"{run}-cache").name == cache.name

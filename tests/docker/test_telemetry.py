@@ -12,11 +12,12 @@ from docker.types import Mount
 
 from harness.machine.telemetry import Sampler
 from harness.rundir.manifest import ServedBy
-from harness.rundir.telemetry import TelemetrySample, read_telemetry
-from harness.serve import Endpoint, labels
+from harness.rundir.samples import TelemetrySample, read_telemetry
+from harness.serve import Endpoint
+from harness.serve.container_commands import has_shell, inside
 from harness.serve.containers import Look
+from harness.serve.engine import owned
 from harness.serve.lifecycle import source_of
-from harness.serve.remote_telemetry import has_shell, inside
 from tests.docker.conftest import Served
 from tests.fake_gpus import apu_table, device, gpu, host
 
@@ -37,7 +38,7 @@ def container(client: docker.DockerClient, image: str, tmp_path: Path) -> Iterat
             "import time\nwhile True:\n t = time.monotonic() + .05\n while time.monotonic() < t: pass\n time.sleep(.05)"
         ],
         mounts=[Mount("/root/fake", str(tmp_path / "root"), type="bind", read_only=True)],
-        labels=labels.owned(tmp_path.name, "c"),
+        labels=owned(tmp_path.name, "c"),
         user="0",
     )
     try:

@@ -5,6 +5,7 @@ The containers hold nothing but stock Locust and the project's image: no run dir
 
 import contextlib
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,10 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
+from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
-from harness.serve.probe import free_port
 from tests.command import Going, going, harness, only_run, until, write
 from tests.faults import fault
 
@@ -40,6 +41,12 @@ class Hosts:
         )
         engine.reload()
         self.url = f"http://{engine.attrs['NetworkSettings']['Networks'][network.name]['IPAddress']}:8000"
+        for _ in range(600):  # `harness run --url` expects a server that already listens
+            with contextlib.suppress(requests.ConnectionError):
+                requests.get(f"{self.url}/v1/models", timeout=10)
+                return
+            time.sleep(0.1)
+        raise TimeoutError("the engine does not listen")
 
     def start(self, name: str, command: list[str]) -> Container:
         mine: dict[str, Any] = {"network": self.network.name, "hostname": name, "init": True, "detach": True}

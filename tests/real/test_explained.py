@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ExitCode
-from harness.failures.explain import State, explain, scan_text
-from harness.failures.scan import Diagnosis
+from harness.failures.explain import Diagnosis, State, explain, scan_text
 from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, llamacpp, run, write_scenario

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from harness.paths import ROOT
-from harness.rundir.metrics import read_samples
 from harness.rundir.records import Request
+from harness.rundir.samples import read_metrics
 from tests.docker.conftest import build_image
 from tests.engines.paths import BASE_IMAGE, LITELLM_VENV
 from tests.real.conftest import Say
@@ -74,7 +74,7 @@ def test_what_stood_in_front_is_recorded_and_the_metrics_are_the_servers(ran: Ra
     pinned = next(line for line in lock if line.startswith("litellm=="))
     assert (front.template, f"litellm=={front.version}", front.model) == ("litellm", pinned, "my/model")
     assert [phase.name for phase in front.phases] == ["pull", "create", "port open", "health", "first answer"]
-    samples = read_samples(ran.folder / "metrics.jsonl")["r1-through-ten-at-a-time"]
+    samples = read_metrics(ran.folder / "metrics.jsonl")["r1-through-ten-at-a-time"]
     grown = samples[-1].values["generated_tokens"] - samples[0].values["generated_tokens"]
     of_cell = [record for record in ran.records if record.cell == "r1-through-ten-at-a-time"]
     assert grown == sum(record.output_tokens or 0 for record in of_cell)

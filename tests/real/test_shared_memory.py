@@ -8,7 +8,7 @@ import docker
 import pytest
 import requests
 
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve import serve
 from harness.serve.engine import connect
 from tests.real.parts import vllm

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from harness.rundir.metrics import MetricsSample, read_samples
 from harness.rundir.records import Request, read_marks
+from harness.rundir.samples import MetricsSample, read_metrics
 from harness.summary import CellSummary
 from tests.real.conftest import Say, Timed
 from tests.real.parts import Ran, left_behind, predicted
@@ -37,7 +37,7 @@ def wall_s(ran: Ran, cell: str) -> float:
 
 
 def samples_of(ran: Ran, cell: str) -> list[MetricsSample]:
-    return read_samples(ran.folder / "metrics.jsonl")[cell]
+    return read_metrics(ran.folder / "metrics.jsonl")[cell]
 
 
 def counter(ran: Ran, cell: str, name: str) -> float:

@@ -59,7 +59,7 @@ def frontier_chart(found: CapacityReport, server: ServerCapacity) -> Chart:
         "height": 130 + 34 * max(4, len(y)),
     }
     return Chart(
-        id=f"frontier-{server.server}",
+        id=f"capacity-{server.server}",
         title=f"{server.server}: which {first.load} and {second.load} loads meet the SLOs together",
         caption="✓ meets all SLOs, ✕ breaks one, ? unresolved. ●: measured; the others follow, because less load never "
         "does worse.",

@@ -1,7 +1,7 @@
 """The data of the charts, reduced from a run's files in one pass over its records.
 
 The size of the page depends on the number of rows and cells, never on the number of requests. See
-harness.rundir.lines for how a long file is read.
+harness.rundir.records for how a long file is read.
 """
 
 import heapq
@@ -21,11 +21,20 @@ from harness.analysis.derive import Latencies, doubles
 from harness.analysis.summarize import places_of
 from harness.analysis.tally import Clock, is_counted
 from harness.columns import LIVE
-from harness.rundir.lines import Block, Lines, blocks_of, by_cell, in_file, reader, requests_in
 from harness.rundir.manifest import Run
-from harness.rundir.metrics import MetricsSample, read_samples
-from harness.rundir.records import ProcessMark, Request, read_marks
-from harness.rundir.telemetry import GpuSample, TelemetrySample, read_telemetry, serving
+from harness.rundir.records import (
+    Block,
+    Lines,
+    ProcessMark,
+    Request,
+    blocks_of,
+    by_cell,
+    in_file,
+    read_marks,
+    reader,
+    requests_in,
+)
+from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, read_metrics, read_telemetry, serving
 from harness.scenario.plan import plan
 
 FINE_S = 0.1  # width of a bin
@@ -318,7 +327,7 @@ def observe(folder: Path, run: Run) -> ChartData:
     for row in rows.values():
         for dots in (row.good, row.slow, row.failed):
             dots[:] = [structs.replace(dot, sent_s=dot.sent_s - zeros[dot.cell]) for dot in dots]
-    scraped, watched = read_samples(folder / "metrics.jsonl"), read_telemetry(folder / "telemetry.jsonl")
+    scraped, watched = read_metrics(folder / "metrics.jsonl"), read_telemetry(folder / "telemetry.jsonl")
     timelines = []
     for name in keys:
         if name in cells:

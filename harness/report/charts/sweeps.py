@@ -9,7 +9,7 @@ from harness import units
 from harness.report import words
 from harness.report.charts import COLOURS, NAME, Chart, Figure, axis, colour, plain, scatter, symbol
 from harness.rundir.manifest import Run
-from harness.scenario.scenario import Swept
+from harness.scenario import Swept
 from harness.summary import Row, Summary
 
 # What the chart of throughput over concurrency shows already.

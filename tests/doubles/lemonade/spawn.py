@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from harness.paths import ROOT
-from harness.serve.probe import free_port
+from harness.process import free_port
 
 
 class Spawned(msgspec.Struct, frozen=True):
