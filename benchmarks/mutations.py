@@ -184,7 +184,7 @@ MUTATIONS = [
     Mutation("load loss", "the last burst sends more than the planned requests",
              "number = max_slots if self._requests is None else max(0, min(max_slots, self._requests - first))",
              "number = max_slots if self._requests is None or first < self._requests else 0",
-             "workload users users"),
+             "workload users"),
     Mutation("load loss", "the end mark counts records that were not written",
              'self._added_in[stage] - self._pending * (stage == len(self._cells) - 1)', "self._added_in[stage]",
              "recorder full_disk"),

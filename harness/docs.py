@@ -53,7 +53,7 @@ def example_table() -> str:
 
 def server_names() -> str:
     names = ", ".join(f"`{name}`" for engine in engines() if not engine.gateway for name in engine.templates)
-    return f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md));\n"
+    return f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md)).\n"
 
 
 def server_pages() -> str:
@@ -139,10 +139,7 @@ MADE = {
     "README.md": {"table": example_table, "servers": server_names},
     "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},
-    "docs/doctor.md": {
-        "targets": lambda: f"\n{targets_table()}\n",
-        "findings": lambda: f"\n{findings_tables()}\n",
-    },
+    "docs/doctor.md": {"targets": lambda: f"\n{targets_table()}\n", "findings": lambda: f"\n{findings_tables()}\n"},
     "docs/run-directory.md": {"reasons": reasons_table},
 }
 

@@ -1,7 +1,9 @@
 """The sentence for each code of a Reason: the only place where reasons, notes, evidence and verdicts become text.
 
-An entry is a format string over the reason's values, or a function of them. `{n:#request}` is a number with its noun,
-`{yes:?one|other}` one of two texts, `[part|other]` the other text, or none, where a value of the part is missing.
+First how an entry is filled, then the tables, by what they are about, each after the functions that it needs; verdicts
+are last. An entry is a format string over the reason's values, or a function of them. `{n:#request}` is a number with
+its noun, `{yes:?one|other}` one of two texts, `[part|other]` the other text, or none, where a value of the part is
+missing; `_FORMATS` has the other formats.
 """
 
 import math
@@ -18,6 +20,7 @@ from harness.summary import ALPHA, MARGIN, MAX_REPEATS, POWER, LimitedBy, Reason
 from harness.units import GIB, count, duration, figures, gib
 
 OTHERWISE = "†"  # next to a number of a row that means something else than in the first row; a note says what
+Table = dict[str, str | Callable[..., str]]
 LIMIT_WORDS: dict[LimitedBy, str] = {
     "client": "load generator", "kv_cache": "KV cache", "queue": "queueing", "api": "API process", "prefill": "prefill",
     "decode": "decode",
@@ -63,7 +66,7 @@ def _template(entry: str) -> str:
     """A format string for readers: without formats, a choice in brackets."""
     entry = re.sub(r"\{\w+:\?([^}]*)\}", r"[\1]", entry)
     entry = re.sub(r"\{(\w+):#([^}|]*)\|?([^}]*)\}", lambda m: f"{{{m[1]}}} {m[3] or m[2] + 's'}", entry)
-    return re.sub(r"\{(\w+):[^}]*\}", r"{\1}", entry)
+    return re.sub(r"\{(\w+):[^}]*\}", r"{\1}", entry).replace("{{", "{").replace("}}", "}")
 
 
 class _Words(string.Formatter):
@@ -103,7 +106,19 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "reason": _inner,
     "limited": _limited,
     "metric": METRIC_WORDS.__getitem__,
+    "verdict": lambda verdict: _of_verdict(msgspec.convert(verdict, Verdict)),
+    "bound": lambda code: "least" if code == "below" else "most",
     "figures": figures,
+    "figures3": lambda value: figures(value, 3),
+    "percent": lambda share: f"{figures(100 * share)} %",
+    "changed": lambda change: f"{'rose' if change > 0 else 'fell'} by {figures(100 * abs(change))} %",
+    "faster": lambda ratio: f"{_percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}",
+    "factor": lambda ratio: _factor(ratio),
+    "longer": lambda ratio: f"{abs(100 * (ratio - 1)):.0f} % {'longer' if ratio > 1 else 'shorter'}",
+    "up": lambda value: f"{math.ceil(value):,}",
+    "users_up": lambda value: count(math.ceil(value), "user"),
+    "duration": duration,
+    "duration2": lambda seconds: duration(seconds) if seconds >= 10 else f"{seconds:.2g} s",
     "sha256": lambda files: ", ".join(f"{name} (sha256 {digest[:12]})" for name, digest in files.items()),
     "mark": lambda _: OTHERWISE,
     "counts": lambda numbers: ", ".join(f"{name} {number:,}" for name, number in numbers.items()),
@@ -122,7 +137,55 @@ def _listed(numbers: Sequence[int], total: int) -> str:
     return ", ".join(map(str, numbers)) + (" ..." if total > len(numbers) else "")
 
 
-# What ended or spoiled a run or a cell.
+# The run, and the settings of a sweep.
+
+
+def _unreadable_lines(file: str, lines: Sequence[int], total: int) -> str:
+    """Lines of a file that cannot be read: the first of them, and how many."""
+    return f"{file}: {count(total, 'line')} cannot be read (line {_listed(lines, total)})"
+
+
+def _resumed(times: int, at: Sequence[float], again: int, attempts: Sequence[str] = ()) -> str:
+    """The run was resumed: how often, when, and where the records of earlier attempts are."""
+    when = ", ".join(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(moment)) for moment in at[-3:])
+    text = f"the run was resumed {count(times, 'time')} ({'last: ' if times > 3 else ''}{when}); "
+    text += f"{count(again, 'incomplete or invalid cell was', 'incomplete or invalid cells were')} measured again"
+    kept = attempts[0] if len(attempts) == 1 else "attempts"
+    return f"{text}, the earlier attempts are in {kept}" if attempts else text
+
+
+_RUN: Table = {
+    "text": "{text}",  # of older versions, whose reasons were sentences
+    "run_error": "{error}",
+    "setting_not_started": "did not start: [{cause}; to solve it: {fix}|{error}]",
+    "setting_died": "{death:reason}[; to solve it: {fix}]",
+    "setting_not_applied": "the sweep asks for {key} {asked}, and the server runs with {ran}",
+    "setting_failed": "{row} failed: {why:reason}",
+    "drift": "drift: the first cell of a server start was {ratio:faster} (95 % interval {low:factor} to {high:factor} "
+    "times as fast, {starts:#start}) when it was repeated at its end. Rows that were measured early and late in a "
+    "start differ by more than their settings; look at heat, and at other programs",
+    "no_drift": "no drift: the first cell of a server start was {ratio:faster} (95 % interval {low:factor} to "
+    "{high:factor} times as fast, {starts:#start}) when it was repeated at its end",
+    "settings_failed": "every setting of the sweep failed",
+    "interrupted": "interrupted before all cells had run",
+    "interrupted_at_end": "interrupted at the end",
+    "live_load": "a live load, changed by hand, has no verdicts",
+    "run_status": "it is {status}",
+    "manifest_invalid": "its manifest says so",
+    "cells_missing": "only {ran} of {planned} planned cells ran",
+    "unreadable_lines": _unreadable_lines,
+    "unknown_cell": "requests.jsonl: {records:#record} of the cell '{unknown}', which is not in the plan",
+    "resumed": _resumed,
+    "budget": "budget of {seconds:duration}: {decided} of {verdicts:#verdict} decided[; p-values and intervals allow "
+    "for {looks:#look} at the data]",
+    "budget_unmeasured": "the budget was spent before these rows were measured: {rows:list}",
+    "budget_open": "open after the budget: {rows:list}[; about {needed} repeats a side would probably decide|]",
+    "hours_apart": "up to {hours:.1f} hours lie between cells of this run: what changed on the machine meanwhile "
+    "widens the intervals, and rows whose repeats are not interleaved across such a pause have no verdict",
+}
+
+
+# What ended or spoiled a cell.
 
 
 def _server_death(
@@ -159,6 +222,9 @@ def _server_log(line: str, failure: str | None = None, number: int | None = None
     return f"{where}: {shown or 'nothing'}; to solve it: {fix}"
 
 
+_LOADED_AGAIN = "the model was loaded again, and requests may have been sent twice without a trace"
+
+
 def _backend_restarted(
     server: str, before: int | None, now: int | None, options: str = "", options_before: str = ""
 ) -> str:
@@ -168,14 +234,6 @@ def _backend_restarted(
         f"{server} restarted its backend during the load (process {before}, then {now}): "
         f"{_LOADED_AGAIN}{other if options != options_before else ''}"
     )
-
-
-_LOADED_AGAIN = "the model was loaded again, and requests may have been sent twice without a trace"
-
-
-def _unreadable_lines(file: str, lines: Sequence[int], total: int) -> str:
-    """Lines of a file that cannot be read: the first of them, and how many."""
-    return f"{file}: {count(total, 'line')} cannot be read (line {_listed(lines, total)})"
 
 
 def _processes_killed(processes: Sequence[str], going_on: bool = False, remote: bool = False) -> str:
@@ -201,6 +259,11 @@ def _never_sent(never_sent: int, planned: int, what: str, why: str, users: int, 
         "busy": f"all users were busy until the end; {_more_users(users, processes)}",
     }[why]
     return f"{never_sent:,} of the {planned:,} {what} that were due in the measured time were never sent: {because}"
+
+
+def _more_users(users: int, processes: int) -> str:
+    """Raise the number of users or processes."""
+    return f"raise 'users' ({users:,}), the maximum number in flight, or 'processes' ({processes})"
 
 
 def _resent(resent: int, sent: int, within_s: float, max_share: float | None = None) -> str:
@@ -233,13 +296,69 @@ def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_s
     )
 
 
-def _value_out_of_bounds(field: str, requests: int, code: str, limit: int, got: str) -> str:
-    """A count in the server's answers that is not possible."""
-    bound = "least" if code == "below" else "most"
-    return (
-        f"{field} of the server's answers is not possible in {count(requests, 'request')}: it must be at {bound} "
-        f"{limit:,} (got {got})"
-    )
+_CELL: Table = {
+    # While it ran:
+    "server_death": _server_death,
+    "server_died": _server_died,
+    "server_unreachable": _server_unreachable,
+    "server_log": _server_log,
+    "generator_exit": "the load generator ended with exit code {exit_code}[; its log has {exception}]",
+    "generator_stuck": "no request was recorded for {seconds:g} s while users raised {exception}",
+    "generator_silent": "no request ended for {seconds:.0f} s although each may take {timeout_s:g} s",
+    "process_killed": "the load was stopped because a load process was killed",
+    "mix_ended": "the load was stopped together with the others of its mix",
+    "out_of_time": "the budget of the run was spent before the cell had ended",
+    "scenario_mistake": "the load was ended because the first {requests} requests all failed because of a "
+    "scenario error: {cause}; to solve it: {fix}",
+    "backend_reset": "{server}'s watchdog reset the backend during the load[ ({reason})]: " + _LOADED_AGAIN,
+    "backend_restarted": _backend_restarted,
+    "backend_lost": "after the load {server} did not have the model any more: its backend died or was unloaded",
+    "orphan_memory": "{name} used GPU memory next to the server",
+    # By its files:
+    "not_run": "it has not run",
+    "not_reached": "it was not reached: the load ended before its turn",
+    "going_on": "it has not ended",
+    "not_ended": "it did not complete",
+    "mix_apart": "its loads were measured at the same time for {together_s:.1f} of {asked_s:.1f} s; at least "
+    "{min_share:.0%} is needed[: a 'duration_s' of {enough_s} s or more would do, since what passes until all are "
+    "measured does not grow with it]",
+    "out_of_memory": "the server was killed because memory ran out",
+    "server_exit": "the server died with exit code {exit_code}",
+    "server_restarted": "the server was restarted {times:#time}",
+    "counters_restarted": "the server was restarted: its counters restarted at 0",
+    "memory_in_use": "{used_bytes:gib_number} of {total_bytes:gib} of the memory of {gpu} were in use before the "
+    "server started; at most {max_share:.0%} is allowed",
+    "processes_missing": "{started} of {planned:#load process|load processes} started",
+    "processes_killed": _processes_killed,
+    "records_lost": "load process {process} sent {sent:#request} and the file has {found:#record}",
+    "records_unwritten": "load process {process} wrote {recorded:#record} and the file has {found:,}",
+    "request_repeated": _request_repeated,
+    "mark_repeated": "processes.jsonl: load process {process} has {marks:,} {event} marks",
+    "times_contradict": "requests.jsonl: the times of {answers:#answer} contradict each other (chunks that go back in "
+    "time, end after their answer or are missing)",
+    "stopped_early": "load process {process} was stopped (SIGTERM or SIGINT) {left_s:.1f} s before the end of the "
+    "{asked_s:g} s to measure; run again",
+    "users_gone": "{gone:#user} of {users:,} ended before the load did (an exception, or StopUser in the "
+    "locustfile): the log of the load generator says more",
+    "users_missing": "{came:,} of {users:#user} had started at the end of the measured time",
+    "requests_missing": "{planned:,} measured requests were planned and {sent:,} were sent",
+    "never_sent": _never_sent,
+    "work_unfinished": "{requests:#request} of the planned work did not finish",
+    "error_rate": "{failed:,} of {sent:#request} failed ({kinds:counts}): an error rate of {rate:.2%}, and at most "
+    "{max_rate:.2%} is allowed",
+    "resent": _resent,
+    "none_succeeded": "no measured request succeeded",
+    "wrong_length": _wrong_length,
+    "prompt_lengths": "{otherwise:,} of {prompts:,} prompts do not have the exact length that was asked for "
+    "(beyond the {added:,} tokens that were added to most of them): the tokenizer is not the server's",
+    "tokens_differ": _tokens_differ,
+    "value_out_of_bounds": "{field} of the server's answers is not possible in {requests:#request}: it must be at "
+    "{code:bound} {limit:,} (got {got})",
+    "value_of_other_type": "{field} of the server's answers is not possible in {requests:#request}: it has a value of "
+    "another type ({got}), and counts as missing",
+    "gpu_throttled": "the GPU {gpu} was throttled by heat (or PROCHOT) during {heat_s:.1f} of {window_s:.1f} s; "
+    "{invalid:?at most|up to} {max_share:.0%} is allowed",
+}
 
 
 # The load generator's own limits.
@@ -268,12 +387,26 @@ def _client_read_clock(
     )
 
 
-def _more_users(users: int, processes: int) -> str:
-    """Raise the number of users or processes."""
-    return f"raise 'users' ({users:,}), the maximum number in flight, or 'processes' ({processes})"
+_CLIENT: Table = {
+    "client_cpu": "client-limited: load process {process} used {share:.0%} of a core, more than {max_share:.0%}; "
+    "{remedy:reason}",
+    "client_send_lag": "client-limited: half of the requests were sent {lag_s:ms.1} or more behind schedule; at most "
+    "{max_s:ms.0} is allowed[; {remedy:reason}]",
+    "client_shared_reads": _client_shared_reads,
+    "client_read_clock": _client_read_clock,
+    "client_loop_lag": "{numbers:limited}timers of a load process fired {lag_s:ms.1} late on average, {share:.1%} of "
+    "the time that a request took; at most {max_s:ms.1} is allowed; {remedy:reason}",
+    "remedy_run_again": "a load process was killed: run again",
+    "remedy_free_core": "other processes used its core during {share:.0%} of the time: "
+    "stop them, or send from another machine",
+    "remedy_paused": "load process {process} was paused for {seconds:.1f} s (stopped, or its machine slept or "
+    "swapped): run again",
+    "remedy_processes": "use more 'processes' ({processes}) or machines (--workers), or fewer streams at once",
+    "remedy_users": _more_users,
+}
 
 
-# Notes.
+# Notes on a cell or a run.
 
 
 def _listen_queue(retried: int, overflows: int, open_loop: bool) -> str:
@@ -302,21 +435,6 @@ def _unfinished(requests: int, drain_s: float | None = None) -> str:
     return f"{count(requests, 'request')} did not finish {when}: latencies lack the longest"
 
 
-def _budget(seconds: float, decided: int, verdicts: int, looks: int) -> str:
-    """What the time of `harness run --budget` gave, and how many looks at the verdicts the tests allow for."""
-    text = f"budget of {duration(seconds)}: {decided} of {count(verdicts, 'verdict')} decided"
-    return f"{text}; p-values and intervals allow for {count(looks, 'look')} at the data" if looks else text
-
-
-def _resumed(times: int, at: Sequence[float], again: int, attempts: Sequence[str] = ()) -> str:
-    """The run was resumed: how often, when, and where the records of earlier attempts are."""
-    when = ", ".join(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(moment)) for moment in at[-3:])
-    text = f"the run was resumed {count(times, 'time')} ({'last: ' if times > 3 else ''}{when}); "
-    text += f"{count(again, 'incomplete or invalid cell was', 'incomplete or invalid cells were')} measured again"
-    kept = attempts[0] if len(attempts) == 1 else "attempts"
-    return f"{text}, the earlier attempts are in {kept}" if attempts else text
-
-
 def _no_token_counter(cells: int, of: int) -> str:
     """The server has no token counter, so the client's count was not checked."""
     where = "" if cells == of else f" in {cells} of {of} cells"
@@ -342,7 +460,75 @@ def _share(counts: Sequence[int]) -> str:
     return f"{counts[0]:,} of {counts[1]:,} ({counts[0] / counts[1]:.1%})"
 
 
-# Why two sides have no ratio, and how verdicts were reached.
+_NOTES: Table = {
+    "clocks_joined": "{machines} machines sent the load, their clocks joined to {error_ms:.1f} ms: wall time and "
+    "rates may be off by so much, latencies are not",
+    "load_retried": "{server} needed two attempts to load the model; its log has the reason of the first",
+    "host_access": "the scenario lets its container reach this machine: {exposures}",
+    "own_queue": "up to {in_flight:,} requests were in flight, and [{server}|the server] serves {at_once} at once: "
+    "above that the numbers include its own queue",
+    "telemetry_gap": "no telemetry sample for {gap_s:.1f} s of the measured time (reading its files took up "
+    "to {took_s:.1f} s): the energy is not known",
+    "energy_differs": "the energy is {power_j:,.0f} J by the power readings and {counter_j:,.0f} J by the GPUs' own "
+    "counters: they differ by more than {max_share:.0%}",
+    "host_cpu_full": "the host's CPU was up to {share:.0%} busy in {cells:#run}, which does not make them INVALID[: "
+    "the busiest load process used {client:.0%} of one core ({max_share:.0%} is allowed), so the server or another "
+    "program used the rest]",
+    "shared_reads_unclear": "{share:.1%} of the chunks arrived together with a later one (the server or a proxy sends "
+    "several at once, or the load generator was late[; at a chunk each {chunk_s:ms} it cannot be decided]): their "
+    "times are upper bounds",
+    "shared_reads_server": "{share:.1%} of the chunks arrived together with a later one and were read in good time: "
+    "the server, or what is before it, sends several at once",
+    "read_clock": "the chunk times of {answers:,} of {requests:#request} are those of the read, not of the kernel",
+    "connections_opened": "{opened:,} of {requests:#request} opened a connection of their own, which took {mean_s:ms} "
+    "on average and {max_s:ms} at most: no latency has it, wall time and rates do",
+    "listen_queue": _listen_queue,
+    "retry_after": "after {requests:#request} the server asked for a wait (Retry-After), {total_s:,.1f} s in total: "
+    "{open_loop:?only continued conversations waited, the schedule did not|their users waited as long as asked, or "
+    "until the load ended}; no latency has it, wall time and rates do",
+    "tokens_unknown": "the server did not report the tokens of {answers:,} of {requests:#request}: tok/s is not known",
+    "tokens_too_few": "the server counted fewer tokens than it sent pieces of text in {answers:#answer} of "
+    "{requests:,}: its count, and every rate that uses it, is too low",
+    "reasoning_share": "{share:.0%} of the {tokens:,} output tokens were reasoning",
+    "tool_calls": "{answers:#answer} held {calls:#tool call}, {valid:,} of them valid; steps without one went on as "
+    "planned",
+    "abandoned": "{requests:#request was abandoned by its user|requests were abandoned by their users}: no latency has "
+    "them",
+    "unfinished": _unfinished,
+    "steady": "the server was steady after [{seconds:.1f} s|its bound] and {requests:#warm-up request}",
+    "not_steady": "the server was NOT steady after [{seconds:.1f} s|its bound] and {requests:#warm-up request}, the "
+    "bound of the warm-up (max_s, max_requests): the measured numbers may still drift",
+    "no_token_counter": _no_token_counter,
+    "stages_unchecked": "a server's token counter is that of all stages together: no stage's count was checked "
+    "against it",
+    "imported": "imported from {tool} [{version}|of unknown version]: {files:sha256}",
+    "runs_unchecked": "NOT CHECKED: nothing shows whether the load generator kept up and the server stayed up in the "
+    "imported {runs:list}",
+    "import_unknown": "not known: {fields:list}[ of {rows:list}]: {why}",
+    "import_defined": "[{other:mark} ]defined otherwise: {field}[ of {rows:list}]: {meaning}",
+    "import_file_missing": "{file} was not next to the file: {unknown} are not known",
+    "import_file_time": "the file has no time of day; its writing time is used as the end of the run",
+    "import_time_zone": "the file's `date` has no time zone; it is taken for UTC",
+    "import_local_time": "the file's `timestamp` is local time though it ends in Z; it is taken for UTC",
+    "import_failed_end": "when a failed request ended is not in the file; it is taken to have ended with its last "
+    "event",
+    "import_one_user": "one request at a time: says nothing of several users",
+    "over_ssh": "{server}: the load went through an ssh tunnel (over_ssh), which adds to every latency. To measure "
+    "without it: publish the port on an address of the server's machine, or run the harness there",
+    "left_to_engine": "{server}: {key} was left to the engine, which does not say what it took; it depends on the "
+    "memory of the device, so set it where machines are compared",
+    "memory_share": "({free_bytes:gib2} free - {reserve_bytes:gib2} reserve) / {total_bytes:gib2} total = {share:.4f}, "
+    "down to hundredths[, at most {max_share:g} (the engine's default)]",
+    "memory_share_of_host": "({available_bytes:gib2} available on the host - {kept_bytes:gib2} left to it) / "
+    "{total_bytes:gib2} total = {share:.4f}, down to hundredths[, at most {max_share:g} (the engine's default)]",
+    "kv_cache_sizes": "[{server}: ]KV caches of different sizes (tokens): {sizes:counts}. The larger one holds more "
+    "requests at once, whatever else differs; set kv_cache_gib or gpu_memory_utilization so that they are equal, "
+    "or compare just that",
+    "answers_differ": _answers_differ,
+}
+
+
+# Why two sides have no ratio, and how far equal runs differ.
 
 
 def _noise_measured(machine: str, runs: int, server: str, first_day: str, last_day: str) -> str:
@@ -351,29 +537,28 @@ def _noise_measured(machine: str, runs: int, server: str, first_day: str, last_d
     return f"A/A on {machine}, {runs} runs of '{server}', {when}"
 
 
-# The cells of a sweep that are repeated.
+_COMPARISON: Table = {
+    "row_not_valid": "{row} has a cell that is not valid ({why:reason})",
+    "other_work": "one makes text and the other embeddings, which have no output tokens",
+    "number_unknown": "the {metric:metric} of {row} is not known: {why}",
+    "definitions_differ": "the definitions of '{field}' differ, so no ratio is given. {row}: {meaning}. {other}: "
+    "{other_meaning}",
+    "too_few_requests": "a {metric:metric} needs {needed} successful requests in each repeat",
+    "client_limited": "client-side bottleneck: the load generator limited the {metric:metric} of {names:and}; the "
+    "cause and the remedy are listed with the validity of the run",
+    "run_invalid": "this run is INVALID",
+    "definitions_of_runs": "runs whose definitions of '{field}' differ[ in the row {row}] are not compared: {run} and "
+    "{other}",
+    "runs_differ": "runs that differ in '{key}' are not compared: {value} in {run}, {other_value} in {other}[ "
+    "(and {more} more)]",
+    "about_equal": "the runs do not differ in '{about}', which the comparison is about",
+    "noise_not_measured": "not measured",
+    "noise_unknown": "not measured for {scenario} on {machine}[; what is stored is of another {other}]",
+    "noise_measured": _noise_measured,
+}
 
 
-def _drifted(starts: int, ratio: float, low: float, high: float) -> str:
-    change = f"{_percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}"
-    return f"{change} (95 % interval {_factor(low)} to {_factor(high)} times as fast, {count(starts, 'start')})"
-
-
-def _drift(**values: Any) -> str:
-    """The first cell of each server start of a sweep was slower or faster when it was repeated at its end."""
-    return (
-        f"drift: the first cell of a server start was {_drifted(**values)} when it was repeated at its end. Rows that "
-        "were measured early and late in a start differ by more than their settings; look at heat, and at other "
-        "programs"
-    )
-
-
-def _no_drift(**values: Any) -> str:
-    """The first cell of each server start of a sweep was as fast when it was repeated at its end."""
-    return f"no drift: the first cell of a server start was {_drifted(**values)} when it was repeated at its end"
-
-
-# A prediction of `harness plan`.
+# What a capacity search found.
 
 
 def amount_words(amount: float, unit: str, load: str | None = None) -> str:
@@ -467,109 +652,77 @@ def _capacity_died(loads: Sequence[Mapping[str, Any]]) -> str:
     return f"the server died at {' and '.join(amount_words(**load) for load in loads)}, which counts as not held"
 
 
-def _capacity_knee(
-    level: int, low: int, high: int, peak_level: int, peak_tok_s: float, hurts_from: int | None = None, **_: Any
-) -> str:
-    """Where more concurrency stops paying, and where it hurts."""
-    hurts = "" if hurts_from is None else f"; from {hurts_from:,} users on more users make it slower"
-    return (
-        f"more concurrency stops paying at {level:,} users, 95 % interval {low:,} to {high:,} (90 % of the best "
-        f"{figures(peak_tok_s, 3)} tok/s){hurts}"
-    )
+_CAPACITY: Table = {
+    "capacity_found": _capacity_found,
+    "capacity_more_than": _capacity_more_than,
+    "capacity_none": _capacity_none,
+    "capacity_unresolved": _capacity_unresolved,
+    "capacity_frontier": _capacity_frontier,
+    "capacity_knee_knee": "more concurrency stops paying at {level:,} users, 95 % interval {low:,} to {high:,} (90 % "
+    "of the best {peak_tok_s:figures3} tok/s)[; from {hurts_from:,} users on more users make it slower]",
+    "capacity_knee_none": "no knee in range: throughput still rises at {max:,} users, the maximum asked for",
+    "capacity_knee_unclear": "where more concurrency stops paying is unresolved: [not below {low:,} users, and ]the "
+    "best measured level is {peak_level:,} users with {peak_tok_s:figures3} tok/s; a longer --budget can decide",
+    "capacity_knee_drift": "the throughput of an early level was {ratio:.2f} times as high at the end: the machine "
+    "drifted, so the answer mixes both states",
+    "capacity_drift": "answers of the first level took {ratio:longer} at the end than at the start (95 % interval of "
+    "the ratio {low:.2f} to {high:.2f}): the machine drifted, so the answer mixes both states",
+    "crossing_from": "{side} gives more tok/s than {base} from {level:users_up}, 95 % interval {low:up} to {high:up}; "
+    "with fewer, {base} does",
+    "crossing_until": "{side} gives more tok/s than {base} below {level:users_up}, 95 % interval {low:up} to "
+    "{high:up}; from there on {base} does",
+    "crossing_always": "{side} gives more tok/s than {base} at all levels measured, {first:,} to {last:,} users",
+    "crossing_never": "{base} gives more tok/s than {side} at all levels measured, {first:,} to {last:,} users",
+    "crossing_cannot_tell": "whether {side} or {base} gives more tok/s is inconclusive at the levels measured",
+    "capacity_not_started": "the server did not start: {error}",
+    "capacity_died": _capacity_died,
+    "capacity_budget": "the budget of {budget_s:.0f} s was spent before the answer was known; a longer --budget can "
+    "find it, or --max-users where the first probes have too many",
+}
 
 
-def _capacity_knee_unclear(peak_level: int, peak_tok_s: float, low: int | None = None, **_: Any) -> str:
-    """The evidence leaves open whether there is a knee in range."""
-    known = "" if low is None else f"not below {low:,} users, and "
-    return (
-        f"where more concurrency stops paying is unresolved: {known}the best measured level is {peak_level:,} users "
-        f"with {figures(peak_tok_s, 3)} tok/s; a longer --budget can decide"
-    )
+# A prediction of `harness plan`.
 
-
-def _crossing(side: str, base: str, word: str, level: float, low: float, high: float) -> str:
-    users = count(math.ceil(level), "user")
-    interval = f"95 % interval {math.ceil(low):,} to {math.ceil(high):,}"
-    return f"{side} gives more tok/s than {base} {word} {users}, {interval}"
-
-
-def _crossing_from(side: str, base: str, level: float, low: float, high: float, **_: Any) -> str:
-    """From how many users on one server has more throughput than another."""
-    return f"{_crossing(side, base, 'from', level, low, high)}; with fewer, {base} does"
-
-
-def _crossing_until(side: str, base: str, level: float, low: float, high: float, **_: Any) -> str:
-    """Below how many users one server has more throughput than another."""
-    return f"{_crossing(side, base, 'below', level, low, high)}; from there on {base} does"
-
-
-def _capacity_drift(ratio: float, low: float, high: float) -> str:
-    """The machine or the server changed while it was measured."""
-    change = "longer" if ratio > 1 else "shorter"
-    return (
-        f"answers of the first level took {abs(100 * (ratio - 1)):.0f} % {change} at the end than at the start (95 % "
-        f"interval of the ratio {low:.2f} to {high:.2f}): the machine drifted, so the answer mixes both states"
-    )
-
-
-def _plan_invalid(why: Mapping[str, Any]) -> str:
-    """A cell of the row is not valid."""
-    return f"a cell of it is not valid ({_inner(why)})"
-
-
-def _plan_too_short(needed_s: float | None) -> str:
-    """The measured time is too short for an interval."""
-    if needed_s is None:
-        return "too few requests to measure a rate; run more requests"
-    needed = duration(needed_s) if needed_s >= 10 else f"{needed_s:.2g} s"
-    return (
-        f"measured for too short a time to know how the rate varies; each repeat needs {needed} or more "
-        "(20 times the p95 latency), or run 3 or more repeats"
-    )
-
-
-def _plan_trend(change: float) -> str:
-    """The rate changed too much during the measured time."""
-    return (
-        f"its rate {_changed(change)} during the measured time, so no steady rate is known (heat, or too short a "
-        "warm-up); measure longer, after `warmup: {until: steady}`"
-    )
-
-
-def _plan_widened(change: float) -> str:
-    """The rate changed during the measured time, and the interval is wider by as much."""
-    return f"its rate {_changed(change)} during the measured time; the interval is wider by as much on both sides"
-
-
-def _changed(change: float) -> str:
-    return f"{'rose' if change > 0 else 'fell'} by {_percent_of(abs(change))}"
-
-
-def _plan_lengths_unidentified(error: float | None) -> str:
-    """The run does not show what a prompt token and an output token cost."""
-    known = "" if error is None else f" (standard error of the factor: {_percent_of(error)})"
-    return (
-        f"its lengths vary too little to know the cost of a prompt token and of an output token{known}; measure with "
-        "lengths that vary, such as the items themselves (prompts: {kind: file}), or more requests"
-    )
-
-
-def _plan_lengths_outside(which: str, mean: float, low: float, high: float) -> str:
-    """The mean length of the items is outside the lengths of the run."""
-    return (
-        f"the items have {figures(mean, 3)} {which} tokens on average and the run measured {figures(low, 3)} to "
-        f"{figures(high, 3)}; measure with items of those lengths"
-    )
-
-
-def _plan_power(package: bool) -> str:
-    """Whose power the energy is."""
-    what = "the package with its CPU (APU)" if package else "the GPUs that served"
-    return f"energy and cost are of {what} alone, not of the whole machine at the wall"
-
-
-def _percent_of(share: float) -> str:
-    return f"{figures(100 * share)} %"
+_PLAN: Table = {
+    # Why a row has no prediction:
+    "plan_invalid": "a cell of it is not valid ({why:reason})",
+    "plan_no_records": "imported: there are no records of its requests",
+    "plan_not_items": "a request of user `{user}` is not one item; measure a batch load",
+    "plan_open_loop": "a schedule decides its rate, not the machine; measure a load without arrivals or trace",
+    "plan_mixed": "it is part of a mix or a stage, so its rate is that of a part; measure the load alone",
+    "plan_client_limited": "the load generator was the limit of its rate",
+    "plan_too_short": "[measured for too short a time to know how the rate varies; each repeat needs "
+    "{needed_s:duration2} or more (20 times the p95 latency), or run 3 or more repeats|too few requests to measure a "
+    "rate; run more requests]",
+    "plan_stalled": "no request made progress during a part of the measured time",
+    "plan_trend": "its rate {change:changed} during the measured time, so no steady rate is known (heat, or too short "
+    "a warm-up); measure longer, after `warmup: {{until: steady}}`",
+    "plan_lengths_bursts": "a burst waits for its slowest answer, which other lengths change in a way that is not "
+    "measured; measure with in_flight instead of batch_size",
+    "plan_lengths_unknown": "the server did not report the tokens of all requests",
+    "plan_lengths_outside": "the items have {mean:figures3} {which} tokens on average and the run measured "
+    "{low:figures3} to {high:figures3}; measure with items of those lengths",
+    "plan_lengths_unidentified": "its lengths vary too little to know the cost of a prompt token and of an output "
+    "token[ (standard error of the factor: {error:percent})]; measure with lengths that vary, such as the items "
+    "themselves (prompts: {{kind: file}}), or more requests",
+    # Notes on one:
+    "plan_no_blocks": "the measured time is too short to see a trend; the interval is that of the {repeats} repeats",
+    "plan_widened": "its rate {change:changed} during the measured time; the interval is wider by as much on both "
+    "sides",
+    "plan_runs_unknown": "run-to-run variation is unknown (one repeat, no stored noise): a standard deviation of "
+    "{sd:.0%} is assumed; `harness noise SCENARIO --runs 5 --every 60`, or more repeats, measure it",
+    "plan_repeats_only": "run-to-run variation is that of {repeats} repeats of one run; other days can differ more "
+    "(`harness noise` measures it)",
+    # What all of them assume:
+    "plan_same_lengths": "the items have the lengths of the run's requests",
+    "plan_given_lengths": "the items have the lengths of the {rows:,} rows of the file",
+    "plan_same_server": "same machine, server, model, settings and load; one start of the server, and no failure",
+    "plan_alone": "nothing else uses the machine",
+    "plan_steady": "the measured rate holds for the whole job; its warm-up takes no extra time",
+    "plan_power": "energy and cost are of {package:?the package with its CPU (APU)|the GPUs that served} alone, not "
+    "of the whole machine at the wall",
+    "plan_no_power": "no power was measured, so energy and cost are not known",
+}
 
 
 # The evidence of checks.
@@ -627,249 +780,7 @@ def _latency_missing(latency: str, needed: int, there: int | None = None, only: 
     return f"needs {needed:,} successful requests that have {one}; {found}{whose}"
 
 
-def _no_verdict(verdict: Mapping[str, Any]) -> str:
-    """The verdict has no ratio."""
-    found = msgspec.convert(verdict, Verdict)
-    return f"{found.word}: {verdict_text(found)}"
-
-
-SENTENCES: dict[str, str | Callable[..., str]] = {
-    "text": "{text}",  # of older versions, whose reasons were sentences
-    # The run.
-    "run_error": "{error}",
-    # Settings of a sweep that failed: the result of their rows.
-    "setting_not_started": "did not start: [{cause}; to solve it: {fix}|{error}]",
-    "setting_died": "{death:reason}[; to solve it: {fix}]",
-    "setting_not_applied": "the sweep asks for {key} {asked}, and the server runs with {ran}",
-    "setting_failed": "{row} failed: {why:reason}",
-    "drift": _drift,
-    "no_drift": _no_drift,
-    "settings_failed": "every setting of the sweep failed",
-    "interrupted": "interrupted before all cells had run",
-    "interrupted_at_end": "interrupted at the end",
-    "live_load": "a live load, changed by hand, has no verdicts",
-    "run_status": "it is {status}",
-    "manifest_invalid": "its manifest says so",
-    "cells_missing": "only {ran} of {planned} planned cells ran",
-    "unreadable_lines": _unreadable_lines,
-    "unknown_cell": "requests.jsonl: {records:#record} of the cell '{unknown}', which is not in the plan",
-    # A cell, while it ran.
-    "server_death": _server_death,
-    "server_died": _server_died,
-    "server_unreachable": _server_unreachable,
-    "server_log": _server_log,
-    "generator_exit": "the load generator ended with exit code {exit_code}[; its log has {exception}]",
-    "generator_stuck": "no request was recorded for {seconds:g} s while users raised {exception}",
-    "generator_silent": "no request ended for {seconds:.0f} s although each may take {timeout_s:g} s",
-    "process_killed": "the load was stopped because a load process was killed",
-    "mix_ended": "the load was stopped together with the others of its mix",
-    "out_of_time": "the budget of the run was spent before the cell had ended",
-    "scenario_mistake": "the load was ended because the first {requests} requests all failed because of a "
-    "scenario error: {cause}; to solve it: {fix}",
-    "backend_reset": "{server}'s watchdog reset the backend during the load[ ({reason})]: " + _LOADED_AGAIN,
-    "backend_restarted": _backend_restarted,
-    "backend_lost": "after the load {server} did not have the model any more: its backend died or was unloaded",
-    "orphan_memory": "{name} used GPU memory next to the server",
-    # A cell, by its files.
-    "not_run": "it has not run",
-    "not_reached": "it was not reached: the load ended before its turn",
-    "going_on": "it has not ended",
-    "not_ended": "it did not complete",
-    "mix_apart": "its loads were measured at the same time for {together_s:.1f} of {asked_s:.1f} s; at least "
-    "{min_share:.0%} is needed[: a 'duration_s' of {enough_s} s or more would do, since what passes until all are "
-    "measured does not grow with it]",
-    "out_of_memory": "the server was killed because memory ran out",
-    "server_exit": "the server died with exit code {exit_code}",
-    "server_restarted": "the server was restarted {times:#time}",
-    "counters_restarted": "the server was restarted: its counters restarted at 0",
-    "memory_in_use": "{used_bytes:gib_number} of {total_bytes:gib} of the memory of {gpu} were in use before the "
-    "server started; at most {max_share:.0%} is allowed",
-    "processes_missing": "{started} of {planned:#load process|load processes} started",
-    "processes_killed": _processes_killed,
-    "records_lost": "load process {process} sent {sent:#request} and the file has {found:#record}",
-    "records_unwritten": "load process {process} wrote {recorded:#record} and the file has {found:,}",
-    "request_repeated": _request_repeated,
-    "mark_repeated": "processes.jsonl: load process {process} has {marks:,} {event} marks",
-    "times_contradict": "requests.jsonl: the times of {answers:#answer} contradict each other (chunks that go back in "
-    "time, end after their answer or are missing)",
-    "stopped_early": "load process {process} was stopped (SIGTERM or SIGINT) {left_s:.1f} s before the end of the "
-    "{asked_s:g} s to measure; run again",
-    "users_gone": "{gone:#user} of {users:,} ended before the load did (an exception, or StopUser in the "
-    "locustfile): the log of the load generator says more",
-    "users_missing": "{came:,} of {users:#user} had started at the end of the measured time",
-    "requests_missing": "{planned:,} measured requests were planned and {sent:,} were sent",
-    "never_sent": _never_sent,
-    "work_unfinished": "{requests:#request} of the planned work did not finish",
-    "error_rate": "{failed:,} of {sent:#request} failed ({kinds:counts}): an error rate of {rate:.2%}, and at most "
-    "{max_rate:.2%} is allowed",
-    "resent": _resent,
-    "none_succeeded": "no measured request succeeded",
-    "wrong_length": _wrong_length,
-    "prompt_lengths": "{otherwise:,} of {prompts:,} prompts do not have the exact length that was asked for "
-    "(beyond the {added:,} tokens that were added to most of them): the tokenizer is not the server's",
-    "tokens_differ": _tokens_differ,
-    "value_out_of_bounds": _value_out_of_bounds,
-    "value_of_other_type": "{field} of the server's answers is not possible in {requests:#request}: it has a value of "
-    "another type ({got}), and counts as missing",
-    "gpu_throttled": "the GPU {gpu} was throttled by heat (or PROCHOT) during {heat_s:.1f} of {window_s:.1f} s; "
-    "{invalid:?at most|up to} {max_share:.0%} is allowed",
-    # The load generator was the limit.
-    "client_cpu": "client-limited: load process {process} used {share:.0%} of a core, more than {max_share:.0%}; "
-    "{remedy:reason}",
-    "client_send_lag": "client-limited: half of the requests were sent {lag_s:ms.1} or more behind schedule; at most "
-    "{max_s:ms.0} is allowed[; {remedy:reason}]",
-    "client_shared_reads": _client_shared_reads,
-    "client_read_clock": _client_read_clock,
-    "client_loop_lag": "{numbers:limited}timers of a load process fired {lag_s:ms.1} late on average, {share:.1%} of "
-    "the time that a request took; at most {max_s:ms.1} is allowed; {remedy:reason}",
-    "remedy_run_again": "a load process was killed: run again",
-    "remedy_free_core": "other processes used its core during {share:.0%} of the time: "
-    "stop them, or send from another machine",
-    "remedy_paused": "load process {process} was paused for {seconds:.1f} s (stopped, or its machine slept or "
-    "swapped): run again",
-    "remedy_processes": "use more 'processes' ({processes}) or machines (--workers), or fewer streams at once",
-    "remedy_users": _more_users,
-    # Notes on a cell.
-    "clocks_joined": "{machines} machines sent the load, their clocks joined to {error_ms:.1f} ms: wall time and "
-    "rates may be off by so much, latencies are not",
-    "load_retried": "{server} needed two attempts to load the model; its log has the reason of the first",
-    "host_access": "the scenario lets its container reach this machine: {exposures}",
-    "own_queue": "up to {in_flight:,} requests were in flight, and [{server}|the server] serves {at_once} at once: "
-    "above that the numbers include its own queue",
-    "telemetry_gap": "no telemetry sample for {gap_s:.1f} s of the measured time (reading its files took up "
-    "to {took_s:.1f} s): the energy is not known",
-    "energy_differs": "the energy is {power_j:,.0f} J by the power readings and {counter_j:,.0f} J by the GPUs' own "
-    "counters: they differ by more than {max_share:.0%}",
-    "host_cpu_full": "the host's CPU was up to {share:.0%} busy in {cells:#run}, which does not make them INVALID[: "
-    "the busiest load process used {client:.0%} of one core ({max_share:.0%} is allowed), so the server or another "
-    "program used the rest]",
-    "shared_reads_unclear": "{share:.1%} of the chunks arrived together with a later one (the server or a proxy sends "
-    "several at once, or the load generator was late[; at a chunk each {chunk_s:ms} it cannot be decided]): their "
-    "times are upper bounds",
-    "shared_reads_server": "{share:.1%} of the chunks arrived together with a later one and were read in good time: "
-    "the server, or what is before it, sends several at once",
-    "read_clock": "the chunk times of {answers:,} of {requests:#request} are those of the read, not of the kernel",
-    "connections_opened": "{opened:,} of {requests:#request} opened a connection of their own, which took {mean_s:ms} "
-    "on average and {max_s:ms} at most: no latency has it, wall time and rates do",
-    "listen_queue": _listen_queue,
-    "retry_after": "after {requests:#request} the server asked for a wait (Retry-After), {total_s:,.1f} s in total: "
-    "{open_loop:?only continued conversations waited, the schedule did not|their users waited as long as asked, or "
-    "until the load ended}; no latency has it, wall time and rates do",
-    "tokens_unknown": "the server did not report the tokens of {answers:,} of {requests:#request}: tok/s is not known",
-    "tokens_too_few": "the server counted fewer tokens than it sent pieces of text in {answers:#answer} of "
-    "{requests:,}: its count, and every rate that uses it, is too low",
-    "reasoning_share": "{share:.0%} of the {tokens:,} output tokens were reasoning",
-    "tool_calls": "{answers:#answer} held {calls:#tool call}, {valid:,} of them valid; steps without one went on as "
-    "planned",
-    "abandoned": "{requests:#request was abandoned by its user|requests were abandoned by their users}: no latency has "
-    "them",
-    "unfinished": _unfinished,
-    "steady": "the server was steady after [{seconds:.1f} s|its bound] and {requests:#warm-up request}",
-    "not_steady": "the server was NOT steady after [{seconds:.1f} s|its bound] and {requests:#warm-up request}, the "
-    "bound of the warm-up (max_s, max_requests): the measured numbers may still drift",
-    # Notes on a run.
-    "resumed": _resumed,
-    "budget": _budget,
-    "budget_unmeasured": "the budget was spent before these rows were measured: {rows:list}",
-    "budget_open": "open after the budget: {rows:list}[; about {needed} repeats a side would probably decide|]",
-    "hours_apart": "up to {hours:.1f} hours lie between cells of this run: what changed on the machine meanwhile "
-    "widens the intervals, and rows whose repeats are not interleaved across such a pause have no verdict",
-    "no_token_counter": _no_token_counter,
-    "stages_unchecked": "a server's token counter is that of all stages together: no stage's count was checked "
-    "against it",
-    "imported": "imported from {tool} [{version}|of unknown version]: {files:sha256}",
-    "runs_unchecked": "NOT CHECKED: nothing shows whether the load generator kept up and the server stayed up in the "
-    "imported {runs:list}",
-    "import_unknown": "not known: {fields:list}[ of {rows:list}]: {why}",
-    "import_defined": "[{other:mark} ]defined otherwise: {field}[ of {rows:list}]: {meaning}",
-    "import_file_missing": "{file} was not next to the file: {unknown} are not known",
-    "import_file_time": "the file has no time of day; its writing time is used as the end of the run",
-    "import_time_zone": "the file's `date` has no time zone; it is taken for UTC",
-    "import_local_time": "the file's `timestamp` is local time though it ends in Z; it is taken for UTC",
-    "import_failed_end": "when a failed request ended is not in the file; it is taken to have ended with its last "
-    "event",
-    "import_one_user": "one request at a time: says nothing of several users",
-    "over_ssh": "{server}: the load went through an ssh tunnel (over_ssh), which adds to every latency. To measure "
-    "without it: publish the port on an address of the server's machine, or run the harness there",
-    "left_to_engine": "{server}: {key} was left to the engine, which does not say what it took; it depends on the "
-    "memory of the device, so set it where machines are compared",
-    "memory_share": "({free_bytes:gib2} free - {reserve_bytes:gib2} reserve) / {total_bytes:gib2} total = {share:.4f}, "
-    "down to hundredths[, at most {max_share:g} (the engine's default)]",
-    "memory_share_of_host": "({available_bytes:gib2} available on the host - {kept_bytes:gib2} left to it) / "
-    "{total_bytes:gib2} total = {share:.4f}, down to hundredths[, at most {max_share:g} (the engine's default)]",
-    "kv_cache_sizes": "[{server}: ]KV caches of different sizes (tokens): {sizes:counts}. The larger one holds more "
-    "requests at once, whatever else differs; set kv_cache_gib or gpu_memory_utilization so that they are equal, "
-    "or compare just that",
-    "answers_differ": _answers_differ,
-    # Why there is no ratio, and how far equal runs differ.
-    "row_not_valid": "{row} has a cell that is not valid ({why:reason})",
-    "other_work": "one makes text and the other embeddings, which have no output tokens",
-    "number_unknown": "the {metric:metric} of {row} is not known: {why}",
-    "definitions_differ": "the definitions of '{field}' differ, so no ratio is given. {row}: {meaning}. {other}: "
-    "{other_meaning}",
-    "too_few_requests": "a {metric:metric} needs {needed} successful requests in each repeat",
-    "client_limited": "client-side bottleneck: the load generator limited the {metric:metric} of {names:and}; the "
-    "cause and the remedy are listed with the validity of the run",
-    "run_invalid": "this run is INVALID",
-    "definitions_of_runs": "runs whose definitions of '{field}' differ[ in the row {row}] are not compared: {run} and "
-    "{other}",
-    "runs_differ": "runs that differ in '{key}' are not compared: {value} in {run}, {other_value} in {other}[ "
-    "(and {more} more)]",
-    "about_equal": "the runs do not differ in '{about}', which the comparison is about",
-    "noise_not_measured": "not measured",
-    "noise_unknown": "not measured for {scenario} on {machine}[; what is stored is of another {other}]",
-    "noise_measured": _noise_measured,
-    # A prediction of `harness plan`: why a row has none, ...
-    "capacity_found": _capacity_found,
-    "capacity_more_than": _capacity_more_than,
-    "capacity_none": _capacity_none,
-    "capacity_unresolved": _capacity_unresolved,
-    "capacity_frontier": _capacity_frontier,
-    "capacity_knee_knee": _capacity_knee,
-    "capacity_knee_none": "no knee in range: throughput still rises at {max:,} users, the maximum asked for",
-    "capacity_knee_unclear": _capacity_knee_unclear,
-    "capacity_knee_drift": "the throughput of an early level was {ratio:.2f} times as high at the end: the machine "
-    "drifted, so the answer mixes both states",
-    "capacity_drift": _capacity_drift,
-    "crossing_from": _crossing_from,
-    "crossing_until": _crossing_until,
-    "crossing_always": "{side} gives more tok/s than {base} at all levels measured, {first:,} to {last:,} users",
-    "crossing_never": "{base} gives more tok/s than {side} at all levels measured, {first:,} to {last:,} users",
-    "crossing_cannot_tell": "whether {side} or {base} gives more tok/s is inconclusive at the levels measured",
-    "capacity_not_started": "the server did not start: {error}",
-    "capacity_died": _capacity_died,
-    "capacity_budget": "the budget of {budget_s:.0f} s was spent before the answer was known; a longer --budget can "
-    "find it, or --max-users where the first probes have too many",
-    "plan_invalid": _plan_invalid,
-    "plan_no_records": "imported: there are no records of its requests",
-    "plan_not_items": "a request of user `{user}` is not one item; measure a batch load",
-    "plan_open_loop": "a schedule decides its rate, not the machine; measure a load without arrivals or trace",
-    "plan_mixed": "it is part of a mix or a stage, so its rate is that of a part; measure the load alone",
-    "plan_client_limited": "the load generator was the limit of its rate",
-    "plan_too_short": _plan_too_short,
-    "plan_stalled": "no request made progress during a part of the measured time",
-    "plan_trend": _plan_trend,
-    "plan_lengths_bursts": "a burst waits for its slowest answer, which other lengths change in a way that is not "
-    "measured; measure with in_flight instead of batch_size",
-    "plan_lengths_unknown": "the server did not report the tokens of all requests",
-    "plan_lengths_outside": _plan_lengths_outside,
-    "plan_lengths_unidentified": _plan_lengths_unidentified,
-    # ... notes on one, ...
-    "plan_no_blocks": "the measured time is too short to see a trend; the interval is that of the {repeats} repeats",
-    "plan_widened": _plan_widened,
-    "plan_runs_unknown": "run-to-run variation is unknown (one repeat, no stored noise): a standard deviation of "
-    "{sd:.0%} is assumed; `harness noise SCENARIO --runs 5 --every 60`, or more repeats, measure it",
-    "plan_repeats_only": "run-to-run variation is that of {repeats} repeats of one run; other days can differ more "
-    "(`harness noise` measures it)",
-    # ... and what all of them assume.
-    "plan_same_lengths": "the items have the lengths of the run's requests",
-    "plan_given_lengths": "the items have the lengths of the {rows:,} rows of the file",
-    "plan_same_server": "same machine, server, model, settings and load; one start of the server, and no failure",
-    "plan_alone": "nothing else uses the machine",
-    "plan_steady": "the measured rate holds for the whole job; its warm-up takes no extra time",
-    "plan_power": _plan_power,
-    "plan_no_power": "no power was measured, so energy and cost are not known",
-    # The evidence of a check.
+_CHECKS: Table = {
     "check_value": _check_value,
     "check_missing": "{row}: {why:reason}",
     "check_no_row": "there is no row that it applies to",
@@ -886,7 +797,7 @@ SENTENCES: dict[str, str | Callable[..., str]] = {
     "is_baseline": "it is the baseline itself",
     "no_comparison": "its work is not the baseline's, and it is compared with nothing",
     "paced_users": "users who think or follow a schedule are compared by latency; check one, relative to the baseline",
-    "no_verdict": _no_verdict,
+    "no_verdict": "{verdict:verdict}",
     "no_interval": "needs at least 2 repeats of this row and of the baseline",
     "latency_missing": _latency_missing,
     "no_tokens": "not known: the server has to report the tokens of every answer",
@@ -904,6 +815,12 @@ SENTENCES: dict[str, str | Callable[..., str]] = {
 }
 
 
+SENTENCES: Table = {**_RUN, **_CELL, **_CLIENT, **_NOTES, **_COMPARISON, **_CAPACITY, **_PLAN, **_CHECKS}
+
+
+# Verdicts.
+
+
 def verdict_sentence(verdict: Verdict, *, side: str | None = None, by: str | None = None) -> str:
     """A verdict in words: its side, word, reason, and what would settle it.
 
@@ -912,6 +829,10 @@ def verdict_sentence(verdict: Verdict, *, side: str | None = None, by: str | Non
     text = verdict_text(verdict, by=by)
     named = f"{verdict.word}: {text}" if verdict.word == "inconclusive" else text
     return f"{verdict.side if side is None else side}: {named}."
+
+
+def _of_verdict(verdict: Verdict) -> str:
+    return f"{verdict.word}: {verdict_text(verdict)}"
 
 
 def verdict_text(verdict: Verdict, *, by: str | None = None) -> str:

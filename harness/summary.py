@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 # Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test holds them equal.
 NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
@@ -26,8 +26,8 @@ class Reason(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 def because(code: str, /, **values: Any) -> Reason:
-    """A reason with its values."""
-    return Reason(code, values)
+    """A reason with its values; one that is itself a reason or a verdict becomes a mapping."""
+    return Reason(code, {name: to_builtins(one) if isinstance(one, Struct) else one for name, one in values.items()})
 
 
 def median_of_known(values: Iterable[float | None]) -> float | None:

@@ -96,10 +96,9 @@ def parse_names(given: str) -> tuple[list[str], int]:
     """The names in `--workers`, none where it says how many, and how many they are. Raises HarnessError."""
     names = [name.strip() for name in given.split(",")]
     number = int(names[0]) if len(names) == 1 and names[0].isascii() and names[0].isdigit() else None
-    twice = [name for name, times in Counter(names).items() if times > 1]
-    if number == 0 or not all(names) or twice or (number or len(names)) > 1000:
+    if number == 0 or not all(names) or len(set(names)) < len(names) or (number or len(names)) > 1000:
         raise HarnessError(
-            f"--workers: '{given}' names no machines{f' ({twice[0]} comes twice)' if twice and twice[0] else ''}",
+            f"--workers: must be different host names, or a count (got {given!r})",
             next_step="Give their names, such as gen1,gen2, or how many there are. "
             "`loads.NAME.processes` says how many processes each of them has.",
         )
@@ -139,7 +138,7 @@ def parse_part(given: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", given)
     if match is None or int(match[1]) >= int(match[2]):
         raise HarnessError(
-            f"--machine: '{given}' is no part", next_step="Give one such as 0/2 on one machine and 1/2 on the other."
+            f"--machine: must be K/M (got {given!r})", next_step="Such as 0/2 on one machine and 1/2 on the other."
         )
     return int(match[1]), int(match[2])
 

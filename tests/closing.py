@@ -11,20 +11,12 @@ from pathlib import Path
 import msgspec
 
 from harness.job import Job
+from tests.fake_server import GOOD
 from tests.load_runs import end, start_job
 
 PORT = 8000
 LATER_S = 0.01  # as it takes over a network, or when the server is busy
-BODY = b"".join(
-    b"%x\r\n%s\r\n" % (len(event), event)
-    for event in (
-        b'data: {"choices":[{"index":0,"delta":{"content":"hi "},"finish_reason":null}]}\n\n',
-        b'data: {"choices":[{"index":0,"delta":{"content":"ho"},"finish_reason":"length"}]}\n\n',
-        b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n',
-        b"data: [DONE]\n\n",
-    )
-)
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+RESPONSE = GOOD.replace(b"Transfer-Encoding", b"Connection: close\r\nTransfer-Encoding", 1)
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -32,7 +24,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(line[15:] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
     await reader.readexactly(int(length))
-    writer.write(HEAD + BODY + b"0\r\n\r\n")
+    writer.write(RESPONSE)
     await writer.drain()
     await asyncio.sleep(LATER_S)
     writer.close()

@@ -162,8 +162,9 @@ def only_run(folder: Path) -> Path:
     return run
 
 
-def until(condition: Callable[[], bool], within_s: float = 60) -> None:
+def until(condition: Callable[[], Any], within_s: float = 60) -> Any:
     deadline = time.monotonic() + within_s
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, "it did not come to that in time"
         time.sleep(0.05)
+    return found

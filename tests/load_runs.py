@@ -23,18 +23,10 @@ RUN_S = 60.0
 
 def make_job(folder: Path, load: Load, warmup: Warmup | None = None, **more: object) -> Job:
     job = Job(
-        cell="r1-a-b",
-        load_name="b",
-        load=load,
-        model="m",
-        prompts=Prompts(tokens=20),
-        seed=1,
-        salt="one two three four",
-        warmup=warmup or Warmup(requests=0),
-        requests_path=str(folder / "requests.jsonl"),
-        processes_path=str(folder / "processes.jsonl"),
-        counter_path=str(folder / "counter"),
-    )
+        cell="r1-a-b", load_name="b", load=load, model="m", prompts=Prompts(tokens=20), seed=1,
+        salt="one two three four", warmup=warmup or Warmup(requests=0), requests_path=str(folder / "requests.jsonl"),
+        processes_path=str(folder / "processes.jsonl"), counter_path=str(folder / "counter"),
+    )  # fmt: skip
     return msgspec.structs.replace(job, **more)
 
 
@@ -79,6 +71,16 @@ def driven(
     assert end(start_job(folder, url, made, *processes, *options, locustfile=locustfile)) == 0, log_of(folder)
     ends_of(folder, load.processes)
     return sorted(records_of(folder), key=lambda record: record.index)
+
+
+def by_hand(
+    folder: Path, url: str, locustfile: Path | str, *options: str, run_time: str | None = "2s"
+) -> list[Request]:
+    """The records of a headless load with stock Locust that ends well."""
+    common = ["--headless", "--users", "2", "--spawn-rate", "10", "--records", "r.jsonl"]
+    common += [] if run_time is None else ["--run-time", run_time]
+    assert end(start(folder, url, locustfile, *common, *options)) == 0, log_of(folder)
+    return list(read_requests(folder / "r.jsonl"))
 
 
 def end(process: "subprocess.Popen[str]") -> int:

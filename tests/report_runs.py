@@ -41,18 +41,10 @@ BY_LOG = [
     ("graphs", 0.6), ("warm-up", 0.1), ("ready", 0.2), ("first answer", 0.4),
 ]  # fmt: skip
 STARTUP = Startup(
-    engine="vllm",
-    version="0.32.0",
-    attention_backend="TRITON_ATTN",
-    max_model_len=8192,
-    weights_gib=7.56,
-    model_load_s=8.9,
-    compile_s=3.42,
-    compile_cache="warm",
-    kv_cache_tokens=384_976,
-    kv_cache_gib=52.87,
+    engine="vllm", version="0.32.0", attention_backend="TRITON_ATTN", max_model_len=8192, weights_gib=7.56,
+    model_load_s=8.9, compile_s=3.42, compile_cache="warm", kv_cache_tokens=384_976, kv_cache_gib=52.87,
     max_concurrency=46.99,
-)
+)  # fmt: skip
 
 
 def write_run_directory(
@@ -100,27 +92,16 @@ def write_run_directory(
         now += 0.6
         marks.append(
             ProcessMark(
-                event="end",
-                process=100 + number,
-                cell=cell.id,
-                wall_s=now,
-                monotonic_s=now - START_S + 50,
-                sent=len(made),
-                recorded=len(made),
-                cpu_s=0.2,
+                event="end", process=100 + number, cell=cell.id, wall_s=now, monotonic_s=now - START_S + 50,
+                sent=len(made), recorded=len(made), cpu_s=0.2,
             )
-        )
+        )  # fmt: skip
         cells.append(
             CellRun(
-                id=cell.id,
-                server=cell.server,
-                load=cell.load,
-                repeat=cell.repeat,
-                started_wall_s=started,
-                ended_wall_s=now,
-                served_by=served_by,
+                id=cell.id, server=cell.server, load=cell.load, repeat=cell.repeat, started_wall_s=started,
+                ended_wall_s=now, served_by=served_by,
             )
-        )
+        )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "requests.jsonl", records)
     write_lines(folder / "processes.jsonl", marks)
@@ -167,27 +148,13 @@ def _requests(
             arrivals = [round(first + step * i * 50 / chunks + dice.uniform(0, 0.001), 5) for i in range(chunks)]
             made.append(
                 Request(
-                    id=f"{cell}-{start + place}",
-                    cell=cell,
-                    load=load,
-                    user_class="BatchAgent",
-                    index=start + place + at_once,
-                    user=0,
-                    process=process,
-                    clock="kernel",
-                    phase="warmup" if start < 0 else "measured",
-                    sent_s=now - START_S + 50,
-                    ended_s=arrivals[-1] + 0.0004,
-                    headers_s=0.002,
-                    chunks_s=arrivals,
-                    prompt_tokens=256,
-                    output_tokens=50,
-                    asked_tokens=50,
-                    fixed_length=True,
-                    finish="length",
-                    status=200,
+                    id=f"{cell}-{start + place}", cell=cell, load=load, user_class="BatchAgent",
+                    index=start + place + at_once, user=0, process=process, clock="kernel",
+                    phase="warmup" if start < 0 else "measured", sent_s=now - START_S + 50,
+                    ended_s=arrivals[-1] + 0.0004, headers_s=0.002, chunks_s=arrivals, prompt_tokens=256,
+                    output_tokens=50, asked_tokens=50, fixed_length=True, finish="length", status=200,
                 )
-            )
+            )  # fmt: skip
             ends.append(now + arrivals[-1])
         now = max(ends) + 0.001
     return made, now

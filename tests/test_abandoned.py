@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.goodput import SloTally, missed_before_leaving
-from harness.analysis.tally import CellCounts, Clock, numbers_of
+from harness.analysis.derive import missed_before_leaving
+from harness.analysis.tally import CellCounts, Clock, SloTally, numbers_of
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import parse_check
 from tests.made_runs import request

@@ -1,7 +1,8 @@
 """The quality of answers, next to their speed, where rows are compared."""
 
-from harness.analysis.answers import AnswerTally, answers_of, difference, prompts_of
 from harness.analysis.derive import add_up
+from harness.analysis.notes import answer_difference as difference
+from harness.analysis.tally import AnswerTally, answers_of, prompts_of
 from harness.judge.verdicts import metric_of
 from harness.reasons import sentence
 from harness.scenario import Load
@@ -33,19 +34,16 @@ def test_parts_of_a_file_are_counted_as_one() -> None:
     whole, first, second = AnswerTally(), AnswerTally(), AnswerTally()
     for index in range(8):
         one = request(
-            index=index,
-            answer_valid=index > 1,
-            answer_right=index > 4,
-            asked_prompt_tokens=10,
+            index=index, answer_valid=index > 1, answer_right=index > 4, asked_prompt_tokens=10,
             prompt_tokens=15 if index != 6 else 19,
-        )
+        )  # fmt: skip
         whole.add(one)
         (first if index < 3 else second).add(one)
     add_up(first, second)
     assert first == whole
-    assert answers_of([whole]) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)
-    assert prompts_of([whole]) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
-    assert (answers_of([AnswerTally()]), prompts_of([AnswerTally()])) == (None, None)
+    assert answers_of(whole) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)
+    assert prompts_of(whole) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
+    assert (answers_of(AnswerTally()), prompts_of(AnswerTally())) == (None, None)
 
 
 def test_fixed_work_of_another_kind_is_compared_by_its_wall_time() -> None:

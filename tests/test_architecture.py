@@ -65,7 +65,6 @@ ALLOWED: dict[str, set[str]] = {
         "rundir.records",
         "scenario",
         "analysis.derive",
-        "analysis.goodput",
         "workers",
         "workload",
     },
@@ -202,7 +201,6 @@ NAMED_IN = {
     "cli/tools.py": "the same",
     "failures/table.py": "flags that vLLM removed",
     "imports": "formats of other tools",
-    "cli/results.py": "their names",
     "simulated": "the embedded engine answers as vLLM does",
     "docs.py": "an example, and the flags that vLLM removed and Lemonade protects",
 }

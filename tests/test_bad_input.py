@@ -46,126 +46,135 @@ def refused(path: Path, done: Done, sentence: str) -> None:
     assert not (path.parent / "runs").exists()
 
 
-def test_unknown_template(tmp_path: Path) -> None:
-    path = write(tmp_path, servers={"one": {"template": "vllm-rocn"}})
-    refused(
-        path,
-        run(path),
-        "error: small.yaml: 1 problem\n"
-        "$.servers.one.template (line 6): there is no server template 'vllm-rocn'; did you mean 'vllm-rocm'?\n"
-        + CORRECT,
-    )
-
-
-def test_unknown_variable(tmp_path: Path) -> None:
-    path = write(tmp_path, servers={"one": {"template": "vllm-rocm", "variables": {"max_num_seq": 4}}})
-    refused(
-        path,
-        run(path),
-        "error: small.yaml: 1 problem\n"
-        "$.servers.one.variables.max_num_seq (line 8): unknown variable; did you mean 'max_num_seqs'?\n" + CORRECT,
-    )
-
-
-def test_missing_model(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    path.write_text(path.read_text().replace("model: tiny\n", ""))
-    refused(path, run(path), "error: small.yaml: 1 problem\n$ (line 1): 'model' is missing\n" + CORRECT)
-
-
-def test_several_mistakes_at_once(tmp_path: Path) -> None:
-    path = write(tmp_path, repeat=3, seed=-1, loads={"Burst": {"user": "bach", "requests": "many"}})
-    done = run(path)
-    assert done.code == 1
-    assert done.err == (
-        "error: small.yaml: 5 problems\n"
-        "$.loads.Burst (line 11): 'Burst' is not a name: lower-case letters, digits and '-', at most 40\n"
-        "$.loads.Burst.requests (line 13): a whole number is expected, got 'many'\n"
-        "$.repeat (line 19): unknown key; did you mean 'repeats'?\n"
-        "$.seed (line 20): a whole number of at least 0 is expected, got -1\n"
-        "$.loads.Burst.user (line 12): 'bach' is neither a user class that ships nor a .py file; "
-        "did you mean 'batch'?\n" + CORRECT
-    )
-
-
-@fault("input", "a scenario that is no YAML", seen="not valid YAML at line 3, column 6", code=1, kept="no run is begun")
-def test_malformed_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "small.yaml"
-    path.write_text("version: 1\nquestion: [a\nmodel: x\n")
-    refused(
-        path,
-        run(path),
-        "error: small.yaml: 1 problem\nnot valid YAML at line 3, column 6: expected ',' or ']', but got ':'\n"
-        + CORRECT,
-    )
-
-
-@fault("input", "a binary file as a scenario", seen="not a text file in UTF-8", code=1, kept="no run is begun")
-def test_a_binary_file(tmp_path: Path) -> None:
-    path = tmp_path / "small.yaml"
-    path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    refused(path, run(path), "error: small.yaml: 1 problem\nnot a text file in UTF-8\n" + CORRECT)
-
-
-def test_unknown_scenario_name(tmp_path: Path) -> None:
-    done = harness("run", "first-lok", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert done.err == (
-        "error: first-lok: there is no such scenario; did you mean 'first-look'?\n"
-        "next: Give a file, or the name of a scenario that ships: `harness scenarios` lists them.\n"
-    )
-
-
-def test_a_folder_is_no_scenario(tmp_path: Path) -> None:
-    done = harness("check", ".", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert done.err == (
-        "error: .: the scenario cannot be read (Is a directory)\nnext: `harness scenarios` lists those that ship.\n"
-    )
-
-
-def test_empty_prompts_file(tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text("\n")
-    path = write(tmp_path, prompts={"kind": "file", "file": "empty.jsonl"})
-    refused(
-        path,
-        run(path),
-        "error: small.yaml: 1 problem\n"
-        "$.prompts.file (line 18): empty.jsonl is empty; one JSON object a line is expected\n" + CORRECT,
-    )
-
-
-@fault(
-    "input",
-    "a damaged line in a file of prompts",
-    seen="some.jsonl:2: exactly one of 'prompt' and 'messages' is expected",
-    code=1,
-    kept="no run is begun",
+PROMPT_LINES = (
+    'next: Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}. '
+    "Files of ShareGPT conversations and OpenAI batch files are known as well.\n"
 )
-def test_damaged_prompts_file(tmp_path: Path) -> None:
-    (tmp_path / "some.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
-    path = write(tmp_path, prompts={"kind": "file", "file": "some.jsonl"})
-    refused(
-        path,
-        run(path),
-        "error: some.jsonl:2: exactly one of 'prompt' and 'messages' is expected\n"
-        'next: Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}. '
-        "Files of ShareGPT conversations and OpenAI batch files are known as well.\n",
-    )
+LENGTHS = {"user": "batch", "requests": 1, "output_tokens": {"file": "lengths.txt"}}
 
 
-def test_a_damaged_file_of_several_loads_is_reported_once_and_beside_other_problems(tmp_path: Path) -> None:
-    (tmp_path / "lengths.txt").write_text("ten\n5\n")
-    load = {"user": "batch", "requests": 1, "output_tokens": {"file": "lengths.txt"}}
-    path = write(tmp_path, loads={"a": load, "b": load}, repeat=3)
-    refused(
-        path,
-        run(path),
-        "error: small.yaml: 2 problems\n"
-        "$.repeat (line 22): unknown key; did you mean 'repeats'?\n"
-        "$.loads.a.output_tokens (line 14): lengths.txt:1: 'ten' is not one or two lengths of 1 to 1,000,000 tokens\n"
-        + CORRECT,
-    )
+@pytest.mark.parametrize(
+    ("changes", "files", "said"),
+    [
+        pytest.param(
+            {"servers": {"one": {"template": "vllm-rocn"}}}, {},
+            "small.yaml: 1 problem\n"
+            "$.servers.one.template (line 6): there is no server template 'vllm-rocn'; did you mean 'vllm-rocm'?\n"
+            + CORRECT,
+            id="template",
+        ),
+        pytest.param(
+            {"servers": {"one": {"template": "vllm-rocm", "variables": {"max_num_seq": 4}}}}, {},
+            "small.yaml: 1 problem\n"
+            "$.servers.one.variables.max_num_seq (line 8): unknown variable; did you mean 'max_num_seqs'?\n" + CORRECT,
+            id="variable",
+        ),
+        pytest.param(
+            {"repeat": 3, "seed": -1, "loads": {"Burst": {"user": "bach", "requests": "many"}}}, {},
+            "small.yaml: 5 problems\n"
+            "$.loads.Burst (line 11): 'Burst' is not a name: lower-case letters, digits and '-', at most 40\n"
+            "$.loads.Burst.requests (line 13): a whole number is expected, got 'many'\n"
+            "$.repeat (line 19): unknown key; did you mean 'repeats'?\n"
+            "$.seed (line 20): a whole number of at least 0 is expected, got -1\n"
+            "$.loads.Burst.user (line 12): 'bach' is neither a user class that ships nor a .py file; "
+            "did you mean 'batch'?\n" + CORRECT,
+            id="several",
+        ),
+        pytest.param(
+            {"prompts": {"kind": "file", "file": "empty.jsonl"}}, {"empty.jsonl": "\n"},
+            "small.yaml: 1 problem\n"
+            "$.prompts.file (line 18): empty.jsonl is empty; one JSON object a line is expected\n" + CORRECT,
+            id="empty prompts",
+        ),
+        pytest.param(
+            {"prompts": {"kind": "file", "file": "some.jsonl"}},
+            {"some.jsonl": '{"prompt": "a"}\n{"promt": "b"}\n'},
+            "some.jsonl:2: exactly one of 'prompt' and 'messages' is expected\n" + PROMPT_LINES,
+            id="damaged prompts",
+            marks=fault(
+                "input", "a damaged line in a file of prompts",
+                seen="some.jsonl:2: exactly one of 'prompt' and 'messages' is expected", code=1, kept="no run is begun",
+            ),
+        ),
+        pytest.param(
+            {"loads": {"a": LENGTHS, "b": LENGTHS}, "repeat": 3}, {"lengths.txt": "ten\n5\n"},
+            "small.yaml: 2 problems\n"
+            "$.repeat (line 22): unknown key; did you mean 'repeats'?\n"
+            "$.loads.a.output_tokens (line 14): lengths.txt:1: 'ten' is not one or two lengths of 1 to 1,000,000 "
+            "tokens\n" + CORRECT,
+            id="a damaged file of several loads",
+        ),
+        pytest.param(
+            {"loads": {"mine": {"user": "mine.py", "requests": 2}}}, {},
+            "small.yaml: 1 problem\n"
+            "$.loads.mine.user (line 12): there is no file mine.py next to the scenario\n" + CORRECT,
+            id="no locustfile",
+        ),
+    ],
+)  # fmt: skip
+def test_a_scenario_that_cannot_be_run(
+    tmp_path: Path, changes: dict[str, Any], files: dict[str, str], said: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    path = write(tmp_path, **changes)
+    refused(path, run(path), f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        pytest.param(b"version: 1\nservers: {}\n", "$ (line 1): 'model' is missing\n", id="model"),
+        pytest.param(
+            b"version: 1\nquestion: [a\nmodel: x\n",
+            "not valid YAML at line 3, column 6: expected ',' or ']', but got ':'\n",
+            id="yaml",
+            marks=fault(
+                "input", "a scenario that is no YAML", seen="not valid YAML at line 3, column 6", code=1,
+                kept="no run is begun",
+            ),
+        ),
+        pytest.param(
+            b"\x89PNG\r\n\x1a\n\xff", "not a text file in UTF-8\n",
+            id="binary",
+            marks=fault(
+                "input", "a binary file as a scenario", seen="not a text file in UTF-8", code=1, kept="no run is begun"
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_scenario(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_bytes(content)
+    done = run(path)
+    assert done.code == 1 and done.err.startswith("error: small.yaml: ") and said in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ("run", "first-lok"),
+            "first-lok: there is no such scenario; did you mean 'first-look'?\n"
+            "next: Give a file, or the name of a scenario that ships: `harness scenarios` lists them.\n",
+        ),
+        (
+            ("check", "."),
+            ".: the scenario cannot be read (Is a directory)\nnext: `harness scenarios` lists those that ship.\n",
+        ),
+        *(
+            (
+                (*command, "nothing", *more),
+                "nothing: neither a run directory nor the id of a run in runs\n"
+                "next: `harness runs --runs runs` lists the runs.\n",
+            )
+            for command, more in ((["report"], []), (["compare"], ["other"]), (["diff"], ["other"]))
+        ),
+    ],
+)
+def test_what_is_not_there(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    assert harness(*arguments, cwd=tmp_path) == (1, "", f"error: {said}")
 
 
 @pytest.mark.parametrize(
@@ -204,16 +213,6 @@ def test_locustfile(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 2}})
     refused(path, run(path), f"error: {tmp_path}/mine.py{sentence}")
-
-
-def test_no_such_locustfile(tmp_path: Path) -> None:
-    path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 2}})
-    refused(
-        path,
-        run(path),
-        "error: small.yaml: 1 problem\n$.loads.mine.user (line 12): there is no file mine.py next to the scenario\n"
-        + CORRECT,
-    )
 
 
 @pytest.mark.parametrize("value", [None, "", "  "])
@@ -390,10 +389,10 @@ class OfflineEngine(http.server.BaseHTTPRequestHandler):
             {"message": 'Get "https://registry-1.docker.io/v2/": dial tcp: lookup registry-1.docker.io: no such host'},
         )
 
-    def _answer(self, status: int, value: object) -> None:
-        body = json.dumps(value).encode()
+    def _answer(self, status: int, value: object, kind: str = "application/json") -> None:
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -490,17 +489,9 @@ def test_server_that_is_never_ready(tmp_path: Path) -> None:
     )
 
 
-class WebPage(http.server.BaseHTTPRequestHandler):
+class WebPage(OfflineEngine):
     def do_GET(self) -> None:
-        body = b"<!doctype html><title>Router</title>"
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        self._answer(200, b"<!doctype html><title>Router</title>", "text/html")
 
 
 def test_endpoint_that_answers_html(tmp_path: Path) -> None:
@@ -553,22 +544,6 @@ def test_nothing_listens(tmp_path: Path) -> None:
 # After a run.
 
 
-def test_no_such_run(tmp_path: Path) -> None:
-    done = harness("report", "nothing", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert done.err == (
-        "error: nothing: neither a run directory nor the id of a run in runs\n"
-        "next: `harness runs --runs runs` lists the runs.\n"
-    )
-    for command in (("compare", "nothing", "other"), ("diff", "nothing", "other")):
-        done = harness(*command, cwd=tmp_path)
-        assert (done.code, done.out) == (1, "")
-        assert done.err == (
-            "error: nothing: neither a run directory nor the id of a run in runs\n"
-            "next: `harness runs --runs runs` lists the runs.\n"
-        )
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -596,23 +571,21 @@ def test_a_run_with_brackets_in_its_name_is_listed_by_it(tmp_path: Path) -> None
     assert harness("runs", "--runs", ".", cwd=tmp_path).out.splitlines()[1].startswith("[bold]x ")
 
 
-def test_a_field_of_a_newer_harness_is_no_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            '{"format_version": 1, "weather": "fine"}',
+            "run.json:1: cannot be read (Object contains unknown field `weather`)\n"
+            "next: A newer harness wrote it: update this one.\n",
+        ),
+        (
+            '{"format_version": 99, "whatever": []}',
+            "run.json: format 99 was written by a newer harness; this one reads up to 2\nnext: Update the harness.\n",
+        ),
+    ],
+)
+def test_a_run_of_a_newer_harness_is_no_damage(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "run.json").write_text('{"format_version": 1, "weather": "fine"}')
-    done = harness("report", "new", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert done.err == (
-        "error: new/run.json:1: cannot be read (Object contains unknown field `weather`)\n"
-        "next: A newer harness wrote it: update this one.\n"
-    )
-
-
-def test_run_of_a_newer_harness(tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "run.json").write_text('{"format_version": 99, "whatever": []}')
-    done = harness("report", "new", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert done.err == (
-        "error: new/run.json: format 99 was written by a newer harness; this one reads up to 2\n"
-        "next: Update the harness.\n"
-    )
+    (tmp_path / "new" / "run.json").write_text(text)
+    assert harness("report", "new", cwd=tmp_path) == (1, "", f"error: new/{said}")

@@ -8,9 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.parse
-import urllib.request
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -20,13 +17,26 @@ import pytest
 
 from harness.job import write_job
 from harness.process import free_port
-from harness.rundir.records import Request, read_marks, read_requests
+from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon, Pause
 from harness.simulated import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole
-from tests.load_runs import ROOT, RUN_S, end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
+from tests.load_runs import (
+    ROOT,
+    RUN_S,
+    by_hand,
+    end,
+    ends_of,
+    log_of,
+    make_job,
+    records_of,
+    start,
+    start_job,
+    wait_for_records,
+)
+from tests.web_ui import ui
 
 CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
 
@@ -36,12 +46,9 @@ CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag
     ["agent", "chat", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("batch", "rag"))],
 )
 def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
-    options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-    options += ["--steps", "2", "--sub-agents", "1", "--documents", "2", "--document-tokens", "50"]
-    options += ["--think", "0.1 0.2", "--batch-size", "2", "--turns", "2", "--prompts", "classification"]
-    child = start(tmp_path, engine, locustfile, *options, "--output-tokens", "20", "--stop-timeout", "5")
-    assert end(child) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))
+    options = ["--steps", "2", "--sub-agents", "1", "--documents", "2", "--document-tokens", "50", "--batch-size", "2"]
+    options += ["--think", "0.1 0.2", "--turns", "2", "--prompts", "classification", "--output-tokens", "20"]
+    records = by_hand(tmp_path, engine, locustfile, *options, "--users", "3", "--stop-timeout", "5")
     assert len(records) > 6
     assert [r.error for r in records] == [None] * len(records)
     assert {(r.load, r.asked_tokens, r.fixed_length) for r in records} == {("", 20, False)}
@@ -57,24 +64,19 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
 
 @pytest.mark.parametrize("locustfile", ["agent", "chat"])
 def test_nothing_new_is_sent_after_the_run_time(tmp_path: Path, engine: str, locustfile: str) -> None:
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
-    options += ["--turns", "1000", "--steps", "1000", "--think", "0.1 600" if locustfile == "chat" else "0"]
-    child = start(tmp_path, engine, locustfile, *options, "--output-tokens", "20", "--stop-timeout", "20")
-    assert end(child) == 0, log_of(tmp_path)
-    assert len(list(read_requests(tmp_path / "r.jsonl"))) >= 2
+    options = ["--turns", "1000", "--steps", "1000", "--think", "0.1 600" if locustfile == "chat" else "0"]
+    options += ["--output-tokens", "20", "--stop-timeout", "20"]
+    assert len(by_hand(tmp_path, engine, locustfile, *options, run_time="1s")) >= 2
     assert "Not all users finished" not in log_of(tmp_path)
 
 
 def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-    child = start(tmp_path, engine, "batch", *options, "--arrivals", "0.01", "--output-tokens", "5")
-    assert end(child) == 0, log_of(tmp_path)  # it would be five minutes until all have sent what they hold
-    assert len(list(read_requests(tmp_path / "r.jsonl"))) <= 1
+    # It would be minutes until all have sent what they hold.
+    assert len(by_hand(tmp_path, engine, "batch", "--arrivals", "0.01", "--output-tokens", "5")) <= 1
 
 
 def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--users", "1", "--run-time", "1s", "--think", "0.1", "--output-tokens", "5"]
-    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
+    by_hand(tmp_path, engine, "batch", "--think", "0.1", "--output-tokens", "5", run_time="1s")
 
     def at(words: str) -> datetime.datetime:
         (line,) = [line for line in log_of(tmp_path).splitlines() if words in line]
@@ -87,30 +89,23 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
     ("options", "sentence"),
     [
         (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
-        (["--think", "soon"], "--think: 'soon' is not a pause. Give one such as '1 5', in seconds."),
         (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
-        (
-            ["--abandon", "5%"],
-            "--abandon: '5%' is not a share and a time. "
-            "Give a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'.",
-        ),
-        (["--abandon", "500% after 3s"], "--abandon: '500% after 3s' is not a share and a time."),
+        (["--abandon", "5%"], "--abandon: must be a share of at most 100% and a time, such as '5% after 3s' or"),
+        (["--abandon", "500% after 3s"], "(got '500% after 3s')"),
         (["--abandon", "5% after 9 tokens", "--stream", "no"],
          "--abandon: without --stream an answer comes all at once"),
-        (["--regenerate", "2"], "--regenerate: a number of at most 1 is expected, got 2.0"),
-        (["--regenerate", "nan"], "--regenerate: a number of at least 0 is expected, got nan"),
         (
             ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--output-tokens", "many"]
             + ["--slos", "x"],
             "6 problems:\n"
-            "--think: 'soon' is not a pause. Give one such as '1 5', in seconds.\n"
-            "--slos: cannot parse SLOs: 'x'. Give some such as 'ttft<=2s, tpot<=50ms'.\n"
+            "--think: must be seconds, such as '1 5' (got 'soon')\n"
+            "--slos: must be SLOs such as 'ttft<=2s, tpot<=50ms' (got 'x')\n"
             "--turns: a whole number is expected, got 'few'\n"
             "--steps: a whole number of at least 1 is expected, got 0\n"
             "--output-tokens: a whole number is expected, got 'many'\n"
             "--timeout: a number above 0 is expected, got -1.0",
         ),
-        (["--machine", "3/2"], "--machine: '3/2' is no part."),
+        (["--machine", "3/2"], "--machine: must be K/M (got '3/2')."),
         (["--endpoint", "embeddings"], "--endpoint: ChatUser supports only chat and completions (got embeddings)"),
         (["--records", "no/place"],
          "--records: no/place cannot be written (No such file or directory). Name a file in"),
@@ -178,11 +173,9 @@ def begin(environment, **_):
 def test_what_is_under_way_at_the_end_of_the_run_time_ends_and_is_counted(
     tmp_path: Path, engine: str, more: list[str]
 ) -> None:
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
-    options += ["--output", "fixed", "--output-tokens", "2000", *more]  # of four seconds: a start may take three
     (tmp_path / "busy.py").write_text(BUSY)
-    assert end(start(tmp_path, engine, tmp_path / "busy.py", *options)) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))  # all are there when the command has ended
+    options = ["--output", "fixed", "--output-tokens", "2000", *more]  # of four seconds: a start may take three
+    records = by_hand(tmp_path, engine, tmp_path / "busy.py", *options, run_time="1s")
     assert {(one.error, one.output_tokens) for one in records} == {(None, 2000)}  # the second user may come too late
     shown = re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path))
     assert shown == [(str(len(records)), "0")]
@@ -205,9 +198,7 @@ class Steps(LoadTestShape):
 def test_a_shape_of_ones_own_beside_a_user_class_that_ships(tmp_path: Path, engine: str, more: list[str]) -> None:
     file = tmp_path / "shaped.py"
     file.write_text(SHAPE)
-    options = ["--headless", "--records", "r.jsonl", "--output", "fixed", "--output-tokens", "500", *more]
-    assert end(start(tmp_path, engine, file, *options)) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))
+    records = by_hand(tmp_path, engine, file, "--output", "fixed", "--output-tokens", "500", *more, run_time=None)
     assert {one.error for one in records} == {None}  # what was under way at its end has ended
     assert len({(one.process, one.user) for one in records}) == 4
     assert re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path)) == [(str(len(records)), "0")]
@@ -234,10 +225,8 @@ def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, eng
 @pytest.mark.parametrize("more", [[], pytest.param(["--processes", "2"], marks=pytest.mark.nightly)])
 def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: str, more: list[str]) -> None:
     """In Locust's table it is a request without a response time."""
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
-    options += ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats", *more]
-    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
-    cut = [one.error for one in read_requests(tmp_path / "r.jsonl")]
+    options = ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats", *more]
+    cut = [one.error for one in by_hand(tmp_path, engine, "batch", *options, run_time="1s")]
     assert set(cut) == {"unfinished"}
     (row,) = json.loads((tmp_path / "stats.json").read_text())
     assert (row["num_requests"], row["num_failures"], row["num_none_requests"]) == (len(cut), 0, len(cut))
@@ -275,17 +264,9 @@ def test_who_does_not_let_us_in_or_is_another_one_is_reported_as_a_run_tells_it(
     assert "Traceback" not in log_of(tmp_path) and "sk-wrong" not in log_of(tmp_path)
 
 
-def by_hand(folder: Path, engine: str, locustfile: str, *options: str) -> list[Request]:
-    common = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-    child = start(folder, engine, locustfile, *common, "--stop-timeout", "5", "--output-tokens", "20", *options)
-    assert end(child) == 0, log_of(folder)
-    return list(read_requests(folder / "r.jsonl"))
-
-
 def test_people_who_leave_and_ask_again_by_hand(tmp_path: Path, engine: str) -> None:
-    records = by_hand(
-        tmp_path, engine, "chat", "--abandon", "100% after 3 tokens", "--regenerate", "1", "--think", "0.1"
-    )
+    options = ["--abandon", "100% after 3 tokens", "--regenerate", "1", "--think", "0.1", "--output-tokens", "20"]
+    records = by_hand(tmp_path, engine, "chat", *options)
     assert len(records) > 6 and {r.error for r in records} <= {None, "abandoned"}
     assert "abandoned" in {r.error for r in records}
     assert [r.again for r in records if r.turn == 2] == [True] * sum(r.turn == 2 for r in records)
@@ -294,16 +275,10 @@ def test_people_who_leave_and_ask_again_by_hand(tmp_path: Path, engine: str) -> 
 def test_other_endpoints_by_hand(tmp_path: Path, engine: str) -> None:
     for endpoint in ("completions", "embeddings"):
         (tmp_path / endpoint).mkdir()
-        records = by_hand(tmp_path / endpoint, engine, "batch", "--endpoint", endpoint, "--think", "0.1")
+        options = ["--endpoint", endpoint, "--think", "0.1", "--output-tokens", "20"]
+        records = by_hand(tmp_path / endpoint, engine, "batch", *options)
         assert len(records) > 6 and {r.error for r in records} == {None}
         assert {r.vectors for r in records} == ({1} if endpoint == "embeddings" else {None})
-
-
-def ask(url: str, **form: str) -> str:
-    data = urllib.parse.urlencode(form).encode() if form else None
-    with urllib.request.urlopen(url, data, timeout=10) as response:
-        text: str = response.read().decode()
-        return text
 
 
 # In a process of its own, since Locust changes Python's sockets as it is imported.
@@ -344,38 +319,22 @@ def test_a_pause_in_the_form_takes_the_place_of_the_scenarios(tmp_path: Path) ->
 
 
 def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
     write_job(make_job(tmp_path, Load(user="batch", requests=2, batch_size=3, output_tokens=4)), tmp_path / "job.json")
-    options = ["--web-host", "127.0.0.1", "--web-port", str(port), "--job", str(tmp_path / "job.json")]
-    child = start(tmp_path, engine, "batch", *options)
-    try:
-        deadline = time.monotonic() + RUN_S
-        while "Starting web interface" not in log_of(tmp_path):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        time.sleep(0.3)
-        page = ask(url)
+    with ui(tmp_path, engine, "--job", str(tmp_path / "job.json"), "--think", "0", locustfile="batch") as found:
+        page = found.ask("/").text
         for option in ("model", "prompts", "prompt_tokens", "output_tokens", "batch_size", "in_flight", "think"):
             assert f'"{option}"' in page
         for option in ("job", "turns", "abandon", "steps", "documents"):  # of the harness, and of other user classes
             assert f'"{option}"' not in page
-        assert json.loads(ask(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]
-        wait_for_records(tmp_path, 9)  # the job's limit of two is not the web user's
-        ask(f"{url}/stop", now="yes")
-        held = len(os.listdir(f"/proc/{child.pid}/fd"))
-        for number in range(3):
-            assert json.loads(ask(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]
-            wait_for_records(tmp_path, 12 + 3 * number)
-            ask(f"{url}/stop", now="yes")
+        held = 0
+        for number in (9, 12, 15, 18):  # the job's limit of two is not the web user's
+            assert found.swarm(output_tokens=5)["success"]
+            wait_for_records(tmp_path, number)
+            found.stop()
+            held = held or found.open_files()
         # Three restarts let go of what each had; a connection of the page itself may come and go.
         # Connections are closed a moment after their last answer, see `Client._keep`.
-        until(lambda: len(os.listdir(f"/proc/{child.pid}/fd")) < held + 3)
-        child.send_signal(signal.SIGTERM)
-        end(child)
-    finally:
-        child.kill()
-        child.wait()
+        until(lambda: found.open_files() < held + 3)
     records = records_of(tmp_path)
     assert {r.asked_tokens for r in records} == {5}
     assert 3 in Counter(r.batch for r in records).values()
@@ -428,78 +387,48 @@ def test_failures_that_may_pass_do_not_end_the_load(tmp_path: Path, fault: str) 
 def test_in_the_web_ui_only_the_users_are_stopped(
     tmp_path: Path, engine: str, more: list[str], load_processes: int
 ) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    options = ["--web-host", "127.0.0.1", "--web-port", str(port), "--records", "r.jsonl", "--think", "0.1", *more]
-    child = start(tmp_path, engine, "batch", *options, "--stop-timeout", "1")
-    form = {"user_count": "2", "spawn_rate": "10", "output_tokens": "5"}
-
-    def state() -> str:
-        return str(json.loads(ask(f"{url}/llm/live.json"))["state"])
-
-    try:
-        until(partial(listens, port))
+    options = ["--records", "r.jsonl", "--think", "0.1", "--stop-timeout", "1", "--output-tokens", "5", *more]
+    with ui(tmp_path, engine, *options, locustfile="batch") as found:
         for times in (1, 2):
             until(partial(told, tmp_path, "reported as ready", load_processes * times))
-            assert json.loads(ask(f"{url}/swarm", **form, model="nope"))["success"]
+            assert found.swarm(user_count=2, spawn_rate=10, model="nope")["success"]
             until(partial(told, tmp_path, NO_MODEL, times))
-            until(lambda: state() == "stopped")
-            assert json.loads(ask(f"{url}/llm/live.json"))["given_up"] == NO_MODEL
+            until(lambda: found.state()["state"] == "stopped")
+            assert found.state()["given_up"] == NO_MODEL
         until(partial(told, tmp_path, "reported as ready", load_processes * 3))
-        assert json.loads(ask(f"{url}/swarm", **form, model="m"))["success"]
+        assert found.swarm(user_count=2, spawn_rate=10, model="m")["success"]
         until(lambda: any(one.error is None for one in read_requests(tmp_path / "r.jsonl")))
-        assert state() in ("spawning", "running")
-        assert json.loads(ask(f"{url}/llm/live.json"))["given_up"] is None
-        child.send_signal(signal.SIGTERM)
-        end(child)
-    finally:
-        child.kill()
-        child.wait()
+        assert (found.state()["state"] in ("spawning", "running"), found.state()["given_up"]) == (True, None)
     assert log_of(tmp_path).count(REFUSED) == 2
 
 
 def test_a_worker_that_cannot_send_tells_the_form_and_is_there_for_the_next_load(tmp_path: Path, engine: str) -> None:
     """On another machine, which lacks what the form names: the master could not know."""
-    web, port = free_port(), str(free_port())
-    url = f"http://127.0.0.1:{web}"
-    options = ["--web-host", "127.0.0.1", "--web-port", str(web), "--master", "--master-bind-host", "127.0.0.1"]
-    options += ["--master-bind-port", port, "--think", "0.1", "--stop-timeout", "1"]
-    form = {"user_count": "2", "spawn_rate": "10", "output_tokens": "5"}
+    port = str(free_port())
+    options = ["--master", "--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--stop-timeout", "1"]
     (tmp_path / "elsewhere").mkdir()
     command = [sys.executable, "-m", "locust", "-f", "-", "--worker", "--master-port", port, "--records", "r.jsonl"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    form = {"user_count": 2, "spawn_rate": 10, "output_tokens": 5}
+    reason = "none.jsonl: the prompts cannot be read (No such file or directory)"
     with (tmp_path / "elsewhere" / "locust.log").open("w") as log:
-        master = start(tmp_path, engine, "batch", *options)
-        worker = subprocess.Popen(command, cwd=tmp_path / "elsewhere", env=env_of_tests(), stdout=log, stderr=log)
+        worker = subprocess.Popen(command, cwd=tmp_path / "elsewhere", env=env, stdout=log, stderr=log)
     try:
-        until(partial(told, tmp_path, "reported as ready", 1))
-        assert json.loads(ask(f"{url}/swarm", **form, prompts="none.jsonl"))["success"]
-        until(lambda: json.loads(ask(f"{url}/llm/live.json"))["given_up"] is not None)
-        found = json.loads(ask(f"{url}/llm/live.json"))["given_up"]
-        reason = "none.jsonl: the prompts cannot be read (No such file or directory)"
-        assert found == f"worker {socket.gethostname()}: {reason}."
-        until(partial(told, tmp_path, "reported as ready", 2))
-        assert json.loads(ask(f"{url}/llm/live.json"))["state"] == "stopped"
-        assert json.loads(ask(f"{url}/swarm", **form, prompts="synthetic"))["success"]
-        until(lambda: len(list(read_requests(tmp_path / "elsewhere" / "r.jsonl"))) > 5)
-        assert json.loads(ask(f"{url}/llm/live.json"))["given_up"] is None
-        master.send_signal(signal.SIGTERM)
-        end(master)
+        with ui(tmp_path, engine, *options, locustfile="batch") as found:
+            until(partial(told, tmp_path, "reported as ready", 1))
+            assert found.swarm(**form, prompts="none.jsonl")["success"]
+            assert until(lambda: found.state()["given_up"]) == f"worker {socket.gethostname()}: {reason}."
+            until(partial(told, tmp_path, "reported as ready", 2))
+            assert found.state()["state"] == "stopped"
+            assert found.swarm(**form, prompts="synthetic")["success"]
+            until(lambda: len(list(read_requests(tmp_path / "elsewhere" / "r.jsonl"))) > 5)
+            assert found.state()["given_up"] is None
         assert worker.wait(RUN_S) == 0
     finally:
-        for child in (master, worker):
-            child.kill()
-            child.wait()
+        worker.kill()
+        worker.wait()
     assert {one.error for one in read_requests(tmp_path / "elsewhere" / "r.jsonl")} <= {None, "unfinished"}
     assert reason in log_of(tmp_path / "elsewhere") and "Traceback" not in log_of(tmp_path / "elsewhere")
-
-
-def env_of_tests() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as trial:
-        return trial.connect_ex(("127.0.0.1", port)) == 0
 
 
 def told(folder: Path, words: str, times: int) -> bool:

@@ -89,7 +89,7 @@ def test_what_others_did_is_no_limit_of_the_load_generator(
     said = capsys.readouterr().out
     assert "Trusted for 10 streams at once" in said
     assert "With 50, twice: more than 1% of the chunks shared a read. Other programs used 0.8 cores meanwhile" in said
-    assert "`harness run` will mind it" not in said
+    assert "`harness run` warns above it" not in said
     assert list(tmp_path.rglob("*.json")) == []
 
 

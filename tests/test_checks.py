@@ -147,12 +147,9 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 
 
 @given(
-    st.sampled_from(sorted(UNITS)),
-    st.sampled_from(sorted(OPERATORS)),
-    st.floats(0, 1),
-    st.sampled_from(["", " ", "  "]),
-    st.sampled_from([None, ("a", "x"), ("no-limit", "5")]),
-)
+    st.sampled_from(sorted(UNITS)), st.sampled_from(sorted(OPERATORS)), st.floats(0, 1),
+    st.sampled_from(["", " ", "  "]), st.sampled_from([None, ("a", "x"), ("no-limit", "5")]),
+)  # fmt: skip
 def test_every_metric_is_read_back(
     metric: str, sign: str, number: float, blank: str, selection: tuple[str, str] | None
 ) -> None:

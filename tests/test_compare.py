@@ -3,7 +3,7 @@
 import math
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ import pytest
 from harness.analysis.summarize import summarize
 from harness.analysis.tally import numbers_of
 from harness.comparison.compare import compare_runs
-from harness.comparison.differences import differences
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge import verdicts as rules
-from harness.judge.comparable import facts_of, refuse_unlike
+from harness.judge.comparable import differences, facts_of, refuse_unlike
 from harness.judge.stats import Variation
 from harness.judge.verdicts import ComparedSides, Noise, compare_rows, metric_of, speeds, verdicts
 from harness.reasons import sentence, verdict_sentence
@@ -46,101 +45,67 @@ def judge(side: list[float], base: list[float], others: int = 0) -> Verdict:
     return verdicts([pair, *[dull] * others]).verdicts[0]
 
 
-def test_faster() -> None:
-    verdict = judge([1.5 * v for v in TIGHT], TIGHT)
-    assert (verdict.word, verdict.reason, verdict.n, verdict.metric) == ("faster", None, (5, 5), "wall_s")
-    assert verdict.ratio == pytest.approx(1.5)
-    assert verdict.p == 2 / 252
-    assert verdict_sentence(verdict) == (
-        "b / x: 1.50x faster than a / x by wall time (95 % interval 1.49x to 1.51x, p = 0.008)."
+def scaled(factor: float, values: Sequence[float] = TIGHT) -> list[float]:
+    return [factor * value for value in values]
+
+
+WIDE = [0.7, 0.85, 1.0, 1.2, 1.4]
+THREE = [2.0, 2.02, 1.98], [1.0, 1.01, 0.99]
+FEW = {"word": "inconclusive", "reason": "too_few"}
+
+
+@pytest.mark.parametrize(
+    ("side", "base", "others", "found", "said"),
+    [
+        (scaled(1.5), TIGHT, 0, {"word": "faster", "reason": None, "n": (5, 5), "metric": "wall_s", "p": 2 / 252},
+         "1.50x faster than a / x by wall time (95 % interval 1.49x to 1.51x, p = 0.008)."),
+        (scaled(0.8), TIGHT, 4, {"word": "slower", "p": 10 / 252},
+         "1.25x slower than a / x by wall time (95 % interval 1.24x to 1.26x, p = 0.040)."),
+        # "Same" where the interval lies inside the margin, also where the difference is sure.
+        (scaled(1.003), TIGHT, 0, {"word": "same"},
+         "the same within ±2 % as a / x by wall time (95 % interval 0.9984 to 1.008, p = 0.21)."),
+        (scaled(1.01), TIGHT, 0, {"word": "same", "p": 2 / 252}, ""),
+        (scaled(1.018), TIGHT, 0, {"word": "inconclusive", "reason": "in_margin", "needed": 44},
+         "inconclusive: by wall time, the difference of 1.8 % is within the ±2 % that are treated as noise, but its 95 "
+         "% interval 1.013 to 1.023 is not; at this spread, about 44 repeats a side show that the sides are the same "
+         "within ±2 %, with a probability of 80 %."),
+        # Three repeats cannot tell, whatever they show.
+        (*THREE, 0, FEW | {"p": 0.1, "needed": 5}, ""),
+        (*THREE, 6, FEW | {"needed": 6}, ""),
+        (scaled(1.1, WIDE), WIDE, 0, {"reason": "includes_one", "needed": None, "needed_for_same": None},
+         "inconclusive: by wall time, the 95 % interval 0.74 to 1.64 includes 1; at this spread, more than 100 repeats "
+         "a side show a difference of this size, more than 100 repeats that there is none, with a probability of 80 "
+         "%."),
+        # The correction for several comparisons takes a verdict away.
+        (scaled(1.05), TIGHT, 5, {"word": "faster"}, ""),
+        (scaled(1.05), TIGHT, 6, FEW | {"needed": 6}, ""),
+        ([1.06, 1.07, 1.08, 1.00, 1.02], [1.0, 1.01, 0.99, 1.005, 0.98], 3, {"reason": "p_too_large"}, ""),
+        ([1.5], [1.0], 0, FEW | {"ratio": 1.5, "low": None, "high": None, "p": None, "needed": 4}, ""),
+        ([], TIGHT, 1, {"ratio": None, "p": None, "n": (0, 5), "reason": "no_values"}, ""),
+        # Servers without any spread.
+        ([2.0] * 5, [1.0] * 5, 0, {"word": "faster"}, ""),
+        ([1.0] * 5, [1.0] * 5, 0, {"word": "same"}, ""),
+        ([0.1] * 5, [0.3 - 0.2] * 5, 0, {"word": "same"}, ""),
+    ],
+)  # fmt: skip
+def test_a_verdict(side: list[float], base: list[float], others: int, found: dict[str, Any], said: str) -> None:
+    verdict = judge(side, base, others)
+    assert {name: getattr(verdict, name) for name in found} == found
+    assert said in ("", verdict_sentence(verdict, side="").removeprefix(": "))
+    if verdict.reason == "p_too_large":
+        assert verdict.low is not None and verdict.low > 1
+
+
+def test_the_margin_and_the_number_of_comparisons_are_in_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "5 against 5 repeats can never reach p < 0.05 in 7 comparisons" in verdict_sentence(
+        judge(scaled(1.05), TIGHT, others=6)
     )
-
-
-def test_slower() -> None:
-    verdict = judge([0.8 * v for v in TIGHT], TIGHT, others=4)
-    assert verdict.word == "slower"
-    assert verdict.p == 10 / 252
-    assert verdict_sentence(verdict) == (
-        "b / x: 1.25x slower than a / x by wall time (95 % interval 1.24x to 1.26x, p = 0.040)."
-    )
-
-
-def test_the_same_is_said_only_when_the_interval_lies_inside_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = judge([1.003 * v for v in TIGHT], TIGHT)
-    assert verdict.word == "same"
-    assert verdict_sentence(verdict) == (
-        "b / x: the same within ±2 % as a / x by wall time (95 % interval 0.9984 to 1.008, p = 0.21)."
-    )
-    monkeypatch.setattr(rules, "MARGIN", 0.005)
-    assert judge([1.003 * v for v in TIGHT], TIGHT).word == "inconclusive"
-
-
-def test_a_sure_difference_below_the_margin_is_treated_as_noise() -> None:
-    verdict = judge([1.01 * v for v in TIGHT], TIGHT)
-    assert verdict.p == 2 / 252 and verdict.low is not None and verdict.low > 1
-    assert verdict.word == "same"
-    edge = judge([1.018 * v for v in TIGHT], TIGHT)
-    assert (edge.word, edge.reason, edge.needed) == ("inconclusive", "in_margin", 44)
-    assert verdict_sentence(edge) == (
-        "b / x: inconclusive: by wall time, the difference of 1.8 % is within the ±2 % that are treated as noise, but "
-        "its 95 % interval 1.013 to 1.023 is not; at this spread, about 44 repeats a side show that the sides are the "
-        "same within ±2 %, with a probability of 80 %."
-    )
-
-
-def test_three_repeats_can_never_tell() -> None:
-    verdict = judge([2.0, 2.02, 1.98], [1.0, 1.01, 0.99])
-    assert (verdict.p, verdict.reason, verdict.needed) == (0.1, "too_few", 5)
-    assert judge([2.0, 2.02, 1.98], [1.0, 1.01, 0.99], others=6).needed == 6
-
-
-def test_too_wide_an_interval() -> None:
-    wide = [0.7, 0.85, 1.0, 1.2, 1.4]
-    verdict = judge([1.1 * v for v in wide], wide)
-    assert (verdict.word, verdict.reason, verdict.needed, verdict.needed_for_same) == (
-        "inconclusive", "includes_one", None, None,
-    )  # fmt: skip
-    assert verdict_sentence(verdict) == (
-        "b / x: inconclusive: by wall time, the 95 % interval 0.74 to 1.64 includes 1; at this spread, more than 100 "
-        "repeats a side show a difference of this size, more than 100 repeats that there is none, with a probability "
-        "of 80 %."
-    )
-
-
-def test_correction_takes_a_verdict_away() -> None:
-    side, base = [1.05 * v for v in TIGHT], TIGHT
-    assert judge(side, base, others=5).word == "faster"
-    verdict = judge(side, base, others=6)
-    assert (verdict.word, verdict.reason, verdict.needed) == ("inconclusive", "too_few", 6)
-    assert "5 against 5 repeats can never reach p < 0.05 in 7 comparisons" in verdict_sentence(verdict)
-
-
-def test_a_p_that_is_too_large_although_the_interval_excludes_one() -> None:
-    side, base = [1.06, 1.07, 1.08, 1.00, 1.02], [1.0, 1.01, 0.99, 1.005, 0.98]
-    verdict = judge(side, base, others=3)
-    assert verdict.low is not None and verdict.low > 1
-    assert verdict.reason == "p_too_large"
-
-
-def test_one_repeat() -> None:
-    verdict = judge([1.5], [1.0])
-    assert (verdict.ratio, verdict.low, verdict.high, verdict.p) == (1.5, None, None, None)
-    assert (verdict.reason, verdict.needed) == ("too_few", 4)
-
-
-def test_nothing_measured() -> None:
-    verdict = judge([], TIGHT, others=1)
-    assert (verdict.ratio, verdict.p, verdict.n, verdict.reason) == (None, None, (0, 5), "no_values")
-    pair = ComparedSides(
+    nothing = ComparedSides(
         side="b", baseline="a", metric="output_tok_s", side_speeds=[[]], baseline_speeds=[[]], within_run=True
     )
-    assert verdicts([pair]).comparisons == 0
-
-
-def test_servers_without_any_spread() -> None:
-    assert judge([2.0] * 5, [1.0] * 5).word == "faster"
-    assert judge([1.0] * 5, [1.0] * 5).word == "same"
-    assert judge([0.1] * 5, [0.3 - 0.2] * 5).word == "same"
+    assert verdicts([nothing]).comparisons == 0
+    monkeypatch.setattr(rules, "MARGIN", 0.005)
+    assert judge(scaled(1.003), TIGHT).word == "inconclusive"
 
 
 def test_wall_times_are_turned_round() -> None:

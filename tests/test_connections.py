@@ -136,12 +136,9 @@ def test_a_server_whose_queue_is_full_is_slow_to_connect() -> None:
     assert answer.chunks_s[0] < 0.8
 
 
-@fault(
-    "network",
-    "the listen queue of the server overflows",
-    seen="the server's listen queue overflowed: ... waited 1 s or more",
-    kept="all records; the wait is in no latency",
-)
+@fault("network", "the listen queue of the server overflows",
+       seen="the server's listen queue overflowed: ... waited 1 s or more",
+       kept="all records; the wait is in no latency")  # fmt: skip
 def test_connections_that_waited_for_a_full_listen_queue_are_counted(tmp_path: Path) -> None:
     """Users who arrive at once at a server that takes none for a while: real SYNs are dropped."""
     users = 8
@@ -284,11 +281,8 @@ WHOLE = whole(
 @pytest.mark.parametrize(
     "wait_s", [lambda number: 0.0, lambda number: 0.07 * (number % 8) / 7], ids=["at once", "0 to 70 ms"]
 )
-@fault(
-    "network",
-    "the server closes each connection after a stream, though it says keep-alive",
-    seen="no request is lost or sent twice",
-)
+@fault("network", "the server closes each connection after a stream, though it says keep-alive",
+       seen="no request is lost or sent twice")  # fmt: skip
 def test_a_server_that_closes_after_each_stream_gets_each_request_once(
     tmp_path: Path, wait_s: Callable[[int], float]
 ) -> None:
@@ -365,11 +359,8 @@ def test_a_server_that_closes_after_whole_responses_is_remembered() -> None:
     assert len(requests) == 4
 
 
-@fault(
-    "network",
-    "the server reads a request and resets the connection later",
-    seen="error kind disconnect; it is not sent again",
-)
+@fault("network", "the server reads a request and resets the connection later",
+       seen="error kind disconnect; it is not sent again")  # fmt: skip
 def test_a_server_that_reads_requests_and_resets_them_later_has_failed_them(tmp_path: Path) -> None:
     """Each second request of a connection is read and reset after a second: it is not sent again."""
     requests: list[bytes] = []

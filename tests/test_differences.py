@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.comparison.compare import by_machine, compare_runs
-from harness.comparison.differences import differences, differences_of
 from harness.errors import HarnessError
+from harness.judge.comparable import differences, differences_of
 from harness.report.board import publish
 from harness.report.markdown import of_comparison
 from harness.rundir.manifest import Machine, ServedBy, read_run
@@ -35,13 +35,9 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     """The same on two machines."""
     write_made_run(tmp_path / "one", steady(), served=on("--dtype", "auto"))
     write_made_run(
-        tmp_path / "two",
-        steady(0.5),
-        served=on("--dtype", "auto", groups=("44", "110")),
-        machine=MI300X,
-        versions={"locust": "2.48.0"},
-        git_commit="def",
-    )
+        tmp_path / "two", steady(0.5), served=on("--dtype", "auto", groups=("44", "110")), machine=MI300X,
+        versions={"locust": "2.48.0"}, git_commit="def",
+    )  # fmt: skip
     return tmp_path / "one", tmp_path / "two"
 
 

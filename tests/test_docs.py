@@ -246,6 +246,30 @@ def test_links_resolve(path: Path) -> None:
             assert anchor in {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def groups() -> dict[str, list[str]]:
+    """The pages of docs/ by their group in the README."""
+    listed = page("README.md").split("## Documentation")[1]
+    found = re.findall(r"^- \*\*(.+?)\*\*:(.*?)(?=^- |\Z)", listed, re.MULTILINE | re.DOTALL)
+    return {name: re.findall(r"\(docs/([a-z-]+)\.md\)", links) for name, links in found}
+
+
+def test_every_page_is_in_one_of_four_groups() -> None:
+    found = groups()
+    assert list(found) == ["Tutorials", "How-to guides", "Reference", "Explanation"]
+    assert sorted(name for names in found.values() for name in names) == sorted(
+        path.stem for path in (ROOT / "docs").glob("*.md")
+    )
+
+
+@pytest.mark.parametrize("name", [*groups()["Tutorials"], *groups()["How-to guides"]])
+def test_tutorials_and_guides_begin_with_a_command(name: str) -> None:
+    begun = page(f"docs/{name}.md").splitlines()[:10]
+    shown = [
+        line.strip() for at, line in enumerate(begun) if begun[at - 1].startswith("```") or line.startswith("    ")
+    ]
+    assert any(line.split(" ")[0] in ("harness", "locust", "make", "pip", "source") for line in shown), shown
+
+
 def test_paths_that_the_pages_name_exist() -> None:
     for path in PAGES:
         for name in code(path.read_text(encoding="utf-8")):

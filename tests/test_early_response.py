@@ -80,11 +80,8 @@ def refused(send: Send) -> Exchange:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["new connection", "kept connection"])
-@fault(
-    "network",
-    "the server refuses a long prompt before it has read it (413), and closes",
-    seen="the status and its message, not a broken connection",
-)
+@fault("network", "the server refuses a long prompt before it has read it (413), and closes",
+       seen="the status and its message, not a broken connection")  # fmt: skip
 def test_a_server_that_refuses_and_closes_with_the_request_unread(tls: ssl.SSLContext | None, kept: bool) -> None:
     seen = []
 

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pyarrow.parquet
@@ -19,7 +19,7 @@ from harness.report import export
 from harness.report.board import publish
 from harness.rundir.manifest import read_run, write_run
 from harness.rundir.records import Request, read_requests
-from harness.summary import because
+from harness.summary import LimitedBy, TimeSplit, because
 from tests.command import harness
 from tests.made_runs import MONOTONIC_S, WALL_S, request, scenario, write_lines, write_made_run
 
@@ -227,6 +227,30 @@ def test_rows_as_csv(run: Path) -> None:
     assert float(first["chunk_gap_mean_s"]) == row.chunk_gap_s.mean
     assert (first["error_rate"], first["ttft_p99_s"], first[f"attainment({SLOS})"]) == ("0.0", "", "0.0")
     assert (first["baseline"], second["baseline"]) == ("1", "0")
+
+
+def test_where_the_time_goes_and_the_limit_are_exported(run: Path) -> None:
+    summary, manifest = summarize(run), read_run(run)
+    split = TimeSplit(connect_s=0.001, queue_s=0.25, prefill_s=0.125, decode_s=0.5, api_s=0.0625, e2e_s=0.9375)
+    known = msgspec.structs.replace(summary.rows[0], time=split, limited_by="queue")
+    summary = msgspec.structs.replace(summary, rows=[known, summary.rows[1]])
+    first, second = csv.DictReader(export.csv_table(summary, manifest).splitlines())
+    names = ["api_mean_s", "queue_mean_s", "prefill_mean_s", "decode_mean_s", "limited_by"]
+    assert [first[name] for name in names] == ["0.0625", "0.25", "0.125", "0.5", "queue"]
+    assert {second[name] for name in names} == {""}
+    found = {
+        (name.removeprefix("amd_llm_load_"), dict(labels).get("stage") or dict(labels)["limit"]): value
+        for (name, labels), value in samples(export.openmetrics(summary, manifest)).items()
+        if name in ("amd_llm_load_stage_mean_seconds", "amd_llm_load_limited_by")
+    }
+    assert found == {
+        ("stage_mean_seconds", "connect"): 0.001,
+        ("stage_mean_seconds", "api"): 0.0625,
+        ("stage_mean_seconds", "queue"): 0.25,
+        ("stage_mean_seconds", "prefill"): 0.125,
+        ("stage_mean_seconds", "decode"): 0.5,
+        **{("limited_by", limit): int(limit == "queue") for limit in get_args(LimitedBy)},
+    }
 
 
 @pytest.mark.parametrize("form", ["csv", "openmetrics", "junit", "json", "markdown", "terminal"])

@@ -29,12 +29,9 @@ def on_small_disk(tmp_path: Path, path: Path, size: str) -> tuple[int, str, Path
     return done.returncode, done.stderr, kept
 
 
-@fault(
-    "disk",
-    "the disk fills up during a run",
-    seen="the disk is full: how many cells have run and requests are recorded, and what to do (exit code 3)",
-    kept="all records until then, and the manifest",
-)
+@fault("disk", "the disk fills up during a run",
+       seen="the disk is full: how many cells have run and requests are recorded, and what to do (exit code 3)",
+       kept="all records until then, and the manifest")  # fmt: skip
 def test_a_disk_that_fills_up_during_a_run(tmp_path: Path) -> None:
     path = write(tmp_path, loads={"burst": LOAD}, repeats=2)
     code, err, kept = on_small_disk(tmp_path, path, "3m")
@@ -53,12 +50,9 @@ def test_a_disk_that_fills_up_during_a_run(tmp_path: Path) -> None:
     assert not [one.name for one in folder.iterdir() if one.suffix == ".new" or one.name == RESERVE]
 
 
-@fault(
-    "disk",
-    "the disk is full before the run",
-    seen="the run directory cannot be written (No space left on device) (exit code 1)",
-    kept="no run is begun",
-)
+@fault("disk", "the disk is full before the run",
+       seen="the run directory cannot be written (No space left on device) (exit code 1)", kept="no run is begun"
+)  # fmt: skip
 def test_a_disk_without_room_for_a_run(tmp_path: Path) -> None:
     code, err, kept = on_small_disk(tmp_path, write(tmp_path), "512k")
     assert (code, list(kept.iterdir())) == (1, [])
@@ -69,12 +63,8 @@ def test_a_disk_without_room_for_a_run(tmp_path: Path) -> None:
     )
 
 
-@fault(
-    "disk",
-    "a limit of the size of files",
-    seen="the run directory cannot be written (File too large) (exit code 1)",
-    kept="no run is begun",
-)
+@fault("disk", "a limit of the size of files",
+       seen="the run directory cannot be written (File too large) (exit code 1)", kept="no run is begun")  # fmt: skip
 def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
     path = write(tmp_path, **SMALL)
     limit = 40_000  # of the manifest and the records of a few requests; the page is larger

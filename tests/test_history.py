@@ -10,7 +10,7 @@ import pytest
 
 from harness.comparison.history import check_against_history, history_of
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.judge.change_points import GATED_RUNS, MIN_HISTORY, gate, levels_of
+from harness.judge.stats import GATED_RUNS, MIN_HISTORY, gate, levels_of
 from harness.judge.verdicts import is_paced
 from harness.report.board import publish
 from harness.report.history import html
@@ -164,12 +164,9 @@ def made(
 ) -> Run:
     """Run `number` of a history, an hour after the one before it."""
     return write_made_run(
-        folder / f"run-{number:02}",
-        lambda cell: wall_s * SPREAD[number % 5],
-        made_of=made_of,
-        served=lambda cell: served_by(image_digest=digest),
-        **({"started_wall_s": WALL_S + 3600 * number} | manifest),
-    )
+        folder / f"run-{number:02}", lambda cell: wall_s * SPREAD[number % 5], made_of=made_of,
+        served=lambda cell: served_by(image_digest=digest), **({"started_wall_s": WALL_S + 3600 * number} | manifest),
+    )  # fmt: skip
 
 
 @pytest.fixture

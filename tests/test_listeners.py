@@ -12,9 +12,9 @@ from statistics import median
 import pytest
 
 from harness.analysis import derive
-from harness.rundir.records import Request, read_requests
+from harness.rundir.records import Request
 from harness.scenario import Load, Warmup
-from tests.load_runs import ROOT, end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
+from tests.load_runs import ROOT, by_hand, driven, end, log_of, records_of, start, wait_for_records
 
 # Each notes the request's name, by a real HTTP request and in a file, and sleeps. At the end of the test it counts.
 LISTENER = """
@@ -84,10 +84,7 @@ def told_once(got: list[bytes], records: list[Request]) -> None:
 def test_a_chat_by_hand_with_a_listener_that_waits(tmp_path: Path, engine: str) -> None:
     with sink() as (url, got):
         file = written(tmp_path, LISTENER.format(sink=url, sleep_s=0.05, file="chat", user="ChatUser"))
-        options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-        child = start(tmp_path, engine, file, *options, "--think", "0.01", "--output-tokens", "20")
-        assert end(child) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))
+        records = by_hand(tmp_path, engine, file, "--think", "0.01", "--output-tokens", "20")
     assert len(records) > 20
     told_once(got, records)
     assert {json.loads(one)[0] for one in got} == {"ChatUser"}
@@ -101,12 +98,9 @@ def test_a_run_with_a_listener_that_waits(tmp_path: Path, engine: str, processes
     with sink() as (url, got):
         file = written(tmp_path, LISTENER.format(sink=url, sleep_s=0.1, file="batch", user="BatchAgent"))
         load = Load(user="batch", users=2, requests=30, batch_size=2, output_tokens=20, processes=processes)
-        options = ["--processes", str(processes)] if processes > 1 else []
-        job = make_job(tmp_path, load, Warmup(requests=4))
-        child = start_job(tmp_path, engine, job, *options, "--json-file", str(tmp_path / "stats"), locustfile=file)
-        assert end(child) == 0, log_of(tmp_path)
+        stats_file = ["--json-file", str(tmp_path / "stats")]
+        driven(tmp_path, engine, load, Warmup(requests=4), *stats_file, locustfile=file)
     records = records_of(tmp_path)
-    ends_of(tmp_path, processes)
     assert len(records) == 34
     told_once(got, records)
     assert sum(map(int, (tmp_path / "counted").read_text().split())) == 34
@@ -119,10 +113,8 @@ def test_a_listener_that_waits_does_not_distort_the_measurement(tmp_path: Path, 
     """The server's first token comes after 2 ms of its own, whoever listens."""
 
     def ttft_s(folder: Path, file: Path) -> float:
-        folder.mkdir()
         load = Load(user="batch", users=4, requests=100, output_tokens=20)
-        assert end(start_job(folder, engine, make_job(folder, load), locustfile=file)) == 0, log_of(folder)
-        records = records_of(folder)
+        records = driven(folder, engine, load, locustfile=file)
         assert [r.error for r in records] == [None] * 100
         return median(derive.ttft_s(r) or 0.0 for r in records)
 
@@ -159,11 +151,8 @@ def works(name, **kwargs):
 
 def test_a_listener_that_raises_loses_nothing(tmp_path: Path, engine: str) -> None:
     load = Load(user="batch", users=3, requests=30, output_tokens=5)
-    job = make_job(tmp_path, load)
-    child = start_job(tmp_path, engine, job, locustfile=written(tmp_path, RAISES))
-    assert end(child) == 0, log_of(tmp_path)
-    assert [r.error for r in records_of(tmp_path)] == [None] * 30
-    ends_of(tmp_path, 1)
+    records = driven(tmp_path, engine, load, locustfile=written(tmp_path, RAISES))
+    assert [r.error for r in records] == [None] * 30
     assert (tmp_path / "told").read_text() == "b\n" * 30  # the listeners after it are called
     assert log_of(tmp_path).count("ValueError: boom") == 10
 
@@ -192,10 +181,8 @@ def count(**kwargs):
 
 def test_a_listener_may_end_the_load(tmp_path: Path, engine: str) -> None:
     """As one that has seen enough failures does. What it then cuts is told it as well."""
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--records", "r.jsonl", "--stop-timeout", "5"]
-    child = start(tmp_path, engine, written(tmp_path, QUITS), *options, "--output-tokens", "20")
-    assert end(child) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))
+    options = ["--stop-timeout", "5", "--output-tokens", "20"]
+    records = by_hand(tmp_path, engine, written(tmp_path, QUITS), *options, run_time=None)
     assert 5 <= len(records) <= 10
     assert (tmp_path / "counted").read_text() == f"{len(records)}\n"
 
@@ -240,7 +227,6 @@ def listen(environment, **kwargs):
 
 def test_a_listener_of_reports_is_there_for_the_first_one(tmp_path: Path, engine: str) -> None:
     """Locust's workers report as soon as the start of their process waits for anything: ours must not."""
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--processes", "2"]
-    child = start(tmp_path, engine, written(tmp_path, REPORTS), *options, "--output-tokens", "5")
-    assert end(child) == 0, log_of(tmp_path)
+    options = ["--processes", "2", "--output-tokens", "5"]
+    by_hand(tmp_path, engine, written(tmp_path, REPORTS), *options, run_time="1s")
     assert "KeyError" not in log_of(tmp_path)

@@ -1,14 +1,12 @@
 """Who may use Locust's web UI, and what a start may ask for: attacks with real HTTP requests on a real Locust."""
 
-import http.client
 import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import psutil
@@ -18,11 +16,11 @@ from harness.job import write_job
 from harness.process import free_port
 from harness.run.drive import locust_arguments
 from harness.scenario import MAX_USERS, Load
-from harness.simulated import spawned
+from tests.command import until
 from tests.fake_server import read_request, serving, whole
 from tests.faults import fault
 from tests.load_runs import end, log_of, make_job, start
-from tests.test_live import until
+from tests.web_ui import UI, Answer, ui
 
 MODELS = whole(b'{"data":[{"id":"m"}]}')
 KEY = "sk-of-the-user"
@@ -33,66 +31,10 @@ ROUTES = [
 CHANGES = ["/swarm", "/stop", "/stats/reset", "/user"]
 
 
-class Answer(NamedTuple):
-    status: int
-    headers: dict[str, str]
-    text: str
-
-
-class UI(NamedTuple):
-    port: int
-    folder: Path
-    server: str
-
-    def ask(self, path: str, form: object = None, method: str | None = None, **headers: str) -> Answer:
-        """One request, as it is given: `Sec_Fetch_Site` is the header Sec-Fetch-Site; Host is that of the UI."""
-        given = {"Host": f"127.0.0.1:{self.port}", **{name.replace("_", "-"): text for name, text in headers.items()}}
-        body = urlencode(form) if isinstance(form, Mapping) else form
-        if isinstance(form, Mapping):
-            given.setdefault("Content-Type", "application/x-www-form-urlencoded")
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request(method or ("GET" if form is None else "POST"), path, body, given)  # type: ignore[arg-type]
-            answer = connection.getresponse()
-            return Answer(answer.status, dict(answer.headers), answer.read().decode(errors="replace"))
-        finally:
-            connection.close()
-
-    def state(self) -> Any:
-        return json.loads(self.ask("/llm/live.json").text)
-
-
-@contextmanager
-def ui(folder: Path, server: str, *options: str, locustfile: Path | str = "chat") -> Iterator[UI]:
-    """Stock Locust with its web UI."""
-    found = UI(free_port(), folder, server)
-
-    def up() -> bool:
-        try:
-            return found.ask("/").status > 0
-        except OSError:
-            return False
-
-    child = start(folder, server, locustfile, "--web-port", str(found.port), "--think", "0.2", *options)
-    try:
-        until(up)
-        yield found
-    finally:
-        child.terminate()
-        end(child)
-    assert "Traceback" not in log_of(folder)
-
-
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with spawned("--preset", "instant", "--served-model-name", "m") as engine:
-        yield engine.url
-
-
-@pytest.fixture(scope="module")
-def by_hand(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UI]:
+def by_hand(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UI]:
     """As docs say: without --web-host."""
-    with ui(tmp_path_factory.mktemp("ui"), server) as found:
+    with ui(tmp_path_factory.mktemp("ui"), engine) as found:
         yield found
 
 
@@ -163,17 +105,17 @@ def thief() -> Iterator[tuple[str, list[bytes]]]:
 
 @pytest.mark.parametrize("how", ["job", "by hand"])
 def test_the_api_key_is_sent_to_the_host_of_the_start_only(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("OUR_KEY", KEY)
     write_job(make_job(tmp_path, Load(user="chat"), api_key_env="OUR_KEY"), tmp_path / "job.json")
     options = ["--job", str(tmp_path / "job.json")] if how == "job" else ["--api-key-env", "OUR_KEY"]
-    with thief() as (elsewhere, seen), ui(tmp_path, server, *options) as found:
+    with thief() as (elsewhere, seen), ui(tmp_path, engine, *options) as found:
         refused = found.ask("/swarm", {**FORM, "host": elsewhere})
-        assert (refused.status, json.loads(refused.text)["host"]) == (400, server)
+        assert (refused.status, json.loads(refused.text)["host"]) == (400, engine)
         assert json.loads(refused.text)["message"].startswith("--host: cannot be changed after the start")
         assert found.ask("/user", json.dumps({"user_class_name": "ChatUser", "host": elsewhere})).status == 400
-        assert found.ask("/swarm", {**FORM, "host": server}).status == 200
+        assert found.ask("/swarm", {**FORM, "host": engine}).status == 200
         until(lambda: found.state()["whole"]["all"]["ended"])
         assert KEY not in "".join(found.ask(path).text for path in ROUTES)
         found.ask("/stop", {})
@@ -249,10 +191,10 @@ def test_what_is_no_form_is_refused(by_hand: UI) -> None:
     assert by_hand.state()["state"] == "ready"
 
 
-def test_the_class_picker_takes_what_its_form_has(server: str, tmp_path: Path) -> None:
+def test_the_class_picker_takes_what_its_form_has(engine: str, tmp_path: Path) -> None:
     """Locust sets any attribute of a user class."""
-    user = {"user_class_name": "ChatUser", "weight": 2, "fixed_count": 0, "tasks": ["converse"], "host": server}
-    with ui(tmp_path, server, "--class-picker") as found:
+    user = {"user_class_name": "ChatUser", "weight": 2, "fixed_count": 0, "tasks": ["converse"], "host": engine}
+    with ui(tmp_path, engine, "--class-picker") as found:
 
         def give(**changed: object) -> int:
             return found.ask("/user", json.dumps(user | changed), Content_Type="application/json").status
@@ -266,9 +208,9 @@ def test_the_class_picker_takes_what_its_form_has(server: str, tmp_path: Path) -
         assert found.ask("/stop", {}).status == 200
 
 
-def test_many_starts_at_once_are_one_load(server: str, tmp_path: Path) -> None:
+def test_many_starts_at_once_are_one_load(engine: str, tmp_path: Path) -> None:
     answers: list[Answer] = []
-    with ui(tmp_path, server) as found:
+    with ui(tmp_path, engine) as found:
         asked = [threading.Thread(target=lambda: answers.append(found.ask("/swarm", FORM))) for _ in range(40)]
         for thread in asked:
             thread.start()
@@ -288,9 +230,9 @@ def test_many_starts_at_once_are_one_load(server: str, tmp_path: Path) -> None:
     [("--users", "99999999", USERS), ("--spawn-rate", "1e9", RATE), ("--run-time", "99999999999", RUN)],
 )
 def test_the_command_line_has_the_same_bounds(
-    server: str, tmp_path: Path, more: list[str], option: str, value: str, sentence: str
+    engine: str, tmp_path: Path, more: list[str], option: str, value: str, sentence: str
 ) -> None:
-    assert end(start(tmp_path, server, "chat", "--web-port", str(free_port()), option, value, *more)) == 1
+    assert end(start(tmp_path, engine, "chat", "--web-port", str(free_port()), option, value, *more)) == 1
     assert sentence.partition(" (got")[0] in log_of(tmp_path) and "Traceback" not in log_of(tmp_path)
 
 
@@ -307,8 +249,8 @@ def token_of(found: UI) -> str:
 
 
 @pytest.mark.parametrize("opened", ["0.0.0.0", "*"])
-def test_beyond_loopback_a_token_is_required_on_every_route(server: str, tmp_path: Path, opened: str) -> None:
-    with ui(tmp_path, server, "--web-host", opened) as found:
+def test_beyond_loopback_a_token_is_required_on_every_route(engine: str, tmp_path: Path, opened: str) -> None:
+    with ui(tmp_path, engine, "--web-host", opened) as found:
         token = token_of(found)
         assert len(token) == 32
         for path in ROUTES:
@@ -332,26 +274,26 @@ def test_beyond_loopback_a_token_is_required_on_every_route(server: str, tmp_pat
 
 
 def test_published_on_loopback_there_is_no_token_and_only_that_host(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `harness compose` starts it: open in its container, and published at an address of loopback."""
     monkeypatch.setenv("AMD_LLM_LOAD_UI_ADDRESS", "127.0.0.1:8089")
-    with ui(tmp_path, server, "--web-host", "0.0.0.0") as found:
+    with ui(tmp_path, engine, "--web-host", "0.0.0.0") as found:
         assert found.ask("/", Host="127.0.0.1:8089").status == 200
         for host in ("evil.example", "192.0.2.7:8089", "0.0.0.0:8089"):
             assert found.ask("/", Host=host).status == 403
     monkeypatch.setenv("AMD_LLM_LOAD_UI_ADDRESS", "llm.example:443")
     monkeypatch.setenv("AMD_LLM_LOAD_UI_TOKEN", "chosen-by-the-user")
-    with ui(tmp_path, server, "--web-host", "0.0.0.0") as found:
+    with ui(tmp_path, engine, "--web-host", "0.0.0.0") as found:
         assert found.ask("/", Host="llm.example").status == 401
         assert found.ask("/", Host="llm.example", Authorization="Bearer chosen-by-the-user").status == 200
 
 
 def test_a_token_that_the_user_chose_is_required_on_loopback_too(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AMD_LLM_LOAD_UI_TOKEN", "chosen-by-the-user")
-    with ui(tmp_path, server) as found:
+    with ui(tmp_path, engine) as found:
         assert found.ask("/").status == found.ask("/stop", {}).status == 401
         assert found.ask("/?token=chosen-by-the-user").status == 303
     assert "chosen-by-the-user" not in log_of(tmp_path)
@@ -370,9 +312,9 @@ def login(environment, **_):
 """
 
 
-def test_a_login_of_the_users_own_takes_the_place_of_the_token(server: str, tmp_path: Path) -> None:
+def test_a_login_of_the_users_own_takes_the_place_of_the_token(engine: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(LOGIN)
-    with ui(tmp_path, server, "--web-host", "0.0.0.0", "--web-login", locustfile=tmp_path / "own.py") as found:
+    with ui(tmp_path, engine, "--web-host", "0.0.0.0", "--web-login", locustfile=tmp_path / "own.py") as found:
         for path in ("/", "/llm", "/llm/page.js", "/llm/live.json", "/stats/requests", "/logs", "/exceptions"):
             assert found.ask(path).status == 302, path
             assert found.ask(path, Origin=EVIL).status == 403, path
@@ -385,8 +327,8 @@ def test_a_login_of_the_users_own_takes_the_place_of_the_token(server: str, tmp_
     [("AMD_LLM_LOAD_UI_TOKEN", "short"), ("AMD_LLM_LOAD_UI_TOKEN", ""), ("AMD_LLM_LOAD_UI_ADDRESS", "http://x")],
 )
 def test_a_token_or_address_of_no_use_ends_the_start(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert end(start(tmp_path, server, "chat", "--web-host", "0.0.0.0", "--web-port", str(free_port()))) == 1
+    assert end(start(tmp_path, engine, "chat", "--web-host", "0.0.0.0", "--web-port", str(free_port()))) == 1
     assert f"{name}: " in log_of(tmp_path) and "Traceback" not in log_of(tmp_path)

@@ -18,7 +18,7 @@ from harness.prepare.experiment import prepare
 from harness.reasons import sentences
 from harness.report import words
 from harness.report.charts.data import observe
-from harness.report.details import schedule_lines
+from harness.report.table import schedule_table
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.behaviour import Agent
@@ -260,9 +260,9 @@ def test_too_few_users_make_the_run_invalid_and_say_what_to_do(tmp_path: Path) -
     assert row["pooled"]["e2e_sched_s"]["max"] > row["pooled"]["e2e_s"]["max"]
     results = json.loads((folder / "summary.json").read_text())["checks"]
     assert [one["status"] for one in results][1:] == ["passed", "failed"]
-    found = schedule_lines(read_summary(folder), read_run(folder))
-    assert [(one.load, one.schedule) for one in found] == [("open", "open loop, evenly, 10 a second")]
-    assert found[0].texts[2] == f"{row['pooled']['schedule']['never_sent']} of 15"
+    found = schedule_table(read_summary(folder), read_run(folder)).rows
+    assert [(one.load, one.texts[0]) for one in found] == [("open", "open loop, evenly, 10 a second")]
+    assert found[0].texts[3] == f"{row['pooled']['schedule']['never_sent']} of 15"
     shown = harness("report", str(folder), "--explain", cwd=tmp_path)
     assert "send lag = sent − scheduled; p50" in shown.out
     table = harness("report", str(folder), "--format", "csv", cwd=tmp_path).out.splitlines()

@@ -172,11 +172,9 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@fault(
-    "network",
-    "an answer breaks (40 cases): cut, reset, silent, pings only, error event, HTML, compressed, redirect, not HTTP",
-    seen="one record of the right error kind and message each",
-)
+@fault("network",
+       "an answer breaks (40 cases): cut, reset, silent, pings only, error event, HTML, compressed, redirect, not HTTP",
+       seen="one record of the right error kind and message each")  # fmt: skip
 def test_every_fault_leaves_one_record_of_its_kind(tmp_path: Path, name: str) -> None:
     handler, error, message, chunks = FAULTS[name]
     record = one_record(tmp_path, handler, timeout_s=0.3)

@@ -17,7 +17,7 @@ from harness.analysis.forecast import Forecast, forecast, read_duration, read_pr
 from harness.errors import HarnessError, RunError
 from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
 from harness.paths import ROOT
-from harness.report.forecast import headline, of_deadline
+from harness.report.terminal import headline, of_deadline
 from harness.rundir.manifest import CellRun, Machine, Run, write_run
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import GpuSample, TelemetrySample
@@ -104,17 +104,10 @@ def write_run_of(
     if samples:
         write_lines(folder / "telemetry.jsonl", samples)
     values: dict[str, Any] = {
-        "id": folder.name,
-        "status": "valid",
-        "started_wall_s": WALL_S,
-        "ended_wall_s": WALL_S + now,
-        "scenario_name": "which",
-        "scenario": chosen,
-        "workload_sha256": "ab" * 32,
-        "cells": cells,
-        "order": [cell.id for cell in cells_of(chosen)],
-        "machine": Machine(name="strix", cores=32),
-    }
+        "id": folder.name, "status": "valid", "started_wall_s": WALL_S, "ended_wall_s": WALL_S + now,
+        "scenario_name": "which", "scenario": chosen, "workload_sha256": "ab" * 32, "cells": cells,
+        "order": [cell.id for cell in cells_of(chosen)], "machine": Machine(name="strix", cores=32),
+    }  # fmt: skip
     run = Run(**(values | manifest))
     write_run(folder, run)
     return run

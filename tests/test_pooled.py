@@ -55,13 +55,9 @@ def found(spread: float, effect: float = 1.0) -> Rates:
     ours = 0
     for base, side in runs:
         pair = ComparedSides(
-            side="b",
-            baseline="a",
-            metric="wall_s",
-            side_speeds=[list(1 / side)],
-            baseline_speeds=[list(1 / base)],
+            side="b", baseline="a", metric="wall_s", side_speeds=[list(1 / side)], baseline_speeds=[list(1 / base)],
             within_run=True,
-        )
+        )  # fmt: skip
         ours += verdicts.verdicts([pair]).verdicts[0].word in ("faster", "slower")
     return Rates(float(np.mean(welch < ALPHA)), float(np.mean(ranks < ALPHA)), ours / PAIRS)
 

@@ -22,18 +22,9 @@ from tests.load_runs import make_job
 
 def request(number: int, process: int = 1, chunks: int = 3) -> Request:
     return Request(
-        id=f"{process}-{number}",
-        cell="c",
-        load="l",
-        user_class="U",
-        index=number,
-        user=0,
-        process=process,
-        phase="measured",
-        sent_s=1.5,
-        ended_s=2.25,
-        chunks_s=[0.5] * chunks,
-    )
+        id=f"{process}-{number}", cell="c", load="l", user_class="U", index=number, user=0, process=process,
+        phase="measured", sent_s=1.5, ended_s=2.25, chunks_s=[0.5] * chunks,
+    )  # fmt: skip
 
 
 def recorder(folder: Path) -> Recorder:
@@ -68,11 +59,8 @@ def test_records_reach_the_file_within_a_moment(tmp_path: Path) -> None:
     one.close()
 
 
-@fault(
-    "disk",
-    "the disk is full for a while",
-    seen="records cannot be written: No space left on device (in the log), and written later",
-)
+@fault("disk", "the disk is full for a while",
+       seen="records cannot be written: No space left on device (in the log), and written later")  # fmt: skip
 def test_a_full_disk_is_not_a_loss_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = recorder(tmp_path)
     real = os.write
@@ -182,11 +170,8 @@ def test_every_ticket_goes_to_exactly_one_process(tmp_path: Path) -> None:
     assert Sequencer(str(path), Plan(requests=900, warmup_requests=10)).finished()
 
 
-@fault(
-    "load process",
-    "kill -9 while it holds the lock of the shared counter",
-    seen="the others go on: the kernel gives the lock back",
-)
+@fault("load process", "kill -9 while it holds the lock of the shared counter",
+       seen="the others go on: the kernel gives the lock back")  # fmt: skip
 def test_a_process_that_dies_with_the_lock_does_not_stop_the_others(tmp_path: Path) -> None:
     path = tmp_path / "counter"
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True)"

@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from harness.analysis.summarize import read_summary, summarize, write_summary
-from harness.comparison.board import Figure, collect, read_figures
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.noise_floors import folder_name
 from harness.paths import RESULTS
 from harness.report import board as boards
-from harness.report.board import publish
+from harness.report.board import Figure, collect, publish, read_figures
 from harness.rundir.manifest import Machine, read_run, write_run
 from harness.scenario import Server
 from harness.scenario.plan import Cell
@@ -85,19 +84,12 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "folder"),
     [
-        ("strix", "strix"),
-        ("max-num-seqs_2.1", "max-num-seqs_2.1"),
-        ("Strix", "strix-0b3437"),
-        ("../../etc", "etc-74ccf3"),
-        ("a/b", "a-b-c14cdd"),
-        ("", ""),
-        ("..", "unnamed-5ec1f7"),
-        ("reference", "reference-52367a"),
-        ("nul", "nul-99e624"),
-        ("ä" * 300, "unnamed-172956"),
+        ("strix", "strix"), ("max-num-seqs_2.1", "max-num-seqs_2.1"), ("Strix", "strix-0b3437"),
+        ("../../etc", "etc-74ccf3"), ("a/b", "a-b-c14cdd"), ("", ""), ("..", "unnamed-5ec1f7"),
+        ("reference", "reference-52367a"), ("nul", "nul-99e624"), ("ä" * 300, "unnamed-172956"),
         ("x" * 300, "x" * 60 + "-0d4e2c"),
     ],
-)
+)  # fmt: skip
 def test_names_are_safe_as_folders(name: str, folder: str) -> None:
     assert folder_name(name) == folder
 
@@ -150,10 +142,10 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     assert best is not None
     assert best.value == pytest.approx(7.2 * 1.003)
     assert (best.date, best.folder) == ("2027-01-16", "strix/which/new")
-    assert (best.repeats, best.errors, best.version, best.valid) == (5, 0, "0.32.0", True)
-    assert boards.digest(best) == "sha256:4f2a9c4f2a9c"
+    assert (len(best.values), best.errors, best.version, best.valid) == (5, 0, "0.32.0", True)
+    assert best.digest == "sha256:4f2a9c4f2a9c"
     built_here = msgspec.structs.replace(best, image_digest="sha256:" + "4f2a9c" * 10)
-    assert boards.digest(built_here) == "image id 4f2a9c4f2a9c"
+    assert built_here.digest == "image id 4f2a9c4f2a9c"
 
 
 def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> None:
@@ -199,7 +191,7 @@ def test_what_the_client_limited_is_marked_and_never_ranked(filed: Path) -> None
     page = Page()
     page.feed(boards.html(board))
     assert page.text.count("CLIENT-LIMITED") == 2 and page.text.count("‡ the load generator was the limit") == 1
-    assert boards.limited(model) is None
+    assert model.limited is None
 
 
 class Page(html.parser.HTMLParser):

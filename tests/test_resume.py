@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from harness.analysis.sessions import notes, sessions_of
+from harness.analysis.notes import of_sessions, sessions_of
 from harness.analysis.summarize import read_summary
 from harness.judge.verdicts import ComparedSides, are_apart, verdicts
 from harness.rundir.manifest import LINES, CellRun, Machine, Resumption, Run, locked, read_run, set_aside, write_run
@@ -252,7 +252,7 @@ def test_sessions_and_rows_that_are_apart() -> None:
         )  # fmt: skip
 
     def of(found: Run) -> tuple[list[int], list[str]]:
-        return list(sessions_of(found).values()), [note.code for note in notes(found)]
+        return list(sessions_of(found).values()), [note.code for note in of_sessions(found)]
 
     assert of(run(0, 60, 3000)) == ([0, 0, 0], [])
     assert of(run(0, 60, 120 + 3600)) == ([0, 0, 1], ["hours_apart"])

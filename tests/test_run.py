@@ -412,7 +412,7 @@ def test_locust_killed(tmp_path: Path) -> None:
     )
     assert reasons[1:2] == [
         f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known; run again (the "
-        "kernel kills when memory runs out, which `dmesg` tells)",
+        "kernel kills when memory runs out, which `dmesg` tells)"
     ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.self_check import Limited, client_limits, limited
+from harness.analysis.limits import Limited, client_limits, limited
 from harness.analysis.tally import CellCounts, Clock, numbers_of
 from harness.reasons import number_words, sentence
 from harness.rundir.records import ProcessMark, Request, read_marks

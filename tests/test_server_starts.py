@@ -11,9 +11,9 @@ from rich.console import Console
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.comparison.compare import compare_runs
-from harness.comparison.differences import differences_of
 from harness.errors import HarnessError
-from harness.judge import server_starts
+from harness.judge import comparable
+from harness.judge.comparable import differences_of
 from harness.reasons import sentences
 from harness.report.charts.timeline import starts_of, startup
 from harness.report.html import write_report
@@ -26,27 +26,13 @@ from harness.summary import because
 from tests.made_runs import scenario, served_by, write_made_run
 
 STARTUP = Startup(
-    engine="vllm",
-    version="0.32.0",
-    attention_backend="TRITON_ATTN",
-    max_model_len=8192,
-    weights_gib=1.75,
-    model_load_s=4.5,
-    compile_s=12.25,
-    compile_cache="cold",
-    kv_cache_tokens=100_000,
-    kv_cache_gib=10.5,
+    engine="vllm", version="0.32.0", attention_backend="TRITON_ATTN", max_model_len=8192, weights_gib=1.75,
+    model_load_s=4.5, compile_s=12.25, compile_cache="cold", kv_cache_tokens=100_000, kv_cache_gib=10.5,
     max_concurrency=12.207,
-)
+)  # fmt: skip
 PHASES = {
-    "pull": 0.0,
-    "create": 1.0,
-    "process": 9.0,
-    "weights": 4.0,
-    "compile": 15.0,
-    "ready": 0.5,
-    "first answer": 0.5,
-}
+    "pull": 0.0, "create": 1.0, "process": 9.0, "weights": 4.0, "compile": 15.0, "ready": 0.5, "first answer": 0.5,
+}  # fmt: skip
 
 
 def serving(
@@ -106,23 +92,20 @@ def test_settings_must_be_equal(tmp_path: Path, other: Callable[[Cell], ServedBy
 def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:
     """Once a server; where a gateway takes the load, the way to it counts."""
     write_made_run(tmp_path / "one", steady(), served=lambda cell: served_by(over_ssh=cell.server == "a"))
-    (note,) = server_starts.notes(read_run(tmp_path / "one"))
+    (note,) = comparable.notes(read_run(tmp_path / "one"))
     assert note == because("over_ssh", server="a")
     write_made_run(tmp_path / "gateway", steady(), served=lambda cell: served_by(over_ssh=True, gateway=served_by()))
-    assert server_starts.notes(read_run(tmp_path / "gateway")) == []
+    assert comparable.notes(read_run(tmp_path / "gateway")) == []
 
 
 def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -> None:
     other = serving(
         {
-            "compile_s": 60.0,
-            "compile_cache": "warm",
-            "model_load_s": 4.9,
-            "kv_cache_tokens": 100_500,
+            "compile_s": 60.0, "compile_cache": "warm", "model_load_s": 4.9, "kv_cache_tokens": 100_500,
             "weights_gib": 1.76,
         },
         {"weights": 4.9, "compile": 62.5},
-    )
+    )  # fmt: skip
     compared = compare_runs(two(tmp_path, other))
     measured = {difference.key: difference.values for difference in compared.differences}
     assert measured == {
@@ -189,7 +172,7 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
             (Startup(compile_cache="warm", kv_cache_tokens=20), 2.0),
         )
     ]
-    assert server_starts.measured(served) == {
+    assert comparable.measured_of(served) == {
         "startup.compile_cache": "cold, then warm",
         "startup.kv_cache_tokens": 20,
         "phases.ready": 2,
@@ -199,22 +182,17 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
 @pytest.mark.parametrize(
     ("key", "values", "noise"),
     [
-        ("servers.a.phases.weights", [1.0, 1.9], True),
-        ("servers.a.phases.weights", [1.0, 2.1], False),
-        ("servers.a.phases.weights", [100.0, 109.0], True),
-        ("phases.first answer", [0.1, 0.2], True),
-        ("phases.weights", ["nothing", 20.0], True),
-        ("startup.compile_s", [10.0, 12.0], False),
-        ("startup.compile_s", ["nothing", 12.0], False),
-        ("startup.kv_cache_tokens", [100_000, 100_900], True),
+        ("servers.a.phases.weights", [1.0, 1.9], True), ("servers.a.phases.weights", [1.0, 2.1], False),
+        ("servers.a.phases.weights", [100.0, 109.0], True), ("phases.first answer", [0.1, 0.2], True),
+        ("phases.weights", ["nothing", 20.0], True), ("startup.compile_s", [10.0, 12.0], False),
+        ("startup.compile_s", ["nothing", 12.0], False), ("startup.kv_cache_tokens", [100_000, 100_900], True),
         ("startup.kv_cache_tokens", [100_000, 98_000], False),
         ("startup.kv_cache_tokens", [100_000, "nothing"], False),
-        ("servers.a.startup.max_model_len", [8192, 8191], False),
-        ("machine.cores", [100, 100.5], False),
+        ("servers.a.startup.max_model_len", [8192, 8191], False), ("machine.cores", [100, 100.5], False),
     ],
-)
+)  # fmt: skip
 def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
-    assert server_starts.is_noise(key, values) == noise
+    assert comparable.is_noise(key, values) == noise
 
 
 def test_notes_of_a_run_whose_servers_differ_in_their_cache(tmp_path: Path) -> None:

@@ -9,13 +9,9 @@ from harness.simulated.engine import BlockPool, EngineConfig, Sequence, Simulate
 from tests.predict import predict_batches
 
 PLAIN = EngineConfig(
-    step_base_s=1.0,
-    step_per_sequence_s=0.1,
-    prefill_per_token_s=0.01,
-    enable_prefix_caching=False,
-    max_model_len=1024,
+    step_base_s=1.0, step_per_sequence_s=0.1, prefill_per_token_s=0.01, enable_prefix_caching=False, max_model_len=1024,
     num_gpu_blocks=64,
-)
+)  # fmt: skip
 
 
 def engine(**changes: object) -> SimulatedEngine:

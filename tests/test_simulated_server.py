@@ -295,12 +295,8 @@ def test_flags_that_cannot_be_used_end_in_one_sentence(server: Spawned, flags: l
 def raw(server: Spawned, fault: str, timeout: float = 5, **more: object) -> tuple[bytes, bytes]:
     """Head and body of an answer, the body as it came: chunk sizes and all."""
     fields: dict[str, object] = {
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_tokens": 6,
-        "ignore_eos": True,
-        **more,
-    }
+        "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 6, "ignore_eos": True, **more,
+    }  # fmt: skip
     body = json.dumps({"messages": [{"role": "user", "content": "hello"}], **fields}).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout) as link:
         link.sendall(

@@ -207,7 +207,7 @@ def test_what_the_server_does_for_requests_of_the_stage_before_is_part_of_the_ra
         request(cell="r1-a-p@2", load="p@2", sent_s=1000.8, phase="warmup"),
     ]
     write_lines(tmp_path / "requests.jsonl", made)
-    places = {cell: CellContext(Clock([]), duration_s=1.05, course="p") for cell in ("r1-a-p@1", "r1-a-p@2")}
+    places = {cell: CellContext(Clock([]), duration_s=1.05, staged="p") for cell in ("r1-a-p@1", "r1-a-p@2")}
     found = tally(tmp_path / "requests.jsonl", places, [], Counter())
     one, two = found["r1-a-p@1"], found["r1-a-p@2"]
     assert (one.sent, two.sent) == (1, 1)

@@ -15,7 +15,7 @@ from harness.analysis.validity import note_on, warmed
 from harness.load.process import plan_of
 from harness.load.sequencer import Part, Plan, Sequencer, WarmupSample
 from harness.reasons import sentences
-from harness.rundir.records import ProcessMark, read_requests
+from harness.rundir.records import ProcessMark
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Steadiness, agree
@@ -23,7 +23,7 @@ from harness.simulated import spawned
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from harness.summary import Warmed
 from tests.command import harness
-from tests.load_runs import end, ends_of, log_of, make_job, records_of, start, start_job
+from tests.load_runs import by_hand, driven, end, ends_of, log_of, make_job, start
 from tests.made_runs import request
 from tests.test_scenario import GOOD, problems_of, write
 
@@ -207,9 +207,7 @@ def cold() -> Iterator[str]:
 @pytest.mark.alone
 def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) -> None:
     load = Load(user="batch", users=4, processes=2, in_flight=2, requests=40, output_tokens=20)
-    job = make_job(tmp_path, load, Warmup(until="steady"))
-    assert end(start_job(tmp_path, cold, job, "--processes", "2")) == 0
-    records = records_of(tmp_path)
+    records = driven(tmp_path, cold, load, Warmup(until="steady"))
     warm = [record for record in records if record.phase == "warmup"]
     measured = [record for record in records if record.phase == "measured"]
     assert sorted(record.index for record in measured) == list(range(40))
@@ -228,9 +226,8 @@ def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) 
 @pytest.mark.nightly  # how long it takes until latencies are steady is up to the machine
 def test_an_open_loop_warms_up_at_its_own_rate(tmp_path: Path, cold: str) -> None:
     load = Load(user="batch", users=20, duration_s=1.0, output_tokens=5, arrivals=Arrivals(rate=40, spacing="even"))
-    job = make_job(tmp_path, load, Warmup(until="steady"))
-    assert end(start_job(tmp_path, cold, job)) == 0
-    warm = [record for record in records_of(tmp_path) if record.phase == "warmup"]
+    records = driven(tmp_path, cold, load, Warmup(until="steady"))
+    warm = [record for record in records if record.phase == "warmup"]
     sent = sorted(record.sent_s for record in warm)
     assert len(warm) >= 48
     assert (len(warm) - 1) / (sent[-1] - sent[0]) == pytest.approx(40, rel=0.1)
@@ -320,14 +317,13 @@ def test_the_plan_tells_what_it_will_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_by_hand(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--users", "2", "--run-time", "4s", "--records", "r.jsonl", "--output-tokens", "5"]
-    assert end(start(tmp_path, engine, "batch", *options, "--warmup", "steady")) == 0, log_of(tmp_path)
-    phases = [record.phase for record in read_requests(tmp_path / "r.jsonl")]
+def test_it_works_with_stock_locust(tmp_path: Path, engine: str) -> None:
+    options = ["--output-tokens", "5", "--warmup"]
+    phases = [one.phase for one in by_hand(tmp_path, engine, "batch", *options, "steady", run_time="4s")]
     assert phases.count("warmup") >= 48
     assert phases.count("measured") > 0
-    assert end(start(tmp_path, engine, "batch", *options, "--warmup", "long")) == 1
-    assert "--warmup: 'long' is neither a number of requests nor 'steady'" in log_of(tmp_path)
+    assert end(start(tmp_path, engine, "batch", "--headless", *options, "long")) == 1
+    assert "--warmup: must be a number of requests, or 'steady' (got 'long')" in log_of(tmp_path)
 
 
 def test_the_engine_is_cold_at_first() -> None:

@@ -38,12 +38,11 @@ from harness.load.live_outputs import (
     with_section,
 )
 from harness.process import free_port
-from harness.rundir.records import read_requests
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import parse_check
 from harness.serve.document import MonitoringTarget, panels, prometheus_config
 from tests.command import Done, harness, until
-from tests.load_runs import composed, end, log_of, start
+from tests.load_runs import by_hand, composed, end, log_of, start
 from tests.test_live_numbers import delta, request
 
 SLOS = "ttft<=150ms, tpot<=30ms"
@@ -71,12 +70,9 @@ def samples_of(text: str) -> dict[tuple[str, ...], float]:
 
 
 REQUESTS = (
-    request(prompt_tokens=16),
-    request(ttft=0.2, prompt_tokens=17),
-    request(error="timeout"),
-    request(error="abandoned"),
-    request(user_class="<Agent>", prompt_tokens=1, tokens=5),
-)
+    request(prompt_tokens=16), request(ttft=0.2, prompt_tokens=17), request(error="timeout"),
+    request(error="abandoned"), request(user_class="<Agent>", prompt_tokens=1, tokens=5),
+)  # fmt: skip
 
 
 def test_the_table_has_each_user_class_the_sum_and_the_slos() -> None:
@@ -153,10 +149,8 @@ def test_the_table_is_printed_every_few_seconds_of_a_load(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]])
 def test_what_stock_locust_writes_is_what_was_recorded(tmp_path: Path, engine: str, more: list[str]) -> None:
-    options = ["--headless", "--users", "4", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-    options += ["--output-tokens", "5", "--slos", "e2e<=3600s", "--csv", "out/x", "--html", "page.html", *more]
-    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))
+    options = ["--output-tokens", "5", "--slos", "e2e<=3600s", "--csv", "out/x", "--html", "page.html", *more]
+    records = by_hand(tmp_path, engine, "batch", *options)
     rows = {row["user_class"]: row for row in csv.DictReader((tmp_path / "out/x_llm.csv").read_text().splitlines())}
     assert {name: int(row["ended"]) for name, row in rows.items()} == {ALL: len(records), "BatchAgent": len(records)}
     assert int(rows[ALL]["tokens"]) == sum(one.output_tokens or 0 for one in records) == 5 * len(records)
@@ -193,8 +187,7 @@ def test_a_report_of_records_is_made_once_and_says_what_is_no_record(tmp_path: P
 
 
 def test_options_that_the_user_class_ignores_are_named(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--run-time", "1s", "--batch-size", "7", "--turns", "2", "--output-tokens", "3"]
-    assert end(start(tmp_path, engine, "chat", *options)) == 0, log_of(tmp_path)
+    by_hand(tmp_path, engine, "chat", "--batch-size", "7", "--turns", "2", "--output-tokens", "3", run_time="1s")
     assert "--batch-size: ChatUser ignores this option (got '7')" in log_of(tmp_path)
     assert "--turns: " not in log_of(tmp_path) and "--steps: " not in log_of(tmp_path)
 
@@ -263,12 +256,8 @@ def test_a_port_for_metrics_that_cannot_be_used_ends_the_start(tmp_path: Path, e
 @pytest.mark.parametrize("given", [{}, {"workers": 2}])
 def test_a_compose_file_with_grafana_has_all_that_its_services_need(given: dict[str, Any]) -> None:
     plain = Scenario(
-        version=1,
-        question="q",
-        model="m",
-        servers={"s": Server(template="simulated")},
-        loads={"l": Load(user="chat")},
-    )
+        version=1, question="q", model="m", servers={"s": Server(template="simulated")}, loads={"l": Load(user="chat")},
+    )  # fmt: skip
     before, after = (yaml.safe_load(composed(plain, **given, grafana=with_it)) for with_it in (False, True))
     services, configs = after["services"], after["configs"]
     assert set(services) - set(before["services"]) == {"prometheus", "grafana"}

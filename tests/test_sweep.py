@@ -108,20 +108,24 @@ def test_conditions(tmp_path: Path, condition: str, left: list[str]) -> None:
         ("max_num_seq > 1", "'max_num_seq' is neither varied nor set here; did you mean 'max_num_seqs'?"),
         ("max_num_seqs", "'max_num_seqs' compares nothing; write such as max_num_batched_tokens >= max_num_seqs"),
         ("1 +", "'1 +' is not a condition such as max_num_batched_tokens >= max_num_seqs"),
-        ("port > none", "'none' is neither varied nor set here; known: max_num_seqs, port"),
-        ("port > \"a\"", "'port > 'a'': 8000 and 'a' have no order"),
-        ("port / 0 > 1", "'port / 0' divides by 0"),
-        ("open(1) > 1", "'open(1)' is not read here: names, numbers, texts, + - * / and comparisons are"),
-        ("port ** 9 > 1", "'port ** 9' is not read here: names, numbers, texts, + - * / and comparisons are"),
-        ("port in [1]", "'[1]' is not read here: names, numbers, texts, + - * / and comparisons are"),
-        ("().__class__ > 1", "'().__class__' is neither varied nor set here; known: max_num_seqs, port"),
+        ("port > none", "'port > none': '>' not supported between instances of 'int' and 'NoneType'"),
+        ("port > \"a\"", "'port > \"a\"': '>' not supported between instances of 'int' and 'str'"),
+        ("port / 0 > 1", "'port / 0 > 1': division by zero"),
+        ("open(1) > 1", "'open' is neither varied nor set here; known: max_num_seqs, port"),
+        ("port ** 9 > 1", "'port ** 9 > 1': 8000 ** 9 is not computed here"),
+        ("9**9**9**9 > 1", "'9**9**9**9 > 1': 9 ** 9 is not computed here"),
+        ("'a' * 999999999 > 1", "''a' * 999999999 > 1': 'a' * 999999999 is not computed here"),
+        ("'a'.center(999999999) > 1", "not safely callable"),
+        ("().__class__ > 1", "access to attribute '__class__' of 'tuple' object is unsafe."),
+        ("port|length > 1", "'port|length > 1' is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("(" * 95 + "1" + ")" * 95 + " > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
         ("(" * 150 + "1" + ")" * 150 + " > 1", "a condition has at most 200 characters (got 305)"),
     ],
 )  # fmt: skip
 def test_conditions_that_are_none(tmp_path: Path, condition: str, problem: str) -> None:
     quoted = condition.replace('"', '\\"')
     (found,) = problems(tmp_path, text(f'{SEQS}, where: ["{quoted}"]'))
-    assert found.split("(s): ")[1] == problem
+    assert found.split("(s): ")[1].endswith(problem)
 
 
 @pytest.mark.parametrize(

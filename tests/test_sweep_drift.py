@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from harness.analysis.summarize import summarize
-from harness.judge.drift import drift, is_drift
+from harness.judge.verdicts import drift, is_drift
 from harness.reasons import sentence
 from harness.rundir.manifest import read_run
 from harness.simulated.engine import PRESETS, EngineConfig

@@ -51,18 +51,13 @@ def test_a_cells_machine() -> None:
         one(
             100.0 + t,
             renderD128=GpuSample(
-                busy_percent=90.0 + t,
-                vram_used_bytes=1000 * t,
-                gtt_used_bytes=10,
-                power_w=200.0 + 10 * t,
-                temperatures_c={"edge": 50.0 + t, "junction": 60.0 + t},
-                clock_mhz=2000.0 - t,
-                energy_j=5000.0 + 200 * t,
-                held_back={"heat": 0.5, "power": 1.0} if t == 4 else {},
+                busy_percent=90.0 + t, vram_used_bytes=1000 * t, gtt_used_bytes=10, power_w=200.0 + 10 * t,
+                temperatures_c={"edge": 50.0 + t, "junction": 60.0 + t}, clock_mhz=2000.0 - t,
+                energy_j=5000.0 + 200 * t, held_back={"heat": 0.5, "power": 1.0} if t == 4 else {},
             ),
         )
         for t in range(11)
-    ]
+    ]  # fmt: skip
     found = machine_load(samples, (102.0, 108.0), tokens=750)
     assert found is not None
     assert (found.samples, found.gap_max_s, found.took_max_s) == (7, 1.0, 0.001)

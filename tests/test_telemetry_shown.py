@@ -4,19 +4,16 @@ import csv
 import io
 from pathlib import Path
 
-import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from harness.analysis import validity
 from harness.analysis.summarize import read_summary
 from harness.report import export
 from harness.report.charts.data import machine_samples, observe
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
-from harness.report.details import DetailTable, machine_table
+from harness.report.table import DetailTable, machine_table
 from harness.rundir.manifest import read_run
 from harness.rundir.samples import GpuSample
-from harness.summary import MachineLoad
 from tests.report_runs import write_run_directory
 from tests.watched_runs import one, watch
 
@@ -83,12 +80,6 @@ def test_a_power_limit_is_no_reason(watched: Path) -> None:
     assert summary.valid
     did = summary.cells[0].machine_load
     assert did is not None and did.heat_s == 0.0 and did.limited_s == pytest.approx(summary.cells[0].numbers.window_s)
-
-
-def test_energy_that_the_counter_does_not_bear_out_is_noted() -> None:
-    load = MachineLoad(samples=9, gap_max_s=1.0, energy_j=1000.0, counted_energy_j=800.0)
-    assert [note.code for note in validity._telemetry(load)] == ["energy_differs"]
-    assert validity._telemetry(msgspec.structs.replace(load, counted_energy_j=930.0)) == []
 
 
 def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split
-from harness.analysis.validity import host_cpu
+from harness.analysis.limits import common_limit, limited_by, mean_split, time_split
+from harness.analysis.notes import of_host_cpu
 from harness.reasons import sentence
 from harness.rundir.records import ProcessMark
 from harness.rundir.samples import MetricsSample, parse_metrics, server_load
@@ -112,9 +112,9 @@ def cell(name: str, host_cpu_mean: float | None) -> CellSummary:
 
 def test_a_busy_host_is_explained_by_what_the_load_generator_used() -> None:
     mark = ProcessMark(event="end", process=0, cell="r1", wall_s=1.0, monotonic_s=1.0, cpu_max=0.12)
-    (note,) = host_cpu([cell("r1", 0.97), cell("r2", 1.0), cell("r3", 0.94), cell("r4", None)], [mark])
+    (note,) = of_host_cpu([cell("r1", 0.97), cell("r2", 1.0), cell("r3", 0.94), cell("r4", None)], [mark])
     assert sentence(note) == (
         "the host's CPU was up to 100% busy in 2 runs, which does not make them INVALID: the busiest load process used "
         "12% of one core (90% is allowed), so the server or another program used the rest"
     )
-    assert host_cpu([cell("r1", 0.5)], [mark]) == []
+    assert of_host_cpu([cell("r1", 0.5)], [mark]) == []

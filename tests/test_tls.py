@@ -73,12 +73,8 @@ def test_an_authority_is_believed_from_then_on(signed: Signed, tmp_path: Path) -
         assert attach(url, "sim").served_by.model == "sim"
 
 
-@fault(
-    "network",
-    "a TLS certificate for another name",
-    seen="the certificate is refused, with the reason",
-    kept="no request is sent",
-)
+@fault("network", "a TLS certificate for another name", seen="the certificate is refused, with the reason",
+       kept="no request is sent")  # fmt: skip
 def test_a_certificate_for_another_name_is_refused_although_its_authority_is_known(tmp_path: Path) -> None:
     other = sign(tmp_path / "other", "DNS:elsewhere.example")
     with served(tmp_path) as engine, wrapped(port_of(engine.url), other) as url:

@@ -108,7 +108,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadProcess]:
 def check_record(process: LoadProcess, exchange: Exchange, answer: Answer) -> Request:
     """The record as it is read back; its counts are possible."""
     tools = Tools.of(3, "auto")
-    raw = msgspec.json.encode(process._record(exchange, answer, place(), tools))
+    raw = msgspec.json.encode(process._record(exchange, answer, place()._replace(tools=tools)))
     record = msgspec.json.decode(raw, type=Request)
     prompt_max = BODY_BYTES + TEMPLATE_TOKENS
     for count, maximum in (
@@ -202,11 +202,8 @@ def test_bounds_are_inclusive(process: LoadProcess) -> None:
     assert (record.output_tokens, record.reasoning_tokens, record.bad_fields) == (ASKED, ASKED, [])
 
 
-@fault(
-    "server",
-    "counts of tokens that cannot be (true, -5, 10^18)",
-    seen="a note in the record; out of bounds the row is INVALID",
-)
+@fault("server", "counts of tokens that cannot be (true, -5, 10^18)",
+       seen="a note in the record; out of bounds the row is INVALID")  # fmt: skip
 def test_a_server_with_impossible_counts_on_a_socket(tmp_path: Path) -> None:
     stream = TOKEN + FINISH + usage(prompt_tokens=True, completion_tokens=-5) + DONE
     record = one_record(tmp_path, once(UNTIL_CLOSED, stream), output_tokens=8, output="natural")
@@ -338,21 +335,11 @@ def outcome(reads: Sequence[bytes]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-LINES = st.sampled_from(
-    [
-        *(TOKEN[:-2], FINISH[:-2], DONE[:-2], usage(completion_tokens=3)[:-2], usage(completion_tokens=True)[:-2]),
-        *(b": data: [DONE]", b": ping", b"event: error", b"id: 1", b"retry: 9", b"data", b"", b"", b"", b"{"),
-        *(
-            b'{"error":"x"}',
-            b"data: [DONE] ",
-            b"data: {",
-            b"data: [[[[",
-            b"\xef\xbb\xbf",
-            b"data: \xff\x00",
-            b"a" * 9000,
-        ),
-    ]
-)
+LINES = st.sampled_from([
+    TOKEN[:-2], FINISH[:-2], DONE[:-2], usage(completion_tokens=3)[:-2], usage(completion_tokens=True)[:-2],
+    b": data: [DONE]", b": ping", b"event: error", b"id: 1", b"retry: 9", b"data", b"", b"", b"", b"{",
+    b'{"error":"x"}', b"data: [DONE] ", b"data: {", b"data: [[[[", b"\xef\xbb\xbf", b"data: \xff\x00", b"a" * 9000,
+])  # fmt: skip
 ENDS = st.sampled_from([b"\n", b"\r", b"\r\n", b"\n\n"])
 STREAM = st.lists(st.tuples(LINES, ENDS).map(b"".join), max_size=12)
 
@@ -377,46 +364,16 @@ def test_a_stream_says_the_same_however_it_is_cut(
         assert outcome([raw[i : i + 1] for i in range(len(raw))]) == expected
 
 
-HEADS = st.sampled_from(
-    [
-        *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n"),
-        *(
-            b"HTTP/1.1 100 Continue\r\n\r\n",
-            b"HTTP/1.1 204 No Content\r\n\r\n",
-            b"HTTP/1.1 999 X\r\n",
-            b"HTTP/1.0 200\r\n",
-        ),
-        *(
-            b"HTTP/1.1 503 Busy\r\nRetry-After: 1e400\r\n",
-            b"HTTP/2 200\r\n",
-            b"ICY 200 OK\r\n",
-            b"\r\n",
-            b"\x16\x03\x01\x00",
-        ),
-        *(b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: chunked, gzip\r\n", b"Content-Length: 5\r\n"),
-        *(
-            b"Content-Length: -1\r\n",
-            b"Content-Length: 99999999999999999999\r\n",
-            b"Content-Type: text/event-stream\r\n",
-        ),
-        *(
-            b"Content-Encoding: br\r\n",
-            b"Keep-Alive: timeout=1e400, max=-1\r\n",
-            b"X" * 500,
-            b"\x00: \xff\r\n",
-            b"\r\n",
-        ),
-        *(
-            b"5\r\nhello\r\n",
-            b"FFFFFFFFFFFFFFFFFF\r\n",
-            b"0\r\n\r\n",
-            b"-1\r\n",
-            b'{"choices":[{"text":"a"}]}',
-            b"3;x=y\r\n{}\n\r\n",
-        ),
-        *(TOKEN, DONE, chunk(TOKEN), chunk(DONE)),
-    ]
-)
+HEADS = st.sampled_from([
+    b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n",
+    b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 204 No Content\r\n\r\n", b"HTTP/1.1 999 X\r\n", b"HTTP/1.0 200\r\n",
+    b"HTTP/1.1 503 Busy\r\nRetry-After: 1e400\r\n", b"HTTP/2 200\r\n", b"ICY 200 OK\r\n", b"\r\n", b"\x16\x03\x01\x00",
+    b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: chunked, gzip\r\n", b"Content-Length: 5\r\n",
+    b"Content-Length: -1\r\n", b"Content-Length: 99999999999999999999\r\n", b"Content-Type: text/event-stream\r\n",
+    b"Content-Encoding: br\r\n", b"Keep-Alive: timeout=1e400, max=-1\r\n", b"X" * 500, b"\x00: \xff\r\n", b"\r\n",
+    b"5\r\nhello\r\n", b"FFFFFFFFFFFFFFFFFF\r\n", b"0\r\n\r\n", b"-1\r\n", b'{"choices":[{"text":"a"}]}',
+    b"3;x=y\r\n{}\n\r\n", TOKEN, DONE, chunk(TOKEN), chunk(DONE),
+])  # fmt: skip
 
 
 @fuzzed
@@ -510,34 +467,28 @@ def test_a_file_of_such_records_is_read(tmp_path: Path) -> None:
 
 HUGE = b"1" + b"0" * 400
 NASTY = [
-    *(b"", b"null", b"true", b"5", b"[]", b"{}", b"[5]", b'"x"', b"\xff", b"<p>", b"{", HUGE, deep(900),
-     deep(20_000)),
-    *(b'{"data":5}', b'{"data":[5]}', b'{"data":[{"id":5}]}', b'{"data":[{"id":""}]}', b'{"data":[{}]}',
-     b'{"data":{}}'),
-    *(b'{"error":"\xff"}', b'{"error":%s}' % deep(900), b'{"error":{"message":{}}}',
-     b'{"message":%s}' % deep(20_000)),
-    *(b'{"models":5}', b'{"models":[5]}', b'{"models":[{"name":"m:latest","size":true,"size_vram":-1,"details":5}]}'),
-    *(b'{"models":[{"name":"m:latest","size":%s,"size_vram":%s,"details":[]}]}' % (HUGE, HUGE),
-     b'{"models":[{"name":{}}]}'),
+    b"", b"null", b"true", b"5", b"[]", b"{}", b"[5]", b'"x"', b"\xff", b"<p>", b"{", HUGE, deep(900), deep(20_000),
+    b'{"data":5}', b'{"data":[5]}', b'{"data":[{"id":5}]}', b'{"data":[{"id":""}]}', b'{"data":[{}]}', b'{"data":{}}',
+    b'{"error":"\xff"}', b'{"error":%s}' % deep(900), b'{"error":{"message":{}}}', b'{"message":%s}' % deep(20_000),
+    b'{"models":5}', b'{"models":[5]}', b'{"models":[{"name":"m:latest","size":true,"size_vram":-1,"details":5}]}',
+    b'{"models":[{"name":"m:latest","size":%s,"size_vram":%s,"details":[]}]}' % (HUGE, HUGE),
+    b'{"models":[{"name":{}}]}',
     b'{"all_models_loaded":[5,{"pid":true,"backend_url":"http://[::1","model_name":"m","recipe":{},"device":%s}]}'
     % HUGE,
     b'{"all_models_loaded":[{"model_name":"m","backend_url":"x:99999999","recipe_options":%s}]}' % deep(900),
-    *(b'{"recipes":[1],"devices":5}', b'{"recipes":{"a":5},"devices":{"cpu":{"threads":true}}}'),
+    b'{"recipes":[1],"devices":5}', b'{"recipes":{"a":5},"devices":{"cpu":{"threads":true}}}',
     b'{"recipes":{"a":{"backends":[5],"default_backend":[1]},"b":{"backends":{"c":5}}},"devices":{"cpu":[]}}',
-    *(b'{"recipe":{},"downloaded":"yes"}', b'{"global_timeout":1e400}', b'{"global_timeout":%s}' % HUGE),
-    *(b'{"global_timeout":true}', b'{"version":{}}', b'{"version":"%s"}' % (b"9" * 5000), b'{"action":[1]}'),
-    *(b'{"count":true}', b'{"count":-1}', b'{"count":%s}' % HUGE, b'{"count":1000000}', b'{"tokens":5}',
-     b'{"tokens":[]}'),
-    *(b'{"status":5,"digest":[],"total":"x"}', b'{"status":"success","digest":"d","total":-1,"completed":[]}'),
-    *(b'{"uuid":[]}', b'{"uuid":"../x","processed":{},"progress":"x"}', b'{"uuid":"a","progress":[],"error":{}}'),
-    b'{"default_generation_settings":{"n_ctx":%s},"total_slots":%s,"model_path":[],"build_info":5}' % (HUGE,
-     deep(900)),
-    b'{"default_generation_settings":5}',
-    *(b'{"choices":5}', b'{"choices":[]}', b'{"choices":[{"message":5}]}', b'{"choices":[{"message":null}]}'),
+    b'{"recipe":{},"downloaded":"yes"}', b'{"global_timeout":1e400}', b'{"global_timeout":%s}' % HUGE,
+    b'{"global_timeout":true}', b'{"version":{}}', b'{"version":"%s"}' % (b"9" * 5000), b'{"action":[1]}',
+    b'{"count":true}', b'{"count":-1}', b'{"count":%s}' % HUGE, b'{"count":1000000}', b'{"tokens":5}', b'{"tokens":[]}',
+    b'{"status":5,"digest":[],"total":"x"}', b'{"status":"success","digest":"d","total":-1,"completed":[]}',
+    b'{"uuid":[]}', b'{"uuid":"../x","processed":{},"progress":"x"}', b'{"uuid":"a","progress":[],"error":{}}',
+    b'{"default_generation_settings":{"n_ctx":%s},"total_slots":%s,"model_path":[],"build_info":5}' % (HUGE, deep(900)),
+    b'{"default_generation_settings":5}', b'{"choices":5}', b'{"choices":[]}', b'{"choices":[{"message":5}]}',
+    b'{"choices":[{"message":null}]}',
     b'vllm:cache_config_info{block_size="%s",num_gpu_blocks="nan",cache_dtype="x"} 1\n' % (b"9" * 400),
     b"vllm:num_requests_running 1e400\nvllm:generation_tokens_total -5\nprocess_start_time_seconds NaN\n",
-    *(b"event: error\ndata: %s\n\n" % deep(20_000), b"data: \xff\n\n", b"event: error\ndata: [\xff\n\n",
-     b"a" * 70_000),
+    b"event: error\ndata: %s\n\n" % deep(20_000), b"data: \xff\n\n", b"event: error\ndata: [\xff\n\n", b"a" * 70_000,
 ]  # fmt: skip
 
 

@@ -1,12 +1,13 @@
-"""Each rule breaks a cell that is otherwise valid, and says so in one sentence."""
+"""Each rule breaks a cell that is otherwise valid, and says so with one code and its values."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize
 from harness.analysis.tally import CellCounts, Clock, numbers_of
@@ -21,16 +22,24 @@ from tests.made_runs import both_marks, request, scenario, served_by, write_made
 LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
 TIMED = Load(user="batch", batch_size=2, duration_s=10.0, output_tokens=11)
 MARKS = both_marks("c", 7, 0.0, 10.0, sent=4)
+Expected = list[tuple[str, dict[str, Any]]]  # codes, each with some of its values
 
 
-def ran(problems: Sequence[Reason] = (), **changes: Any) -> CellRun:
+def ran(problems: Sequence[Reason] = (), gpu_memory_before: Sequence[GpuMemory] = (), **changes: Any) -> CellRun:
     return CellRun(
         id="c", server="a", load="x", repeat=1, started_wall_s=0.0, ended_wall_s=20.0, served_by=served_by(**changes),
-        problems=list(problems),
+        problems=list(problems), gpu_memory_before=list(gpu_memory_before),
     )  # fmt: skip
 
 
-def judge(
+def counted(records: Sequence[Request], marks: Sequence[ProcessMark] = MARKS) -> CellCounts:
+    tally = CellCounts(clock=Clock(marks))
+    for record in records:
+        tally.add(record)
+    return tally
+
+
+def check(
     records: Sequence[Request] | None = None,
     *,
     cell: CellRun | None = ran(),  # noqa: B008
@@ -39,13 +48,14 @@ def judge(
     server: ServerLoad = ServerLoad(),  # noqa: B008
     machine: MachineLoad | None = None,
     max_error_rate: float = 0.0,
+    schedule: Kept | None = None,
+    reached: bool = True,
 ) -> Findings:
-    tally = CellCounts(clock=Clock(marks))
-    for record in four() if records is None else records:
-        tally.add(record)
+    tally = counted(four() if records is None else records, marks)
+    numbers = replace(numbers_of([tally]), schedule=schedule)
     return of_cell(
         Evidence(
-            cell="c", ran=cell, load=load, max_error_rate=max_error_rate, tally=tally, numbers=numbers_of([tally]),
+            cell="c", ran=cell, reached=reached, load=load, max_error_rate=max_error_rate, tally=tally, numbers=numbers,
             server_load=server, machine_load=machine, marks=marks,
         )
     )  # fmt: skip
@@ -56,369 +66,235 @@ def four(**changes: Any) -> list[Request]:
     return [*(request(index=i) for i in range(3)), request(index=3, **changes)]
 
 
-def test_who_was_killed_is_no_reason_for_more_users() -> None:
+def many(number: int, **changes: Any) -> list[Request]:
+    return [request(index=i, **changes) for i in range(number)]
+
+
+def codes(reasons: Sequence[Reason]) -> list[str]:
+    assert all(reason.cell == "c" for reason in reasons)
+    return [reason.code for reason in reasons]
+
+
+def assert_found(reasons: Sequence[Reason], expected: Expected) -> None:
+    assert codes(reasons) == [code for code, _ in expected]
+    for reason, (_, values) in zip(reasons, expected, strict=True):
+        assert {name: reason.values.get(name) for name in values} == values
+
+
+def seen(**changes: Any) -> MachineLoad:
+    return MachineLoad(**({"samples": 9, "gap_max_s": 1.4, "took_max_s": 0.1} | changes))
+
+
+def shared(gap_s: float, coalesced_late: int | None) -> list[Request]:
+    chunks_s = [0.5 + gap_s * number for number in (0, 1, 3, 3, *range(4, 11))]
+    return many(4, chunks_s=chunks_s, coalesced=1, coalesced_late=coalesced_late)
+
+
+CUT: dict[str, Any] = {"error": "unfinished", "chunks_s": [], "output_tokens": None}
+FEW: dict[str, Any] = {"output_tokens": 9, "fixed_length": False}
+DIED = ran([because("server_died", how="restarted")])
+GATEWAY = ran(max_parallel=32, version="Lemonade 11.9.0", notes=[because("load_retried", server="Lemonade")])
+RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
+    "records": [request(index=i, resent=i < number, error=None) for i in range(200)],
+    "load": replace(LOAD, requests=200), "marks": both_marks("c", 7, 0.0, 10.0, sent=200),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "reasons", "notes"),
+    [
+        ({}, [], []),
+        # The server.
+        ({"cell": None}, [("not_ended", {})], []),
+        ({"cell": ran(exit_code=1)}, [("server_exit", {"exit_code": 1})], []),
+        ({"cell": ran(oom_killed=True)}, [("out_of_memory", {})], []),
+        ({"cell": ran(restarts=2)}, [("server_restarted", {"times": 2})], []),
+        ({"server": ServerLoad(restarted=True)}, [("counters_restarted", {})], []),
+        ({"server": ServerLoad(generated_tokens=1.0, restarted=True)}, [("counters_restarted", {})], []),
+        ({"cell": ran([because("generator_exit", exit_code=3)])}, [("generator_exit", {"exit_code": 3})], []),
+        *(
+            ({"cell": ran(gpu_memory_before=[GpuMemory(render_node="d", used_bytes=used, total_bytes=100)])}, found, [])
+            for used, found in ((25, []), (26, [("memory_in_use", {"used_bytes": 26, "max_share": 0.25})]))
+        ),
+        ({"cell": GATEWAY}, [], [("load_retried", {"server": "Lemonade"})]),
+        ({"cell": GATEWAY, "load": replace(LOAD, users=17)}, [],
+         [("load_retried", {}), ("own_queue", {"in_flight": 34, "server": "Lemonade 11.9.0", "at_once": 32})]),
+        # Load processes and their records.
+        ({"marks": MARKS[:1]}, [("processes_killed", {"processes": ["7"], "going_on": False, "remote": False})], []),
+        ({"load": replace(LOAD, users=2, processes=2)}, [("processes_missing", {"started": 1, "planned": 2})], []),
+        ({"marks": both_marks("c", 7, 0.0, 10.0, sent=5)},
+         [("records_lost", {"process": "7", "sent": 5, "found": 4})], []),
+        ({"marks": [MARKS[0], replace(MARKS[1], sent=4, recorded=3)]},
+         [("records_unwritten", {"recorded": 3, "found": 4})], []),
+        ({"marks": [*MARKS, *both_marks("c", 8, 0.0, 10.0, sent=1)]},
+         [("records_lost", {"process": "8", "sent": 1, "found": 0})], []),
+        ({"records": [*four()[:3], request(index=1)]},
+         [("request_repeated", {"requests": 1, "indices": [1]})], []),
+        ({"records": [request(index=i // 2) for i in range(14)], "load": TIMED,
+          "marks": both_marks("c", 7, 0.0, 10.0, sent=14)},
+         [("request_repeated", {"requests": 7, "indices": [0, 1, 2, 3, 4]})], []),
+        *(({"marks": [*MARKS, mark]}, [("mark_repeated", {"marks": 2, "event": mark.event})], []) for mark in MARKS),
+        *(
+            ({"load": Load(user="chat", users=2, duration_s=10.0, output_tokens=11),
+              "marks": [MARKS[0], replace(MARKS[1], users=users)]}, found, [])
+            for users, found in ((2, []), (1, [("users_missing", {"came": 1, "users": 2})]))
+        ),
+        # The work.
+        ({"load": replace(LOAD, requests=5)}, [("requests_missing", {"planned": 5, "sent": 4})], []),
+        ({"load": TIMED}, [], []),
+        ({"reached": False, "cell": None, "records": [], "load": TIMED, "marks": both_marks("c", 7, 0.0, 10.0, sent=0)},
+         [("not_reached", {})], []),
+        ({"records": four(error="rejected", chunks_s=[], output_tokens=None)},
+         [("error_rate", {"failed": 1, "sent": 4, "kinds": {"rejected": 1}, "rate": 0.25, "max_rate": 0.0})], []),
+        ({"records": four(error="rejected", chunks_s=[], output_tokens=None), "max_error_rate": 0.25}, [], []),
+        ({"records": four(error="rejected", chunks_s=[], output_tokens=None), "max_error_rate": 0.249},
+         [("error_rate", {})], []),
+        ({"records": four(error="unfinished"), "max_error_rate": 0.2}, [("work_unfinished", {"requests": 1})], []),
+        ({"records": many(4, error="connect", chunks_s=[], output_tokens=None), "max_error_rate": 1.0},
+         [("none_succeeded", {})], []),
+        ({"records": four(output_tokens=10, finish="stop")},
+         [("wrong_length", {"wrong": 1, "answers": 4, "tokens": 11, "trace": False})], [("tokens_too_few", {})]),
+        (RESENT(0), [], []),
+        (RESENT(2), [], [("resent", {"resent": 2, "sent": 200})]),
+        (RESENT(3), [("resent", {"resent": 3, "sent": 200, "max_share": 0.01})], []),
+        # Its end: drain_s is named where it passed.
+        ({"records": four(**CUT), "load": TIMED}, [], [("unfinished", {"requests": 1, "drain_s": 30.0})]),
+        *(({"records": four(**CUT), "load": TIMED, **given}, [(code, {})], [("unfinished", {"drain_s": None})])
+          for given, code in (({"cell": None}, "not_ended"), ({"cell": DIED}, "server_died"),
+                              ({"marks": MARKS[:1]}, "processes_killed"))),
+        # The load generator.
+        ({"records": many(4, scheduled_s=-0.025)}, [("client_send_lag", {"lag_s": 0.025, "max_s": 0.01})], []),
+        ({"records": many(4, scheduled_s=-0.009)}, [], []),
+        ({"marks": both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=9.5)},
+         [("client_cpu", {"process": "7", "share": 0.95, "max_share": 0.9})], []),
+        ({"marks": both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=8.9)}, [], []),
+        ({"records": four(clock="read")}, [], [("read_clock", {"answers": 1, "requests": 4})]),
+        ({"records": shared(0.1, 0)}, [], [("shared_reads_server", {"share": 1 / 11})]),
+        ({"records": shared(0.1, None)}, [], [("shared_reads_unclear", {"share": 1 / 11, "chunk_s": None})]),
+        ({"records": shared(0.002, 0)}, [], [("shared_reads_unclear", {"chunk_s": pytest.approx(0.002)})]),
+        # What servers count.
+        ({"records": four(output_tokens=None)}, [], [("tokens_unknown", {"answers": 1, "requests": 4})]),
+        ({"records": four(**FEW)}, [], [("tokens_too_few", {"answers": 1, "requests": 4})]),
+        ({"records": four(**FEW, reasoning_chunks=3)}, [], [("tokens_too_few", {}), ("reasoning_share", {})]),
+        # A tool call may come in more pieces than tokens; one token may end the reasoning and begin the answer.
+        ({"records": four(**FEW, tool_chunks=2)}, [], []),
+        ({"records": four(**FEW, tool_chunks=1, reasoning_chunks=3)}, [], [("reasoning_share", {})]),
+        *(({"server": ServerLoad(generated_tokens=one)}, [("tokens_differ", {"server": one, "min_tokens": 44})], [])
+          for one in (0.0, 43.0, 45.0, 1000.0)),
+        ({"server": ServerLoad(generated_tokens=44.0)}, [], []),
+        ({"records": four(output_tokens=None, bad_fields=[BadField("usage.completion_tokens", "type", "boolean")])}, [],
+         [("value_of_other_type", {"requests": 1, "got": "boolean"}), ("tokens_unknown", {})]),
+        # Connections.
+        ({"records": four(connect_s=0.002)}, [], []),  # no more than are in flight at once
+        ({"records": [request(index=i, connect_s=0.002 if i else 0.007) for i in range(7)],
+          "load": replace(LOAD, requests=7), "marks": both_marks("c", 7, 0.0, 10.0, sent=7)}, [],
+         [("connections_opened", {"opened": 7, "requests": 7, "max_s": 0.007})]),
+        ({"records": [request(index=i, connect_s=1.03, connect_retries=int(i < 3)) for i in range(4)]}, [],
+         [("listen_queue", {"retried": 3, "overflows": 0, "open_loop": False})]),
+        ({"records": four(connect_s=0.9, connect_retries=0)}, [], []),
+        # Behind Docker's proxy the client's own connections do not wait.
+        ({"machine": seen(listen_overflows=52)}, [], [("listen_queue", {"retried": 0, "overflows": 52})]),
+        ({"machine": seen(listen_overflows=0)}, [], []),
+        # The machine.
+        ({"machine": seen()}, [], []),
+        ({"machine": seen(energy_j=1000.0, counted_energy_j=930.0)}, [], []),
+        ({"machine": seen(energy_j=1000.0, counted_energy_j=800.0)}, [],
+         [("energy_differs", {"power_j": 1000.0, "counter_j": 800.0, "max_share": 0.1})]),
+        ({"machine": seen(gap_max_s=7.25, took_max_s=6.2)}, [], [("telemetry_gap", {"gap_s": 7.25, "took_s": 6.2})]),
+        ({"machine": seen(gpus={"g": GpuLoad(used=True, heat_s=0.049 * 1.5)})}, [], [("gpu_throttled", {"gpu": "g"})]),
+        ({"machine": seen(gpus={"g": GpuLoad(used=True, heat_s=0.051 * 1.5)})},
+         [("gpu_throttled", {"window_s": 1.5, "max_share": 0.05})], []),
+        # Times may be as far apart as clocks are joined; without streaming there are no chunks.
+        ({"records": four(chunks_s=[0.5, 0.4991, *(0.7 + 0.1 * i for i in range(9))], ended_s=1.4991)}, [], []),
+        ({"records": four(chunks_s=[])}, [], []),
+        *(({"records": four(**changes)}, [("times_contradict", {"answers": 1})], []) for changes in (
+            {"chunks_s": [0.5, 0.3, *(0.6 + 0.1 * i for i in range(9))]}, {"ended_s": 1.4},
+            {"chunks_s": [], "textless": 0},
+        )),
+    ],
+)  # fmt: skip
+def test_a_rule(given: dict[str, Any], reasons: Expected, notes: Expected) -> None:
+    found = check(**given)
+    assert_found(found.reasons, reasons)
+    assert_found(found.notes, notes)
+    assert all(sentences([*found.reasons, *found.notes]))
+
+
+def test_a_killed_process_is_no_reason_for_more_users() -> None:
     """What a killed process took is missing, and the others were late: more of them would not help."""
     load = Load(user="batch", duration_s=10.0, arrivals=Arrivals(rate=1.0, spacing="even"), output_tokens=11)
-    late = [request(index=i, scheduled_s=-0.5) for i in range(4)]
-    other = msgspec.structs.replace(MARKS[0], process=8)
-    for marks, advised in ((MARKS, 2), ([*MARKS, other], 0)):
-        tally = CellCounts(clock=Clock(marks))
-        for record in late:
-            tally.add(record)
-        numbers = msgspec.structs.replace(numbers_of([tally]), schedule=Kept(planned=10, sent=4, never_sent=6))
-        found = of_cell(
-            Evidence(
-                cell="c", ran=ran(), load=load, max_error_rate=0.0, tally=tally, numbers=numbers,
-                server_load=ServerLoad(), marks=marks,
-            )
-        )  # fmt: skip
-        texts = sentences(found.reasons)
-        assert sum("raise 'users'" in one for one in texts) == advised
-        never = "c: 6 of the 10 requests that were due in the measured time were never sent: "
-        (why,) = (one.removeprefix(never) for one in texts if one.startswith(never))
-        assert why.startswith(
-            "a load process was killed" if not advised else "all users were busy until the end; raise"
-        )
-        assert any(one.endswith("at most 10 ms is allowed") for one in texts) is not bool(advised)
-
-
-def said(findings: Findings) -> tuple[list[str], list[str]]:
-    return sentences(findings.reasons), sentences(findings.notes)
-
-
-def reason(findings: Findings) -> str:
-    assert len(findings.reasons) == 1, findings.reasons
-    return sentences(findings.reasons)[0]
-
-
-def test_a_good_cell() -> None:
-    assert said(judge()) == ([], [])
-    assert said(judge(server=ServerLoad(generated_tokens=44.0))) == ([], [])
-
-
-@pytest.mark.parametrize(("used", "codes"), [(25, []), (26, ["memory_in_use"])])
-def test_memory_that_others_hold(used: int, codes: list[str]) -> None:
-    before = [GpuMemory(render_node="renderD128", used_bytes=used, total_bytes=100)]
-    found = judge(cell=msgspec.structs.replace(ran(), gpu_memory_before=before))
-    assert [one.code for one in found.reasons] == codes
-
-
-@pytest.mark.parametrize(("users", "codes"), [(2, []), (1, ["users_missing"])])
-def test_users_that_never_came(users: int, codes: list[str]) -> None:
-    load = Load(user="chat", users=2, duration_s=10.0, output_tokens=11)
-    start, end = both_marks("c", 7, 0.0, 10.0, sent=4)
-    found = judge(load=load, marks=[start, msgspec.structs.replace(end, users=users)])
-    assert [one.code for one in found.reasons] == codes
-
-
-@pytest.mark.parametrize(
-    ("cell", "expected"),
-    [
-        (None, "c: it did not complete"),
-        (ran(exit_code=1), "c: the server died with exit code 1"),
-        (ran(oom_killed=True), "c: the server was killed because memory ran out"),
-        (ran(restarts=2), "c: the server was restarted 2 times"),
-        (ran([because("generator_exit", exit_code=3)]), "c: the load generator ended with exit code 3"),
-    ],
-)
-def test_server_and_generator(cell: CellRun | None, expected: str) -> None:
-    assert reason(judge(cell=cell)) == expected
-
-
-@pytest.mark.parametrize(
-    ("cell", "marks", "when"),
-    [
-        (ran(), MARKS, "within drain_s (30 s) after the end"),
-        (None, MARKS, "before the load was ended early"),
-        (ran([because("server_died", how="restarted")]), MARKS, "before the load was ended early"),
-        (ran(), MARKS[:1], "before the load was ended early"),
-    ],
-)
-def test_drain_s_is_named_where_it_passed(cell: CellRun | None, marks: list[ProcessMark], when: str) -> None:
-    cut = four(error="unfinished", chunks_s=[], output_tokens=None)
-    told = f"c: 1 request did not finish {when}: latencies lack the longest"
-    assert told in sentences(judge(cut, cell=cell, load=TIMED, marks=marks).notes)
-
-
-def test_a_machine_that_nobody_looked_at_for_long_is_noted() -> None:
-    seen = MachineLoad(samples=9, gap_max_s=1.4, took_max_s=0.1)
-    assert judge(machine=seen).notes == judge(machine=None).notes == []
-    assert sentences(judge(machine=msgspec.structs.replace(seen, gap_max_s=7.25, took_max_s=6.2)).notes) == [
-        "c: no telemetry sample for 7.2 s of the measured time (reading its files took up to 6.2 s): "
-        "the energy is not known"
-    ]
-
-
-@pytest.mark.parametrize(("share", "invalid"), [(0.049, False), (0.051, True)])
-def test_a_gpu_that_was_throttled_for_a_twentieth_of_the_time(share: float, invalid: bool) -> None:
-    tally = CellCounts(clock=Clock(MARKS))
-    for record in four():
-        tally.add(record)
-    window_s = numbers_of([tally]).window_s
-    assert window_s is not None
-    hot = MachineLoad(samples=9, gap_max_s=1.0, gpus={"renderD128": GpuLoad(used=True, heat_s=share * window_s)})
-    found = judge(machine=hot)
-    assert [one.code for one in (found.reasons if invalid else found.notes)] == ["gpu_throttled"]
-    assert [one.code for one in (found.notes if invalid else found.reasons)] == []
-
-
-def test_a_stage_whose_turn_never_came_is_not_said_to_have_failed() -> None:
-    tally = CellCounts(clock=Clock(MARKS))
-    never = Evidence(
-        cell="c", ran=None, reached=False, load=TIMED, max_error_rate=0.0, tally=tally, numbers=numbers_of([tally]),
-        server_load=ServerLoad(), marks=both_marks("c", 7, 0.0, 10.0, sent=0),
-    )  # fmt: skip
-    assert sentences(of_cell(never).reasons) == ["c: it was not reached: the load ended before its turn"]
-
-
-def test_a_restart_that_only_the_counters_show() -> None:
-    assert reason(judge(server=ServerLoad(restarted=True))) == (
-        "c: the server was restarted: its counters restarted at 0"
-    )
-
-
-def test_processes_that_did_not_start_or_end() -> None:
-    assert reason(judge(marks=MARKS[:1])) == (
-        "c: load process 7 was killed: what was sent and not yet recorded is not known; run again (the kernel kills "
-        "when memory runs out, which `dmesg` tells)"
-    )
-    two = msgspec.structs.replace(LOAD, users=2, processes=2)
-    assert reason(judge(load=two)) == "c: 1 of 2 load processes started"
-
-
-def test_records_that_got_lost() -> None:
-    lost = both_marks("c", 7, 0.0, 10.0, sent=5)
-    assert reason(judge(marks=lost)) == "c: load process 7 sent 5 requests and the file has 4 records"
-    unwritten = [MARKS[0], msgspec.structs.replace(MARKS[1], sent=4, recorded=3)]
-    assert reason(judge(marks=unwritten)) == "c: load process 7 wrote 3 records and the file has 4"
-    two = [*MARKS, *both_marks("c", 8, 0.0, 10.0, sent=1)]
-    assert reason(judge(marks=two)) == "c: load process 8 sent 1 request and the file has 0 records"
-
-
-def test_work_that_was_not_done() -> None:
-    more = msgspec.structs.replace(LOAD, requests=5)
-    assert reason(judge(load=more)) == "c: 5 measured requests were planned and 4 were sent"
-    timed = msgspec.structs.replace(LOAD, requests=None, duration_s=10.0)
-    assert said(judge(load=timed)) == ([], [])
-
-
-def test_the_error_rate() -> None:
-    records = four(error="rejected", chunks_s=[], output_tokens=None)
-    assert reason(judge(records)) == (
-        "c: 1 of 4 requests failed (rejected 1): an error rate of 25.00%, and at most 0.00% is allowed"
-    )
-    assert said(judge(records, max_error_rate=0.25)) == ([], [])
-    assert [one.code for one in judge(records, max_error_rate=0.249).reasons] == ["error_rate"]
-    assert judge(four(error="unfinished"), max_error_rate=0.2).reasons != []
-
-
-def test_a_cell_in_which_nothing_succeeded() -> None:
-    records = [request(index=i, error="connect", chunks_s=[], output_tokens=None) for i in range(4)]
-    assert sentences(judge(records, max_error_rate=1.0).reasons) == ["c: no measured request succeeded"]
-
-
-def test_a_fixed_length_that_was_not_got() -> None:
-    assert reason(judge(four(output_tokens=10, finish="stop"))) == (
-        "c: 1 of 4 answers do not have the fixed length of 11 tokens that was asked for"
-    )
-
-
-@pytest.mark.parametrize(
-    ("counted", "differs"), [(44.0, False), (1000.0, True), (45.0, True), (43.0, True), (0.0, True)]
-)
-def test_the_servers_count_of_tokens(counted: float, differs: bool) -> None:
-    found = judge(server=ServerLoad(generated_tokens=counted))
-    expected = [
-        f"c: the server counted {counted:,.0f} generated tokens and the client 44, warm-up included: "
-        "they differ by more than 1%"
-    ]
-    assert sentences(found.reasons) == (expected if differs else [])
+    late, schedule = many(4, scheduled_s=-0.5), Kept(planned=10, sent=4, never_sent=6)
+    for marks, why in ((MARKS, "busy"), ([*MARKS, replace(MARKS[0], process=8)], "killed")):
+        found = check(late, load=load, marks=marks, schedule=schedule)
+        by_code = {reason.code: reason.values for reason in found.reasons}
+        assert (by_code["never_sent"]["never_sent"], by_code["never_sent"]["why"]) == (6, why)
+        assert (by_code["client_send_lag"]["remedy"] is None) is (why == "killed")
+        assert sum("raise 'users'" in one for one in sentences(found.reasons)) == (2 if why == "busy" else 0)
 
 
 def test_one_percent_is_allowed_and_warm_up_counts() -> None:
     marks = both_marks("c", 7, 0.0, 10.0, sent=5)
     records = [request(phase="warmup", output_tokens=956, asked_tokens=956), *four()]
-    assert judge(records, marks=marks, server=ServerLoad(generated_tokens=1010.0)).reasons == []
-    assert judge(records, marks=marks, server=ServerLoad(generated_tokens=990.5)).reasons == []
-    assert judge(records, marks=marks, server=ServerLoad(generated_tokens=44.0)).reasons != []
+    for tokens, found in ((1010.0, []), (990.5, []), (44.0, ["tokens_differ"])):
+        assert codes(check(records, marks=marks, server=ServerLoad(generated_tokens=tokens)).reasons) == found
 
 
-def test_requests_that_were_cut_widen_what_the_server_may_have_counted() -> None:
-    cut = four(error="unfinished", output_tokens=None, chunks_s=[0.5, 0.6], asked_tokens=11)
-    for counted, good in ((35.0, True), (40.0, True), (44.0, True), (33.0, False), (46.0, False)):
-        found = judge(cut, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=counted))
-        assert (found.reasons == []) is good, counted
-    assert "the client 35 to 44" in reason(
-        judge(cut, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=60.0))
-    )
-    endless = four(error="unfinished", output_tokens=None, chunks_s=[0.5, 0.6], asked_tokens=None)
-    assert judge(endless, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=9000.0)).reasons == []
-    assert "the client at least 35" in reason(
-        judge(endless, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=20.0))
-    )
-    refused = four(error="rejected", output_tokens=None, chunks_s=[])
-    assert judge(refused, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=33.0)).reasons == []
-    assert judge(refused, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=44.0)).reasons != []
-
-
-def test_no_count_after_a_restart() -> None:
-    found = judge(server=ServerLoad(generated_tokens=1.0, restarted=True))
-    assert sentences(found.reasons) == ["c: the server was restarted: its counters restarted at 0"]
-
-
-def test_the_send_lag() -> None:
-    late = [request(index=i, scheduled_s=-0.025) for i in range(4)]
-    assert reason(judge(late)) == (
-        "c: client-limited: half of the requests were sent 25.0 ms or more behind schedule; at most 10 ms is allowed; "
-        "raise 'users' (1), the maximum number in flight, or 'processes' (1)"
-    )
-    assert said(judge([request(index=i, scheduled_s=-0.009) for i in range(4)])) == ([], [])
-
-
-def test_a_load_generator_at_its_limit() -> None:
-    busy = both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=9.5)
-    assert reason(judge(marks=busy)) == (
-        "c: client-limited: load process 7 used 95% of a core, more than 90%; use more 'processes' (1) or machines "
-        "(--workers), or fewer streams at once"
-    )
-    assert said(judge(marks=both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=8.9))) == ([], [])
-
-
-def test_notes_leave_a_cell_valid() -> None:
-    assert said(judge(four(clock="read"))) == (
-        [],
-        ["c: the chunk times of 1 of 4 requests are those of the read, not of the kernel"],
-    )
-    assert said(judge(four(output_tokens=None))) == (
-        [],
-        ["c: the server did not report the tokens of 1 of 4 requests: tok/s is not known"],
-    )
-
-
-def test_who_put_chunks_together_is_reported_as_far_as_it_is_known() -> None:
-    together = "c: 9.1% of the chunks arrived together with a later one"
-    for gap_s, coalesced_late, told in (
-        (0.1, 0, " and were read in good time: the server, or what is before it, sends several at once"),
-        (0.1, None, " (the server or a proxy sends several at once, or the load generator was late): their times are "
-         "upper bounds"),
-        (0.002, 0, " (the server or a proxy sends several at once, or the load generator was late; at a chunk each 2 "
-         "ms it cannot be decided): their times are upper bounds"),
-    ):  # fmt: skip
-        chunks_s = [0.5 + gap_s * number for number in (0, 1, 3, 3, *range(4, 11))]
-        shared = [request(index=i, chunks_s=chunks_s, coalesced=1, coalesced_late=coalesced_late) for i in range(4)]
-        assert said(judge(shared)) == ([], [together + told])
+@pytest.mark.parametrize(
+    ("changes", "good", "bad", "low", "high"),
+    [
+        ({"error": "unfinished", "chunks_s": [0.5, 0.6], "asked_tokens": 11}, (35, 40, 44), (33, 46), 35, 44),
+        ({"error": "unfinished", "chunks_s": [0.5, 0.6], "asked_tokens": None}, (9000,), (20,), 35, None),
+        ({"error": "rejected", "chunks_s": []}, (33,), (44,), 33, 33),
+    ],
+)
+def test_requests_that_were_cut_widen_what_the_server_may_have_counted(
+    changes: dict[str, Any], good: tuple[int, ...], bad: tuple[int, ...], low: int, high: int | None
+) -> None:
+    for tokens in (*good, *bad):
+        server = ServerLoad(generated_tokens=float(tokens))
+        found = check(four(output_tokens=None, **changes), max_error_rate=0.25, load=TIMED, server=server)
+        values = {"min_tokens": low, "max_tokens": high}
+        assert_found(found.reasons, [("tokens_differ", values)] if tokens in bad else [])
 
 
 def test_the_run(tmp_path: Path) -> None:
     run = write_made_run(tmp_path / "run", made_of=scenario(repeats=1))
     assert (of_run(run, {}, Counter()), not_run(run)) == ([], [])
-    assert not_run(msgspec.structs.replace(run, cells=run.cells[1:])) == ["r1-a-x"]
+    assert not_run(replace(run, cells=run.cells[1:])) == ["r1-a-x"]
     damaged = {"requests.jsonl": [3, 9, 10, 11, 12, 13], "processes.jsonl": [2], "other": []}
-    assert sentences(of_run(run, damaged, Counter({"z": 2}))) == [
-        "requests.jsonl: 6 lines cannot be read (line 3, 9, 10, 11, 12 ...)",
-        "processes.jsonl: 1 line cannot be read (line 2)",
-        "requests.jsonl: 2 records of the cell 'z', which is not in the plan",
+    assert of_run(run, damaged, Counter({"z": 2})) == [
+        because("unreadable_lines", file="requests.jsonl", lines=[3, 9, 10, 11, 12], total=6),
+        because("unreadable_lines", file="processes.jsonl", lines=[2], total=1),
+        because("unknown_cell", records=2, unknown="z"),
     ]
-    stopped = msgspec.structs.replace(run, status="interrupted", reasons=[because("interrupted")])
+    stopped = replace(run, status="interrupted", reasons=[because("interrupted")])
     assert of_run(stopped, {}, Counter()) == [because("interrupted")]
-    # The reasons of a judgement passed before are not taken over: it is passed anew.
-    again = msgspec.structs.replace(run, status="invalid", reasons=[because("text", text="an old reason")])
+    # The reasons of an earlier summary are not taken over: it is made anew.
+    again = replace(run, status="invalid", reasons=[because("text", text="an old reason")])
     assert of_run(again, {}, Counter()) == []
 
 
-def test_a_load_above_what_a_gateway_serves_at_once_is_reported() -> None:
-    cell = ran(max_parallel=32, version="Lemonade 11.9.0", notes=[because("load_retried", server="Lemonade")])
-    assert judge(cell=cell).notes == [Reason("load_retried", {"server": "Lemonade"}, cell="c")]
-    load = msgspec.structs.replace(LOAD, users=17)
-    notes = judge(cell=cell, load=load).notes
-    assert sentences(notes)[1] == (
-        "c: up to 34 requests were in flight, and Lemonade 11.9.0 serves 32 at once: "
-        "above that the numbers include its own queue"
-    )
-
-
-def test_connections_that_are_not_kept_are_told() -> None:
-    assert judge(four(connect_s=0.002)).notes == []  # no more than are in flight at once
-    many = [request(index=i, connect_s=0.002 if i else 0.007) for i in range(7)]
-    assert sentences(judge(many, load=msgspec.structs.replace(LOAD, requests=7)).notes) == [
-        "c: 7 of 7 requests opened a connection of their own, which took 2.7 ms on average and 7 ms at most: no "
-        "latency has it, wall time and rates do"
-    ]
-
-
-@pytest.mark.parametrize(("sent", "resent", "reasons", "notes"), [(200, 2, 0, 1), (200, 3, 1, 0), (200, 0, 0, 0)])
-def test_more_than_one_percent_of_requests_sent_twice_is_a_reason(
-    sent: int, resent: int, reasons: int, notes: int
-) -> None:
-    found = judge(
-        [request(index=i, resent=i < resent, error="disconnect" if i == 0 else None) for i in range(sent)],
-        load=msgspec.structs.replace(LOAD, requests=sent),
-        max_error_rate=0.5,
-    )
-    texts = [
-        [text for text in sentences(of) if f"{resent} of 200 requests were sent twice" in text]
-        for of in (found.reasons, found.notes)
-    ]
-    assert [len(of) for of in texts] == [reasons, notes]
-
-
-def test_a_full_listen_queue_is_reported_with_what_is_affected() -> None:
-    retried = [request(index=i, connect_s=1.03, connect_retries=int(i < 3)) for i in range(4)]
-    (note,) = [note for note in sentences(judge(retried).notes) if "listen queue" in note]
-    assert "3 connections waited 1 s or more" in note and "gateway" in note and "from schedule" not in note
-    assert not any("listen queue" in note for note in sentences(judge(four(connect_s=0.9, connect_retries=0)).notes))
-    assert not any("listen queue" in note for note in sentences(judge(four(connect_s=0.9)).notes))
-
-
-def test_overflows_in_the_servers_container_are_reported() -> None:
-    """Behind Docker's proxy the client's own connections do not wait."""
-    seen = MachineLoad(samples=5, gap_max_s=1.0, listen_overflows=52)
-    (note,) = [note for note in sentences(judge(machine=seen).notes) if "listen queue" in note]
-    assert "52 overflows in the server's container" in note and "TTFT" in note
-    none = msgspec.structs.replace(seen, listen_overflows=0)
-    assert not any("listen queue" in note for note in sentences(judge(machine=none).notes))
-
-
 @pytest.mark.parametrize(
-    ("changes", "code", "said"),
+    ("changes", "values"),
     [
-        ({"output_tokens": -5}, "below", "usage.completion_tokens of the server's answers is not possible in "
-         "1 request: it must be at least 0 (got -5)"),
-        ({"output_tokens": 10**18}, "above", "usage.completion_tokens of the server's answers is not possible in "
-         "1 request: it must be at most 11 (got 1000000000000000000)"),
-        ({"prompt_tokens": 10**18}, "above", "usage.prompt_tokens of the server's answers is not possible in "
-         "1 request: it must be at most 2,147,483,647 (got 1000000000000000000)"),
-        ({"output_tokens": None, "bad_fields": [BadField("usage.completion_tokens", "above", "12", 11)]}, "above",
-         "usage.completion_tokens of the server's answers is not possible in 1 request: "
-         "it must be at most 11 (got 12)"),
+        ({"output_tokens": -5}, {"code": "below", "limit": 0, "got": "-5"}),
+        ({"output_tokens": 10**18}, {"code": "above", "limit": 11, "got": str(10**18)}),
+        ({"prompt_tokens": 10**18}, {"field": "usage.prompt_tokens", "code": "above", "limit": 2**31 - 1}),
+        ({"output_tokens": None, "bad_fields": [BadField("usage.completion_tokens", "above", "12", 11)]},
+         {"code": "above", "limit": 11, "got": "12"}),
     ],
 )  # fmt: skip
-def test_counts_that_are_not_possible(changes: dict[str, Any], code: str, said: str) -> None:
+def test_counts_that_are_not_possible(changes: dict[str, Any], values: dict[str, Any]) -> None:
     """Those that the client noted, and those in the records of older harnesses and other tools."""
-    load = msgspec.structs.replace(LOAD, output="natural")
-    records = [msgspec.structs.replace(one, fixed_length=False) for one in four(**changes)]
-    found = judge(records, load=load)
-    assert sentences(found.reasons) == [f"c: {said}"]
-    tally = CellCounts(clock=Clock(MARKS))
-    for record in records:
-        tally.add(record)
-    (bad,) = tally.bad_fields.found.values()
-    assert (bad.code, bad.requests) == (code, 1)
+    records = [replace(one, fixed_length=False) for one in four(**changes)]
+    found = check(records, load=replace(LOAD, output="natural"))
+    assert_found(found.reasons, [("value_out_of_bounds", {"field": "usage.completion_tokens", "requests": 1} | values)])
+    tally = counted(records)
     assert (tally.output_tokens, tally.prompt_tokens) in ((33, 80), (44, 60))
 
 
-def test_a_value_of_another_type_is_a_note() -> None:
-    bad = [BadField("usage.completion_tokens", "type", "boolean")]
-    found = judge(four(output_tokens=None, bad_fields=bad))
-    assert found.reasons == []
-    assert sentences(found.notes)[0] == (
-        "c: usage.completion_tokens of the server's answers is not possible in 1 request: it has a value of another "
-        "type (boolean), and counts as missing"
-    )
-
-
-def test_what_is_not_possible_is_added_up() -> None:
-    first, second = CellCounts(clock=Clock(MARKS)), CellCounts(clock=Clock(MARKS))
+def test_parts_of_a_file_are_added_up() -> None:
+    first, second = counted([]), counted([])
     for tally, tokens in ((first, -5), (second, -7), (second, 12)):
         tally.add(request(output_tokens=tokens))
     first.merge(second)
@@ -426,19 +302,27 @@ def test_what_is_not_possible_is_added_up() -> None:
         ("below", 2, "-5", 0),
         ("above", 1, "12", 11),
     ]
+    first, second = counted(many(3)), counted([request(index=index + 2) for index in range(3)])
+    assert (first.repeated(), second.repeated(), counted([]).repeated()) == ([], [], [])
+    first.merge(second)
+    assert first.repeated() == [2]
 
 
 def test_a_run_with_a_count_that_is_not_possible_is_invalid(tmp_path: Path) -> None:
     write_made_run(tmp_path / "run")
-    path = tmp_path / "run" / "requests.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    lines[1] = lines[1].replace('"output_tokens":11', '"output_tokens":-5')
-    path.write_text("".join(lines))
+    changed(tmp_path / "run" / "requests.jsonl", 1, output_tokens=-5)
     found = summarize(tmp_path / "run")
     (cell,) = (one for one in found.cells if one.bad_fields)
     assert cell.bad_fields == [BadFields(field="usage.completion_tokens", code="below", requests=1, got="-5", limit=0)]
     assert not found.valid and found.rows[0].invalid is not None
     assert found.rows[0].invalid.code == "value_out_of_bounds"
+
+
+def changed(path: Path, place: int, **values: Any) -> None:
+    """Change one line of a file."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[place] = msgspec.json.encode(msgspec.json.decode(lines[place]) | values) + b"\n"
+    path.write_bytes(b"".join(lines))
 
 
 def test_a_record_that_is_there_twice_hides_none_that_was_lost(tmp_path: Path) -> None:
@@ -449,78 +333,31 @@ def test_a_record_that_is_there_twice_hides_none_that_was_lost(tmp_path: Path) -
     path.write_bytes(b"".join([*lines[:4], lines[0], *lines[5:]]))  # of the same cell: the counts are as they were
     found = summarize(tmp_path / "run")
     assert not found.valid
-    assert "r1-a-x: requests.jsonl: 1 request recorded more than once (index -1)" in sentences(found.reasons)[0]
-
-
-def test_records_and_marks_that_are_there_twice() -> None:
-    assert reason(judge([*four()[:3], request(index=1)])) == (
-        "c: requests.jsonl: 1 request recorded more than once (index 1)"
-    )
-    many = judge([request(index=i // 2) for i in range(14)], load=TIMED, marks=both_marks("c", 7, 0.0, 10.0, sent=14))
-    assert reason(many) == "c: requests.jsonl: 7 requests recorded more than once (index 0, 1, 2, 3, 4 ...)"
-    assert reason(judge(marks=[*MARKS, MARKS[0]])) == "c: processes.jsonl: load process 7 has 2 start marks"
-    assert reason(judge(marks=[*MARKS, MARKS[1]])) == "c: processes.jsonl: load process 7 has 2 end marks"
-
-
-def test_parts_of_a_file_know_of_each_other_what_is_there_twice() -> None:
-    first, second = CellCounts(clock=Clock(MARKS)), CellCounts(clock=Clock(MARKS))
-    for index in range(3):
-        first.add(request(index=index))
-        second.add(request(index=index + 2))
-    assert (first.repeated(), second.repeated(), CellCounts(clock=Clock([])).repeated()) == ([], [], [])
-    first.merge(second)
-    assert first.repeated() == [2]
+    assert found.reasons[0] == Reason("request_repeated", {"requests": 1, "indices": [-1]}, cell="r1-a-x")
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"chunks_s": [0.5, 0.3, *(0.6 + 0.1 * i for i in range(9))]}, {"ended_s": 1.4}, {"chunks_s": [], "textless": 0}],
-)
-def test_times_that_contradict_each_other(changes: dict[str, Any]) -> None:
-    assert "c: requests.jsonl: the times of 1 answer contradict each other" in reason(judge(four(**changes)))
-
-
-def test_times_may_lie_as_far_apart_as_clocks_are_joined() -> None:
-    good = request().chunks_s
-    assert said(judge(four(chunks_s=[good[0], good[0] - 0.0009, *good[2:]], ended_s=1.4991))) == ([], [])
-    assert said(judge(four(chunks_s=[]))) == ([], [])  # in one piece
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
+    ("file", "place", "field", "value"),
     [
-        *(("sent_s", value) for value in (-5, 1e12)),
-        *((name, -5) for name in ("ended_s", "headers_s", "first_visible_s", "connect_s", "connect_retries", "user")),
-        *((name, value) for name in ("asked_tokens", "textless", "coalesced") for value in (-1, 10**15)),
-        *(("status", value) for value in (-5, 1000, 10**15)),
-        ("chunks_s", [-5]),
+        *(("requests.jsonl", 0, "sent_s", value) for value in (-5, 1e12)),
+        *(
+            ("requests.jsonl", 0, name, -5)
+            for name in ("ended_s", "headers_s", "first_visible_s", "connect_s", "connect_retries", "user")
+        ),
+        *(
+            ("requests.jsonl", 0, name, value)
+            for name in ("asked_tokens", "textless", "coalesced")
+            for value in (-1, 10**15)
+        ),
+        *(("requests.jsonl", 0, "status", value) for value in (-5, 1000, 10**15)),
+        ("requests.jsonl", 0, "chunks_s", [-5]),
+        *(("processes.jsonl", 1, name, -1) for name in ("monotonic_s", "sent", "recorded", "left_s", "cpu_s", "users")),
     ],
 )
-def test_a_record_with_an_impossible_value_cannot_be_read(tmp_path: Path, field: str, value: object) -> None:
+def test_a_line_with_an_impossible_value_cannot_be_read(
+    tmp_path: Path, file: str, place: int, field: str, value: object
+) -> None:
     write_made_run(tmp_path / "run")
-    path = tmp_path / "run" / "requests.jsonl"
-    first, *others = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([msgspec.json.encode(msgspec.json.decode(first) | {field: value}) + b"\n", *others]))
-    assert "requests.jsonl: 1 line cannot be read (line 1)" in sentences(summarize(tmp_path / "run").reasons)
-
-
-@pytest.mark.parametrize("field", ["monotonic_s", "sent", "recorded", "left_s", "cpu_s", "users"])
-def test_a_mark_with_an_impossible_value_cannot_be_read(tmp_path: Path, field: str) -> None:
-    write_made_run(tmp_path / "run")
-    path = tmp_path / "run" / "processes.jsonl"
-    first, end, *others = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([first, msgspec.json.encode(msgspec.json.decode(end) | {field: -1}) + b"\n", *others]))
-    assert "processes.jsonl: 1 line cannot be read (line 2)" in sentences(summarize(tmp_path / "run").reasons)
-
-
-def test_fewer_tokens_than_pieces_of_text_are_noted() -> None:
-    few: dict[str, Any] = {"output_tokens": 9, "fixed_length": False}
-    told = (
-        "c: the server counted fewer tokens than it sent pieces of text in 1 answer of 4: its count, and every rate "
-        "that uses it, is too low"
-    )
-    assert said(judge(four(**few))) == ([], [told])
-    # A tool call may come in more pieces than tokens; one token may end the reasoning and begin the answer.
-    assert told not in sentences(judge(four(**few, tool_chunks=2)).notes)
-    assert told not in sentences(judge(four(**few, tool_chunks=1, reasoning_chunks=3)).notes)
-    assert told in sentences(judge(four(**few, reasoning_chunks=3)).notes)
+    changed(tmp_path / "run" / file, place, **{field: value})
+    why = because("unreadable_lines", file=file, lines=[place + 1], total=1)
+    assert why in summarize(tmp_path / "run").reasons

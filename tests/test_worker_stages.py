@@ -73,13 +73,8 @@ def test_the_users_of_all_workers_follow_the_stages(
     assert [path.name for path in (tmp_path / "spool").glob("amd-llm-load-*")] == []
 
 
-@fault(
-    "worker",
-    "kill -9 of a worker in a later stage",
-    seen="was lost (killed, or its link was cut)",
-    code=3,
-    kept="earlier stages stay valid",
-)
+@fault("worker", "kill -9 of a worker in a later stage", seen="was lost (killed, or its link was cut)", code=3,
+       kept="earlier stages stay valid")  # fmt: skip
 @pytest.mark.nightly
 def test_a_worker_that_is_lost_in_a_later_stage_makes_the_run_invalid(tmp_path: Path, engine_process: Spawned) -> None:
     stages = [{"users": 2, "for_s": 1}, {"users": 4, "for_s": 600}]

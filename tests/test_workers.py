@@ -98,12 +98,8 @@ def test_a_killed_worker_makes_the_run_invalid(tmp_path: Path, engine_process: S
     assert len({one.process for one in records(tmp_path)}) == 2
 
 
-@fault(
-    "worker",
-    "the master is killed",
-    seen="nothing was heard of the master for 10 s: this load ends",
-    kept="what was not delivered is in a folder that the worker names",
-)
+@fault("worker", "the master is killed", seen="nothing was heard of the master for 10 s: this load ends",
+       kept="what was not delivered is in a folder that the worker names")  # fmt: skip
 def test_workers_end_when_the_master_is_gone(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 600, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine_process, load) as (run, workers):
@@ -124,11 +120,8 @@ time.time = lambda: now() + 3600 * os.path.exists(os.environ["CLOCK_IS_SET"])
 """
 
 
-@fault(
-    "clock",
-    "the wall clock of a worker is set while a load runs",
-    seen="the load goes on; latencies do not use that clock",
-)
+@fault("clock", "the wall clock of a worker is set while a load runs",
+       seen="the load goes on; latencies do not use that clock")  # fmt: skip
 def test_a_wall_clock_that_is_set_while_a_load_runs_does_not_end_it(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 2, "output_tokens": 5, "think_s": [0.05, 0.05]}
     (tmp_path / "sitecustomize.py").write_text(STEPPED)
@@ -172,12 +165,8 @@ def test_a_trace_of_two_machines_is_sent_as_it_was_by_workers(tmp_path: Path, en
     assert [round(due[index] - due[1], 1) for index in (1, 3)] == [0.0, 0.5]
 
 
-@fault(
-    "worker",
-    "a worker does not come",
-    seen="waiting for workers: 1 of 2 connected; missing: gen2",
-    kept="nothing was sent",
-)
+@fault("worker", "a worker does not come", seen="waiting for workers: 1 of 2 connected; missing: gen2",
+       kept="nothing was sent")  # fmt: skip
 def test_a_load_that_waits_says_who_is_missing(
     tmp_path: Path, engine_process: Spawned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,23 +181,17 @@ def test_a_load_that_waits_says_who_is_missing(
     seen: list[Count] = []
     with going("worker", "--master", f"127.0.0.1:{port}", cwd=tmp_path), pytest.raises(RunError) as caught:
         drive(
-            lambda: LocalChild([sys.executable, "-m", "locust", *arguments], log),
-            job,
-            log_path=log,
-            alive=lambda: None,
-            progress=seen.append,
-        )
+            lambda: LocalChild([sys.executable, "-m", "locust", *arguments], log), job, log_path=log,
+            alive=lambda: None, progress=seen.append,
+        )  # fmt: skip
     said = "waiting for workers: 1 of 2 connected; missing: gen2"
     assert seen[-2].awaited == said
     assert caught.value.what == f"cell r1-a-b: the load could not start: 5 s of {said}"
     assert caught.value.next_step == (f"On each machine: harness worker --master 127.0.0.1:{port}. The log is {log}.")
 
 
-@fault(
-    "worker",
-    "a worker of another version, and messages that make no sense",
-    seen="they are left out and named in the log; the load goes on and is VALID",
-)
+@fault("worker", "a worker of another version, and messages that make no sense",
+       seen="they are left out and named in the log; the load goes on and is VALID")  # fmt: skip
 def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(
     tmp_path: Path, engine_process: Spawned
 ) -> None:
@@ -263,13 +246,9 @@ def strangers(port: int) -> Iterator[Any]:
         context.term()
 
 
-@fault(
-    "worker",
-    "a worker lacks the API key",
-    seen="the environment variable SCALE_OUT_KEY, which should hold the API key, is not set",
-    code=3,
-    kept="a run marked failed",
-)
+@fault("worker", "a worker lacks the API key",
+       seen="the environment variable SCALE_OUT_KEY, which should hold the API key, is not set", code=3,
+       kept="a run marked failed")  # fmt: skip
 def test_a_worker_without_the_key_is_named(
     tmp_path: Path, engine_process: Spawned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,13 +269,8 @@ def test_a_worker_without_the_key_is_named(
             worker.end()
 
 
-@fault(
-    "worker",
-    "Ctrl-C of the run on the master",
-    seen="interrupted; everything that was started has been taken down",
-    code=130,
-    kept="all records of all machines",
-)
+@fault("worker", "Ctrl-C of the run on the master", seen="interrupted; everything that was started has been taken down",
+       code=130, kept="all records of all machines")  # fmt: skip
 def test_an_interrupted_run_has_all_that_was_recorded(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 600, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine_process, load) as (run, workers):

@@ -12,8 +12,7 @@ from msgspec import Struct
 from harness.analysis import gaps
 from harness.analysis.derive import add_up
 from harness.analysis.gaps import Gaps, GapSample, Interval
-from harness.analysis.goodput import SloTally
-from harness.analysis.tally import CellCounts, Clock
+from harness.analysis.tally import CellCounts, Clock, SloTally
 from harness.files import UNDECODABLE
 from harness.rundir.records import Block, Lines, Reading, Request, blocks_of, in_file, reader, requests_in
 from harness.scenario.check_syntax import Slo
@@ -34,12 +33,12 @@ class CellContext(Struct, frozen=True):
     interrupted: bool = False  # it did not: it was over with the last of its records
     row: str | None = None  # the cells that are pooled with it have the same
     mix: str | None = None  # the cells that ran at the same time have the same
-    course: str | None = None  # the cells that are stages of one load have the same
+    staged: str | None = None  # the cells that are stages of one load have the same
     slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
 
 
 class _RecordHead(Struct):
-    """The part of a record that a first look needs; the rest of the line is skipped."""
+    """The part of a record that a first pass needs; the rest of the line is skipped."""
 
     cell: str
     process: int
@@ -49,8 +48,8 @@ class _RecordHead(Struct):
     scheduled_s: float | None = None
 
 
-class _Look(Struct):
-    """What a first look at a block finds."""
+class _Preview(Struct):
+    """What a first pass over a block finds."""
 
     starts: dict[str, float] = {}  # of timed cells: the first measured request, or the start of the schedule
     ends: dict[str, float] = {}  # of interrupted timed cells: of their last record
@@ -68,16 +67,16 @@ def tally(
     long = bool(blocks) and blocks[-1].end > KEEP_BYTES
     tallies: dict[str, CellCounts] = {}
     with reader(blocks) as run:
-        look = _Look()
+        preview = _Preview()
         if long or any(place.duration_s is not None for place in places.values()):
-            look = _whole_look(run, places, sampling=long)
-        windows = _windows(look, places)
+            preview = _previewed(run, places, sampling=long)
+        windows = _windows(preview, places)
         for widened in _WIDENED if long else (math.inf,):
-            intervals = _intervals(look.samples, places, widened)
+            intervals = _intervals(preview.samples, places, widened)
             lines, unknown = [], Counter[str]()
             tallies = {}
             for part, others, read in run(
-                partial(_tally, places=places, starts=look.starts, windows=windows, intervals=intervals)
+                partial(_tally, places=places, starts=preview.starts, windows=windows, intervals=intervals)
             ):
                 lines.append(read)
                 unknown += others
@@ -99,7 +98,7 @@ def together(path: Path, places: dict[str, CellContext]) -> dict[str, tuple[floa
     if not parts:
         return {}
     with reader(blocks_of(path)) as run:
-        return _windows(_whole_look(run, parts, sampling=False), parts)
+        return _windows(_previewed(run, parts, sampling=False), parts)
 
 
 def _tally(
@@ -112,7 +111,8 @@ def _tally(
     tallies: dict[str, CellCounts] = {}
     unknown_cells: Counter[str] = Counter()
     lines = Lines()
-    overlapping = _other_stages(places)
+    loads = _groups(places, lambda cell: places[cell].staged)
+    other_stages = {cell: [other for other in cells if other != cell] for cells in loads for cell in cells}
 
     def of(cell: str) -> CellCounts:
         if cell not in tallies:
@@ -135,27 +135,21 @@ def _tally(
             unknown_cells[cell] += 1
             continue
         of(cell).add(request)
-        for other in overlapping.get(cell, ()):
+        for other in other_stages.get(cell, ()):
             of(other).add_of_other_stage(request)
     for counted in tallies.values():
         counted.chunk_gap_s.flush()
     return tallies, unknown_cells, lines
 
 
-def _other_stages(places: dict[str, CellContext]) -> dict[str, list[str]]:
-    """Of each cell that is a stage of a load, the other stages of it."""
-    courses = _groups(places, lambda cell: places[cell].course)
-    return {cell: [other for other in cells if other != cell] for cells in courses for cell in cells}
-
-
-def _look(block: Block, places: dict[str, CellContext], sampling: bool) -> _Look:
-    look = _Look()
+def _preview(block: Block, places: dict[str, CellContext], sampling: bool) -> _Preview:
+    preview = _Preview()
     timed = {cell: place for cell, place in places.items() if place.duration_s is not None}
     decode_head, decode = msgspec.json.Decoder(_RecordHead).decode, msgspec.json.Decoder(Request).decode
     for number, line in enumerate(block.lines()):
         try:
             if sampling and number % _SAMPLED == 0:
-                _sample(look, decode(line), number // _SAMPLED)
+                _sample(preview, decode(line), number // _SAMPLED)
             if timed:
                 head = decode_head(line)
                 place = timed.get(head.cell)
@@ -163,19 +157,19 @@ def _look(block: Block, places: dict[str, CellContext], sampling: bool) -> _Look
                     start_s = head.sent_s + place.clock.offset_s(head.process)
                     if place.interrupted:
                         end_s = start_s + head.ended_s
-                        look.ends[head.cell] = max(end_s, look.ends.get(head.cell, end_s))
+                        preview.ends[head.cell] = max(end_s, preview.ends.get(head.cell, end_s))
                     first_due_s = place.first_due_s
                     if head.scheduled_s is not None and first_due_s is not None:
                         start_s += head.scheduled_s - first_due_s  # of the first that was due; it is the least of all
-                    look.starts[head.cell] = min(start_s, look.starts.get(head.cell, start_s))
+                    preview.starts[head.cell] = min(start_s, preview.starts.get(head.cell, start_s))
         except UNDECODABLE:
             continue
-    return look
+    return preview
 
 
-def _whole_look(run: Reading[_Look], places: dict[str, CellContext], *, sampling: bool) -> _Look:
-    whole = _Look()
-    for found in run(partial(_look, places=places, sampling=sampling)):
+def _previewed(run: Reading[_Preview], places: dict[str, CellContext], *, sampling: bool) -> _Preview:
+    whole = _Preview()
+    for found in run(partial(_preview, places=places, sampling=sampling)):
         for cell, start in found.starts.items():
             whole.starts[cell] = min(start, whole.starts.get(cell, start))
         for cell, end in found.ends.items():
@@ -185,9 +179,9 @@ def _whole_look(run: Reading[_Look], places: dict[str, CellContext], *, sampling
     return whole
 
 
-def _sample(look: _Look, request: Request, turn: int) -> None:
+def _sample(preview: _Preview, request: Request, turn: int) -> None:
     if request.phase == "measured" and request.error is None:
-        sample = look.samples.setdefault(request.cell, GapSample())
+        sample = preview.samples.setdefault(request.cell, GapSample())
         # Not always the same gaps of an answer: an engine may have a rhythm.
         sample.add(request.chunks_s, turn % _SAMPLED_GAPS, _SAMPLED_GAPS)
 
@@ -229,30 +223,23 @@ def _all_found(tallies: dict[str, CellCounts], places: dict[str, CellContext]) -
     return True
 
 
-def _windows(look: _Look, places: dict[str, CellContext]) -> dict[str, tuple[float, float]]:
+def _windows(preview: _Preview, places: dict[str, CellContext]) -> dict[str, tuple[float, float]]:
     """The measured time of each timed cell: from its first measured request on, as long as the load asks for.
 
     That of an open loop begins with its schedule, in which the first may be due later. It is shorter where the cell was
     over before.
     """
     windows = {}
-    for cell, start in look.starts.items():
+    for cell, start in preview.starts.items():
         place = places[cell]
         end = start + (place.duration_s or 0.0)
         if place.ended_wall_s is not None and place.clock.anchor_s is not None:
             end = max(start, min(end, place.ended_wall_s - place.clock.anchor_s))
-        end = min(end, max(start, look.ends.get(cell, end)))
+        end = min(end, max(start, preview.ends.get(cell, end)))
         windows[cell] = (start, end)
-    return windows | _together(windows, places)
-
-
-def _together(
-    windows: dict[str, tuple[float, float]], places: dict[str, CellContext]
-) -> dict[str, tuple[float, float]]:
-    """Of the parts of a mix the time in which all of them were measured, if there is one."""
-    found: dict[str, tuple[float, float]] = {}
-    for cells in _groups(windows, lambda cell: places[cell].mix):
+    # Of the parts of a mix the time in which all of them were measured, if there is one.
+    for cells in _groups(list(windows), lambda cell: places[cell].mix):
         start, end = max(windows[cell][0] for cell in cells), min(windows[cell][1] for cell in cells)
         if start < end:
-            found |= dict.fromkeys(cells, (start, end))
-    return found
+            windows |= dict.fromkeys(cells, (start, end))
+    return windows

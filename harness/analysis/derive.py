@@ -7,14 +7,16 @@ Times in seconds. Fields of a record but `sent_s` are already relative to the mo
 
 import operator
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from harness.columns import LATENCIES
 from harness.rundir.records import SLACK_S, Request, impossible
+from harness.scenario.check_syntax import Slo
 
 
 def possible(request: Request) -> Request:
@@ -122,7 +124,6 @@ def late_s(request: Request) -> float:
 
 
 def _from_schedule(latency_s: Callable[[Request], float | None]) -> Callable[[Request], float | None]:
-    """The same latency from schedule."""
     return lambda request: None if (value := latency_s(request)) is None else value + late_s(request)
 
 
@@ -139,6 +140,39 @@ FORMULAS: dict[str, Callable[[Request], float | None]] = {
 }
 
 
+# Whether all chunks came in one read or not: an SLO is about each request.
+_OF_SLO = {column.check: FORMULAS[column.field] for column in LATENCIES if column.slo} | {"tpot": tpot_s}
+
+
+def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
+    """Whether a successful request met every SLO. None: it missed none, but has a latency that is not known.
+
+    An answer of a single token has no time per further token, and misses no bound on it; nor has one in a single chunk,
+    such as a label and the end of sequence, which is a token and no chunk.
+    """
+    known = True
+    for slo in slos:
+        value = _OF_SLO[slo.latency](request)
+        if value is None:
+            known = known and slo.latency == "tpot" and (request.output_tokens == 1 or len(request.chunks_s) == 1)
+        elif not (operator.le if slo.operator == "<=" else operator.lt)(value, slo.bound_s):
+            return False
+    return True if known else None
+
+
+def missed_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
+    """Whether an abandoned request had missed an SLO when the user left: one who leaves a slow one was not served."""
+    for slo in slos:
+        if slo.latency == "tpot":
+            continue  # how many tokens came by then is not known
+        value = _OF_SLO[slo.latency](request)
+        if value is None:  # it had not come by then
+            value = request.ended_s + (late_s(request) if slo.latency.endswith("_sched") else 0.0)
+        if value > slo.bound_s:
+            return True
+    return False
+
+
 class Latencies(dict[str, "array[float]"]):
     """The latencies of some requests, by field of Numbers."""
 
@@ -147,7 +181,6 @@ class Latencies(dict[str, "array[float]"]):
         return self[field]
 
     def add(self, request: Request, fields: Iterable[str]) -> None:
-        """Keep those that are known."""
         for field in fields:
             if (value := FORMULAS[field](request)) is not None:
                 self[field].append(value)
@@ -183,6 +216,14 @@ def share_inside(request: Request, start_s: float, end_s: float) -> float:
 
 def doubles() -> "array[float]":
     return array("d")
+
+
+def earliest(known: float | None, at: float) -> float:
+    return at if known is None else min(known, at)
+
+
+def latest(known: float | None, at: float) -> float:
+    return at if known is None else max(known, at)
 
 
 def add_up(mine: Struct, other: Struct, *, given: Collection[str] = ()) -> None:

@@ -75,7 +75,6 @@ class Gaps(msgspec.Struct):
 
     @property
     def whole(self) -> bool:
-        """Whether every gap is kept."""
         return self.intervals == [ALL]
 
     def add(self, chunks_s: list[float]) -> None:
@@ -105,7 +104,6 @@ class Gaps(msgspec.Struct):
         self._ends.clear()
 
     def merge(self, other: "Gaps") -> None:
-        """Add those of another part of the file, which has the same intervals."""
         self.flush()
         other.flush()
         self.n += other.n
@@ -150,7 +148,6 @@ def value_at(parts: Sequence[Gaps], permille: int) -> float | None:
 
 
 def all_known(parts: Sequence[Gaps]) -> bool:
-    """Whether `value_at` finds every percentile."""
     return all(value_at(parts, permille) is not None for permille in PERMILLES.values())
 
 
@@ -166,7 +163,6 @@ class GapSample(msgspec.Struct):
     values: "array[float]" = msgspec.field(default_factory=doubles)
 
     def add(self, chunks_s: list[float], first: int, step: int) -> None:
-        """Take each `step`th gap of a request."""
         taken = np.diff(np.array(chunks_s))[first::step]
         if len(taken):
             self.requests += 1
@@ -200,7 +196,6 @@ def intervals_around(samples: Sequence[GapSample], widened: float) -> list[Inter
 
 
 def _joined(intervals: list[Interval]) -> list[Interval]:
-    """The same, with those made one that touch."""
     joined: list[Interval] = []
     for interval in sorted(intervals):
         if joined and interval.low <= joined[-1].high:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from harness.analysis.derive import earliest, latest
 from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load, taken_together
 from harness.scenario.plan import Schedule, arrival_times
@@ -49,10 +50,8 @@ class ScheduleTally(msgspec.Struct, kw_only=True):
         due_s = sent_s + request.scheduled_s
         self.sent += 1
         self.arrived += request.batch is None or request.batch == request.index
-        self.first_due_s = due_s if self.first_due_s is None else min(self.first_due_s, due_s)
-        self.last_due_s = due_s if self.last_due_s is None else max(self.last_due_s, due_s)
-        self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
-        self.last_sent_s = sent_s if self.last_sent_s is None else max(self.last_sent_s, sent_s)
+        self.first_due_s, self.last_due_s = earliest(self.first_due_s, due_s), latest(self.last_due_s, due_s)
+        self.first_sent_s, self.last_sent_s = earliest(self.first_sent_s, sent_s), latest(self.last_sent_s, sent_s)
 
 
 def first_due_of(load: Load, seed: int) -> float | None:

@@ -4,27 +4,23 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import msgspec
-from msgspec import to_builtins
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from harness.analysis import answers, sessions, validity
+from harness.analysis import notes, validity
 from harness.analysis.count import CellContext, tally
-from harness.analysis.goodput import SloTally
+from harness.analysis.limits import common_limit, limited, limited_by, mean_split, time_split
 from harness.analysis.schedule import first_due_of, kept_of, kind_of
-from harness.analysis.self_check import limited
-from harness.analysis.tally import CellCounts, Clock, numbers_of
-from harness.analysis.time_split import common_limit, limited_by, mean_split, time_split
-from harness.analysis.validity import warmed
-from harness.columns import NUMBER_WORDS
+from harness.analysis.tally import CellCounts, Clock, SloTally, numbers_of
+from harness.columns import NUMBER_WORDS, WORK
 from harness.errors import HarnessError
 from harness.failures.explain import ErrorMessages, grouped
 from harness.files import pretty_json, read_json, replace_file
-from harness.judge import checks, drift, server_starts
-from harness.judge.verdicts import compare_rows
+from harness.judge import checks, comparable
+from harness.judge.verdicts import compare_rows, of_sweep
 from harness.rundir import origin
-from harness.rundir.manifest import CellRun, Origin, Run, read_run
+from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, by_cell, read_marks
 from harness.rundir.samples import (
     MetricsSample,
@@ -69,23 +65,21 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     slos = slo_sets(asked)
     places = places_of(run, marks, slos)
     unknown_cells: Counter[str] = Counter()
-    tallies = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], unknown_cells)
+    counted = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], unknown_cells)
+    # A cell without a record still is a cell: it was run and gave nothing.
+    seen = {name: cell for name, cell in cells.items() if name in run.ran or name in counted}
+    tallies = {
+        name: counted.get(name) or CellCounts(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen
+    }
     samples = read_metrics(folder / "metrics.jsonl")
     watched = read_telemetry(folder / "telemetry.jsonl")
     given = origin.given_numbers(folder, run)
-    ran = run.ran
-    seen = {name: cell for name, cell in cells.items() if name in ran or name in tallies}
-    # A cell without a record still is a cell: it was run and gave nothing.
-    tallies = {
-        name: tallies.get(name) or CellCounts(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen
-    }
-    session = sessions.sessions_of(run)
+    session = notes.sessions_of(run)
     summaries = [
         _cell(
             run,
             cell,
             session.get(name) if any(session.values()) else None,
-            ran.get(name),
             tallies[name],
             samples.get(name, []),
             watched.get(name, []),
@@ -94,43 +88,31 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         )
         for name, cell in seen.items()
     ]
-    of_run = validity.of_run(run, damaged, unknown_cells)
-    not_run = validity.not_run(run)
+    of_run, not_run = validity.of_run(run, damaged, unknown_cells), validity.not_run(run)
+    failed = {cell.id for cell in summaries if cell.failed is not None}
     apart = _apart(run, seen, tallies, marks)
-    reasons = [*of_run]
-    if not_run:
-        reasons.append(because("cells_missing", ran=len(run.order) - len(not_run), planned=len(run.order)))
-    failed = {cell.id: cell.failed for cell in summaries if cell.failed is not None}
-    apart = {group: reason for group, reason in apart.items() if not failed.keys() & _of_group(cells, group)}
+    for name in failed:
+        apart.pop(seen[name].group, None)
+    measured = [cell for cell in summaries if cell.id not in failed]
     # A setting that failed is the result of its row: the run is valid where another one was measured.
-    reasons += [*apart.values(), *(problem for cell in summaries if not cell.failed for problem in cell.problems)]
-    reasons += [because("settings_failed")] if failed and len(failed) == len(summaries) else []
-    notes = origin.notes(run.origin) + sessions.notes(run) + server_starts.notes(run)
-    measured = [cell for cell in summaries if not cell.failed]
-    notes += validity.host_cpu(measured, (mark for found in marks.values() for mark in found))
-    notes += [note for cell in measured for note in cell.notes] + _unchecked(measured)
-    problems = {cell.id: cell.problems for cell in summaries}
-    invalid: dict[tuple[str, str], Reason] = {}
-    for name, cell in cells.items():
-        why = [*problems.get(name, []), *([apart[cell.group]] if cell.group in apart else [])]
-        why += [Reason("not_run", cell=name)] if name in not_run else []
-        if why and cell.again is None:
-            invalid.setdefault((cell.server, cell.load), why[0])
-    rows = _rows(run, summaries, tallies, invalid)
+    reasons = [
+        *of_run,
+        *([because("cells_missing", ran=len(run.order) - len(not_run), planned=len(run.order))] if not_run else []),
+        *apart.values(),
+        *(problem for cell in measured for problem in cell.problems),
+        *([because("settings_failed")] if failed and not measured else []),
+    ]
+    rows = _rows(run, summaries, tallies, _invalid(cells, summaries, apart, not_run))
     working = [row for row in rows if row.failed is None]
-    notes = [*_failed_settings(rows), *drift.of_sweep(summaries, run.scenario), *notes]
-    base = baseline_of(run.scenario)
     reference = reference or read_reference(folder)
     if reference is not None and reasons:
-        reference = msgspec.structs.replace(reference, refused=because("run_invalid"))
-    by_id = {cell.id: cell for cell in summaries}
+        reference = replace(reference, refused=because("run_invalid"))
+    comparison = None
     # Probes were measured for as long as their answer took: they are compared by it, in capacity.json.
-    probes = any(cell.stopped_after_s is not None for cell in run.cells)
-    looks = run.budget.looks if run.budget is not None else []
-    compared = not of_run and not probes
-    comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario, looks) if compared else None
-    notes += sessions.budget_notes(run, comparison)
-    notes += answers.differences(working, comparison)
+    if not of_run and all(cell.stopped_after_s is None for cell in run.cells):
+        base, looks = baseline_of(run.scenario), run.budget.looks if run.budget is not None else []
+        by_id = {cell.id: cell for cell in summaries}
+        comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario, looks)
     return Summary(
         run=run.id,
         scenario=run.scenario_name,
@@ -138,7 +120,18 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         simulated=run.simulated,
         valid=None if run.origin is not None and not reasons else not reasons,
         reasons=reasons,
-        notes=notes,
+        notes=[
+            *notes.of_failed_settings(rows),
+            *of_sweep(summaries, run.scenario),
+            *origin.notes(run.origin),
+            *notes.of_sessions(run),
+            *comparable.notes(run),
+            *notes.of_host_cpu(measured, (mark for found in marks.values() for mark in found)),
+            *(note for cell in measured for note in cell.notes),
+            *notes.of_token_counters(measured),
+            *notes.of_budget(run, comparison),
+            *notes.of_answers(working, comparison),
+        ],
         failures=_failures(rows, tallies),
         rows=rows,
         cells=summaries,
@@ -147,20 +140,18 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     )
 
 
-def _of_group(cells: dict[str, Cell], group: str) -> set[str]:
-    return {name for name, cell in cells.items() if cell.group == group}
-
-
-def _failed_settings(rows: list[Row]) -> list[Reason]:
-    """A note on each setting that failed: of a server that did not start one for all of its rows."""
+def _invalid(
+    cells: dict[str, Cell], summaries: Sequence[CellSummary], apart: dict[str, Reason], not_run: Sequence[str]
+) -> dict[tuple[str, str], Reason]:
+    """The first reason why a row has a cell that is not valid, by row."""
+    problems = {cell.id: cell.problems for cell in summaries}
     found: dict[tuple[str, str], Reason] = {}
-    for row in rows:
-        if row.failed is not None:
-            which = row.server if row.failed.code == "setting_not_started" else row.name
-            found.setdefault(
-                (which, row.failed.code), because("setting_failed", row=which, why=to_builtins(row.failed))
-            )
-    return list(found.values())
+    for name, cell in cells.items():
+        why = [*problems.get(name, []), *([apart[cell.group]] if cell.group in apart else [])]
+        why += [Reason("not_run", cell=name)] if name in not_run else []
+        if why and cell.again is None:
+            found.setdefault((cell.server, cell.load), why[0])
+    return found
 
 
 def _apart(
@@ -191,14 +182,13 @@ def _apart(
 
 
 def _failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedRequests]:
-    """Why requests failed: the most frequent causes of each row."""
     found = []
     for row in rows:
         said = ErrorMessages()
         for cell in row.cells:
             said.merge(tallies[cell].said)
         for group in grouped(said)[:MAX_CAUSES]:
-            found.append(FailedRequests(server=row.server, load=row.load, **msgspec.structs.asdict(group)))
+            found.append(FailedRequests(server=row.server, load=row.load, **asdict(group)))
     return found
 
 
@@ -222,6 +212,12 @@ def read_summary(folder: Path) -> Summary:
         return read_json(path, Summary, FORMAT_VERSION, upgrade=upgrade_summary)
     except OSError:
         raise HarnessError(f"{path}: there is no summary", next_step=f"`harness report {folder}` makes one.") from None
+
+
+def summary_of(folder: Path, checks: Sequence[str] = ()) -> Summary:
+    """The summary by the formulas of this version; without records, as of a published run, the one that was written."""
+    alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
+    return read_summary(folder) if alone else summarize(folder, checks)
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
@@ -252,38 +248,24 @@ def load_of(run: Run, cell: Cell) -> tuple[Load, int]:
     if ran is None:
         return load, run.scenario.seed
     if ran.stopped_after_s is not None:
-        load = msgspec.structs.replace(load, duration_s=ran.stopped_after_s, requests=None)
+        load = replace(load, duration_s=ran.stopped_after_s, requests=None)
     return load, run.scenario.seed if ran.seed is None else ran.seed
 
 
 def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple[Slo, ...]]) -> CellContext:
     known = load_of(run, cell) if cell.load in run.scenario.loads else None
-    ended = run.ran[cell.id].ended_wall_s if cell.id in run.ran else None
-    duration_s = None if known is None else known[0].duration_s
-    first_due_s = None if known is None or run.origin else first_due_of(*known)
-    row = f"{cell.server} {cell.load}"
+    ended_wall_s = run.ran[cell.id].ended_wall_s if cell.id in run.ran else None
     return CellContext(
         Clock(marks),
-        duration_s,
-        first_due_s,
-        ended,
-        ended is None,
-        row=row,
+        duration_s=None if known is None else known[0].duration_s,
+        first_due_s=None if known is None or run.origin else first_due_of(*known),
+        ended_wall_s=ended_wall_s,
+        interrupted=ended_wall_s is None,
+        row=f"{cell.server} {cell.load}",
         mix=cell.group if cell.mix is not None else None,
-        course=cell.group if cell.stage is not None else None,
+        staged=cell.group if cell.stage is not None else None,
         slos=slos,
     )
-
-
-def _unchecked(cells: list[CellSummary]) -> list[Reason]:
-    """Where the client's count of tokens was not held against the server's. Its counter knows no stages."""
-    alone = [cell for cell in cells if cell.stage is None]
-    notes = []
-    if unchecked := sum(cell.server_load.generated_tokens is None for cell in alone):
-        notes.append(because("no_token_counter", cells=unchecked, of=len(cells)))
-    if len(alone) < len(cells):
-        notes.append(because("stages_unchecked"))
-    return notes
 
 
 def _window(counted: CellCounts) -> tuple[float, float] | None:
@@ -297,18 +279,17 @@ def _cell(
     run: Run,
     cell: Cell,
     session: int | None,
-    ran: CellRun | None,
     counted: CellCounts,
     metrics: list[MetricsSample],
     telemetry: list[TelemetrySample],
     marks: list[ProcessMark],
     given: Numbers | None,
 ) -> CellSummary:
+    ran, (cell_load, seed) = run.ran.get(cell.id), load_of(run, cell)
     numbers = given or origin.known(numbers_of([counted]), run.origin)
-    cell_load, seed = load_of(run, cell)
     if run.origin is None:
-        asked = kept_of(counted.schedule, cell_load, seed, numbers.window_s, counted.part_s())
-        numbers = msgspec.structs.replace(numbers, schedule=asked)
+        schedule = kept_of(counted.schedule, cell_load, seed, numbers.window_s, counted.part_s())
+        numbers = replace(numbers, schedule=schedule)
     wall_s = counted.clock.wall_s
     first, last = wall_s(counted.first_sent_s), wall_s(counted.last_ended_s)
     window = _window(counted)
@@ -324,7 +305,7 @@ def _cell(
         measured_wall_s=None if first is None or last is None else (first, last),
     )
     first_due_s = None if run.origin else first_due_of(cell_load, seed)
-    warmup = warmed(counted, marks, first_due_s)
+    warmup = validity.warmed(counted, marks, first_due_s)
     found = validity.of_cell(
         validity.Evidence(
             cell=cell.id,
@@ -347,7 +328,7 @@ def _cell(
     )
     phases = ran.served_by.phases if ran is not None else []
     return CellSummary(
-        **msgspec.structs.asdict(cell),
+        **asdict(cell),
         session=session,
         numbers=numbers,
         server_load=load,
@@ -367,36 +348,34 @@ def _cell(
 def _rows(
     run: Run, cells: list[CellSummary], tallies: dict[str, CellCounts], invalid: dict[tuple[str, str], Reason]
 ) -> list[Row]:
-    """The rows of the table. `invalid`: by row, why one of its cells is not valid."""
     rows = []
     for server in run.scenario.servers:
         for load in run.scenario.loads:
-            mine = [cell for cell in cells if (cell.server, cell.load) == (server, load) and cell.again is None]
-            if mine:
-                row = _row(server, load, mine, tallies)
-                kind = "" if run.origin else kind_of(run.scenario.loads[load])
-                same = (cell for cell in cells if (cell.server, cell.load) == (server, load))
-                failed = next((cell.failed for cell in same if cell.failed is not None), None)
-                row = replace(row, kind=kind, invalid=invalid.get(row.key), failed=failed)
-                # Every import is one repeat: what is known of its cell is known of its row.
-                rows.append(row if run.origin is None else _imported(row, mine[0].numbers, run.origin))
+            same = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
+            mine = [cell for cell in same if cell.again is None]
+            if not mine:
+                continue
+            row = replace(
+                _row(server, load, mine, tallies),
+                kind="" if run.origin else kind_of(run.scenario.loads[load]),
+                invalid=invalid.get((server, load)),
+                failed=next((cell.failed for cell in same if cell.failed is not None), None),
+            )
+            if run.origin is not None:  # every import is one repeat: what is known of its cell is known of its row
+                own = run.origin.of_row(server, load)
+                row = replace(row, pooled=mine[0].numbers, definitions=own.definitions, missing=own.missing)
+            rows.append(row)
     return rows
-
-
-def _imported(row: Row, numbers: Numbers, origin: Origin) -> Row:
-    own = origin.of_row(row.server, row.load)
-    return msgspec.structs.replace(row, pooled=numbers, definitions=own.definitions, missing=own.missing)
 
 
 def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, CellCounts]) -> Row:
     good = [cell.numbers for cell in cells if not cell.problems]
+    values: dict[str, Any] = {name: [one for n in good if (one := getattr(n, name)) is not None] for name in WORK}
     return Row(
         server=server,
         load=load,
         cells=[cell.id for cell in cells],
-        wall_s=[n.wall_s for n in good if n.wall_s is not None],
-        output_tok_s=[n.output_tok_s for n in good if n.output_tok_s is not None],
-        input_tok_s=[n.input_tok_s for n in good if n.input_tok_s is not None],
+        **values,
         pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
         formulas=origin.FORMULAS,
         machine_load=median_load([cell.machine_load for cell in cells]),

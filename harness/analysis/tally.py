@@ -8,28 +8,38 @@ import math
 import statistics
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness.analysis import answers, derive, gaps
-from harness.analysis.answers import AnswerTally
-from harness.analysis.derive import Latencies, add_up, doubles
+from harness.analysis import derive, gaps
+from harness.analysis.derive import Latencies, add_up, doubles, earliest, latest, meets, missed_before_leaving
 from harness.analysis.gaps import Gaps
-from harness.analysis.goodput import SloTally, attained
 from harness.analysis.schedule import ScheduleTally, pooled
 from harness.failures.explain import ErrorMessages
 from harness.judge.stats import Array, percentile, percentile_interval
 from harness.rundir.records import CUT, ProcessMark, Request
-from harness.summary import NEEDED, NO_SAMPLE, BadFields, Distribution, Numbers, median_of_known
+from harness.scenario.check_syntax import Slo
+from harness.summary import (
+    NEEDED,
+    NO_SAMPLE,
+    Answers,
+    Attained,
+    BadFields,
+    Distribution,
+    Numbers,
+    PromptLengths,
+    median_of_known,
+)
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
 _FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
 _OF_SUCCESSES = derive.FORMULAS.keys() - {"send_lag_s", *_FROM_SCHEDULE}
 _GIVEN = ("clock", "window_s", "scheduled", "begun_s", "mixed")  # of a tally: what it knows before it counts
+_VALUES = ("latencies", "chunk_gap_s", "indices", "tokens_inside", "said")  # kept for each request
 
 
 class Clock:
@@ -45,6 +55,11 @@ class Clock:
         self._boots = {mark.process: _boot(mark) for mark in starts}
         self._boot = _boot(starts[0]) if starts else None
         self.anchor_s = starts[0].wall_s - starts[0].monotonic_s if starts else None  # axis to Unix time
+        self.start_s = starts[0].monotonic_s if starts else 0.0  # of the first process, on the axis
+
+    def knows(self, process: int) -> bool:
+        """Whether the process left a start record, without which its times cannot be joined with others."""
+        return process in self._anchors
 
     def offset_s(self, process: int) -> float:
         anchor = self._anchors.get(process)
@@ -89,6 +104,61 @@ class BadTally(Struct):
             self.add(bad)
 
 
+class SloTally(Struct, kw_only=True):
+    """How many of a cell's measured requests met each set of SLOs that a check asks about, by the name of the set."""
+
+    sets: Mapping[str, tuple[Slo, ...]] = {}
+    met: Counter[str] = msgspec.field(default_factory=Counter)
+    met_ended: Counter[str] = msgspec.field(default_factory=Counter)  # of those that ended inside the window
+    unknown: Counter[str] = msgspec.field(default_factory=Counter)
+    left: Counter[str] = msgspec.field(default_factory=Counter)  # abandoned before any SLO was missed
+
+    def add(self, request: Request) -> None:
+        """Count a successful measured request; others met nothing."""
+        for name, slos in self.sets.items():
+            met = meets(request, slos)
+            self.met[name] += met is True
+            self.unknown[name] += met is None
+
+    def add_ended(self, request: Request) -> None:
+        """Count a successful request that ended inside the window, one of the warm-up as well."""
+        for name, slos in self.sets.items():
+            self.met_ended[name] += meets(request, slos) is True
+
+    def add_abandoned(self, request: Request) -> None:
+        for name, slos in self.sets.items():
+            self.left[name] += not missed_before_leaving(request, slos)
+
+    def merge(self, other: "SloTally") -> None:
+        add_up(self, other, given=("sets",))
+
+
+class AnswerTally(Struct, kw_only=True):
+    """Quality and prompts of a cell's successful measured requests; a server that answers nonsense fast must show."""
+
+    checked: int = 0  # answers that were to have a form
+    valid: int = 0  # and have it
+    labelled: int = 0  # those of which the right label is known
+    right: int = 0
+    embedded: int = 0  # answers that are vectors
+    vectors: int = 0
+    asked: int = 0  # tokens of the prompts whose length was planned and counted by the server
+    got: int = 0
+    beyond: Counter[int] = msgspec.field(default_factory=Counter)  # requests by got - asked
+
+    def add(self, request: Request) -> None:
+        self.checked += request.answer_valid is not None
+        self.valid += bool(request.answer_valid)
+        self.labelled += request.answer_right is not None
+        self.right += bool(request.answer_right)
+        self.embedded += request.vectors is not None
+        self.vectors += request.vectors or 0
+        if request.asked_prompt_tokens is not None and request.prompt_tokens is not None:
+            self.asked += request.asked_prompt_tokens
+            self.got += request.prompt_tokens
+            self.beyond[request.prompt_tokens - request.asked_prompt_tokens] += 1
+
+
 class CellCounts(Struct, kw_only=True):
     """What was counted of one cell. Times on the cell's axis, see Clock."""
 
@@ -118,7 +188,9 @@ class CellCounts(Struct, kw_only=True):
     without_output_tokens: int = 0
     counted_chunks: int = 0  # chunks of the successful streams whose tokens are known,
     chunked_tokens: int = 0  # and these tokens
-    ended_inside: int = 0
+    ended_inside: int = 0  # successful requests that ended inside the window, of the warm-up as well,
+    prompts_inside: int = 0  # their prompt tokens,
+    uncounted_inside: int = 0  # and those whose prompt the server did not count
     slos: SloTally = msgspec.field(default_factory=SloTally)
     answers: AnswerTally = msgspec.field(default_factory=AnswerTally)
     wrong_length: int = 0
@@ -152,21 +224,20 @@ class CellCounts(Struct, kw_only=True):
             self.bad_fields.add(BadFields(field=bad.field, code=bad.code, requests=1, got=bad.got, limit=bad.limit))
         sent_s = request.sent_s + self.clock.offset_s(request.process)
         ended_s = sent_s + request.ended_s
-        self.first_any_s = sent_s if self.first_any_s is None else min(self.first_any_s, sent_s)
-        self.last_any_s = ended_s if self.last_any_s is None else max(self.last_any_s, ended_s)
+        self.first_any_s = earliest(self.first_any_s, sent_s)
+        self.last_any_s = latest(self.last_any_s, ended_s)
         self.indices.append(request.index)
         self.by_process[request.process] += 1
         self.warmup += request.phase == "warmup"
         self._count_generated(request)
-        offered = request.phase == "measured" or not self.scheduled
-        if offered:
+        if request.phase == "measured" or not self.scheduled:
             self._count_inside(request, sent_s)
             self._count_ended(request, ended_s)
         if not is_counted(request, sent_s, self.window_s if self.mixed else None):
             return
         self.sent += 1
-        self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
-        self.last_ended_s = ended_s if self.last_ended_s is None else max(self.last_ended_s, ended_s)
+        self.first_sent_s = earliest(self.first_sent_s, sent_s)
+        self.last_ended_s = latest(self.last_ended_s, ended_s)
         self.resent += request.resent
         self.connect_retried += bool(request.connect_retries)
         self.latencies.add(request, ["send_lag_s"])
@@ -270,8 +341,9 @@ class CellCounts(Struct, kw_only=True):
             inside = self.window_s[0] < ended_s <= self.window_s[1]
         if inside:
             self.ended_inside += 1
+            self.prompts_inside += request.prompt_tokens or 0
+            self.uncounted_inside += request.prompt_tokens is None
             self.slos.add_ended(request)
-            self.answers.add_ended(request)
 
     def _count_inside(self, request: Request, sent_s: float) -> None:
         """Tokens that the server generated within a timed load's window: in a closed loop also those that end a
@@ -335,48 +407,52 @@ def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
 
 def numbers_of(tallies: Sequence[CellCounts], cells: Sequence[Numbers] = ()) -> Numbers:
     """The numbers of one cell's tally, or of several pooled: then times and rates are medians over `cells`."""
-    succeeded = sum(t.succeeded for t in tallies)
-    errors: Counter[str] = sum((t.errors for t in tallies), Counter())
-    chunks = sum(t.counted_chunks for t in tallies)
-    cached = [t.cached_tokens for t in tallies if t.cached_tokens is not None]
-    known_prompts = succeeded and not any(t.without_prompt_tokens for t in tallies)
-    known_output = succeeded and not any(t.without_output_tokens for t in tallies)
-    asked = [t.answers for t in tallies]
+    one = _total(tallies)
+    known_prompts = one.succeeded and not one.without_prompt_tokens
+    known_output = one.succeeded and not one.without_output_tokens
+    rates = _medians(cells) if cells or len(tallies) != 1 else _rates(one)
     samples: dict[str, Any] = {field: distribution([t.latencies[field] for t in tallies]) for field in derive.FORMULAS}
-    rates = _rates(tallies[0]) if len(tallies) == 1 and not cells else _medians(cells)
     return Numbers(
-        sent=sum(t.sent for t in tallies),
-        succeeded=succeeded,
-        failed=errors.total() - errors["unfinished"] - errors["abandoned"],
-        unfinished=errors["unfinished"],
-        abandoned=errors["abandoned"],
-        errors=dict(sorted(errors.items())),
-        resent=sum(t.resent for t in tallies),
-        connect_retried=sum(t.connect_retried for t in tallies),
-        retry_after=(retry_after := sum(t.retry_after for t in tallies)),
-        retry_after_s=math.fsum(t.retry_after_s for t in tallies) if retry_after else None,
-        prompt_tokens=sum(t.prompt_tokens for t in tallies) if known_prompts else None,
-        output_tokens=sum(t.output_tokens for t in tallies) if known_output else None,
-        cached_tokens=sum(cached) if cached else None,
+        sent=one.sent,
+        succeeded=one.succeeded,
+        failed=one.errors.total() - one.errors["unfinished"] - one.errors["abandoned"],
+        unfinished=one.errors["unfinished"],
+        abandoned=one.errors["abandoned"],
+        errors=dict(sorted(one.errors.items())),
+        resent=one.resent,
+        connect_retried=one.connect_retried,
+        retry_after=one.retry_after,
+        retry_after_s=one.retry_after_s if one.retry_after else None,
+        prompt_tokens=one.prompt_tokens if known_prompts else None,
+        output_tokens=one.output_tokens if known_output else None,
+        cached_tokens=one.cached_tokens,
         # None where nothing was: most models do not reason, and most reports need no such number.
-        reasoning_tokens=(math.fsum(t.reasoning_tokens for t in tallies) or None) if known_output else None,
-        tool_calls=sum(called) if (called := [t.tool_calls for t in tallies if t.tool_calls is not None]) else None,
-        tool_calls_valid=sum(t.tool_calls_valid for t in tallies) if called else None,
+        reasoning_tokens=(one.reasoning_tokens or None) if known_output else None,
+        tool_calls=one.tool_calls,
+        tool_calls_valid=None if one.tool_calls is None else one.tool_calls_valid,
         **rates,
-        input_tok_s=answers.input_tok_s(asked, rates.get("window_s"), cells) if succeeded else None,
         **samples,
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
         schedule=pooled([cell.schedule for cell in cells]),
-        tokens_per_chunk=sum(t.chunked_tokens for t in tallies) / chunks if chunks else None,
-        vectors=answers.vectors_of(asked),
-        answers=answers.answers_of(asked),
-        prompts=answers.prompts_of(asked),
-        slos=attained([t.slos for t in tallies], sum(t.sent for t in tallies), rates.get("window_s"), cells),
+        tokens_per_chunk=one.chunked_tokens / one.counted_chunks if one.counted_chunks else None,
+        vectors=one.answers.vectors if one.answers.embedded else None,
+        answers=answers_of(one.answers),
+        prompts=prompts_of(one.answers),
+        slos=attained(one.slos, one.sent, rates.get("window_s"), cells),
     )
 
 
+def _total(tallies: Sequence[CellCounts]) -> CellCounts:
+    """The counts of all cells together, without what is kept for each request."""
+    if len(tallies) == 1:
+        return tallies[0]
+    total = CellCounts(clock=Clock([]), slos=SloTally(sets=tallies[0].slos.sets if tallies else {}))
+    for one in tallies:
+        add_up(total, one, given=(*_GIVEN, *_VALUES))
+    return total
+
+
 def _rates(one: CellCounts) -> dict[str, Any]:
-    """Those fields of Numbers that refer to a window."""
     if one.first_sent_s is None or one.last_ended_s is None:
         return {}
     known = one.succeeded > 0 and one.without_output_tokens == 0
@@ -389,8 +465,13 @@ def _rates(one: CellCounts) -> dict[str, Any]:
         which = {"window": "timed"}
     if window_s <= 0:
         return {}
-    output_tok_s = (tokens + _cut_tokens(one)) / window_s if known else None
-    return {**which, "window_s": window_s, "output_tok_s": output_tok_s, "requests_per_s": ended / window_s}
+    return {
+        **which,
+        "window_s": window_s,
+        "output_tok_s": (tokens + _cut_tokens(one)) / window_s if known else None,
+        "input_tok_s": one.prompts_inside / window_s if one.succeeded and not one.uncounted_inside else None,
+        "requests_per_s": ended / window_s,
+    }
 
 
 def _cut_tokens(one: CellCounts) -> float:
@@ -401,6 +482,48 @@ def _cut_tokens(one: CellCounts) -> float:
 
 
 def _medians(cells: Sequence[Numbers]) -> dict[str, Any]:
-    rates = ("wall_s", "window_s", "output_tok_s", "requests_per_s")
+    rates = ("wall_s", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
     medians = {name: median_of_known(getattr(cell, name) for cell in cells) for name in rates}
     return {**medians, "window": next((cell.window for cell in cells if cell.window is not None), None)}
+
+
+def attained(one: SloTally, sent: int, window_s: float | None, cells: Sequence[Numbers] = ()) -> dict[str, Attained]:
+    """What was attained by one cell, or by several pooled: then a goodput is the median over `cells`."""
+    found: dict[str, Attained] = {}
+    for name in one.sets:
+        met, left, unknown = one.met[name], one.left[name], one.unknown[name]
+        if cells:
+            goodput = median_of_known(cell.slos[name].goodput_req_s for cell in cells if name in cell.slos)
+        else:
+            goodput = one.met_ended[name] / window_s if window_s else None
+        found[name] = Attained(
+            met=met,
+            left=left,
+            unknown=unknown,
+            attainment=met / (sent - left) if sent > left and not unknown else None,
+            goodput_req_s=None if unknown else goodput,
+        )
+    return found
+
+
+def answers_of(one: AnswerTally) -> Answers | None:
+    """How many answers were valid and right; None where no form was asked for."""
+    if not one.checked:
+        return None
+    return Answers(
+        checked=one.checked,
+        valid=one.valid,
+        valid_share=one.valid / one.checked,
+        labelled=one.labelled,
+        right=one.right if one.labelled else None,
+        right_share=one.right / one.labelled if one.labelled else None,
+    )
+
+
+def prompts_of(one: AnswerTally) -> PromptLengths | None:
+    """Planned against counted prompt lengths; None where none was planned, or the server counts none."""
+    if not one.beyond:
+        return None
+    usual, alike = min(one.beyond.items(), key=lambda found: (-found[1], abs(found[0])))
+    total = one.beyond.total()
+    return PromptLengths(requests=total, asked=one.asked, got=one.got, added=usual, otherwise=total - alike)

@@ -4,19 +4,19 @@ A reason makes a cell and its run INVALID. A note is what a reader should know a
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harness.analysis.limits import called, client_limits, killed
 from harness.analysis.schedule import counts_arrivals
-from harness.analysis.self_check import called, client_limits, killed
 from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
-from harness.rundir.records import CLOSING_S, LATE_READ_S, MAX_CPU, ProcessMark
+from harness.rundir.records import CLOSING_S, LATE_READ_S, ProcessMark
 from harness.rundir.samples import MAX_GAP_S
 from harness.scenario import Load, at_once, is_open
-from harness.summary import CellSummary, ClientLimit, MachineLoad, Numbers, Reason, ServerLoad, Warmed, because
+from harness.summary import ClientLimit, MachineLoad, Numbers, Reason, ServerLoad, Warmed, because
 from harness.workers import Workers
 
 MAX_TOKEN_DIFFERENCE = 0.01
@@ -25,7 +25,6 @@ MAX_COALESCED = 0.01
 MAX_OPENED = 0.10  # of the requests
 MAX_RESENT = 0.01  # of the requests
 MAX_HEAT = 0.05  # of the measured time in which heat holds a GPU back
-HOST_CPU_FULL = 0.95  # of all cores, on average
 MAX_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
 
 
@@ -36,8 +35,6 @@ class Findings(Struct, frozen=True):
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """What is known of one cell."""
-
     cell: str
     ran: CellRun | None  # None: the run ended before the cell did
     reached: bool = True  # by the load; False: a stage whose turn never came
@@ -58,29 +55,26 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
 def of_cell(evidence: Evidence) -> Findings:
     """The reasons why a cell is invalid, the notes on it, and where the load generator limited it."""
-    reasons: list[Reason] = []
-    if not (evidence.reached or evidence.going_on):
-        reasons.append(because("not_reached"))
-    elif evidence.ran is None:
-        reasons.append(because("going_on" if evidence.going_on else "not_ended"))
-    if evidence.ran is not None:
-        reasons += _server(evidence.ran, evidence.server_load)
-        reasons += _memory(evidence.ran)
-        reasons += evidence.ran.problems
-    reasons += [] if evidence.imported else _processes(evidence) + _contradictions(evidence)
-    reasons += _work(evidence) + _prompts(evidence) + _bad_fields(evidence.tally, invalid=True)
-    # Of a cell that was cut, what is missing is already known to be missing.
-    if evidence.ran is not None and not evidence.ran.problems and not evidence.mixed:
-        reasons += _tokens(evidence.tally, evidence.server_load)
-    found = client_limits(evidence.load, evidence.tally, evidence.numbers, evidence.marks, evidence.workers)
+    ran, tally = evidence.ran, evidence.tally
+    found = client_limits(evidence.load, tally, evidence.numbers, evidence.marks, evidence.workers)
     limits = [limit for limit, _ in found]
-    reasons += [reason for limit, reason in found if limit.invalid]
-    reasons += _heat(evidence, invalid=True)
-    notes = [reason for limit, reason in found if not limit.invalid] + _notes(evidence, limits)
+    reasons = [
+        *_end(evidence),
+        *(() if ran is None else (*_server(ran, evidence.server_load), *_memory(ran), *ran.problems)),
+        *(() if evidence.imported else (*_processes(evidence), *_contradictions(evidence))),
+        *_work(evidence),
+        *_prompts(evidence),
+        *_bad_counts(tally),
+        # Of a cell that was cut, what is missing is already known to be missing.
+        *(() if ran is None or ran.problems or evidence.mixed else _tokens(tally, evidence.server_load)),
+        *(reason for limit, reason in found if limit.invalid),
+        *_heat(evidence, invalid=True),
+    ]
+    notes = [*(reason for limit, reason in found if not limit.invalid), *_notes(evidence, limits)]
     return Findings(_of(evidence.cell, reasons), _of(evidence.cell, notes), limits)
 
 
-def _of(cell: str, reasons: Sequence[Reason]) -> list[Reason]:
+def _of(cell: str, reasons: Iterable[Reason]) -> list[Reason]:
     return [replace(reason, cell=cell) for reason in reasons]
 
 
@@ -103,158 +97,119 @@ def of_run(run: Run, damaged: Mapping[str, Sequence[int]], unknown_cells: Counte
     ]
 
 
-def host_cpu(cells: Sequence[CellSummary], marks: Iterable[ProcessMark]) -> list[Reason]:
-    """A busy host next to a load generator that had enough is no fault of a run, and readers ask about it."""
-    loads = [cell.machine_load for cell in cells if cell.machine_load is not None]
-    full = [share for load in loads if (share := load.host_cpu_mean) is not None and share >= HOST_CPU_FULL]
-    if not full:
-        return []
-    client = max((mark.cpu_max for mark in marks if mark.cpu_max is not None), default=None)
-    return [because("host_cpu_full", cells=len(full), share=max(full), client=client, max_share=MAX_CPU)]
-
-
 def not_run(run: Run) -> list[str]:
-    """Return the planned cells that did not come to their end."""
     return [] if run.status == "live" else [cell for cell in run.order if cell not in run.ran]
 
 
-def _server(ran: CellRun, load: ServerLoad) -> list[Reason]:
+def _end(evidence: Evidence) -> Iterator[Reason]:
+    if not (evidence.reached or evidence.going_on):
+        yield because("not_reached")
+    elif evidence.ran is None:
+        yield because("going_on" if evidence.going_on else "not_ended")
+
+
+def _server(ran: CellRun, load: ServerLoad) -> Iterator[Reason]:
     served = ran.served_by
-    reasons = []
     if served.oom_killed:
-        reasons.append(because("out_of_memory"))
+        yield because("out_of_memory")
     if served.exit_code is not None and served.death is None and not ran.problems:
-        reasons.append(because("server_exit", exit_code=served.exit_code))
+        yield because("server_exit", exit_code=served.exit_code)
     if served.restarts:
-        reasons.append(because("server_restarted", times=served.restarts))
+        yield because("server_restarted", times=served.restarts)
     elif load.restarted:
-        reasons.append(because("counters_restarted"))
-    return reasons
+        yield because("counters_restarted")
 
 
-def _memory(ran: CellRun) -> list[Reason]:
-    """Memory that another process held when the server was started."""
-    return [
-        because(
-            "memory_in_use",
-            gpu=gpu.render_node,
-            used_bytes=gpu.used_bytes,
-            total_bytes=gpu.total_bytes,
-            max_share=MAX_FOREIGN_MEMORY,
-        )
-        for gpu in ran.gpu_memory_before
-        if gpu.used_bytes > MAX_FOREIGN_MEMORY * gpu.total_bytes
-    ]
+def _memory(ran: CellRun) -> Iterator[Reason]:
+    for gpu in ran.gpu_memory_before:
+        if gpu.used_bytes > MAX_FOREIGN_MEMORY * gpu.total_bytes:
+            sizes = {"used_bytes": gpu.used_bytes, "total_bytes": gpu.total_bytes, "max_share": MAX_FOREIGN_MEMORY}
+            yield because("memory_in_use", gpu=gpu.render_node, **sizes)
 
 
-def _processes(evidence: Evidence) -> list[Reason]:
+def _called(evidence: Evidence, process: int) -> str:
+    return called(process, evidence.marks, evidence.workers)
+
+
+def _processes(evidence: Evidence) -> Iterator[Reason]:
     """Load processes without an end record, and records that were lost."""
     starts = {mark.process for mark in evidence.marks if mark.event == "start"}
-    dead = killed(evidence.marks)
     ends = {mark.process: mark for mark in evidence.marks if mark.event == "end"}
-    reasons = []
     planned = evidence.load.processes if evidence.workers is None else evidence.workers.total
     if len(starts) < planned:
-        reasons.append(because("processes_missing", started=len(starts), planned=planned))
-    if dead:
-        names = [called(process, evidence.marks, evidence.workers) for process in dead]
-        remote = evidence.workers is not None
-        reasons.append(because("processes_killed", processes=names, going_on=evidence.going_on, remote=remote))
+        yield because("processes_missing", started=len(starts), planned=planned)
+    if dead := killed(evidence.marks):
+        names, remote = [_called(evidence, process) for process in dead], evidence.workers is not None
+        yield because("processes_killed", processes=names, going_on=evidence.going_on, remote=remote)
     for process, mark in sorted(ends.items()):
-        found, name = evidence.tally.by_process[process], called(process, evidence.marks, evidence.workers)
+        found, name = evidence.tally.by_process[process], _called(evidence, process)
         if mark.sent is not None and mark.sent != found:
-            reasons.append(because("records_lost", process=name, sent=mark.sent, found=found))
+            yield because("records_lost", process=name, sent=mark.sent, found=found)
         elif mark.recorded is not None and mark.recorded != found:
-            reasons.append(because("records_unwritten", process=name, recorded=mark.recorded, found=found))
+            yield because("records_unwritten", process=name, recorded=mark.recorded, found=found)
     if evidence.ran is not None and not evidence.ran.problems:
-        reasons += _cut_short(evidence, ends)
-    return reasons
+        yield from _cut_short(evidence, ends)
 
 
-def _contradictions(evidence: Evidence) -> list[Reason]:
+def _contradictions(evidence: Evidence) -> Iterator[Reason]:
     """What no load process writes: duplicate records or marks, times that contradict each other."""
-    reasons, repeated = [], evidence.tally.repeated()
-    if repeated:
-        reasons.append(because("request_repeated", requests=len(repeated), indices=repeated[:5]))
+    if repeated := evidence.tally.repeated():
+        yield because("request_repeated", requests=len(repeated), indices=repeated[:5])
     for (process, event), times in Counter((mark.process, mark.event) for mark in evidence.marks).items():
         if times > 1:
-            name = called(process, evidence.marks, evidence.workers)
-            reasons.append(because("mark_repeated", process=name, marks=times, event=event))
+            yield because("mark_repeated", process=_called(evidence, process), marks=times, event=event)
     if backwards := evidence.tally.backwards:
-        reasons.append(because("times_contradict", answers=backwards))
-    return reasons
+        yield because("times_contradict", answers=backwards)
 
 
-def _cut_short(evidence: Evidence, ends: Mapping[int, ProcessMark]) -> list[Reason]:
+def _cut_short(evidence: Evidence, ends: Mapping[int, ProcessMark]) -> Iterator[Reason]:
     """Load processes that sent for less than the time that was asked for, and users that were not there."""
-    load, asked_s = evidence.load, evidence.load.duration_s
-    stopped = _stopped_s(evidence) is not None  # as planned, so nothing is missing
-    reasons = [
-        because(
-            "stopped_early",
-            process=called(process, evidence.marks, evidence.workers),
-            left_s=mark.left_s,
-            asked_s=asked_s,
-        )
-        for process, mark in sorted(ends.items())
-        if mark.left_s and asked_s and not stopped
-    ]
-    gone = sum(mark.users_gone or 0 for mark in ends.values())
-    if gone:
-        reasons.append(because("users_gone", gone=gone, users=load.users))
-    if asked_s and not reasons and ends and all(mark.users is not None for mark in ends.values()):
+    load, asked_s, complete = evidence.load, evidence.load.duration_s, True
+    for process, mark in sorted(ends.items()):
+        if mark.left_s and asked_s and _stopped_s(evidence) is None:  # if stopped as planned, nothing is missing
+            yield because("stopped_early", process=_called(evidence, process), left_s=mark.left_s, asked_s=asked_s)
+            complete = False
+    if gone := sum(mark.users_gone or 0 for mark in ends.values()):
+        yield because("users_gone", gone=gone, users=load.users)
+        complete = False
+    if asked_s and complete and ends and all(mark.users is not None for mark in ends.values()):
         had = sum(mark.users or 0 for mark in ends.values())
         if had < load.users:
-            reasons.append(because("users_missing", came=had, users=load.users))
-    return reasons
+            yield because("users_missing", came=had, users=load.users)
 
 
-def _clocks(evidence: Evidence) -> list[Reason]:
-    """How well the clocks of several machines are joined. Latencies need no second clock."""
-    errors = [mark.wall_error_s for mark in evidence.marks if mark.wall_error_s is not None]
-    machines = {mark.host for mark in evidence.marks}
-    if len(machines) < 2 or not errors:
-        return []
-    return [because("clocks_joined", machines=len(machines), error_ms=1000 * max(errors))]
-
-
-def _work(evidence: Evidence) -> list[Reason]:
+def _work(evidence: Evidence) -> Iterator[Reason]:
     """Whether the work that was planned was done, without more errors than allowed."""
     numbers, load = evidence.numbers, evidence.load
-    reasons = []
     if load.requests is not None and numbers.sent != load.requests:
-        reasons.append(because("requests_missing", planned=load.requests, sent=numbers.sent))
+        yield because("requests_missing", planned=load.requests, sent=numbers.sent)
     kept = numbers.schedule
     if kept is not None and kept.never_sent and load.requests is None:
         lost = "going_on" if evidence.going_on else "killed"
-        reasons.append(
-            because(
-                "never_sent",
-                never_sent=kept.never_sent,
-                planned=kept.planned or 0,
-                what="arrivals" if counts_arrivals(load) else "requests",
-                why=lost if killed(evidence.marks) else "busy",
-                users=load.users,
-                processes=load.processes,
-            )
+        yield because(
+            "never_sent",
+            never_sent=kept.never_sent,
+            planned=kept.planned or 0,
+            what="arrivals" if counts_arrivals(load) else "requests",
+            why=lost if killed(evidence.marks) else "busy",
+            users=load.users,
+            processes=load.processes,
         )
     if load.requests is not None and numbers.unfinished:
-        reasons.append(because("work_unfinished", requests=numbers.unfinished))
+        yield because("work_unfinished", requests=numbers.unfinished)
     rate, allowed = numbers.error_rate, evidence.max_error_rate
     if rate is not None and rate > allowed:
         kinds = {kind: n for kind, n in numbers.errors.items() if kind not in ("unfinished", "abandoned")}
-        reasons.append(
-            because("error_rate", failed=numbers.failed, sent=numbers.sent, kinds=kinds, rate=rate, max_rate=allowed)
-        )
+        counts = {"failed": numbers.failed, "sent": numbers.sent, "kinds": kinds}
+        yield because("error_rate", **counts, rate=rate, max_rate=allowed)
     ended = evidence.ran is not None and bool(evidence.ran.problems)  # the end of a server closes connections, too
     if numbers.resent > MAX_RESENT * numbers.sent and not ended:
-        reasons.append(_resent(numbers, max_share=MAX_RESENT))
+        yield _resent(numbers, max_share=MAX_RESENT)
     if not numbers.succeeded and evidence.reached and _stopped_s(evidence) != 0:
-        reasons.append(because("none_succeeded"))
+        yield because("none_succeeded")
     if wrong := evidence.tally.wrong_length:
         trace, tokens = load.trace is not None, load.output_tokens if isinstance(load.output_tokens, int) else None
-        reasons.append(because("wrong_length", wrong=wrong, answers=numbers.succeeded, tokens=tokens, trace=trace))
-    return reasons
+        yield because("wrong_length", wrong=wrong, answers=numbers.succeeded, tokens=tokens, trace=trace)
 
 
 def _stopped_s(evidence: Evidence) -> float | None:
@@ -266,138 +221,125 @@ def _resent(numbers: Numbers, **more: float) -> Reason:
     return because("resent", resent=numbers.resent, sent=numbers.sent, within_s=CLOSING_S, **more)
 
 
-def _listen_queue(evidence: Evidence) -> list[Reason]:
-    """Connections that had to wait because the server's listen queue was full."""
-    retried, load = evidence.numbers.connect_retried, evidence.machine_load
-    overflows = (load.listen_overflows if load is not None else None) or 0
-    if not retried and not overflows:
-        return []
-    return [because("listen_queue", retried=retried, overflows=overflows, open_loop=is_open(evidence.load))]
-
-
-def _prompts(evidence: Evidence) -> list[Reason]:
+def _prompts(evidence: Evidence) -> Iterator[Reason]:
     """Whether prompts that were made to an exact length have it, but for what a chat template adds to all of them."""
     prompts = evidence.numbers.prompts
-    if not evidence.exact_prompts or prompts is None or not prompts.otherwise:
-        return []
-    return [because("prompt_lengths", otherwise=prompts.otherwise, prompts=prompts.requests, added=prompts.added)]
+    if evidence.exact_prompts and prompts is not None and prompts.otherwise:
+        yield because("prompt_lengths", otherwise=prompts.otherwise, prompts=prompts.requests, added=prompts.added)
 
 
-def _tokens(tally: CellCounts, load: ServerLoad) -> list[Reason]:
+def _tokens(tally: CellCounts, load: ServerLoad) -> Iterator[Reason]:
     """The server's counter against the tokens of all requests of the cell, warm-up included."""
     served = load.generated_tokens
     if served is None or load.restarted:
-        return []
+        return
     low, high = tally.min_tokens, tally.max_tokens
     missing = low - served if served < low else served - high if high is not None and served > high else 0.0
-    if missing <= MAX_TOKEN_DIFFERENCE * max(served, low):
-        return []
-    return [because("tokens_differ", server=served, min_tokens=low, max_tokens=high, max_share=MAX_TOKEN_DIFFERENCE)]
+    if missing > MAX_TOKEN_DIFFERENCE * max(served, low):
+        yield because("tokens_differ", server=served, min_tokens=low, max_tokens=high, max_share=MAX_TOKEN_DIFFERENCE)
 
 
-def _bad_fields(tally: CellCounts, *, invalid: bool) -> list[Reason]:
-    """Fields of answers, warm-up included: counts out of bounds, or values of another JSON type."""
-    found = [bad for bad in tally.bad_fields.found.values() if (bad.code != "type") == invalid]
-    if not invalid:
-        return [because("value_of_other_type", field=bad.field, requests=bad.requests, got=bad.got) for bad in found]
-    return [
-        because(
-            "value_out_of_bounds", field=bad.field, requests=bad.requests, code=bad.code, limit=bad.limit, got=bad.got
-        )
-        for bad in found
-    ]
+def _bad_counts(tally: CellCounts) -> Iterator[Reason]:
+    """Counts in answers, warm-up included, that are out of bounds."""
+    for bad in tally.bad_fields.found.values():
+        if bad.code != "type":
+            values = {"requests": bad.requests, "code": bad.code, "limit": bad.limit, "got": bad.got}
+            yield because("value_out_of_bounds", field=bad.field, **values)
 
 
-def _heat(evidence: Evidence, *, invalid: bool) -> list[Reason]:
+def _heat(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
     """GPUs that worked for the server and were throttled: for so long that the run is not valid, or for less.
 
     A limit of power or current is no reason: at full load it is what sets the clocks, of an APU always.
     """
     load, window_s = evidence.machine_load, evidence.numbers.window_s
-    if load is None or not window_s:
-        return []
-    return [
-        because("gpu_throttled", gpu=name, heat_s=gpu.heat_s, window_s=window_s, max_share=MAX_HEAT, invalid=invalid)
-        for name, gpu in load.gpus.items()
-        if gpu.used and gpu.heat_s and (gpu.heat_s > MAX_HEAT * window_s) == invalid
-    ]
+    for name, gpu in load.gpus.items() if load is not None and window_s else ():
+        if gpu.used and gpu.heat_s and (gpu.heat_s > MAX_HEAT * (window_s or 0.0)) == invalid:
+            times = {"heat_s": gpu.heat_s, "window_s": window_s, "max_share": MAX_HEAT}
+            yield because("gpu_throttled", gpu=name, **times, invalid=invalid)
 
 
-def _front(evidence: Evidence) -> list[Reason]:
+def _clocks(marks: Sequence[ProcessMark]) -> Iterator[Reason]:
+    """How well the clocks of several machines are joined. Latencies need no second clock."""
+    errors = [mark.wall_error_s for mark in marks if mark.wall_error_s is not None]
+    machines = {mark.host for mark in marks}
+    if len(machines) > 1 and errors:
+        yield because("clocks_joined", machines=len(machines), error_ms=1000 * max(errors))
+
+
+def _front(ran: CellRun, load: Load) -> Iterator[Reason]:
     """What is in front of the engine, and how many requests it lets through at once."""
-    if evidence.ran is None:
-        return []
-    served, in_flight = evidence.ran.served_by, at_once(evidence.load)
-    notes = list(served.notes)
+    served, in_flight = ran.served_by, at_once(load)
+    yield from served.notes
     if served.max_parallel is not None and in_flight > served.max_parallel:
-        notes.append(because("own_queue", in_flight=in_flight, server=served.version, at_once=served.max_parallel))
-    return notes
+        yield because("own_queue", in_flight=in_flight, server=served.version, at_once=served.max_parallel)
 
 
-def _telemetry(load: MachineLoad | None) -> list[Reason]:
+def _telemetry(load: MachineLoad) -> Iterator[Reason]:
     """Gaps between samples, and an energy that contradicts the GPUs' own counters."""
-    notes = []
-    if load is not None and load.gap_max_s >= MAX_GAP_S:
-        notes.append(because("telemetry_gap", gap_s=load.gap_max_s, took_s=load.took_max_s or 0.0))
-    if load is not None and load.energy_j and load.counted_energy_j:
-        power_j, counter_j = load.energy_j, load.counted_energy_j
-        if abs(power_j - counter_j) > MAX_ENERGY_DIFFERENCE * counter_j:
-            notes.append(
-                because("energy_differs", power_j=power_j, counter_j=counter_j, max_share=MAX_ENERGY_DIFFERENCE)
-            )
-    return notes
+    if load.gap_max_s >= MAX_GAP_S:
+        yield because("telemetry_gap", gap_s=load.gap_max_s, took_s=load.took_max_s or 0.0)
+    power_j, counter_j = load.energy_j, load.counted_energy_j
+    if power_j and counter_j and abs(power_j - counter_j) > MAX_ENERGY_DIFFERENCE * counter_j:
+        yield because("energy_differs", power_j=power_j, counter_j=counter_j, max_share=MAX_ENERGY_DIFFERENCE)
 
 
-def _shared_reads(tally: CellCounts, numbers: Numbers, limits: Sequence[ClientLimit]) -> list[Reason]:
+def _shared_reads(tally: CellCounts, numbers: Numbers, limits: Sequence[ClientLimit]) -> Iterator[Reason]:
     """Chunks that arrived together, where the self-check does not report them.
 
     Of a stream that is faster than a read is late it is not known who put them together: the stamp is of the last one.
     """
     together = tally.coalesced - tally.coalesced_late
     if together <= MAX_COALESCED * tally.chunks or any(limit.what == "shared_reads" for limit in limits):
-        return []
+        return
     share, gap_s = together / tally.chunks, numbers.chunk_gap_s.mean
     fast = gap_s is not None and gap_s < LATE_READ_S
     if fast or tally.coalesced_told < tally.coalesced:
-        return [because("shared_reads_unclear", share=share, chunk_s=gap_s if fast else None)]
-    return [because("shared_reads_server", share=share)]
+        yield because("shared_reads_unclear", share=share, chunk_s=gap_s if fast else None)
+    else:
+        yield because("shared_reads_server", share=share)
 
 
-def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[Reason]:
-    tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
+def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason]:
+    tally, numbers, load, machine = evidence.tally, evidence.numbers, evidence.load, evidence.machine_load
     succeeded, opened = numbers.succeeded, numbers.connect_s
-    notes = _clocks(evidence) + _heat(evidence, invalid=False) + _telemetry(evidence.machine_load) + _front(evidence)
-    notes += note_on(evidence.warmup) + _bad_fields(tally, invalid=False)
+    yield from _clocks(evidence.marks)
+    yield from _heat(evidence, invalid=False)
+    yield from () if machine is None else _telemetry(machine)
+    yield from () if evidence.ran is None else _front(evidence.ran, load)
+    yield from note_on(evidence.warmup)
+    for bad in tally.bad_fields.found.values():
+        if bad.code == "type":
+            yield because("value_of_other_type", field=bad.field, requests=bad.requests, got=bad.got)
     if tally.read_clock:
-        notes.append(because("read_clock", answers=tally.read_clock, requests=succeeded))
-    notes += _shared_reads(tally, numbers, limits)
+        yield because("read_clock", answers=tally.read_clock, requests=succeeded)
+    yield from _shared_reads(tally, numbers, limits)
     # Each load process opens some until it has seen that the server keeps them.
     if opened.n > max(2 * at_once(load) + 2 * load.processes, MAX_OPENED * succeeded):
         took = {"mean_s": opened.mean or 0.0, "max_s": opened.max or 0.0}
-        notes.append(because("connections_opened", opened=opened.n, requests=succeeded, **took))
-    notes += _listen_queue(evidence)
+        yield because("connections_opened", opened=opened.n, requests=succeeded, **took)
+    retried, overflows = numbers.connect_retried, (machine.listen_overflows if machine is not None else None) or 0
+    if retried or overflows:
+        yield because("listen_queue", retried=retried, overflows=overflows, open_loop=is_open(load))
     if 0 < numbers.resent <= MAX_RESENT * numbers.sent:
-        notes.append(_resent(numbers))
+        yield _resent(numbers)
     if numbers.retry_after:
         total_s = numbers.retry_after_s or 0.0
-        notes.append(because("retry_after", requests=numbers.retry_after, total_s=total_s, open_loop=is_open(load)))
+        yield because("retry_after", requests=numbers.retry_after, total_s=total_s, open_loop=is_open(load))
     if tally.without_output_tokens and load.endpoint != "embeddings":
-        notes.append(because("tokens_unknown", answers=tally.without_output_tokens, requests=succeeded))
+        yield because("tokens_unknown", answers=tally.without_output_tokens, requests=succeeded)
     if tally.fewer_tokens and not evidence.imported:
-        notes.append(because("tokens_too_few", answers=tally.fewer_tokens, requests=succeeded))
+        yield because("tokens_too_few", answers=tally.fewer_tokens, requests=succeeded)
     if numbers.reasoning_tokens and numbers.output_tokens:
         share = numbers.reasoning_tokens / numbers.output_tokens
-        notes.append(because("reasoning_share", share=share, tokens=numbers.output_tokens))
+        yield because("reasoning_share", share=share, tokens=numbers.output_tokens)
     if numbers.tool_calls is not None:
-        valid = numbers.tool_calls_valid
-        notes.append(because("tool_calls", answers=succeeded, calls=numbers.tool_calls, valid=valid))
+        yield because("tool_calls", answers=succeeded, calls=numbers.tool_calls, valid=numbers.tool_calls_valid)
     if numbers.abandoned:
-        notes.append(because("abandoned", requests=numbers.abandoned))
+        yield because("abandoned", requests=numbers.abandoned)
     if load.requests is None and numbers.unfinished:
         drained = whole(evidence.ran, evidence.marks) and _stopped_s(evidence) is None
-        drain_s = load.drain_s if drained else None
-        notes.append(because("unfinished", requests=numbers.unfinished, drain_s=drain_s))
-    return notes
+        yield because("unfinished", requests=numbers.unfinished, drain_s=load.drain_s if drained else None)
 
 
 def warmed(counted: CellCounts, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> Warmed | None:

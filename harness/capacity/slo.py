@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.analysis import derive
-from harness.analysis.goodput import meets, missed_before_leaving
+from harness.analysis.derive import meets, missed_before_leaving
 from harness.capacity.evidence import BLOCK_ANSWERS
 from harness.errors import HarnessError
 from harness.rundir.records import Request

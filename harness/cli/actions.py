@@ -5,53 +5,20 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from harness.cli.common import (
-    RESULTS,
-    RUNS,
-    AboutOpt,
-    BaselineOpt,
-    CaOpt,
-    ChecksOpt,
-    JsonOpt,
-    ModelOpt,
-    ResultsDir,
-    RunsDir,
-    ScenarioArg,
-    ScenarioToResume,
-    ServerOpt,
-    UrlOpt,
-    address,
-    capacity_end,
-    command,
-    console,
-    find_baseline,
-    find_run,
-    junit_of_failure,
-    listening_address,
-    print_json,
-    root_folder,
-    scenario_path,
-    seconds_of,
-    show,
-    target_of,
-    worker_names,
-)
+from harness.cli import common as cli
 from harness.errors import ExitCode, HarnessError
-
-if TYPE_CHECKING:
-    from harness.prepare.experiment import Target
 
 UI_PORT = 8089  # Locust's own
 
 
-@command(short_help="Start the servers, load them, take everything down, report.")
+@cli.command(short_help="Start the servers, load them, take everything down, report.")
 def run(
-    scenario: ScenarioToResume = None,
+    scenario: cli.ScenarioToResume = None,
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -62,24 +29,23 @@ def run(
         str | None,
         typer.Option(metavar="TIME", help="End after this time, such as 2h; more repeats where a verdict is open."),
     ] = None,
-    url: UrlOpt = None,
-    ca: CaOpt = None,
+    url: cli.UrlOpt = None,
+    ca: cli.CaOpt = None,
     metrics_url: Annotated[
-        str | None,
-        typer.Option(help="With --url: where its metrics are (default: URL/metrics).", callback=address),
+        str | None, typer.Option(help="With --url: where its metrics are (default: URL/metrics).", callback=cli.address)
     ] = None,
-    model: ModelOpt = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
-    checks: ChecksOpt = None,
-    baseline: BaselineOpt = None,
-    about: AboutOpt = None,
+    model: cli.ModelOpt = None,
+    repeats: cli.RepeatsOpt = None,
+    checks: cli.ChecksOpt = None,
+    baseline: cli.BaselineOpt = None,
+    about: cli.AboutOpt = None,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
     ] = None,
     workers: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="With --url: machines that send the load, or how many.", callback=worker_names
+            metavar="NAMES", help="With --url: machines that send the load, or how many.", callback=cli.worker_names
         ),
     ] = None,
     bind: Annotated[
@@ -87,17 +53,16 @@ def run(
         typer.Option(
             metavar="ADDRESS",
             help="With --workers: where they find this machine (port 5557).",
-            callback=listening_address,
+            callback=cli.listening_address,
         ),
     ] = None,
-    runs: RunsDir = RUNS,
-    results: ResultsDir = RESULTS,
+    runs: cli.RunsDir = cli.RUNS,
+    results: cli.ResultsDir = cli.RESULTS,
     ui: Annotated[
         bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
     ] = False,
     ui_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089)."),
+        int | None, typer.Option(min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089).")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
@@ -109,66 +74,41 @@ def run(
     from harness.comparison.compare import reference_to, write_reference
     from harness.prepare import experiment as experiments
     from harness.prepare.preview import check_notes
-    from harness.process import signals_interrupt
+    from harness.run import resume as resuming
     from harness.run.budget import within
     from harness.run.calibrate import trust_notes
     from harness.run.progress import Progress
     from harness.run.run import run as run_experiment
     from harness.rundir.manifest import read_run
 
-    seconds = None if budget is None else read_duration("--budget", budget)
-    if resume is not None:
-        folder = _resumed(resume, runs, scenario, target_of(url, metrics_url, ca), baseline, about, junit, seconds)
-        show(folder, explain=explain, junit=junit)
-        return
-    if scenario is None:
-        raise HarnessError("missing argument 'SCENARIO'", next_step="`harness run --help` lists the options.")
-    if ui:
+    if ui and scenario is not None:
         live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
         return
-    base = None if baseline is None else find_baseline(baseline, runs)
-    experiment = experiments.prepare(scenario, target_of(url, metrics_url, ca), model, repeats, checks or [])
-    if workers is not None:
-        experiment = experiments.with_workers(experiment, workers, bind)
-    for note in check_notes(experiment.scenario):
-        console().print(f"note: {note}")
-    for note in [] if workers else trust_notes(experiment.scenario):
-        console().print(note)
-    with junit_of_failure(junit, scenario.stem), signals_interrupt():
-        make_steps = None if seconds is None else within(seconds)
-        folder = run_experiment(experiment, runs, Progress(console()), make_steps)
+    budget_s = None if budget is None else read_duration("--budget", budget)
+    base = None if baseline is None else cli.find_baseline(baseline, runs)
+    target = cli.target_of(url, metrics_url, ca)
+    if resume is not None:
+        folder = cli.find_run(resume, runs)
+        with cli.junit_of_failure(junit, read_run(folder).scenario_name):
+            resuming.resume(folder, Progress(cli.console()), scenario, target, budget_s)
+    elif scenario is None:
+        raise HarnessError("missing argument 'SCENARIO'", next_step="`harness run --help` lists the options.")
+    else:
+        experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
+        if workers is not None:
+            experiment = experiments.with_workers(experiment, workers, bind)
+        notes = [f"note: {note}" for note in check_notes(experiment.scenario)]
+        for note in notes + ([] if workers else trust_notes(experiment.scenario)):
+            cli.console().print(note)
+        with cli.junit_of_failure(junit, scenario.stem):
+            make_steps = None if budget_s is None else within(budget_s)
+            folder = run_experiment(experiment, runs, Progress(cli.console()), make_steps)
     if base is not None:
         write_reference(folder, reference_to(base, read_run(folder), about=about))
-    show(folder, explain=explain, junit=junit)
+    cli.show(folder, explain=explain, junit=junit)
 
 
-def _resumed(
-    given: Path,
-    runs: Path,
-    scenario: Path | None,
-    target: "Target | None",
-    baseline: Path | None,
-    about: str | None,
-    junit: Path | None,
-    budget_s: float | None,
-) -> Path:
-    """Resume a run; return its directory. Raises HarnessError."""
-    from harness.comparison.compare import reference_to, write_reference
-    from harness.process import signals_interrupt
-    from harness.run.progress import Progress
-    from harness.run.resume import resume
-    from harness.rundir.manifest import read_run
-
-    folder = find_run(given, runs)
-    base = None if baseline is None else find_baseline(baseline, runs)
-    with junit_of_failure(junit, read_run(folder).scenario_name), signals_interrupt():
-        resume(folder, Progress(console()), scenario, target, budget_s)
-    if base is not None:
-        write_reference(folder, reference_to(base, read_run(folder), about=about))
-    return folder
-
-
-@command(short_help="Find how many users a server holds.")
+@cli.command(short_help="Find how many users a server holds.")
 def capacity(
     scenario: Annotated[
         Path | None,
@@ -205,15 +145,15 @@ def capacity(
     knee: Annotated[
         bool, typer.Option("--knee", help="Also find where more concurrency stops raising the throughput.")
     ] = False,
-    url: UrlOpt = None,
+    url: cli.UrlOpt = None,
     user: Annotated[
         Literal["chat", "batch", "agent", "rag"] | None,
         typer.Option(help="With --url and without a scenario: the kind of users."),
     ] = None,
-    ca: CaOpt = None,
-    model: ModelOpt = None,
+    ca: cli.CaOpt = None,
+    model: cli.ModelOpt = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON; progress goes to stderr.")] = False,
-    runs: RunsDir = RUNS,
+    runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Find for each server how many users, or requests per second, meet the SLOs, with a 95 % interval.
 
@@ -221,59 +161,56 @@ def capacity(
     have their answers. 3: the run is INVALID. 5: an answer is unresolved.
     """
 
+    from harness.analysis.forecast import read_duration
     from harness.prepare import capacity as preparing
     from harness.prepare import experiment as experiments
-    from harness.process import signals_interrupt
     from harness.report.capacity import print_capacity
     from harness.run import capacity as searching
     from harness.run.progress import Progress
 
-    budget_s = seconds_of("--budget", budget)
-    target = target_of(url, ca=ca)
-    with preparing.scenario_of(scenario and scenario_path(scenario), user, target, model) as path:
+    budget_s = read_duration("--budget", budget)
+    target = cli.target_of(url, ca=ca)
+    with preparing.scenario_of(scenario and cli.scenario_path(scenario), user, target, model) as path:
         experiment = experiments.prepare(path, target, model)
         experiment, question = searching.ask(
             experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
         )
-        with signals_interrupt():
-            folder, found = searching.capacity(experiment, question, runs, Progress(console(stderr=as_json)))
+        folder, found = searching.capacity(experiment, question, runs, Progress(cli.console(stderr=as_json)))
     if as_json:
-        print_json(found)
+        cli.print_json(found)
     else:
-        print_capacity(found, console())
-        console().print(f"{folder / 'report.html'}")
-    capacity_end(folder, found)
+        print_capacity(found, cli.console())
+        cli.console().print(f"{folder / 'report.html'}")
+    cli.capacity_end(folder, found)
 
 
-@command(short_help="Serve Locust's web UI for a scenario's server.")
+@cli.command(short_help="Serve Locust's web UI for a scenario's server.")
 def live(
-    scenario: ScenarioArg,
-    server: ServerOpt = None,
-    load: Annotated[str | None, typer.Option(help="Which of the scenario's loads (default: the first).")] = None,
-    url: UrlOpt = None,
-    ca: CaOpt = None,
-    model: ModelOpt = None,
+    scenario: cli.ScenarioArg,
+    server: cli.ServerOpt = None,
+    load: cli.LoadOpt = None,
+    url: cli.UrlOpt = None,
+    ca: cli.CaOpt = None,
+    model: cli.ModelOpt = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the web UI on 127.0.0.1.")] = UI_PORT,
-    runs: RunsDir = RUNS,
+    runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
     from harness.prepare import experiment as experiments
-    from harness.process import signals_interrupt
     from harness.run import live as living
     from harness.run.progress import Progress
 
-    experiment = experiments.prepare(scenario, target_of(url, ca=ca), model)
-    with signals_interrupt():
-        living.live(experiment, server, load, port, runs, Progress(console()))
+    experiment = experiments.prepare(scenario, cli.target_of(url, ca=ca), model)
+    living.live(experiment, server, load, port, runs, Progress(cli.console()))
 
 
-@command(short_help="Validate a scenario and show its plan.")
+@cli.command(short_help="Validate a scenario and show its plan.")
 def check(
-    scenario: ScenarioArg,
-    model: ModelOpt = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
-    checks: ChecksOpt = None,
-    as_json: JsonOpt = False,
+    scenario: cli.ScenarioArg,
+    model: cli.ModelOpt = None,
+    repeats: cli.RepeatsOpt = None,
+    checks: cli.ChecksOpt = None,
+    as_json: cli.JsonOpt = False,
 ) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness.prepare import experiment as experiments
@@ -285,11 +222,11 @@ def check(
     shown = preview(experiment)
     of_machine = [*notes(experiment), *predict_shares(experiment), *trust_notes(experiment.scenario)]
     if as_json:
-        print_json(msgspec.structs.replace(shown, notes=shown.notes + of_machine))
+        cli.print_json(msgspec.structs.replace(shown, notes=shown.notes + of_machine))
     else:
-        show_plan(experiment, shown, console())
+        show_plan(experiment, shown, cli.console())
         for note in of_machine:
-            console().print(note)
+            cli.console().print(note)
     refuse_impossible(experiment)
 
 
@@ -315,7 +252,7 @@ def ask(question: str, option: str, answers: Mapping[str, str]) -> str:
         print(f"'{given[:100]}' is not one of them.")
 
 
-@command(short_help="Write a scenario of your own from three answers.")
+@cli.command(short_help="Write a scenario of your own from three answers.")
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The scenario to write.")] = Path("my-scenario.yaml"),
     question: Annotated[str | None, typer.Option(help="What you want to know; without it you are asked.")] = None,
@@ -351,13 +288,13 @@ def init(
     print("\n".join(f"  {line.format(file=shlex.quote(str(file)))}" for line in drafts.NEXT[wanted]))
 
 
-@command(short_help="Check this machine for problems.")
+@cli.command(short_help="Check this machine for problems.")
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: cli.JsonOpt = False,
     root: Annotated[
         Path,
         typer.Option(
-            metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.", callback=root_folder
+            metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.", callback=cli.root_folder
         ),
     ] = Path("/"),
 ) -> None:
@@ -372,29 +309,27 @@ def doctor(
     if as_json:
         print(findings.as_json(found, root))
     else:
-        findings.show(found, console(), root)
+        findings.show(found, cli.console(), root)
     if findings.worst(found) == "blocker":
         raise typer.Exit(ExitCode.FAILED)
 
 
-@command(short_help="How many streams this machine's load generator can be trusted for.")
+@cli.command(short_help="How many streams this machine's load generator can be trusted for.")
 def calibrate(
     max_streams: Annotated[int | None, typer.Option(min=1, max=20_000, help="Try no more streams than this.")] = None,
     processes: Annotated[int, typer.Option(min=1, max=64, help="Load processes.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the readings as JSON.")] = False,
+    as_json: cli.JsonOpt = False,
 ) -> None:
     """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
-    from harness.process import signals_interrupt
     from harness.run.calibrate import show_readings
 
-    with signals_interrupt():
-        show_readings(console(), max_streams, processes, as_json=as_json)
+    show_readings(cli.console(), max_streams, processes, as_json=as_json)
 
 
-@command(short_help="Print the Compose file that would be run.")
+@cli.command(short_help="Print the Compose file that would be run.")
 def compose(
-    scenario: ScenarioArg,
-    server: ServerOpt = None,
+    scenario: cli.ScenarioArg,
+    server: cli.ServerOpt = None,
     load: Annotated[str | None, typer.Option(help="Which of the scenario's loads; required with several.")] = None,
     ui_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")] = UI_PORT,
     workers: Annotated[
@@ -422,51 +357,48 @@ def compose(
     print(text, end="")
 
 
-@command(short_help="Measure how far equal runs differ on this machine.")
+@cli.command(short_help="Measure how far equal runs differ on this machine.")
 def noise(
-    scenario: ScenarioArg,
-    server: ServerOpt = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
+    scenario: cli.ScenarioArg,
+    server: cli.ServerOpt = None,
+    repeats: cli.RepeatsOpt = None,
     count: Annotated[int, typer.Option("--runs", min=1, max=1000, help="How many A/A runs.")] = 1,
     every: Annotated[
         float, typer.Option(metavar="MINUTES", min=0, help="Pause between them: spread them over hours.")
     ] = 0.0,
     add: Annotated[bool, typer.Option("--add", help="Keep the runs that were stored before.")] = False,
-    url: UrlOpt = None,
-    ca: CaOpt = None,
-    model: ModelOpt = None,
+    url: cli.UrlOpt = None,
+    ca: cli.CaOpt = None,
+    model: cli.ModelOpt = None,
     folder: Annotated[
         Path, typer.Option("--runs-dir", help="Where the A/A runs are kept.", envvar="HARNESS_RUNS")
-    ] = RUNS,
-    results: ResultsDir = RESULTS,
+    ] = cli.RUNS,
+    results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Run a scenario with one server under two names, and store how far equal repeats and equal runs differ.
 
     Comparisons of runs of the same machine and scenario use it. Several runs, spread over time, show what one does not.
     """
     from harness.prepare import experiment as experiments
-    from harness.process import signals_interrupt
     from harness.run.calibrate import noise as measure_noise
     from harness.run.calibrate import show_noise
     from harness.run.progress import Progress
 
-    experiment = experiments.prepare(scenario, target_of(url, ca=ca), model, repeats)
-    with signals_interrupt():
-        stored, found = measure_noise(
-            experiment, server, folder, results, Progress(console()), times=count, pause_s=60 * every, add=add
-        )
-    show_noise(found, console())
+    experiment = experiments.prepare(scenario, cli.target_of(url, ca=ca), model, repeats)
+    stored, found = measure_noise(
+        experiment, server, folder, results, Progress(cli.console()), times=count, pause_s=60 * every, add=add
+    )
+    show_noise(found, cli.console())
     print(f"stored: {stored}")
 
 
-@command(short_help="Remove the leftovers of a killed run.")
+@cli.command(short_help="Remove the leftovers of a killed run.")
 def clean(
     everything: Annotated[
         bool, typer.Option("--all", help="Also what a harness that lives, or may live, has started.")
     ] = False,
     caches: Annotated[
-        bool,
-        typer.Option("--caches", help="Also the caches (models, kernels), unless a harness may use them."),
+        bool, typer.Option("--caches", help="Also the caches (models, kernels), unless a harness may use them.")
     ] = False,
 ) -> None:
     """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else."""

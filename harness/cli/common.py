@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,13 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import msgspec
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperCommand
 
 from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
+from harness.files import pretty_json
 from harness.redact import printable
 
 # Options that need another one, and those that exclude others, by parameter; a command may have only some of them.
@@ -151,7 +150,6 @@ def scenario_path(given: Path | None) -> Path | None:
 
 
 def address(param: typer.CallbackParam, given: str | None) -> str | None:
-    """A server's address. Raises HarnessError."""
     from harness.prepare.experiment import check_url
 
     if given is not None:
@@ -160,7 +158,6 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
 
 
 def authority(given: Path | None) -> Path | None:
-    """The file of --ca. Raises HarnessError."""
     from harness.trust import refuse_no_authority
 
     if given is not None:
@@ -178,7 +175,6 @@ def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
 
 
 def worker_names(given: str | None) -> str | None:
-    """What --workers says. Raises HarnessError."""
     from harness.workers import parse_names
 
     if given is not None:
@@ -187,7 +183,6 @@ def worker_names(given: str | None) -> str | None:
 
 
 def listening_address(param: typer.CallbackParam, given: str | None) -> str | None:
-    """Host and port in a command line. Raises HarnessError."""
     from harness.workers import parse_address
 
     if given is not None:
@@ -196,7 +191,6 @@ def listening_address(param: typer.CallbackParam, given: str | None) -> str | No
 
 
 def root_folder(given: Path) -> Path:
-    """The folder of --root. Raises HarnessError."""
     from harness.machine.gpus import folder
 
     return folder(given)
@@ -223,8 +217,7 @@ _SCENARIO = typer.Argument(
 )
 ScenarioArg = Annotated[Path, _SCENARIO]
 RunArg = Annotated[
-    Path,
-    typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=run_ids),
+    Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=run_ids)
 ]
 ScenarioToResume = Annotated[Path | None, _SCENARIO]
 RunsDir = Annotated[Path, typer.Option(help="Where run directories are kept.", envvar="HARNESS_RUNS")]
@@ -233,17 +226,17 @@ ChecksOpt = Annotated[
     list[str] | None,
     typer.Option("--check", metavar="CHECK", help="A check in addition to the scenario's; may be repeated."),
 ]
+LoadOpt = Annotated[str | None, typer.Option(help="Which of the scenario's loads (default: the first).")]
+RepeatsOpt = Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BaselineOpt = Annotated[
-    Path | None,
-    typer.Option(metavar="RUN", help="The run that checks call the baseline (default: the row)."),
+    Path | None, typer.Option(metavar="RUN", help="The run that checks call the baseline (default: the row).")
 ]
 AboutOpt = Annotated[
     str | None, typer.Option(metavar="KEY", help="The one manifest key in which the sides may differ.")
 ]
 UrlOpt = Annotated[
-    str | None,
-    typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address),
+    str | None, typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address)
 ]
 CaOpt = Annotated[
     Path | None,
@@ -310,8 +303,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_json(data: Any) -> None:
-    """Print a struct, or a list of them, as indented JSON."""
-    print(msgspec.json.format(msgspec.json.encode(data), indent=2).decode())
+    print(pretty_json(data).decode(), end="")
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
@@ -386,17 +378,6 @@ def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> N
     if junit is not None:
         junit_xml.write(junit, junit_xml.render(summary, manifest))
     end_as(summary)
-
-
-def seconds_of(option: str, given: str) -> float:
-    """Seconds of a duration such as 30m or 2h. Raises HarnessError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
-    found = float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
-    if not 0 < found < 1e9:
-        raise HarnessError(
-            f"{option}: a time above 0 with its unit is expected, got '{given}'", next_step="Write 30m, 2h or 90s."
-        )
-    return found
 
 
 def capacity_end(folder: Path, found: "CapacityReport") -> None:

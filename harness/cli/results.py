@@ -10,24 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from harness.cli.common import (
-    RESULTS,
-    RUNS,
-    AboutOpt,
-    BaselineOpt,
-    ChecksOpt,
-    JsonOpt,
-    ResultsDir,
-    RunArg,
-    RunsDir,
-    command,
-    console,
-    end_as,
-    end_as_checks,
-    find_baseline,
-    find_run,
-    print_json,
-)
+from harness.cli import common as cli
 from harness.errors import ExitCode, HarnessError, Mistakes
 
 if TYPE_CHECKING:
@@ -36,18 +19,18 @@ if TYPE_CHECKING:
 MAX_CHARS = 100  # of the reason why a run cannot be read
 
 
-@command(short_help="Show a run again, from its files.")
+@cli.command(short_help="Show a run again, from its files.")
 def report(
-    run_folder: RunArg,
+    run_folder: cli.RunArg,
     output: Annotated[
         Literal["terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"],
         typer.Option("--format", help="What to write."),
     ] = "terminal",
-    checks: ChecksOpt = None,
-    baseline: BaselineOpt = None,
-    about: AboutOpt = None,
-    runs: RunsDir = RUNS,
-    results: ResultsDir = RESULTS,
+    checks: cli.ChecksOpt = None,
+    baseline: cli.BaselineOpt = None,
+    about: cli.AboutOpt = None,
+    runs: cli.RunsDir = cli.RUNS,
+    results: cli.ResultsDir = cli.RESULTS,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
     """Show a run again, from its files: summary and HTML page are written anew.
@@ -58,14 +41,13 @@ def report(
     """
     from harness.analysis.summarize import read_summary, summarize, write_summary
     from harness.comparison.compare import reference_to
-    from harness.files import pretty_json
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import export, html, junit, markdown, terminal
     from harness.rundir.manifest import read_run
 
     if output == "html" and (checks or baseline):
         raise HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
-    base = None if baseline is None else find_baseline(baseline, runs)
+    base = None if baseline is None else cli.find_baseline(baseline, runs)
     folder = _run_of(run_folder, runs)
     manifest = read_run(folder)
     refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
@@ -84,18 +66,18 @@ def report(
     if output == "terminal":
         if not judged_anew:
             html.write_report(folder)
-        terminal.print_report(summary, manifest, folder, console(), explain=explain)
+        terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     elif output == "html":
         print(html.write_report(folder))
     elif output == "json":
-        print(pretty_json(summary).decode(), end="")
+        cli.print_json(summary)
     else:
         render = {
             "markdown": markdown.render, "junit": junit.render, "csv": export.csv_table,
             "openmetrics": export.openmetrics,
         }[output]  # fmt: skip
         print(render(summary, manifest), end="" if output != "markdown" else "\n")
-    end_as(summary)
+    cli.end_as(summary)
 
 
 def _run_of(given: Path, runs: Path) -> Path:
@@ -103,19 +85,18 @@ def _run_of(given: Path, runs: Path) -> Path:
     from harness.imports.write import run_of_records
 
     file = given / "requests.jsonl" if given.is_dir() and not (given / "run.json").exists() else given
-    return run_of_records(file, runs) if file.is_file() and file.suffix == ".jsonl" else find_run(given, runs)
+    return run_of_records(file, runs) if file.is_file() and file.suffix == ".jsonl" else cli.find_run(given, runs)
 
 
-@command(short_help="Compare runs of the same work.")
+@cli.command(short_help="Compare runs of the same work.")
 def compare(
     run_folders: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
     ],
     against: Annotated[
-        list[Path] | None,
-        typer.Option(help="A run of the other side; may be repeated. RUN... are then one group."),
+        list[Path] | None, typer.Option(help="A run of the other side; may be repeated. RUN... are then one group.")
     ] = None,
-    about: AboutOpt = None,
+    about: cli.AboutOpt = None,
     across: Annotated[
         Literal["machine"] | None,
         typer.Option(help="Group the runs by machine; the machine is the one thing in which they differ."),
@@ -133,8 +114,8 @@ def compare(
             "--check", metavar="CHECK", help="What must hold of every side but the baseline; may be repeated."
         ),
     ] = None,
-    runs: RunsDir = RUNS,
-    results: ResultsDir = RESULTS,
+    runs: cli.RunsDir = cli.RUNS,
+    results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
@@ -154,7 +135,7 @@ def compare(
         raise HarnessError(
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
         )
-    first, second = ([find_run(one, runs) for one in side] for side in (run_folders, against or []))
+    first, second = ([cli.find_run(one, runs) for one in side] for side in (run_folders, against or []))
     if history:
         _compare_with_history(first[0], output, runs, results)
         return
@@ -169,14 +150,16 @@ def compare(
             error.next_step = f"If the comparison is about just that: {command}"
         raise
     if output == "terminal":
-        print_comparison(comparison, console())
+        print_comparison(comparison, cli.console())
     elif output == "junit":
         print(junit.of_comparison(comparison), end="")
+    elif output == "markdown":
+        print(of_comparison(comparison))
     else:
-        print(of_comparison(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
+        cli.print_json(comparison)
     if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
-    end_as_checks(comparison.checks)
+    cli.end_as_checks(comparison.checks)
 
 
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
@@ -186,16 +169,18 @@ def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) 
 
     gate = check_against_history(folder, runs, results)
     if output == "terminal":
-        print_gate(gate, console())
+        print_gate(gate, cli.console())
     elif output == "junit":
         print(junit.of_gate(gate), end="")
+    elif output == "markdown":
+        print(gate_markdown(gate))
     else:
-        print(gate_markdown(gate) if output == "markdown" else msgspec.json.encode(gate).decode())
+        cli.print_json(gate)
     if gate.slower:
         raise typer.Exit(ExitCode.FAILED)
 
 
-@command(short_help="Show the runs of a scenario over time.")
+@cli.command(short_help="Show the runs of a scenario over time.")
 def history(
     scenario: Annotated[
         Path, typer.Argument(metavar="SCENARIO", help="The name of a scenario that was run, or its file.")
@@ -206,8 +191,8 @@ def history(
     output: Annotated[
         Literal["terminal", "html", "json"], typer.Option("--format", help="What to print.")
     ] = "terminal",
-    runs: RunsDir = RUNS,
-    results: ResultsDir = RESULTS,
+    runs: cli.RunsDir = cli.RUNS,
+    results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Show the runs of a scenario on one machine over time: change points, and what changed in the manifests there.
 
@@ -219,14 +204,16 @@ def history(
     name = scenario.stem if scenario.suffix in (".yaml", ".yml") else str(scenario)
     found = history_of(name, runs, results, machine)
     if output == "terminal":
-        print_history(found, console())
+        print_history(found, cli.console())
+    elif output == "html":
+        print(html(found))
     else:
-        print(html(found) if output == "html" else msgspec.json.encode(found).decode())
+        cli.print_json(found)
 
 
-@command(short_help="Predict how long a number of items takes.")
+@cli.command(short_help="Predict how long a number of items takes.")
 def plan(
-    run_folder: RunArg,
+    run_folder: cli.RunArg,
     items: Annotated[
         int, typer.Option(metavar="N", min=1, max=10**12, help="How many items; one request is one item.")
     ],
@@ -240,19 +227,19 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE", help="CSV or JSONL with prompt_tokens and output_tokens of the real items."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    runs: RunsDir = RUNS,
-    results: ResultsDir = RESULTS,
+    as_json: cli.JsonOpt = False,
+    runs: cli.RunsDir = cli.RUNS,
+    results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Predict time, energy and cost of N items on the machine of a finished run, each with a 90 % interval.
 
     With --deadline exit code 4 when the fastest row misses it, and 5 when the deadline is inside the interval.
     """
     from harness.analysis.forecast import forecast, read_duration, read_price
-    from harness.report.forecast import print_forecast
+    from harness.report.terminal import print_forecast
 
     found = forecast(
-        find_run(run_folder, runs),
+        cli.find_run(run_folder, runs),
         items,
         results=results,
         deadline_s=None if deadline is None else read_duration("--deadline", deadline),
@@ -260,71 +247,69 @@ def plan(
         lengths=lengths,
     )
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        cli.print_json(found)
     else:
-        print_forecast(found, console())
+        print_forecast(found, cli.console())
     if found.rows[0].deadline == "missed":
         raise typer.Exit(ExitCode.FAILED)
     if found.rows[0].deadline == "inconclusive":
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
-@command(short_help="Show in what two runs differ.")
+@cli.command(short_help="Show in what two runs differ.")
 def diff(
-    one: RunArg,
+    one: cli.RunArg,
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
     output: Annotated[
         Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")
     ] = "terminal",
-    runs: RunsDir = RUNS,
+    runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
-    from harness.comparison.differences import differences_of
+    from harness.judge.comparable import differences_of
     from harness.report.markdown import differences_markdown
     from harness.report.terminal import print_differences
     from harness.rundir.manifest import read_run
 
-    both = [read_run(find_run(folder, runs)) for folder in (one, other)]
+    both = [read_run(cli.find_run(folder, runs)) for folder in (one, other)]
     found, sides = differences_of(both), [run.id for run in both]
     if output == "terminal":
-        print_differences(found, sides, console())
+        print_differences(found, sides, cli.console())
     elif output == "markdown":
         print(differences_markdown(found, sides))
     else:
-        print(msgspec.json.encode({"sides": sides, "differences": found}).decode())
+        cli.print_json({"sides": sides, "differences": found})
 
 
-@command(short_help="File a VALID run by machine and scenario.")
+@cli.command(short_help="File a VALID run by machine and scenario.")
 def publish(
-    run_folder: RunArg,
+    run_folder: cli.RunArg,
     records: Annotated[
         bool, typer.Option("--records", help="Also its records, one a request, as requests.jsonl.gz.")
     ] = False,
-    runs: RunsDir = RUNS,
-    results: ResultsDir = RESULTS,
+    runs: cli.RunsDir = cli.RUNS,
+    results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
     from harness.report.board import publish as publish_run
 
-    folder = find_run(run_folder, runs)
+    folder = cli.find_run(run_folder, runs)
     where, changed = publish_run(folder, results, records=records)
     print(f"{where}: {', '.join(changed) if changed else 'published already, nothing has changed'}")
 
 
-@command(short_help="Rank what is published, as one page.")
+@cli.command(short_help="Rank what is published, as one page.")
 def leaderboard(
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The HTML page (default: leaderboard.html in --results)."),
+        Path | None, typer.Option(metavar="FILE", help="The HTML page (default: leaderboard.html in --results).")
     ] = None,
-    results: ResultsDir = RESULTS,
+    results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Rank what is published: machines by scenarios, as one HTML page and as Markdown next to it."""
-    from harness.comparison.board import collect
     from harness.paths import RESULTS as SHIPPED
-    from harness.report.board import write_board
+    from harness.report.board import collect, write_board
 
-    if results != RESULTS and not results.is_dir():
+    if results != cli.RESULTS and not results.is_dir():
         raise HarnessError(
             f"--results: there is no folder {results}", next_step="`harness publish RUN` files a run, and makes it."
         )
@@ -334,42 +319,50 @@ def leaderboard(
 
 def _table_file(given: Path) -> Path:
     from harness.report.export import refuse_ending
+    from harness.report.spans import OTLP
 
-    refuse_ending(given)
+    if str(given) != OTLP:
+        refuse_ending(given)
     return given
 
 
-@command(short_help="Write a run's records as Parquet or CSV.")
+@cli.command(short_help="Write a run's records as Parquet or CSV, or send them as OpenTelemetry spans.")
 def export(
-    run_folder: RunArg,
+    run_folder: cli.RunArg,
     to: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where to: a file that ends in .parquet or .csv.", callback=_table_file)
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Where to: a file that ends in .parquet or .csv; `otlp`: the receiver of OpenTelemetry that "
+            "OTEL_EXPORTER_OTLP_ENDPOINT names.",
+            callback=_table_file,
+        ),
     ],
-    runs: RunsDir = RUNS,
+    runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Write a run's records for other tools: one row a request, with chunk times."""
+    """Write a run's records for other tools: one row, or one OpenTelemetry span, for each request."""
     from harness.report.export import export as export_records
+    from harness.report.spans import OTLP, send_spans
     from harness.units import count
 
-    written = export_records(find_run(run_folder, runs), to)
-    print(f"{to}: {written.records:,} records")
+    folder = cli.find_run(run_folder, runs)
+    written = send_spans(folder) if str(to) == OTLP else export_records(folder, to)
+    print(f"{to}: {written.records:,} {'spans' if str(to) == OTLP else 'records'}")
     if written.damaged:
         print(f"{count(written.damaged, 'line')} of requests.jsonl left out: not readable", file=sys.stderr)
 
 
-@command("import", short_help="Make runs of what other tools wrote.")
+@cli.command("import", short_help="Make runs of what other tools wrote.")
 def import_(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
     form: Annotated[
         str | None,
-        typer.Option(
-            "--format", help="vllm, guidellm, aiperf, genai-bench, lemonade, records (default: as the file shows)."
-        ),
+        typer.Option("--format", help="What wrote it, as docs/imports.md calls it (default: as the file shows)."),
     ] = None,
     machine: Annotated[
         str | None, typer.Option(help="Name of the machine that was measured; files do not say it.")
     ] = None,
-    runs: RunsDir = RUNS,
+    runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Make runs of what other tools wrote, marked with their origin, for report, runs and compare."""
     from harness.imports.write import import_file
@@ -396,7 +389,6 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     reasons: "list[Reason]" = []
 
     def shown(self) -> tuple[str, ...]:
-        """The columns of `harness runs`."""
         from harness.reasons import sentence
 
         if self.started_wall_s is None:
@@ -436,27 +428,27 @@ def _line_of(folder: Path) -> RunLine:
     )
 
 
-@command(short_help="List the runs.")
-def runs(runs: RunsDir = RUNS, as_json: JsonOpt = False) -> None:
+@cli.command(short_help="List the runs.")
+def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
     """List the runs with their scenario, verdict and when they ran, the newest last."""
     if runs.exists() and not runs.is_dir():
         raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
     lines = [_line_of(path.parent) for path in sorted(runs.glob("*/run.json"))]
     if as_json:
-        print_json(lines)
+        cli.print_json(lines)
     elif lines:
         table = Table(box=None, pad_edge=False)
         for column in ("run", "started", "scenario", "cells", "status"):
             table.add_column(column, no_wrap=column != "status")
         for line in lines:
             table.add_row(*line.shown())
-        console().print(table)
+        cli.console().print(table)
     else:
-        console().print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
+        cli.console().print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
 
 
-@command(short_help="List the scenarios that ship.")
-def scenarios(as_json: JsonOpt = False) -> None:
+@cli.command(short_help="List the scenarios that ship.")
+def scenarios(as_json: cli.JsonOpt = False) -> None:
     """List the scenarios that ship, each with its question."""
     from harness.paths import ROOT, SCENARIOS
     from harness.scenario.file import load_scenario
@@ -464,6 +456,6 @@ def scenarios(as_json: JsonOpt = False) -> None:
     shipped = [(path, " ".join(load_scenario(path).question.split())) for path in sorted(SCENARIOS.glob("*.yaml"))]
     rows = [{"name": path.stem, "path": str(path.relative_to(ROOT)), "question": text} for path, text in shipped]
     if as_json:
-        print_json(rows)
+        cli.print_json(rows)
     else:
         print("\n".join(f"{row['path']}\n  {row['question']}" for row in rows))

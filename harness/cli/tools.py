@@ -11,20 +11,19 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
 
-import msgspec
 import typer
 
-from harness.cli.common import command, console, listening_address, root_folder
+from harness.cli import common as cli
 from harness.errors import ExitCode, HarnessError
 from harness.files import open_file
 
 
-@command(short_help="Say what failed in a log, and what to do.")
+@cli.command(short_help="Say what failed in a log, and what to do.")
 def explain(
     log: Annotated[
         str, typer.Argument(metavar="LOGFILE", help="A log of a server, of Docker or of the kernel; - reads a pipe.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: cli.JsonOpt = False,
 ) -> None:
     """Say what failed in a log, from wherever it comes: cause, the line that shows it, fix and source.
 
@@ -38,11 +37,9 @@ def explain(
     with _opened(log) as file:
         scanned = scan(file)
     if as_json:
-        from harness.files import pretty_json
-
-        print(pretty_json(explained_data(log, scanned)).decode(), end="")
+        cli.print_json(explained_data(log, scanned))
     else:
-        print_explained(log, scanned, console())
+        print_explained(log, scanned, cli.console())
     if not (recognised(scanned) or started_well(scanned) or stopped(scanned)):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -93,7 +90,7 @@ def _dtype(given: str) -> str:
     return given
 
 
-@command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
+@cli.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
 def memory(
     model: Annotated[
         str | None, typer.Option(help="A model's folder, or a hub id in this machine's Hugging Face cache.")
@@ -113,8 +110,8 @@ def memory(
     image: Annotated[
         str | None, typer.Option(help="Ask the runtime in a container of this image; the surest source.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=root_folder)] = Path("/"),
+    as_json: cli.JsonOpt = False,
+    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.root_folder)] = Path("/"),
 ) -> None:
     """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
 
@@ -138,9 +135,9 @@ def memory(
         pools, share = _found(image, root, tensor_parallel, needed=read is None)
     answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
     if as_json:
-        print(msgspec.json.encode(answer).decode())
+        cli.print_json(answer)
     else:
-        console().print("\n".join(of_answer(answer)), soft_wrap=True)
+        cli.console().print("\n".join(of_answer(answer)), soft_wrap=True)
     if (share is not None and share.utilization is None) or (answer.room is not None and answer.room.fits is False):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -171,14 +168,14 @@ def _found(image: str | None, root: Path, gpus: int, *, needed: bool) -> "tuple[
     return found, share_of(found, tensor_parallel=gpus) if found or needed else None
 
 
-@command(short_help="Send load for a run of another machine.")
+@cli.command(short_help="Send load for a run of another machine.")
 def worker(
     master: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS",
             help="Where `harness run --workers` was started (port 5557).",
-            callback=listening_address,
+            callback=cli.listening_address,
         ),
     ],
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Load processes on this machine.")] = 1,
@@ -189,8 +186,6 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.process import signals_interrupt
     from harness.run.worker import lend
 
-    with signals_interrupt():
-        lend(master, processes, once=once)
+    lend(master, processes, once=once)

@@ -7,14 +7,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from harness.analysis import answers
-from harness.analysis.summarize import is_published, read_summary, summarize
-from harness.comparison.differences import differences
+from harness.analysis.notes import answer_difference
+from harness.analysis.summarize import summary_of
 from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
-from harness.judge import server_starts
+from harness.judge import comparable
 from harness.judge.checks import evaluate
-from harness.judge.comparable import facts_of, refuse_unlike
+from harness.judge.comparable import differences, facts_of, refuse_unlike
 from harness.judge.noise_floors import noise_for
 from harness.judge.verdicts import Measured, Noise, fields_of, metrics_of, pairs_of, verdicts
 from harness.reasons import sentence, sentences
@@ -25,8 +24,6 @@ from harness.summary import Answers, CheckResult, Comparison, Reason, Reference,
 
 
 class _Side(Struct, frozen=True):
-    """One group of runs."""
-
     name: str
     runs: list[Run]
     summaries: list[Summary]
@@ -125,8 +122,8 @@ def _cache_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> lis
         sizes = {}
         for side in sides:
             cells = [cell.served_by for run in side.runs for cell in run.served if cell.server == server]
-            sizes[side.name] = server_starts.measured(cells).get("startup.kv_cache_tokens")
-        note = server_starts.cache_note(sizes, server=server)
+            sizes[side.name] = comparable.measured_of(cells).get("startup.kv_cache_tokens")
+        note = comparable.cache_note(sizes, server=server)
         found += [note] if note is not None else []
     return found
 
@@ -135,7 +132,7 @@ def _answer_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> li
     """For each row whose answers on some side are not worth what they are on the baseline, that it is so."""
     base = sides[0]
     notes = [
-        answers.difference(
+        answer_difference(
             f"{' / '.join(row)} ({side.name})", side.answers(row), f"{' / '.join(row)} ({base.name})", base.answers(row)
         )
         for side in sides[1:]
@@ -158,7 +155,6 @@ def by_machine(folders: Sequence[Path]) -> list[list[Path]]:
 
 
 def _refuse_repeated(runs: Sequence[Run]) -> None:
-    """The same folder twice, or a copy of it."""
     seen: set[tuple[str, float]] = set()
     for run in runs:
         if (run.id, run.started_wall_s) in seen:
@@ -202,7 +198,7 @@ def _side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
             raise RunError(
                 f"{run.id}: the run has not ended, or was killed; it is not compared", next_step="Run it again."
             )
-        summary = read_summary(folder) if is_published(folder) else summarize(folder, checks)
+        summary = summary_of(folder, checks)
         if summary.valid is False or run.status == "invalid":
             reasons = sentences(summary.reasons or run.reasons or [because("manifest_invalid")])
             raise RunError(
@@ -235,7 +231,7 @@ def reference_to(folder: Path, run: Run, *, about: str | None = None, checks: Se
     and every check against it fails with that reason. Raises HarnessError for a folder that is no VALID run.
     """
     base = usable_baseline(folder)
-    summary = _summary_of(folder, [*run.scenario.checks, *checks])
+    summary = summary_of(folder, [*run.scenario.checks, *checks])
     if summary.valid is False:
         raise RunError(f"{base.id}: the baseline must be a VALID run: {sentence(summary.reasons[0])}")
     known = {row.key for row in summary.rows}
@@ -263,10 +259,3 @@ def _refused(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | 
 def write_reference(folder: Path, reference: Reference) -> None:
     """Keep what a run was compared with in its directory, so that its summary follows from its own files."""
     replace_file(folder / "baseline.json", pretty_json(reference))
-
-
-def _summary_of(folder: Path, checks: Sequence[str]) -> Summary:
-    """Of the records; where only summary and manifest were kept, as it was then."""
-    if (folder / "requests.jsonl").exists():
-        return summarize(folder, checks)
-    return read_summary(folder)

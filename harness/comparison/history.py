@@ -8,14 +8,13 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.analysis.summarize import is_published, read_summary, summarize
+from harness.analysis.summarize import summarize, summary_of
 from harness.columns import RATES
-from harness.comparison.differences import differences
 from harness.errors import HarnessError, RunError
 from harness.judge import stats
-from harness.judge.change_points import Shift, gate, levels_of
-from harness.judge.comparable import NOTED, facts_of
+from harness.judge.comparable import NOTED, differences, facts_of
 from harness.judge.noise_floors import RESERVED, is_noise_run
+from harness.judge.stats import Shift, gate, levels_of
 from harness.judge.verdicts import Measured, fields_of, metrics_of, speeds, values_of
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
@@ -249,7 +248,7 @@ def _collect(scenario: str, runs: Path, results: Path) -> tuple[list[_Found], li
             out.setdefault("noise_run", []).append(run.id)
         else:
             try:
-                summary = _summary(folder)
+                summary = summary_of(folder)
             except HarnessError:
                 out.setdefault("unreadable", []).append(run.id)
                 continue
@@ -258,11 +257,6 @@ def _collect(scenario: str, runs: Path, results: Path) -> tuple[list[_Found], li
             else:
                 out.setdefault("not_valid", []).append(run.id)
     return sorted(found.values(), key=lambda one: one[1].started_wall_s), _left_out(out)
-
-
-def _summary(folder: Path) -> Summary:
-    """The summary of a published run as it is; of a run directory by the formulas of this version."""
-    return read_summary(folder) if is_published(folder) else summarize(folder)
 
 
 def _key(run: Run) -> tuple[str, float]:
@@ -413,21 +407,15 @@ def _gated(series: Series, run: str, count: int) -> Gated:
     shift = Shift("inconclusive", None, None, None, None, 1, [], None, None)
     if current is not None:
         shift = gate(_speeds(series), count)
-    history = [series.points[place] for place in shift.history]
+    found = shift._asdict()
+    history = [series.points[place] for place in found.pop("history")]
     return Gated(
         server=series.server,
         load=series.load,
         metric=series.metric,
-        word=shift.word,
         value=None if current is None else current.value,
-        ratio=shift.ratio,
-        low=shift.low,
-        high=shift.high,
-        p=shift.p,
-        window=shift.window,
         runs=len(history),
         since=history[0].run if history else None,
-        detectable=shift.detectable,
-        needed=shift.needed,
         left_out=series.left_out,
+        **found,
     )

@@ -1,4 +1,4 @@
-"""What the product knows of each server type: one file NAME.yaml each. CONTRIBUTING.md tells how to add one.
+"""What the product knows of each server type: one file NAME.yaml each. docs/extending.md explains how to add one.
 
 Nothing else in harness/ names a server type; tests/test_architecture.py holds the few exceptions, with reasons.
 """

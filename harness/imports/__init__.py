@@ -150,7 +150,6 @@ def last_line(text: str) -> str:
 
 
 def has(value: Any, *keys: str) -> bool:
-    """Whether a document is a mapping with all of these keys."""
     return isinstance(value, dict) and all(key in value for key in keys)
 
 
@@ -163,7 +162,6 @@ WITHOUT_GAPS = {"chunk_gap_s": NO_GAPS, "tokens_per_chunk": NO_GAPS}
 
 
 def load_name(rate: float | None, concurrency: int | None, otherwise: str) -> str:
-    """Name a load by its rate and its limit of concurrency."""
     names = [] if rate is None else [f"rate-{rate:g}"]
     names += [] if concurrency is None else [f"concurrency-{concurrency}"]
     return "-".join(names) or otherwise

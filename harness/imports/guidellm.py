@@ -6,16 +6,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from harness.errors import HarnessError
-from harness.imports import (
-    WITHOUT_GAPS,
-    Count,
-    Imported,
-    ImportedPart,
-    Source,
-    has,
-    imported_request,
-    last_line,
-)
+from harness.imports import WITHOUT_GAPS, Count, Imported, ImportedPart, Source, has, imported_request, last_line
 from harness.rundir.records import ErrorKind, Request
 
 WRITTEN_BY = "guidellm run --output kind=json,path=FILE"

@@ -7,17 +7,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.imports import (
-    Count,
-    Duration,
-    Imported,
-    ImportedPart,
-    Source,
-    has,
-    imported_request,
-    last_line,
-    load_name,
-)
+from harness.imports import Count, Duration, Imported, ImportedPart, Source, has, imported_request, last_line, load_name
 from harness.rundir.records import Request
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, because
 

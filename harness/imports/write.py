@@ -91,8 +91,6 @@ def _end_s(records: list[Request]) -> float:
 
 
 class Format(NamedTuple):
-    """How a tool's file is recognised and read."""
-
     written_by: str  # the command that writes it
     is_it: Callable[[Any], bool]  # takes the document
     read: Callable[[Source], Imported]

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
@@ -181,21 +180,15 @@ def _evaluate_row(
         status, code = ("passed", "met") if all(met) else ("failed", "broken")
         return replace(result, status=status, code=code, evidence=[_shown(shown)])
     more, decision = _what_decides(check, found, bound)
-    evidence = [_shown(shown | {"decision": _nested(decision)})]
-    return replace(result, code="too_close", more_requests=more, evidence=evidence)
+    return replace(result, code="too_close", more_requests=more, evidence=[_shown(shown | {"decision": decision})])
 
 
 def _shown(values: dict[str, Any]) -> Reason:
-    return Reason("check_value", {key: value for key, value in values.items() if value is not None})
+    return because("check_value", **{key: value for key, value in values.items() if value is not None})
 
 
 def _missing(row: Row, found: _Value) -> list[Reason]:
-    return [because("check_missing", row=row.name, why=_nested(found.missing))]
-
-
-def _nested(value: Reason | Verdict | None) -> Any:
-    """What a reason has as a value."""
-    return msgspec.to_builtins(value)
+    return [because("check_missing", row=row.name, why=found.missing)]
 
 
 def _unit(check: Check) -> str:
@@ -255,7 +248,7 @@ def _baseline_value(
     if reference is not None:
         name = reference.run
         if reference.refused is not None:
-            return _without("not_compared_with", name=name, why=_nested(reference.refused)), name
+            return _without("not_compared_with", name=name, why=reference.refused), name
         base = next((one for one in reference.rows if one.name == row.name), None)
         if base is None:
             return _without("baseline_without_row", name=name), name
@@ -269,10 +262,10 @@ def _baseline_value(
         base = next(one for one in rows if one.name == name)
     unlike = not_valid(row, base) or unlike_rows(row, base, _fields(check))
     if unlike is not None:
-        return _without("not_compared_with", name=name, why=_nested(unlike)), name
+        return _without("not_compared_with", name=name, why=unlike), name
     found = _value(check, base, None)
     if found.value is None:
-        return _without("baseline_without_value", name=name, why=_nested(found.missing)), name
+        return _without("baseline_without_value", name=name, why=found.missing), name
     return found, name
 
 
@@ -362,7 +355,7 @@ def _speedup(row: Row, comparison: Comparison | None) -> _Value:
     if verdict.metric not in WORK:
         return _without("paced_users")
     if verdict.ratio is None:
-        return _without("no_verdict", verdict=_nested(verdict))
+        return _without("no_verdict", verdict=verdict)
     if verdict.low is None:
         return _without("no_interval")
     return _Value(value=verdict.ratio, interval=(verdict.low, verdict.high))

@@ -1,15 +1,21 @@
-"""Only like is compared with like: what two runs' manifests must have in common."""
+"""Only like is compared with like: what two runs' manifests must have in common, and in what they differ.
 
+Settings that an engine runs with must be equal, or be what the comparison is about. What an engine measured of itself
+moves from start to start (seconds, free memory): a difference is shown where it is larger than noise.
+"""
+
+import itertools
+import re
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from harness.judge import server_starts
 from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.rundir.origin import UnlikeError
-from harness.summary import because
+from harness.summary import Difference, Reason, because
 
 # What differs with one thing by nature: who compares images also gets their versions.
 FOLLOWS = {
@@ -36,6 +42,18 @@ _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
 # measures, `versions` has a sum), and the load is the same however many machines send it.
 NOTED = ("git_commit", "load_machines")
 ABSENT = "nothing"
+# Of `Startup`: settings, as against measurements. `version` is that of the engine behind a gateway or Lemonade.
+SETTINGS = (
+    "engine", "version", "architecture", "max_model_len", "attention_backend", "offloaded_layers", "kv_block_size",
+)  # fmt: skip
+_MEASURED = re.compile(r"(?:^|\.)(?:startup\.(?!(?:" + "|".join(SETTINGS) + r")$)\w+|phases\.[^.]+)$")
+_REPORTED = re.compile(r"(?:^|\.)(?:startup|effective|contents)\.")
+_MIN_S, _MIN_SHARE = 1.0, 0.1  # of seconds: a smaller difference is that of any two starts
+_SAME_SHARE = 0.01  # of sizes
+# A template's variables that vLLM fills in by the memory of the device when they are null.
+_BY_MEMORY = ("max_num_seqs", "max_num_batched_tokens")
+Facts = Mapping[str, Any]
+_ASKED = ("template", "variables")
 
 
 def refuse_unlike(
@@ -75,8 +93,8 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         key
         for key in dict.fromkeys([*one, *other])
         if key not in NOTED
-        and not server_starts.is_measured(key)
-        and not server_starts.is_unreported(key, one, other)
+        and not is_measured(key)
+        and not is_unreported(key, one, other)
         and one.get(key, ABSENT) != other.get(key, ABSENT)
     ]
 
@@ -159,7 +177,7 @@ def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
         cells = [cell for cell in run.served if cell.server == server]
         for cell in cells:
             _add_served(f"servers.{server}", run, cell, facts)
-        for key, value in server_starts.measured([cell.served_by for cell in cells]).items():
+        for key, value in measured_of([cell.served_by for cell in cells]).items():
             facts[f"servers.{server}.{key}"] = value
     flatten("scenario", {key: value for key, value in scenario.items() if key not in _SCENARIO}, facts)
     flatten("machine", msgspec.to_builtins(run.machine), facts)
@@ -180,9 +198,9 @@ def _served(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
         "version": served.version,
         "model": served.model,
         "over_ssh": served.over_ssh,
-        "arguments": _without_names(_without_port(served.arguments), run.id, cell.id),
-        "container": _without_names(container, run.id, cell.id),
-        **_without_names(_without_ports(server_starts.settings(served)), run.id, cell.id),
+        "arguments": _neutral(list(served.arguments), run.id, cell.id),
+        "container": _neutral(container, run.id, cell.id),
+        **_neutral(settings_of(served), run.id, cell.id),
     }
 
 
@@ -199,33 +217,20 @@ def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> No
             facts[key] = f"{_shortened(_text(facts[key]))}, then {_shortened(_text(value))}"
 
 
-def _without_port(arguments: Sequence[str]) -> list[str]:
-    """Arguments without the port, which is any that was free."""
-    kept = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--port":
-            next(rest, None)
-        elif not argument.startswith("--port="):
-            kept.append(argument)
-    return kept
-
-
-def _without_ports(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_ports(item) for key, item in value.items()}
-    words = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return _without_port(value) if words else value
-
-
-def _without_names(value: Any, run: str, cell: str) -> Any:
+def _neutral(value: Any, run: str, cell: str) -> Any:
+    """A value without names of the run and cell, and a command line without its port, which is any that was free."""
     if isinstance(value, str):
         return value.replace(run, "RUN").replace(cell, "CELL")
-    if isinstance(value, list):
-        return [_without_names(item, run, cell) for item in value]
     if isinstance(value, dict):
-        return {key: _without_names(item, run, cell) for key, item in value.items()}
-    return value
+        return {key: _neutral(item, run, cell) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    ports = {at for at, item in enumerate(value, 1) if item == "--port"}
+    return [
+        _neutral(item, run, cell)
+        for at, item in enumerate(value)
+        if at not in ports and item != "--port" and not str(item).startswith("--port=")
+    ]
 
 
 def flatten(name: str, value: Any, into: dict[str, Any], *, lists: bool = False) -> None:
@@ -271,3 +276,167 @@ def _text(value: Any) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def settings_of(served: ServedBy) -> dict[str, Any]:
+    """What a server really ran with, as nested keys; what it did not say is not in it."""
+    found: dict[str, Any] = {}
+    if served.startup is not None:
+        known = msgspec.structs.asdict(served.startup)
+        found["startup"] = {key: known[key] for key in SETTINGS if known[key] is not None}
+    if served.effective:
+        found["effective"] = served.effective
+    if served.contents is not None:
+        found["contents"] = msgspec.to_builtins(served.contents)
+    return found
+
+
+def measured_of(starts: Sequence[ServedBy]) -> dict[str, Any]:
+    """What a server's starts measured of themselves: medians, of texts all that occurred."""
+    values: dict[str, list[Any]] = {}
+    for served in starts:
+        known = msgspec.structs.asdict(served.startup) if served.startup is not None else {}
+        known_facts = {f"startup.{key}": value for key, value in known.items() if key not in SETTINGS}
+        known_facts |= {f"phases.{phase.name}": phase.seconds for phase in served.phases}
+        for key, value in known_facts.items():
+            if value is not None:
+                values.setdefault(key, []).append(value)
+    return {key: _middle(all_of_it) for key, all_of_it in values.items()}
+
+
+def _middle(values: Sequence[Any]) -> Any:
+    if all(isinstance(value, str) for value in values):
+        return ", then ".join(dict.fromkeys(values))
+    middle = statistics.median(values)
+    return int(middle) if middle == int(middle) else round(middle, 3)
+
+
+def is_measured(key: str) -> bool:
+    """Whether a difference in this manifest key is only shown, and never a reason to refuse a comparison."""
+    return _MEASURED.search(key) is not None
+
+
+def is_unreported(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether a setting is known of one side only: a server that does not say it may well have the same."""
+    return _REPORTED.search(key) is not None and (key in one) != (key in other)
+
+
+def is_noise(key: str, values: Sequence[Any]) -> bool:
+    """Whether values of a measured key are as close to each other as those of any two starts."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    phase = ".phases." in f".{key}"
+    if not is_measured(key) or len(numbers) != len(values):
+        return phase and is_measured(key)  # phases that one side's log does not tell apart are in another one's
+    apart, largest = max(numbers) - min(numbers), max(map(abs, numbers))
+    if phase or key.endswith("_s"):
+        return apart <= max(_MIN_S, _MIN_SHARE * largest)
+    return apart <= _SAME_SHARE * largest
+
+
+def notes(run: Run) -> list[Reason]:
+    """What a reader of a run must know of its servers' starts before its numbers."""
+    starts = {name: [cell.served_by for cell in run.served if cell.server == name] for name in run.scenario.servers}
+    facts = {name: measured_of(served) for name, served in starts.items()}
+    cache = cache_note({name: found.get("startup.kv_cache_tokens") for name, found in facts.items()})
+    found = [cache] if cache is not None else []
+    for name, server in run.scenario.servers.items():
+        if any((served.gateway or served).over_ssh for served in starts[name]):
+            found.append(because("over_ssh", server=name))
+        said = starts[name][0].effective if starts[name] else None
+        given = server.variables
+        for key in _BY_MEMORY:
+            if said is not None and key in given and given[key] is None and key not in said:
+                found.append(because("left_to_engine", server=name, key=key))
+    return found
+
+
+def cache_note(tokens: Mapping[str, int | None], **of: str) -> Reason | None:
+    """A note where the sides' KV caches are of different sizes; None where they are equal, or not known."""
+    known = {side: size for side, size in tokens.items() if size is not None}
+    if len(known) < 2 or is_noise("startup.kv_cache_tokens", list(known.values())):
+        return None
+    return because("kv_cache_sizes", sizes=known, **of)
+
+
+def differences_of(runs: Sequence[Run]) -> list[Difference]:
+    """In what whole runs differ, servers and loads that only some of them have included."""
+    return differences(
+        [facts_of(run, list(itertools.product(run.scenario.servers, run.scenario.loads))) for run in runs]
+    )
+
+
+def server_differences(run: Run) -> list[Difference]:
+    """What is not equal between the servers, a value for each in the order of the scenario. Nothing for one server."""
+    servers = list(run.scenario.servers)
+    if len(servers) < 2:
+        return []
+    facts = [_server_facts(run, server) for server in servers]
+    ran = {cell.server for cell in run.cells}
+    if not ran.issuperset(servers):
+        # How a server ran that never did is not known; what was asked for is.
+        facts = [{key: one[key] for key in one if key.split(".")[0] in _ASKED} for one in facts]
+    return differences(facts)
+
+
+def _server_facts(run: Run, server: str) -> dict[str, object]:
+    prefix = f"servers.{server}."
+    known = facts_of(run, [(server, load) for load in run.scenario.loads])
+    return {key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)}
+
+
+def differences(sides: Sequence[Facts]) -> list[Difference]:
+    """The keys in which the sides differ, and their values in words; of lists what not all of them have."""
+    whole = [_expanded(side) for side in sides]
+    found: dict[str, list[str]] = {}
+    missing: set[str] = set()
+    for key in _in_order(whole):
+        values = [side.get(key, ABSENT) for side in whole]
+        if any(value != values[0] for value in values[1:]) and not is_noise(key, values):
+            part = _missing_part(key, whole)
+            if part is None:
+                found[key] = in_words(values)
+            elif part not in missing:
+                missing.add(part)
+                found[part] = [ABSENT if not _has(side, part) else "there" for side in whole]
+    servers = list(dict.fromkeys(key.split(".")[1] for side in whole for key in side if key.startswith("servers.")))
+    return [Difference(key=key, values=values) for key, values in _folded(found, servers).items()]
+
+
+def _in_order(sides: Sequence[Facts]) -> list[str]:
+    """All keys, those of one part of the manifest together also where only a later side has them."""
+    keys = list(dict.fromkeys(key for side in sides for key in side))
+    parts = list(dict.fromkeys(key.split(".")[0] for key in keys))
+    return sorted(keys, key=lambda key: parts.index(key.split(".")[0]))
+
+
+def _expanded(facts: Facts) -> dict[str, Any]:
+    """Lists of mappings, such as GPUs, key by key."""
+    result: dict[str, Any] = {}
+    for key, value in facts.items():
+        flatten(key, value, result, lists=True)
+    return result
+
+
+def _missing_part(key: str, sides: Sequence[Facts]) -> str | None:
+    """The server or load of a key where some side does not have it at all."""
+    part = ".".join(key.split(".")[:2])
+    whole = key.startswith(("servers.", "loads.")) and not all(_has(side, part) for side in sides)
+    return part if whole else None
+
+
+def _has(side: Facts, part: str) -> bool:
+    return any(key == part or key.startswith(f"{part}.") for key in side)
+
+
+def _folded(found: Mapping[str, list[str]], servers: Sequence[str]) -> dict[str, list[str]]:
+    """A difference that all servers have alike, as one of `servers.*`."""
+    result: dict[str, list[str]] = {}
+    for key, values in found.items():
+        kind, _, rest = key.partition(".")
+        server, _, name = rest.partition(".")
+        alike = [found.get(f"servers.{one}.{name}") == values for one in servers]
+        if kind == "servers" and name and server in servers and len(servers) > 1 and all(alike):
+            result[f"servers.*.{name}"] = values
+        else:
+            result[key] = values
+    return result

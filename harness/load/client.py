@@ -37,8 +37,6 @@ _Address = tuple[int, tuple[Any, ...]]  # family, socket address
 
 
 class ApiAddress(NamedTuple):
-    """The address of an API."""
-
     host: str
     port: int
     tls: bool
@@ -156,7 +154,6 @@ class Dialer:
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is an IP address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

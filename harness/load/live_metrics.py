@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from harness.analysis import derive
-from harness.analysis.goodput import meets
+from harness.analysis.derive import meets
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
 from harness.load.recorder import Recorder
@@ -158,7 +158,6 @@ class RequestCounter:
         self._ended = 0.0
 
     def add(self, request: Request) -> None:
-        """Count an ended request. Called once each, after its record is made."""
         failure = None if request.error in CUT else request.error
         if request.phase == "warmup":
             self._warmup += 1
@@ -192,7 +191,6 @@ class RequestCounter:
 
 
 def unpacked(raw: Any) -> CounterDelta | None:
-    """Decode a worker's report; None for an invalid one."""
     try:
         return msgspec.msgpack.decode(raw, type=CounterDelta)
     except (*UNDECODABLE, TypeError):
@@ -270,7 +268,6 @@ class LiveNumbers:
         self._recent: tuple[int, dict[str, Numbers]] = (-1, {})  # of the second that ends it
 
     def take(self, sender: str, delta: CounterDelta) -> None:
-        """Add the report of a load process."""
         now = time.monotonic()
         self._last_of[sender] = (now, delta)
         self.warmup += delta.warmup
@@ -303,7 +300,6 @@ class LiveNumbers:
         return sum(self.in_flight_of().values())
 
     def in_flight_of(self) -> dict[str, int]:
-        """By user class, where there are any."""
         return dict(sum((Counter(delta.in_flight_of) for delta in self._newest()), Counter()))
 
     def client_limited(self) -> float | None:

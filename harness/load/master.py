@@ -196,11 +196,9 @@ class Master:
         return min(machine.progress["stage"] for machine in self._at_work)
 
     def users(self) -> int:
-        """The number of users that should run now, on all machines together."""
         return self._stages[self.stage()].load.users
 
     def set_users_complete(self) -> None:
-        """Report to all workers that exactly the planned users run."""
         for machine in self._at_work:
             self._send("users-complete", None, machine.client_id)
 
@@ -234,7 +232,6 @@ class Master:
         return sorted(here, key=lambda m: (names.index(m.name) if names else 0, m.name, m.client_id))
 
     def _why_not(self, name: str, version: str) -> str | None:
-        """Why a worker does not belong to the run; None: it does."""
         names = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
         if version != __version__:
             return f"it has version {version} of the harness, and the master {__version__}"

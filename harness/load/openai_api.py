@@ -124,7 +124,6 @@ def called(text: str, call: Call) -> ToolMessage:
 
 
 def returned(call: Call, result: str) -> ToolMessage:
-    """What the tool returned."""
     return {"role": "tool", "tool_call_id": call.id, "content": result}
 
 
@@ -161,7 +160,6 @@ def _text(value: Any) -> str:
 
 
 def valid_call(tools: Tools | None, calls: Sequence[Call]) -> Call | None:
-    """The first valid call of an answer."""
     return next((call for call in calls if tools is not None and call.id and tools.is_valid(call)), None)
 
 
@@ -254,7 +252,6 @@ class Answer:
         return None
 
     def note(self, name: str, value: Any) -> None:
-        """Note a field whose value has another JSON type."""
         self.bad[name] = BadField(name, "type", _TYPES.get(type(value), "number"))
 
     def fail(self, kind: ErrorKind, message: str) -> None:

@@ -73,9 +73,7 @@ def _write_stream(stream: bool) -> str:
 
 
 def _read_stream(text: str, _: Any) -> bool:
-    if text not in _YES_NO:
-        raise HarnessError(f"--stream: expected one of yes, no, got {text!r}")
-    return text == "yes"
+    return not _YES_NO.index(text)
 
 
 def _write_think(load: Load) -> str:
@@ -89,12 +87,9 @@ def _write_think(load: Load) -> str:
 
 def _read_think(text: str, load: Load) -> Load:
     """A uniform pause, '1 5' or '2'; an empty text: none."""
-    try:
-        numbers = [float(word) for word in text.replace(",", " ").split()]
-    except ValueError:
-        numbers = [-1.0]
+    numbers = [float(word) for word in text.replace(",", " ").split()]
     if numbers and (len(numbers) > 2 or not 0 <= numbers[0] <= numbers[-1]):
-        raise HarnessError(f"--think: {text!r} is not a pause", next_step="Give one such as '1 5', in seconds.")
+        raise ValueError
     return msgspec.structs.replace(load, think=None, think_s=[numbers[0], numbers[-1]] if numbers else None)
 
 
@@ -110,19 +105,15 @@ def _read_abandon(text: str, _: Any) -> Abandon | None:
     if not text.strip():
         return None
     found = re.fullmatch(r"\s*([\d.e-]+) ?(%?) after (?:([\d.e+-]+) ?s|(\d+) ?tokens)\s*", text)
-    try:
-        share, percent, after_s, after_tokens = found.groups() if found else ("?", None, None, None)
-        given = {
-            "share": float(share) / (100 if percent else 1),
-            "after_s": float(after_s) if after_s else None,
-            "after_tokens": int(after_tokens) if after_tokens else None,
-        }
-        return msgspec.convert(given, Abandon)
-    except ValueError:
-        raise HarnessError(
-            f"--abandon: {text!r} is not a share and a time",
-            next_step="Give a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'.",
-        ) from None
+    if found is None:
+        raise ValueError
+    share, percent, after_s, after_tokens = found.groups()
+    given = {
+        "share": float(share) / (100 if percent else 1),
+        "after_s": float(after_s) if after_s else None,
+        "after_tokens": int(after_tokens) if after_tokens else None,
+    }
+    return msgspec.convert(given, Abandon)
 
 
 def _write_arrivals(arrivals: Arrivals | None) -> str:
@@ -135,14 +126,9 @@ def _read_arrivals(text: str, planned: Arrivals | None) -> Arrivals | None:
     """The scenario's spacing at another rate; an empty text: a closed loop."""
     if not text.strip():
         return None
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
+    rate = float(text)
     if not 0 < rate <= 1e7:
-        raise HarnessError(
-            f"--arrivals: {text!r} is not a rate", next_step="Give a number above 0, in arrivals a second, or nothing."
-        )
+        raise ValueError
     return msgspec.structs.replace(planned or Arrivals(), rate=rate, points=None, wave=None)
 
 
@@ -154,20 +140,13 @@ def _read_warmup(text: str, _: Any) -> Warmup:
     if text == "steady":
         return Warmup(until="steady")
     if not text.isascii() or not text.isdigit():
-        raise HarnessError(f"--warmup: {text!r} is neither a number of requests nor 'steady'")
+        raise ValueError
     return Warmup(requests=int(text))
 
 
 def slos_of(text: str) -> tuple[Slo, ...]:
-    """The SLOs in a text such as "ttft<=2s, tpot<=50ms"; none in an empty one. Raises HarnessError."""
-    if not text.strip():
-        return ()
-    try:
-        return parse_check(f"attainment({text}) >= 0").slos
-    except ValueError:
-        raise HarnessError(
-            f"--slos: cannot parse SLOs: {text!r}", next_step="Give some such as 'ttft<=2s, tpot<=50ms'."
-        ) from None
+    """The SLOs in a text such as "ttft<=2s, tpot<=50ms"; none in an empty one. Raises ValueError."""
+    return parse_check(f"attainment({text}) >= 0").slos if text.strip() else ()
 
 
 def _read_slos(text: str, _: Any) -> str:
@@ -178,12 +157,12 @@ def _read_slos(text: str, _: Any) -> str:
 class Option(NamedTuple):
     field: str  # of the Job, whose value is the default; empty: several
     help: str
-    read: Callable[[str, Any], Any] = _read  # from the text and the planned value
+    read: Callable[[str, Any], Any] = _read  # from the text and the planned value. Raises ValueError
     write: Callable[[Any], str] = _write
     choices: list[str] | None = None
+    expected: str = ""  # what `read` takes
 
     def text(self, job: Job) -> str:
-        """The value in a job, as the option is written."""
         return self.write(_value(job, self.field))
 
 
@@ -204,7 +183,7 @@ OPTIONS = {  # of the web form and the command line
         "load.endpoint", "endpoint to load: chat, completions or embeddings",
         choices=["chat", "completions", "embeddings"],
     ),
-    "--stream": Option("load.stream", "stream the answers", _read_stream, _write_stream, _YES_NO),
+    "--stream": Option("load.stream", "stream the answers", _read_stream, _write_stream, _YES_NO, "yes or no"),
     "--batch-size": Option("load.batch_size", "batch agents: requests sent at once"),
     "--in-flight": Option("load.in_flight", "batch agents: requests always in flight, instead of bursts"),
     "--steps": Option("load.agent.steps", "agents with tools: model calls of a task"),
@@ -213,28 +192,32 @@ OPTIONS = {  # of the web form and the command line
     "--document-tokens": Option("load.rag.document_tokens", "users of documents: length of each"),
     "--turns": Option("load.turns", "chat users: turns of a conversation"),
     "--abandon": Option(
-        "load.abandon", "chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'", _read_abandon, _write_abandon
+        "load.abandon", "chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'", _read_abandon,
+        _write_abandon, expected="a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'",
     ),
     "--regenerate": Option("load.regenerate", "chat users: share of questions that are asked again"),
     "--think": Option(
         "load", "pause in seconds, such as '1 5' (empty with stock Locust: that of the user class)", _read_think,
-        _write_think,
+        _write_think, expected="seconds, such as '1 5'",
     ),
     "--arrivals": Option(
         "load.arrivals", "open loop: arrivals a second (empty: closed loop, users wait for answers)", _read_arrivals,
-        _write_arrivals,
+        _write_arrivals, expected="a number above 0, in arrivals a second, or empty",
     ),
     "--timeout": Option("load.timeout_s", "seconds of silence after which a request has failed"),
     "--warmup": Option(
         "warmup", "requests that are sent first and do not count; steady: until the server is steady", _read_warmup,
-        _write_warmup,
+        _write_warmup, expected="a number of requests, or 'steady'",
     ),
-    "--slos": Option("slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", _read_slos),
+    "--slos": Option(
+        "slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", _read_slos,
+        expected="SLOs such as 'ttft<=2s, tpot<=50ms'",
+    ),
 }  # fmt: skip
 _OF_CLASSES = (  # options that a user class ignores unless its `uses` names them
-    *("--batch-size", "--in-flight", "--steps", "--sub-agents", "--documents", "--document-tokens", "--turns"),
-    *("--abandon", "--regenerate"),
-)
+    "--batch-size", "--in-flight", "--steps", "--sub-agents", "--documents", "--document-tokens", "--turns",
+    "--abandon", "--regenerate",
+)  # fmt: skip
 _START_ONLY = {  # not in the web form
     "--job": ("FILE", "job file, written by the harness, or its text"),
     "--records": ("FILE", "append a record of each request to FILE"),
@@ -377,8 +360,10 @@ def with_options(job: Job, options: Namespace) -> Job:
     for name, option in OPTIONS.items():
         text = getattr(options, field_name(name))
         if text != option.text(planned):
-            with wrong.noted():
+            try:
                 changed = _replaced(changed, option.field, option.read(text, _value(changed, option.field)))
+            except ValueError:
+                wrong.add(HarnessError(f"{name}: must be {option.expected} (got {repr(text)[:60]})"))
     load = changed.load
     if load.in_flight and load.batch_size not in (0, 1):
         wrong.add(HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight"))

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """The part of a record without the response: slot, user, conversation."""
+    """What is known of a request before it is sent: slot, user, conversation, tools."""
 
     slot: Slot
     user_class: str
@@ -51,6 +51,8 @@ class Place(NamedTuple):
     changed: bool = False  # the messages differ from the plan
     follows: bool = False  # it follows an earlier request of its group and has no time of its own
     asked_index: int | None = None  # the place of its question; None: its own place
+    tools: Tools | None = None
+    abandon: Abandon | None = None  # when the user leaves
 
     @property
     def question(self) -> int:
@@ -160,8 +162,6 @@ class LoadProcess:
         messages: Sequence[Message],
         place: Place,
         tell: Callable[[Answer], None] | None = None,
-        leave: Abandon | None = None,
-        tools: Tools | None = None,
     ) -> Answer:
         """Send one request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
@@ -176,9 +176,8 @@ class LoadProcess:
         cut = False
         self.recorder.sending(place.slot.phase, place.slot.stage)
         try:
-            path, body = PATHS[self.job.load.endpoint], partial(self._body, messages, place.question, tools)
-            with nullcontext() if leave is None else abandoning(leave, exchange, reading):
-                client.send(path, body, exchange)
+            with nullcontext() if place.abandon is None else abandoning(place.abandon, exchange, reading):
+                client.send(PATHS[self.job.load.endpoint], partial(self._body, messages, place), exchange)
             answer = self._finish(reading, place, exchange)
         except Exception as error:
             answer = _defect(error)
@@ -188,7 +187,7 @@ class LoadProcess:
             raise
         finally:
             exchange.look = None  # break the cycle, for the garbage collector
-            note = partial(self._note, exchange, reading, answer or Answer(), place, tools, tell)
+            note = partial(self._note, exchange, reading, answer or Answer(), place, tell)
             if cut:
                 note()  # Locust may count next
             else:
@@ -201,7 +200,6 @@ class LoadProcess:
         reading: ResponseReader,
         answer: Answer,
         place: Place,
-        tools: Tools | None,
         tell: Callable[[Answer], None] | None,
     ) -> None:
         """Make the record, and call `tell`."""
@@ -209,9 +207,9 @@ class LoadProcess:
             reading.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
             try:
-                record = self._record(exchange, answer, place, tools)
+                record = self._record(exchange, answer, place)
             except Exception as error:
-                record = self._record(exchange, _defect(error, answer.ended_s), place, tools)
+                record = self._record(exchange, _defect(error, answer.ended_s), place)
             self.recorder.add(record, place.slot.stage)
         finally:
             # Always: the end of the load waits for it.
@@ -231,11 +229,11 @@ class LoadProcess:
         job = self.job
         return workload.output_tokens(job.load, job.seed, index, self._rows, job.output_lengths)
 
-    def _body(self, messages: Sequence[Message], index: int, tools: Tools | None) -> bytes:
-        job, form = self.job, self.job.load.answer
-        more = {} if form is None else answer_fields(form, self._choices(index))
-        more |= {} if tools is None else tools.fields()
-        return body_of(job.load, self.model(), messages, self._asked(index), more)
+    def _body(self, messages: Sequence[Message], place: Place) -> bytes:
+        load, index = self.job.load, place.question
+        more = {} if load.answer is None else answer_fields(load.answer, self._choices(index))
+        more |= {} if place.tools is None else place.tools.fields()
+        return body_of(load, self.model(), messages, self._asked(index), more)
 
     def _choices(self, index: int) -> list[str]:
         form = self.job.load.answer
@@ -266,8 +264,8 @@ class LoadProcess:
         except Exception as error:
             return _defect(error)
 
-    def _record(self, exchange: Exchange, answer: Answer, place: Place, tools: Tools | None) -> Request:
-        load = self.job.load
+    def _record(self, exchange: Exchange, answer: Answer, place: Place) -> Request:
+        load, tools = self.job.load, place.tools
         judged = self._checked(answer, place.question)
         embeddings = load.endpoint == "embeddings"
         return Request(

@@ -99,10 +99,8 @@ class LLMUser(User):
     abstract = True
     endpoints: ClassVar[tuple[str, ...]] = ("chat", "completions", "embeddings")  # supported endpoints
     uses: ClassVar[tuple[str, ...] | None] = None  # options for some classes only that this one uses; None: all
-    think_s: ClassVar[tuple[float, float]] = (
-        0.0,
-        0.0,
-    )  # minimum and maximum, where neither scenario nor options set it
+    # Minimum and maximum, where neither scenario nor options set it.
+    think_s: ClassVar[tuple[float, float]] = (0.0, 0.0)
     _asked_to_stop = False
 
     def __init__(self, environment: Environment) -> None:
@@ -197,9 +195,10 @@ class LLMUser(User):
         the one before it asked. `tools` are sent along, and calls of them are in `answer.calls`.
         Raises ValueError for one that was sent before: what the plan says is sent once, and nothing else.
         """
-        place = self._claim(work)._replace(conversation=conversation, turn=turn, batch=batch, again=again)
-        messages = [*history, *work.messages] if history else work.messages
-        return self._send(messages, place, leave, tools)
+        place = self._claim(work)._replace(
+            conversation=conversation, turn=turn, batch=batch, again=again, abandon=leave, tools=tools
+        )
+        return self._send([*history, *work.messages] if history else work.messages, place)
 
     def begin(self, work: Work) -> None:
         """Send one request without waiting for its answer."""
@@ -233,18 +232,12 @@ class LLMUser(User):
             asked_index=work.asked_index,
         )
 
-    def _send(
-        self,
-        messages: Sequence[Message],
-        place: Place,
-        leave: Abandon | None = None,
-        tools: Tools | None = None,
-    ) -> Answer:
+    def _send(self, messages: Sequence[Message], place: Place) -> Answer:
         client = self._clients.pop() if self._clients else self._process.client()
         under_way = self._process.recorder.in_flight_of
         under_way[place.user_class] += 1
         try:
-            answer = self._process.send(client, messages, place, self._tell_locust, leave, tools)
+            answer = self._process.send(client, messages, place, self._fire_request_event)
         finally:
             under_way[place.user_class] -= 1
         self._clients.append(client)
@@ -354,7 +347,7 @@ class LLMUser(User):
             give_up(self.environment, error)
             raise StopUser from None
 
-    def _tell_locust(self, answer: Answer) -> None:
+    def _fire_request_event(self, answer: Answer) -> None:
         ended_s = answer.chunks_s[-1] if answer.chunks_s else answer.ended_s
         name = self._process.job.load_name or type(self).__name__
         failed = answer.error is not None and answer.error not in CUT

@@ -257,7 +257,7 @@ class Live:
         text = self._options.slos
         try:
             slos = slos_of(text)
-        except HarnessError:  # the load will not start and reports why
+        except ValueError:  # the load will not start and reports why
             slos, text = (), ""
         self._counter = RequestCounter(slos)
         if self._recorder is not None:

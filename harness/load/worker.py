@@ -155,12 +155,10 @@ class Worker:
         self._runner.quit()
 
     def _on_users_complete(self, **_: Any) -> None:
-        """All machines together have exactly the users of the stage."""
         if self._process is not None:
             self._process.sequencer.set_users_complete()
 
     def _on_go(self, msg: Any, **_: Any) -> None:
-        """All machines are warm."""
         if self._process is not None:
             stage = self._process.sequencer.stages[msg.data["stage"]]
             stage.begin_s, stage.on_hold = msg.data["begin_s"], False

@@ -4,25 +4,30 @@ import filecmp
 import gzip
 import os
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
+import msgspec
+import yaml
 from markupsafe import Markup
+from msgspec import Struct
 
 from harness import units
-from harness.analysis.summarize import summarize
+from harness.analysis.summarize import read_summary, summarize
 from harness.columns import METRIC_WORDS, RATES
-from harness.comparison.board import Board, Entry, Figure, Group
 from harness.errors import HarnessError, RunError
-from harness.files import open_file, pretty_json, read_bytes, replace_file
-from harness.judge.noise_floors import folder_name, is_noise_run, noise_path
+from harness.files import open_file, pretty_json, read_bytes, read_text, replace_file
+from harness.judge.noise_floors import RESERVED, date_of, folder_name, is_noise_run, noise_path
+from harness.judge.verdicts import fields_of, is_paced, metric_of, values_of
 from harness.reasons import sentences as in_words
 from harness.report import words
 from harness.report.html import asset, template
 from harness.report.markdown import escape, grid, render
 from harness.report.table import LIMITED
-from harness.rundir.manifest import Run, read_run
-from harness.summary import Summary, because
+from harness.rundir.manifest import Run, ServedBy, read_run
+from harness.summary import Row, Summary, because
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -35,6 +40,227 @@ APART = (
 EMPTY = "Nothing has been published yet: `harness publish RUN` files a run."
 _DIGEST = 12
 RECORDS = "requests.jsonl"
+THIRD_PARTY = Path("reference") / "third-party.yaml"
+
+
+class Figure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A figure that somebody else published, in reference/third-party.yaml."""
+
+    hardware: str
+    model: str
+    setup: str
+    load: str
+    result: str
+    claim: str  # who says so: vendor, community, paper
+    source: str
+    date: str  # of the source; "undated" where none was recorded
+    url: str | None = None
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """A row of a published run."""
+
+    machine: str
+    server: str
+    load: str
+    metric: str  # of its group
+    values: list[float]  # one for each repeat
+    output_tok_s: float | None
+    ttft_p50_s: float | None
+    errors: int
+    date: str
+    run: str
+    folder: str  # below results/
+    image: str | None
+    image_digest: str | None
+    version: str | None
+    valid: bool
+    client_limited: list[str]  # fields of Numbers
+    ranked: bool  # a value of the server, of a valid run
+    best: bool = False  # of its machine
+
+    @property
+    def value(self) -> float | None:
+        return median(self.values) if self.values else None
+
+    @property
+    def median(self) -> str:
+        """The median of the repeats with its unit."""
+        return self._marked(self.value, lambda number: words.in_unit(number, self.metric), self.metric)
+
+    @property
+    def spread(self) -> str:
+        """The lowest and the highest of the repeats."""
+        ends = (min(self.values), max(self.values)) if self.values else ()
+        return " to ".join(words.in_unit(end, self.metric) for end in ends) or units.NOTHING
+
+    @property
+    def rate(self) -> str:
+        return self._marked(self.output_tok_s, units.significant, "output_tok_s")
+
+    @property
+    def first_token(self) -> str:
+        """The p50 of TTFT in ms."""
+        return self._marked(self.ttft_p50_s, units.milliseconds, "ttft_s")
+
+    @property
+    def validity(self) -> str:
+        if not self.valid:
+            return "INVALID"
+        return "VALID" if self.ranked or not self.values else "CLIENT-LIMITED"
+
+    @property
+    def digest(self) -> str:
+        """The beginning of the image's digest, without its repository; of an image that was never in one, of its id."""
+        if self.image_digest is None:
+            return units.NOTHING
+        if "@" not in self.image_digest:
+            return f"image id {self.image_digest.rpartition(':')[2][:_DIGEST]}"
+        kind, _, digest = self.image_digest.rpartition("@")[2].rpartition(":")
+        return f"{kind}:{digest[:_DIGEST]}" if kind else digest[:_DIGEST]
+
+    def _marked(self, number: float | None, shown: Callable[[float], str], field: str) -> str:
+        if number is None:
+            return units.NOTHING
+        return f"{shown(number)}{LIMITED}" if field in self.client_limited else shown(number)
+
+
+class Group(Struct, frozen=True, kw_only=True):
+    """Rows of the same work: one scenario, one model, one workload, one kind of engine. Best first."""
+
+    scenario: str
+    question: str
+    model: str
+    workload_sha256: str
+    simulated: bool
+    metric: str
+    entries: list[Entry]
+
+    def best_of(self, machine: str) -> Entry | None:
+        return next((entry for entry in self.entries if entry.machine == machine and entry.best), None)
+
+    @property
+    def heading(self) -> str:
+        return f"{self.scenario} · {self.model}"
+
+    @property
+    def ranked_by(self) -> str:
+        return f"{METRIC_WORDS[self.metric]}, {'more' if self.metric in RATES else 'less'} is better"
+
+    @property
+    def limited(self) -> str | None:
+        """What the mark of a limited number means, where there is one."""
+        there = any(entry.client_limited for entry in self.entries)
+        return f"{LIMITED} the load generator was the limit of this number, not the server." if there else None
+
+
+class Board(Struct, frozen=True, kw_only=True):
+    """The leaderboard."""
+
+    machines: dict[str, str]  # name: what it is, in short
+    groups: list[Group]
+    figures: list[Figure]
+    unreadable: list[str]
+
+
+def collect(results: Path, shipped: Path) -> Board:
+    """Everything below `results`; the third-party figures from there, else from `shipped`. Never raises for one run."""
+    runs: list[tuple[Path, Run, Summary]] = []
+    unreadable = []
+    for path in sorted(results.glob("*/*/*/run.json")):
+        if path.relative_to(results).parts[0] in RESERVED:
+            continue
+        try:
+            runs.append((path.parent, read_run(path.parent), read_summary(path.parent)))
+        except HarnessError as error:
+            unreadable.append(error.what)
+    alike: dict[tuple[str, str, str, bool], list[tuple[Path, Run, Summary]]] = {}
+    for found in runs:
+        run = found[1]
+        key = (run.scenario_name, run.scenario.model, run.workload_sha256, run.simulated)
+        alike.setdefault(key, []).append(found)
+    groups = [_group(results, members) for _, members in sorted(alike.items())]
+    own = results / THIRD_PARTY
+    return Board(
+        machines=dict(sorted({run.machine.name: _what(run) for _, run, _ in runs}.items())),
+        groups=sorted(groups, key=lambda group: (group.simulated, group.scenario, group.model)),
+        figures=read_figures(own if own.exists() else shipped / THIRD_PARTY),
+        unreadable=unreadable,
+    )
+
+
+def read_figures(path: Path) -> list[Figure]:
+    """The third-party figures in a file; none without one. Raises HarnessError for a damaged one."""
+    try:
+        raw = yaml.safe_load(read_text(path))
+        return msgspec.convert(raw["figures"], list[Figure])
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
+
+
+def _group(results: Path, members: Sequence[tuple[Path, Run, Summary]]) -> Group:
+    newest = max((run for _, run, _ in members), key=lambda run: run.started_wall_s)
+    used = [run.scenario.loads[row.load] for _, run, summary in members for row in summary.rows]
+    metric = "ttft_p50" if any(map(is_paced, used)) else metric_of(used)
+    entries = [
+        _entry(results, folder, run, summary, row, metric) for folder, run, summary in members for row in summary.rows
+    ]
+    entries.sort(key=lambda entry: _rank(entry, metric))
+    best: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.ranked:
+            best.setdefault(entry.machine, entry)
+    marked = [msgspec.structs.replace(entry, best=best.get(entry.machine) is entry) for entry in entries]
+    return Group(
+        scenario=newest.scenario_name,
+        question=newest.scenario.question,
+        model=newest.scenario.model,
+        workload_sha256=newest.workload_sha256,
+        simulated=newest.simulated,
+        metric=metric,
+        entries=marked,
+    )
+
+
+def _rank(entry: Entry, metric: str) -> tuple[bool, float, str, str, str, str]:
+    """Best first; what is not ranked comes last."""
+    value = entry.value or 0.0
+    return not entry.ranked, -value if metric in RATES else value, entry.machine, entry.server, entry.load, entry.run
+
+
+def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, metric: str) -> Entry:
+    cells = {cell.id: cell for cell in summary.cells}
+    values = [value for value in values_of(row, cells, metric) if value]
+    served: ServedBy | None = next((cell.served_by for cell in run.served if cell.server == row.server), None)
+    numbers = row.pooled
+    valid = summary.valid is True and run.status == "valid"
+    return Entry(
+        machine=run.machine.name,
+        server=row.server,
+        load=row.load,
+        metric=metric,
+        values=values,
+        output_tok_s=median(row.output_tok_s) if row.output_tok_s else None,
+        ttft_p50_s=numbers.ttft_s.p50,
+        errors=numbers.failed + numbers.unfinished,
+        date=date_of(run.started_wall_s),
+        run=run.id,
+        folder=folder.relative_to(results).as_posix(),
+        image=served.image if served else None,
+        image_digest=served.image_digest if served else None,
+        version=served.version if served else None,
+        valid=valid,
+        client_limited=row.client_limited,
+        ranked=valid and bool(values) and fields_of(metric)[0] not in row.client_limited,
+    )
+
+
+def _what(run: Run) -> str:
+    """What a machine is, in short: its GPUs, else its CPU."""
+    gpus = Counter(str(gpu.get("name") or gpu.get("target")) for gpu in run.machine.gpus)
+    return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.machine.cpu or ""
 
 
 def write_board(board: Board, path: Path) -> list[Path]:
@@ -57,15 +283,6 @@ def html(board: Board) -> str:
     return template("leaderboard.html.j2").render(
         board=board,
         style=Markup(asset("report.css")),
-        value=value,
-        spread=spread,
-        heading=heading,
-        digest=digest,
-        metric_name=metric_name,
-        rate=rate,
-        first_token=first_token,
-        validity=validity,
-        limited=limited,
         units=units,
         ranking=RANKING.replace("`", ""),
         apart=APART,
@@ -77,7 +294,7 @@ def markdown(board: Board) -> str:
     """The same as GitHub Flavored Markdown."""
     parts = ["# Leaderboard"]
     if board.groups:
-        parts += [RANKING, _matrix(board), *(_group(group) for group in board.groups)]
+        parts += [RANKING, _matrix(board), *map(_group_markdown, board.groups)]
     else:
         parts.append(EMPTY)
     if board.unreadable:
@@ -87,77 +304,20 @@ def markdown(board: Board) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _marked(number: float | None, shown: Callable[[float], str], field: str, entry: Entry) -> str:
-    if number is None:
-        return units.NOTHING
-    return f"{shown(number)}{LIMITED}" if field in entry.client_limited else shown(number)
-
-
-def value(entry: Entry, group: Group) -> str:
-    """The median of a row by the group's metric, with its unit."""
-    return _marked(entry.value, lambda number: words.in_unit(number, group.metric), group.metric, entry)
-
-
-def rate(entry: Entry) -> str:
-    return _marked(entry.output_tok_s, units.significant, "output_tok_s", entry)
-
-
-def first_token(entry: Entry) -> str:
-    """The p50 of TTFT in ms."""
-    return _marked(entry.ttft_p50_s, units.milliseconds, "ttft_s", entry)
-
-
-def validity(entry: Entry) -> str:
-    if not entry.valid:
-        return "INVALID"
-    return "VALID" if entry.ranked or entry.value is None else "CLIENT-LIMITED"
-
-
-def limited(group: Group) -> str | None:
-    """What the mark of a limited number means, where there is one."""
-    there = any(entry.client_limited for entry in group.entries)
-    return f"{LIMITED} the load generator was the limit of this number, not the server." if there else None
-
-
-def spread(entry: Entry, group: Group) -> str:
-    """The least and the most of the repeats."""
-    if entry.min is None or entry.max is None:
-        return units.NOTHING
-    return f"{words.in_unit(entry.min, group.metric)} to {words.in_unit(entry.max, group.metric)}"
-
-
-def heading(group: Group) -> str:
-    return f"{group.scenario} · {group.model}"
-
-
-def metric_name(group: Group) -> str:
-    return f"{METRIC_WORDS[group.metric]}, {'more' if group.metric in RATES else 'less'} is better"
-
-
-def digest(entry: Entry) -> str:
-    """The beginning of the image's digest, without its repository; of an image that was never in one, of its id."""
-    if entry.image_digest is None:
-        return units.NOTHING
-    if "@" not in entry.image_digest:
-        return f"image id {entry.image_digest.rpartition(':')[2][:_DIGEST]}"
-    kind, _, sum_ = entry.image_digest.rpartition("@")[2].rpartition(":")
-    return f"{kind}:{sum_[:_DIGEST]}" if kind else sum_[:_DIGEST]
-
-
 def _matrix(board: Board) -> str:
     def cell(group: Group, machine: str) -> str:
         best = group.best_of(machine)
-        return units.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
+        return units.NOTHING if best is None else f"{best.median}: {best.server} / {best.load}, {best.date}"
 
     lines = [
-        [heading(group) + (" (SIMULATED)" if group.simulated else ""), *(cell(group, name) for name in board.machines)]
+        [group.heading + (" (SIMULATED)" if group.simulated else ""), *(cell(group, name) for name in board.machines)]
         for group in board.groups
     ]
     return grid(["Scenario", *board.machines], lines)
 
 
-def _group(group: Group) -> str:
-    text = f"## {escape(heading(group))}\n\n{escape(group.question)} Ranked by {metric_name(group)}. "
+def _group_markdown(group: Group) -> str:
+    text = f"## {escape(group.heading)}\n\n{escape(group.question)} Ranked by {group.ranked_by}. "
     text += f"Workload `{group.workload_sha256[:_DIGEST]}`."
     if group.simulated:
         text += f"\n\n> **{words.SIMULATED}**"
@@ -169,21 +329,21 @@ def _group(group: Group) -> str:
             entry.machine,
             entry.server,
             entry.load,
-            value(entry, group) + (" (best of this machine)" if entry.best else ""),
-            spread(entry, group),
-            str(entry.repeats),
-            rate(entry),
-            first_token(entry),
+            entry.median + (" (best of this machine)" if entry.best else ""),
+            entry.spread,
+            str(len(entry.values)),
+            entry.rate,
+            entry.first_token,
             str(entry.errors),
             entry.date,
-            digest(entry),
+            entry.digest,
             entry.version or units.NOTHING,
-            validity(entry),
+            entry.validity,
             entry.run,
         ]
         for number, entry in enumerate(group.entries, 1)
     ]
-    return "\n\n".join([text, grid(head, lines), *filter(None, [limited(group)])])
+    return "\n\n".join([text, grid(head, lines), *filter(None, [group.limited])])
 
 
 def _figures(figures: list[Figure]) -> str:

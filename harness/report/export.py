@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from prometheus_client.metrics_core import Metric
@@ -20,12 +20,11 @@ from harness.analysis.tally import Clock
 from harness.columns import LATENCIES, NUMBER_WORDS, VALUES
 from harness.errors import HarnessError
 from harness.redact import csv_field
-from harness.report.details import MACHINE_VALUES, raw, schedule_values
-from harness.report.table import TableLine, lines
+from harness.report.table import MACHINE_VALUES, TableLine, lines, raw, schedule_values
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.plan import mixed_with
-from harness.summary import Distribution, Row, Summary
+from harness.summary import Distribution, LimitedBy, Row, Summary
 
 BATCH = 10_000
 PACKED = "requests.jsonl.gz"  # as `harness publish --records` files them
@@ -52,7 +51,7 @@ def refuse_ending(to: Path) -> None:
     """Raise HarnessError for a file of neither format."""
     if to.suffix not in (".parquet", ".csv"):
         raise HarnessError(
-            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv."
+            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv, or `otlp`."
         )
 
 
@@ -64,12 +63,8 @@ def export(folder: Path, to: Path) -> Exported:
     """
     writers = {".parquet": _write_parquet, ".csv": _write_csv}
     refuse_ending(to)
-    run = read_run(folder)
-    path = folder / "requests.jsonl"
-    if not path.exists():
-        raise _without_records(folder)
     damaged: list[int] = []
-    rows = _rows(run, read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
+    rows = _rows(*dated_records(folder, damaged))
     temporary = to.with_name(f"{to.name}.new")
     try:
         written = writers[to.suffix](temporary, rows)
@@ -86,15 +81,37 @@ def arrow_table(folder: Path) -> Any:
     Raises HarnessError for a run without records, and without pyarrow.
     """
     pyarrow = _pyarrow("records as a table")
-    path, run, damaged = folder / "requests.jsonl", read_run(folder), list[int]()
-    if not path.exists():
-        raise _without_records(folder)
-    rows = _rows(run, read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
+    damaged: list[int] = []
+    rows = _rows(*dated_records(folder, damaged))
     schema = _schema(pyarrow)
     table = pyarrow.Table.from_batches(_batches(pyarrow, schema, rows), schema=schema)
     if damaged:
-        warnings.warn(f"{path}: {len(damaged)} lines left out: not readable", stacklevel=3)
+        warnings.warn(f"{folder / 'requests.jsonl'}: {len(damaged)} lines left out: not readable", stacklevel=3)
     return table
+
+
+def dated_records(folder: Path, damaged: list[int]) -> tuple[Run, Iterator[tuple[Request, float | None]]]:
+    """Return the manifest and the records of a run directory, each with the Unix time at which it was sent.
+
+    Raises HarnessError for a run without records. None: the time of day is not known.
+    """
+    run, path = read_run(folder), folder / "requests.jsonl"
+    if not path.exists():
+        raise _without_records(folder)
+    if run.origin is not None and run.origin.tool == "locust":  # its records begin with their cell
+        began = {cell.id: cell.started_wall_s for cell in run.cells}
+        requests = (one for one in read_requests(path, damaged) if one.cell in began)
+        return run, ((one, began[one.cell] + one.sent_s) for one in requests)
+    return run, _dated(read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
+
+
+def _dated(requests: Iterator[Request], marks: list[ProcessMark]) -> Iterator[tuple[Request, float | None]]:
+    clocks: dict[str, Clock] = {}
+    for request in requests:
+        if request.cell not in clocks:
+            clocks[request.cell] = Clock([mark for mark in marks if mark.cell == request.cell])
+        clock = clocks[request.cell]
+        yield request, clock.wall_s(request.sent_s + clock.offset_s(request.process))
 
 
 def _without_records(folder: Path) -> HarnessError:
@@ -126,14 +143,10 @@ def _type(annotation: Any) -> str:
     return next((_TYPES[arm] for arm in arms if arm in _TYPES), "string")  # a Literal of words
 
 
-def _rows(run: Run, requests: Iterator[Request], marks: list[ProcessMark]) -> Iterator[dict[str, Any]]:
+def _rows(run: Run, requests: Iterator[tuple[Request, float | None]]) -> Iterator[dict[str, Any]]:
     cells = {cell.id: cell for cell in run.cells}
-    clocks: dict[str, Clock] = {}
-    for request in requests:
+    for request, wall_s in requests:
         cell = cells.get(request.cell)
-        if request.cell not in clocks:
-            clocks[request.cell] = Clock([mark for mark in marks if mark.cell == request.cell])
-        clock = clocks[request.cell]
         row: dict[str, Any] = {
             "run": run.id,
             "server": None if cell is None else cell.server,
@@ -142,7 +155,7 @@ def _rows(run: Run, requests: Iterator[Request], marks: list[ProcessMark]) -> It
         row |= {name: getattr(request, name) for name in request.__struct_fields__}
         row["bad_fields"] = msgspec.json.encode(request.bad_fields).decode() if request.bad_fields else None
         succeeded = request.error is None
-        row["sent_wall_s"] = clock.wall_s(request.sent_s + clock.offset_s(request.process))
+        row["sent_wall_s"] = wall_s
         row["ttft_s"] = derive.ttft_s(request) if succeeded else None
         row["tpot_s"] = derive.tpot_s(request) if succeeded else None
         row["e2e_s"] = derive.e2e_s(request)
@@ -196,6 +209,7 @@ def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     return written
 
 
+STAGES = ("connect", "api", "queue", "prefill", "decode")  # fields of TimeSplit
 _CSV_STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _CSV_ANSWERS = ("checked", "valid", "valid_share", "labelled", "right", "right_share")
 _CSV_VERDICT = {  # field of a Verdict, by column
@@ -241,6 +255,8 @@ def _record(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | int
             record |= {f"{column.name}_{statistic}_s": getattr(sample, statistic) for statistic in _CSV_STATISTICS}
     record |= schedule_values(line.row)
     record |= {name: raw(line.row.machine_load, field) for name, field, *_ in MACHINE_VALUES}
+    record |= {f"{stage}_mean_s": raw(line.row.time, f"{stage}_s") for stage in STAGES if stage != "connect"}
+    record["limited_by"] = line.row.limited_by
     for slos, attained in numbers.slos.items():
         record |= {f"attainment({slos})": attained.attainment, f"goodput_req_s({slos})": attained.goodput_req_s}
     return (
@@ -346,6 +362,13 @@ def _of_rows(summary: Summary, run: Run) -> Iterator[Metric]:
         explanation = f"{name.replace('_', ' ').capitalize()}, median over runs"
         known = [(at, value) for at, row in labelled if (value := raw(row.machine_load, field)) is not None]
         yield _gauge(f"{name}_{unit}", explanation, unit, [(at, factor * value) for at, value in known])
+    stages = [({**at, "stage": stage}, raw(row.time, f"{stage}_s")) for at, row in labelled for stage in STAGES]
+    yield _gauge("stage_mean_seconds", "Where the time of a request went, mean over requests", "seconds", stages)
+    limits = [
+        ({**at, "limit": limit}, int(limit == row.limited_by))
+        for at, row in labelled if row.limited_by is not None for limit in get_args(LimitedBy)
+    ]  # fmt: skip
+    yield _gauge("limited_by", "1: this was the limit of the row", "", limits)
     for column in LATENCIES:
         about = f"{column.about} of successful requests"
         family = Metric(f"{PREFIX}_{column.name}_seconds", about, "summary", "seconds")

@@ -9,8 +9,8 @@ from rich.text import Text
 from harness import units
 from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.history import ChangePoint, Gate, Gated, History, LeftOut, Moved, Series
-from harness.judge.change_points import DETECTED, MIN_HISTORY
 from harness.judge.noise_floors import date_of
+from harness.judge.stats import DETECTED, MIN_HISTORY
 from harness.report import words
 from harness.report.charts import Chart, Figure, plain, scatter
 from harness.report.html import chart_page
@@ -39,7 +39,6 @@ _MAX_TICKS = 10
 
 
 def print_history(history: History, console: Console) -> None:
-    """Print the series, then the change points with the differences between the manifests."""
     _print_head(
         history.simulated, title(history), left_out(history.left_out) + left_out_of_rows(history.series), console
     )
@@ -58,7 +57,6 @@ def print_history(history: History, console: Console) -> None:
 
 
 def print_gate(gate: Gate, console: Console) -> None:
-    """Print the table of verdicts, their meaning, and the differences to the last run of the history."""
     _print_head(gate.simulated, gate_title(gate), left_out(gate.left_out) + left_out_of_rows(gate.rows), console)
     styles = [_GATE_STYLES[row.word] for row in gate.rows]
     console.print(simple_table(GATE_HEAD, map(gate_cells, gate.rows), styles))
@@ -99,7 +97,6 @@ def html(history: History) -> str:
 
 
 def gate_markdown(gate: Gate) -> str:
-    """The same for a pull request."""
     parts = [f"> **{words.SIMULATED}**"] if gate.simulated else []
     parts += [escape(gate_title(gate)), *map(escape, left_out(gate.left_out) + left_out_of_rows(gate.rows))]
     parts.append(grid(GATE_HEAD, [gate_cells(row) for row in gate.rows]))
@@ -110,7 +107,6 @@ def gate_markdown(gate: Gate) -> str:
 
 
 def title(history: History) -> str:
-    """What the history is of."""
     days = sorted({date_of(point.started_wall_s) for series in history.series for point in series.points})
     when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
     runs = units.count(len(history.runs), "run")
@@ -118,17 +114,14 @@ def title(history: History) -> str:
 
 
 def gate_title(gate: Gate) -> str:
-    """Which run is checked against what."""
     return f"{gate.run} against {units.count(gate.runs, 'earlier run')} of {gate.scenario} on {gate.machine}"
 
 
 def left_out(found: Sequence[LeftOut]) -> list[str]:
-    """How many runs are left out, and why."""
     return [f"Left out: {units.count(len(one.runs), 'run')} {REASONS[one.reason]}" for one in found]
 
 
 def left_out_of_rows(rows: Sequence[Series] | Sequence[Gated]) -> list[str]:
-    """The same for each row and metric."""
     return [
         f"{row.server} / {row.load}, {METRIC_WORDS[row.metric]}: {text[0].lower()}{text[1:]}"
         for row in rows
@@ -137,7 +130,6 @@ def left_out_of_rows(rows: Sequence[Series] | Sequence[Gated]) -> list[str]:
 
 
 def series_cells(series: Series) -> list[str]:
-    """A line of the table of series."""
     outliers = sum(point.state == "outlier" for point in series.points)
     undecided = sum(point.state == "undecided" for point in series.points)
     levels = [words.in_unit(level.value, series.metric) for level in series.levels] or [units.NOTHING]
@@ -153,7 +145,6 @@ def series_cells(series: Series) -> list[str]:
 
 
 def moved_in_words(moved: Moved) -> str:
-    """How much a series changed."""
     return f"{moved.ratio:.3f} times the speed before, by {METRIC_WORDS[moved.metric]}"
 
 
@@ -165,7 +156,6 @@ def nearby(change: ChangePoint) -> str:
 
 
 def gate_cells(row: Gated) -> list[str]:
-    """A line of the gate's table."""
     known = row.low is not None and row.high is not None
     return [
         f"{row.server} / {row.load}",
@@ -178,7 +168,6 @@ def gate_cells(row: Gated) -> list[str]:
 
 
 def gated_in_words(row: Gated, run: str) -> str:
-    """What the gate found in a row."""
     name = f"{row.server} / {row.load}: {METRIC_WORDS[row.metric]}"
     finds = (
         ""

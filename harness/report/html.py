@@ -19,18 +19,16 @@ from msgspec import Struct
 from harness import units
 from harness.analysis.summarize import read_summary
 from harness.capacity.result import CapacityReport, read_capacity
-from harness.comparison.differences import server_differences
 from harness.files import replace_file
+from harness.judge.comparable import server_differences
 from harness.reasons import evidence, sentence
-from harness.report import answer, details, sentences, words
+from harness.report import sentences, table, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts import Figure, figures, row_keys, server_keys
 from harness.report.charts.capacity import capacity_charts
 from harness.report.charts.data import ChartData, observe
-from harness.report.charts.slo_lines import slo_bounds, with_slo_lines
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of, startup, startup_facts
-from harness.report.table import columns, errors, interval, lines
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summary import Summary, Verdict
 
@@ -68,7 +66,6 @@ def template(name: str) -> Template:
 
 
 def asset(name: str) -> str:
-    """A style, a script or a library as text."""
     return (resources.files("harness.report") / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -116,7 +113,7 @@ def write_report(folder: Path) -> Path:
 
 def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityReport | None = None) -> str:
     """The page. `capacity`: of a run that searched for it."""
-    rows = lines(summary, run)
+    rows = table.lines(summary, run)
     of_sweep = sweep_charts(summary, run)
     charts = [
         *of_sweep,
@@ -128,8 +125,8 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         startup(run),
         *([] if capacity is None else capacity_charts(capacity)),
     ]
-    bounds = slo_bounds(summary)
-    charts = [with_slo_lines(chart, bounds) for chart in charts]
+    bounds = figures.slo_bounds(summary)
+    charts = [figures.with_slo_lines(chart, bounds) for chart in charts]
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
     cells = {cell.id: cell for cell in summary.cells}
     events = {line.cell: events_of(line, cells.get(line.cell), run.ran.get(line.cell)) for line in observed.timelines}
@@ -139,13 +136,12 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         {line.cell: figure_of(line, events[line.cell]) for line in observed.timelines},
         summary=summary,
         run=run,
-        columns=columns(summary),
+        columns=table.columns(summary),
         rows=rows,
         capacity=[] if capacity is None else capacity_lines(capacity),
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
-        interval=interval,
-        errors=errors,
-        answer=answer,
+        interval=table.interval,
+        errors=table.errors,
         sentences=sentences,
         sentence=sentence,
         evidence=evidence,
@@ -159,12 +155,10 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         timelines=list(events),
         timeline_first=_shown_first(run, events),
         events=events,
-        schedules=details.schedule_lines(summary, run),
-        schedule_columns=details.SCHEDULE,
-        times=details.time_table(summary),
-        machine=details.machine_table(summary),
-        gpu_head=list(details.GPU),
-        gpu_lines=details.gpu_lines(summary),
+        schedules=table.schedule_table(summary, run),
+        times=table.time_table(summary),
+        machine=table.machine_table(summary),
+        gpus=table.gpu_table(summary),
         observed=observed,
         differences=server_differences(run),
         served=_served(run),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.columns import METRIC_WORDS
 from harness.comparison.history import Gate
@@ -20,7 +21,7 @@ from harness.errors import HarnessError
 from harness.reasons import evidence, verdict_sentence
 from harness.reasons import sentences as in_words
 from harness.report import history, sentences, words
-from harness.report.details import schedule_lines, schedule_sentence
+from harness.report.table import schedule_numbers, schedule_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary
 
@@ -60,8 +61,11 @@ def render(summary: Summary, run: Run) -> str:
         digests = {cell.served_by.image_digest for cell in run.served if cell.server == server} - {None}
         if digests:
             properties[f"image_digest.{server}"] = ", ".join(sorted(filter(None, digests)))
-    for line in schedule_lines(summary, run):
-        properties[f"schedule.{line.server}/{line.load}"] = schedule_sentence(line)
+    schedules = schedule_table(summary, run)
+    for line in schedules.rows:
+        properties[f"schedule.{line.server}/{line.load}"] = (
+            f"{line.name}: {line.texts[0]}. {schedule_numbers(schedules, line)}"
+        )
     if summary.simulated:
         properties["simulated"] = words.SIMULATED
     took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s
@@ -120,34 +124,20 @@ def write(path: Path, text: str) -> None:
 
 
 def _sides(sides: Sequence[str], difference: Difference) -> str:
-    """The values of a difference, each with its side."""
     return "; ".join(f"{side}: {value}" for side, value in zip(sides, difference.values, strict=True))
 
 
 def _validity(summary: Summary, run: Run) -> Case:
     said = sentences.of_validity(summary, run)
     ended = run.status not in ("running", "failed", "interrupted")
-    if summary.valid is None and ended:  # neither green nor red
-        text = "\n".join([said, *in_words(summary.notes)])
-        return Case(
-            group="validity",
-            name="the run is VALID",
-            outcome="skipped",
-            kind="NOT CHECKED",
-            message=said,
-            evidence=text,
-        )
-    if summary.valid and ended:
-        return Case(group="validity", name="the run is VALID", evidence="\n".join([said, *in_words(summary.notes)]))
     reasons = in_words(summary.reasons or run.reasons) or [said]
-    return Case(
-        group="validity",
-        name="the run is VALID",
-        outcome="error",
-        kind="INVALID" if ended else run.status.upper(),
-        message=reasons[0],
-        evidence="\n".join([said, *reasons]),
-    )
+    case = Case(group="validity", name="the run is VALID", evidence="\n".join([said, *in_words(summary.notes)]))
+    if not ended or summary.valid is False:
+        kind, text = "INVALID" if ended else run.status.upper(), "\n".join([said, *reasons])
+        return replace(case, outcome="error", kind=kind, message=reasons[0], evidence=text)
+    if summary.valid is None:  # neither green nor red
+        return replace(case, outcome="skipped", kind="NOT CHECKED", message=said)
+    return case
 
 
 def _check(result: CheckResult) -> Case:

@@ -5,9 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from harness.columns import METRIC_WORDS
 from harness.reasons import evidence, sentence
-from harness.report import answer, sentences, words
-from harness.report.details import SCHEDULE, DetailLine, schedule_lines, time_table
-from harness.report.table import Meaning, columns, lines
+from harness.report import sentences, words
+from harness.report.table import DetailTable, Meaning, columns, lines, schedule_table, time_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
@@ -16,18 +15,18 @@ LEFT = ("server", "load", "verdict")
 
 def render(summary: Summary, run: Run) -> str:
     """The report as GitHub Flavored Markdown. Texts from outside are escaped and stay text."""
-    parts = [f"## {escape(summary.question)}", f"**{escape(answer.of_run(summary, run))}**"]
+    parts = [f"## {escape(summary.question)}", f"**{escape(sentences.answer_of(summary, run))}**"]
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
-    if lines_ := schedule_lines(summary, run):
-        parts.append(_schedules(lines_))
-    times = time_table(summary)
+    schedules, times = schedule_table(summary, run), time_table(summary)
+    if schedules.rows:
+        rows = [[line.server, line.load, *line.texts] for line in schedules.rows]
+        parts += [_detail(["Server", "Load"], schedules, rows)]
+        parts += [_details("What they mean", _explanations(schedules.columns[1:]))]
     if times.rows:
         rows = [[line.name, *line.texts] for line in times.rows]
-        rule = "|:---|" + "".join(":---|" if column.key == "limit" else "---:|" for column in times.columns)
-        parts.append("**Where the time goes**, mean of each request")
-        parts.append(grid(["Row", *(column.title for column in times.columns)], rows, rule))
+        parts += ["**Where the time goes**, mean of each request", _detail(["Row"], times, rows)]
     if summary.comparison is not None:
         parts += _verdicts(summary.comparison)
     parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
@@ -52,7 +51,6 @@ def escape(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """`text` in the type of code, unless it holds what would end that."""
     return escape(text) if "`" in text or "\n" in text else f"`{text}`"
 
 
@@ -64,7 +62,6 @@ def check_item(check: CheckResult) -> str:
 
 
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
-    """The main table alone, or some of its columns."""
     shown = [column for column in columns(summary) if keys is None or column.key in keys]
     rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
     body = [[column.text(line) for column in shown] for line in lines(summary, run)]
@@ -86,12 +83,11 @@ def _verdicts(comparison: Comparison) -> list[str]:
     return [shown, _details(title, _list(rest))] if rest else [shown]
 
 
-def _schedules(lines_: list[DetailLine]) -> str:
-    """How open loops kept their schedule."""
-    head = ["Server", "Load", "Schedule", *(column.title for column in SCHEDULE)]
-    body = [[line.server, line.load, line.schedule, *line.texts] for line in lines_]
-    rule = "|" + ":---|" * 3 + "---:|" * len(SCHEDULE)
-    return grid(head, body, rule) + "\n\n" + _details("What they mean", _explanations(SCHEDULE))
+def _detail(head: Sequence[str], table: DetailTable, rows: Sequence[Sequence[str]]) -> str:
+    """A smaller table; words are on the left, numbers on the right."""
+    left = ("schedule", "limit")
+    rule = "|" + ":---|" * len(head) + "".join(":---|" if c.key in left else "---:|" for c in table.columns)
+    return grid([*head, *(column.title for column in table.columns)], rows, rule)
 
 
 def _rows_in_words(summary: Summary, run: Run) -> str:
@@ -117,9 +113,8 @@ _MAX_VALUE = 300  # characters of a value that is shown; JSON has all of it
 
 
 def of_comparison(comparison: Comparison) -> str:
-    """A comparison of runs, with the differences between their manifests."""
     parts = [f"> **{words.SIMULATED}**"] if comparison.simulated else []
-    parts.append(f"**{escape(answer.of_comparison(comparison))}**")
+    parts.append(f"**{escape(sentences.answer_of_comparison(comparison))}**")
     parts.append(grid(HEADINGS, map(verdict_cells, comparison.verdicts)))
     parts += [f"> **Warning:** {escape(sentence(note))}" for note in comparison.notes]
     parts += _verdicts(comparison)
@@ -130,7 +125,6 @@ def of_comparison(comparison: Comparison) -> str:
 
 
 def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
-    """The cells of a verdict below HEADINGS."""
     known = verdict.low is not None and verdict.high is not None
     return (
         verdict.side,

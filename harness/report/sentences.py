@@ -1,35 +1,257 @@
-"""What a report says in sentences: each row, the validity, and how the comparison was made."""
+"""What a report says in sentences: the answer first, then each row, the validity, and how the comparison was made.
+
+The answer is about the first of these that a run has: checks against a baseline (regression), SLOs, loads measured
+together (interference), rows compared with a baseline row (speedup); else what was measured.
+"""
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from harness import units
 from harness.columns import METRIC_WORDS, RATES, WORK
-from harness.reasons import number_words, sentence, sentences, speed, verdict_sentence, verdict_text
+from harness.errors import HarnessError
+from harness.judge.checks import evaluate
+from harness.judge.verdicts import but_for_concurrency
+from harness.reasons import evidence, number_words, sentence, sentences, speed, verdict_sentence, verdict_text
 from harness.report import words
 from harness.report.table import LIMITED, TableLine
 from harness.rundir.manifest import Run
+from harness.scenario.check_syntax import JUDGED_BY_SLOS, LATENCIES, Check, parse_check
 from harness.scenario.plan import alone, mix_of
-from harness.summary import Comparison, FailedRequests, Reason, Row, Summary, Verdict
+from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
 from harness.units import count
 
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
+_BOUNDED = (*JUDGED_BY_SLOS, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
+
+
+def answer_of(summary: Summary, run: Run) -> str:
+    """The answer of a run; why there is none where it is INVALID or did not end."""
+    if run.status in ("running", "interrupted", "failed"):
+        return "No answer: the run did not come to its end."
+    if summary.valid is False and run.status != "live":
+        return "No answer: the run is INVALID."
+    checks = [(check, result) for result in summary.checks if (check := _read(result.check)) is not None]
+    relative = [result for check, result in checks if check.relative]
+    bounds = [(check, result) for check, result in checks if not check.relative and _is_bound(check)]
+    if relative:
+        return _regression(relative)
+    if bounds:
+        return _slos(bounds, summary, run)
+    if effect := _interference(summary):
+        return effect
+    if summary.comparison is not None and summary.comparison.verdicts:
+        return _speedup(summary.comparison, summary.rows)
+    return _plain(summary.rows)
+
+
+def answer_of_comparison(comparison: Comparison) -> str:
+    """The answer of `harness compare`: whether a side is slower than the first."""
+    verdicts = comparison.verdicts
+    slower = _extreme(verdicts, "slower")
+    number = sum(verdict.word == "slower" for verdict in verdicts)
+    total = count(len(verdicts), "comparison")
+    if slower is not None:
+        which = "the largest: " if number > 1 else ""
+        return f"Regression: {number} of {total}, {which}{_fact(slower, named=True)} than {slower.baseline}."
+    unknown = sum(verdict.word == "inconclusive" for verdict in verdicts)
+    if unknown:
+        return f"Inconclusive: {unknown} of {total} cannot be decided, and none is slower."
+    faster = _extreme(verdicts, "faster")
+    better = "" if faster is None else f" The largest gain: {_fact(faster, named=True)}."
+    return f"No regression: none of {total} is slower.{better}"
+
+
+def _read(text: str) -> Check | None:
+    try:
+        return parse_check(text)
+    except (ValueError, HarnessError):
+        return None
+
+
+def _is_bound(check: Check) -> bool:
+    """Whether a check is what users or a job must get, and no condition of the run such as its error rate."""
+    return check.metric in _BOUNDED or check.metric.rpartition("_")[0] in LATENCIES
+
+
+def _regression(checks: Sequence[CheckResult]) -> str:
+    total = count(len(checks), "check")
+    failed = [check for check in checks if check.status == "failed"]
+    if failed:
+        first = f"{failed[0].check} ({evidence(failed[0].evidence)})"
+        return f"Regression against the baseline: {len(failed)} of {total} failed: {first}."
+    open_ = sum(check.status == "inconclusive" for check in checks)
+    if open_:
+        return f"Inconclusive: {open_} of {total} against the baseline cannot be decided, and none failed."
+    return f"No regression against the baseline: {total} passed."
+
+
+def _slos(bounds: Sequence[tuple[Check, CheckResult]], summary: Summary, run: Run) -> str:
+    texts = [check.text for check, _ in bounds]
+    curve = _curve(summary.rows, run)
+    if curve and all(check.load is None for check, _ in bounds):
+        return " ".join(_capacity(server, levels, texts, summary) for server, levels in curve.items())
+    results = [result for _, result in bounds]
+    total = count(len(results), "SLO check")
+    failed = [result for result in results if result.status == "failed"]
+    if failed:
+        found = f"{failed[0].check}: {evidence(failed[0].evidence)}"
+        return f"No: {len(failed)} of {total} failed. {found}."
+    if open_ := [result for result in results if result.status == "inconclusive"]:
+        found = f"{open_[0].check}: {evidence(open_[0].evidence)}"
+        return f"Inconclusive: {len(open_)} of {total} cannot be decided. {found}."
+    if len(results) == 1:
+        return f"Yes: {results[0].check} is met. {evidence(results[0].evidence)}."
+    return f"Yes: {total} passed: {', '.join(result.check for result in results[:3])}{', ...' * (len(results) > 3)}."
+
+
+def _curve(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[float, str, Row]]]:
+    """By server its rows as (level, in words, row), where they differ in concurrency or rate alone; else empty."""
+    found: dict[str, list[tuple[float, str, Row]]] = {}
+    kinds: dict[str, set[bytes]] = {}
+    for row in rows:
+        load = run.scenario.loads.get(row.load)
+        if load is None or run.origin is not None or mix_of(row.load) is not None or load.trace is not None:
+            return {}
+        if load.arrivals is not None:
+            if load.arrivals.rate is None:
+                return {}
+            level, what = load.arrivals.rate, f"{load.arrivals.rate:g} requests/s"
+            kind = b"open"
+        else:
+            level = words.concurrency(load)
+            what = count(level, *(("chat user",) if load.user == "chat" else ("request at once", "requests at once")))
+            kind = but_for_concurrency(load)
+        found.setdefault(row.server, []).append((level, what, row))
+        kinds.setdefault(row.server, set()).add(kind)
+    alone = any(len({level for level, _, _ in levels}) < max(2, len(levels)) for levels in found.values())
+    return {} if alone or any(len(kind) > 1 for kind in kinds.values()) else found
+
+
+def _capacity(server: str, levels: list[tuple[float, str, Row]], texts: Sequence[str], summary: Summary) -> str:
+    """Up to which level a server meets all bounds, and from where on it does not."""
+    passed, missed, doubt = "", "", ""
+    for _, what, row in sorted(levels, key=lambda level: level[0]):
+        mine = [
+            text for text in texts if (check := parse_check(text)).server in (None, row.server) and check.load is None
+        ]
+        found = {result.status for result in evaluate(mine, [row], summary.comparison)}
+        if "failed" in found:
+            missed = what
+            break
+        if "inconclusive" in found:
+            doubt = doubt or what
+        elif not doubt:
+            passed = what
+    slos = " and ".join(texts)
+    text = f"{server} meets {slos} up to {passed}" if passed else f"{server} meets {slos} at no measured load"
+    if doubt:
+        text = (
+            f"{text}; {doubt} cannot be decided" if passed else f"{server}: whether it meets {slos} cannot be decided"
+        )
+        text += "" if passed else f" at {doubt}"
+    if missed:
+        text += f", and misses {'it' if len(texts) == 1 else 'them'} at {missed}"
+    elif passed and not doubt:
+        text += ", the most that was measured"
+    return f"{text}."
+
+
+def _interference(summary: Summary) -> str:
+    """The largest effect of concurrent loads on one of them."""
+    found = [pair for pairs in effects(summary) for pair in pairs if pair[0].ratio is not None]
+    if not found:
+        return ""
+    verdict, text = max(found, key=lambda pair: (pair[0].word == "slower", -(pair[0].ratio or 1.0)))
+    if verdict.word != "slower":
+        return "No part of the mix is shown to be slower together than alone."
+    return f"Together, {verdict.side} is slowed most: {METRIC_WORDS[verdict.metric]} {text}."
+
+
+def _speedup(comparison: Comparison, rows: Sequence[Row]) -> str:
+    """The fastest and the slowest row against the baseline."""
+    base = comparison.verdicts[0].baseline
+    mine = [verdict for verdict in comparison.verdicts if verdict.baseline == base]
+    best, worst = _extreme(mine, "faster"), _extreme(mine, "slower")
+    short = _short_names(rows)
+    against = short.get(base, base)
+    others = len({verdict.side for verdict in mine}) > 1
+    if best is not None:
+        first = f"{short.get(best.side, best.side)} is {'the fastest: ' if others else ''}{_fact(best)} than {against}"
+        last = "" if worst is None else f"; {short.get(worst.side, worst.side)} is {_fact(worst)}"
+        return f"{first}{last}."
+    if worst is not None:
+        nothing = f"Nothing is faster than {against}: " if others else ""
+        return f"{nothing}{short.get(worst.side, worst.side)} is {_fact(worst)} than {against}."
+    same = list(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in mine if verdict.word == "same"))
+    floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
+    unknown = [verdict for verdict in mine if verdict.word == "inconclusive"]
+    if not unknown:
+        return f"No difference: {', '.join(same)} and {against} are equally fast within {floor}."
+    needed = [verdict.needed for verdict in unknown if verdict.needed is not None]
+    settles = f" About {max(needed)} {unknown[0].unit} a side would decide." if len(needed) == len(unknown) else ""
+    which = "the comparison" if len(mine) == 1 else f"{len(unknown)} of {len(mine)} comparisons"
+    return f"Inconclusive: {which} with {against} cannot be decided.{settles}"
+
+
+def _extreme(verdicts: Sequence[Verdict], word: str) -> Verdict | None:
+    """The verdict with that word whose ratio is the farthest from 1."""
+    found = [verdict for verdict in verdicts if verdict.word == word and verdict.ratio is not None]
+    return max(found, key=lambda verdict: max(verdict.ratio or 0, 1 / (verdict.ratio or 1)), default=None)
+
+
+def _fact(verdict: Verdict, *, named: bool = False) -> str:
+    side = f"{verdict.side} is " if named else ""
+    return f"{side}{speed(verdict.ratio or 0.0)} by {METRIC_WORDS[verdict.metric]}"
+
+
+def _short_names(rows: Sequence[Row]) -> dict[str, str]:
+    """Rows by what tells them apart: the load where all are of one server, the server where all are of one load."""
+    servers, loads = {row.server for row in rows}, {row.load for row in rows}
+    if len(servers) > 1 and len(loads) > 1:
+        return {}
+    return {row.name: row.load if len(servers) == 1 else row.server for row in rows}
+
+
+def _plain(rows: Sequence[Row]) -> str:
+    """What was measured, where nothing is compared."""
+    if not rows:
+        return "Nothing was measured."
+    short = _short_names(rows)
+    if len(rows) == 1:
+        return f"{rows[0].name}: {_measured(rows[0])}."
+    shown = "; ".join(f"{short.get(row.name, row.name)}: {_measured(row)}" for row in rows[:3])
+    more = f"; {count(len(rows) - 3, 'more row')} below" if len(rows) > 3 else ""
+    return f"{shown}{more}."
+
+
+def _measured(row: Row) -> str:
+    numbers = row.pooled
+    parts = [f"{units.seconds(numbers.wall_s)} wall time"] if numbers.wall_s is not None else []
+    if numbers.output_tok_s is not None:
+        parts.append(f"{units.significant(numbers.output_tok_s)} tok/s")
+    elif numbers.input_tok_s is not None:
+        parts.append(f"{units.significant(numbers.input_tok_s)} prompt tok/s")
+    for name, sample in (("TTFT", numbers.ttft_s), ("E2E", numbers.e2e_s)):
+        if sample.p50 is not None:
+            parts.append(f"median {name} {units.milliseconds(sample.p50)}\u00a0ms")
+            break
+    return ", ".join(parts) or f"{numbers.succeeded:,} of {count(numbers.sent, 'request')} succeeded"
 
 
 def of_row(line: TableLine, run: Run) -> str:
-    """A row of the table as one sentence."""
     numbers = line.row.pooled
     load = run.scenario.loads.get(line.row.load)
     work = words.load_in_words(load) if load and run.origin is None else ""
     text = f"{work[0].upper()}{work[1:]}. " if work else ""
     if not numbers.succeeded:
-        return f"{text}None of {units.count(numbers.sent, 'request')} succeeded."
+        return f"{text}None of {count(numbers.sent, 'request')} succeeded."
     text += f"{_outcome(line)}{_against_baseline(line)}"
     ttft = numbers.ttft_s
     if ttft.p50 is not None:
@@ -38,7 +260,7 @@ def of_row(line: TableLine, run: Run) -> str:
             text += f", p95 {units.milliseconds(ttft.p95)}\u00a0ms"
     wrong = numbers.failed + numbers.unfinished
     if wrong:
-        text += f"; {units.count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
+        text += f"; {count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
     return f"{text}."
 
 
@@ -154,21 +376,12 @@ def rest_in_words(words_: Iterable[str]) -> str:
 
 def in_short(verdict: Verdict, comparison: Comparison) -> str:
     """A verdict's details, where its side, word and baseline are already shown."""
-    if verdict.ratio is None:
+    if verdict.word not in ("faster", "slower"):
         return f"{verdict_text(verdict)}."
-    floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
-    # Only the baseline of all rows is shown with them.
-    own = verdict.baseline == comparison.verdicts[0].baseline
-    by = "" if comparison.metric is not None else f" by {METRIC_WORDS[verdict.metric]}"  # else it is said above
-    alike = by if own else f" as {verdict.baseline}{by}"
-    if verdict.word == "same":
-        return f"as fast{alike} within {floor}, which is noise"
-    factor = f"{speed(verdict.ratio)}{'' if own else f' than {verdict.baseline}'}{by}"
-    if verdict.word != "inconclusive":
-        return factor
-    if verdict.reason == "in_margin":
-        return f"about as fast{alike}, but not surely within {floor}{_settled(verdict)}"
-    return f"{factor}, but {_doubt(verdict)}{_settled(verdict)}"
+    # Only the baseline of all rows is shown with them, and a metric where all verdicts have the same.
+    than = "" if verdict.baseline == comparison.verdicts[0].baseline else f" than {verdict.baseline}"
+    by = "" if comparison.metric is not None else f" by {METRIC_WORDS[verdict.metric]}"
+    return f"{speed(verdict.ratio or 0.0)}{than}{by}"
 
 
 def in_short_by_side(comparison: Comparison) -> list[tuple[str, str, str]]:
@@ -180,51 +393,50 @@ def in_short_by_side(comparison: Comparison) -> list[tuple[str, str, str]]:
     for (word, side, base), alike in groups.items():
         if len(alike) == 1 or None in {verdict.ratio for verdict in alike}:
             found += [(word, side, in_short(verdict, comparison)) for verdict in alike]
-            continue
-        factors = ", ".join(f"{METRIC_WORDS[verdict.metric]} {speed(verdict.ratio or 0)}" for verdict in alike)
-        against = "" if base == comparison.verdicts[0].baseline else f" than {base}"
-        doubts = {f", but {_doubt(verdict)}{_settled(verdict)}" for verdict in alike if word == "inconclusive"}
-        found.append((word, side, f"{factors}{against}{doubts.pop() if len(doubts) == 1 else ''}"))
+        else:
+            factors = ", ".join(f"{METRIC_WORDS[verdict.metric]} {speed(verdict.ratio or 0)}" for verdict in alike)
+            than = "" if base == comparison.verdicts[0].baseline else f" than {base}"
+            found.append((word, side, f"{factors}{than}"))
     return found
 
 
 def effects(summary: Summary) -> list[list[tuple[Verdict, str]]]:
     """The interference in each part of a mix: verdicts against the same load alone, in words."""
+    rows = {row.name: row for row in summary.rows}
     parts: dict[str, list[tuple[Verdict, str]]] = defaultdict(list)
-    if summary.comparison is not None:
-        for verdict in _of_mixes(summary, summary.comparison):
-            parts[verdict.side].append((verdict, _effect(verdict, summary.comparison, summary)))
+    for verdict in summary.comparison.verdicts if summary.comparison is not None else ():
+        if _of_mix(verdict, rows):
+            parts[verdict.side].append((verdict, _effect(verdict, rows)))
     return list(parts.values())
 
 
-def _of_mixes(summary: Summary, comparison: Comparison) -> list[Verdict]:
-    mixed = {row.name: f"{row.server} / {alone(row.load)}" for row in summary.rows if mix_of(row.load) is not None}
-    return [verdict for verdict in comparison.verdicts if mixed.get(verdict.side) == verdict.baseline]
+def _of_mix(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
+    row = rows.get(verdict.side)
+    if row is None or mix_of(row.load) is None:
+        return False
+    return verdict.baseline == f"{row.server} / {alone(row.load)}"
 
 
 def but_for_effects(summary: Summary) -> Comparison | None:
     """The comparison without what `effects` says; None where nothing is left."""
     if summary.comparison is None:
         return None
-    mixed = _of_mixes(summary, summary.comparison)
-    left = [verdict for verdict in summary.comparison.verdicts if verdict not in mixed]
+    rows = {row.name: row for row in summary.rows}
+    left = [verdict for verdict in summary.comparison.verdicts if not _of_mix(verdict, rows)]
     return msgspec.structs.replace(summary.comparison, verdicts=left) if left else None
 
 
-def _effect(verdict: Verdict, comparison: Comparison, summary: Summary) -> str:
+def _effect(verdict: Verdict, rows: Mapping[str, Row]) -> str:
     """A number alone, together, the factor, and how sure that is."""
-    rows = {row.name: row for row in summary.rows}
     alone, together = (_value(rows[name], verdict.metric) for name in (verdict.baseline, verdict.side))
     rate = verdict.metric in RATES
     unit = "tok/s" if rate else "s" if verdict.metric == "wall_s" else "ms"
-    numbers = f"{alone} → {together} {unit}"
+    numbers = f"{alone} → {together} {unit}" if units.NOTHING not in (alone, together) else "not known"
     if verdict.ratio is None:
-        return f"{numbers if units.NOTHING not in (alone, together) else 'not known'}: {verdict_text(verdict)}."
+        return f"{numbers}: {verdict_text(verdict)}."
     more, less = ("higher", "lower") if rate else ("shorter", "longer")
     text = f"{numbers}, {speed(verdict.ratio, more, less)}"
-    if verdict.word == "same":
-        return f"{text}, within ±{units.figures(100 * comparison.noise_floor)}\u00a0%, which is noise"
-    return text if verdict.word != "inconclusive" else f"{text}, but {_doubt(verdict)}{_settled(verdict)}"
+    return text if verdict.word in ("faster", "slower") else f"{text}; {verdict_text(verdict)}"
 
 
 def _value(row: Row, metric: str) -> str:
@@ -236,20 +448,6 @@ def _value(row: Row, metric: str) -> str:
     return units.NOTHING if value is None else units.milliseconds(value)
 
 
-def _doubt(verdict: Verdict) -> str:
-    if verdict.low is not None and verdict.high is not None and verdict.low <= 1 <= verdict.high:
-        return "the 95\u00a0% interval includes 1"
-    if verdict.reason == "apart":
-        return "the repeats of the two rows are not interleaved"
-    if verdict.reason == "run_variation_unknown":
-        return "the variation between runs is not known"
-    return f"{min(verdict.n)} against {max(verdict.n)} values are too few to be sure"
-
-
-def _settled(verdict: Verdict) -> str:
-    return f"; about {verdict.needed} would decide" if verdict.needed else ""
-
-
 def gathered(reasons: Sequence[Reason]) -> list[str]:
     """Reasons or notes in words, those of several cells that differ in numbers only as one."""
     alike: dict[object, list[Reason]] = defaultdict(list)
@@ -257,7 +455,7 @@ def gathered(reasons: Sequence[Reason]) -> list[str]:
         texts = tuple((key, _NUMBER.sub("#", value)) for key, value in reason.values.items() if isinstance(value, str))
         alike[number if reason.cell is None else (reason.code, texts)].append(reason)
     return [
-        sentence(many[0]) + (f" (likewise in {units.count(len(many) - 1, 'other run')})" if len(many) > 1 else "")
+        sentence(many[0]) + (f" (likewise in {count(len(many) - 1, 'other run')})" if len(many) > 1 else "")
         for many in alike.values()
     ]
 
@@ -272,7 +470,7 @@ def of_failures(summary: Summary) -> list[str]:
 
 def _of_failed(rows: list[FailedRequests]) -> str:
     failed = rows[0]
-    counts = ", ".join(f"{one.server} / {one.load}: {units.count(one.count, 'request')}" for one in rows)
+    counts = ", ".join(f"{one.server} / {one.load}: {count(one.count, 'request')}" for one in rows)
     text = f"{counts} ({failed.kind})"
     repeated = not failed.message or failed.message[-20:] in (failed.cause or "")
     said = "" if repeated else f'; said was "{failed.message}"'
@@ -295,7 +493,6 @@ def by_what(comparison: Comparison) -> str:
 
 
 def of_method(comparison: Comparison) -> str:
-    """How the verdicts were reached."""
     correction = (
         ("no comparison could be made", "one comparison")[comparison.comparisons]
         if comparison.comparisons < 2
@@ -315,5 +512,5 @@ def of_load(run: Run) -> str:
     scenario = run.scenario
     stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
     fresh = f"a fresh server for each{stages}" if scenario.restart else "warm: one server per repeat"
-    repeats = units.count(scenario.repeats, "repeat")
+    repeats = count(scenario.repeats, "repeat")
     return f"{repeats} of every row, interleaved, {fresh}; seed {scenario.seed}."

@@ -1,18 +1,18 @@
-"""The main table: one definition of its columns, used by every report."""
+"""The tables of every report: one definition of their columns, used by terminal, Markdown, HTML, JUnit and exports."""
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from harness import units
 from harness.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
-from harness.reasons import OTHERWISE
+from harness.reasons import LIMIT_WORDS, OTHERWISE
 from harness.report import words
 from harness.rundir.manifest import Run
 from harness.scenario.plan import baseline_of
-from harness.summary import Numbers, Row, Summary, Verdict, median_of_known
+from harness.summary import GpuLoad, MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
 
 LIMITED = "‡"  # after a number that the load generator limited in one of the row's cells
 
@@ -57,11 +57,11 @@ class TableLine(Struct, frozen=True, kw_only=True):
     @property
     def metric(self) -> str:
         """The metric of its first verdict, where that is a latency."""
-        shown = self.verdict is not None and self.verdict.metric not in WORK
-        return f"{METRIC_WORDS[self.verdict.metric]} " if self.verdict is not None and shown else ""
+        verdict = self.verdict
+        return f"{METRIC_WORDS[verdict.metric]} " if verdict is not None and verdict.metric not in WORK else ""
 
 
-class Meaning(Struct, frozen=True, kw_only=True):
+class Meaning(Struct, frozen=True):
     """What a column of any table means."""
 
     key: str
@@ -74,12 +74,13 @@ class Meaning(Struct, frozen=True, kw_only=True):
         return self.title
 
 
-class TableColumn(Meaning, frozen=True, kw_only=True):
+class TableColumn(Meaning, frozen=True):
     """One column of the main table, and how its text is made."""
 
-    unit: str = ""  # shown with the title; empty where the values carry it or have none
     group: Literal["name", "work", "latency", "verdict"]
     text: Callable[[TableLine], str]
+    field: str = ""  # of Numbers: the text is marked where the load generator limited it
+    unit: str = ""  # shown with the title; empty where the values carry it or have none
 
     @property
     def heading(self) -> str:
@@ -87,7 +88,6 @@ class TableColumn(Meaning, frozen=True, kw_only=True):
 
 
 def lines(summary: Summary, run: Run) -> list[TableLine]:
-    """The rows in the order of the summary."""
     base = baseline_of(run.scenario)
     name = f"{base.server} / {base.load}"
     found = summary.comparison.verdicts if summary.comparison else []
@@ -96,7 +96,7 @@ def lines(summary: Summary, run: Run) -> list[TableLine]:
     tokens = {cell.id: cell.numbers.output_tokens for cell in summary.cells}
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     result = []
-    for row in summary.rows:
+    for row, rate in zip(summary.rows, rates, strict=True):
         own = [one for one in found if one.side == row.name and one.baseline == first[row.name]]
         own = [] if row.name == name else list({one.metric: one for one in own}.values())
         result.append(
@@ -106,7 +106,7 @@ def lines(summary: Summary, run: Run) -> list[TableLine]:
                 verdicts=own,
                 baseline=row.name == name,
                 against="" if not own or own[0].baseline == name else own[0].baseline,
-                rate_mark="" if row.definitions.get("output_tok_s", "") == rates[0] else OTHERWISE,
+                rate_mark="" if rate == rates[0] else OTHERWISE,
             )
         )
     return result
@@ -124,13 +124,10 @@ def _rate(line: TableLine) -> str:
     return units.NOTHING if value is None else f"{units.significant(value)}{line.rate_mark}"
 
 
-def _of_answers(line: TableLine, which: str) -> str:
+def _answers(line: TableLine, name: str, of: str) -> str:
     """ "297 of 300 (99.0 %)" """
-    answers = line.row.pooled.answers
-    if answers is None:
-        return units.NOTHING
-    number, of = (answers.valid, answers.checked) if which == "valid" else (answers.right, answers.labelled)
-    return units.NOTHING if number is None or not of else f"{number:,} of {of:,} ({number / of:.1%})"
+    number, total = raw(line.row.pooled.answers, name), raw(line.row.pooled.answers, of)
+    return f"{number:,} of {total:,} ({number / total:.1%})" if number is not None and total else units.NOTHING
 
 
 def errors(numbers: Numbers) -> str:
@@ -157,107 +154,73 @@ def _verdict(line: TableLine) -> str:
     return "baseline" if line.baseline else line.words or units.NOTHING
 
 
-_NAMES_AND_WORK = (
+_NAMES = (
     TableColumn(
-        key="server",
-        title="Server",
-        group="name",
-        explanation="The server’s name in the scenario.",
-        formula="servers.NAME",
-        text=lambda line: line.row.server,
+        "server", "Server", "The server’s name in the scenario.", "servers.NAME", "name", lambda line: line.row.server
     ),
     TableColumn(
-        key="load",
-        title="Load",
-        group="name",
-        explanation="The load’s name in the scenario: who sends requests, and how many at once.",
-        formula="loads.NAME",
-        text=lambda line: line.row.load,
+        "load", "Load", "The load’s name in the scenario: who sends requests, and how many at once.", "loads.NAME",
+        "name", lambda line: line.row.load,
+    ),
+)  # fmt: skip
+_WALL = TableColumn(
+    "wall", "Wall time",
+    "How long the whole work took, from the first request sent to the last one ended. Median over the repeats; none "
+    "for a load of fixed duration.",
+    "wall time = last ended − first sent", "work", lambda line: units.seconds(line.row.pooled.wall_s), "wall_s",
+)  # fmt: skip
+_WORK = (
+    TableColumn(
+        "tokens", "Completion tokens",
+        "Tokens that the server generated in one run, by its own count. Median over the repeats.",
+        "Σ usage.completion_tokens of the run’s successful requests", "work",
+        lambda line: units.NOTHING if line.tokens is None else f"{line.tokens:,.0f}",
     ),
     TableColumn(
-        key="wall",
-        title="Wall time",
-        group="work",
-        explanation="How long the whole work took, from the first request sent to the last one ended. "
-        "Median over the repeats; none for a load of fixed duration.",
-        formula="wall time = last ended − first sent",
-        text=lambda line: units.seconds(line.row.pooled.wall_s),
+        "rate", "Aggregate tok/s",
+        "Tokens per second of all requests together: what the server achieves. Median over the repeats.",
+        "tok/s = tokens generated inside the window ÷ window; for a fixed amount of work the window is the wall time",
+        "work", _rate, "output_tok_s",
     ),
-    TableColumn(
-        key="tokens",
-        title="Completion tokens",
-        group="work",
-        explanation="Tokens that the server generated in one run, by its own count. Median over the repeats.",
-        formula="Σ usage.completion_tokens of the run’s successful requests",
-        text=lambda line: units.NOTHING if line.tokens is None else f"{line.tokens:,.0f}",
-    ),
-    TableColumn(
-        key="rate",
-        title="Aggregate tok/s",
-        group="work",
-        explanation="Tokens per second of all requests together: what the server achieves. Median over the repeats.",
-        formula="tok/s = tokens generated inside the window ÷ window; "
-        "for a fixed amount of work the window is the wall time",
-        text=_rate,
-    ),
-)
+)  # fmt: skip
 _INPUT = TableColumn(
-    key="input_rate",
-    title="Prompt tok/s",
-    group="work",
-    explanation="Prompt tokens per second of all requests together: what a server of embeddings achieves. "
-    "Median over the repeats.",
-    formula="Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
-    text=lambda line: units.significant(line.row.pooled.input_tok_s),
-)
+    "input_rate", "Prompt tok/s",
+    "Prompt tokens per second of all requests together: what a server of embeddings achieves. Median over the repeats.",
+    "Σ usage.prompt_tokens of the requests that ended inside the window ÷ window", "work",
+    lambda line: units.significant(line.row.pooled.input_tok_s), "input_tok_s",
+)  # fmt: skip
 _VALID = TableColumn(
-    key="valid",
-    title="Valid answers",
-    group="work",
-    explanation="Answers that have the form that was asked for, of the successful requests of all repeats. "
-    "A fast server whose answers are of no use has won nothing.",
-    formula="valid ÷ answers",
-    text=lambda line: _of_answers(line, "valid"),
-)
+    "valid", "Valid answers",
+    "Answers that have the form that was asked for, of the successful requests of all repeats. A fast server whose "
+    "answers are of no use has won nothing.",
+    "valid ÷ answers", "work", lambda line: _answers(line, "valid", "checked"),
+)  # fmt: skip
 _RIGHT = TableColumn(
-    key="right",
-    title="Right answers",
-    group="work",
-    explanation="Answers that are the label that is known to be right.",
-    formula="right ÷ answers of which the right label is known",
-    text=lambda line: _of_answers(line, "right"),
-)
+    "right", "Right answers", "Answers that are the label that is known to be right.",
+    "right ÷ answers of which the right label is known", "work", lambda line: _answers(line, "right", "labelled"),
+)  # fmt: skip
 _ERRORS_AND_VERDICT = (
     TableColumn(
-        key="errors",
-        title="Errors",
-        group="latency",
-        explanation="Requests that failed, of all that were sent, and how many the end of the run cut: these are no "
-        "part of the error rate. They count here and never in a latency.",
-        formula="errors = failed; error rate = failed ÷ sent",
-        text=lambda line: errors(line.row.pooled),
+        "errors", "Errors",
+        "Requests that failed, of all that were sent, and how many the end of the run cut: these are no part of the "
+        "error rate. They count here and never in a latency.",
+        "errors = failed; error rate = failed ÷ sent", "latency", lambda line: errors(line.row.pooled),
     ),
     TableColumn(
-        key="speedup",
-        title="Speedup (95 %)",
-        group="verdict",
-        explanation="How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the "
-        "interval that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
-        formula="speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the "
-        "baseline. Geometric means over the repeats, interval by Welch’s t on logarithms",
-        text=_speedup,
+        "speedup", "Speedup (95 %)",
+        "How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the interval "
+        "that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
+        "speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the baseline. "
+        "Geometric means over the repeats, interval by Welch’s t on logarithms",
+        "verdict", _speedup,
     ),
     TableColumn(
-        key="verdict",
-        title="Verdict",
-        group="verdict",
-        explanation="Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect "
-        "exceeds 2 %; “same” only when the interval is within ±2 %; else “inconclusive”.",
-        formula="exact permutation test on run-level values, corrected for the number of comparisons",
-        text=_verdict,
+        "verdict", "Verdict",
+        "Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect exceeds 2 %; "
+        "“same” only when the interval is within ±2 %; else “inconclusive”.",
+        "exact permutation test on run-level values, corrected for the number of comparisons", "verdict", _verdict,
     ),
-)
-
+)  # fmt: skip
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
 
@@ -266,72 +229,398 @@ def columns(summary: Summary) -> tuple[TableColumn, ...]:
 
     A run whose loads all have a fixed duration has no wall times.
     """
-    rows = [row.pooled.ttft_s for row in summary.rows if row.pooled.ttft_s.n]
-    tail = next((p for p in ("p99", "p95", "p90") if rows and all(getattr(row, p) is not None for row in rows)), "p95")
-    timed = bool(summary.rows) and all(row.pooled.window == "timed" for row in summary.rows)
-    work = [column for column in _NAMES_AND_WORK if not (timed and column.key == "wall")]
     numbers = [row.pooled for row in summary.rows]
+    samples = [one.ttft_s for one in numbers if one.ttft_s.n]
+    tails = (at for at in ("p99", "p95", "p90") if samples and all(getattr(one, at) is not None for one in samples))
+    tail = next(tails, "p95")
+    timed = bool(numbers) and all(one.window == "timed" for one in numbers)
     vectors = any(one.vectors is not None for one in numbers)
-    work += [_INPUT] if vectors else []
-    work += [_value(column) for column in VALUES if column.formula]
     latencies = [
         _latency(column, tail if at == "tail" or (at, tail) == ("p95", "p90") else at)
         for column in LATENCIES
         for at in (column.vectors if vectors else column.table)
     ]
     known = [one.answers for one in numbers if one.answers is not None]
+    work = [*_NAMES, *([] if timed else [_WALL]), *_WORK, *([_INPUT] if vectors else [])]
+    work += [_value(column) for column in VALUES if column.formula]
     work += [_VALID] if known else []
     work += [_RIGHT] if any(answers.labelled for answers in known) else []
-    return (*(_marked(column) for column in (*work, *latencies)), *_ERRORS_AND_VERDICT)
-
-
-_FIELDS = {"wall": "wall_s", "rate": "output_tok_s", "input_rate": "input_tok_s"} | {
-    column.field: column.field for column in VALUES if column.formula
-}  # of Numbers, by column
+    return (*map(_marked, (*work, *latencies)), *_ERRORS_AND_VERDICT)
 
 
 def _marked(column: TableColumn) -> TableColumn:
     """A column whose numbers are marked where the load generator was their limit."""
-    field = _FIELDS.get(column.key, f"{column.key.partition('_')[0]}_s")
 
     def text(line: TableLine) -> str:
         shown = column.text(line)
-        limited = field in line.row.client_limited and shown != units.NOTHING and not shown.startswith("n/a")
+        limited = column.field in line.row.client_limited and shown != units.NOTHING and not shown.startswith("n/a")
         return f"{shown}{LIMITED}" if limited else shown
 
     return msgspec.structs.replace(column, text=text)
 
 
 def _value(column: ValueColumn) -> TableColumn:
-    title = column.title[0].upper() + column.title[1:]
     return TableColumn(
-        key=column.field,
-        title=title,
-        group="work",
-        explanation=f"{column.about} over the repeats.",
-        formula=column.formula,
-        text=lambda line: units.significant(column.of(line.row.pooled)),
+        column.field,
+        column.title[0].upper() + column.title[1:],
+        f"{column.about} over the repeats.",
+        column.formula,
+        "work",
+        lambda line: units.significant(column.of(line.row.pooled)),
+        column.field,
     )
 
 
 def _latency(column: LatencyColumn, at: str) -> TableColumn:
+    longest = at == "max"
+
     def text(line: TableLine) -> str:
         numbers = line.row.pooled
         sample = getattr(numbers, column.field)
-        if at == "max" or (numbers.e2e_s.n and not sample.n):
+        if longest or (numbers.e2e_s.n and not sample.n):
             # However many there were: vectors and answers in one piece have no first token.
             return units.milliseconds(sample.max)
         return words.percentile(sample, at)
 
-    longest = at == "max"
     what = "the longest of all" if longest else f"{_SHARES[at]} requests {column.outcome}"
     enough = "" if longest else "; printed only when there are enough of them"
     return TableColumn(
-        key=f"{column.name}_{at}",
-        title=f"{column.title} {at}",
+        f"{column.name}_{at}",
+        f"{column.title} {at}",
+        f"{column.about}: {what}. Over the successful requests of all repeats{enough}.",
+        f"{column.formula}; {'maximum' if longest else f'{at[1:]}th percentile'}",
+        "latency",
+        text,
+        column.field,
         unit="ms",
-        group="latency",
-        explanation=f"{column.about}: {what}. Over the successful requests of all repeats{enough}.",
-        formula=f"{column.formula}; {'maximum' if longest else f'{at[1:]}th percentile'}",
-        text=text,
     )
+
+
+# Smaller tables: how open loops kept their schedule, where the time of requests went, and the host metrics.
+
+
+class DetailColumn(Meaning, frozen=True):
+    """One column of a smaller table; its text is None where the number is not known."""
+
+    text: Callable[[Any], str | None]
+
+
+class DetailLine(Struct, frozen=True):
+    """One row: of which server and load, or of which cell and GPU."""
+
+    server: str
+    load: str
+    texts: list[str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.server} / {self.load}"
+
+
+class DetailTable(Struct, frozen=True):
+    """A smaller table: those columns of which some row knows a value."""
+
+    columns: list[DetailColumn] = []
+    rows: list[DetailLine] = []
+    sampling: str = ""  # of host metrics: how many samples, how far apart
+
+
+def _detail_table(columns: Iterable[DetailColumn], found: Sequence[tuple[str, str, Any]]) -> DetailTable:
+    """The table of (server, load, what the columns are about)."""
+    shown = [column for column in columns if any(column.text(one) is not None for _, _, one in found)]
+    made = [
+        DetailLine(server, load, [column.text(one) or units.NOTHING for column in shown])
+        for server, load, one in found
+        if shown
+    ]
+    return DetailTable(shown, made)
+
+
+def schedule_table(summary: Summary, run: Run) -> DetailTable:
+    """The rows of open loops; none in a run that has only closed ones."""
+    loads = run.scenario.loads
+    schedule = DetailColumn("schedule", "Schedule", "", "", lambda row: words.loop(loads[row.load]))
+    rows = [row for row in summary.rows if row.pooled.schedule is not None and row.load in loads]
+    return _detail_table((schedule, *SCHEDULE), [(row.server, row.load, row) for row in rows])
+
+
+def schedule_numbers(table: DetailTable, line: DetailLine) -> str:
+    """ "asked 4.00/s; achieved 3.98/s; ..." """
+    return "; ".join(f"{column.title} {text}" for column, text in zip(table.columns[1:], line.texts[1:], strict=True))
+
+
+def time_table(summary: Summary) -> DetailTable:
+    """Where the time of each row's requests went; no row where none has anything of it."""
+    return _detail_table(TIME, [(row.server, row.load, row) for row in summary.rows])
+
+
+def machine_table(summary: Summary) -> DetailTable:
+    """The rows of a summary that have samples, each the median over its runs."""
+    loads = [cell.machine_load for cell in summary.cells if cell.machine_load is not None]
+    if not loads:
+        return DetailTable()
+    rows = [(row.server, row.load, row.machine_load) for row in summary.rows if row.machine_load is not None]
+    took = max((load.took_max_s for load in loads if load.took_max_s is not None), default=None)
+    sampling = (
+        f"{units.count(sum(load.samples for load in loads), 'sample')} in {units.count(len(loads), 'run')}, "
+        f"at most {max(load.gap_max_s for load in loads):.1f} s apart"
+    ) + ("" if took is None else f"; reading one took {1000 * took:.1f} ms at most")
+    return msgspec.structs.replace(_detail_table(MACHINE, rows), sampling=sampling)
+
+
+def gpu_table(summary: Summary) -> DetailTable:
+    columns = [DetailColumn(title, title, "", "", text) for title, text in GPU.items()]
+    loads = [(cell.id, cell.machine_load) for cell in summary.cells if cell.machine_load is not None]
+    return _detail_table(columns, [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()])
+
+
+def raw(found: Struct | None, field: str) -> Any:
+    """A field for programs; None where there is nothing that has it."""
+    return None if found is None else getattr(found, field)
+
+
+def schedule_values(row: Row) -> dict[str, str | int | float | None]:
+    """The numbers of a schedule for programs, times in seconds; None where the load is a closed one."""
+    lag, names = row.pooled.send_lag_s, ("planned", "never_sent", "asked_per_s", "achieved_per_s")
+    lags = {"send_lag_p50_s": lag.p50, "send_lag_p99_s": lag.p99, "send_lag_max_s": lag.max}
+    return {"kind": row.kind} | {name: raw(row.pooled.schedule, name) for name in names} | lags
+
+
+def _unit(value: float | None, unit: str, digits: int = 1) -> str | None:
+    return None if value is None else f"{value:,.{digits}f} {unit}"
+
+
+def _percent(value: float | None) -> str | None:
+    return _unit(value, "%", 0)
+
+
+def _gib(value: float | None) -> str | None:
+    return None if value is None else _unit(value / units.GIB, "GiB")
+
+
+def _joules(value: float | None) -> str | None:
+    return None if value is None else f"{units.significant(value)} J" if value >= 0.1 else f"{1000 * value:.1f} mJ"
+
+
+def _both(one: str | None, other: str | None) -> str | None:
+    return None if one is None and other is None else f"{one or units.NOTHING}, {other or units.NOTHING}"
+
+
+def _power(load: MachineLoad) -> str | None:
+    text = _both(_unit(load.power_mean_w, "W", 0), _unit(load.power_max_w, "W", 0))
+    return f"{text} (package)" if text is not None and load.package else text
+
+
+def _host(load: MachineLoad) -> str | None:
+    busy = None if load.host_cpu_mean is None else 100 * load.host_cpu_mean
+    return _both(_percent(busy), _gib(load.host_memory_min_bytes))
+
+
+def _hottest(gpu: GpuLoad) -> str | None:
+    hottest = max(((value, label) for label, value in gpu.temperatures_max_c.items()), default=None)
+    return None if hottest is None else f"{hottest[0]:.0f} °C ({hottest[1]})"
+
+
+def _energy(gpu: GpuLoad) -> str | None:
+    """By the readings of power, and by the GPU's own counter where it has one."""
+    known, counted = _unit(gpu.energy_j, "J", 0), _unit(gpu.counted_energy_j, "J", 0)
+    return known if counted is None else f"{known or units.NOTHING} ({counted} by its counter)"
+
+
+def _per_second(field: str) -> Callable[[Row], str | None]:
+    def text(row: Row) -> str | None:
+        value = raw(row.pooled.schedule, field)
+        return None if value is None else f"{units.significant(value)}/s"
+
+    return text
+
+
+def _never_sent(row: Row) -> str | None:
+    never, planned = raw(row.pooled.schedule, "never_sent"), raw(row.pooled.schedule, "planned")
+    return f"{never:,} of {planned:,}" if never else None if never is None else "0"
+
+
+def _ms(*values_s: float | None) -> list[str]:
+    """Times in milliseconds, "n/a" for what the sample does not carry."""
+    return ["n/a" if value is None else units.milliseconds(value) for value in values_s]
+
+
+def _lag(row: Row) -> str:
+    lag = row.pooled.send_lag_s
+    return f"{', '.join(_ms(lag.p50, lag.p99, lag.max))} ms"
+
+
+def _from_schedule(latency: str, percentile: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        names = (f"{latency}_s", f"{latency}_sched_s")
+        both = _ms(*(getattr(getattr(row.pooled, name), percentile) for name in names))
+        return "n/a" if set(both) == {"n/a"} else f"{' → '.join(both)} ms"
+
+    return text
+
+
+def _stage(name: str) -> Callable[[Row], str | None]:
+    def text(row: Row) -> str | None:
+        value = raw(row.time, name)
+        return None if value is None else units.milliseconds(value)
+
+    return text
+
+
+TIME = (
+    DetailColumn(
+        "connect", "Connect, ms",
+        "To open a connection, by the client's clock, spread over all requests. It is in no latency.",
+        "Σ connect ÷ requests sent", _stage("connect_s"),
+    ),
+    DetailColumn(
+        "api", "API, ms",
+        "Around the engine: the server's API process (HTTP, tokenizer, detokenizer), the network and the load "
+        "generator. Unknown where the server does not report the three stages that follow.",
+        "E2E − queue − prefill − decode", _stage("api_s"),
+    ),
+    DetailColumn(
+        "queue", "Queue, ms",
+        "From the engine's receipt of a request to its first turn, by the server's own counters.",
+        "Σ queue time ÷ requests, of those that ended in the measured time", _stage("queue_s"),
+    ),
+    DetailColumn(
+        "prefill", "Prefill, ms", "From its first turn to its first token, by the server's own counters.",
+        "Σ prefill time ÷ requests, of those that ended in the measured time", _stage("prefill_s"),
+    ),
+    DetailColumn(
+        "decode", "Decode, ms",
+        "From its first to its last token, by the server's own counters; preemptions are in it.",
+        "Σ decode time ÷ requests, of those that ended in the measured time", _stage("decode_s"),
+    ),
+    DetailColumn(
+        "whole", "E2E, ms",
+        "The mean E2E latency by the client's clock, of which the four columns before are parts.",
+        "Σ E2E ÷ successful requests", _stage("e2e_s"),
+    ),
+    DetailColumn(
+        "limit", "Limited by",
+        "In more than half of the runs, the first of these that holds: the load generator (self-check); the KV cache "
+        "(95 % full while requests wait or are preempted); queueing or the API (20 % of E2E); else the longer one of "
+        "prefill and decode. Unknown where the server does not report enough.",
+        "“Where the time goes” in docs/method.md",
+        lambda row: None if row.limited_by is None else LIMIT_WORDS[row.limited_by],
+    ),
+)  # fmt: skip
+GPU: dict[str, Callable[[GpuLoad], str | None]] = {
+    "Served": lambda gpu: "yes" if gpu.used else "no",
+    "Busy, mean": lambda gpu: _percent(gpu.busy_mean_percent),
+    "Busy, most": lambda gpu: _percent(gpu.busy_max_percent),
+    "Memory busy, mean": lambda gpu: _percent(gpu.memory_busy_mean_percent),
+    "VRAM, most": lambda gpu: _gib(gpu.vram_max_bytes),
+    "GTT, most": lambda gpu: _gib(gpu.gtt_max_bytes),
+    "Power, mean": lambda gpu: _unit(gpu.power_mean_w, "W"),
+    "Power, most": lambda gpu: _unit(gpu.power_max_w, "W"),
+    "Energy": _energy,
+    "Clock, mean": lambda gpu: _unit(gpu.clock_mean_mhz, "MHz", 0),
+    "Clock, least": lambda gpu: _unit(gpu.clock_min_mhz, "MHz", 0),
+    "Hottest": _hottest,
+    "Throttled by heat": lambda gpu: _unit(gpu.heat_s, "s"),
+    "At a power limit": lambda gpu: _unit(gpu.limited_s, "s"),
+}
+MACHINE = (
+    DetailColumn(
+        "energy_per_token", "Energy per output token",
+        "What the GPUs that served drew for each output token. Of an APU it is the whole package, its CPU included; "
+        "never what the wall socket gives. Unknown below 5 samples and where a GPU reports no power.",
+        "∫ power dt over the window ÷ output tokens generated inside the window, by the trapezoid rule",
+        lambda load: _joules(load.energy_per_token_j),
+    ),
+    DetailColumn(
+        "power", "Power, mean and most", "Of the GPUs that served together, as their driver reports it.",
+        "hwmon power1_average, else power1_input", _power,
+    ),
+    DetailColumn(
+        "busy", "GPU busy, mean and most",
+        "Share of the time in which the GPU did anything. 100 % means that it always had something to do, not that it "
+        "was used well.",
+        "gpu_busy_percent, mean over the GPUs that served",
+        lambda load: _both(_percent(load.busy_mean_percent), _percent(load.busy_max_percent)),
+    ),
+    DetailColumn(
+        "memory", "GPU memory, most", "VRAM and GTT of the GPUs that served together, used by any process.",
+        "mem_info_vram_used + mem_info_gtt_used", lambda load: _gib(load.memory_max_bytes),
+    ),
+    DetailColumn(
+        "temperature", "Hottest", "The highest temperature of any sensor of the GPUs that served.",
+        "hwmon temp1_input to temp3_input", lambda load: _unit(load.temperature_max_c, "°C", 0),
+    ),
+    DetailColumn(
+        "heat", "Throttled by heat",
+        "How long heat, or a signal from outside such as the power supply’s, held back the clocks of the GPU that it "
+        "held back most. More than 5 % of the measured time makes a run INVALID.",
+        "gpu_metrics: thermal and PROCHOT bits, or what their counters grew by", lambda load: _unit(load.heat_s, "s"),
+    ),
+    DetailColumn(
+        "limited", "At a power limit",
+        "How long a limit of power or current set the clocks, which is normal at full load.",
+        "gpu_metrics: PPT, TDC and EDC bits, or what their counters grew by", lambda load: _unit(load.limited_s, "s"),
+    ),
+    DetailColumn(
+        "container", "Container: CPU and memory",
+        "Cores that the server’s container kept busy on average, and the most memory it used, without page cache that "
+        "can be dropped. An APU’s GPU memory is not in it.",
+        "control group: CPU time ÷ time, memory",
+        lambda load: _both(_unit(load.container_cpu_mean_cores, "cores", 2), _gib(load.container_memory_max_bytes)),
+    ),
+    DetailColumn(
+        "host", "Host: CPU and free memory",
+        "How busy all cores of the machine were on average, the load generator included where it runs there, and the "
+        "least memory that was available.",
+        "/proc/stat, MemAvailable", _host,
+    ),
+)  # fmt: skip
+SCHEDULE = (
+    DetailColumn(
+        "asked", "asked", "Requests a second that the schedule asked for.",
+        "of a fixed time: due ÷ time; of a fixed number or a trace: (requests − 1) ÷ (last due − first due)",
+        _per_second("asked_per_s"),
+    ),
+    DetailColumn(
+        "achieved", "achieved", "Requests a second that were sent, whatever became of them.",
+        "of a fixed time: sent ÷ time; else (requests − 1) ÷ (last sent − first sent)", _per_second("achieved_per_s"),
+    ),
+    DetailColumn(
+        "never", "never sent",
+        "Requests that were due while all users were busy until the end. Any makes the run INVALID.", "due − sent",
+        _never_sent,
+    ),
+    DetailColumn(
+        "lag", "send lag p50, p99, most",
+        "How late requests went out. A median above 10 ms makes the run INVALID: the load generator was the limit, "
+        "which needs more users or processes.",
+        "send lag = sent − scheduled; p50 needs 11 requests, p99 662", _lag,
+    ),
+    *(
+        DetailColumn(
+            f"{key}_{name}", f"{title} {name}",
+            f"{title} from send → from schedule. The second counts from the moment at which the schedule wanted it "
+            "sent: it includes client queueing and avoids coordinated omission.",
+            f"{title} from schedule = {what} − scheduled", _from_schedule(key, name),
+        )
+        for key, title, what in (("ttft", "TTFT", "first chunk"), ("e2e", "E2E", "last chunk"))
+        for name in ("p50", "p95")
+    ),
+)  # fmt: skip
+# Raw values for programs: column of the CSV, field of MachineLoad; name in OpenMetrics, its unit, the factor to that.
+MACHINE_VALUES = (
+    ("energy_per_token_j", "energy_per_token_j", "output_token_energy", "joules", 1.0),
+    ("energy_j", "energy_j", "energy", "joules", 1.0),
+    ("power_mean_w", "power_mean_w", "gpu_power_mean", "watts", 1.0),
+    ("power_max_w", "power_max_w", "gpu_power_max", "watts", 1.0),
+    ("gpu_busy_mean_percent", "busy_mean_percent", "gpu_busy_mean", "ratio", 0.01),
+    ("gpu_busy_max_percent", "busy_max_percent", "gpu_busy_max", "ratio", 0.01),
+    ("gpu_memory_max_bytes", "memory_max_bytes", "gpu_memory_max", "bytes", 1.0),
+    ("gpu_temperature_max_c", "temperature_max_c", "gpu_temperature_max", "celsius", 1.0),
+    ("gpu_throttled_by_heat_s", "heat_s", "gpu_throttled_by_heat", "seconds", 1.0),
+    ("gpu_at_power_limit_s", "limited_s", "gpu_at_power_limit", "seconds", 1.0),
+    ("container_cpu_mean_cores", "container_cpu_mean_cores", "container_cpu_mean", "cores", 1.0),
+    ("container_memory_max_bytes", "container_memory_max_bytes", "container_memory_max", "bytes", 1.0),
+    ("host_cpu_mean", "host_cpu_mean", "host_cpu_mean", "ratio", 1.0),
+    ("host_memory_available_min_bytes", "host_memory_min_bytes", "host_memory_available_min", "bytes", 1.0),
+)

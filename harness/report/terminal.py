@@ -1,4 +1,4 @@
-"""Reports in the terminal: of a run, of a comparison, and of a log that is explained."""
+"""Reports in the terminal: of a run, of a comparison, of a log that is explained, of a prediction."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,19 +9,30 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.capacity.result import read_capacity
 from harness.engines import engines
 from harness.failures.explain import Diagnosis, Scanned
 from harness.reasons import evidence, sentence
-from harness.report import answer, sentences, words
+from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts.timeline import starts_explained
-from harness.report.details import SCHEDULE, DetailTable, machine_table, schedule_lines, time_table
 from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
-from harness.report.table import Meaning, TableColumn, TableLine, columns, lines
+from harness.report.table import (
+    DetailTable,
+    Meaning,
+    TableColumn,
+    TableLine,
+    columns,
+    lines,
+    machine_table,
+    schedule_numbers,
+    schedule_table,
+    time_table,
+)
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary
-from harness.units import count
+from harness.units import NOTHING, count
 
 STYLES = {"faster": "green", "slower": "red", "same": "cyan", "inconclusive": "yellow", "baseline": "dim"}
 MORE_LOG = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
@@ -31,6 +42,8 @@ UNKNOWN_END = (
 )
 _STATES = {"good": "bold green", "unsure": "bold yellow", "bad": "bold red"}
 CHECK_STYLES = {"passed": "green", "failed": "bold red", "inconclusive": "yellow"}
+_UNITS = ((5400.0, 3600.0, "h"), (90.0, 60.0, "min"), (0.0, 1.0, "s"))
+_MACHINE = "on the embedded engine (no real server), "
 
 
 def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
@@ -39,14 +52,14 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
         console.print(Text(words.SIMULATED, "bold yellow"))
     console.print(Text(words.one_line(summary.question), "bold"))
     capacity = read_capacity(folder)
-    for found in [answer.of_run(summary, run)] if capacity is None else capacity_lines(capacity):
+    for found in [sentences.answer_of(summary, run)] if capacity is None else capacity_lines(capacity):
         console.print(Text(words.one_line(found)))
     console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
     for table in _tables(columns(summary), lines(summary, run), console.width):
         console.print()
         _show(console, table)
-    _schedules(summary, run, console, explain=explain)
-    _times(summary, console, explain=explain)
+    _schedules(schedule_table(summary, run), console, explain=explain)
+    _times(time_table(summary), console, explain=explain)
     if explain:
         console.print()
         for column in columns(summary):
@@ -76,30 +89,18 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
 
 
 def _tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -> Sequence[RenderableType]:
-    """One table where it fits, else the work and the latencies one below the other.
-
-    Where even that does not fit, the rows are numbered, so that no name is cut; then no longer tables, so that no
-    number is.
-    """
-    if _fits(columns, rows, 2, width):
-        return [_table(columns, rows, 2)]
+    """One table where it fits, else the work and the latencies one below the other, else a block for each row."""
     work = [column for column in columns if column.group != "latency"]
     latency = [column for column in columns if column.group in ("name", "latency")]
-    if all(_fits(part, rows, 1, width) for part in (work, latency)):
-        return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
-    number = TableColumn(
-        key="number", title="#", group="name", explanation="The row's number.", formula="",
-        text=lambda line: str(rows.index(line) + 1),
-    )  # fmt: skip
-    names = [column for column in columns if column.group == "name"]
-    parts = [[number, *names]] + [[number, *(c for c in part if c.group != "name")] for part in (work, latency)]
-    if not all(_fits(part, rows, 1, width) for part in parts[1:]):
-        return [_block(columns, line) for line in rows]
-    return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in parts]
+    for parts in ([columns], [work, latency]):
+        for gap in (2, 1):
+            tables = [_table(part, rows, gap) for part in parts]
+            if all(_fits(table, width) for table in tables):
+                return tables
+    return [_block(columns, line) for line in rows]
 
 
 def _block(columns: Sequence[TableColumn], line: TableLine) -> Group:
-    """A row, its numbers one below the other."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -109,8 +110,8 @@ def _block(columns: Sequence[TableColumn], line: TableLine) -> Group:
     return Group(Text(line.row.name, "bold"), grid)
 
 
-def _fits(columns: Sequence[TableColumn], rows: list[TableLine], gap: int, width: int) -> bool:
-    return Console(width=1000).measure(_table(columns, rows, gap)).maximum <= width
+def _fits(table: Table, width: int) -> bool:
+    return Console(width=1000).measure(table).maximum <= width
 
 
 def _table(columns: Sequence[TableColumn], rows: list[TableLine], gap: int) -> Table:
@@ -141,7 +142,7 @@ def _machine(table: DetailTable, console: Console) -> None:
     """The host metrics, a block for each row, since there are many columns; then the meaning of each."""
     for line in table.rows:
         console.print()
-        console.print(Text(f"Host metrics under {line.server} / {line.load}", "bold"))
+        console.print(Text(f"Host metrics under {line.name}", "bold"))
         for column, text in zip(table.columns, line.texts, strict=True):
             _item(console, Text(f"{column.title}: ") + Text(text, "bold"))
     if table.rows:
@@ -151,21 +152,18 @@ def _machine(table: DetailTable, console: Console) -> None:
         _meaning(console, column)
 
 
-def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -> None:
+def _schedules(table: DetailTable, console: Console, *, explain: bool) -> None:
     """How open loops kept their schedule, a block for each row; with `explain` what each number means."""
-    found = schedule_lines(summary, run)
-    for line in found:
+    for line in table.rows:
         console.print()
-        console.print(Text(words.one_line(f"{line.server} / {line.load}: {line.schedule}"), "bold"))
-        shown = zip(SCHEDULE, line.texts, strict=True)
-        _item(console, Text("; ".join(f"{column.title} {text}" for column, text in shown)))
-    for column in SCHEDULE if found and explain else ():
+        console.print(Text(words.one_line(f"{line.name}: {line.texts[0]}"), "bold"))
+        _item(console, Text(schedule_numbers(table, line)))
+    for column in table.columns[1:] if explain else ():
         _meaning(console, column)
 
 
-def _times(summary: Summary, console: Console, *, explain: bool) -> None:
+def _times(found: DetailTable, console: Console, *, explain: bool) -> None:
     """Where the time of requests went; with `explain` what each number means."""
-    found = time_table(summary)
     if not found.rows:
         return
     console.print()
@@ -174,7 +172,7 @@ def _times(summary: Summary, console: Console, *, explain: bool) -> None:
     table = simple_table(["", *titles], ([line.name, *line.texts] for line in found.rows))
     for number, column in zip(table.columns[1:], found.columns, strict=True):
         number.justify = "left" if column.key == "limit" else "right"
-    if Console(width=1000).measure(table).maximum <= console.width:
+    if _fits(table, console.width):
         _show(console, table)
     else:
         for line in found.rows:
@@ -197,7 +195,6 @@ def _verdicts(summary: Summary, console: Console, *, explain: bool) -> None:
 
 
 def check_line(check: CheckResult) -> Text:
-    """The result of a check and its evidence."""
     mark = Text(f"{words.CHECK_MARKS[check.status]} ", CHECK_STYLES[check.status])
     return mark + Text(words.one_line(f"{check.check}: {evidence(check.evidence)}"))
 
@@ -222,10 +219,9 @@ def _show(console: Console, table: RenderableType) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the table of ratios, the verdicts in words, and how they were reached."""
     if comparison.simulated:
         console.print(Text(words.SIMULATED, "bold yellow"))
-    console.print(Text(words.one_line(answer.of_comparison(comparison)), "bold"))
+    console.print(Text(words.one_line(sentences.answer_of_comparison(comparison)), "bold"))
     console.print()
     styles = [STYLES.get(verdict.word, "") for verdict in comparison.verdicts]
     console.print(simple_table(HEADINGS, map(verdict_cells, comparison.verdicts), styles))
@@ -246,7 +242,6 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def print_differences(found: Sequence[Difference], sides: Sequence[str], console: Console) -> None:
-    """Print a line for each key that differs. What is equal is not shown."""
     if found:
         console.print(simple_table(["What differs", *sides], map(difference_cells, found)))
     else:
@@ -375,3 +370,86 @@ def _print_unknown(scanned: Scanned, console: Console) -> None:
     for step in UNKNOWN_END:
         _row(console, Text("next"), Text(step))
     _row(console, Text("the table"), Text("docs/failures.md; a line that belongs into it is welcome"))
+
+
+def print_forecast(found: Forecast, console: Console) -> None:
+    best = found.rows[0]
+    console.print(headline(found), style="bold")
+    if found.deadline_s is not None:
+        console.print(of_deadline(best, found.deadline_s))
+    if best.energy_kwh is not None:
+        cost = "" if best.cost is None else f"; cost {_with_interval(best.cost)}"
+        console.print(f"Energy {_with_interval(best.energy_kwh, 'kWh')}{cost}.")
+    table = Table(box=None, pad_edge=False)
+    wanted = ["row", "items/s", "start", "time", "90 % interval"]
+    wanted += ["machines"] if found.deadline_s is not None else []
+    wanted += ["kWh"] if any(row.energy_kwh for row in found.rows) else []
+    wanted += ["cost"] if any(row.cost for row in found.rows) else []
+    for column in wanted:
+        table.add_column(column, justify="left" if column == "row" else "right")
+    for row in found.rows:
+        time, low, high = in_time(row.time_s)
+        cells = {
+            "row": row.name,
+            "items/s": f"{row.items_per_s:.3g}",
+            "start": in_time(Prediction(value=row.start_s, low=row.start_s, high=row.start_s))[0],
+            "time": time,
+            "90 % interval": f"{low} to {high}",
+            "machines": NOTHING if row.machines is None else f"{row.machines:,}",
+            "kWh": NOTHING if row.energy_kwh is None else f"{row.energy_kwh.value:.3g}",
+            "cost": NOTHING if row.cost is None else f"{row.cost.value:.2f}",
+        }
+        table.add_row(*(cells[column] for column in wanted))
+    console.print(table)
+    for refused in found.refused:
+        console.print(f"no prediction for {refused.server} / {refused.load}: {sentence(refused.reason)}")
+    for row in found.rows:
+        for note in row.notes:
+            console.print(f"note: {row.name}: {sentence(note)}")
+    console.print("Assumptions:")
+    for assumption in found.assumptions:
+        console.print(f"- {sentence(assumption)}")
+
+
+def headline(found: Forecast) -> str:
+    best = found.rows[0]
+    time, low, high = in_time(best.time_s)
+    kind = _MACHINE if found.simulated else ""
+    fastest = ", the fastest measured row" if len(found.rows) > 1 else ""
+    return (
+        f"{count(found.items, 'item takes', 'items take')} {time} (90 % interval {low} to {high}) {kind}with "
+        f"{best.name}{fastest}."
+    )
+
+
+def of_deadline(row: RowForecast, deadline_s: float) -> str:
+    deadline = in_time(Prediction(value=deadline_s, low=deadline_s, high=deadline_s))[0]
+    words = {
+        "met": f"The deadline of {deadline} is met",
+        "missed": f"The deadline of {deadline} is not met",
+        "inconclusive": f"Whether the deadline of {deadline} is met is inconclusive: it is inside the interval",
+    }
+    if row.machines is None:
+        return f"{words[row.deadline or 'missed']}; no number of machines meets it, since the start alone takes longer."
+    if row.deadline == "met":
+        return f"{words['met']}."
+    return (
+        f"{words[row.deadline or 'missed']}; {count(row.machines, 'such machine')} would meet it (by the upper bound)."
+    )
+
+
+def in_time(one: Prediction) -> tuple[str, str, str]:
+    """A duration and its bounds, all in the same unit; the unit is written once for the bounds: with the upper one."""
+    size, unit = next((size, unit) for least, size, unit in _UNITS if one.value >= least)
+    value, low, high = (_digits(seconds / size) for seconds in (one.value, one.low, one.high))
+    return f"{value} {unit}", low, f"{high} {unit}"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, and no exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _with_interval(one: Prediction, unit: str = "") -> str:
+    space = f" {unit}" if unit else ""
+    return f"{_digits(one.value)}{space} ({_digits(one.low)} to {_digits(one.high)}{space})"

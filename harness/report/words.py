@@ -22,7 +22,6 @@ def percentile(sample: Distribution, name: str) -> str:
 
 
 def in_unit(value: float, metric: str) -> str:
-    """A value that rows are compared by, with its unit."""
     if metric in RATES:
         return f"{units.significant(value)} tok/s"
     return units.seconds(value) if metric == "wall_s" else f"{units.milliseconds(value)} ms"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
@@ -125,7 +126,6 @@ def calibrate(max_streams: int | None, processes: int = 1) -> Iterator[Calibrati
 
 
 def _numbers(max_streams: int | None) -> Iterator[int]:
-    """The numbers of streams to measure; `max_streams` is the last."""
     further = (round(STREAMS[-1] * FACTOR**number) for number in itertools.count(1))
     for number in itertools.chain(STREAMS, further):
         if max_streams is not None and number >= max_streams:
@@ -135,51 +135,36 @@ def _numbers(max_streams: int | None) -> Iterator[int]:
 
 
 def _measure(streams: int, processes: int) -> CalibrationPoint:
-    with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
-        return _measure_in(Path(folder), streams, processes)
-
-
-def _measure_in(folder: Path, streams: int, processes: int) -> CalibrationPoint:
-    sent = folder / "sent.jsonl"
-    flags = ["--preset", "instant", "--served-model-name", "m", "--step-base-s", str(STEP_S), "--send-log", str(sent)]
-    flags += ["--max-num-seqs", str(streams)]
+    flags = ["--preset", "instant", "--served-model-name", "m", "--step-base-s", str(STEP_S)]
+    flags += ["--max-num-seqs", str(streams), "--send-log"]
     load = Load(user="batch", users=streams, processes=processes, requests=ROUNDS * streams, output_tokens=CHUNKS)
-    job = Job(
-        cell="calibrate", load_name="calibrate", load=load, model="m", prompts=Prompts(tokens=20), seed=1, salt=None,
-        warmup=Warmup(requests=streams), requests_path=str(folder / "requests.jsonl"),
-        processes_path=str(folder / "processes.jsonl"), counter_path=str(folder / "counter"),
-    )  # fmt: skip
-    write_job(job, folder / "job.json")
-    began_s, busy_s, ours_s = time.monotonic(), _busy_s(), _children_s()
-    with spawned(*flags, quiet=True) as engine:
-        arguments = locust_arguments(job, folder / "job.json", LOCUSTFILES / "batch.py", engine.url)
-        command = [sys.executable, "-m", "locust", *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
-        except subprocess.TimeoutExpired:
-            raise RunError(f"{streams} streams did not end within {LONGEST_S:g} s") from None
-    if done.returncode != 0:
-        raise RunError(f"the load generator ended with exit code {done.returncode}", detail=done.stderr[-2000:])
-    reading = reading_of(folder, sent, streams, processes)
-    if busy_s is None:
-        return reading
-    others_s = (_busy_s() or 0.0) - busy_s - (_children_s() - ours_s)
-    return msgspec.structs.replace(reading, others=max(0.0, others_s / (time.monotonic() - began_s)))
+    with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as name:
+        folder = Path(name)
+        job = Job(
+            cell="calibrate", load_name="calibrate", load=load, model="m", prompts=Prompts(tokens=20), seed=1,
+            warmup=Warmup(requests=streams), requests_path=f"{folder}/requests.jsonl",
+            processes_path=f"{folder}/processes.jsonl", counter_path=f"{folder}/counter",
+        )  # fmt: skip
+        write_job(job, folder / "job.json")
+        began_s, busy_s, ours_s = time.monotonic(), _busy_s(), sum(os.times()[:4])
+        with spawned(*flags, f"{folder}/sent.jsonl", quiet=True) as engine:
+            arguments = locust_arguments(job, folder / "job.json", LOCUSTFILES / "batch.py", engine.url)
+            command = [sys.executable, "-m", "locust", *arguments]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
+            except subprocess.TimeoutExpired:
+                raise RunError(f"{streams} streams did not end within {LONGEST_S:g} s") from None
+        if done.returncode != 0:
+            raise RunError(f"the load generator ended with exit code {done.returncode}", detail=done.stderr[-2000:])
+        others_s = _busy_s() - busy_s - (sum(os.times()[:4]) - ours_s)
+        others = max(0.0, others_s / (time.monotonic() - began_s))
+        return msgspec.structs.replace(reading_of(folder, folder / "sent.jsonl", streams, processes), others=others)
 
 
-def _busy_s() -> float | None:
-    """Busy CPU time of the whole machine; None if the kernel does not report it (see proc(5))."""
-    try:
-        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
-    except (OSError, ValueError):
-        return None
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _children_s() -> float:
-    """CPU time of this process and its ended children."""
-    times = os.times()
-    return times.children_user + times.children_system + times.user + times.system
+def _busy_s() -> float:
+    """Busy CPU time of the whole machine."""
+    times = psutil.cpu_times()
+    return sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> CalibrationPoint:
@@ -225,16 +210,12 @@ def show_readings(console: Console, max_streams: int | None, processes: int, *, 
     readings: list[CalibrationPoint] = []
     if not as_json:
         who = count(processes, "load process", "load processes")
-        console.print(
-            f"Streams of {CHUNKS} chunks, one each {STEP_S * 1000:g} ms, from the embedded engine; {who}.\n"
-            f"{'  '.join(_COLUMNS)}",
-            soft_wrap=True,
-        )
+        what = f"Streams of {CHUNKS} chunks, one each {STEP_S * 1000:g} ms, from the embedded engine; {who}."
+        console.print(f"{what}\n{'  '.join(_COLUMNS)}", soft_wrap=True)
     for reading in calibrate(max_streams, processes):
         readings.append(reading)
         if not as_json:
-            cells = zip(_cells(reading), _COLUMNS, strict=True)
-            line = "  ".join(cell.rjust(len(column)) for cell, column in cells)
+            line = "  ".join(cell.rjust(len(column)) for cell, column in zip(_cells(reading), _COLUMNS, strict=True))
             console.print(line, soft_wrap=True)
     best = max((one for one in readings if one.trusted), key=lambda one: one.streams, default=None)
     # A run that stops early finds no limit; next to busy programs it finds theirs.
@@ -243,12 +224,10 @@ def show_readings(console: Console, max_streams: int | None, processes: int, *, 
     if as_json:
         print(pretty_json(readings).decode(), end="")
     else:
-        kept = " `harness run` will mind it." if stored else ""
-        console.print("\n" + in_words(readings) + kept)
+        console.print("\n" + in_words(readings) + (" `harness run` warns above it." if stored else ""))
 
 
 def in_words(readings: list[CalibrationPoint]) -> str:
-    """The result in sentences."""
     good = [reading for reading in readings if reading.trusted]
     last = readings[-1]
     end = " No more were tried." if last.trusted else f" With {last.streams}, twice: {'; '.join(last.doubts)}."
@@ -256,25 +235,19 @@ def in_words(readings: list[CalibrationPoint]) -> str:
         end += f" Other programs used {last.others:.1f} cores meanwhile: measure again when they are quiet."
     if not good:
         return f"This machine's load generator is not to be trusted even for few streams, or was too busy now.{end}"
-    best = good[-1]
+    if not last.trusted:
+        end += " More `processes` in the load, or the server on another machine, give more room."
     return (
-        f"Trusted for {best.streams} streams at once, {best.chunks_per_s:,.0f} chunks a second: 99 % of the chunk "
-        f"times are right within {best.error_p99_s * 1000:.2g} ms.{end}"
-        + ("" if last.trusted else " More `processes` in the load, or the server on another machine, give more room.")
+        f"Trusted for {good[-1].streams} streams at once, {good[-1].chunks_per_s:,.0f} chunks a second: 99 % of the "
+        f"chunk times are right within {good[-1].error_p99_s * 1000:.2g} ms.{end}"
     )
 
 
-def _cells(reading: CalibrationPoint) -> list[str]:
+def _cells(reading: CalibrationPoint) -> tuple[str, ...]:
     lag, cpu = reading.read_lag_p99_s, reading.cpu_max
-    return [
-        str(reading.streams),
-        f"{reading.chunks_per_s:,.0f}",
-        f"{reading.error_p50_s * 1000:.3f}",
-        f"{reading.error_p99_s * 1000:.3f}",
-        f"{reading.shared:.2%}",
-        "-" if lag is None else f"{lag * 1000:.1f}",
-        "-" if cpu is None else f"{cpu:.0%}",
-    ]
+    errors = (f"{error_s * 1000:.3f}" for error_s in (reading.error_p50_s, reading.error_p99_s))
+    known = ("-" if lag is None else f"{lag * 1000:.1f}", "-" if cpu is None else f"{cpu:.0%}")
+    return str(reading.streams), f"{reading.chunks_per_s:,.0f}", *errors, f"{reading.shared:.2%}", *known
 
 
 class Trusted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -25,7 +25,7 @@ from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, r
 from harness.process import free_port
 from harness.redact import known
 from harness.rundir.manifest import disk_is_full, release_space
-from harness.rundir.records import CUT, Request, Samples, read_marks
+from harness.rundir.records import CUT, Request, Samples, Tail, read_marks
 from harness.rundir.samples import GpuSample
 from harness.scenario import MAX_USERS, at_once
 from harness.scenario.behaviour import max_of
@@ -129,8 +129,6 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Ended(NamedTuple):
-    """The measured requests of one update."""
-
     last_s: float  # when the last of them ended
     number: int
     tokens: int
@@ -144,9 +142,7 @@ class Monitor:
         self.watch = watch
         self.recorded = 0  # records of all stages of a load, or of one load of a mix
         self.failed = 0  # of these
-        self._path = Path(job.requests_path)
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
-        self._torn = b""  # an incomplete line
+        self._records = Tail(Path(job.requests_path), from_end=True, max_bytes=None)
         self._first: list[Request] | None = []  # the first records; None: they were checked
         self._only = (
             b'"cell":"%b"' % job.cell.encode() if job.concurrent_loads else b""
@@ -155,7 +151,7 @@ class Monitor:
 
     def follow(self, job: Job) -> None:
         """Switch to this cell: the next stage of a load."""
-        folder = self._path.parent
+        folder = self._records.path.parent
         self._job = job
         self._metrics = Samples(folder / "metrics.jsonl", job.cell)
         self._telemetry = Samples(folder / "telemetry.jsonl", job.cell)
@@ -170,15 +166,7 @@ class Monitor:
         self._decoder = msgspec.json.Decoder(Request)
 
     def update(self) -> None:
-        """Read the new records."""
-        if not self._path.exists():
-            return
-        with open_file(self._path) as file:
-            file.seek(self._offset)
-            new = file.read()
-        self._offset += len(new)
-        *lines, self._torn = (self._torn + new).split(b"\n")
-        lines = [line for line in lines if self._only in line]
+        lines = [line for line in self._records.lines() if self._only in line]
         self.recorded += len(lines)
         requests = []
         for line in lines:
@@ -199,7 +187,6 @@ class Monitor:
         return scenario_mistake(first)
 
     def look(self) -> Glance:
-        """The state of the cell now."""
         self.update()
         now = time.monotonic()
         self._metrics.look()
@@ -492,7 +479,6 @@ def scenario_mistake(first: list[Request]) -> Reason | None:
 
 
 def tail(path: Path, lines: int = 15) -> str:
-    """Return the last lines of a log, for an error's detail."""
     return "\n".join(_lines(path)[-lines:])
 
 
@@ -516,7 +502,6 @@ def _lines(path: Path) -> list[str]:
 
 
 def exceptions_in(path: Path) -> int:
-    """Return the number of tracebacks in a log."""
     return read_bytes(path).count(b"\nTraceback ") if path.exists() else 0
 
 

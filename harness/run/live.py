@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 
 from harness import paths
-from harness.errors import HarnessError, Mistakes, RunError, ServerError
+from harness.errors import HarnessError, RunError, ServerError
 from harness.job import Job, text_of
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.machine_fit import preflight
@@ -44,15 +44,9 @@ def live(
     Users and rate are the scenario's at first, and the person's from then on. What is sent is recorded, but a load
     steered by hand is never valid for a comparison. Raises HarnessError.
     """
-    wrong = Mistakes()
-    with wrong.noted():
-        cell_server = server_name(experiment, server)
-    with wrong.noted():
-        cell_load = load_name(experiment, load)
-    with wrong.noted():
-        if not is_free(port):
-            raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
-    wrong.refuse()
+    cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
+    if not is_free(port):
+        raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
     slos = slos_for(experiment.scenario.checks, cell_server, cell_load)
     # The UI runs on this host, even if the scenario's load generator runs in a container.
     experiment = preflight(_alone(experiment, cell_server, [cell_load], endless=True), progress.line)
@@ -129,32 +123,23 @@ def compose_file(
     with the UI does. `grafana`: with Prometheus and Grafana. Raises HarnessError, with all that such a file
     cannot express.
     """
-    wrong = Mistakes()
-    with wrong.noted():
-        name = server_name(experiment, server)
-    with wrong.noted():
-        names = _loads_of(experiment, load, headless=headless)
-    with wrong.noted():
-        if experiment.scenario.prompts.tokenizer == SERVER_TOKENIZER:
-            raise HarnessError(
-                f"prompts.tokenizer: '{SERVER_TOKENIZER}' needs the running server before the load starts",
-                next_step="Name a local tokenizer.json, or use `harness run`.",
-            )
-    with wrong.noted():
-        if headless and workers:
-            raise HarnessError(
-                "--workers: goes with the web UI only",
-                next_step="Use `processes` of the load for several load processes, or `harness run --workers`.",
-            )
-    with wrong.noted():
-        if headless and records is None:
-            raise HarnessError(
-                "--headless: needs --records, or the measurement is lost", next_step="Give --records FOLDER."
-            )
-    with wrong.noted():
-        if records is not None and not records.is_dir():
-            raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
-    wrong.refuse()
+    name, names = server_name(experiment, server), _loads_of(experiment, load, headless=headless)
+    if experiment.scenario.prompts.tokenizer == SERVER_TOKENIZER:
+        raise HarnessError(
+            f"prompts.tokenizer: '{SERVER_TOKENIZER}' needs the running server before the load starts",
+            next_step="Name a local tokenizer.json, or use `harness run`.",
+        )
+    if headless and workers:
+        raise HarnessError(
+            "--workers: goes with the web UI only",
+            next_step="Use `processes` of the load for several load processes, or `harness run --workers`.",
+        )
+    if headless and records is None:
+        raise HarnessError(
+            "--headless: needs --records, or the measurement is lost", next_step="Give --records FOLDER."
+        )
+    if records is not None and not records.is_dir():
+        raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
     upstream = upstream_of(experiment.scenario, name)
     slos = slos_for(experiment.scenario.checks, name, names[0])
     folder = Path(_RECORDS)

@@ -50,7 +50,6 @@ class Progress:
         self._live = None
 
     def line(self, text: str) -> None:
-        """A line that stays."""
         self.console.print(masked(text, "sure"), soft_wrap=True)
 
     def cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:

@@ -26,7 +26,7 @@ from harness.reasons import sentence
 from harness.run.drive import Child, Count, Driven, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
 from harness.run.running import Failed, OutOfTime, Running, begin, finish
-from harness.rundir.manifest import Budget, CellRun, Run, Status, locked, release_space, write_run
+from harness.rundir.manifest import Budget, CellRun, Run, ServedBy, Status, locked, release_space, write_run
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
 from harness.scenario import (
@@ -74,7 +74,6 @@ def run(
 
 
 def steps_of(cells: list[Cell]) -> Steps:
-    """Run these cells, in this order."""
     return lambda running, note: _cells(running, cells, note)
 
 
@@ -197,7 +196,7 @@ def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]
                         progress.line(f"{cell.id} is not run: {sentence(dead)}")
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
-                note(*(_cell_run(each, endpoint, time.time()) for each in [cell, *others]))
+                note(*(_cell_run(each, endpoint.served_by, time.time()) for each in [cell, *others]))
                 for cell_run in run_group(running, [cell, *others], endpoint, note):
                     yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
         took.update({(cell.server, cell.load): 0.0 for cell in together})
@@ -319,27 +318,23 @@ def run_cell(
             begun_s = time.time()
 
             def ended(stage: Cell) -> None:
-                note(_cell_run(stage, endpoint, begun_s, time.time()))
+                note(_cell_run(stage, endpoint.served_by, begun_s, time.time()))
 
             count = _by_stage(running, cells, jobs, watchers, monitor, ended)
         driven = drive(start, job, log_path=running.log_path(job.cell), alive=alive, progress=count, monitor=monitor)
     problems = [*driven.problems, *_death_problems(endpoint, driven), *endpoint.problems()]
-    found = [_cell_run(each, endpoint, driven.started_wall_s, driven.ended_wall_s, problems) for each in cells]
+    times = driven.started_wall_s, driven.ended_wall_s
+    found = [_cell_run(each, endpoint.served_by, *times, problems) for each in cells]
     if watch is None or driven.stopped_s is None:
         return found
     return [msgspec.structs.replace(each, stopped_after_s=watch.measured_s(driven.stopped_s)) for each in found]
 
 
 def _cell_run(
-    cell: Cell, endpoint: Endpoint, begun_s: float, ended_s: float | None = None, problems: Sequence[Reason] = ()
+    cell: Cell, served_by: ServedBy, begun_s: float, ended_s: float | None = None, problems: Sequence[Reason] = ()
 ) -> CellRun:
-    return CellRun(
-        **msgspec.structs.asdict(cell),
-        started_wall_s=begun_s,
-        ended_wall_s=ended_s,
-        served_by=endpoint.served_by,
-        problems=list(problems),
-    )
+    known = msgspec.structs.asdict(cell) | {"served_by": served_by, "problems": list(problems)}
+    return CellRun(**known, started_wall_s=begun_s, ended_wall_s=ended_s)
 
 
 def _death_problems(endpoint: Endpoint, driven: Driven) -> list[Reason]:
@@ -380,15 +375,6 @@ def _by_stage(
 def _has_begun(job: Job) -> bool:
     path = Path(job.counter_path)
     return path.exists() and path.stat().st_size > 0
-
-
-def _offline(running: Running, cell: Cell) -> CellRun:
-    """Run a cell without server and load generator: all requests at once through vLLM's offline engine."""
-    job = make_job(running, cell, None)
-    if job.warmup.until is not None:  # an offline job has no steady state
-        job = msgspec.structs.replace(job, warmup=Warmup(requests=wave_of(job.load)))
-    write_job(job, running.job_path(job.cell))
-    return offline_cell(running, cell, job)
 
 
 @contextlib.contextmanager
@@ -459,8 +445,15 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
 PROCESS = 1  # the job's number in its container
 
 
-def offline_cell(running: Running, cell: Cell, job: Job) -> CellRun:
-    """Run one cell and append its records to the run's files. Raises ServerError, RunError."""
+def _offline(running: Running, cell: Cell) -> CellRun:
+    """Run a cell without server and load generator: all requests at once through vLLM's offline engine.
+
+    Raises ServerError, RunError.
+    """
+    job = make_job(running, cell, None)
+    if job.warmup.until is not None:  # an offline job has no steady state
+        job = msgspec.structs.replace(job, warmup=Warmup(requests=wave_of(job.load)))
+    write_job(job, running.job_path(job.cell))
     outcome = run_offline(
         running.scenario,
         cell.server,
@@ -470,19 +463,16 @@ def offline_cell(running: Running, cell: Cell, job: Job) -> CellRun:
         run_folder=running.folder,
         say=running.progress.stage,
     )
-    encoder = msgspec.json.Encoder()
-    records = records_of(job, outcome)
-    with Path(job.requests_path).open("ab") as file:
-        file.writelines(encoder.encode(record) + b"\n" for record in records)
-    with Path(job.processes_path).open("ab") as file:
-        file.writelines(encoder.encode(mark) + b"\n" for mark in _marks(job, outcome, len(records)))
-    head = outcome.head
-    return CellRun(
-        **msgspec.structs.asdict(cell),
-        started_wall_s=head.wall_s,
-        ended_wall_s=head.wall_s + head.ended_s - head.monotonic_s,
-        served_by=outcome.served_by,
+    records, head = records_of(job, outcome), outcome.head
+    ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
+    mark = ProcessMark(event="start", process=PROCESS, cell=cell.id, wall_s=head.wall_s, monotonic_s=head.monotonic_s)
+    end = msgspec.structs.replace(
+        mark, event="end", wall_s=ended_wall_s, monotonic_s=head.ended_s, sent=len(records), recorded=len(records)
     )
+    for path, lines in ((job.requests_path, records), (job.processes_path, [mark, end])):
+        with Path(path).open("ab") as file:
+            file.write(msgspec.json.Encoder().encode_lines(lines))
+    return _cell_run(cell, outcome.served_by, head.wall_s, ended_wall_s)
 
 
 def requests_of(job: Job) -> bytes:
@@ -499,7 +489,7 @@ def requests_of(job: Job) -> bytes:
         }
         for index in [*warmup, *range(job.load.requests or 0)]
     ]
-    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    return msgspec.json.Encoder().encode_lines(lines)
 
 
 def records_of(job: Job, outcome: Outcome) -> list[Request]:
@@ -528,23 +518,6 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
             finish=line.finish,
         )
         for line in outcome.lines
-    ]
-
-
-def _marks(job: Job, outcome: Outcome, number: int) -> list[ProcessMark]:
-    head = outcome.head
-    ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
-    return [
-        ProcessMark(event="start", process=PROCESS, cell=job.cell, wall_s=head.wall_s, monotonic_s=head.monotonic_s),
-        ProcessMark(
-            event="end",
-            process=PROCESS,
-            cell=job.cell,
-            wall_s=ended_wall_s,
-            monotonic_s=head.ended_s,
-            sent=number,
-            recorded=number,
-        ),
     ]
 
 

@@ -82,7 +82,6 @@ class Running(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether its budget of time is spent."""
         return self.ends_s is not None and time.monotonic() > self.ends_s
 
     def salted(self, cell: str) -> str:
@@ -90,7 +89,6 @@ class Running(msgspec.Struct, frozen=True):
         return f"{cell}/{self.resumed}" if self.resumed else cell
 
     def log_path(self, cell: str) -> Path:
-        """Of the load generator."""
         return self.folder / "logs" / f"{cell}.locust.log"
 
 
@@ -165,7 +163,6 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
 
 
 def needs_docker(experiment: Experiment) -> bool:
-    """Whether the run starts containers."""
     servers = experiment.scenario.servers.values()
     in_container = experiment.target is None and any(server.container for server in servers)
     return in_container or experiment.scenario.generator == "container"
@@ -211,12 +208,7 @@ def _versions() -> dict[str, str]:
     own = [path for part in ("load", "workload") for path in sorted((harness / part).glob("*.py"))]
     own += [harness / "scenario" / f"{name}.py" for name in ("behaviour", "plan")]
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
-    return {
-        "amd-llm-load": __version__,
-        "load generator": digest(own),
-        "python": platform.python_version(),
-        **packages,
-    }
+    return {"amd-llm-load": __version__, "load generator": digest(own), "python": platform.python_version(), **packages}
 
 
 def digest(files: Sequence[Path]) -> str:

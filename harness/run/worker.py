@@ -23,8 +23,6 @@ _LOCUSTS_OWN = re.compile(rb"Waiting to connect to master|Got no locustfile resp
 
 
 class _Life(NamedTuple):
-    """How one Locust process ended."""
-
     code: int
     quiet: bool  # no load and no problem
     left: Path | None  # folder of undelivered records
@@ -89,7 +87,6 @@ def _relay(lines: IO[bytes]) -> bool:
 
 
 def _how_it_ended(life: _Life, once: bool) -> str:
-    """Describe how a Locust process ended, for the log."""
     kept = f"; what it had recorded is in {life.left}" if life.left else ""
     if life.code >= 0:  # 0: another process of the worker failed
         return (

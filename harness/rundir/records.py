@@ -360,8 +360,9 @@ _MAX_BYTES = 4_000_000  # of one look; with more than that, the oldest are left 
 class Tail:
     """The whole lines that were added since the last look. A file that is not there has none."""
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+    def __init__(self, path: Path, *, from_end: bool = False, max_bytes: int | None = _MAX_BYTES) -> None:
         self.path = path
+        self._max_bytes = max_bytes
         self._offset = 0
         self._torn = b""
         if from_end and path.exists():
@@ -370,11 +371,12 @@ class Tail:
     def lines(self) -> list[bytes]:
         try:
             with open_file(self.path) as file:
-                skipped = os.fstat(file.fileno()).st_size - self._offset - _MAX_BYTES
+                left = os.fstat(file.fileno()).st_size - self._offset
+                skipped = 0 if self._max_bytes is None else left - self._max_bytes
                 if skipped > 0:
                     self._offset += skipped
                     self._torn = b""
-                new = os.pread(file.fileno(), _MAX_BYTES, self._offset)
+                new = os.pread(file.fileno(), max(0, left - max(0, skipped)), self._offset)
         except OSError:
             return []
         self._offset += len(new)

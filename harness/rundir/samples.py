@@ -456,7 +456,6 @@ def _at(series: Series, when: float) -> float:
 
 
 def _known(seen: Iterable[msgspec.Struct], field: str) -> list[Any]:
-    """What is known of a field of several."""
     return [value for one in seen if (value := getattr(one, field)) is not None]
 
 
@@ -465,7 +464,6 @@ def _series(samples: Sequence[TelemetrySample], name: str, field: str) -> Series
 
 
 def _memory(sample: TelemetrySample, names: set[str]) -> int | None:
-    """VRAM and GTT of these GPUs together at one moment."""
     found = [
         used
         for name, gpu in sample.gpus.items()

@@ -111,8 +111,6 @@ class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """So many users, measured for so long."""
-
     users: Users
     for_s: Positive
 

@@ -181,8 +181,6 @@ class Abandon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Agent(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How an agent with tools works."""
-
     steps: _Few = 6  # model calls of a task, at most
     done: Share = 0.0  # of the steps that end the task before that
     tools: Annotated[int, Meta(ge=1, le=64)] = 4  # definitions sent with each request
@@ -193,8 +191,6 @@ class Agent(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which documents are asked about."""
-
     documents: _Count = 20
     document_tokens: Tokens = 2000
     skew: Annotated[float, Meta(ge=0, le=10)] = 1.0  # Zipf: the k-th is chosen 1 / k^skew as often as the first
@@ -221,7 +217,6 @@ def pause_mean_s(pause: Pause | list[float] | None) -> float:
 
 
 def longest_s(pause: Pause | list[float] | None) -> float:
-    """The longest that a pause can be."""
     if pause is None:
         return 0.0
     if isinstance(pause, list):
@@ -259,7 +254,6 @@ def _cumulated(documents: int, skew: float) -> list[float]:
 
 
 def behaviour_problems(think: Pause | None, think_s: list[float] | None, abandon: Abandon | None) -> Iterator[Problem]:
-    """What contradicts itself; paths are below the load."""
     if think_s is not None and (len(think_s) != 2 or think_s[0] > think_s[1]):
         yield Problem("think_s", f"two numbers are expected, the minimum and the maximum, got {think_s}")
     if think is not None and think_s is not None:
@@ -308,7 +302,6 @@ class Judged(Struct, frozen=True):
 
 
 def answer_problems(form: Structured) -> Iterator[Problem]:
-    """What contradicts itself; paths are below the form."""
     choice = form.choice
     if (choice is None) == (form.json_schema is None):
         yield Problem("", "give exactly one of 'choice' and 'json_schema'")

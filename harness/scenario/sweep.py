@@ -3,16 +3,17 @@
 After that a scenario has ordinary servers and loads only; `Scenario.swept` keeps what was varied in each of them.
 """
 
-import ast
 import itertools
 import math
-import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
+from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
 from harness.errors import Problem, did_you_mean
@@ -23,13 +24,6 @@ MAX_VALUES = 1000  # of one setting
 MAX_CONDITION = 200  # characters
 FLAG = "--"  # a setting that begins with it is an argument of the engine
 _NOT_VARIED = ("stages", "vary", "where")
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne,
-}  # fmt: skip
-_COMPUTE: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
 
 
 class Expanded(Struct, frozen=True):
@@ -164,26 +158,22 @@ def _grid(name: str, part: Server | Load, kind: str, wrong: list[Problem]) -> It
     """The rows of a server or load: name and settings. Those that `where` leaves out are not among them."""
     values = {key: _span_values(one) if isinstance(one, Span) else one for key, one in part.vary.items()}
     short = _abbreviations(list(values))
-    conditions = []
-    for place, text in enumerate(part.where):
-        try:
-            conditions.append(_parsed(text))
-        except ValueError as error:
-            wrong.append(Problem(f"$.{kind}.{name}.where[{place}]", str(error)))
     rows: list[tuple[str, dict[str, Any]]] = []
-    for combination in [] if wrong else itertools.product(*values.values()):
+    for combination in itertools.product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
-        known = _known(part) | {_identifier(key): value for key, value in settings.items()}
-        try:
-            if not all(_holds(condition, known) for condition in conditions):
-                continue
-        except ValueError as error:
-            wrong.append(Problem(f"$.{kind}.{name}.where", str(error)))
-            return
-        labels = {key: _label(value, values[key].index(value)) for key, value in settings.items()}
-        rows.append((name + "".join(f"-{short[key]}{label}" for key, label in labels.items()), settings))
+        known = _named(part, settings)
+        for place, condition in enumerate(part.where):
+            try:
+                if not _is_met(condition, known):
+                    break
+            except ValueError as error:
+                wrong.append(Problem(f"$.{kind}.{name}.where[{place}]", str(error)))
+                return
+        else:
+            labels = {key: _label(value, values[key].index(value)) for key, value in settings.items()}
+            rows.append((name + "".join(f"-{short[key]}{label}" for key, label in labels.items()), settings))
     path = f"$.{kind}.{name}.vary"
-    if not rows and not wrong:
+    if not rows:
         wrong.append(Problem(f"$.{kind}.{name}.where", "it leaves out every combination"))
     longest = max((row for row, _ in rows), key=len, default="")
     if len(longest) > MAX_NAME:
@@ -247,79 +237,67 @@ def _put(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
     return None
 
 
-# --- Conditions. They are read as Python's grammar has them, and only what is listed here is carried out.
+# --- Conditions
 
 
 def _identifier(key: str) -> str:
     return key.removeprefix(FLAG).replace("-", "_")
 
 
-def _known(part: Server | Load) -> dict[str, Any]:
-    """What a condition may name besides the varied settings: the variables of a server, or the keys of a load."""
+class _Conditions(ImmutableSandboxedEnvironment):
+    """Expressions of names, numbers, texts, + - * / and comparisons. What could take long or much memory is refused."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
+
+    def __init__(self) -> None:
+        super().__init__(undefined=StrictUndefined)
+        self.globals, self.filters, self.tests = {}, {}, {}
+
+    def is_safe_callable(self, obj: Any) -> bool:
+        return False
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        numbers = all(isinstance(value, int | float) and abs(value) < 1e15 for value in (left, right))
+        if operator not in ("+", "-", "*", "/") or not numbers:
+            raise ValueError(f"{left!r} {operator} {right!r} is not computed here")
+        return super().call_binop(context, operator, left, right)
+
+
+_CONDITIONS = _Conditions()
+_SUCH_AS = "such as max_num_batched_tokens >= max_num_seqs"
+
+
+def _named(part: Server | Load, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a condition may name: varied settings, and the variables of a server or the keys of a load."""
     if isinstance(part, Server):
-        return dict(part.variables)
-    found: dict[str, Any] = {}
-    for key, value in msgspec.to_builtins(part).items():
-        if isinstance(value, dict):
-            found |= {f"{key}.{inner}": one for inner, one in value.items()}
-        else:
-            found[key] = value
-    return found
+        return part.variables | {_identifier(key): value for key, value in settings.items()}
+    raw: dict[str, Any] = msgspec.to_builtins(part)
+    for key, value in settings.items():
+        _put(raw, key, value)
+    return raw
 
 
-def _parsed(text: str) -> ast.expr:
-    """A condition. Raises ValueError that says what is wrong with it."""
-    if len(text) > MAX_CONDITION:
-        raise ValueError(f"a condition has at most {MAX_CONDITION} characters (got {len(text):,})")
+@cache
+def _compiled(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], object]]:
+    """The names in a condition, and a function of their values. Raises ValueError."""
+    if len(condition) > MAX_CONDITION:
+        raise ValueError(f"a condition has at most {MAX_CONDITION} characters (got {len(condition):,})")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"'{text}' is not a condition such as max_num_batched_tokens >= max_num_seqs") from None
-    if not isinstance(tree, ast.Compare | ast.BoolOp):
-        raise ValueError(f"'{text}' compares nothing; write such as max_num_batched_tokens >= max_num_seqs")
-    return tree
+        names = meta.find_undeclared_variables(_CONDITIONS.parse(f"{{{{ ({condition}) }}}}"))
+        return names, _CONDITIONS.compile_expression(condition, undefined_to_none=False)
+    except (TemplateError, RecursionError):
+        raise ValueError(f"'{condition}' is not a condition {_SUCH_AS}") from None
 
 
-def _holds(node: ast.expr, known: Mapping[str, Any]) -> bool:
-    """Whether a condition is met. Raises ValueError for what it cannot have."""
-    if isinstance(node, ast.BoolOp):
-        each = [_holds(value, known) for value in node.values]
-        return all(each) if isinstance(node.op, ast.And) else any(each)
-    if not isinstance(node, ast.Compare):
-        raise ValueError(f"'{ast.unparse(node)}' compares nothing")
-    values = [_value(one, known) for one in (node.left, *node.comparators)]
-    for compare, (one, other) in zip(node.ops, itertools.pairwise(values), strict=True):
-        if type(compare) not in _COMPARE:
-            raise ValueError(f"'{ast.unparse(node)}': only <, <=, >, >=, == and != compare")
-        try:
-            if not _COMPARE[type(compare)](one, other):
-                return False
-        except TypeError:
-            raise ValueError(f"'{ast.unparse(node)}': {one!r} and {other!r} have no order") from None
-    return True
-
-
-def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | None):
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return _computed(ast.Sub(), 0, _value(node.operand, known), node)
-    if isinstance(node, ast.BinOp) and type(node.op) in _COMPUTE:
-        return _computed(node.op, _value(node.left, known), _value(node.right, known), node)
-    if isinstance(node, ast.Name | ast.Attribute):
-        name = ast.unparse(node)
-        if name in ("true", "false", "null"):
-            return {"true": True, "false": False, "null": None}[name]
-        if name not in known:
-            raise ValueError(f"'{name}' is neither varied nor set here; {did_you_mean(name, known)}")
-        return known[name]
-    raise ValueError(f"'{ast.unparse(node)}' is not read here: names, numbers, texts, + - * / and comparisons are")
-
-
-def _computed(operation: ast.operator, one: Any, other: Any, node: ast.expr) -> float:
-    if not all(isinstance(value, int | float) and abs(value) < 1e15 for value in (one, other)):
-        raise ValueError(f"'{ast.unparse(node)}': {one!r} and {other!r} are not numbers to compute with")
+def _is_met(condition: str, known: Mapping[str, Any]) -> bool:
+    """Whether a condition is met. Raises ValueError that says what is wrong with it."""
+    names, expression = _compiled(condition)
+    for name in sorted(names - known.keys()):
+        raise ValueError(f"'{name}' is neither varied nor set here; {did_you_mean(name, known)}")
     try:
-        return float(_COMPUTE[type(operation)](one, other))
-    except ZeroDivisionError:
-        raise ValueError(f"'{ast.unparse(node)}' divides by 0") from None
+        met = expression(known)
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"'{condition}': {error}") from None
+    if not isinstance(met, bool):
+        raise ValueError(f"'{condition}' compares nothing; write {_SUCH_AS}")
+    return met

@@ -152,12 +152,11 @@ class CompletionAnswer:
         if not self.asked.stream:
             self._texts.append((channel, text))
             return
-        self._break_if_due()
-        if self.broken:
+        if self._breaks():
             return
         if index == 0 and self.asked.chat and "no-role" not in self.faults:
             self.sent.role_s = self._event(self.shape.chunk({"role": "assistant", "content": ""}))
-        delta = self._delta(channel, text, index)
+        delta = self._delta(channel, text)
         self._event(self.shape.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
 
     def word(self, index: int) -> str:
@@ -177,8 +176,7 @@ class CompletionAnswer:
         if not self.asked.stream:
             self._whole(finish, usage)
             return
-        self._break_if_due()
-        if self.broken:
+        if self._breaks():
             return
         if usage and self.asked.include_usage:
             self._event(self.shape.usage_chunk(usage))
@@ -192,7 +190,7 @@ class CompletionAnswer:
                 return name
         return "tool_calls" if self._calls else "content"
 
-    def _delta(self, channel: str, text: str, index: int) -> dict[str, Any]:
+    def _delta(self, channel: str, text: str) -> dict[str, Any]:
         if channel != "tool_calls" or not text:
             return {channel if text else "content": text}
         call: dict[str, Any] = {"index": 0, "function": {"arguments": text}}
@@ -219,13 +217,15 @@ class CompletionAnswer:
     def _calls(self) -> bool:
         return "tool-call" in self.faults and self.asked.may_call
 
-    def _break_if_due(self) -> None:
+    def _breaks(self) -> bool:
+        """Carry out a fault that is due and ends the answer. Return whether there was one."""
         for kind, act in _BREAKS.items():
             if kind in self.faults and len(self.sent.chunks_s) >= self.faults[kind]:
                 self.broken = True
                 self.sent.finish = kind
                 act(self)
-                return
+                break
+        return self.broken
 
     def _event(self, data: bytes, text: bool = False, last: bool = False) -> float:
         """One event on the wire; returns the time just before its write."""

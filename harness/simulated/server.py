@@ -19,7 +19,12 @@ from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from harness.simulated.wire import Connection, HttpRequest
 
 VERSION = "0.32.0+simulated"
-_STATS_EVERY_S = 10.0
+
+_BUSY = {
+    "429": ("Too many requests", "RateLimitError"),
+    "503": ("The server is overloaded", "ServiceUnavailableError"),
+}
+_PAGES = {"500-html": (500, b"500 Internal Server Error"), "html": (200, b"Welcome")}
 _HTML = b"<html><head><title>%b</title></head><body><h1>%b</h1><hr>proxy</body></html>\n"
 
 
@@ -53,12 +58,11 @@ class SimulatedServer:
         self._count = 0
         self._exit_after = next((f.parameter for f in config.faults if f.kind == "exit"), None)
         self._never_ready = any(f.kind == "never-ready" for f in config.faults)
-        self._late_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], None]] = {
-            ("POST", "/v1/chat/completions"): lambda http: self._complete(http, chat=True),
-            ("POST", "/v1/completions"): lambda http: self._complete(http, chat=False),
-            ("POST", "/v1/embeddings"): self._embed,
+            ("POST", "/v1/chat/completions"): lambda http: self._complete(http, "chat"),
+            ("POST", "/v1/completions"): lambda http: self._complete(http, "text"),
+            ("POST", "/v1/embeddings"): lambda http: self._complete(http, "embeddings"),
             ("POST", "/tokenize"): self._tokenize,
             ("GET", "/v1/models"): lambda http: http.answer(
                 200, wire.models_body(config.model, config.engine.max_model_len, self._created)),
@@ -74,8 +78,7 @@ class SimulatedServer:
         listening = await loop.create_server(
             lambda: Connection(self._handle, self._connections), self.config.host, self.config.port, backlog=1024
         )
-        for work in (self._run_engine(), self._report()):
-            self._keep(loop.create_task(work))
+        self._keep(loop.create_task(self._run_engine()))
         return listening, int(listening.sockets[0].getsockname()[1])
 
     def stop(self) -> None:
@@ -97,8 +100,6 @@ class SimulatedServer:
             traceback.print_exception(task.exception())
             os._exit(70)  # an engine that cannot go on must not look alive
 
-    # -- the engine by the clock ---------------------------------------------------------------------------------
-
     async def _run_engine(self) -> None:
         """Steps at absolute deadlines: a step that is noticed late shortens the wait for the next, so that no
         lateness adds up. After an idle phase the schedule starts anew at the time of the arrival."""
@@ -110,7 +111,6 @@ class SimulatedServer:
             while (step := self.engine.begin(at)) is not None:
                 at += step.duration_s
                 await asyncio.sleep(max(0.0, at - time.monotonic()))
-                self._late_s = max(self._late_s, time.monotonic() - at)
                 for sequence in self.engine.complete(step, at):
                     self._deliver(sequence, at)
 
@@ -155,8 +155,6 @@ class SimulatedServer:
         self.send_log.write(sent)
         del self._answers[sequence.key]
 
-    # -- routes --------------------------------------------------------------------------------------------------
-
     def _handle(self, http: HttpRequest) -> None:
         route = self._routes.get((http.method, http.path))
         try:
@@ -176,26 +174,27 @@ class SimulatedServer:
                   "token_strs": None}  # fmt: skip
         http.answer(200, msgspec.json.encode(answer))
 
-    def _complete(self, http: HttpRequest, chat: bool) -> None:
-        config = self.config
-        faults = self._arrived(http)
+    def _complete(self, http: HttpRequest, kind: str) -> None:
+        """Embeddings are a completion of one token, whose place the vectors take."""
+        config, faults, chat, vectors = self.config, self._arrived(http), kind == "chat", 0
         body = wire.parse_json(http.body)
+        if kind == "embeddings":
+            body, vectors = wire.embeddings_as_completion(body)
         asked = wire.parse_asked(body, chat, config.model, config.engine.max_model_len)
         number = wire.prompt_hash(asked.prompt, config.engine.seed)
         form, words = wire.form_of(body), None
         if form is not None:
             text = wire.prompt_text(body, chat)
             words = wire.words_of(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
-        answer = self._answer(http, asked, faults, number, words=words)
-        self._later(answer, self._target(answer))
-
-    def _embed(self, http: HttpRequest) -> None:
-        """As a completion of one token, whose place the vectors take."""
-        config = self.config
-        faults = self._arrived(http)
-        asked, vectors = wire.parse_embeddings(wire.parse_json(http.body), config.model, config.engine.max_model_len)
-        number = wire.prompt_hash(asked.prompt, config.engine.seed)
-        self._later(self._answer(http, asked, faults, number, vectors=vectors), 1)
+        identity = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
+        prefix = {"chat": "chatcmpl-", "text": "cmpl-", "embeddings": "embd-"}[kind]
+        shape = wire.Shape(chat, prefix + identity, int(time.time()), config.model)
+        sent = Sent(identity, http.received_s, len(asked.prompt))
+        answer = CompletionAnswer(http, asked, shape, sent, faults, number, words, vectors)
+        if "delay" in faults:
+            asyncio.get_running_loop().call_later(faults["delay"], self._begin, answer)
+        else:
+            self._begin(answer)
 
     def _arrived(self, http: HttpRequest) -> Active:
         """Count a request; the faults that strike it."""
@@ -207,28 +206,6 @@ class SimulatedServer:
             return active_faults(self.config.faults, self._count, http.headers.get("x-simulate-fault", ""))
         except ValueError as error:
             raise wire.BadRequest(str(error), "X-Simulate-Fault") from None
-
-    def _answer(
-        self,
-        http: HttpRequest,
-        asked: wire.Asked,
-        faults: Active,
-        number: int,
-        *,
-        words: list[str] | None = None,
-        vectors: int = 0,
-    ) -> CompletionAnswer:
-        identity = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
-        kind = "embd-" if vectors else "chatcmpl-" if asked.chat else "cmpl-"
-        shape = wire.Shape(asked.chat, kind + identity, int(time.time()), self.config.model)
-        sent = Sent(identity, http.received_s, len(asked.prompt))
-        return CompletionAnswer(http, asked, shape, sent, faults, number, words, vectors)
-
-    def _later(self, answer: CompletionAnswer, target: int) -> None:
-        if "delay" in answer.faults:
-            asyncio.get_running_loop().call_later(answer.faults["delay"], self._begin, answer, target)
-        else:
-            self._begin(answer, target)
 
     def _target(self, answer: CompletionAnswer) -> int:
         """How many tokens the answer has."""
@@ -245,13 +222,13 @@ class SimulatedServer:
             answer.stopped_at = max(1, target - int(answer.faults["stop-string"]))
         return target
 
-    def _begin(self, answer: CompletionAnswer, target: int) -> None:
+    def _begin(self, answer: CompletionAnswer) -> None:
         if answer.http.closed or _refused(answer):
             answer.sent.ended_s = time.monotonic()
             answer.sent.finish = answer.sent.finish or "abort"
             self.send_log.write(answer.sent)
             return
-        sequence = Sequence(self._count, answer.asked.prompt, target, answer.sent.received_s)
+        sequence = Sequence(self._count, answer.asked.prompt, self._target(answer), answer.sent.received_s)
         while sequence.key in self._answers:
             sequence.key += 1 << 32  # a delayed request meets a later one of the same count
         self._answers[sequence.key] = (sequence, answer)
@@ -262,21 +239,6 @@ class SimulatedServer:
         self.engine.add(sequence)
         self._wake.set()
 
-    async def _report(self) -> None:
-        """A line of statistics every ten seconds while there is work, in the words of vLLM's own."""
-        while True:
-            before = self.metrics.tokens()
-            await asyncio.sleep(_STATS_EVERY_S)
-            prompt, generated = (new - old for new, old in zip(self.metrics.tokens(), before, strict=True))
-            if generated or not self.engine.idle:
-                log(f"Engine 000: Avg prompt throughput: {prompt / _STATS_EVERY_S:.1f} tokens/s, "
-                    f"Avg generation throughput: {generated / _STATS_EVERY_S:.1f} tokens/s, "
-                    f"Running: {len(self.engine.running)} reqs, Waiting: {len(self.engine.waiting)} reqs, "
-                    f"Preemptions: {self.engine.preemptions}, "
-                    f"GPU KV cache usage: {100 * self.engine.pool.usage:.1f}%; latest step {self._late_s * 1e3:.1f} ms "
-                    "late")  # fmt: skip
-                self._late_s = 0.0
-
 
 async def _pings(answer: CompletionAnswer, sequence: Sequence) -> None:
     while sequence.first_token_s is None and not answer.http.closed:
@@ -286,21 +248,17 @@ async def _pings(answer: CompletionAnswer, sequence: Sequence) -> None:
 
 def _refused(answer: CompletionAnswer) -> bool:
     """Answer with a status instead of a completion if a fault says so."""
-    http, faults = answer.http, answer.faults
-    headers: dict[str, Any] = {"x-request-id": answer.sent.request_id}
-    if "429" in faults:
-        body = wire.error_body("Too many requests", "RateLimitError", 429)
-        http.answer(429, body, **headers, retry_after=f"{faults['429']:.12g}")
-    elif "503" in faults:
-        body = wire.error_body("The server is overloaded", "ServiceUnavailableError", 503)
-        http.answer(503, body, **headers, retry_after=f"{faults['503']:.12g}")
-    elif "500-html" in faults:
-        http.answer(500, _HTML % ((b"500 Internal Server Error",) * 2), "text/html", **headers)
-    elif "html" in faults:
-        http.answer(200, _HTML % ((b"Welcome",) * 2), "text/html", **headers)
-    else:
+    kind = next((kind for kind in (*_BUSY, *_PAGES) if kind in answer.faults), None)
+    if kind is None:
         return False
-    answer.sent.finish = next(kind for kind in ("429", "503", "500-html", "html") if kind in faults)
+    headers: dict[str, Any] = {"x-request-id": answer.sent.request_id}
+    if kind in _BUSY:
+        headers["retry_after"] = f"{answer.faults[kind]:.12g}"
+        answer.http.answer(int(kind), wire.error_body(*_BUSY[kind], int(kind)), **headers)
+    else:
+        status, title = _PAGES[kind]
+        answer.http.answer(status, _HTML % (title, title), "text/html", **headers)
+    answer.sent.finish = kind
     return True
 
 
@@ -358,17 +316,14 @@ class Metrics:
               enable_prefix_caching=str(config.enable_prefix_caching)).set(1)  # fmt: skip
         gauge("simulated_engine_info", "This engine is simulated: no model is computed.", preset=preset).set(1)
         self._synced = (0, 0, 0)
-        self._totals = [0, 0]
 
     def token(self, sequence: Sequence, gap_s: float | None, now: float) -> None:
         """One output token; `gap_s` is the time since the one before, None for the first."""
         self._generated.inc()
-        self._totals[1] += 1
         if gap_s is not None:
             self._itl.observe(gap_s)
             return
         self._prompt.inc(sequence.prompt_tokens)
-        self._totals[0] += sequence.prompt_tokens
         self._cached.inc(sequence.cached_tokens)
         self._ttft.observe(now - sequence.arrived_s)
 
@@ -379,10 +334,6 @@ class Metrics:
             self._queue.observe(max(0.0, sequence.scheduled_s - sequence.arrived_s))
             self._prefill.observe(sequence.first_token_s - sequence.scheduled_s)
             self._decode.observe(now - sequence.first_token_s)
-
-    def tokens(self) -> tuple[int, int]:
-        """Prompt and output tokens so far."""
-        return self._totals[0], self._totals[1]
 
     def render(self) -> bytes:
         """The page, with the engine's state as of now."""

@@ -213,13 +213,12 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_embeddings(body: dict[str, Any], model: str, max_model_len: int) -> tuple[Asked, int]:
-    """Check a request for embeddings: what is to be computed, and for how many vectors."""
+def embeddings_as_completion(body: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """A request for embeddings as one for a token, and for how many vectors it is."""
     given = body.get("input")
     texts = given if isinstance(given, list) and given and all(isinstance(one, str) for one in given) else [given]
     as_text = " ".join(one for one in texts if isinstance(one, str))
-    rest = {"model": body.get("model"), "prompt": as_text, "max_tokens": 1, "ignore_eos": True}
-    return parse_asked(rest, False, model, max_model_len), len(texts)
+    return {"model": body.get("model"), "prompt": as_text, "max_tokens": 1, "ignore_eos": True}, len(texts)
 
 
 def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int) -> Asked:

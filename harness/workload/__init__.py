@@ -41,7 +41,6 @@ def question(item: Item) -> str:
 
 
 def labels_of(item: Item) -> list[str]:
-    """The labels that an item may have."""
     return _labels()[item.kind]
 
 
@@ -67,8 +66,6 @@ _SYSTEM = "system"  # place of the shared system prompt in the seeded sequence
 
 
 class Message(TypedDict):
-    """A chat message, as the API takes it."""
-
     role: str
     content: str
 
@@ -216,7 +213,6 @@ def salt_words(run_id: str, cell_id: str, words: Sequence[str] = ()) -> str:
 
 @cache
 def common() -> tuple[str, ...]:
-    """The words that texts are made of."""
     return tuple(files("harness.data").joinpath("words.txt").read_text(encoding="ascii").split())
 
 

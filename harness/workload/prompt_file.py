@@ -20,8 +20,6 @@ _ADVICE = (
 
 
 class PromptMessage(msgspec.Struct, frozen=True):
-    """A message in a prompt file."""
-
     role: Literal["system", "user", "assistant"]
     content: str
 
@@ -60,8 +58,6 @@ class _Body(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A line of any known kind. Other keys are ignored."""
-
     prompt: str | None = None
     messages: list[PromptMessage] | None = None
     conversations: list[_Said] | None = None

@@ -27,8 +27,6 @@ _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # that an arr
 
 
 class TraceRow(NamedTuple):
-    """One request of a trace."""
-
     line: int  # of the file, from 1 on
     at_s: float  # seconds; the zero is the format's own
     prompt_tokens: int
@@ -146,7 +144,7 @@ def _mooncake_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Trac
                 if ids and abs(ids - needed) > 1:
                     raise ValueError(
                         f"{line.input_length:,} tokens in blocks of {trace.block_tokens} need {needed} hash_ids, and "
-                        f"there are {ids}; say with trace.block_tokens how large the blocks are",
+                        f"there are {ids}; say with trace.block_tokens how large the blocks are"
                     )
             except (ValueError, RecursionError) as error:  # msgspec's are such
                 bad.add(number, str(error))

@@ -6,9 +6,8 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from harness.comparison.board import collect
 from harness.paths import RESULTS
-from harness.report.board import publish, write_board
+from harness.report.board import collect, publish, write_board
 from harness.rundir.manifest import Machine
 from tests.browser.test_report_page import complaints
 from tests.made_runs import served_by, write_made_run

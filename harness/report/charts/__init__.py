@@ -55,6 +55,15 @@ def scatter(name: str, x: Sequence[Any], y: Sequence[Any], hover: str, mode: str
     }  # fmt: skip
 
 
+def whiskers(middles: Sequence[float], samples: Sequence[Sequence[float]], hue: str) -> Figure:
+    """Error bars from the lowest to the highest of each sample."""
+    return {
+        "type": "data", "symmetric": False, "color": hue, "thickness": 1.5, "width": 5,
+        "array": [max([*many, middle]) - middle for middle, many in zip(middles, samples, strict=True)],
+        "arrayminus": [middle - min([*many, middle]) for middle, many in zip(middles, samples, strict=True)],
+    }  # fmt: skip
+
+
 def colour(index: int) -> str:
     return f"s{index % COLOURS + 1}"
 

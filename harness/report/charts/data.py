@@ -5,9 +5,11 @@ harness.rundir.records for how a long file is read.
 """
 
 import heapq
+from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from zlib import crc32
 
@@ -22,18 +24,7 @@ from harness.analysis.summarize import places_of
 from harness.analysis.tally import Clock, is_counted
 from harness.columns import LIVE
 from harness.rundir.manifest import Run
-from harness.rundir.records import (
-    Block,
-    Lines,
-    ProcessMark,
-    Request,
-    blocks_of,
-    by_cell,
-    in_file,
-    read_marks,
-    reader,
-    requests_in,
-)
+from harness.rundir.records import Block, Lines, Request, blocks_of, by_cell, in_file, read_marks, reader, requests_in
 from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, read_metrics, read_telemetry, serving
 from harness.scenario.plan import plan
 
@@ -95,9 +86,6 @@ class RowData(Struct):
     failed: list[Dot] = []
     count: int = 0  # successful ones with a known time of sending
     failures: int = 0  # failed ones likewise
-
-    def add_latencies(self, request: Request) -> None:
-        self.latencies.add(request, [column.field for column in LIVE])
 
     def add_dot(self, request: Request, sent_s: float) -> None:
         draw = crc32(request.id.encode()) * 2654435761 & 0xFFFFFFFF
@@ -171,15 +159,17 @@ class ChartFailures(Struct):
 class CellData(Struct):
     """Requests of one cell over time, in bins. Seconds count from the start of the cell's first load process."""
 
-    sent: BinCounts = field(default_factory=BinCounts)
-    ended: BinCounts = field(default_factory=BinCounts)
-    tokens: BinCounts = field(default_factory=BinCounts)
-    due: BinCounts = field(default_factory=BinCounts)  # measured requests of an open loop: when each was due,
-    gone: BinCounts = field(default_factory=BinCounts)  # and when it was sent
+    # By what is counted: "sent", "ended", "tokens"; measured requests of an open loop: when each was "due" and "gone".
+    bins: dict[str, BinCounts] = {}
     failures: dict[str, ChartFailures] = {}  # measured, by kind
     first_measured_s: float = float("inf")
     first_sent_s: float = float("inf")
     last_ended_s: float = 0.0
+
+    @property
+    def zero_s(self) -> float:
+        """The first measured request, or the first of all where none was measured."""
+        return self.first_measured_s if self.first_measured_s < float("inf") else self.first_sent_s
 
     def note_failure(self, kind: str, more: ChartFailures) -> None:
         known = self.failures.setdefault(kind, ChartFailures(0, more.first_s))
@@ -187,14 +177,16 @@ class CellData(Struct):
         known.first_s = min(known.first_s, more.first_s)
 
     def merge(self, other: "CellData") -> None:
-        for name in ("sent", "ended", "tokens", "due", "gone"):
-            more: BinCounts = getattr(other, name)
-            getattr(self, name).add(more.first, more.values)
+        for name, more in other.bins.items():
+            self.bins.setdefault(name, BinCounts()).add(more.first, more.values)
         for kind, failures in other.failures.items():
             self.note_failure(kind, failures)
         self.first_measured_s = min(self.first_measured_s, other.first_measured_s)
         self.first_sent_s = min(self.first_sent_s, other.first_sent_s)
         self.last_ended_s = max(self.last_ended_s, other.last_ended_s)
+
+    def between(self, name: str, low: int, high: int) -> Floats:
+        return self.bins.get(name, BinCounts()).between(low, high)
 
 
 class CellTimes:
@@ -202,12 +194,12 @@ class CellTimes:
 
     def __init__(self) -> None:
         self.data = CellData()
-        self.times = {name: doubles() for name in ("sent", "ended", "tokens", "due", "gone")}
+        self.times: dict[str, array[float]] = defaultdict(doubles)
         self.streams: list[tuple[float, int, float]] = []  # of each request: sent, number of chunks, tokens of each
 
-    def add(self, request: Request, offset_s: float) -> None:
-        """Count a request; `offset_s` takes its process's clock to seconds of this cell."""
-        sent = max(0.0, request.sent_s + offset_s)
+    def add(self, request: Request, sent: float) -> None:
+        """Count a request that was sent in that second of the cell."""
+        sent = max(0.0, sent)
         ended = sent + request.ended_s
         self.times["sent"].append(sent)
         self.times["ended"].append(ended)
@@ -226,15 +218,13 @@ class CellTimes:
 
     def binned(self) -> CellData:
         for name, times in self.times.items():
-            if not times:
-                continue
             at, weights = np.array(times), None
             if name == "tokens":
                 sent, sizes, each = (np.array(column) for column in zip(*self.streams, strict=True))
                 at, weights = at + np.repeat(sent, sizes), np.repeat(each, sizes)
             places = np.clip((at / FINE_S).astype(np.int64), 0, MAX_FINE - 1)
             first = int(places.min())
-            setattr(self.data, name, BinCounts(first, np.bincount(places - first, weights=weights).astype(np.float64)))
+            self.data.bins[name] = BinCounts(first, np.bincount(places - first, weights=weights).astype(np.float64))
         return self.data
 
 
@@ -287,14 +277,6 @@ class ChartData(Struct, frozen=True, kw_only=True):
         return {key: row.errors for key, row in self.rows.items() if row.errors}
 
 
-class _Clocks(Struct, frozen=True):
-    """What joins the clocks of a run's processes; and when the parts of a mix were all measured."""
-
-    anchors: dict[tuple[str, int], float]  # by cell and process
-    starts_s: dict[str, float]  # of each cell, Unix time
-    mixes: dict[str, tuple[Clock, Span | None]]
-
-
 class _Part(Struct):
     """A part of the file."""
 
@@ -309,29 +291,27 @@ def observe(folder: Path, run: Run) -> ChartData:
     # A cell that shows drift belongs to no row.
     keys = {cell.id: (cell.server, cell.load if cell.again is None else cell.id) for cell in plan(run.scenario)}
     marks = by_cell(read_marks(folder / "processes.jsonl"))
-    places = places_of(run, marks)
-    windows = together(folder / "requests.jsonl", places)
-    clocks = _clocks(marks, {cell: (places[cell].clock, window_s) for cell, window_s in windows.items()})
+    windows = together(folder / "requests.jsonl", places_of(run, marks))
+    clocks = {cell: Clock(marks.get(cell, [])) for cell in keys}
     rows: dict[RowKey, RowData] = {key: RowData() for key in keys.values()}
     cells: dict[str, CellData] = {}
     lines, without_usage = [], 0
     with reader(blocks_of(folder / "requests.jsonl")) as parts_of:
-        for part in parts_of(partial(_observe, keys=keys, clocks=clocks)):
+        for part in parts_of(partial(_observe, keys=keys, clocks=clocks, windows=windows)):
             for key, row in part.rows.items():
                 rows[key].merge(row)
             for name, cell in part.cells.items():
                 cells.setdefault(name, CellData()).merge(cell)
             lines.append(part.lines)
             without_usage += part.without_usage
-    zeros = {name: cell.first_measured_s for name, cell in cells.items()}
     for row in rows.values():
         for dots in (row.good, row.slow, row.failed):
-            dots[:] = [structs.replace(dot, sent_s=dot.sent_s - zeros[dot.cell]) for dot in dots]
+            dots[:] = [structs.replace(dot, sent_s=dot.sent_s - cells[dot.cell].first_measured_s) for dot in dots]
     scraped, watched = read_metrics(folder / "metrics.jsonl"), read_telemetry(folder / "telemetry.jsonl")
     timelines = []
     for name in keys:
         if name in cells:
-            zero_s = clocks.starts_s[name] + _zero(cells[name])
+            zero_s = clocks[name].wall_s(clocks[name].start_s + cells[name].zero_s) or 0.0
             server = server_samples(scraped.get(name, []), zero_s)
             timelines.append(_timeline(name, cells[name], server, machine_samples(watched.get(name, []), zero_s)))
     return ChartData(
@@ -339,42 +319,30 @@ def observe(folder: Path, run: Run) -> ChartData:
     )  # fmt: skip
 
 
-def _clocks(marks: dict[str, list[ProcessMark]], mixes: dict[str, tuple[Clock, Span | None]]) -> _Clocks:
-    clocks = _Clocks({}, {}, mixes)
-    for mark in chain.from_iterable(marks.values()):
-        if mark.event == "start":
-            clocks.anchors[mark.cell, mark.process] = mark.wall_s - mark.monotonic_s
-            clocks.starts_s[mark.cell] = min(mark.wall_s, clocks.starts_s.get(mark.cell, mark.wall_s))
-    return clocks
-
-
-def _observe(block: Block, keys: dict[str, RowKey], clocks: _Clocks) -> _Part:
+def _observe(block: Block, keys: dict[str, RowKey], clocks: dict[str, Clock], windows: dict[str, Span]) -> _Part:
     part = _Part({}, {}, Lines())
     cells: dict[str, CellTimes] = {}
     for request in requests_in(block, part.lines):
-        key = keys.get(request.cell)
+        name, key = request.cell, keys.get(request.cell)
         if key is None:
             continue
-        anchor, offset_s = clocks.anchors.get((request.cell, request.process)), 0.0
-        if anchor is not None:
-            offset_s = anchor - clocks.starts_s[request.cell]
-            cells.setdefault(request.cell, CellTimes()).add(request, offset_s)
-        clock, window_s = clocks.mixes.get(request.cell, (Clock([]), None))
-        counted = is_counted(request, request.sent_s + clock.offset_s(request.process), window_s)
-        if not counted or request.error == "abandoned":
+        axis_s = request.sent_s + clocks[name].offset_s(request.process)
+        joined, sent_s = clocks[name].knows(request.process), axis_s - clocks[name].start_s
+        if joined:
+            cells.setdefault(name, CellTimes()).add(request, sent_s)
+        if not is_counted(request, axis_s, windows.get(name)) or request.error == "abandoned":
             continue
         row = part.rows.setdefault(key, RowData())
-        if anchor is not None:
-            sent_s = request.sent_s + offset_s
+        if joined:
             row.add_dot(request, sent_s)
             if request.error is not None and request.error != "unfinished":
-                cells[request.cell].data.note_failure(request.error, ChartFailures(1, sent_s + request.ended_s))
+                cells[name].data.note_failure(request.error, ChartFailures(1, sent_s + request.ended_s))
         if request.error is not None:
             said = [request.message] if request.message else []
             row.errors.setdefault(request.error, ErrorExamples()).merge(ErrorExamples(1, said))
         else:
             part.without_usage += request.output_tokens is None and request.vectors is None
-            row.add_latencies(request)
+            row.latencies.add(request, [column.field for column in LIVE])
     part.cells = {name: cell.binned() for name, cell in cells.items()}
     for row in part.rows.values():
         row.thin()
@@ -395,23 +363,18 @@ def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
     return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
 
 
-def _zero(cell: CellData) -> float:
-    """The first measured request, or the first of all where none was measured."""
-    return cell.first_measured_s if cell.first_measured_s < float("inf") else cell.first_sent_s
-
-
 def _timeline(name: str, cell: CellData, server: ServerSamples, machine: MachineSamples) -> Timeline:
-    start, zero = cell.first_sent_s, _zero(cell)
+    start, zero = cell.first_sent_s, cell.zero_s
     low, high = _bin(start), _bin(cell.last_ended_s) + 1
     group = _bins_per_step(high - low)
     edges, lengths, middles = _steps(low, high, group, zero)
-    in_flight = np.cumsum(cell.sent.between(low, high) - cell.ended.between(low, high))
+    in_flight = np.cumsum(cell.between("sent", low, high) - cell.between("ended", low, high))
     arrivals_at, asked, gone = _arrivals(cell, low, high, zero)
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
         at_s=middles,
-        tok_s=[round(float(r), 1) for r in np.add.reduceat(cell.tokens.between(low, high), edges) / lengths],
+        tok_s=[round(float(r), 1) for r in np.add.reduceat(cell.between("tokens", low, high), edges) / lengths],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)],
         arrivals_at_s=arrivals_at,
         asked_s=asked,
@@ -429,13 +392,13 @@ def _timeline(name: str, cell: CellData, server: ServerSamples, machine: Machine
 
 def _arrivals(cell: CellData, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
     """Middles of steps, requests due and sent a second in each; nothing in a closed loop. A step has some arrivals."""
-    if not len(cell.due.values):
+    if "due" not in cell.bins:
         return [], [], []
     group = max(MIN_ARRIVALS, _bins_per_step(COARSER * (high - low)))
     edges, lengths, middles = _steps(low, high, group, zero)
     due, gone = (
-        [round(float(rate), 3) for rate in np.add.reduceat(bins.between(low, high), edges) / lengths]
-        for bins in (cell.due, cell.gone)
+        [round(float(rate), 3) for rate in np.add.reduceat(cell.between(name, low, high), edges) / lengths]
+        for name in ("due", "gone")
     )
     return middles, due, gone
 

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from harness import units
@@ -22,10 +23,12 @@ from harness.report.charts import (
     scatter,
     servers,
     symbol,
+    whiskers,
 )
 from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, Dot, RowData, distribution
 from harness.report.charts.sweeps import pareto
 from harness.rundir.manifest import Run
+from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
 from harness.scenario.plan import mix_of
 from harness.summary import Row, Summary
 
@@ -35,6 +38,12 @@ KNEE = (
     "best = highest median throughput of the server; knee = least concurrency whose median is ≥ 95 % of best; "
     "falls = least concurrency beyond the best one whose median is < 95 % of best"
 )
+# By chart: its latency, and the axis that shows it in milliseconds.
+_AXES = {
+    "first-token": ("ttft", "y"), "trade-ttft": ("ttft", "y"), "trade-e2e": ("e2e", "y"), "dots-ttft": ("ttft", "y"),
+    "dots-e2e": ("e2e", "y"), "cdf-ttft": ("ttft", "x"), "cdf-tpot": ("tpot", "x"), "cdf-e2e": ("e2e", "x"),
+}  # fmt: skip
+_FAR = 3  # times the largest value: a line beyond that would flatten the curves, so a sentence says where it is
 
 
 class Knee(Struct, frozen=True, kw_only=True):
@@ -106,19 +115,6 @@ def _curve(index: int, server: str, rows: list[Row], x: list[Any], y: list[Any],
     return scatter(server, x, y, hover, "lines+markers", **(style | {"text": text} | more))
 
 
-def _whiskers(middles: list[float], samples: list[list[float]], index: int) -> Figure:
-    """Error bars from the least to the most of each sample."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [max([*many, middle]) - middle for middle, many in zip(middles, samples, strict=True)],
-        "arrayminus": [middle - min([*many, middle]) for middle, many in zip(middles, samples, strict=True)],
-        "color": f"@{colour(index)}",
-        "thickness": 1.5,
-        "width": 5,
-    }
-
-
 def _concurrency_axis(summary: Summary, run: Run) -> Figure:
     values = sorted({at_once(row, run) for row in summary.rows if row.pooled.schedule is None})
     users = {load.user for row in summary.rows if (load := run.scenario.loads.get(row.load))}
@@ -154,7 +150,7 @@ def throughput(summary: Summary, run: Run) -> Chart:
     for i, server, rows in curves:
         medians = [statistics.median(row.output_tok_s) for row in rows]
         x = [at_once(row, run) for row in rows]
-        errors = _whiskers(medians, [row.output_tok_s for row in rows], i)
+        errors = whiskers(medians, [row.output_tok_s for row in rows], f"@{colour(i)}")
         data.append(_curve(i, server, rows, x, medians, "<b>%{y:,.1f} tok/s</b>", error_y=errors))
         knee = knee_of(list(zip(x, medians, strict=True)))
         if knee is not None:
@@ -197,7 +193,7 @@ def first_token(summary: Summary, run: Run) -> Chart:
         middles = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
         spread = [[1000 * p50 for name in row.cells if (p50 := p50_of.get(name)) is not None] for row in rows]
         hover, hue = "<b>%{y:,.1f} ms</b> ", f"@{colour(i)}"
-        data.append(_curve(i, server, rows, x, middles, f"{hover}p50", error_y=_whiskers(middles, spread, i)))
+        data.append(_curve(i, server, rows, x, middles, f"{hover}p50", error_y=whiskers(middles, spread, hue)))
         tails = [None if (p95 := row.pooled.ttft_s.p95) is None else 1000 * p95 for row in rows]
         if any(tail is not None for tail in tails):
             thin, small = {"width": 1.5, "dash": "dot"}, {"symbol": f"{symbol(i)}-open", "size": 7}
@@ -385,3 +381,44 @@ def _scatter(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]], key: 
         ],
         empty="" if data else "No measured request was recorded.",
     )
+
+
+def slo_bounds(summary: Summary) -> dict[str, dict[str, float]]:
+    """By latency, such as `ttft`: each SLO as it is written, and its bound in seconds."""
+    found: dict[str, dict[str, float]] = {}
+    for result in summary.checks:
+        try:
+            check = parse_check(result.check)
+        except ValueError:
+            continue  # the list of checks says what is wrong with it
+        latency, _, statistic = check.metric.rpartition("_")
+        if not check.relative and latency in LATENCIES and statistic in STATISTICS:
+            found.setdefault(latency, {})[check.text.strip()] = check.bound
+        for slo in check.slos:
+            found.setdefault(slo.latency, {})[slo.text.strip()] = slo.bound_s
+    return found
+
+
+def with_slo_lines(chart: Chart, bounds: dict[str, dict[str, float]]) -> Chart:
+    """A chart with the bounds of its latency."""
+    latency, axis = _AXES.get(chart.id, ("", ""))
+    if chart.empty or latency not in bounds:
+        return chart
+    largest = max((value for trace in chart.figure["data"] for value in trace[axis] if value is not None), default=0.0)
+    near = {text: 1000 * bound for text, bound in bounds[latency].items() if 1000 * bound <= _FAR * largest}
+    far = [text for text in bounds[latency] if text not in near]
+    layout = chart.figure["layout"]
+    shapes = [*layout.get("shapes", []), *(_line(axis, at, text) for text, at in near.items())]
+    figure = {**chart.figure, "layout": {**layout, "shapes": shapes}}
+    findings = [f"Far beyond what is shown: {', '.join(far)}"] if far else []
+    return msgspec.structs.replace(chart, figure=figure, findings=[*chart.findings, *findings])
+
+
+def _line(axis: str, at_ms: float, text: str) -> Figure:
+    other = "x" if axis == "y" else "y"
+    below = {"yanchor": "top"} if axis == "y" else {}  # above it, the label of a line at the top is cut
+    return {
+        "type": "line", f"{axis}0": at_ms, f"{axis}1": at_ms, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper",
+        "line": {"color": "@bad", "width": 1.3, "dash": "dash"},
+        "label": {"text": plain(text), "textposition": "end", "font": {"color": "@bad", "size": 11}, **below},
+    }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from harness import units
 from harness.report import words
-from harness.report.charts import COLOURS, NAME, Chart, Figure, axis, colour, plain, scatter, symbol
+from harness.report.charts import COLOURS, NAME, Chart, Figure, axis, colour, plain, scatter, symbol, whiskers
 from harness.rundir.manifest import Run
 from harness.scenario import Swept
 from harness.summary import Row, Summary
@@ -240,10 +240,7 @@ def _line(place: int, name: str, points: list[tuple[float, Row, float]], measure
     x, y = [at for at, _, _ in points], [found for _, _, found in points]
     more: Figure = {"line": {"color": hue, "width": 2.5}, "marker": {"color": hue, "symbol": symbol(place), "size": 9}}
     if measure is RATE:
-        runs = [row.output_tok_s or row.input_tok_s for _, row, _ in points]
-        up = [max(values) - middle for values, middle in zip(runs, y, strict=True)]
-        down = [middle - min(values) for values, middle in zip(runs, y, strict=True)]
-        more["error_y"] = {"array": up, "arrayminus": down, "color": hue, "thickness": 1.5, "width": 5}
+        more["error_y"] = whiskers(y, [row.output_tok_s or row.input_tok_s for _, row, _ in points], hue)
     text = [plain(row.name) for _, row, _ in points]
     hover = f"%{{text}}<br><b>%{{y:,.1f}} {measure.unit}</b>{NAME}"
     return scatter(name, x, y, hover, "lines+markers", text=text, **more)

@@ -3,13 +3,12 @@
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 from msgspec import Struct
 
 from harness import units
 from harness.engines import engines
-from harness.judge import server_starts
+from harness.judge import comparable
 from harness.report.charts import COLOURS, Chart, Figure, colour, plain, scatter
 from harness.report.charts.data import MachineSamples, ServerSamples, Timeline
 from harness.rundir.manifest import CellRun, Run, ServedBy
@@ -298,55 +297,46 @@ _PHASES_BY_LOG = "process to warm-up by the server’s own log; ready = what was
 def startup(run: Run) -> Chart:
     """How long each server took to start, phase by phase, median over its starts."""
     starts = starts_of(run)
-    order = _phase_order(chain.from_iterable(starts.values()))
-    data: list[dict[str, Any]] = []
+    phases = {server: phases_of(known) for server, known in starts.items()}
+    order = list(phases_of(chain.from_iterable(starts.values())))
+    data: list[Figure] = []
     for i, name in enumerate(order):
-        having = [server for server in starts if _phase_seconds(starts[server], name)]
+        medians = {server: statistics.median(found[name]) for server, found in phases.items() if name in found}
         data.append(
             {
-                "type": "bar",
-                "orientation": "h",
-                "name": plain(name),
-                "y": having,
-                "x": [round(statistics.median(_phase_seconds(starts[server], name)), 3) for server in having],
+                "type": "bar", "orientation": "h", "name": plain(name), "y": list(medians),
+                "x": [round(seconds, 3) for seconds in medians.values()],
                 "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **_pattern(i)},
                 "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
             }
-        )
+        )  # fmt: skip
     by_log = [_PHASES_BY_LOG] if "process" in order else []
+    layout = {
+        "barmode": "stack", "height": 120 + 46 * len(starts), "showlegend": True,
+        "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+        "yaxis": {
+            "autorange": "reversed", "type": "category", "categoryorder": "array", "categoryarray": list(starts),
+        },
+    }  # fmt: skip
     return Chart(
         id="startup",
         title="Start of each server",
         caption="Seconds from the order to start until the model answered, by phase; median over the server’s starts.",
         formula="; ".join([_PHASE_RULE, *by_log, *(f"{name}: {PHASES[name]}" for name in order if name in PHASES)]),
         findings=[f"{server}: {text}." for server, text in start_sentences(run)],
-        figure={
-            "data": data,
-            "layout": {
-                "barmode": "stack",
-                "height": 120 + 46 * len(starts),
-                "showlegend": True,
-                "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
-                "yaxis": {
-                    "autorange": "reversed",
-                    "type": "category",
-                    "categoryorder": "array",
-                    "categoryarray": list(starts),
-                },
-            },
-        },
+        figure={"data": data, "layout": layout},
         head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
         body=[
             [server, name, f"{statistics.median(v):,.2f}", f"{min(v):,.2f}", f"{max(v):,.2f}", str(len(v))]
-            for server, known in starts.items()
+            for server, found in phases.items()
             for name in order
-            if (v := _phase_seconds(known, name))
+            if (v := found.get(name))
         ],
         empty="" if data else "No start was observed: the server already ran.",
     )
 
 
-def _pattern(index: int) -> dict[str, Any]:
+def _pattern(index: int) -> Figure:
     """Stripes for phases beyond the number of colours, so that no two of a bar look alike."""
     return {} if index < COLOURS else {"pattern": {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}}
 
@@ -363,6 +353,20 @@ def starts_of(run: Run) -> dict[str, list[ServedBy]]:
     return result
 
 
+def phases_of(starts: Iterable[ServedBy]) -> dict[str, list[float]]:
+    """The seconds of each phase in all starts; the phases are in an order that is that of each start."""
+    order: list[str] = []
+    seconds: dict[str, list[float]] = {}
+    for served in starts:
+        at = 0
+        for phase in served.phases:
+            if phase.name not in order:
+                order.insert(at, phase.name)
+            at = order.index(phase.name) + 1
+            seconds.setdefault(phase.name, []).append(phase.seconds)
+    return {name: seconds[name] for name in order}
+
+
 def start_sentences(run: Run) -> list[tuple[str, str]]:
     """Each server whose start was observed, with its start in a sentence without the full stop."""
     return [(server, _start_sentence(starts)) for server, starts in starts_of(run).items()]
@@ -370,10 +374,9 @@ def start_sentences(run: Run) -> list[tuple[str, str]]:
 
 def _start_sentence(starts: Sequence[ServedBy]) -> str:
     total = statistics.median(sum(phase.seconds for phase in served.phases) for served in starts)
-    order = _phase_order(starts)
-    medians = {name: statistics.median(_phase_seconds(starts, name)) for name in order}
+    medians = {name: statistics.median(seconds) for name, seconds in phases_of(starts).items()}
     longest = max(medians, key=lambda name: medians[name])
-    reported = server_starts.measured(starts)
+    reported = comparable.measured_of(starts)
     parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
     if (cache := reported.get("startup.compile_cache")) is not None:
         parts.append(f"compile cache {cache}")
@@ -385,13 +388,13 @@ def _start_sentence(starts: Sequence[ServedBy]) -> str:
 
 def starts_explained(run: Run) -> list[tuple[str, str]]:
     """The same with every phase, and what the phases mean, for a terminal."""
-    result = []
     starts = starts_of(run)
+    result = []
     for server, text in start_sentences(run):
-        order = _phase_order(starts[server])
-        phases = ", ".join(f"{name} {statistics.median(_phase_seconds(starts[server], name)):,.2f}" for name in order)
+        found = phases_of(starts[server])
+        phases = ", ".join(f"{name} {statistics.median(seconds):,.2f}" for name, seconds in found.items())
         result.append((f"Start of {server}", f"{text}; in seconds: {phases}"))
-    order = _phase_order(chain.from_iterable(starts.values()))
+    order = phases_of(chain.from_iterable(starts.values()))
     return result + [(name, PHASES[name]) for name in order if name in PHASES]
 
 
@@ -428,19 +431,3 @@ def _took(seconds: float | None) -> str | None:
 
 def _all_of(by: str, *texts: str | None) -> str | None:
     return by.join(filter(None, texts)) or None
-
-
-def _phase_seconds(starts: Sequence[ServedBy], name: str) -> list[float]:
-    return [phase.seconds for served in starts for phase in served.phases if phase.name == name]
-
-
-def _phase_order(starts: Iterable[ServedBy]) -> list[str]:
-    """All phases in an order that is that of each start."""
-    order: list[str] = []
-    for served in starts:
-        at = 0
-        for phase in served.phases:
-            if phase.name not in order:
-                order.insert(at, phase.name)
-            at = order.index(phase.name) + 1
-    return order
