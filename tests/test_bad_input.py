@@ -1,13 +1,9 @@
 """Bad input ends in one clear sentence with what to do next, the documented exit code, and nothing left running."""
 
 import ctypes
-import http.server
 import json
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from tests.command import Done, harness, only_run, server, write
 from tests.faults import fault
+from tests.http_double import Handler, listening
 
 CORRECT = "next: Correct the file and run `harness check` on it.\n"
 ALONE = "next: Correct it; it can be tried alone with `locust -f FILE --host URL`.\n"
@@ -369,48 +366,23 @@ def test_no_permission_on_the_socket(tmp_path: Path) -> None:
     )
 
 
-class OfflineEngine(http.server.BaseHTTPRequestHandler):
+class OfflineEngine(Handler):
     """As much of a Docker Engine without a network as is asked before a pull fails."""
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0].split("/", 2)[-1] if self.path.startswith("/v1") else self.path[1:]
         if path == "version":
-            self._answer(200, {"ApiVersion": "1.45", "Version": "26.1.0"})
+            self.answer(200, json.dumps({"ApiVersion": "1.45", "Version": "26.1.0"}))
         elif path.startswith("images/"):
-            self._answer(404, {"message": "No such image"})
+            self.answer(404, json.dumps({"message": "No such image"}))
         elif path == "volumes":
-            self._answer(200, {"Volumes": []})
+            self.answer(200, json.dumps({"Volumes": []}))
         else:
-            self._answer(200, [])
+            self.answer(200, json.dumps([]))
 
     def do_POST(self) -> None:
-        self._answer(
-            500,
-            {"message": 'Get "https://registry-1.docker.io/v2/": dial tcp: lookup registry-1.docker.io: no such host'},
-        )
-
-    def _answer(self, status: int, value: object, kind: str = "application/json") -> None:
-        body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
-
-
-@contextmanager
-def listening(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as there:
-        thread = threading.Thread(target=there.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield there.server_address[1]
-        finally:
-            there.shutdown()
-            thread.join()
+        said = 'Get "https://registry-1.docker.io/v2/": dial tcp: lookup registry-1.docker.io: no such host'
+        self.answer(500, json.dumps({"message": said}))
 
 
 @fault(
@@ -423,10 +395,10 @@ def listening(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int
 def test_image_not_available(tmp_path: Path) -> None:
     one = {"template": "vllm-cpu", "variables": {"image": "example/engine:1"}}
     path = write(tmp_path, servers={"one": one})
-    with listening(OfflineEngine) as port:
+    with listening(OfflineEngine) as url:
         failed(
             path,
-            run(path, env={"DOCKER_HOST": f"tcp://127.0.0.1:{port}"}),
+            run(path, env={"DOCKER_HOST": url.replace("http", "tcp")}),
             2,
             "the image example/engine:1 is not on this machine and its registry cannot be reached",
             "Connect the machine, or bring the image: `docker save example/engine:1` there, `docker load` here.",
@@ -435,10 +407,10 @@ def test_image_not_available(tmp_path: Path) -> None:
 
 def test_own_image_not_built(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": {"template": "simulated"}})
-    with listening(OfflineEngine) as port:
+    with listening(OfflineEngine) as url:
         failed(
             path,
-            run(path, env={"DOCKER_HOST": f"tcp://127.0.0.1:{port}"}),
+            run(path, env={"DOCKER_HOST": url.replace("http", "tcp")}),
             2,
             "the project's image amd-llm-load:local was not built yet",
             "Build it: make image (in the project's folder).",
@@ -489,19 +461,19 @@ def test_server_that_is_never_ready(tmp_path: Path) -> None:
     )
 
 
-class WebPage(OfflineEngine):
+class WebPage(Handler):
     def do_GET(self) -> None:
-        self._answer(200, b"<!doctype html><title>Router</title>", "text/html")
+        self.answer(200, "<!doctype html><title>Router</title>", "text/html")
 
 
 def test_endpoint_that_answers_html(tmp_path: Path) -> None:
     path = write(tmp_path)
-    with listening(WebPage) as port:
+    with listening(WebPage) as url:
         failed(
             path,
-            run(path, "--url", f"http://127.0.0.1:{port}"),
+            run(path, "--url", url),
             2,
-            f"http://127.0.0.1:{port} answers with an HTML page, not with an OpenAI-compatible API (HTTP 200)",
+            f"{url} answers with an HTML page, not with an OpenAI-compatible API (HTTP 200)",
             "Check the address; a web page of another program may live on this port.",
         )
 

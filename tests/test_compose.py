@@ -33,7 +33,7 @@ from harness.serve.security import missing, refuse_without_consent, secrets_in
 from harness.serve.template import quote, render
 from harness.simulated.engine import PRESETS
 from tests.load_runs import composed
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
 NAMES = [
@@ -76,14 +76,12 @@ def test_every_template_works_with_its_defaults(template: str) -> None:
 
 @pytest.mark.parametrize("template", [*NAMES, "locust"])
 def test_declared_and_used_variables_are_the_same(template: str) -> None:
-    service = (COMPOSE / "_service.yaml.j2").read_text()
     text = (COMPOSE / f"{template}.yaml.j2").read_text()
     text = re.sub(r'{% include "(_\w+.yaml.j2)" %}', lambda match: (COMPOSE / match[1]).read_text(), text)
     used = meta.find_undeclared_variables(Environment().parse(text)) - {"locust"}
     if template == "locust":
         used = set(re.findall(r"\blocust\.(\w+)", text))
-    # What a template may set, and what only a server with a port has.
-    optional = {"publish", "host_port", "start_period", *re.findall(r"(\w+) (?:\| default\(|is defined)", service)}
+    optional = {"start_period", *re.findall(r"(\w+) (?:\| default\(|is defined)", text)}  # what it may set for a part
     assert used - optional == set(variables(template)) - optional
     assert set(variables(template)) <= used
 
@@ -143,26 +141,21 @@ def test_what_is_quoted_stays_on_its_line_and_keeps_its_value(value: Any) -> Non
     assert yaml.safe_load(text) == expected
 
 
-def test_a_template_cannot_print_an_unquoted_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("printed", "problem"),
+    [
+        ("model", "printed without the filter tojson"),
+        ("model.__class__.__mro__ | tojson", "unsafe"),
+        ("nothing | tojson", "'nothing' is undefined"),
+    ],
+)
+def test_a_template_prints_declared_and_quoted_values_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, problem: str
+) -> None:
     monkeypatch.setattr(template_module, "COMPOSE", tmp_path)
-    declaration = "{# model: {type: string, doc: d} #}\n"
-    (tmp_path / "t.yaml.j2").write_text(declaration + "a: {{ model }}\n")
-    with pytest.raises(HarnessError, match="printed without the filter tojson"):
-        render("t", {}, model="m", host_port=1, groups=[])
-
-
-def test_a_template_cannot_reach_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "COMPOSE", tmp_path)
-    declaration = "{# model: {type: string, doc: d} #}\n"
-    (tmp_path / "t.yaml.j2").write_text(declaration + "a: {{ model.__class__.__mro__ | tojson }}\n")
-    with pytest.raises(HarnessError, match="unsafe"):
-        render("t", {}, model="m", host_port=1, groups=[])
-
-
-def test_an_undeclared_variable_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "COMPOSE", tmp_path)
-    (tmp_path / "t.yaml.j2").write_text("{# model: {type: string, doc: d} #}\na: {{ nothing | tojson }}\n")
-    with pytest.raises(HarnessError, match="'nothing' is undefined"):
+    text = "{# model: {type: string, doc: d} #}\na: {{ " + printed + " }}\n"
+    (tmp_path / "t.yaml.j2").write_text(text)
+    with pytest.raises(HarnessError, match=problem):
         render("t", {}, model="m", host_port=1, groups=[])
 
 
@@ -340,24 +333,6 @@ def test_what_must_not_be_in_a_log() -> None:
 def test_all_problems_come_at_once() -> None:
     server = Server(template="vllm-rocm", variables={"seed": "x", "a": 1, "publish": 3})
     assert len(server_problems_of(scenario(server), {})) == 3
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("privileged", True),
-        ("restart", "always"),
-        ("network_mode", "host"),
-        ("build", "."),
-        ("deploy", {}),
-        ("pid", "host"),
-    ],
-)
-def test_a_key_that_is_not_carried_out_is_refused_by_name(key: str, value: Any) -> None:
-    raw = yaml.safe_load(rendered("simulated"))
-    raw["services"]["server"][key] = value
-    with pytest.raises(HarnessError, match=rf"\$.services.server.{key}.*: unknown key"):
-        parse(yaml.safe_dump(raw))
 
 
 def test_other_places_refuse_unknown_keys_too() -> None:
@@ -621,14 +596,14 @@ def test_a_template_of_ones_own_needs_consent_for_privileges(key: str, value: li
 
 
 @pytest.mark.parametrize(
-    "key", ["privileged", "network_mode", "pid", "userns_mode", "cgroup_parent", "device_cgroup_rules"]
+    "key",
+    ["privileged", "network_mode", "pid", "userns_mode", "cgroup_parent", "device_cgroup_rules", "restart", "build"],
 )
 def test_what_the_harness_never_carries_out(key: str) -> None:
-    text = server_document(scenario(Server(template="simulated")), "s").replace(
-        "    init:", f"    {key}: host\n    init:"
-    )
-    with pytest.raises(HarnessError, match=rf"services.server.{key}.*: unknown key"):
-        parse(text)
+    raw = yaml.safe_load(rendered("simulated"))
+    raw["services"]["server"][key] = "host"
+    with pytest.raises(HarnessError, match=rf"\$.services.server.{key} \(line \d+\): unknown key"):
+        parse(yaml.safe_dump(raw))
 
 
 @pytest.mark.parametrize("name", ["A\nB", "A=B", "", "A B", "A\0B", "A\rB"])

@@ -246,22 +246,6 @@ def test_an_unknown_exception_wins_over_a_wrapper() -> None:
     assert failure.wrapper_number == 2
 
 
-def test_a_wrapper_alone_is_said() -> None:
-    failure = explain("RuntimeError: Engine core initialization failed. See root cause above.")
-    assert failure is not None and failure.id == "engine.init_failed" and failure.wrapper is None
-
-
-def test_a_line_that_holds_wrapper_and_cause_is_explained_by_the_cause() -> None:
-    failure = explain("Failed to load model 'user.X': CURL error: Couldn't resolve host name")
-    assert failure is not None and failure.id == "lemonade.hub_unreachable"
-
-
-def test_what_docker_says_comes_first() -> None:
-    state = State(error="Unable to find group render: no matching entries in group file")
-    failure = explain("HIP out of memory", state)
-    assert failure is not None and failure.id == "gpu.group_name"
-
-
 def test_an_oom_kill_needs_no_line() -> None:
     failure = explain("KeyError: 'x'\nall is well", State(exit_code=137, oom_killed=True))
     assert failure is not None and (failure.id, failure.line) == ("mem.container_oom", "all is well")
@@ -283,25 +267,30 @@ def test_an_exit_code_alone_says_something(code: int, cause: str) -> None:
     assert failure is not None and (failure.cause, failure.line) == (cause, "nothing telling")
 
 
-def test_an_unknown_end_is_not_explained() -> None:
-    assert explain("nothing telling", State(exit_code=1)) is None
-    assert explain("") is None
+EXCEPTION, DEAD = "KeyError: 'x'\n", "EngineDeadError: EngineCore encountered an issue\n"
+REFUSED = "This model's maximum context length is 10 tokens\n"
+FAILED_CORE = "RuntimeError: Engine core initialization failed. See root cause above."
 
 
-def test_the_order_of_what_is_known() -> None:
-    def of(log: str, code: int = 137) -> str:
-        failure = explain(log, State(exit_code=code))
-        return "" if failure is None else failure.id
-
-    exception, wrapper = "KeyError: 'x'\n", "EngineDeadError: EngineCore encountered an issue\n"
-    refused = "This model's maximum context length is 10 tokens\n"
-    assert of("HIP out of memory\n") == "mem.hip_oom"
-    assert of(exception + wrapper) == "container.killed"
-    assert of(exception + wrapper, 1) == "engine.exception"
-    assert of(wrapper, 0) == "engine.dead"
-    assert of(refused, 1) == "", "a server does not end because it refused a request"
-    found = explain(refused)
-    assert found is not None and found.id == "req.context"
+@pytest.mark.parametrize(
+    ("log", "state", "row"),
+    [
+        ("", State(), None),
+        ("nothing telling", State(exit_code=1), None),
+        (FAILED_CORE, State(), "engine.init_failed"),
+        ("Failed to load model 'user.X': CURL error: Couldn't resolve host name", State(), "lemonade.hub_unreachable"),
+        ("HIP out of memory", State(error="Unable to find group render: no matching entries"), "gpu.group_name"),
+        ("HIP out of memory\n", State(exit_code=137), "mem.hip_oom"),
+        (EXCEPTION + DEAD, State(exit_code=137), "container.killed"),
+        (EXCEPTION + DEAD, State(exit_code=1), "engine.exception"),
+        (DEAD, State(exit_code=0), "engine.dead"),
+        (REFUSED, State(exit_code=1), None),  # a server does not end because it refused a request
+        (REFUSED, State(), "req.context"),
+    ],
+)
+def test_the_order_of_what_is_known(log: str, state: State, row: str | None) -> None:
+    failure = explain(log, state)
+    assert (None if failure is None else failure.id) == row
 
 
 GOOD_START = """\

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import requests
 
@@ -19,7 +17,7 @@ from harness.reasons import sentences
 from harness.rundir.samples import parse_metrics
 from harness.serve.compose_file import Managed, Serving
 from harness.serve.containers import LogFile
-from harness.serve.lemonade import Api, LemonadeMonitor, attached, canonical_name, health, system_info
+from harness.serve.lemonade import Api, LemonadeMonitor, attached, health, system_info
 from harness.serve.lifecycle import attach
 from harness.serve.probe import Waiting, counter
 from harness.serve.ready import Ready, wait_ready
@@ -321,19 +319,6 @@ def test_above_its_pool_the_engine_does_not_see_the_load_and_is_still_read(tmp_p
         assert max(seen) == 3.0  # not 6
 
 
-def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        bring_up(server, tmp_path)
-        process = psutil.Process(loaded(server).pid)
-        process.suspend()
-        body = {"model": "user.Tiny", "messages": [{"role": "user", "content": "Hello."}], "stream": True}
-        with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
-            lines = answer.iter_lines()
-            assert next(lines) == b": ping"
-            process.resume()
-            assert [line for line in lines if line][-1] == b"data: [DONE]"
-
-
 def test_a_lemonade_that_runs_already(tmp_path: Path) -> None:
     saved = {"user.Tiny": {"ctx_size": 2048, "vllm_args": "--max-num-seqs 4"}}
     with lemonade(tmp_path, recipe_options=saved) as server:
@@ -366,16 +351,6 @@ def test_a_model_of_a_folder_has_a_prefix_of_its_own(tmp_path: Path) -> None:
     with lemonade(tmp_path, extra_models=extra, config_dir=False, user_models=None) as server:
         for name in ("Found", "extra.Found"):
             assert attach(server.url, name).started.model == "extra.Found"
-
-
-def test_the_options_of_a_model_repeat_the_name_that_was_asked_for(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        api = Api(server.url)
-        asked = requests.get(server.url + "/api/v1/models/Tiny/options", timeout=5).json()
-        assert (asked["model_name"], asked["effective"]["model_name"]) == ("Tiny", "Tiny")
-        assert canonical_name(api, "Tiny") == "user.Tiny"
-        assert canonical_name(api, BUILT_IN) == f"builtin.{BUILT_IN}"
-        assert canonical_name(api, "Nope") == "Nope"
 
 
 @pytest.mark.parametrize(
@@ -496,27 +471,3 @@ def test_a_backend_that_died_unused_is_loaded_again_with_the_saved_options(tmp_p
     assert after["recipe_options"] == {"ctx_size": 2048} and after["pid"] != before["pid"]
     options = (problem.values["options"], problem.values["options_before"])
     assert options == ("ctx_size=2048", "ctx_size=4096, vllm_args=--max-num-seqs 8")
-
-
-@pytest.mark.nightly
-def test_a_connection_holds_a_thread_after_an_answer_and_not_after_a_stream(tmp_path: Path) -> None:
-    """Waves of five seconds are those of kept connections: a stream's connection is closed when it ends."""
-    with lemonade(tmp_path, threads=1, keep_alive_s=1.5) as server:
-        bring_up(server, tmp_path)
-        for stream, low, high in ((True, 0.0, 0.7), (False, 1.2, 3.0)):
-            time.sleep(2.0)
-            with requests.Session() as session:  # keeps its connection
-                body = {"model": "user.Tiny", "messages": [{"role": "user", "content": "x"}], "stream": stream}
-                assert session.post(server.url + "/v1/chat/completions", json=body, timeout=30).status_code == 200
-                begin = time.monotonic()
-                assert requests.get(server.url + "/live", timeout=10).status_code == 200
-                assert low <= time.monotonic() - begin < high
-
-
-def test_nothing_of_the_double_is_left(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        bring_up(server, tmp_path)
-        pid = loaded(server).pid
-    with pytest.raises(psutil.NoSuchProcess):
-        psutil.Process(pid)
-    assert isinstance(server.process, subprocess.Popen)

@@ -2,10 +2,8 @@
 
 import json
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +12,7 @@ import pytest
 from harness.analysis import derive
 from harness.rundir.records import Request
 from harness.scenario import Load, Warmup
+from tests.http_double import Handler, listening
 from tests.load_runs import ROOT, by_hand, driven, end, log_of, records_of, start, wait_for_records
 
 # Each notes the request's name, by a real HTTP request and in a file, and sleeps. At the end of the test it counts.
@@ -46,24 +45,13 @@ def sink() -> Iterator[tuple[str, list[bytes]]]:
     """An HTTP server that keeps what it is sent, in the order in which it comes."""
     got: list[bytes] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Sink(Handler):
         def do_POST(self) -> None:
-            got.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(204)
-            self.end_headers()
+            got.append(self.body())
+            self.answer(204)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", got
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with listening(Sink) as url:
+        yield url, got
 
 
 def written(folder: Path, text: str) -> Path:

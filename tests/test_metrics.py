@@ -4,13 +4,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from harness.rundir.samples import MetricsSample, Scraper, parse_metrics, read_metrics, server_load
 from harness.summary import ServerLoad
+from tests.http_double import Handler, listening
 
 # From a vLLM 0.32 that served 86 requests, and what llama.cpp's server prints.
 VLLM = """\
@@ -137,25 +137,12 @@ def test_html_is_refused() -> None:
 def serving(answers: Iterator[tuple[int, str]]) -> Iterator[str]:
     """A server whose answers come from an iterator."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Double(Handler):
         def do_GET(self) -> None:
-            status, text = next(answers)
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
+            self.answer(*next(answers))
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/metrics"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with listening(Double) as url:
+        yield f"{url}/metrics"
 
 
 def counting() -> Iterator[tuple[int, str]]:
@@ -204,22 +191,14 @@ def test_without_a_url_nothing_is_scraped(tmp_path: Path) -> None:
 def test_the_api_key_is_sent_and_not_written(tmp_path: Path) -> None:
     seen: list[str | None] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Refuses(Handler):
         def do_GET(self) -> None:
             seen.append(self.headers["Authorization"])
-            self.send_response(401)
-            self.end_headers()
+            self.answer(401)
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.handle_request)
-    thread.start()
-    scraper = Scraper(f"http://127.0.0.1:{server.server_port}/metrics", "c", tmp_path / "m", api_key="sesame")
-    assert not scraper.scrape_now()
-    thread.join()
-    server.server_close()
+    with listening(Refuses) as url:
+        scraper = Scraper(f"{url}/metrics", "c", tmp_path / "m", api_key="sesame")
+        assert not scraper.scrape_now()
     assert seen == ["Bearer sesame"]
     assert "sesame" not in str(scraper.last_failure)
 

@@ -47,92 +47,88 @@ def four(**changes: Any) -> list[Request]:
     return [request(index=i, **changes) for i in range(4)]
 
 
-def test_a_load_generator_that_was_good_enough() -> None:
-    assert limits(four()) == []
-    assert limits(four(), loop_lag_mean_s=0.005, loop_lag_p50_s=0.005, loop_lag_p99_s=0.2, core_wait=0.5) == []
+TIMES = ["ttft_s", "ttfo_s", "tpot_s", "e2e_s", "chunk_gap_s"]
+RATES = ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"]
+SHARED_READ = {"chunks_s": SHARED, "coalesced": 1, "coalesced_late": 1}
 
 
-def test_chunks_that_were_fetched_late() -> None:
-    [(limit, why)] = limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=1))
-    assert limit == ClientLimit(
-        what="shared_reads", value=1 / 11, allowed=0.01, unit="ratio", numbers=["chunk_gap_s"]
-    )  # fmt: skip
-    assert sentence(why) == (
-        "client-limited (chunk gaps): 9.1% of the chunks were fetched late, together with a later one: their "
-        f"times are upper bounds; at most 1% is allowed; {MORE}"
-    )
+@pytest.mark.parametrize(
+    ("changes", "lags", "what", "value", "allowed", "numbers"),
+    [
+        ({}, {}, None, 0, 0, []),
+        ({}, {"loop_lag_mean_s": 0.005, "loop_lag_p50_s": 0.005, "loop_lag_p99_s": 0.2, "core_wait": 0.5},
+         None, 0, 0, []),
+        # Chunks that were read late together with others; of an old run it is not known who put them together.
+        (SHARED_READ, {}, "shared_reads", 1 / 11, 0.01, ["chunk_gap_s"]),
+        (SHARED_READ | {"chunks_s": FIRST_SHARED}, {}, "shared_reads", 1.0, 0.01,
+         ["ttft_s", "ttfo_s", "tpot_s", "chunk_gap_s"]),
+        (SHARED_READ | {"coalesced_late": 0}, {}, None, 0, 0, []),
+        (SHARED_READ | {"coalesced_late": None}, {}, None, 0, 0, []),
+        # Where the loop was late most of the time, all shared reads count.
+        (SHARED_READ | {"coalesced_late": 0}, {"loop_lag_p50_s": 0.006}, "shared_reads", 1 / 11, 0.01, ["chunk_gap_s"]),
+        # A late loop spoils times that are those of the read.
+        ({"clock": "read"}, {"loop_lag_p99_s": 0.005}, None, 0, 0, []),
+        ({"clock": "read"}, {"loop_lag_p50_s": 0.005}, None, 0, 0, []),
+        ({"clock": "read"}, {"loop_lag_p50_s": 0.006}, "read_clock", 0.006, 0.005, TIMES),
+        ({"clock": "read"}, {"loop_lag_p99_s": 0.0123, "loop_lag_p50_s": 0.006}, "read_clock", 0.0123, 0.005, TIMES),
+        # And it slows requests that follow answers: 2 % of 1.5 s are allowed.
+        ({}, {"loop_lag_mean_s": 0.03}, None, 0, 0, []),
+        ({}, {"loop_lag_mean_s": 0.045}, "loop_lag", 0.045, 0.03, RATES),
+    ],
+)  # fmt: skip
+def test_a_limit(
+    changes: dict[str, Any], lags: dict[str, float], what: str | None, value: float, allowed: float, numbers: list[str]
+) -> None:
+    found = limits(four(**changes), LOAD, **lags)
+    if what is None:
+        assert found == []
+        return
+    [(limit, why)] = found
+    assert (limit.what, limit.value, limit.allowed, limit.numbers) == (what, value, allowed, numbers)
+    assert (why.code, why.values["numbers"], limit.invalid) == (f"client_{what}", numbers, False)
 
 
-def test_first_chunks_that_were_fetched_late() -> None:
-    [(limit, why)] = limits(four(chunks_s=FIRST_SHARED, coalesced=1, coalesced_late=1), core_wait=0.25)
-    assert limit.numbers == ["ttft_s", "ttfo_s", "tpot_s", "chunk_gap_s"]
-    assert sentence(why) == (
-        "client-limited (TTFT, TTFO, TPOT and chunk gaps): 9.1% of the chunks and 100.0% of the first chunks were "
-        "fetched late, together with a later one: their times are upper bounds; at most 1% is allowed; other "
-        "processes used its core during 25% of the time: stop them, or send from another machine"
-    )
+def test_requests_that_follow_a_schedule_are_not_slowed_by_a_late_loop() -> None:
+    scheduled = msgspec.structs.replace(LOAD, user="chat", arrivals=Arrivals(rate=1.0))
+    assert limits(four(scheduled_s=0.0), scheduled, loop_lag_mean_s=0.045) == []
 
 
-def test_chunks_that_were_sent_together_are_none_of_the_clients_doing() -> None:
-    assert limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=0)) == []
-    assert limits(four(chunks_s=SHARED, coalesced=1)) == []  # it is not known
+@pytest.mark.parametrize(
+    ("changes", "lags", "said"),
+    [
+        (SHARED_READ | {"chunks_s": FIRST_SHARED}, {"core_wait": 0.25},
+         "client-limited (TTFT, TTFO, TPOT and chunk gaps): 9.1% of the chunks and 100.0% of the first chunks were "
+         "fetched late, together with a later one: their times are upper bounds; at most 1% is allowed; other "
+         "processes used its core during 25% of the time: stop them, or send from another machine"),
+        ({"clock": "read"}, {"loop_lag_p99_s": 0.0123},
+         "client-limited (TTFT, TTFO, TPOT, E2E latency and chunk gaps): chunk times are those of the read, and 1 % of "
+         f"the timers of a load process fired 12.3 ms or more late; at most 5 ms is allowed; {MORE}"),
+        ({}, {"loop_lag_mean_s": 0.045},
+         "client-limited (wall time, tok/s, prompt tok/s and requests/s): timers of a load process fired 45.0 ms late "
+         f"on average, 3.0% of the time that a request took; at most 30.0 ms is allowed; {MORE}"),
+    ],
+)  # fmt: skip
+def test_a_limit_in_words(changes: dict[str, Any], lags: dict[str, float], said: str) -> None:
+    [(_, why)] = limits(four(**changes), LOAD, **lags)
+    assert sentence(why) == said
 
 
-def test_where_the_loop_was_late_most_of_the_time_all_shared_reads_count() -> None:
-    [(limit, _)] = limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=0), loop_lag_p50_s=0.006)
-    assert (limit.what, limit.value) == ("shared_reads", 1 / 11)
-
-
-def test_who_was_stopped_or_killed_does_not_need_more_processes() -> None:
+def test_a_process_that_was_paused_or_killed_does_not_need_more_processes() -> None:
     lags = {"loop_lag_mean_s": 0.452, "loop_lag_p50_s": 0.001, "loop_lag_max_s": 2.9504, "cpu_max": 0.03}
-    [(_, why)] = limits(four(), LOAD, **lags)
-    assert why.values["remedy"] == {"code": "remedy_paused", "values": {"process": 7, "seconds": 2.9504}}
-    for busy in ({"cpu_max": 0.5}, {"loop_lag_p50_s": 0.006}, {"loop_lag_max_s": 0.49}):
-        [(_, why)] = limits(four(), LOAD, **lags | busy)
-        assert why.values["remedy"] == {"code": "remedy_processes", "values": {"processes": 1}}
-    [(_, why)] = limits(four(), LOAD, **lags, core_wait=0.3)  # one that is stopped does not wait for a core
-    assert why.values["remedy"] == {"code": "remedy_free_core", "values": {"share": 0.3}}
+    more = {"code": "remedy_processes", "values": {"processes": 1}}
+    for changes, remedy in (
+        ({}, {"code": "remedy_paused", "values": {"process": 7, "seconds": 2.9504}}),
+        ({"cpu_max": 0.5}, more),
+        ({"loop_lag_p50_s": 0.006}, more),
+        ({"loop_lag_max_s": 0.49}, more),
+        ({"core_wait": 0.3}, {"code": "remedy_free_core", "values": {"share": 0.3}}),
+    ):
+        [(_, why)] = limits(four(), LOAD, **lags | changes)
+        assert why.values["remedy"] == remedy
     started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
     dead = msgspec.structs.replace(started, process=8)
     [(_, why)] = found([dead, started, msgspec.structs.replace(ended, loop_lag_mean_s=0.452)], four(), LOAD)
     assert why.values["remedy"] == {"code": "remedy_run_again"}
-
-
-def test_a_late_loop_spoils_times_that_are_those_of_the_read() -> None:
-    assert limits(four(clock="read"), loop_lag_p99_s=0.005) == []
-    assert limits(four(clock="read"), loop_lag_p50_s=0.005) == []
-    [(_, why)] = limits(four(clock="read"), loop_lag_p50_s=0.006)
-    assert (why.values["share"], why.values["lag_s"]) == (0.5, 0.006)
-    [(limit, why)] = limits(four(clock="read"), loop_lag_p99_s=0.0123, loop_lag_p50_s=0.006)
-    assert limit == ClientLimit(
-        what="read_clock", value=0.0123, allowed=0.005, unit="s",
-        numbers=["ttft_s", "ttfo_s", "tpot_s", "e2e_s", "chunk_gap_s"],
-    )  # fmt: skip
-    assert sentence(why) == (
-        "client-limited (TTFT, TTFO, TPOT, E2E latency and chunk gaps): chunk times are those of the read, and "
-        f"1 % of the timers of a load process fired 12.3 ms or more late; at most 5 ms is allowed; {MORE}"
-    )
-
-
-def test_a_late_loop_slows_requests_that_follow_answers() -> None:
-    assert limits(four(), loop_lag_mean_s=0.03) == []  # 2 % of 1.5 s
-    [(limit, why)] = limits(four(), loop_lag_mean_s=0.045)
-    assert limit == ClientLimit(
-        what="loop_lag", value=0.045, allowed=0.03, unit="s",
-        numbers=["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"],
-    )  # fmt: skip
-    assert sentence(why) == (
-        "client-limited (wall time, tok/s, prompt tok/s and requests/s): timers of a load process fired "
-        f"45.0 ms late on average, 3.0% of the time that a request took; at most 30.0 ms is allowed; {MORE}"
-    )
-    people = msgspec.structs.replace(LOAD, user="chat", arrivals=Arrivals(rate=1.0))
-    assert limits(four(scheduled_s=0.0), people, loop_lag_mean_s=0.045) == []  # who come by a schedule
-
-
-def test_an_old_run_says_nothing() -> None:
-    old = request(chunks_s=SHARED, coalesced=1)
-    assert old.coalesced_late is None
-    assert limits([old]) == []
 
 
 def test_in_words() -> None:

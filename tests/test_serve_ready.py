@@ -18,6 +18,7 @@ from harness.serve.containers import LogFile
 from harness.serve.probe import Waiting, base_url, find_model
 from harness.serve.ready import Ready, wait_ready
 from harness.trust import open_session
+from tests.http_double import Handler, listening
 
 Answer = tuple[int, str, str]  # status, content type, body
 MODELS: Answer = (200, "application/json", json.dumps({"data": [{"id": "one"}]}))
@@ -45,39 +46,27 @@ def server(
     """A server with one answer for each path, after those in `first`."""
     before = {path: list(given) for path, given in (first or {}).items()}
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Double(Handler):
         def do_GET(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if seen is not None:
-                seen.append(f"{self.command} {self.path} {self.headers.get('Authorization')} {body.decode()}")
             asked = f"{self.command} {self.path}"
+            if seen is not None:
+                seen.append(f"{asked} {self.headers.get('Authorization')} {self.body().decode()}")
             status, kind, text = answers.get(asked, (404, "text/plain", "no such page"))
             if before.get(asked):
                 status, kind, text = before[asked].pop(0)
             if (status, kind) == RESET[:2]:
                 return
-            self.send_response(status)
             if 300 <= status < 400:
+                self.send_response(status)
                 self.send_header("Location", text)
-                text = ""
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(text) + 100 * (kind == "broken")))
-            self.end_headers()
-            self.wfile.write(text.encode())
+                self.end_headers()
+            else:
+                self.answer(status, text, kind, missing=100 * (kind == "broken"))
 
         do_POST = do_GET
 
-        def log_message(self, *_: object) -> None:
-            """Silent."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.server_address[1]}"
-        finally:
-            listening.shutdown()
-            thread.join()
+    with listening(Double) as url:
+        yield url
 
 
 def waiting(

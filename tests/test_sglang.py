@@ -17,7 +17,7 @@ from harness.serve.facts import of_lines
 from harness.serve.probe import counter
 from harness.serve.template import rendered
 from tests.doubles.sglang import serving, text
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 from tests.test_compose import scenario
 
 LOG = Path(__file__).parent / "data" / "startup" / "sglang-cpu.txt"
@@ -159,7 +159,6 @@ def problems(**variables: Any) -> str:
             {"extra_args": ["--tp", "2"]},
             "--tp (--tensor-parallel-size): the template sets it already; set the variable",
         ),
-        ({"extra_args": ["--mem-fraction-st", "0.5"]}, "set the variable 'mem_fraction_static'"),
         ({"extra_args": ["--model", "x"]}, "--model (--model-path): the template sets it already"),
         ({"environment": {"SGLANG_USE_AITER": "0"}}, "set the variable 'aiter'"),
         ({"tensor_parallel_size": 2, "shm_size": "64m"}, "2 GPUs exchange data through /dev/shm, and shm_size: 64m"),

@@ -1,9 +1,7 @@
 """What servers' logs, metrics and answers tell of their start, and that no secret gets into the manifest with it."""
 
 import contextlib
-import http.server
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +13,7 @@ from harness.redact import know, masked
 from harness.rundir.manifest import Phase, ServedBy, Startup
 from harness.serve.facts import labels_of, listed, of_lines, phases_of, recorded, started
 from harness.serve.lemonade import Api, LemonadeMonitor
+from tests.http_double import Handler, listening
 
 DATA = Path(__file__).parent / "data" / "startup"
 KEY = "sk-0123456789abcdef0123"
@@ -235,25 +234,13 @@ def test_labels_of_vllms_metrics() -> None:
 def server(answers: Mapping[str, str]) -> Iterator[str]:
     """A server with one answer for each path, else 404."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Double(Handler):
         def do_GET(self) -> None:
             text = answers.get(self.path)
-            self.send_response(200 if text is not None else 404)
-            self.end_headers()
-            self.wfile.write((text or "no such page").encode())
+            self.answer(404 if text is None else 200, text or "no such page")
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Silent."""
-
-    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{found.server_port}"
-    finally:
-        found.shutdown()
-        thread.join()
-        found.server_close()
+    with listening(Double) as url:
+        yield url
 
 
 def test_metrics_know_better_than_the_log() -> None:

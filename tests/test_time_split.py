@@ -117,4 +117,4 @@ def test_a_busy_host_is_explained_by_what_the_load_generator_used() -> None:
         "the host's CPU was up to 100% busy in 2 runs, which does not make them INVALID: the busiest load process used "
         "12% of one core (90% is allowed), so the server or another program used the rest"
     )
-    assert of_host_cpu([cell("r1", 0.5)], [mark]) == []
+    assert list(of_host_cpu([cell("r1", 0.5)], [mark])) == []

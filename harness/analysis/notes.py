@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from harness.rundir.manifest import Run
 from harness.rundir.records import MAX_CPU, ProcessMark
@@ -25,18 +25,15 @@ def sessions_of(run: Run) -> dict[str, int]:
     return found
 
 
-def of_sessions(run: Run) -> list[Reason]:
+def of_sessions(run: Run) -> Iterator[Reason]:
     """When a run was resumed, and pauses of hours between its cells."""
-    found = []
     if run.resumed:
-        found.append(
-            because(
-                "resumed",
-                times=len(run.resumed),
-                at=[one.wall_s for one in run.resumed],
-                again=len({cell for one in run.resumed for cell in one.again}),
-                attempts=[one.attempts for one in run.resumed if one.attempts],
-            )
+        yield because(
+            "resumed",
+            times=len(run.resumed),
+            at=[one.wall_s for one in run.resumed],
+            again=len({cell for one in run.resumed for cell in one.again}),
+            attempts=[one.attempts for one in run.resumed if one.attempts],
         )
     cells = sorted(run.ran.values(), key=lambda cell: cell.started_wall_s)
     pauses = [
@@ -44,24 +41,22 @@ def of_sessions(run: Run) -> list[Reason]:
         for before, after in itertools.pairwise(cells)
     ]
     if longest := [pause for pause in pauses if pause >= GAP_S]:
-        found.append(because("hours_apart", gaps=len(longest), hours=max(longest) / 3600))
-    return found
+        yield because("hours_apart", gaps=len(longest), hours=max(longest) / 3600)
 
 
-def of_budget(run: Run, comparison: Comparison | None) -> list[Reason]:
+def of_budget(run: Run, comparison: Comparison | None) -> Iterator[Reason]:
     """How far the budget of a run went: rows that were not measured, and verdicts that are open."""
     if run.budget is None:
-        return []
+        return
     verdicts = [] if comparison is None else comparison.verdicts
     decided, looks = sum(one.reason is None for one in verdicts), len(run.budget.looks)
-    found = [because("budget", seconds=run.budget.seconds, decided=decided, verdicts=len(verdicts), looks=looks)]
+    yield because("budget", seconds=run.budget.seconds, decided=decided, verdicts=len(verdicts), looks=looks)
     if run.budget.unmeasured:
-        found.append(because("budget_unmeasured", rows=run.budget.unmeasured))
+        yield because("budget_unmeasured", rows=run.budget.unmeasured)
     if left := [one for one in verdicts if one.reason in OPEN]:
         names = list(dict.fromkeys(one.side for one in left))
         needed = [one.needed for one in left if one.needed is not None]
-        found.append(because("budget_open", rows=names, needed=max(needed) if len(needed) == len(left) else None))
-    return found
+        yield because("budget_open", rows=names, needed=max(needed) if len(needed) == len(left) else None)
 
 
 def of_answers(rows: Sequence[Row], comparison: Comparison | None) -> list[Reason]:
@@ -106,22 +101,19 @@ def of_failed_settings(rows: Iterable[Row]) -> list[Reason]:
     return list(found.values())
 
 
-def of_token_counters(cells: Sequence[CellSummary]) -> list[Reason]:
+def of_token_counters(cells: Sequence[CellSummary]) -> Iterator[Reason]:
     """Where the client's count of tokens was not checked against the server's, whose counter knows no stages."""
     alone = [cell for cell in cells if cell.stage is None]
-    notes = []
     if unchecked := sum(cell.server_load.generated_tokens is None for cell in alone):
-        notes.append(because("no_token_counter", cells=unchecked, of=len(cells)))
+        yield because("no_token_counter", cells=unchecked, of=len(cells))
     if len(alone) < len(cells):
-        notes.append(because("stages_unchecked"))
-    return notes
+        yield because("stages_unchecked")
 
 
-def of_host_cpu(cells: Sequence[CellSummary], marks: Iterable[ProcessMark]) -> list[Reason]:
+def of_host_cpu(cells: Sequence[CellSummary], marks: Iterable[ProcessMark]) -> Iterator[Reason]:
     """A busy host next to a load generator that had enough: no fault of the run, but readers ask about it."""
     loads = [cell.machine_load for cell in cells if cell.machine_load is not None]
     full = [share for load in loads if (share := load.host_cpu_mean) is not None and share >= HOST_CPU_FULL]
-    if not full:
-        return []
-    client = max((mark.cpu_max for mark in marks if mark.cpu_max is not None), default=None)
-    return [because("host_cpu_full", cells=len(full), share=max(full), client=client, max_share=MAX_CPU)]
+    if full:
+        client = max((mark.cpu_max for mark in marks if mark.cpu_max is not None), default=None)
+        yield because("host_cpu_full", cells=len(full), share=max(full), client=client, max_share=MAX_CPU)

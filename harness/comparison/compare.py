@@ -1,7 +1,8 @@
 """Runs against runs: groups of run directories, the first of which is the baseline."""
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -105,40 +106,26 @@ def compare_runs(
         sides=[side.name for side in sides],
         differences=differences([facts_of(side.runs[0], rows) for side in sides]),
         checks=[result for side in sides[1:] for result in _checked(checks, side, sides[0], rows, several)],
-        notes=_unchecked_notes(sides) + _cache_notes(sides, rows) + _answer_notes(sides, rows),
+        notes=list(_notes(sides, rows)),
     )
 
 
-def _unchecked_notes(sides: Sequence[_Side]) -> list[Reason]:
-    """That of some runs nothing shows whether they are valid."""
-    found = [run.id for side in sides for run in side.runs if run.status == "unchecked"]
-    return [because("runs_unchecked", runs=found)] if found else []
-
-
-def _cache_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> list[Reason]:
-    """For each server whose KV cache is of another size on some side, that it is."""
-    found = []
+def _notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> Iterator[Reason]:
+    """What to know of the sides: imports, KV caches of different sizes, answers of different quality."""
+    if unchecked := [run.id for side in sides for run in side.runs if run.status == "unchecked"]:
+        yield because("runs_unchecked", runs=unchecked)
     for server in dict.fromkeys(server for server, _ in rows):
         sizes = {}
         for side in sides:
             cells = [cell.served_by for run in side.runs for cell in run.served if cell.server == server]
             sizes[side.name] = comparable.measured_of(cells).get("startup.kv_cache_tokens")
-        note = comparable.cache_note(sizes, server=server)
-        found += [note] if note is not None else []
-    return found
-
-
-def _answer_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> list[Reason]:
-    """For each row whose answers on some side are not worth what they are on the baseline, that it is so."""
+        if (note := comparable.cache_note(sizes, server=server)) is not None:
+            yield note
     base = sides[0]
-    notes = [
-        answer_difference(
-            f"{' / '.join(row)} ({side.name})", side.answers(row), f"{' / '.join(row)} ({base.name})", base.answers(row)
-        )
-        for side in sides[1:]
-        for row in rows
-    ]
-    return [note for note in notes if note is not None]
+    for side, row in itertools.product(sides[1:], rows):
+        mine, other = (f"{' / '.join(row)} ({one.name})" for one in (side, base))
+        if (note := answer_difference(mine, side.answers(row), other, base.answers(row))) is not None:
+            yield note
 
 
 def by_machine(folders: Sequence[Path]) -> list[list[Path]]:

@@ -6,12 +6,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import yaml
 
 from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, which_row
 from harness.files import read_bytes, read_text
@@ -22,7 +26,7 @@ from harness.scenario import (
     Baseline,
     Scenario,
     Server,
-    Swept,
+    Sweep,
     taken_together,
     too_large,
 )
@@ -30,7 +34,7 @@ from harness.scenario.behaviour import Lengths
 from harness.scenario.check_syntax import misplaced, on_server
 from harness.scenario.file import once, read_scenario
 from harness.scenario.plan import Schedule, alone, mix_of, staged
-from harness.serve import server_problems_of
+from harness.serve import attach, server_problems_of
 from harness.serve.security import open_secrets_in_text
 from harness.summary import Reason
 from harness.workers import Workers, parse_workers
@@ -253,7 +257,7 @@ def _on_running_server(scenario: Scenario) -> Scenario:
     base, swept = scenario.baseline, scenario.swept
     return msgspec.structs.replace(
         scenario,
-        swept=Swept(loads=swept.loads) if swept is not None and swept.loads else None,
+        swept=Sweep(loads=swept.loads) if swept is not None and swept.loads else None,
         servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
         restart=False,
         generator="process",
@@ -372,3 +376,44 @@ def _import_locustfile(path: Path) -> None:
     where = f"{path}, line {lines[-1]}" if lines else f"{path}"
     last = said.splitlines()[-1].strip() if said else f"exit code {done.returncode}"
     raise HarnessError(f"{where}: the locustfile cannot be imported: {last}", next_step=_TRY_ALONE)
+
+
+# How the users of each kind behave, where no scenario says it. docs/capacity.md lists them.
+LOADS_OF: dict[str, dict[str, Any]] = {
+    "chat": {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256, "output": "natural"},
+    "batch": {"user": "batch", "output_tokens": 128},
+    "agent": {"user": "agent", "output_tokens": 256, "output": "natural"},
+    "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
+}
+PROMPTS_OF = {"chat": {"tokens": 120, "system_tokens": 200}}
+
+
+@contextmanager
+def scenario_of(given: Path | None, user: str | None, target: Target | None, model: str | None) -> Iterator[Path]:
+    """The path of the scenario: the given one, or one that is written for a kind of users and a server that runs.
+
+    Raises HarnessError where it is not clear what to load, ServerError when the server does not answer.
+    """
+    if given is not None and user is not None:
+        raise HarnessError("--user: the scenario has its own users", next_step="Choose one of its loads with --load.")
+    if given is not None:
+        yield given
+        return
+    if user is None or target is None:
+        example = 'harness capacity --url http://127.0.0.1:8000 --user chat --slo "ttft_p95<=2s"'
+        raise HarnessError(
+            "no scenario, and not both of --url and --user", next_step=f"Give a scenario file, or: {example}"
+        )
+    scenario = {
+        "version": 1,
+        "question": f"How many {user} users does this server hold?",
+        "model": model or attach(target.url, None).served_by.model or "unknown",
+        "servers": {RUNNING_SERVER: {"template": RUNNING_SERVER}},  # not started: --url replaces it
+        "loads": {user: {**LOADS_OF[user], "users": 1, "duration_s": 60}},
+        "prompts": PROMPTS_OF.get(user, {"tokens": 256}),
+        "repeats": 1,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"capacity-{user}.yaml"
+        path.write_text(yaml.safe_dump(scenario, sort_keys=False), encoding="utf-8")
+        yield path

@@ -142,6 +142,7 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
         interval=table.interval,
         errors=table.errors,
+        error_kinds=table.error_kinds(summary),
         sentences=sentences,
         sentence=sentence,
         evidence=evidence,
@@ -159,7 +160,6 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         times=table.time_table(summary),
         machine=table.machine_table(summary),
         gpus=table.gpu_table(summary),
-        observed=observed,
         differences=server_differences(run),
         served=_served(run),
     )

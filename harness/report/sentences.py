@@ -376,12 +376,13 @@ def rest_in_words(words_: Iterable[str]) -> str:
 
 def in_short(verdict: Verdict, comparison: Comparison) -> str:
     """A verdict's details, where its side, word and baseline are already shown."""
-    if verdict.word not in ("faster", "slower"):
-        return f"{verdict_text(verdict)}."
     # Only the baseline of all rows is shown with them, and a metric where all verdicts have the same.
     than = "" if verdict.baseline == comparison.verdicts[0].baseline else f" than {verdict.baseline}"
     by = "" if comparison.metric is not None else f" by {METRIC_WORDS[verdict.metric]}"
-    return f"{speed(verdict.ratio or 0.0)}{than}{by}"
+    factor = "" if verdict.ratio is None else f"{speed(verdict.ratio)}{than}{by}"
+    if verdict.word in ("faster", "slower"):
+        return factor
+    return f"{factor}; {verdict_text(verdict)}" if verdict.word == "inconclusive" and factor else verdict_text(verdict)
 
 
 def in_short_by_side(comparison: Comparison) -> list[tuple[str, str, str]]:
@@ -393,10 +394,11 @@ def in_short_by_side(comparison: Comparison) -> list[tuple[str, str, str]]:
     for (word, side, base), alike in groups.items():
         if len(alike) == 1 or None in {verdict.ratio for verdict in alike}:
             found += [(word, side, in_short(verdict, comparison)) for verdict in alike]
-        else:
-            factors = ", ".join(f"{METRIC_WORDS[verdict.metric]} {speed(verdict.ratio or 0)}" for verdict in alike)
-            than = "" if base == comparison.verdicts[0].baseline else f" than {base}"
-            found.append((word, side, f"{factors}{than}"))
+            continue
+        factors = ", ".join(f"{METRIC_WORDS[verdict.metric]} {speed(verdict.ratio or 0)}" for verdict in alike)
+        than = "" if base == comparison.verdicts[0].baseline else f" than {base}"
+        why = {verdict_text(verdict, by="each") for verdict in alike if word == "inconclusive"}
+        found.append((word, side, f"{factors}{than}" + (f"; {why.pop()}" if len(why) == 1 else "")))
     return found
 
 

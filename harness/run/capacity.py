@@ -44,8 +44,8 @@ from harness.prepare.experiment import Experiment, load_name
 from harness.process import refuse_too_few_files
 from harness.report.capacity import amounts_text
 from harness.run.drive import POLL_S
+from harness.run.orchestrator import Note, conduct, endpoint_of, run_group
 from harness.run.progress import Progress
-from harness.run.run import Note, conduct, endpoint_of, run_group
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
 from harness.scenario import (

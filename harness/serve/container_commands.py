@@ -308,18 +308,20 @@ def _answer(image: str, code: int, text: str) -> list[RuntimeGpu]:
 
 def _pool(gpu: RuntimeGpu, number: int, of_driver: Pool | None) -> Pool:
     """The GPU with what the driver knows of it: whether the memory is the host's."""
-    doubts = []
-    total = of_driver.total_bytes if of_driver is not None else None
+    doubts, total = [], None if of_driver is None else of_driver.total_bytes
     if total is not None and abs(gpu.total - total) > total // 20:
         doubts.append(f"the runtime reports {gib(gpu.total, 2)} in total, the driver {gib(total, 2)}")
-    return Pool(
-        render_node=of_driver.render_node if of_driver is not None else f"GPU {number}",
+    found = Pool(
+        render_node=f"GPU {number}",
         target=gpu.target,
-        kind=of_driver.kind if of_driver is not None else "vram",
+        kind="vram",
         total_bytes=gpu.total,
         used_bytes=max(0, gpu.total - gpu.free),
         free_bytes=gpu.free,
-        unified=of_driver.unified if of_driver is not None else False,
-        host_available_bytes=of_driver.host_available_bytes if of_driver is not None else None,
+        unified=False,
         doubts=doubts,
     )
+    if of_driver is None:
+        return found
+    known = ("render_node", "kind", "unified", "host_available_bytes")
+    return msgspec.structs.replace(found, **{name: getattr(of_driver, name) for name in known})

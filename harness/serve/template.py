@@ -1,8 +1,9 @@
 """Compose templates: their declared variables, their rendering, and a scenario's server rendered once.
 
-A template begins with a Jinja comment that holds a YAML mapping, name -> {type, doc, default, min, max, choices}. This
-is the only declaration of its variables. A variable without a default is required; a type that ends in "?" also takes
-null. The limits are those of the server: what it would refuse at its start is refused before.
+A template begins with a Jinja comment that holds a YAML mapping, name -> {type, doc, default, min, max, choices}, and
+so do the parts `_NAME.yaml.j2` that it includes. These are the only declarations of its variables. A variable without
+a default is required; a type that ends in "?" also takes null. The limits are those of the server: what it would refuse
+at its start is refused before.
 """
 
 import json
@@ -44,7 +45,8 @@ AUTO = "auto"  # of a variable with `auto`: the harness computes it before the f
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
 BY_THE_HARNESS = ("model", "upstream")  # declared in the templates, filled in by the harness
 GATEWAYS = tuple(name for engine in engines() if engine.gateway for name in engine.templates)
-INCLUDED = ("_service", "_vllm", "locust", "volumes", *GATEWAYS)  # templates that are no server of their own
+NOT_SERVERS = ("locust", "volumes", *GATEWAYS)  # nor what begins with `_`, which templates include
+_INCLUDED = re.compile(r'{% include "(_\w+)\.yaml\.j2" %}')
 
 _FORMATS = {"size": parse_bytes, "vllm-size": parse_vllm_bytes}
 _MAX_VALUE = 2**31 - 1  # of a whole number without a limit of its own: what 32 bits hold
@@ -82,19 +84,24 @@ class Quoted(str):
 def templates() -> list[str]:
     """Names of the server templates."""
     names = (path.name.removesuffix(".yaml.j2") for path in COMPOSE.glob("*.yaml.j2"))
-    return sorted(name for name in names if name not in INCLUDED)
+    return sorted(name for name in names if name not in NOT_SERVERS and not name.startswith("_"))
 
 
 def variables(template: str) -> dict[str, Variable]:
-    """The declared variables of a template. Raises HarnessError for a template that does not exist."""
+    """The declared variables of a template: its own, and those of what it includes unless it declares them itself.
+
+    Raises HarnessError for a template that does not exist.
+    """
     path = COMPOSE / f"{template}.yaml.j2"
     if template not in (*templates(), *GATEWAYS, "locust") or not path.is_file():
         raise HarnessError(
             f"there is no server template '{template}'; {did_you_mean(template, templates())}",
             next_step=f"Templates are the files *.yaml.j2 in {COMPOSE}.",
         )
-    comment = read_text(path).split("{#", 1)[-1].split("#}", 1)[0]
-    return msgspec.convert(yaml.safe_load(comment), dict[str, Variable])
+    text, declared = read_text(path), dict[str, Any]()
+    for part in (text, *(read_text(COMPOSE / f"{name}.yaml.j2") for name in _INCLUDED.findall(text))):
+        declared = declared | yaml.safe_load(part.split("{#", 1)[-1].split("#}", 1)[0]) | declared
+    return msgspec.convert(declared, dict[str, Variable])
 
 
 def variable_of(server: Server | Gateway, name: str) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 import docker
 import psutil
 import pytest
-import requests
 
 from harness.errors import ServerError
 from harness.paths import ROOT
@@ -21,7 +20,6 @@ from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from harness.serve import location
 from harness.serve.location import engine_location
-from harness.summary import because
 from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import Served, remains
 from tests.docker.test_sweep import OWNER
@@ -142,22 +140,6 @@ def test_a_run_on_another_machine(machine: Machine, client: docker.DockerClient,
     assert "one: the load went through an ssh tunnel (over_ssh)" in " ".join(done.out.split())
     assert remains(client, run.id) == []
     ended(machine.clients)
-
-
-@pytest.mark.nightly  # a run through a tunnel, and one whose tunnel ends, are below and above
-def test_a_server_behind_its_tunnel(served: Served, machine: Machine, client: docker.DockerClient) -> None:
-    with served() as endpoint:
-        assert endpoint.network is not None
-        (binding,) = client.containers.get(f"{endpoint.network}-server").ports["8000/tcp"] or []
-        assert binding["HostIp"] == "127.0.0.1" and not endpoint.url.endswith(f":{binding['HostPort']}")
-        assert requests.get(f"{endpoint.url}/v1/models", timeout=5).json()["data"][0]["id"] == "sim"
-        (tunnel,) = machine.clients(" -N ")
-        assert endpoint.check_alive() is None
-        tunnel.kill()
-        until(lambda: endpoint.check_alive() is not None)
-        detail = "the ssh tunnel to GpuBox ended (exit code -9): ssh did not say why"
-        assert endpoint.check_alive() == because("server_unreachable", how="unreachable", detail=detail)
-        assert endpoint.served_by.exit_code is None
 
 
 def test_what_ends_the_server_is_reported_of_it(served: Served, machine: Machine, client: docker.DockerClient) -> None:

@@ -24,7 +24,7 @@ from harness.analysis.summarize import places_of
 from harness.analysis.tally import Clock, is_counted
 from harness.columns import LIVE
 from harness.rundir.manifest import Run
-from harness.rundir.records import Block, Lines, Request, blocks_of, by_cell, in_file, read_marks, reader, requests_in
+from harness.rundir.records import Block, Lines, Request, blocks_of, by_cell, read_marks, reader, requests_in
 from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, read_metrics, read_telemetry, serving
 from harness.scenario.plan import plan
 
@@ -34,7 +34,6 @@ MAX_BINS = 240  # points of a timeline's line
 MAX_POINTS = 200  # points of a distribution's line
 MIN_ARRIVALS = 10  # fine bins of a step of arrivals: a second
 COARSER = 3  # times as long as other steps
-EXAMPLES = 3  # messages kept for each kind of error
 MAX_DOTS = 600  # requests of a row that are drawn at most,
 SLOWEST = 20  # of them the slowest,
 MAX_FAILED = 150  # and failed ones
@@ -64,23 +63,10 @@ class Dot(Struct, frozen=True):
         return self.draw, self.cell, self.sent_s, self.took_s
 
 
-class ErrorExamples(Struct):
-    """A kind of error in one row."""
-
-    count: int = 0
-    messages: list[str] = []
-
-    def merge(self, other: "ErrorExamples") -> None:
-        self.count += other.count
-        self.messages += [message for message in other.messages if message not in self.messages]
-        del self.messages[EXAMPLES:]
-
-
 class RowData(Struct):
     """Measured requests of one row. The dots do not depend on how the file is divided, nor on its order."""
 
     latencies: Latencies = field(default_factory=Latencies)  # of the successful ones
-    errors: dict[str, ErrorExamples] = {}
     good: list[Dot] = []
     slow: list[Dot] = []
     failed: list[Dot] = []
@@ -113,8 +99,6 @@ class RowData(Struct):
         self.latencies.merge(other.latencies)
         self.count += other.count
         self.failures += other.failures
-        for kind, examples in other.errors.items():
-            self.errors.setdefault(kind, ErrorExamples()).merge(examples)
         self.thin()
 
     def chosen(self, max_dots: int) -> list[Dot]:
@@ -269,21 +253,6 @@ class ChartData(Struct, frozen=True, kw_only=True):
 
     rows: dict[RowKey, RowData]
     timelines: list[Timeline]
-    without_usage: int  # successful requests for text whose tokens the server did not report
-    damaged_lines: int
-
-    @property
-    def errors(self) -> dict[RowKey, dict[str, ErrorExamples]]:
-        return {key: row.errors for key, row in self.rows.items() if row.errors}
-
-
-class _Part(Struct):
-    """A part of the file."""
-
-    rows: dict[RowKey, RowData]
-    cells: dict[str, CellData]
-    lines: Lines
-    without_usage: int = 0
 
 
 def observe(folder: Path, run: Run) -> ChartData:
@@ -295,15 +264,12 @@ def observe(folder: Path, run: Run) -> ChartData:
     clocks = {cell: Clock(marks.get(cell, [])) for cell in keys}
     rows: dict[RowKey, RowData] = {key: RowData() for key in keys.values()}
     cells: dict[str, CellData] = {}
-    lines, without_usage = [], 0
     with reader(blocks_of(folder / "requests.jsonl")) as parts_of:
-        for part in parts_of(partial(_observe, keys=keys, clocks=clocks, windows=windows)):
-            for key, row in part.rows.items():
+        for part_rows, part_cells in parts_of(partial(_observe, keys=keys, clocks=clocks, windows=windows)):
+            for key, row in part_rows.items():
                 rows[key].merge(row)
-            for name, cell in part.cells.items():
+            for name, cell in part_cells.items():
                 cells.setdefault(name, CellData()).merge(cell)
-            lines.append(part.lines)
-            without_usage += part.without_usage
     for row in rows.values():
         for dots in (row.good, row.slow, row.failed):
             dots[:] = [structs.replace(dot, sent_s=dot.sent_s - cells[dot.cell].first_measured_s) for dot in dots]
@@ -314,15 +280,15 @@ def observe(folder: Path, run: Run) -> ChartData:
             zero_s = clocks[name].wall_s(clocks[name].start_s + cells[name].zero_s) or 0.0
             server = server_samples(scraped.get(name, []), zero_s)
             timelines.append(_timeline(name, cells[name], server, machine_samples(watched.get(name, []), zero_s)))
-    return ChartData(
-        rows=rows, timelines=timelines, without_usage=without_usage, damaged_lines=len(in_file(lines)),
-    )  # fmt: skip
+    return ChartData(rows=rows, timelines=timelines)
 
 
-def _observe(block: Block, keys: dict[str, RowKey], clocks: dict[str, Clock], windows: dict[str, Span]) -> _Part:
-    part = _Part({}, {}, Lines())
+def _observe(
+    block: Block, keys: dict[str, RowKey], clocks: dict[str, Clock], windows: dict[str, Span]
+) -> tuple[dict[RowKey, RowData], dict[str, CellData]]:
+    rows: dict[RowKey, RowData] = {}
     cells: dict[str, CellTimes] = {}
-    for request in requests_in(block, part.lines):
+    for request in requests_in(block, Lines()):
         name, key = request.cell, keys.get(request.cell)
         if key is None:
             continue
@@ -332,21 +298,16 @@ def _observe(block: Block, keys: dict[str, RowKey], clocks: dict[str, Clock], wi
             cells.setdefault(name, CellTimes()).add(request, sent_s)
         if not is_counted(request, axis_s, windows.get(name)) or request.error == "abandoned":
             continue
-        row = part.rows.setdefault(key, RowData())
+        row = rows.setdefault(key, RowData())
         if joined:
             row.add_dot(request, sent_s)
             if request.error is not None and request.error != "unfinished":
                 cells[name].data.note_failure(request.error, ChartFailures(1, sent_s + request.ended_s))
-        if request.error is not None:
-            said = [request.message] if request.message else []
-            row.errors.setdefault(request.error, ErrorExamples()).merge(ErrorExamples(1, said))
-        else:
-            part.without_usage += request.output_tokens is None and request.vectors is None
+        if request.error is None:
             row.latencies.add(request, [column.field for column in LIVE])
-    part.cells = {name: cell.binned() for name, cell in cells.items()}
-    for row in part.rows.values():
+    for row in rows.values():
         row.thin()
-    return part
+    return rows, {name: cell.binned() for name, cell in cells.items()}
 
 
 def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
