@@ -80,7 +80,7 @@ def http(data: bytes) -> None:
         for number, read in enumerate([*(data[n : n + size] for n in range(1, len(data), size)), b""]):
             exchange.arrivals.append(number, None)
             collector.take(read)
-            reading.look()
+            reading.process()
     except (EOFError, httptools.HttpParserError) as error:
         exchange.failure = Failure("not_api", str(error))
     except Failure as failure:

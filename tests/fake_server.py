@@ -202,11 +202,11 @@ def silence(connection: socket.socket) -> None:
     connection.recv(1)  # until the client gives up
 
 
-def looked_at(id: str = "x", **more: Any) -> tuple[Exchange, ResponseReader]:
+def new_exchange(id: str = "x", **more: Any) -> tuple[Exchange, ResponseReader]:
     """An exchange, and what takes in its body as it comes."""
     exchange = Exchange(id, **more)
     reading = ResponseReader(exchange)
-    exchange.look = reading.look
+    exchange.process = reading.process
     return exchange, reading
 
 
@@ -233,7 +233,7 @@ def exchanging(
     client = Client(dialer, clock, reader, timeout_s=timeout_s, headers=headers)
 
     def send(body: bytes = BODY) -> tuple[Exchange, Answer]:
-        exchange, reading = looked_at()
+        exchange, reading = new_exchange()
         client.send("/chat/completions", lambda: body, exchange)
         return exchange, read_answer(reading)
 

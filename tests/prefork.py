@@ -39,7 +39,7 @@ _COMMANDS = (
     "rich.live",
     "rich.table",
     "harness.cli",
-    "harness.run.run",
+    "harness.run.orchestrator",
     "harness.run.calibrate",
     "harness.comparison.compare",
     "harness.comparison.history",

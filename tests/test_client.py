@@ -295,15 +295,12 @@ def test_what_is_no_url(url: str) -> None:
         ("malformed", "malformed", 7),
         ("split", None, 8),
         ("coalesce", None, 8),
-        ("crlf", None, 8),
-        ("multiline", None, 8),
         ("no-usage", None, 8),
         ("reasoning", None, 8),
         ("reasoning-content", None, 8),
-        ("no-role", None, 8),
         ("empty", "empty", 0),
-        ("split:1,crlf", None, 8),
-        ("multiline,split:3,ping", None, 8),
+        ("split:1", None, 8),
+        ("split:3,ping", None, 8),
     ],
 )
 def test_the_embedded_engines_faults(engine: str, fault: str, error: str | None, chunks: int) -> None:

@@ -33,7 +33,7 @@ from harness.serve.security import missing, refuse_without_consent, secrets_in
 from harness.serve.template import quote, render
 from harness.simulated.engine import PRESETS
 from tests.load_runs import composed
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
 NAMES = [

@@ -5,7 +5,7 @@ import pytest
 from harness.failures.table import removed_flags
 from harness.scenario import Load, Scenario, Server
 from harness.serve.arguments import flags_in, removed_in, version_of
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 
 
 def test_flags_are_named_as_the_parser_names_them() -> None:

@@ -37,7 +37,7 @@ def read_in(reads: list[bytes], together: int = 5, known: bool = True) -> tuple[
             exchange.template.ready = False
         collector.take(data)
         if number % together == 0:
-            reading.look()
+            reading.process()
     answer = reading.finish()
     reading.time()
     return exchange, answer, exchange.reads - len(exchange.parsed)

@@ -9,7 +9,7 @@ from harness.serve.compose_file import parse
 from harness.serve.document import server_document
 from harness.serve.template import with_gateway
 from tests.load_runs import composed
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 
 
 def scenario(**gateway: object) -> Scenario:

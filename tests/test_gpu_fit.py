@@ -10,7 +10,7 @@ from harness.scenario import Load, Scenario, Server
 from harness.serve.arguments import container_problems, refuse_unfit, value_of
 from harness.serve.compose_file import Service, parse
 from harness.serve.template import rendered
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 
 
 def service(**variables: Any) -> Service:

@@ -20,7 +20,7 @@ from harness.serve.lemonade import pool_size
 from tests.command import harness
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 
 EVIL = "a\"b\\c: {'d'} # ${x} \u2028é"
 

@@ -4,11 +4,17 @@ import gzip
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
+import gevent
 import pytest
 
 from harness.load import client as client_module
+from harness.load.client import Client
 from harness.load.exchange import Collector, Exchange, ResponseReader
+from harness.load.openai_api import Answer
+from harness.load.reader import Direct
+from harness.rundir.records import Request, read_requests
 from tests.fake_server import (
     CHUNKED,
     DONE,
@@ -23,8 +29,10 @@ from tests.fake_server import (
     answering,
     chunk,
     exchanging,
+    load_process,
     once,
     one_record,
+    place,
     read_request,
     reset,
     serving,
@@ -230,7 +238,7 @@ def test_a_stream_that_is_not_called_one_is_known_however_it_is_cut(kind: bytes)
     for data in [head, *(chunk(bytes([one])) for one in b"\n" + TOKEN + DONE), b"0\r\n\r\n"]:
         exchange.arrivals.append(len(exchange.arrivals), None)
         collector.take(data)
-        reading.look()
+        reading.process()
     answer = reading.finish()
     reading.time()
     assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)
@@ -389,3 +397,81 @@ def test_a_whole_answer_without_a_token_is_empty(tmp_path: Path) -> None:
         "empty",
         "a complete answer without any generated text; usage reports 1 tokens",
     )
+
+
+# Cut by the end of the load, by the locustfile, or by a defect of ours.
+
+
+def record_of_cut(folder: Path, handler: Handler, by: type[BaseException] = gevent.GreenletExit) -> Request:
+    """The record of a request that was cut after a moment, and did not return to the user."""
+    with serving(handler) as url, load_process(folder, url) as process:
+        sending = gevent.spawn(process.send, process.client(), [{"role": "user", "content": "hi"}], place())
+        gevent.sleep(0.2)
+        sending.kill(by)
+        assert not isinstance(sending.value, Answer)
+    (record,) = read_requests(folder / "requests.jsonl")
+    return record
+
+
+def test_a_request_that_is_cut_leaves_what_it_had(tmp_path: Path) -> None:
+    record = record_of_cut(tmp_path, once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence))
+    assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
+    assert (len(record.chunks_s), record.status) == (2, 200)
+    assert record.chunks_s[-1] < record.ended_s
+
+
+def test_a_cut_is_a_cut_when_the_connection_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that is found while cutting must not take the cut's place: the user would go on, and Locust never end."""
+
+    class EndsWhenCut(Direct):
+        def rest(self) -> list[bytes]:
+            return super().rest() or [b""]
+
+    def inbox(client: Client, sock: Any, exchange: Exchange) -> Direct:
+        return EndsWhenCut(sock, client._clock, exchange.arrivals)
+
+    monkeypatch.setattr(Client, "_inbox", inbox)
+    record = record_of_cut(tmp_path, once(CHUNKED, chunk(TOKEN), then=silence))
+    assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
+
+
+def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None:
+    handler = once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence)
+    told: list[str | None] = []
+    with serving(handler) as url, load_process(tmp_path, url) as process:
+        client = process.client()
+        with pytest.raises(gevent.Timeout), gevent.Timeout(0.2):
+            process.send(client, [{"role": "user", "content": "hi"}], place(), lambda answer: told.append(answer.error))
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert (record.error, record.message) == ("timeout", "cut by a gevent.Timeout of 0.2 seconds in the locustfile")
+    assert (len(record.chunks_s), record.status) == (2, 200)
+    assert record.ended_s > 0.15
+    assert told == ["timeout"]
+
+
+def test_whatever_else_cuts_a_request_fails_it(tmp_path: Path) -> None:
+    class Gone(BaseException):
+        pass
+
+    record = record_of_cut(tmp_path, once(then=silence), Gone)
+    assert (record.error, record.message) == ("unfinished", "cut by Gone")
+
+
+def test_an_answer_that_was_never_read_has_failed() -> None:
+    assert (Answer().error, Answer().message) == ("client", "the answer was never read")
+
+
+def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
+    with serving(once(GOOD)) as url, load_process(tmp_path, url) as process:
+        answer = process.send(process.client(), [{"role": "user", "content": object()}], place())  # type: ignore[typeddict-item]
+    assert answer.error == "client"
+    assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["client"]
+
+
+def test_a_defect_of_ours_leaves_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(reading: ResponseReader) -> Answer:
+        raise ZeroDivisionError("we were careless")
+
+    monkeypatch.setattr(ResponseReader, "finish", broken)
+    record = one_record(tmp_path, answering(GOOD))
+    assert (record.error, record.message, record.status) == ("client", "ZeroDivisionError: we were careless", 200)

@@ -7,7 +7,7 @@ import pytest
 
 from harness.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose_file import parse_vllm_bytes
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 
 LOAD = Load(user="batch", requests=10)
 TEMPLATE_SETS = "the template sets it already; "

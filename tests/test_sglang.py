@@ -17,7 +17,7 @@ from harness.serve.facts import of_lines
 from harness.serve.probe import counter
 from harness.serve.template import rendered
 from tests.doubles.sglang import serving, text
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 from tests.test_compose import scenario
 
 LOG = Path(__file__).parent / "data" / "startup" / "sglang-cpu.txt"

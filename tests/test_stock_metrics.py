@@ -40,7 +40,7 @@ from harness.load.live_outputs import (
 from harness.process import free_port
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import parse_check
-from harness.serve.document import MonitoringTarget, panels, prometheus_config
+from harness.serve.document import MonitoringTarget, dashboard, monitoring, panels, prometheus_config
 from tests.command import Done, harness, until
 from tests.load_runs import by_hand, composed, end, log_of, start
 from tests.test_live_numbers import delta, request
@@ -275,6 +275,25 @@ def test_a_compose_file_with_grafana_has_all_that_its_services_need(given: dict[
     assert services["grafana"]["ports"] == ["127.0.0.1:3000:3000"] and "ports" not in services["prometheus"]
     images = [services[name]["image"] for name in ("prometheus", "grafana")]
     assert all(re.search(r":v?\d+\.\d+\.\d+$", image) for image in images)
+
+
+def test_the_dashboard_has_the_structure_that_grafana_reads() -> None:
+    """Grafana is in no package index that this project may use; what its documentation requires is checked here."""
+    shown = dashboard()
+    assert shown["uid"] and shown["title"] and shown["schemaVersion"] >= 36
+    places: set[tuple[int, int]] = set()
+    for number, panel in enumerate(shown["panels"], start=1):
+        assert (panel["id"], panel["type"]) == (number, "timeseries")
+        assert panel["datasource"] == {"type": "prometheus", "uid": "prometheus"}
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & places and max(x for x, _ in cells) < 24, "panels do not overlap, and a line has 24 columns"
+        places |= cells
+        assert panel["fieldConfig"]["defaults"]["unit"] in ("s", "reqps", "short", "percentunit")
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) >= 1
+        assert all(target["expr"] and target["legendFormat"] for target in panel["targets"])
+    sources = json.loads(monitoring(None)["configs"]["grafana-source"]["content"].replace("$$", "$"))["datasources"]
+    assert [(one["uid"], one["type"]) for one in sources] == [("prometheus", "prometheus")]
 
 
 def test_a_real_prometheus_reads_them(tmp_path: Path, engine: str) -> None:

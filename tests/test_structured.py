@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from harness.scenario.behaviour import Judged, Structured, answer_fields, answer_problems, fits_schema, judge_answer
+from harness.scenario.behaviour import (
+    AnswerCheck,
+    Structured,
+    answer_fields,
+    answer_problems,
+    check_answer,
+    fits_schema,
+)
 
 LABELS = ["billing", "delivery"]
 SCHEMA: dict[str, Any] = {
@@ -39,33 +46,33 @@ def test_a_schema_is_sent_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("text", "label", "judged"),
     [
-        ("billing", "billing", Judged(True, True)),
-        (' "billing"\n', "billing", Judged(True, True)),
-        ("delivery", "billing", Judged(True, False)),
-        ("delivery", None, Judged(True, None)),
-        ("Billing", "billing", Judged(False, False)),
-        ("billing, I think", "billing", Judged(False, False)),
-        ('"billing', "billing", Judged(False, False)),
-        ("", None, Judged(False, None)),
+        ("billing", "billing", AnswerCheck(True, True)),
+        (' "billing"\n', "billing", AnswerCheck(True, True)),
+        ("delivery", "billing", AnswerCheck(True, False)),
+        ("delivery", None, AnswerCheck(True, None)),
+        ("Billing", "billing", AnswerCheck(False, False)),
+        ("billing, I think", "billing", AnswerCheck(False, False)),
+        ('"billing', "billing", AnswerCheck(False, False)),
+        ("", None, AnswerCheck(False, None)),
     ],
 )
-def test_a_choice_is_judged(text: str, label: str | None, judged: Judged) -> None:
-    assert judge_answer(Structured(choice="auto"), LABELS, label, text) == judged
+def test_a_choice_is_judged(text: str, label: str | None, judged: AnswerCheck) -> None:
+    assert check_answer(Structured(choice="auto"), LABELS, label, text) == judged
 
 
 @pytest.mark.parametrize(
     ("text", "label", "judged"),
     [
-        ('{"label": "billing", "sure": 0.5}', "billing", Judged(True, True)),
-        ('{"label": "delivery"}', "billing", Judged(True, False)),
-        ('{"label": "other"}', "billing", Judged(False, False)),
-        ('{"label": "billing", "sure": 2}', "billing", Judged(False, False)),
-        ('{"label": "billing"', "billing", Judged(False, False)),  # cut by max_tokens
-        ('{"label": "billing", "x": 1}', None, Judged(False, None)),
+        ('{"label": "billing", "sure": 0.5}', "billing", AnswerCheck(True, True)),
+        ('{"label": "delivery"}', "billing", AnswerCheck(True, False)),
+        ('{"label": "other"}', "billing", AnswerCheck(False, False)),
+        ('{"label": "billing", "sure": 2}', "billing", AnswerCheck(False, False)),
+        ('{"label": "billing"', "billing", AnswerCheck(False, False)),  # cut by max_tokens
+        ('{"label": "billing", "x": 1}', None, AnswerCheck(False, None)),
     ],
 )
-def test_an_object_is_judged(text: str, label: str | None, judged: Judged) -> None:
-    assert judge_answer(Structured(json_schema=SCHEMA), [], label, text) == judged
+def test_an_object_is_judged(text: str, label: str | None, judged: AnswerCheck) -> None:
+    assert check_answer(Structured(json_schema=SCHEMA), [], label, text) == judged
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from harness.analysis.summarize import summarize
 from harness.failures.table import rules_by_id
 from harness.machine.gpus import when_free
 from harness.report import sentences
-from harness.run.running import Failed
+from harness.run.running import FailedSettings
 from harness.rundir.manifest import CellRun, GpuMemory, Run, read_run
-from harness.scenario import Swept, SweptRow
+from harness.scenario import Sweep, SweepRow
 from harness.scenario.plan import cell_of
 from harness.summary import Summary
 from tests.command import Done, harness, write
@@ -121,12 +121,12 @@ def test_a_load_under_which_every_server_dies_is_invalid(tmp_path: Path) -> None
 
 
 def test_a_server_that_runs_with_another_value_has_no_valid_row() -> None:
-    rows = {"s-4": SweptRow(of="s", settings={"--max-num-seqs": 4, "name": "a"})}
+    rows = {"s-4": SweepRow(of="s", settings={"--max-num-seqs": 4, "name": "a"})}
     cell = CellRun(
         id="r1-s-4-l", server="s-4", load="l", repeat=1, started_wall_s=1, ended_wall_s=2,
         served_by=served_by(effective={"max_num_seqs": 2, "name": "b"}),
     )  # fmt: skip
-    failed = Failed(scenario(swept=Swept(servers=rows)), print)
+    failed = FailedSettings(scenario(swept=Sweep(servers=rows)), print)
     (result,) = failed.results([cell_of("s-4", "l", 1)], lambda cells: iter([cell]))
     assert [(one.code, one.values) for one in result.problems] == [
         ("setting_not_applied", {"key": "--max-num-seqs", "asked": 4, "ran": 2})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from harness.rundir.samples import GpuSample, held_back_s, integral, machine_load, median_load
 from harness.summary import MachineLoad
-from tests.watched_runs import one
+from tests.made_runs import one
 
 
 def test_the_integral_of_a_straight_line_is_exact() -> None:

@@ -14,8 +14,8 @@ from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
 from harness.report.table import DetailTable, machine_table
 from harness.rundir.manifest import read_run
 from harness.rundir.samples import GpuSample
+from tests.made_runs import one, watch
 from tests.report_runs import write_run_directory
-from tests.watched_runs import one, watch
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from harness.rundir.manifest import ServedBy
 from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requests
 from harness.rundir.samples import MetricsSample, Scraper
 from harness.scenario import Load
-from harness.scenario.behaviour import Judged, Structured, judge_answer
+from harness.scenario.behaviour import AnswerCheck, Structured, check_answer
 from harness.serve import lemonade, probe, ready
 from harness.serve.facts import recorded
 from harness.serve.lemonade import Api, LemonadeMonitor, attached, download
@@ -41,7 +41,7 @@ from tests.fake_server import (
     chunk,
     exchanging,
     load_process,
-    looked_at,
+    new_exchange,
     once,
     one_record,
     place,
@@ -73,7 +73,7 @@ class Pieces:
 
 def received(*reads: bytes) -> tuple[Exchange, Answer]:
     """What the client makes of these reads, the last of which ends the connection. Only declared exceptions pass."""
-    exchange, reading = looked_at(sent_ns=0, request_bytes=BODY_BYTES)
+    exchange, reading = new_exchange(sent_ns=0, request_bytes=BODY_BYTES)
     for number in range(len(reads) + 1):
         exchange.arrivals.append(number, None)
     collector = Collector(exchange)
@@ -246,7 +246,7 @@ def test_json_that_is_nested_deeply_is_no_defect_of_ours(process: LoadProcess, l
     call = Call("a", "read_file", deep(levels).decode())
     assert not Tools.of(1, "auto").is_valid(call)
     form = Structured(json_schema={"type": "object"})
-    assert judge_answer(form, [], "a", deep(levels).decode()) == Judged(False, False)
+    assert check_answer(form, [], "a", deep(levels).decode()) == AnswerCheck(False, False)
 
 
 def test_a_comment_that_says_done_ends_nothing() -> None:

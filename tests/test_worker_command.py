@@ -20,9 +20,8 @@ from harness.scenario import Load
 from harness.simulated import Spawned
 from harness.workers import Workers
 from tests import prefork
-from tests.command import going, harness, until, write
+from tests.command import delivered, going, harness, records, until, write
 from tests.load_runs import make_job
-from tests.worker_runs import delivered, records
 
 
 def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, engine_process: Spawned) -> None:

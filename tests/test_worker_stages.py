@@ -12,9 +12,8 @@ from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_marks
 from harness.simulated import Spawned
-from tests.command import only_run, until
+from tests.command import delivered, only_run, records, run_with_workers, until
 from tests.faults import fault
-from tests.worker_runs import delivered, records, run_with_workers
 
 STAGES = [{"users": 2, "for_s": 1.5}, {"users": 8, "for_s": 1.5}, {"users": 4, "for_s": 1.5}]
 

@@ -27,11 +27,10 @@ from harness.rundir.records import ProcessMark, read_marks, read_requests
 from harness.scenario import Load
 from harness.simulated import Spawned
 from harness.workers import Workers
-from tests.command import going, only_run, until, write
+from tests.command import delivered, going, only_run, records, run_with_workers, until, write
 from tests.faults import fault
 from tests.load_runs import make_job
 from tests.made_runs import request, write_lines
-from tests.worker_runs import delivered, records, run_with_workers
 
 
 def test_two_workers_send_each_request_once(tmp_path: Path, engine_process: Spawned) -> None:
@@ -98,7 +97,7 @@ def test_a_killed_worker_makes_the_run_invalid(tmp_path: Path, engine_process: S
     assert len({one.process for one in records(tmp_path)}) == 2
 
 
-@fault("worker", "the master is killed", seen="nothing was heard of the master for 10 s: this load ends",
+@fault("worker", "the master is killed", seen="no message from the master for 10 s: this load ends",
        kept="what was not delivered is in a folder that the worker names")  # fmt: skip
 def test_workers_end_when_the_master_is_gone(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 600, "output_tokens": 5, "think_s": [0.05, 0.05]}
@@ -226,7 +225,7 @@ def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(
                 assert worker.end().code == 0
     assert done.code == 0, done.out + done.err
     assert (
-        f"worker {here} was sent home: it has version 0.0.1 of the harness, and the master {__version__}"
+        f"worker {here} was rejected: it has version 0.0.1 of the harness, and the master {__version__}"
         in log.read_text()
     )
     assert log.read_text().count("ignored a message to the master that is not from a worker") == 3

@@ -77,8 +77,8 @@ def run(
     from harness.run import resume as resuming
     from harness.run.budget import within
     from harness.run.calibrate import trust_notes
+    from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
-    from harness.run.run import run as run_experiment
     from harness.rundir.manifest import read_run
 
     if ui and scenario is not None:
@@ -239,7 +239,7 @@ def ask(question: str, option: str, answers: Mapping[str, str]) -> str:
         print(f"'{given[:100]}' is not one of them.")
 
 
-@cli.command(short_help="Write a scenario of your own from three answers.")
+@cli.command(short_help="Write a scenario of your own from a few answers.")
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The scenario to write.")] = Path("my-scenario.yaml"),
     question: Annotated[str | None, typer.Option(help="What you want to know; without it you are asked.")] = None,
@@ -271,8 +271,13 @@ def init(
     except OSError as error:
         raise HarnessError(f"{file}: cannot be written ({error.strerror})", next_step="Name another file.") from None
     prepare(file)
-    print(f"{file}: written for the machine '{kind}'. Next:\n  harness check {shlex.quote(str(file))}")
+    about = (
+        "no AMD GPU was found; --machine names one" if kind == "none" and not machine else f"for the machine '{kind}'"
+    )
+    print(f"{file}: written ({about}). Next:\n  harness check {shlex.quote(str(file))}")
     print("\n".join(f"  {line.format(file=shlex.quote(str(file)))}" for line in drafts.NEXT[wanted]))
+    if set(servers) != {"simulated"}:
+        print("If the server already runs, add: --url http://127.0.0.1:8000 --model NAME")
 
 
 @cli.command(short_help="Check this machine for problems.")

@@ -367,7 +367,7 @@ def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> N
     try:
         write_summary(folder, summary)
         html.write_report(folder)
-    except OSError as error:  # such as a full disk, which must not cost the person the table
+    except OSError as error:  # such as a full disk, which must not cost the user the table
         full = error
     terminal.print_report(summary, manifest, folder, console(), explain=explain)
     if full is not None:

@@ -37,7 +37,7 @@ def report(
 
     RUN may be the file of `locust --records`, or a folder with its requests.jsonl: a run directory is made of it.
 
-    With --check or --baseline the run is judged by them once more, and its directory stays as it is.
+    With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
     from harness.analysis.summarize import read_summary, summarize, write_summary
     from harness.comparison.compare import reference_to
@@ -52,19 +52,19 @@ def report(
     manifest = read_run(folder)
     refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
-    judged_anew = bool(checks) or reference is not None
+    checked_anew = bool(checks) or reference is not None
     # A published run has its summary alone: one made without records would say that nothing was measured.
     alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
-    if alone and judged_anew:
+    if alone and checked_anew:
         raise HarnessError(
             f"{folder}: it has no requests.jsonl, which --check and --baseline need",
             next_step="Give the run directory as `harness run` made it.",
         )
     summary = read_summary(folder) if alone else summarize(folder, checks or [], reference)
-    if not alone and not judged_anew:
+    if not alone and not checked_anew:
         write_summary(folder, summary)
     if output == "terminal":
-        if not judged_anew:
+        if not checked_anew:
             html.write_report(folder)
         terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     elif output == "html":
@@ -438,10 +438,15 @@ def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
         cli.print_json(lines)
     elif lines:
         table = Table(box=None, pad_edge=False)
-        for column in ("run", "started", "scenario", "cells", "status"):
-            table.add_column(column, no_wrap=column != "status")
+        columns = ["run", "started", "scenario", "cells", "status"]
+        narrow = cli.console().width < 110  # then without the scenario, whose name is in the run's id
+        for column in columns:
+            if not (narrow and column == "scenario"):
+                table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
+        table.columns[0].min_width = min(26, max(len(line.run) for line in lines))
         for line in lines:
-            table.add_row(*line.shown())
+            texts = line.shown()
+            table.add_row(*(texts[:2] + texts[3:] if narrow else texts))
         cli.console().print(table)
     else:
         cli.console().print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")

@@ -104,7 +104,7 @@ def memory(
         str, typer.Option(help="As vLLM's: auto, bfloat16, float16, fp8.", callback=_dtype)
     ] = "auto",
     free: Annotated[
-        float | None, typer.Option(min=0, metavar="GIB", help="Instead of this machine's: as vLLM's log tells.")
+        float | None, typer.Option(min=0, metavar="GIB", help="Instead of this machine's: as vLLM's log has it.")
     ] = None,
     total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
     image: Annotated[

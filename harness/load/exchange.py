@@ -73,7 +73,7 @@ class Exchange:
     body: list[tuple[int, bytes]] = field(default_factory=list)  # unprocessed (read, bytes)
     parsed: "array[int]" = field(default_factory=lambda: array("I"))  # of the processed reads, those by the parser
     template: EventTemplate = field(default_factory=EventTemplate)  # which processed the others
-    look: Callable[[], None] | None = None  # processes the received part of the body
+    process: Callable[[], None] | None = None  # processes the received part of the body
     watched: bool = False  # process each piece at once
     known_stream: bool = False
     data_read: int | None = None  # the last read with data; comments of a stream do not count
@@ -148,14 +148,14 @@ class Collector:
 
     def take_in(self, inbox: AnyInbox) -> None:
         """Parse all that was read; raises as `take` does."""
-        look = self.exchange.look
+        process = self.exchange.process
         self.catch_up()
         for data in inbox.rest():
             try:
                 self.take(data)
             finally:  # also what came before the error
-                if look is not None:
-                    look()
+                if process is not None:
+                    process()
 
     def take_asleep(self, inbox: AnyInbox) -> None:
         """Do the same while the user's greenlet sleeps; the end wakes it."""
@@ -272,7 +272,7 @@ class ResponseReader:
         """The processed chunks with generated tokens."""
         return len(self._chunk_reads) + self._template.events
 
-    def look(self) -> None:
+    def process(self) -> None:
         """Process the received part of a stream and free it."""
         exchange, answer = self._exchange, self._answer
         if exchange.status is None or not 200 <= exchange.status < 300 or not exchange.is_stream:
@@ -362,7 +362,7 @@ class ResponseReader:
         answer.coalesced = len(reads) - len(set(reads))
 
     def _stream(self) -> None:
-        self.look()
+        self.process()
         exchange, answer = self._exchange, self._answer
         answer.textless = sum(self._textless[chunks] for chunks in {0, self.chunks})
         note_unframed(self._parser.stray(), answer)

@@ -147,15 +147,15 @@ class GracefulStop:
     process of a load without web UI, and in workers. An interruption does not wait.
     """
 
-    def __init__(self, environment: Environment, *, by_hand: bool) -> None:
-        """`by_hand`: wait at the end of --run-time; else the code that ends the load calls `wait`."""
+    def __init__(self, environment: Environment, *, is_stock: bool) -> None:
+        """`is_stock`: wait at the end of --run-time; else the code that ends the load calls `wait`."""
         self._environment = environment
         self._stopped: set[str] = set()
         runner = environment.runner
         if isinstance(runner, MasterRunner):
             runner.register_message(_STOPPED, lambda msg, **_: self._stopped.add(msg.node_id))
             events: Any = environment.events  # they have no types
-            if by_hand:
+            if is_stock:
                 events.test_stopping.add_listener(lambda **_: self.wait(environment.stop_timeout))
         elif isinstance(runner, WorkerRunner):
             runner.register_message(_STOP, self._end, concurrent=True)
@@ -185,7 +185,7 @@ class GracefulStop:
         runner.send_message(_STOPPED)
 
 
-_DRAIN_BY_HAND_S = 30.0
+_STOCK_DRAIN_S = 30.0
 _CUT = "llm-cut"
 _NOT_STARTED = "llm-not-started"
 _COME_S = 60.0  # for users to start and to be counted
@@ -260,9 +260,9 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         sys.exit(1 if reported_by_master else sentence(error))
     if _job is None and not environment.stop_timeout:
         # With stock Locust, --run-time would cut requests in flight, as failed ones. Ctrl-C still cuts at once.
-        environment.stop_timeout = _DRAIN_BY_HAND_S
+        environment.stop_timeout = _STOCK_DRAIN_S
     if options.headless or isinstance(runner, WorkerRunner):
-        _graceful_stop = GracefulStop(environment, by_hand=_job is None)
+        _graceful_stop = GracefulStop(environment, is_stock=_job is None)
     if _job is None or not options.headless:
         FirstRequests(environment, give_up)
     if not options.headless or _job is None or options.metrics_port:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 def ignore_foreign_messages(runner: MasterRunner) -> None:
     """Ignore messages that are not from a worker: they would end the listener of Locust's master."""
     receive: Any = Server.recv_from_client  # it has no types
-    hear, left_out = runner.handle_message, 0
+    handle, left_out = runner.handle_message, 0
 
     def ignore(why: object) -> None:
         nonlocal left_out
@@ -66,15 +66,15 @@ def ignore_foreign_messages(runner: MasterRunner) -> None:
             except Exception as error:
                 ignore(type(error).__name__)
 
-    def heard(client_id: str, msg: Message) -> None:
+    def handle_checked(client_id: str, msg: Message) -> None:
         try:
-            hear(client_id, msg)
+            handle(client_id, msg)
         except Exception as error:
             ignore(f"{msg.type}: {type(error).__name__}")
 
     of_class: Any = Server  # the class: the listener may wait already, and Locust may make a new server
     of_class.recv_from_client = received
-    runner.handle_message = heard  # type: ignore[method-assign]
+    runner.handle_message = handle_checked  # type: ignore[method-assign]
 
 
 class _Machine:
@@ -108,7 +108,7 @@ class Master:
         self._machines: dict[str, _Machine] = {}  # those that belong to the run
         self._ready: dict[str, Message] = {}  # message for Locust, delivered once the worker belongs to the run
         self._rejected: set[str] = set()
-        self._hear = runner.handle_message
+        self._handle = runner.handle_message
         runner.handle_message = self._handle_member  # type: ignore[method-assign]
         self._at_work: list[_Machine] = []  # those that send the load
         self._ended = False
@@ -164,7 +164,7 @@ class Master:
     def _handle_member(self, client_id: str, msg: Message) -> None:
         """Pass on messages of this run's workers only: Locust gives users to all workers that are ready."""
         if client_id in self._machines or msg.type in ("llm-hello", "locustfile"):
-            self._hear(client_id, msg)
+            self._handle(client_id, msg)
         elif msg.type == "client_ready":  # it sends its hello only after this answer
             self._ready[client_id] = msg
             self._runner.send_message("ack", client_id=client_id)
@@ -212,13 +212,13 @@ class Master:
         end = {"lost": lost, "listeners_s": _LISTENERS_S if within_s is None else within_s / 2}
         for machine in owing:
             self._send("end", end, machine.client_id)
-        begun = last = time.monotonic()
+        started = last = time.monotonic()
         before = -1
         while owing := [machine for machine in owing if not machine.done and not self._is_lost(machine)]:
             now, taken = time.monotonic(), sum(i.taken for m in owing for i in m.receivers.values())
             if taken != before:
                 before, last = taken, now
-            if now - last > _STALLED_S or (within_s is not None and now - begun > within_s):
+            if now - last > _STALLED_S or (within_s is not None and now - started > within_s):
                 logger.error("not all records have come of %s", ", ".join(machine.name for machine in owing))
                 break
             gevent.sleep(POLL_S)
@@ -265,11 +265,11 @@ class Master:
             self._runner.send_message("quit", client_id=client_id)
         elif why := self._why_not(name, version):
             self._rejected.add(client_id)
-            logger.error("worker %s was sent home: %s", name, why)
+            logger.error("worker %s was rejected: %s", name, why)
             self._send("rejected", {"why": why}, client_id)
         else:
             self._machines[client_id] = _Machine(client_id, name)
-            self._hear(client_id, self._ready[client_id])
+            self._handle(client_id, self._ready[client_id])
 
     def _on_clock(self, msg: Any, **_: Any) -> None:
         machine, now, wall_s = self._machines[msg.node_id], time.monotonic(), time.time()

@@ -148,15 +148,19 @@ def gather(calls: list[Call], deltas: list[Any]) -> bool:
             call = Call(index=index)
             calls.append(call)
         call.id, call.name = call.id or id, call.name or name
-        call.arguments += _text(function.get("arguments"))
+        call.arguments += _arguments(function.get("arguments"))
     return good
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):  # some servers send the arguments as an object instead of its text
+    return value if isinstance(value, str) else ""
+
+
+def _arguments(value: Any) -> str:
+    if isinstance(value, dict):  # some servers send an object instead of its text
         with suppress(ValueError, RecursionError, OverflowError):
             return msgspec.json.encode(value).decode()
-    return value if isinstance(value, str) else ""
+    return _text(value)
 
 
 def valid_call(tools: Tools | None, calls: Sequence[Call]) -> Call | None:

@@ -27,7 +27,7 @@ from harness.process import refuse_too_few_files
 from harness.redact import know, masked
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import Arrivals, connections_per_process, taken_together
-from harness.scenario.behaviour import Abandon, Judged, answer_fields, judge_answer
+from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Message
 from harness.workload.prompt_file import PromptRow, read_rows
@@ -80,7 +80,7 @@ class LoadProcess:
         self.recorder = recorder
         self.listeners = Listeners()
         self._nothing_due_until_s = 0.0  # monotonic clock: the longest known wait of a user
-        self.by_hand = not job.load_name
+        self.is_stock = not job.load_name
         self._target, self._rows, self._replay, self._secret = JobInputs.of(job, host)
         know(secrets_of(job))
         self._model = job.model
@@ -95,7 +95,7 @@ class LoadProcess:
         self.sequencer = sequencer_of(job)
         recorder.steady = lambda stage: self.sequencer.stages[stage].steady()
         recorder.users = None if self.sequencer.several else 0
-        if self.by_hand:
+        if self.is_stock:
             for stage in self._stages:
                 os.unlink(stage.counter_path)  # only this process uses it, and has it open
 
@@ -161,9 +161,9 @@ class LoadProcess:
         client: Client,
         messages: Sequence[Message],
         place: Place,
-        tell: Callable[[Answer], None] | None = None,
+        on_record: Callable[[Answer], None] | None = None,
     ) -> Answer:
-        """Send one request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
+        """Send one request and wait for its end. Leaves exactly one record, and calls `on_record`, whatever happens.
 
         A failed request is an Answer with an error. A greenlet that is cut, by its end or by a gevent.Timeout of the
         locustfile, leaves its record before that goes on. Other records are made when there is nothing else to do: the
@@ -171,7 +171,7 @@ class LoadProcess:
         """
         exchange = Exchange(id=self._id(place.slot))
         reading = ResponseReader(exchange, embeddings=self.job.load.endpoint == "embeddings")
-        exchange.look = reading.look
+        exchange.process = reading.process
         answer: Answer | None = None
         cut = False
         self.recorder.sending(place.slot.phase, place.slot.stage)
@@ -186,8 +186,8 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            exchange.look = None  # break the cycle, for the garbage collector
-            note = partial(self._note, exchange, reading, answer or Answer(), place, tell)
+            exchange.process = None  # break the cycle, for the garbage collector
+            note = partial(self._note, exchange, reading, answer or Answer(), place, on_record)
             if cut:
                 note()  # Locust may count next
             else:
@@ -200,9 +200,9 @@ class LoadProcess:
         reading: ResponseReader,
         answer: Answer,
         place: Place,
-        tell: Callable[[Answer], None] | None,
+        on_record: Callable[[Answer], None] | None,
     ) -> None:
-        """Make the record, and call `tell`."""
+        """Make the record, and call `on_record`."""
         try:
             reading.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
@@ -214,8 +214,8 @@ class LoadProcess:
         finally:
             # Always: the end of the load waits for it.
             self.sequencer.stages[place.slot.stage].settle(seen=_seen(exchange, place, answer))
-        if tell is not None:
-            tell(answer)
+        if on_record is not None:
+            on_record(answer)
 
     def _id(self, slot: Slot) -> str:
         """The id of a request, unique among all runs, because logs of servers keep it."""
@@ -239,13 +239,13 @@ class LoadProcess:
         form = self.job.load.answer
         return [] if form is None else workload.choices_at(form, self.job.seed, index)
 
-    def _checked(self, answer: Answer, index: int) -> Judged:
+    def _checked(self, answer: Answer, index: int) -> AnswerCheck:
         """Whether a successful answer has the requested form, and is right where that is known."""
         form = self.job.load.answer
         if form is None or answer.error is not None:
-            return Judged()
+            return AnswerCheck()
         label = workload.label_at(self.job.prompts, self.job.seed, index)
-        return judge_answer(form, self._choices(index), label, answer.text)
+        return check_answer(form, self._choices(index), label, answer.text)
 
     def _asked_prompt(self, place: Place) -> int | None:
         """The planned length of the prompt; None for later turns, which contain answers."""
@@ -455,16 +455,16 @@ class _Abandoned(gevent.Timeout):  # cut like any other timeout
 @contextmanager
 def abandoning(how: Abandon, exchange: Exchange, reading: ResponseReader) -> Iterator[None]:
     """Cut what is sent inside, as `how` says; the exchange then has failed as `abandoned`."""
-    tokens, look = how.after_tokens, exchange.look
+    tokens, process = how.after_tokens, exchange.process
     with _Abandoned(how.after_s) as left:
 
-        def look_and_leave() -> None:
-            if look is not None:
-                look()
+        def process_and_leave() -> None:
+            if process is not None:
+                process()
             if tokens is not None and reading.chunks >= tokens and not exchange.complete:
                 raise left
 
-        exchange.look, exchange.watched = look_and_leave, tokens is not None
+        exchange.process, exchange.watched = process_and_leave, tokens is not None
         try:
             yield
         except _Abandoned as error:

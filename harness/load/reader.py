@@ -61,7 +61,7 @@ class KernelClock:
     def close(self) -> None:
         self._keeps_stamps_on.close()
 
-    def look(self) -> int:
+    def sample(self) -> int:
         """Read the clocks; return monotonic ns. Call it before `stamp_ns`, once for all stamps of a moment."""
         before = time.monotonic_ns()
         real = time.time_ns()
@@ -357,7 +357,7 @@ class Reader:
         """Read what has arrived. Return the number of reads."""
         inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self._clock.stamp_ns
         buffer, buffers = self._buffer, [self._buffer]
-        self._drained_ns = self._clock.look()
+        self._drained_ns = self._clock.sample()
         ready, only_data = self._poll.poll(0), select.EPOLLIN
         for descriptor, events in ready:
             inbox = inboxes.get(descriptor)
@@ -490,7 +490,7 @@ class Direct:
         except TimeoutError:
             return
         if data:
-            self._arrivals.append(self._clock.look(), None)
+            self._arrivals.append(self._clock.sample(), None)
         self._pieces.append(data)
 
     def wake(self) -> None:

@@ -284,7 +284,7 @@ class LLMUser(User):
 
     def think(self) -> None:
         """Pause as the scenario says, or with stock Locust as this class does; not beyond the end of the load."""
-        pause = self.load.think or self.load.think_s or (list(self.think_s) if self._process.by_hand else _NONE)
+        pause = self.load.think or self.load.think_s or (list(self.think_s) if self._process.is_stock else _NONE)
         if pause != _NONE:
             self.pause(behaviour.pause_s(pause, self.seed, "think", self._last))
 

@@ -268,8 +268,7 @@ class Live:
 
     def state(self, wanted: Any) -> dict[str, Any]:
         """What the page shows: now, the whole test, and the points after `after` of the series `series`."""
-        runner, numbers = self._runner, self.numbers
-        master = runner if isinstance(runner, MasterRunner) else None
+        load, numbers = self.load_state(), self.numbers
         same = wanted.get("series") == str(numbers.number)
         after = float(wanted.get("after") or -1) if same else -1.0
         return {
@@ -280,10 +279,10 @@ class Live:
             "step_s": numbers.step_s,
             "slos": numbers.slos,
             "latencies": [(column.name, column.title) for column in LIVE],
-            "state": runner.state,
-            "users": runner.user_count,
-            "workers": None if master is None else master.worker_count,
-            "missing": 0 if master is None else len(master.clients.missing),
+            "state": self._runner.state,
+            "users": load.users,
+            "workers": load.workers,
+            "missing": load.missing,
             "trace_ended": self._trace_ended,
             "given_up": self.given_up,
             "watched": self._observed.watched,

@@ -56,7 +56,7 @@ class Worker:
         self._ending = False
         self._has_job = False  # the job has come
         self._delivering = True
-        self._master_heard_s: float | None = None  # monotonic clock
+        self._master_seen_s: float | None = None  # monotonic clock
         for name, listener in (
             ("clock", self._on_clock), ("job", self._on_job), ("users-complete", self._on_users_complete),
             ("go", self._on_go), ("taken", self._on_taken),
@@ -108,7 +108,7 @@ class Worker:
             return
         self._has_job = True
         # The first answer to a heartbeat comes up to a second later; a link cut before it must end the load as well.
-        self._master_heard_s = time.monotonic()
+        self._master_seen_s = time.monotonic()
         data = msg.data
         try:
             job = self._unpacked(data["job"], data["files"])
@@ -149,7 +149,7 @@ class Worker:
     def _on_rejected(self, msg: Any, **_: Any) -> None:
         """Reconnect, perhaps for the next run: this machine does not belong to this one."""
         self._has_job = True
-        logger.error("the master sent this worker home: %s", msg.data["why"])
+        logger.error("the master rejected this worker: %s", msg.data["why"])
         gevent.sleep(_REJECTED_S)
         self._environment.process_exit_code = 1
         self._runner.quit()
@@ -212,16 +212,16 @@ class Worker:
 
     def _on_heartbeat(self, **_: Any) -> None:
         """Disable Locust's own check: it takes a step of the wall clock for a lost master."""
-        self._master_heard_s = time.monotonic()
+        self._master_seen_s = time.monotonic()
         self._runner.last_heartbeat_timestamp = None
 
     def _watch_master(self) -> None:
         """Stop the load if the master is gone."""
         while True:
             gevent.sleep(1.0)
-            if self._master_heard_s is not None and time.monotonic() - self._master_heard_s > _SILENT_S:
+            if self._master_seen_s is not None and time.monotonic() - self._master_seen_s > _SILENT_S:
                 break
-        logger.error("nothing was heard of the master for %g s: this load ends", _SILENT_S)
+        logger.error("no message from the master for %g s: this load ends", _SILENT_S)
         self._delivering = False
         self._environment.stop_timeout = 0
         self._environment.process_exit_code = 1

@@ -26,7 +26,7 @@ from harness.scenario import (
     Baseline,
     Scenario,
     Server,
-    Swept,
+    Sweep,
     taken_together,
     too_large,
 )
@@ -257,7 +257,7 @@ def _on_running_server(scenario: Scenario) -> Scenario:
     base, swept = scenario.baseline, scenario.swept
     return msgspec.structs.replace(
         scenario,
-        swept=Swept(loads=swept.loads) if swept is not None and swept.loads else None,
+        swept=Sweep(loads=swept.loads) if swept is not None and swept.loads else None,
         servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
         restart=False,
         generator="process",

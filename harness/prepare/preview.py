@@ -16,7 +16,7 @@ from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
 from harness.report import words
-from harness.scenario import Baseline, Load, Scenario, Swept, at_once, taken_together, warmup_of
+from harness.scenario import Baseline, Load, Scenario, Sweep, at_once, taken_together, warmup_of
 from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
 from harness.scenario.plan import WINDOWS, Schedule, baseline_of, plan, start_of, starts, steadiness, steady_arrivals
 from harness.serve.arguments import hints
@@ -62,7 +62,7 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
 def preview(experiment: Experiment) -> Preview:
     """The plan of a scenario. Reads its traces; sends nothing."""
     scenario = experiment.scenario
-    base, swept = baseline_of(scenario), scenario.swept or Swept()
+    base, swept = baseline_of(scenario), scenario.swept or Sweep()
     return Preview(
         path=str(experiment.path),
         question=scenario.question,
@@ -170,7 +170,7 @@ def _load_table(scenario: Scenario) -> Table:
     return table
 
 
-def sweep_lines(swept: Swept) -> Iterator[str]:
+def sweep_lines(swept: Sweep) -> Iterator[str]:
     """What a sweep varies, and how many rows that are, a line for each server or load that it has in the file."""
     for kind, rows in (("server", swept.servers), ("load", swept.loads)):
         for name in dict.fromkeys(row.of for row in rows.values()):

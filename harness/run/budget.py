@@ -9,7 +9,7 @@ import msgspec
 
 from harness.analysis.summarize import summarize
 from harness.errors import RunError
-from harness.run.run import Note, Steps, steps_of
+from harness.run.orchestrator import Note, Steps, steps_of
 from harness.run.running import OUT_OF_TIME, OutOfTime, Running
 from harness.rundir.manifest import Budget, CellRun, set_aside
 from harness.scenario.plan import Cell, plan

@@ -47,8 +47,8 @@ from harness.paths import LOCUSTFILES
 from harness.prepare.experiment import Experiment, server_name
 from harness.reasons import sentence
 from harness.run.drive import locust_arguments
+from harness.run.orchestrator import run
 from harness.run.progress import Progress
-from harness.run.run import run
 from harness.rundir.manifest import read_run
 from harness.rundir.records import MAX_CPU, Request, read_marks, read_requests
 from harness.scenario import Baseline, Load, Prompts, Scenario, Warmup, at_once
@@ -250,7 +250,7 @@ def _cells(reading: CalibrationPoint) -> tuple[str, ...]:
     return str(reading.streams), f"{reading.chunks_per_s:,.0f}", *errors, f"{reading.shared:.2%}", *known
 
 
-class Trusted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StoredCalibration(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The number of trusted streams for this number of load processes."""
 
     host: str
@@ -263,7 +263,7 @@ class Trusted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def store(processes: int, streams: int, chunks_per_s: float) -> Path | None:
     """Store the result for this number of load processes; None where that is not possible."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    found = Trusted(
+    found = StoredCalibration(
         host=socket.gethostname(), version=__version__, date=today, streams=streams, chunks_per_s=chunks_per_s
     )
     path = _path(processes)
@@ -289,10 +289,10 @@ def trust_notes(scenario: Scenario) -> list[str]:
     return found
 
 
-def _read(processes: int) -> Trusted | None:
+def _read(processes: int) -> StoredCalibration | None:
     """None: never calibrated, or on another machine or with another version."""
     try:
-        found = msgspec.json.decode(read_bytes(_path(processes)), type=Trusted)
+        found = msgspec.json.decode(read_bytes(_path(processes)), type=StoredCalibration)
     except (OSError, *UNDECODABLE):
         return None
     return found if (found.host, found.version) == (socket.gethostname(), __version__) else None

@@ -30,8 +30,8 @@ from harness.failures.explain import explain
 from harness.judge.stats import t_quantile
 from harness.prepare.experiment import Experiment
 from harness.process import refuse_too_few_files
+from harness.run.orchestrator import Note, conduct, endpoint_of, run_cell
 from harness.run.progress import Progress
-from harness.run.run import Note, conduct, endpoint_of, run_cell
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
 from harness.scenario import (

@@ -16,8 +16,8 @@ from harness.process import is_free
 from harness.reasons import sentence
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
+from harness.run.orchestrator import endpoint_of, generator, make_job, watched
 from harness.run.progress import Progress
-from harness.run.run import endpoint_of, generator, make_job, watched
 from harness.run.running import Running, begin, finish
 from harness.rundir.manifest import disk_is_full
 from harness.scenario import SERVER_TOKENIZER, locustfile_of
@@ -41,8 +41,8 @@ def live(
 ) -> None:
     """Serve the UI until it is stopped. Then tear everything down.
 
-    Users and rate are the scenario's at first, and the person's from then on. What is sent is recorded, but a load
-    steered by hand is never valid for a comparison. Raises HarnessError.
+    Users and rate are the scenario's at first; then the user sets them. What is sent is recorded, but a load that a
+    user controls is never valid for a comparison. Raises HarnessError.
     """
     cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
     if not is_free(port):
@@ -85,7 +85,7 @@ def live(
 def _alone(experiment: Experiment, server: str, loads: list[str], *, endless: bool) -> Experiment:
     """The experiment with one server and these loads, once, without checks.
 
-    `endless`: a person decides what is sent and when it ends, so nothing is planned.
+    `endless`: the user decides what is sent and when it ends, so nothing is planned.
     """
     scenario = experiment.scenario
     kept = {name: scenario.loads[name] for name in loads}

@@ -18,8 +18,8 @@ from harness.prepare.machine_fit import preflight
 from harness.process import owner
 from harness.redact import HIDDEN
 from harness.run.budget import within
+from harness.run.orchestrator import carry_out, steps_of
 from harness.run.progress import Progress
-from harness.run.run import carry_out, steps_of
 from harness.run.running import Running, digest, finish, make_room, manifest_of, needs_docker
 from harness.rundir.manifest import (
     CellRun,
@@ -54,7 +54,7 @@ def resume(
     `scenario`: its file, which must be the same as then; None: its copy in the run directory. `target`: another
     address of the server that already runs. `budget_s`: its time limit, as of
     `harness.run.budget`. Raises HarnessError when the run cannot be resumed, or when what it would measure has changed;
-    else as `harness.run.run.run`.
+    else as `harness.run.orchestrator.run`.
     """
     with locked(folder):
         run = read_run(folder)

@@ -230,7 +230,7 @@ def _git_commit() -> str | None:
 Start = Callable[[list[Cell]], Iterator[CellRun]]  # starts a server, runs its cells, and stops where the server dies
 
 
-class Failed:
+class FailedSettings:
     """What failed so far: servers that did not start, and rows (server, load) under which one died.
 
     Neither is tried again in later repeats: a start that fails takes minutes, and gives the same result.

@@ -120,7 +120,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     url: str
     template: str | None = None  # None: a server that already ran
     simulated: bool = False  # every page that shows these numbers says so
-    image: str | None = None  # as asked for
+    image: str | None = None  # as the scenario has it
     image_digest: str | None = None  # repo digest, else image id
     container: dict[str, Any] | None = None  # the container's configuration as inspected, without its environment
     version: str | None = None  # as the server says
@@ -239,7 +239,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     status: Status
     reasons: list[Reason] = []  # why it is not valid
     started_wall_s: WallSeconds
-    owner: dict[str, str] = {}  # the process that runs it: tells a run that goes on from one that was killed
+    owner: dict[str, str] = {}  # the process that runs it: distinguishes a run in progress from one that was killed
     ended_wall_s: WallSeconds | None = None
     scenario_name: str  # file name without its ending
     scenario: Scenario  # as resolved, defaults filled in
@@ -360,7 +360,7 @@ LINES: dict[str, type[Any]] = {
 
 
 class Inputs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """inputs.json: what was given to a run besides its scenario. It stays on this machine."""
+    """inputs.json: what was given to a run in addition to its scenario. It stays on this machine."""
 
     format_version: int = INPUTS_VERSION
     scenario: str  # path of the scenario file; prompt files, traces and locustfiles are relative to its folder

@@ -114,15 +114,15 @@ def notes(origin: Origin | None) -> list[Reason]:
 
 def _notes_of_rows(rows: Sequence[RowOrigin]) -> list[Reason]:
     """What differs from row to row, rows of the same together."""
-    meant: dict[tuple[str, str], list[str]] = {}
+    defined: dict[tuple[str, str], list[str]] = {}
     unknown: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        for into, texts in ((meant, row.definitions), (unknown, row.missing)):
+        for into, texts in ((defined, row.definitions), (unknown, row.missing)):
             for field, text in texts.items():
                 into.setdefault((field, text), []).append(f"{row.server} / {row.load}")
     first: dict[str, str] = {}
     found = []
-    for (field, text), names in meant.items():
+    for (field, text), names in defined.items():
         other = first.setdefault(field, text) != text
         found.append(because("import_defined", field=field, meaning=text, rows=names, other=other))
     return found + [

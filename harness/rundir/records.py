@@ -113,7 +113,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     load: str  # the load's name in the scenario
     user_class: str
     index: Whole  # place in the seeded request sequence of the cell
-    user: Count  # the simulated person or agent
+    user: Count  # the virtual user
     process: Whole  # pid of the load process, made unique among machines: its mark has machine and clock
     phase: Literal["warmup", "measured"]
     sent_s: Duration  # just before the first byte is written, the first time; monotonic clock of `process`
@@ -275,7 +275,7 @@ def blocks_of(path: Path, block_bytes: int | None = None) -> list[Block]:
 
 
 def requests_in(block: Block, lines: Lines) -> Iterator[Request]:
-    """The records of a block; `lines` tells afterwards what was read. Torn lines are skipped."""
+    """The records of a block; `lines` has afterwards what was read. Torn lines are skipped."""
     decode = msgspec.json.Decoder(Request).decode
     for line in block.lines():
         lines.count += 1

@@ -87,7 +87,7 @@ class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Open loop: people arrive by a schedule, whether the server keeps up or not. Exactly one of the first three."""
+    """Open loop: users arrive by a schedule, whether the server keeps up or not. Exactly one of the first three."""
 
     rate: Positive | None = None  # arrivals a second
     points: list[list[NotNegative]] | None = None  # [second, rate], ascending; the last rate stays
@@ -136,7 +136,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     agent: Agent | None = None  # agent: how it works
     rag: Rag | None = None  # rag: the documents
     output_tokens: Tokens | Lengths = 128
-    output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: like people
+    output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: until its end
     stream: bool = True
     endpoint: Literal["chat", "completions", "embeddings"] = "chat"
     answer: Structured | None = None  # the form that answers must have; they are checked, and the share is reported
@@ -178,24 +178,24 @@ class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Two rows to compare besides those with the baseline, each as SERVER/LOAD."""
+    """Two rows to compare in addition to the baseline's, each as SERVER/LOAD."""
 
     row: str
     against: str
 
 
-class SweptRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SweepRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What was varied in a server or load of a sweep."""
 
     of: str  # its name in the file
     settings: dict[str, Any]  # by variable, argument or key
 
 
-class Swept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Sweep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The rows of a sweep, by the names of servers and loads. Those that are not in it were not varied."""
 
-    servers: dict[str, SweptRow] = {}
-    loads: dict[str, SweptRow] = {}
+    servers: dict[str, SweepRow] = {}
+    loads: dict[str, SweepRow] = {}
 
     def settings(self, server: str, load: str) -> dict[str, Any]:
         """What was varied in a row; of a setting that server and load both have, that of the load has another name."""
@@ -225,7 +225,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metrics_interval_s: Positive = 1.0
     generator: Literal["process", "container"] = "process"
     api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
-    swept: Swept | None = None  # of a sweep, made from `vary` when the file is read; None: nothing is varied
+    swept: Sweep | None = None  # of a sweep, made from `vary` when the file is read; None: nothing is varied
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:

@@ -30,7 +30,7 @@ _ADVICE = "Each line is one length, or two: `prompt output`, in tokens."
 
 
 class Lognormal(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Many short ones and a long tail, as people's texts are. Exactly one of p95 and sigma."""
+    """Many short ones and a long tail, as texts of humans have. Exactly one of p95 and sigma."""
 
     median: Positive
     p95: Positive | None = None
@@ -294,7 +294,7 @@ class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     send: Literal["response_format", "structured_outputs", "grammar", "nothing"] = "response_format"
 
 
-class Judged(Struct, frozen=True):
+class AnswerCheck(Struct, frozen=True):
     """The result of one answer. None: not asked for, or the right label is unknown."""
 
     valid: bool | None = None
@@ -331,7 +331,7 @@ def answer_fields(form: Structured, choices: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def judge_answer(form: Structured, choices: Sequence[str], label: str | None, text: str) -> Judged:
+def check_answer(form: Structured, choices: Sequence[str], label: str | None, text: str) -> AnswerCheck:
     """Whether the text of a complete answer has the form, and whether it is the right label.
 
     A choice is taken with or without the quotes of a JSON string. Of an object the property `label` is compared. Space
@@ -340,14 +340,14 @@ def judge_answer(form: Structured, choices: Sequence[str], label: str | None, te
     text = text.strip()
     if form.json_schema is None:
         bare = _unquoted(text)
-        return Judged(bare in choices, None if label is None else bare == label)
+        return AnswerCheck(bare in choices, None if label is None else bare == label)
     try:
         value = json.loads(text)
         valid = fits_schema(value, form.json_schema)
     except (ValueError, RecursionError):  # the latter: nested too deeply
-        return Judged(False, None if label is None else False)
+        return AnswerCheck(False, None if label is None else False)
     chosen = value.get("label") if isinstance(value, dict) else value
-    return Judged(valid, None if label is None else valid and chosen == label)
+    return AnswerCheck(valid, None if label is None else valid and chosen == label)
 
 
 def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:

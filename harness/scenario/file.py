@@ -28,7 +28,7 @@ from harness.scenario import (
     Prompts,
     Scenario,
     Server,
-    Swept,
+    Sweep,
     Trace,
     Warmup,
     too_large,
@@ -43,7 +43,7 @@ from harness.scenario.plan import (
     with_mixes,
     with_stages,
 )
-from harness.scenario.sweep import Expanded, expand
+from harness.scenario.sweep import ExpandedScenario, expand
 
 T = TypeVar("T")
 MAX_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
@@ -73,7 +73,7 @@ _KINDS = {
 _BOUNDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
 
 
-class Read(Struct, frozen=True):
+class ScenarioFile(Struct, frozen=True):
     """A scenario file as read: all that is wrong with it, and what of it is right."""
 
     scenario: Scenario  # with problems: only its parts that decode
@@ -90,7 +90,7 @@ def load_scenario(path: Path) -> Scenario:
     return read.scenario
 
 
-def read_scenario(path: Path) -> Read:
+def read_scenario(path: Path) -> ScenarioFile:
     """As `load_scenario`, for callers with problems of their own. Raises what leaves nothing to check."""
     try:
         text = read_text(path, max_bytes=MAX_BYTES)
@@ -141,12 +141,14 @@ def read_scenario(path: Path) -> Read:
         if isinstance(load, dict) and name not in decoded.loads:
             wrong += [problem.below(f"$.loads.{name}.") for problem in _problems_of_faulty_load(load, path.parent)]
     wrong += _contradictions(written, path.parent, known)
-    return Read(scenario, problems + once([problem.located(lines) for problem in wrong], scenario), lines, known)
+    return ScenarioFile(
+        scenario, problems + once([problem.located(lines) for problem in wrong], scenario), lines, known
+    )
 
 
-def _add_lines(lines: dict[str, int], expanded: Expanded) -> None:
+def _add_lines(lines: dict[str, int], expanded: ExpandedScenario) -> None:
     """Give each row of a sweep the lines of the server or load that it was made from."""
-    swept = expanded.scenario.swept or Swept()
+    swept = expanded.scenario.swept or Sweep()
     for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
         for name, row in rows.items():
             whole, own = f"$.{part}.{row.of}", f"$.{part}.{name}"

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
 from harness.errors import Problem, did_you_mean
-from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Swept, SweptRow
+from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow
 
 MAX_COMBINATIONS = 10_000  # of one server or load, before `where`
 MAX_VALUES = 1000  # of one setting
@@ -26,7 +26,7 @@ FLAG = "--"  # a setting that begins with it is an argument of the engine
 _NOT_VARIED = ("stages", "vary", "where")
 
 
-class Expanded(Struct, frozen=True):
+class ExpandedScenario(Struct, frozen=True):
     """A scenario without `vary`, what is wrong with its sweeps, and by name in the file the rows that it became."""
 
     scenario: Scenario
@@ -35,7 +35,7 @@ class Expanded(Struct, frozen=True):
     loads: dict[str, list[str]]
 
 
-def expand(scenario: Scenario, decode_load: Callable[[Any, list[Problem]], Load | None]) -> Expanded:
+def expand(scenario: Scenario, decode_load: Callable[[Any, list[Problem]], Load | None]) -> ExpandedScenario:
     """Replace each server and load that has `vary` by its rows.
 
     `decode_load` makes a load of plain values and notes what is wrong with them. One that has a problem is left out.
@@ -55,17 +55,17 @@ def expand(scenario: Scenario, decode_load: Callable[[Any, list[Problem]], Load 
 
     servers, of_servers, swept_servers = _rows(scenario.servers, "servers", server, problems)
     loads, of_loads, swept_loads = _rows(scenario.loads, "loads", load, problems)
-    swept = Swept(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
+    swept = Sweep(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
     whole = msgspec.structs.replace(scenario, servers=servers, loads=loads, swept=swept)
-    return Expanded(whole, problems, of_servers, of_loads)
+    return ExpandedScenario(whole, problems, of_servers, of_loads)
 
 
 def _rows(
     parts: Mapping[str, Any], kind: str, make: Callable[[Any, dict[str, Any], list[Problem]], Any], out: list[Problem]
-) -> tuple[dict[str, Any], dict[str, list[str]], dict[str, SweptRow]]:
+) -> tuple[dict[str, Any], dict[str, list[str]], dict[str, SweepRow]]:
     found: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
-    swept: dict[str, SweptRow] = {}
+    swept: dict[str, SweepRow] = {}
     for name, part in parts.items():
         if not part.vary:
             if part.where:
@@ -92,7 +92,7 @@ def _rows(
         if not wrong:
             found |= rows
             names[name] = list(rows)
-            swept |= {row: SweptRow(of=name, settings=settings) for row, settings in grid}
+            swept |= {row: SweepRow(of=name, settings=settings) for row, settings in grid}
     return found, names, swept
 
 

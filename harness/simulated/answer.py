@@ -21,9 +21,9 @@ from harness.simulated.wire import HttpRequest
 
 _DEFAULTS: dict[str, float | None] = {
     "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "close": 0.03, "hang": 3,
-    "error-event": 3, "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3, "crlf": None, "multiline": None,
+    "error-event": 3, "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3,
     "ping": 0.02, "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "stop-string": 2,
-    "no-role": None, "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
+    "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
 }  # fmt: skip
 KINDS = tuple(_DEFAULTS)
 PROCESS_KINDS = ("exit", "never-ready")
@@ -154,7 +154,7 @@ class CompletionAnswer:
             return
         if self._breaks():
             return
-        if index == 0 and self.asked.chat and "no-role" not in self.faults:
+        if index == 0 and self.asked.chat:
             self.sent.role_s = self._event(self.shape.chunk({"role": "assistant", "content": ""}))
         delta = self._delta(channel, text)
         self._event(self.shape.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
@@ -232,9 +232,6 @@ class CompletionAnswer:
         if "malformed" in self.faults and self._events == self.faults["malformed"]:
             data = data[: len(data) // 2]
         self._events += 1
-        if "multiline" in self.faults:
-            # between two members of a JSON object a line break is only white space
-            data = data.replace(b',"', b',\ndata: "', 2)
         now = self._out(b"data: " + data + b"\n\n")
         if text:
             self.sent.chunks_s.append(now)
@@ -255,8 +252,6 @@ class CompletionAnswer:
         self.sent.ended_s = time.monotonic()
 
     def _out(self, data: bytes) -> float:
-        if "crlf" in self.faults:
-            data = data.replace(b"\n", b"\r\n")
         now = time.monotonic()
         if "split" in self.faults:
             size = int(self.faults["split"])

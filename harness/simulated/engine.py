@@ -114,15 +114,23 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     num_gpu_blocks: int = 4096
     enable_prefix_caching: bool = True
 
+    def step_s(self, sequences: int, context: int, prefill: int, preempted: int) -> float:
+        """Seconds of a step, without jitter and compilation."""
+        return (
+            self.step_base_s
+            + self.step_per_sequence_s * sequences
+            + self.step_per_kv_token_s * context
+            + self.prefill_per_token_s * prefill
+            + self.preemption_s * preempted
+        ) * self.slowdown
+
     def problem(self) -> str | None:
         """What makes these parameters impossible, in one sentence; None when they are fine."""
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_gpu_blocks"):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, got {getattr(self, name)}"
-        for name in ("step_base_s", "step_per_sequence_s", "prefill_per_token_s", "step_per_kv_token_s",
-                     "preemption_s", "compile_s", "compile_steps", "jitter",
-                     "long_prefill_token_threshold"):  # fmt: skip
-            if getattr(self, name) < 0:
+        for name in self.__struct_fields__:
+            if name != "seed" and getattr(self, name) < 0:
                 return f"{name} must not be negative, got {getattr(self, name)}"
         if self.slowdown <= 0 or self.step_base_s + self.step_per_sequence_s <= 0:
             return "a step must take time: step_base_s + step_per_sequence_s and slowdown must be above 0"
@@ -133,6 +141,21 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"can be stored in KV cache ({tokens}). Lower --max-model-len or raise --num-gpu-blocks-override"
             )
         return None
+
+
+class Compiler:
+    """Makes the first steps of each shape longer."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._met: Counter[tuple[int, int]] = Counter()  # steps of each shape
+
+    def extra_s(self, sequences: int, prefill: int) -> float:
+        if not self._config.compile_s:
+            return 0.0
+        shape = (sequences - 1).bit_length(), max(0, prefill - 1).bit_length()
+        self._met[shape] += 1
+        return self._config.compile_s * (self._met[shape] <= self._config.compile_steps)
 
 
 class Sequence:
@@ -181,7 +204,7 @@ class SimulatedEngine:
         self.prefix_hits = 0
         self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._random = random.Random(config.seed)
-        self._met: Counter[tuple[int, int]] = Counter()  # steps of each shape
+        self._compiler = Compiler(config)
 
     @property
     def idle(self) -> bool:
@@ -304,19 +327,10 @@ class SimulatedEngine:
         config = self.config
         prefill = sum(n for s, n in work if not (n == 1 and s.output_tokens))
         context = sum(s.computed + n for s, n in work)
-        duration = (
-            config.step_base_s
-            + config.step_per_sequence_s * len(work)
-            + config.step_per_kv_token_s * context
-            + config.prefill_per_token_s * prefill
-            + config.preemption_s * preempted
-        ) * config.slowdown
+        duration = config.step_s(len(work), context, prefill, preempted)
         if config.jitter:
             duration *= 1 + config.jitter * max(-3.0, min(3.0, self._random.gauss(0, 1)))
-        if config.compile_s:
-            shape = (len(work) - 1).bit_length(), max(0, prefill - 1).bit_length()
-            duration += config.compile_s * (self._met[shape] < config.compile_steps)
-            self._met[shape] += 1
+        duration += self._compiler.extra_s(len(work), prefill)
         return Step(duration, work, prefill, preempted)
 
 

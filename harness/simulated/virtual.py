@@ -19,12 +19,12 @@ in which blocks or the budget run out walks through the requests one by one, as 
 import heapq
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from harness.simulated.engine import EngineConfig
+from harness.simulated.engine import Compiler, EngineConfig
 
 
 class VirtualWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +142,7 @@ class LeapingEngine:
         self.preemptions = 0
         self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._random = random.Random(config.seed)
-        self._met: Counter[tuple[int, int]] = Counter()  # steps of each shape
+        self._compiler = Compiler(config)
         self._prefilling: list[LeapingRequest] = []  # in the order of admission
         self._steps = 0  # decode steps so far
         self._decoding = 0  # requests that decode,
@@ -210,7 +210,7 @@ class LeapingEngine:
 
     def _leap(self, steps: int, now: float) -> tuple[float, list[LeapingRequest]]:
         n, size = self._decoding, self.config.block_size
-        took = self._seconds(steps, n) * self._jitter(steps) + self._compile(n, 0)
+        took = self._seconds(steps, n) * self._jitter(steps) + self._compiler.extra_s(n, 0)
         self.free -= steps // size * n + sum(self._fills[-(self._steps + i) % size] for i in range(steps % size))
         self._steps += steps
         self._context += n * steps
@@ -221,13 +221,6 @@ class LeapingEngine:
         if not jitter:
             return 1.0
         return 1 + jitter / math.sqrt(steps) * max(-3.0, min(3.0, self._random.gauss(0, 1)))
-
-    def _compile(self, sequences: int, prefill: int) -> float:
-        if not self.config.compile_s:
-            return 0.0
-        shape = (sequences - 1).bit_length(), max(0, prefill - 1).bit_length()
-        self._met[shape] += 1
-        return self.config.compile_s * (self._met[shape] <= self.config.compile_steps)
 
     def _step(self, now: float) -> tuple[float, list[LeapingRequest]]:
         config, size = self.config, self.config.block_size
@@ -267,13 +260,9 @@ class LeapingEngine:
             raise ValueError("a request needs more KV cache than the engine has")
         prefill = sum(count for request, count in work if not (count == 1 and request.output_tokens))
         context += sum(request.computed + count for request, count in work)
-        took = (
-            config.step_base_s
-            + config.step_per_sequence_s * (decoded + len(work))
-            + config.step_per_kv_token_s * context
-            + config.prefill_per_token_s * prefill
-            + config.preemption_s * preempted
-        ) * config.slowdown * self._jitter(1) + self._compile(decoded + len(work), prefill)  # fmt: skip
+        sequences = decoded + len(work)
+        took = config.step_s(sequences, context, prefill, preempted) * self._jitter(1)
+        took += self._compiler.extra_s(sequences, prefill)
         self._steps += 1
         self._context += self._decoding
         ended = self._finished()

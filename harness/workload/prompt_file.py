@@ -32,7 +32,7 @@ class PromptRow(msgspec.Struct, frozen=True):
     max_tokens: int | None = None  # of its answer, where the file says so
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _ShareGptMessage(msgspec.Struct, frozen=True):
     by: str = msgspec.field(name="from")
     value: str
 
@@ -60,7 +60,7 @@ class _Body(msgspec.Struct, frozen=True):
 class _Line(msgspec.Struct, frozen=True):
     prompt: str | None = None
     messages: list[PromptMessage] | None = None
-    conversations: list[_Said] | None = None
+    conversations: list[_ShareGptMessage] | None = None
     body: _Body | None = None
 
 
@@ -122,7 +122,7 @@ def _row(line: _Line) -> PromptRow | None:
     return PromptRow(line.prompt, line.messages)
 
 
-def _first_question(said: list[_Said]) -> PromptRow | None:
+def _first_question(said: list[_ShareGptMessage]) -> PromptRow | None:
     """What the human says first, and what the system says before: later turns depend on answers of another model."""
     before: list[PromptMessage] = []
     for one in said:

@@ -78,46 +78,42 @@ _AZURE = CsvFormat(
 )
 
 
-def _header(line: bytes) -> list[str]:
-    return [name.strip().strip('"') for name in line.decode("utf-8", errors="replace").strip().split(",")]
+def _cells(line: bytes) -> list[bytes]:
+    """The cells of a line, which may be in quotes."""
+    return [cell.strip(b' "\r\n') for cell in line.split(b",")]
 
 
 def _is_csv(csv: CsvFormat, first: bytes) -> bool:
-    return set(csv.columns) <= set(_header(first))
+    return {name.encode() for name in csv.columns} <= set(_cells(first))
 
 
 def _csv_rows(csv: CsvFormat, file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[TraceRow]:
     """The rows in the order of the file. Lines that cannot be used go to `bad`. Raises BadLine for the header."""
-    header = _header(file.readline())
+    header = [name.decode(errors="replace") for name in _cells(file.readline())]
     if missing := [name for name in csv.columns if name not in header]:
         raise BadLine(1, f"the columns {', '.join(missing)} are missing; there are {', '.join(header)[:200]}")
     at, prompt, output = places = [header.index(name) for name in csv.columns]
     seconds = csv.seconds
     for number, line in enumerate(file, start=2):
-        cells = line.split(b",")
+        cells = _cells(line)
         try:
             yield TraceRow(number, seconds(cells[at]), int(cells[prompt]), int(cells[output]))
         except (ValueError, IndexError):
             if line.strip():
-                try:
-                    yield _quoted_row(csv, cells, places, number)
-                except ValueError as error:
-                    bad.add(number, str(error))
+                bad.add(number, _csv_problem(csv, cells, places))
 
 
-def _quoted_row(csv: CsvFormat, cells: Sequence[bytes], places: list[int], line: int) -> TraceRow:
-    """The row of a line whose cells may be in quotes. Raises ValueError that says what is wrong with it."""
-    values: list[float] = []
+def _csv_problem(csv: CsvFormat, cells: Sequence[bytes], places: list[int]) -> str:
+    """What is wrong with the first cell that cannot be read."""
     readers: list[tuple[Callable[[bytes], float], str]] = [(csv.seconds, csv.wanted), *[(int, "a whole number is")] * 2]
     for name, place, (read, wanted) in zip(csv.columns, places, readers, strict=True):
         if place >= len(cells):
-            raise ValueError(f"there are {len(cells)} columns, and {name} would be number {place + 1}")
-        cell = cells[place].strip().strip(b'"')
+            return f"there are {len(cells)} columns, and {name} would be number {place + 1}"
         try:
-            values.append(read(cell))
+            read(cells[place])
         except ValueError:
-            raise ValueError(f"{name} is {cell.decode(errors='replace')!r}, and {wanted} expected") from None
-    return TraceRow(line, values[0], int(values[1]), int(values[2]))
+            return f"{name} is {cells[place].decode(errors='replace')!r}, and {wanted} expected"
+    raise AssertionError("one of its cells was refused")
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from harness.report.html import write_report
 from tests.browser.test_report_page import complaints, keep, script, show
+from tests.made_runs import watch
 from tests.report_runs import write_run_directory
-from tests.watched_runs import watch
 
 KINDS: dict[str, dict[str, Any]] = {"apu": {"hot": True}, "eight": {"gpus": 8}}
 TITLES = ["requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]

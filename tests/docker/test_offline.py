@@ -22,7 +22,7 @@ from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import BASE, remains
 from tests.faults import fault
 from tests.load_runs import composed
-from tests.problems import server_problems_of
+from tests.made_runs import server_problems_of
 
 DOUBLE = str(ROOT / "tests" / "doubles")
 

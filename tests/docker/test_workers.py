@@ -150,14 +150,14 @@ def test_a_cut_link_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> None:
     # The worker that hears nothing any more ends its load by itself, and names what it could not deliver.
     assert hosts.ends("gen2", 40) == 1
     log = hosts.containers["gen2"].logs().decode()
-    assert "nothing was heard of the master for 10 s: this load ends" in log
+    assert "no message from the master for 10 s: this load ends" in log
     assert "bytes of records were not delivered: they are in /tmp/amd-llm-load-" in log
 
 
 def test_a_host_that_nobody_asked_for_is_sent_home_and_the_others_go_on(tmp_path: Path, hosts: Hosts) -> None:
     hosts.workers("gen1", "gen3")
     with run(tmp_path, hosts, "gen1,gen2", {"requests": 8}) as command:
-        said = "the master sent this worker home: the run is for gen1, gen2"
+        said = "the master rejected this worker: the run is for gen1, gen2"
         until(lambda: said in hosts.containers["gen3"].logs().decode(), within_s=40)
         hosts.workers("gen2")
         done = command.end()

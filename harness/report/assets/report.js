@@ -91,6 +91,8 @@
     document.head.append(script);
     const { charts, timelines } = JSON.parse(text);
     readPalette();
+    // So that a print before all are drawn has all of them.
+    for (const [id, figure] of Object.entries(charts)) drawn.set(document.getElementById("chart-" + id), figure);
     for (const [id, figure] of Object.entries(charts)) {
       await draw(document.getElementById("chart-" + id), figure);
       await pause();

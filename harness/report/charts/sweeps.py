@@ -9,7 +9,7 @@ from harness import units
 from harness.report import words
 from harness.report.charts import COLOURS, NAME, Chart, Figure, axis, colour, plain, scatter, symbol, whiskers
 from harness.rundir.manifest import Run
-from harness.scenario import Swept
+from harness.scenario import Sweep
 from harness.summary import Row, Summary
 
 # What the chart of throughput over concurrency shows already.
@@ -55,7 +55,7 @@ def sweep_charts(summary: Summary, run: Run) -> list[Chart]:
     return []
 
 
-def varied(summary: Summary, swept: Swept) -> list[str]:
+def varied(summary: Summary, swept: Sweep) -> list[str]:
     """The settings that have several values, those of servers first."""
     values: dict[str, set[str]] = {}
     for row in summary.rows:
@@ -89,7 +89,7 @@ def pareto(rows: Sequence[Row], points: Sequence[tuple[float, float]]) -> tuple[
     return [scatter("Pareto front", x, y, hover, "lines+markers", marker=marker, **style)], [said]
 
 
-def _values(rows: Sequence[Row], swept: Swept, key: str) -> list[Any]:
+def _values(rows: Sequence[Row], swept: Sweep, key: str) -> list[Any]:
     """The values of a setting in their order: numbers ascending, others as they are written."""
     found = {words.setting(value): value for row in rows if (value := _setting(row, swept, key)) is not _ABSENT}
     values = list(found.values())
@@ -101,11 +101,11 @@ def _values(rows: Sequence[Row], swept: Swept, key: str) -> list[Any]:
 _ABSENT: Any = object()
 
 
-def _setting(row: Row, swept: Swept, key: str) -> Any:
+def _setting(row: Row, swept: Sweep, key: str) -> Any:
     return swept.settings(row.server, row.load).get(key, _ABSENT)
 
 
-def _heat_map(summary: Summary, swept: Swept, settings: list[str], measure: Measure) -> Chart:
+def _heat_map(summary: Summary, swept: Sweep, settings: list[str], measure: Measure) -> Chart:
     down, across = settings[0], settings[-1]
     x, y = _values(summary.rows, swept, across), _values(summary.rows, swept, down)
     cells: dict[tuple[int, int], Row] = {}
@@ -193,7 +193,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _LABEL_CHARS else f"{text[: _LABEL_CHARS - 1]}…"
 
 
-def _lines(summary: Summary, swept: Swept, key: str, measure: Measure) -> Chart:
+def _lines(summary: Summary, swept: Sweep, key: str, measure: Measure) -> Chart:
     values = _values(summary.rows, swept, key)
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     of_server = any(key in row.settings for row in swept.servers.values())
@@ -242,7 +242,7 @@ def _line(place: int, name: str, points: list[tuple[float, Row, float]], measure
     return scatter(name, x, y, hover, "lines+markers", text=text, **more)
 
 
-def _body(summary: Summary, swept: Swept, keys: list[str], measure: Measure) -> list[list[str]]:
+def _body(summary: Summary, swept: Sweep, keys: list[str], measure: Measure) -> list[list[str]]:
     body = []
     for row in summary.rows:
         settings = swept.settings(row.server, row.load)

@@ -25,7 +25,7 @@ from harness.process import refuse_too_few_files
 from harness.reasons import sentence
 from harness.run.drive import Child, Count, Driven, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
-from harness.run.running import Failed, OutOfTime, Running, begin, finish
+from harness.run.running import FailedSettings, OutOfTime, Running, begin, finish
 from harness.rundir.manifest import Budget, CellRun, Run, ServedBy, Status, locked, release_space, write_run
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
@@ -172,7 +172,7 @@ def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]
     scenario, target, progress = running.scenario, running.experiment.target, running.progress
     took: dict[tuple[str, str], float] = {}
     idle = [] if target else gpu_memory()
-    failed = Failed(scenario, progress.line, running.kept)
+    failed = FailedSettings(scenario, progress.line, running.kept)
 
     def start(together: list[Cell]) -> Iterator[CellRun]:
         first = together[0]
