@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness.machine.model import CPU_BLOCK, Geometry, capacity, layout_of
+from harness.machine.model import Geometry, capacity, layout_of
 from harness.units import GIB
 
 DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"
+CPU_BLOCK = 128  # tokens, of vLLM on a CPU
 CASES: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text().splitlines()[1:]]
 TINY = Geometry(full_layers=4, kv_heads=2, head_size=64)
 QWEN3_06B = Geometry(full_layers=28, kv_heads=8, head_size=128)

@@ -1,7 +1,6 @@
 """Servers that answer, that do not, and that answer nonsense."""
 
 import contextlib
-import http.server
 import json
 import threading
 import time
@@ -134,16 +133,15 @@ def test_the_log_of_a_server_that_never_becomes_ready_is_read(tmp_path: Path) ->
     assert "the hub cannot be reached" in caught.value.next_step
 
 
-def test_what_was_last_seen_is_said(tmp_path: Path) -> None:
-    with (
-        server({"GET /health": (503, "application/json", "{}")}) as url,
-        pytest.raises(ServerError, match="last seen at GET .*/health: HTTP 503"),
-    ):
-        ready(url, waiting(tmp_path))
-    with (
-        server({"GET /health": (404, "text/html", "<p>")}) as url,
-        pytest.raises(ServerError, match="HTTP 404 with an HTML page"),
-    ):
+@pytest.mark.parametrize(
+    ("answer", "seen"),
+    [
+        ((503, "application/json", "{}"), "last seen at GET .*/health: HTTP 503"),
+        ((404, "text/html", "<p>"), "HTTP 404 with an HTML page"),
+    ],
+)
+def test_what_was_last_seen_is_said(tmp_path: Path, answer: Answer, seen: str) -> None:
+    with server({"GET /health": answer}) as url, pytest.raises(ServerError, match=seen):
         ready(url, waiting(tmp_path))
 
 
@@ -153,42 +151,33 @@ def test_a_dead_server_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_death_during_the_first_answer_is_noticed(tmp_path: Path) -> None:
-    asked = threading.Event()
-    release = threading.Event()
+    asked, release = threading.Event(), threading.Event()
 
-    class Slow(http.server.BaseHTTPRequestHandler):
+    class Slow(Handler):
         def do_GET(self) -> None:
-            _, kind, text = GOOD[f"GET {self.path}"]
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.end_headers()
-            self.wfile.write(text.encode())
+            self.answer(200, GOOD[f"GET {self.path}"][2])
 
         def do_POST(self) -> None:
             asked.set()
             release.wait(100)
 
-        def log_message(self, *_: object) -> None:
-            """Silent."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as listening:
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with listening(Slow) as url:
         wait = waiting(tmp_path)
         wait = Waiting(lambda: ServerError("it died") if asked.is_set() else None, wait.log, 60, wait.on_progress)
         with pytest.raises(ServerError, match="it died"):
-            ready(f"http://127.0.0.1:{listening.server_address[1]}", wait)
+            ready(url, wait)
         release.set()
-        listening.shutdown()
-        thread.join()
 
 
-def test_an_unknown_model_names_what_is_served(tmp_path: Path) -> None:
-    with (
-        server({**GOOD, "GET /v1/models": (200, "application/json", '{"data": [{"id": "a"}, {"id": "b"}]}')}) as url,
-        pytest.raises(ServerError, match="does not serve 'one'; it serves 'a', 'b'"),
-    ):
-        ready(url, waiting(tmp_path))
+TWO: Answer = (200, "application/json", '{"data": [{"id": "a"}, {"id": "b"}]}')
+
+
+def test_a_model_is_chosen_of_those_that_are_served(tmp_path: Path) -> None:
+    with server({**GOOD, "GET /v1/models": TWO}) as url:
+        with pytest.raises(ServerError, match="does not serve 'one'; it serves 'a', 'b'"):
+            ready(url, waiting(tmp_path))
+        with pytest.raises(ServerError, match="serves 'a', 'b'; choose one"):
+            attach(url, None)
 
 
 def test_lemonade_lists_user_models_without_their_prefix() -> None:
@@ -326,23 +315,16 @@ def test_a_web_page_at_metrics_is_no_metrics() -> None:
         assert attach(url, "one", metrics_url="http://127.0.0.1:9/m").metrics_url == "http://127.0.0.1:9/m"
 
 
-def test_nothing_listens() -> None:
-    with pytest.raises(ServerError, match="connection refused, nothing listens there"):
-        attach(f"127.0.0.1:{free_port()}", "one")
-
-
-def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(ServerError, match="the host's name is not known"):
-        attach("http://no-such-host.invalid:8000", "one")
-
-
-def test_several_models_need_a_choice() -> None:
-    models = '{"data": [{"id": "a"}, {"id": "b"}]}'
-    with (
-        server({**GOOD, "GET /v1/models": (200, "application/json", models)}) as url,
-        pytest.raises(ServerError, match="serves 'a', 'b'; choose one"),
-    ):
-        attach(url, None)
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("127.0.0.1:9", "connection refused, nothing listens there"),
+        ("http://no-such-host.invalid:8000", "the host's name is not known"),
+    ],
+)
+def test_where_nothing_answers(address: str, why: str) -> None:
+    with pytest.raises(ServerError, match=why):
+        attach(address, "one")
 
 
 @pytest.mark.parametrize(

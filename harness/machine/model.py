@@ -266,7 +266,6 @@ def _of_tensor(tensor: dict[str, Any], quantized: bool) -> int:
 
 
 GPU_BLOCK = 16  # vLLM's default on a GPU
-CPU_BLOCK = 128
 DTYPE_BYTES = {"auto": None, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 

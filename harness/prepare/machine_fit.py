@@ -6,6 +6,7 @@ Nothing is known of an engine on another machine, nor of a server that already r
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from harness.errors import HarnessError, ServerError
 from harness.machine.doctor import DockerEngine, device_blockers, engine_blockers
 from harness.machine.findings import Finding
 from harness.machine.gpus import VISIBLE, gpus, shown, table, without_code
-from harness.machine.memory import Pool, Share, Wish, brief, host_share, pools, room_of, share_of
+from harness.machine.memory import Share, Wish, brief, host_share, pools, room_of, share_of
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
@@ -61,57 +62,39 @@ def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shorta
         asked, whose = _asked(one)
         if asked is None:
             continue
-        try:
-            if on_host(one.server):
-                found = _on_host(one.service, asked, whose, root)
-            else:
-                given = pools(root, shown_to(one.service, list(gpus(root))))
-                found = _on_gpus(given, ranks_of(one.engine_arguments), asked, whose)
-        except HarnessError:
-            continue  # that memory is not known
+        found = None
+        with suppress(HarnessError):  # that memory is not known
+            found = _shortage(one, asked, whose, root)
         if found is not None:
-            fact, fix, certain = found
-            yield Shortage(server=one.name, fact=fact, fix=fix, certain=certain and whose == "")
+            yield found
 
 
-_Found = tuple[str, str, bool]
-
-
-def _on_gpus(given: list[Pool], ranks: int, asked: Decimal, whose: str) -> _Found | None:
-    share = share_of(given, tensor_parallel=ranks)
-    for pool in given[:ranks]:
-        free, total = pool.free_bytes, pool.total_bytes
-        if free is None or total is None or vllm_accepts(free, total, asked):
-            continue
-        where = f"{pool.render_node or 'the GPU'} ({pool.target})"
+def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Shortage | None:
+    ranks, limit = ranks_of(one.engine_arguments), one.service.mem_limit
+    memory: list[tuple[str, int, int, bool]] = []  # where, free and total bytes, and whether vLLM sees the same
+    if on_host(one.server):
+        share = host_share(root, limit=None if limit is None or "$" in limit else parse_bytes(limit))
+        memory.append(("the host's memory", share.free_bytes, share.total_bytes, True))
+    else:
+        given = pools(root, shown_to(one.service, list(gpus(root))))
+        share = share_of(given, tensor_parallel=ranks)
         # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
-        return (*_words(asked, whose, free, total, where, share.utilization), not pool.overstated)
-    if share.utilization is None or asked > share.utilization:
-        fact = f"gpu_memory_utilization {asked}{whose} is above what is safe now: vLLM may refuse to start"
-        return fact, _fix(share.utilization), False
-    return None
-
-
-def _on_host(service: Service, asked: Decimal, whose: str, root: Path) -> _Found | None:
-    limit = service.mem_limit
-    share = host_share(root, limit=None if limit is None or "$" in limit else parse_bytes(limit))
-    if vllm_accepts(share.free_bytes, share.total_bytes, asked):
-        return None
-    return (*_words(asked, whose, share.free_bytes, share.total_bytes, "the host's memory", share.utilization), True)
-
-
-def _words(asked: Decimal, whose: str, free: int, total: int, where: str, safe: Decimal | None) -> tuple[str, str]:
-    fact = (
-        f"gpu_memory_utilization {asked}{whose} asks for {int(total * asked) / GIB:.2f} of {gib(total, 2)} of "
-        f"{where}, and {gib(free, 2)} are free: vLLM refuses to start"
-    )
-    return fact, _fix(safe)
-
-
-def _fix(safe: Decimal | None) -> str:
+        for pool in given[:ranks]:
+            where = f"{pool.render_node or 'the GPU'} ({pool.target})"
+            memory.append((where, pool.free_bytes or 0, pool.total_bytes or 0, not pool.overstated))
+    safe, named = share.utilization, f"gpu_memory_utilization {asked}{whose}"
+    fix = f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
     if safe is None:
-        return "Stop what holds the memory (`harness doctor` names it)."
-    return f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
+        fix = "Stop what holds the memory (`harness doctor` names it)."
+    for where, free, total, certain in memory:
+        if not vllm_accepts(free, total, asked):
+            asks = f"{named} asks for {int(total * asked) / GIB:.2f} of {gib(total, 2)} of {where}"
+            fact = f"{asks}, and {gib(free, 2)} are free: vLLM refuses to start"
+            return Shortage(server=one.name, fact=fact, fix=fix, certain=certain and whose == "")
+    if on_host(one.server) or (safe is not None and asked <= safe):
+        return None
+    fact = f"{named} is above what is safe now: vLLM may refuse to start"
+    return Shortage(server=one.name, fact=fact, fix=fix, certain=False)
 
 
 def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:

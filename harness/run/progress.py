@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
@@ -121,7 +122,7 @@ def table(glance: Glance, width: int) -> Group:
         failed.append(Text(f"failed: {kinds}", style="red"))
     if width < NARROWEST:
         words = in_words(msgspec.structs.replace(glance, left_s=None))
-        return Group(*(Text(line) for line in _filled(words, width - 2)), *failed)
+        return Group(Columns(words, padding=(0, 3)), *failed)
     load = {
         "in flight": _whole(glance.in_flight),
         "TTFT p50": _ms(glance.ttft_s, 0),
@@ -145,20 +146,8 @@ def table(glance: Glance, width: int) -> Group:
         grid.add_row(*row.values(), style="bold")
     lines: list[RenderableType] = [grid, *failed]
     if glance.gpus:
-        lines += [Text(line) for line in _filled(_gpu_words(glance), width - 2)]
+        lines.append(Columns(_gpu_words(glance), padding=(0, 3)))
     return Group(*lines)
-
-
-def _filled(parts: list[str], width: int) -> list[str]:
-    """Join as many whole parts on a line as fit."""
-    lines = [""]
-    for part in parts:
-        longer = f"{lines[-1]}   {part}" if lines[-1] else part
-        if len(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(part)
-    return lines
 
 
 def in_words(glance: Glance) -> list[str]:

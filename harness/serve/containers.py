@@ -352,36 +352,38 @@ def death_error(look: Look, log: LogFile) -> ServerError:
         return ServerError(f"the server did not start; {sentence}", next_step="Find what else uses the Docker Engine.")
     found = look.failure if ended else explain(log.path, State(oom_killed=look.oom_killed))
     what = f"the server did not start; {sentence}"
-    if found is None:
-        if ended:  # of a server that already worked, the last line would be any request's
-            what += f": {log.last_line()}"
-        return StartError(what, next_step=f"Its log is {log.path}.", detail=log.tail())
-    detail = evidence_in(found, log)
-    return StartError(what, next_step=f"To solve it: {found.fix}.", detail=detail, **known_of(found))
+    if found is not None:
+        return start_error(what, log, found, f"To solve it: {found.fix}.")
+    said = f": {log.last_line()}" if ended else ""  # of a server that already worked, it would be any request's
+    return start_error(what + said, log, None, f"Its log is {log.path}.")
 
 
-def known_of(failure: Diagnosis | None) -> dict[str, str]:
-    """What a StartError has of the failure table."""
-    return {} if failure is None else {"failure": failure.id, "cause": failure.cause, "fix": failure.fix}
-
-
-def advice(said: str, log: LogFile | None = None) -> tuple[str, str, dict[str, str]]:
-    """What to do about a server's words on why it could not load its model, the evidence in its log, `known_of` it."""
-    failure = explain("" if log is None else log.path, State(error=said))
+def start_error(what: str, log: LogFile, failure: Diagnosis | None, next_step: str) -> StartError:
+    """The error of a start, with its evidence: the telling line of a known failure, else the log's last lines."""
     if failure is None:
-        return ("Read its log.", "", {}) if log is None else ("Look at its last lines.", log.tail(), {})
-    return f"{failure.cause}; {failure.fix}.", "" if log is None else evidence_in(failure, log), known_of(failure)
-
-
-def evidence_in(failure: Diagnosis, log: LogFile) -> str:
-    """The telling line instead of the traceback around it, and where the rest is; else the log's last lines."""
-    if failure.number is None:
-        return log.tail()
+        return StartError(what, next_step=next_step, detail=log.tail())
     lines = [f"line {failure.number}: {failure.line}"]
     if failure.wrapper is not None:
         lines.append(f"it came through line {failure.wrapper_number}: {failure.wrapper}")
-    known = f"known from: {failure.source} [{failure.id}]"
-    return "\n".join([*lines, known, f"the whole log: {log.path}"])
+    lines += [f"known from: {failure.source} [{failure.id}]", f"the whole log: {log.path}"]
+    detail = log.tail() if failure.number is None else "\n".join(lines)
+    known = {"failure": failure.id, "cause": failure.cause, "fix": failure.fix}
+    return StartError(what, next_step=next_step, detail=detail, **known)
+
+
+def refused_load(what: str, said: str, log: LogFile, more: str = "") -> StartError:
+    """The error of a server that could not load its model and `said` why; `more` to do."""
+    failure = explain(log.path, State(error=said))
+    return start_error(f"{what}: {said}", log, failure, _advice(failure) + more)
+
+
+def advice(said: str) -> str:
+    """What to do about an API's words."""
+    return _advice(explain("", State(error=said)))
+
+
+def _advice(failure: Diagnosis | None) -> str:
+    return "Read its log." if failure is None else f"{failure.cause}; {failure.fix}."
 
 
 def inspected(container: Container, compose: ComposeFile, service: Service) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from harness.failures.unexpected_response import decoded, model_ids
 from harness.files import UNDECODABLE
 from harness.serve.compose_file import Managed
 from harness.serve.container_commands import FETCH_S, Shell, command_inside
-from harness.serve.containers import LogFile, advice
+from harness.serve.containers import LogFile, advice, refused_load
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.probe import Phases, Waiting, death, good_text, lines_of, reason, watched
 from harness.summary import Reason, because
@@ -212,7 +212,7 @@ def find_listed(api: Api, model: str) -> ListedModel | ServerError:
     listed = api.read(f"{PREFIX}/models?show_all=true", _ModelList) or _ModelList()
     meant = did_you_mean(bare_name(model), [one.id for one in listed.data[:_MAX_MODELS]])
     meant = f" D{meant[1:]}" if meant.startswith("did") else ""
-    return ServerError(f"Lemonade does not have '{model}': {refused}", next_step=advice(refused)[0] + meant)
+    return ServerError(f"Lemonade does not have '{model}': {refused}", next_step=f"{advice(refused)}{meant}")
 
 
 def canonical_name(api: Api, model: str) -> str:
@@ -236,16 +236,20 @@ def load_limit_s(api: Api, global_timeout_s: float) -> float:
     return 2 * (config.global_timeout or global_timeout_s) + BEYOND_S
 
 
-def words_of(response: requests.Response) -> str:
-    """Lemonade's words in an error: {"error": {"message": ...}}, or {"error": "..."}, or whatever came."""
+def _error_of(raw: bytes) -> str:
+    """Lemonade's words: {"error": {"message": ...}}, or {"error": "..."}; empty for anything else."""
     try:
-        inner = decoded(response.content)["error"]
+        inner = decoded(raw)["error"]
         inner = inner["message"] if isinstance(inner, dict) else inner
     except (ValueError, KeyError, TypeError):
-        inner = None
-    if isinstance(inner, str) and inner:
-        return inner[:600]
-    return f"HTTP {response.status_code}: {response.content[:200].decode('utf-8', 'replace').strip() or 'no text'}"
+        return ""
+    return inner[:600] if isinstance(inner, str) else ""
+
+
+def words_of(response: requests.Response) -> str:
+    """What an answer says of an error, whatever came."""
+    plain = response.content[:200].decode("utf-8", "replace").strip() or "no text"
+    return _error_of(response.content) or f"HTTP {response.status_code}: {plain}"
 
 
 REPORT_EVERY_S = 1.0
@@ -383,13 +387,10 @@ def as_loaded(api: Api, model: str, running: RunningModel, version: str | None) 
 
 
 def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:
-    said = words_of(answer)
-    step, detail, known = advice(said, waiting.log)
     left = waiting.orphans()
-    if left:
-        step += f" It left {', '.join(left)}, which held GPU memory until the container was removed."
-    what = f"Lemonade could not load '{model}': HTTP {answer.status_code}: {said}"
-    return StartError(what, next_step=step, detail=detail, **known)
+    more = f" It left {', '.join(left)}, which held GPU memory until the container was removed." if left else ""
+    what = f"Lemonade could not load '{model}': HTTP {answer.status_code}"
+    return refused_load(what, words_of(answer), waiting.log, more)
 
 
 def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> requests.Response:
@@ -495,12 +496,7 @@ def _progress(data: bytes) -> DownloadProgress:
 
 
 def _failed(name: str, data: bytes) -> ServerError:
-    try:
-        said = decoded(data)["error"]
-        said = said.get("message") if isinstance(said, dict) else said
-    except (ValueError, KeyError, TypeError):
-        said = None
-    said = (said if isinstance(said, str) else data.decode("utf-8", "replace"))[:300]
+    said = (_error_of(data) or data.decode("utf-8", "replace"))[:300]
     return ServerError(
         f"Lemonade could not download '{name}': {said}",
         next_step="Check the network of the container, the model's name, and HF_TOKEN for a gated model.",
@@ -542,7 +538,7 @@ def _load_as_saved(api: Api, model: str) -> None:
         said = words_of(answer)
         # The reason is in a log that only its owner has.
         log = f" Its log has the reason: {LOG}" if "failed to start" in said else ""
-        raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advice(said)[0] + log)
+        raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advice(said) + log)
 
 
 OWN_METRICS_S = 1.0  # above the pool's size they wait with all else, and must not hold up the engine's

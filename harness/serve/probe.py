@@ -312,7 +312,21 @@ def counter(
     session = open_session(api_key)
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
-        return _ask(session, address, body) if ask_engine is None else _read(ask_engine(PATH, body), address)
+        found, why = None, "the engine behind it does not count tokens"
+        try:
+            if ask_engine is not None:
+                found = decoded(ask_engine(PATH, body))
+            else:
+                response = session.post(address, json=body, timeout=TIMEOUT_S)
+                why = f"the server answers with status {response.status_code}"
+                found = decoded(response.content) if response.status_code == 200 else None
+        except requests.RequestException as error:
+            why = reason(error)
+        except ValueError:
+            pass
+        if not isinstance(found, dict):
+            raise ServerError(f"{address}: tokens cannot be counted, {why}", next_step=_ADVICE)
+        return found
 
     of_llamacpp = False  # learned: a word list takes a thousand counts, each a process where a container is asked
 
@@ -335,30 +349,6 @@ def counter(
         return number
 
     return count
-
-
-def _read(text: str, address: str) -> dict[str, Any]:
-    try:
-        answer = decoded(text)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
-        raise ServerError(f"{address}: the engine behind it does not count tokens", next_step=_ADVICE)
-    return answer
-
-
-def _ask(session: requests.Session, address: str, body: dict[str, Any]) -> dict[str, Any]:
-    try:
-        response = session.post(address, json=body, timeout=TIMEOUT_S)
-        answer = decoded(response.content) if response.status_code == 200 else None
-    except (requests.RequestException, ValueError) as error:
-        raise ServerError(f"{address}: tokens cannot be counted ({type(error).__name__})", next_step=_ADVICE) from None
-    if not isinstance(answer, dict):
-        raise ServerError(
-            f"{address}: tokens cannot be counted, the server answers with status {response.status_code}",
-            next_step=_ADVICE,
-        )
-    return answer
 
 
 POLL_S = 0.2

@@ -18,7 +18,7 @@ from harness.failures.explain import explain
 from harness.failures.unexpected_response import decoded, model_ids
 from harness.rundir.manifest import Phase
 from harness.serve.compose_file import Serving
-from harness.serve.containers import advice, evidence_in, known_of
+from harness.serve.containers import refused_load, start_error
 from harness.serve.engine import amount
 from harness.serve.lemonade import Api, Loaded, bring_up
 from harness.serve.probe import (
@@ -251,7 +251,8 @@ def wait_ready(
         if serving.load is not None:
             loaded = post(url + serving.load.path, serving.load.body)
             if loaded.status_code != 200:
-                raise _not_loaded(loaded, model, waiting)
+                what = f"the server could not load '{model}': HTTP {loaded.status_code}"
+                raise refused_load(what, message(loaded), waiting.log)
             phases.done("load")
         try:
             served, version = first_answer(url, model, session, post, key_name, deadline)
@@ -299,19 +300,9 @@ def _poll(
 def _not_ready(url: str, seen: str, waiting: Waiting) -> ServerError:
     failure = explain(waiting.log.path)
     hint = f" Its log has a hint: {failure.cause}; {failure.fix}." if failure is not None else ""
-    return StartError(
-        f"the server did not become ready within {waiting.timeout_s:g} s; last seen at GET {url}: {seen}",
-        next_step="Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario." + hint,
-        detail=waiting.log.tail() if failure is None else evidence_in(failure, waiting.log),
-        **known_of(failure),
-    )
-
-
-def _not_loaded(response: requests.Response, model: str, waiting: Waiting) -> ServerError:
-    said = message(response)
-    step, detail, known = advice(said, waiting.log)
-    what = f"the server could not load '{model}': HTTP {response.status_code}: {said}"
-    return StartError(what, next_step=step, detail=detail, **known)
+    what = f"the server did not become ready within {waiting.timeout_s:g} s; last seen at GET {url}: {seen}"
+    step = "Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario."
+    return start_error(what, waiting.log, failure, step + hint)
 
 
 def _patient_post(

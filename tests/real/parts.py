@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from harness.machine.model import CPU_BLOCK, capacity, layout_of, read_model
+from harness.machine.model import capacity, layout_of, read_model
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_requests
 from harness.summary import Summary
@@ -22,6 +22,7 @@ from tests.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_1
 HARNESS = Path(sys.executable).with_name("harness")
 T = TypeVar("T")
 MAX_MODEL_LEN = 2048
+CPU_BLOCK = 128  # tokens, of vLLM on a CPU
 
 
 def vllm(**variables: Any) -> dict[str, Any]:
