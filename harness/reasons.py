@@ -561,12 +561,20 @@ _COMPARISON: Table = {
 # What a capacity search found.
 
 
-def _amount(value: float, unit: str) -> str:
-    return count(round(value), "user") if unit == "users" else f"{value:.3g} {unit}"
+def amount_words(amount: float, unit: str, load: str | None = None) -> str:
+    """So many users, requests/s, or times a trace; of a load of a mix with its name."""
+    if unit == "users":
+        return count(round(amount), "user" if load is None else f"{load} user")
+    return f"{amount:.3g} {unit}" + ("" if load is None else f" of {load}")
 
 
 def _number_of(value: float, unit: str) -> str:
     return f"{round(value):,}" if unit == "users" else f"{value:.3g}"
+
+
+def _next_to(loads: Sequence[Mapping[str, Any]]) -> str:
+    """The loads of a mix that do not change."""
+    return f" next to {' and '.join(amount_words(**load) for load in loads)}" if loads else ""
 
 
 def _capacity_found(
@@ -576,35 +584,72 @@ def _capacity_found(
     unit: str,
     above: float | None = None,
     broken: str | None = None,
+    load: str | None = None,
+    next_to: Sequence[Mapping[str, Any]] = (),
     **_: Any,
 ) -> str:
     """How many users, or requests a second, meet the SLOs, with the 95 % interval, and what breaks above."""
     interval = f"95 % interval {_number_of(low, unit)} to {_number_of(high, unit)}"
     then = "the SLOs are broken" if broken is None else f"{broken} is broken"
-    return f"holds {_amount(level, unit)}, {interval}" + (
+    return f"holds {amount_words(level, unit, load)}{_next_to(next_to)}, {interval}" + (
         "" if above is None else f"; at {_number_of(above, unit)} {then}"
     )
 
 
-def _capacity_more_than(max: float, unit: str, **_: Any) -> str:
+def _capacity_more_than(
+    max: float, unit: str, load: str | None = None, next_to: Sequence[Mapping[str, Any]] = (), **_: Any
+) -> str:
     """The maximum that was asked for meets the SLOs."""
-    return f"holds more than {_amount(max, unit)}, the maximum asked for (--max-users raises it)"
+    most = amount_words(max, unit, load)
+    return f"holds more than {most}{_next_to(next_to)}, the maximum asked for (--max-users raises it)"
 
 
-def _capacity_none(one: float, unit: str, broken: str | None = None, **_: Any) -> str:
+def _capacity_none(
+    one: float,
+    unit: str,
+    broken: str | None = None,
+    load: str | None = None,
+    next_to: Sequence[Mapping[str, Any]] = (),
+    **_: Any,
+) -> str:
     """Not even the lowest level meets the SLOs."""
     broke = "the server died, or no answer came" if broken is None else f"{broken} is broken"
-    return f"does not hold even {_amount(one, unit)}: {broke}"
+    return f"does not hold even {amount_words(one, unit, load)}{_next_to(next_to)}: {broke}"
 
 
-def _capacity_unresolved(unit: str, low: float | None = None, high: float | None = None, **_: Any) -> str:
+def _capacity_unresolved(
+    unit: str,
+    low: float | None = None,
+    high: float | None = None,
+    load: str | None = None,
+    next_to: Sequence[Mapping[str, Any]] = (),
+    **_: Any,
+) -> str:
     """The evidence leaves the answer open."""
     known = [
-        "" if low is None else f"it is at least {_amount(low, unit)}",
-        "" if high is None else f"it is at most {_amount(high, unit)}",
+        "" if low is None else f"it is at least {amount_words(low, unit, load)}",
+        "" if high is None else f"it is at most {amount_words(high, unit, load)}",
     ]
     words = " and ".join(part for part in known if part) or "no level is decided"
-    return f"unresolved: {words}; a longer --budget can decide"
+    return f"unresolved: {words}{_next_to(next_to)}; a longer --budget can decide"
+
+
+def _capacity_frontier(
+    first: Mapping[str, Any], second: Mapping[str, Any], corners: Sequence[Sequence[float | None]], complete: bool
+) -> str:
+    """How much of one load of a mix fits next to how much of the other. `corners`: amounts of both."""
+    parts: list[str] = []
+    for one, other in corners:
+        beside = amount_words(one or 0.0, **first) if not parts else _number_of(one or 0.0, first["unit"])
+        room = f"no {second['load']}" if other is None else _number_of(other, second["unit"])
+        parts.append(f"{room if parts or other is None else amount_words(other, **second)} next to {beside}")
+    said = f"holds {', '.join(parts)}"
+    return said if complete else f"unresolved: so far it {said}; a longer --budget can decide"
+
+
+def _capacity_died(loads: Sequence[Mapping[str, Any]]) -> str:
+    """The server died under a probe, which counts as not held."""
+    return f"the server died at {' and '.join(amount_words(**load) for load in loads)}, which counts as not held"
 
 
 _CAPACITY: Table = {
@@ -612,6 +657,7 @@ _CAPACITY: Table = {
     "capacity_more_than": _capacity_more_than,
     "capacity_none": _capacity_none,
     "capacity_unresolved": _capacity_unresolved,
+    "capacity_frontier": _capacity_frontier,
     "capacity_knee_knee": "more concurrency stops paying at {level:,} users, 95 % interval {low:,} to {high:,} (90 % "
     "of the best {peak_tok_s:figures3} tok/s)[; from {hurts_from:,} users on more users make it slower]",
     "capacity_knee_none": "no knee in range: throughput still rises at {max:,} users, the maximum asked for",
@@ -629,7 +675,7 @@ _CAPACITY: Table = {
     "crossing_never": "{base} gives more tok/s than {side} at all levels measured, {first:,} to {last:,} users",
     "crossing_cannot_tell": "whether {side} or {base} gives more tok/s is inconclusive at the levels measured",
     "capacity_not_started": "the server did not start: {error}",
-    "capacity_died": "the server died at {amount}, which counts as not held",
+    "capacity_died": _capacity_died,
     "capacity_budget": "the budget of {budget_s:.0f} s was spent before the answer was known; a longer --budget can "
     "find it, or --max-users where the first probes have too many",
 }

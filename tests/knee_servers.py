@@ -21,8 +21,8 @@ from harness.capacity.knee import (
     KneeProbe,
     KneeSearch,
     throughput_of,
+    unimodal,
 )
-from harness.capacity.unimodal import unimodal
 from harness.paths import ROOT
 from harness.simulated.engine import EngineConfig
 from harness.simulated.virtual import VirtualRequest, VirtualWork, closed_loop

@@ -10,15 +10,15 @@ from harness.capacity.result import (
     CapacityReport,
     MeasuredProbe,
     ServerCapacity,
-    SloCapacity,
     crossovers_of,
     read_capacity,
 )
-from harness.capacity.slo import FLUSH_S, BlockCutter, parse_slos, slos_of_scenario
+from harness.capacity.search import SloCapacity
+from harness.capacity.slo import FLUSH_S, BlockCutter, LoadPace, parse_slos, slos_of_scenario
 from harness.errors import HarnessError
 from harness.reasons import sentence
-from harness.report.capacity import capacity_lines, crossover_reason
-from harness.run.capacity import drift_of, level_load, step_of
+from harness.report.capacity import answers_of, capacity_lines, crossover_reason
+from harness.run.capacity import drift_of, load_at, step_of
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load
 from harness.scenario.file import load_scenario
@@ -136,7 +136,7 @@ def test_a_server_that_runs_needs_no_scenario(tmp_path: Path) -> None:
         (
             ["--slo", EASY],
             {"loads": {"p": {"user": "chat", "duration_s": 5, "arrivals": {"points": [[0, 1], [5, 2]]}}}},
-            "'p' is a rate that changes",
+            "'p' has a rate that changes",
         ),
     ],
 )
@@ -177,21 +177,30 @@ def test_blocks_count_what_ended_in_them() -> None:
     assert (block.begin_s, block.end_s, block.answers) == (10.0, 13.0, 5)
     assert block.counts == [(3, 5)], "the warm-up's answer counts, and the failed one met nothing"
     assert cutter.cut(16.0) == []
-    (block,) = cutter.cut(99.0)
-    assert block.counts == [(1, 1)]
 
 
-def test_a_block_without_an_answer_is_joined_to_the_next() -> None:
-    cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]), min_s=3.0)
-    cutter.see([ended(1.0, 0.1), ended(8.0, 0.1)])
+def test_a_block_with_too_few_answers_is_joined_to_the_next() -> None:
+    cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]), {None: LoadPace(min_s=3.0)})
+    cutter.see([ended(at_s, 0.1) for at_s in (1.0, 2.0, 2.5, 3.5, 5.9, 7.0)])
     first, second = cutter.cut(20.0)
     assert (first.end_s, second.begin_s, second.end_s) == (3.0, 3.0, 9.0)
+    assert [block.counts for block in (first, second)] == [[(3, 3)], [(3, 3)]]
+
+
+def test_blocks_of_a_mix_are_as_long_as_its_slowest_load_needs_and_count_each_slo_by_its_load() -> None:
+    slos = parse_slos(["chat: ttft_p95<=0.5s", "job: ttft_p95<=0.5s"], ["chat", "job"])
+    cutter = BlockCutter(slos, {"chat": LoadPace(pause_s=1.0), "job": LoadPace()})
+    cutter.see([ended(float(at_s), 0.1, load="both.job") for at_s in range(1, 13)])
+    assert cutter.block_s is None, "no chat has its answer yet"
+    cutter.see([ended(float(at_s), 0.9, load="both.chat") for at_s in (2, 4, 6, 8)])
+    (block, *_) = cutter.cut(99.0)
+    assert (block.seconds, block.counts) == (6.0, [(0, 3), (6, 6)])
 
 
 def test_a_growing_queue_does_not_make_blocks_longer() -> None:
     slos = parse_slos(["ttft_p95<=0.5s"])
     growing = [request(sent_s=float(n), ended_s=1.0 + n, chunks_s=[0.1, 1.0 + n]) for n in range(60)]
-    closed, opened = BlockCutter(slos), BlockCutter(slos, open_loop=True)
+    closed, opened = BlockCutter(slos), BlockCutter(slos, {None: LoadPace(open_loop=True)})
     for cutter in (closed, opened):
         cutter.see(growing)
     assert (closed.block_s, opened.block_s) == (3 * 30.5, 3 * 10.5)
@@ -201,18 +210,18 @@ def test_a_growing_queue_does_not_make_blocks_longer() -> None:
 def test_levels_of_an_open_loop_are_tenths_of_its_rate() -> None:
     load = Load(user="chat", users=4, requests=5, arrivals=Arrivals(rate=0.5))
     assert step_of(load) == 0.05
-    found = level_load(load, 30, 60.0)
+    found = load_at(load, 30 * step_of(load), 60.0)
     assert found.arrivals is not None and (found.arrivals.rate, found.duration_s, found.requests) == (1.5, 60.0, None)
     assert found.users == 180, "a queue must not lose arrivals"
-    assert level_load(Load(user="chat", users=4, processes=3, requests=5), 2, 9.0).processes == 2
+    assert load_at(Load(user="chat", users=4, processes=3, requests=5), 2, 9.0).processes == 2
 
 
 def test_drift_is_noticed_beyond_chance() -> None:
     def blocks(*e2e_s: float) -> list[Any]:
-        cutter = BlockCutter([], min_s=1.0)
+        cutter = BlockCutter([], {None: LoadPace(min_s=1.0)})
         found = []
         for number, value in enumerate(e2e_s):
-            cutter.see([request(sent_s=float(number), ended_s=value, chunks_s=[0.1, value])])
+            cutter.see([request(sent_s=float(number), ended_s=value, chunks_s=[0.1, value])] * 3)
         found = cutter.cut(100.0)
         assert len(found) == len(e2e_s)
         return found
@@ -278,3 +287,70 @@ def test_two_servers_cross() -> None:
         [knees("a", {1: [1.0, 1.01], 2: [2.0, 2.01]}), knees("b", {1: [3.0, 3.01], 2: [4.0, 4.01]})]
     )
     assert sentence(crossover_reason(always)) == "b gives more tok/s than a at all levels measured, 1 to 2 users"
+
+
+MIX: dict[str, Any] = {
+    "loads": {
+        "people": {"user": "batch", "duration_s": 5, "output_tokens": 5},
+        "job": {"user": "batch", "duration_s": 5, "output_tokens": 5},
+    },
+    "mixes": {"both": ["people", "job"]},
+    "warmup": {"requests": 2},
+    "checks": ["one/people: ttft_p95 <= 30s", "one/both.job: ttft_p95 <= 0.001ms", "ttft_mean <= 1s"],
+}
+
+
+def test_pairs_of_two_loads_of_a_mix_are_searched(tmp_path: Path) -> None:
+    """Each load has the SLOs of its own checks; here no pair can meet that of `job`."""
+    done = capacity(tmp_path, "--load", "both", "--max-users", "2", **MIX)
+    assert done.code == 0, done.out + done.err
+    found = found_in(tmp_path)
+    assert found.slos == ["people: ttft_p95 <= 30s", "job: ttft_p95 <= 0.001ms"]
+    (one,) = found.servers
+    assert one.frontier is not None and one.frontier.complete and one.frontier.largest == [None, None]
+    assert [(probe.level, probe.second, probe.state) for probe in one.probes] == [(1, 2, "fail"), (1, 1, "fail")]
+    assert capacity_lines(found) == ["one (embedded engine, no real server): holds no job next to 1 people user"]
+    run = read_run(only_run(tmp_path / "runs"))
+    assert run.status == "valid" and run.order == [f"r1-one-both-1x{n}.{load}" for n in (2, 1) for load in MIX["loads"]]
+    page = (tmp_path / "runs" / run.id / "report.html").read_text()
+    assert "which people and job loads meet the SLOs together" in page
+
+
+def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one(tmp_path: Path) -> None:
+    options = ("--load", "both", "--fix", "people=3", "--max-users", "1", "--slo", "people: ttft_p95<=30s")
+    done = capacity(tmp_path, *options, **MIX)
+    assert done.code == 0, done.out + done.err
+    found = found_in(tmp_path)
+    assert sentence(answers_of(found, found.servers[0])[0]) == (
+        "holds more than 1 job user next to 3 people users, the maximum asked for (--max-users raises it)"
+    )
+    loads = read_run(only_run(tmp_path / "runs")).scenario.loads
+    assert (loads["both-1.people"].users, loads["both-1.job"].users) == (3, 1)
+
+
+def test_a_trace_is_scaled(tmp_path: Path) -> None:
+    rows = "".join(f"{second / 20:.2f},ChatGPT,10,4,14,Conversation log\n" for second in range(1500))
+    head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    (tmp_path / "trace.csv").write_text(head + rows)
+    loads = {"replay": {"user": "batch", "users": 9, "trace": {"file": "trace.csv"}}}
+    done = capacity(tmp_path, "--slo", EASY, "--max-users", "1", **(QUICK | {"loads": loads}))
+    assert done.code == 0, done.out + done.err
+    assert "holds more than 0.1 times the trace, the maximum asked for" in done.out
+    trace = read_run(only_run(tmp_path / "runs")).scenario.loads["replay@1"].trace
+    assert trace is not None and trace.speed == 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--fix", "people"], "--fix 'people': a number of users is expected, got ''"),
+        (["--fix", "people=1.5"], "a number of users is expected, got '1.5'"),
+        (["--fix", "nobody=2"], "--fix 'nobody=2': 'both' is a mix of people, job"),
+        (["--fix", "people=1", "--fix", "job=1"], "one or two must remain to be varied"),
+        (["--knee"], "--knee: 'both' is a mix"),
+    ],
+)
+def test_wrong_input_about_a_mix_is_named(tmp_path: Path, options: list[str], said: str) -> None:
+    done = capacity(tmp_path, "--load", "both", *options, **MIX)
+    assert (done.code, done.out) == (1, "")
+    assert said in done.err

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from harness.capacity.crossing import crossing
+from harness.capacity.result import crossing
 from tests.nightly import NIGHTLY
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64)

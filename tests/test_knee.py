@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch, throughput_of
-from harness.capacity.unimodal import crossing, unimodal
+from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch, crossing, throughput_of, unimodal
 
 LOG_SHARE = math.log(0.9)
 

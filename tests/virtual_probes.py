@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from harness.capacity.evidence import BLOCK_ANSWERS, ProbeEvidence
-from harness.capacity.search import CapacityAnswer, SloSearch
+from harness.capacity.search import SloSearch
 from harness.simulated.virtual import VirtualRequest, closed_loop
 from tests.virtual_servers import MAX_LEVEL, SeededServer, seeded_server
 
@@ -56,12 +56,13 @@ def run_probe(question: SeededQuestion, level: int, probe: ProbeEvidence, seed: 
             return
 
 
-def run_search(question: SeededQuestion, search: SloSearch, seed: int = 1) -> CapacityAnswer:
+def run_search(question: SeededQuestion, seed: int = 1) -> SloSearch:
+    search = SloSearch(MAX_LEVEL)
     while (level := search.next_level()) is not None:
-        probe = search.probe(level)
+        probe = ProbeEvidence(question.shares)
         run_probe(question, level, probe, seed * 1000 + len(search.results))
         search.take(level, probe)
-    return search.answer()
+    return search
 
 
 def seeded_question(seed: int) -> SeededQuestion:

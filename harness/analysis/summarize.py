@@ -165,7 +165,9 @@ def _apart(
         window = _window(tallies[name])
         if cell.mix is not None and window is not None:
             mixes.setdefault(cell.group, []).append(window)
-            asked_s[cell.group] = run.scenario.loads[cell.load].duration_s or 0.0
+            ran = run.ran.get(name)
+            stopped_s = None if ran is None else ran.stopped_after_s
+            asked_s[cell.group] = run.scenario.loads[cell.load].duration_s or 0.0 if stopped_s is None else stopped_s
     reasons = {}
     for group, windows in mixes.items():
         longest_s = asked_s[group]
@@ -246,7 +248,7 @@ def load_of(run: Run, cell: Cell) -> tuple[Load, int]:
     if ran is None:
         return load, run.scenario.seed
     if ran.stopped_after_s is not None:
-        load = replace(load, duration_s=ran.stopped_after_s)
+        load = replace(load, duration_s=ran.stopped_after_s, requests=None)
     return load, run.scenario.seed if ran.seed is None else ran.seed
 
 

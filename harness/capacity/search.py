@@ -1,54 +1,66 @@
-"""Find the largest load that meets the SLOs: probabilistic bisection on a grid of levels, then fresh probes.
+"""Which load to probe next: the largest one that meets the SLOs, and the pairs of two loads that do.
 
-The *capacity* is the largest level (users, or another unit of load) that meets all SLOs, on the assumption that a
-lower load never does worse. The grid has every level up to 1 / STEP and then steps of STEP. Each state of the search,
-"the capacity is between this level of the grid and the next", has a probability; all are equally likely at first. A
-probe shifts it to one side by its own evidence (generalised probabilistic bisection, arXiv 1711.00843); an unresolved
-one shifts little. The next probe is at the median. When the capacity is in one step, a fresh probe of the answer and
-one of the step above must agree with it, else the search goes on.
+On the assumption that a lower load never does worse. Pure: the caller runs a probe of what `next_level` or `next_pair`
+names, and gives its evidence to `take`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import msgspec
+from msgspec import Struct
 
-from harness.capacity.evidence import ERROR, MAX_BLOCKS, ProbeEvidence, ProbeState
+from harness.capacity.evidence import ProbeEvidence, ProbeState
 
-AnswerKind = Literal["found", "more_than", "none", "unresolved"]
+CapacityKind = Literal["found", "more_than", "none", "unresolved"]
+PairState = Literal["meets", "breaks", "unresolved"]
 
 STEP = 0.1
 MASS = 0.95  # of the interval
+RETRIES = 9  # of pairs without a result
 _CLIP = 0.97  # no single probe is worth more than this probability
 _CLIP_UNRESOLVED = 0.7
 
 
-class ProbeResult(msgspec.Struct, frozen=True):
-    """One probe: `attainment` is the share of requests that met each SLO, `chance` its evidence that all are met."""
+class SloCapacity(Struct, frozen=True, kw_only=True):
+    """The highest level that meets the SLOs, with a 95 % interval; see docs/method.md.
 
-    level: int
-    state: ProbeState
-    blocks: int
-    requests: int
-    attainment: list[float | None]
-    chance: float
-
-
-class CapacityAnswer(msgspec.Struct, frozen=True):
-    """What the search found.
-
-    found: `level` meets the SLOs, and the capacity is in low..high (inclusive) with a probability of 95 %; high + 1 is
-    the level that broke them. more_than: even the highest level meets them (`high` is None). none: not even one user
-    does (`level` is 0). unresolved: no level has clear evidence on both sides; `level` is the highest one that passed,
-    or None.
+    found: `level`, in low..high (inclusive). more_than: even the highest level meets them; `high` is None. none: not
+    even one user does; `level` is 0. unresolved: no level has clear evidence on both sides, or the search was stopped
+    early: `low` is the highest level that passed and `high` the last one below the first that failed; None where there
+    is no such level.
     """
 
-    kind: AnswerKind
+    kind: CapacityKind
     level: int | None
-    low: int
+    low: int | None
     high: int | None
-    probes: list[ProbeResult]
+    above: int | None = None  # the smallest level above that failed ...
+    broken: str | None = None  # ... and the SLO that it broke most clearly
+    posterior: list[tuple[int, float]] = []  # level, and the probability that it is the answer
+
+
+class Frontier(Struct, frozen=True, kw_only=True):
+    """Which pairs of levels of two loads meet the SLOs.
+
+    `states[i][j]`: what clear probes say of firsts[i] and seconds[j], directly or because a pair with more of both
+    meets the SLOs or one with fewer breaks them. `largest[i]`: the largest second level that meets them next to
+    firsts[i], None for none; pairs without clear evidence count by what is more likely.
+    """
+
+    firsts: list[int]
+    seconds: list[int]
+    states: list[list[PairState]]
+    largest: list[int | None]
+    complete: bool  # False: the search was stopped early
+
+
+class SearchProbe(Struct, frozen=True):
+    """A probe that a search has taken."""
+
+    level: int | tuple[int, int]
+    state: ProbeState
+    requests: int
 
 
 def log_grid(max_level: int, step: float = STEP) -> list[int]:
@@ -65,36 +77,24 @@ def probe_limit(max_level: int, step: float = STEP) -> int:
 
 
 class SloSearch:
-    """Ask `next_level`, run a `probe` of it, give it to `take`; when there is no next level, read `answer`.
+    """Probabilistic bisection on a grid of levels, then fresh probes.
 
-    shares: of each SLO, the share of requests that must meet it. error: of each probe, on each side. max_probes: None
-    for what `probe_limit` says.
+    The *capacity* is the largest level (users, or another unit of load) that meets all SLOs. The grid has every level
+    up to 1 / STEP and then steps of STEP. Each state of the search, "the capacity is between this level of the grid and
+    the next", has a probability; all are equally likely at first. A probe shifts it to one side by its own evidence
+    (generalised probabilistic bisection, arXiv 1711.00843); an unresolved one shifts little. The next probe is at the
+    median. When the capacity is in one step, a fresh probe of the answer and one of the step above must agree with it,
+    else the search goes on.
     """
 
-    def __init__(
-        self,
-        max_level: int,
-        shares: Sequence[float] = (0.95,),
-        *,
-        step: float = STEP,
-        error: float = ERROR,
-        max_blocks: int = MAX_BLOCKS,
-        max_probes: int | None = None,
-    ) -> None:
+    def __init__(self, max_level: int, *, step: float = STEP) -> None:
         if max_level < 1:
             raise ValueError(f"the highest level must be at least 1 (got {max_level})")
         self.levels = log_grid(max_level, step)
-        self.max_probes = max_probes or probe_limit(max_level, step)
-        self.results: list[ProbeResult] = []
-        self._shares, self._error, self._max_blocks = tuple(shares), error, max_blocks
+        self.max_probes = probe_limit(max_level, step)
+        self.results: list[SearchProbe] = []
         # State i: the capacity is at least levels[i - 1] and below levels[i]; the last one: at least the highest.
         self._logs = [0.0] * (len(self.levels) + 1)
-
-    def probe(self, level: int) -> ProbeEvidence:
-        """A fresh probe, to be filled with the blocks of a run at this level."""
-        if level not in self.levels:
-            raise ValueError(f"{level} is no level of this search")
-        return ProbeEvidence(self._shares, error=self._error, max_blocks=self._max_blocks)
 
     def take(self, level: int, probe: ProbeEvidence) -> None:
         """Learn from a probe. One that is still open counts as unresolved."""
@@ -103,8 +103,7 @@ class SloSearch:
         chance = min(clip, max(1 - clip, probe.chance))
         at = self.levels.index(level)
         self._logs = [log + math.log(chance if state > at else 1 - chance) for state, log in enumerate(self._logs)]
-        requests = sum(block[0][1] for block in probe.blocks)
-        self.results.append(ProbeResult(level, state, len(probe.blocks), requests, probe.attainment, probe.chance))
+        self.results.append(SearchProbe(level, state, probe.requests))
 
     def posterior(self) -> list[tuple[int, float]]:
         """(level, probability that the capacity is this level or up to the next one); level 0: not even one."""
@@ -122,7 +121,7 @@ class SloSearch:
         untried = self._open_levels(low or 0, high or self.levels[-1] + 1)
         if untried and left > len(to_confirm):
             return untried[_median([self._mass_at(level) for level in untried])]
-        return to_confirm[0] if to_confirm else None
+        return min(to_confirm, key=self._tries) if to_confirm else None
 
     def _open_levels(self, low: int, high: int) -> list[int]:
         """The levels between the bounds of which the next probe is one.
@@ -131,27 +130,31 @@ class SloSearch:
         passes is searched below them and the lowest one that fails above them, where more levels are left.
         """
         between = [level for level in self.levels if low < level < high]
-        tried = [level for level in between if self._tried(level)]
+        tried = [level for level in between if self._tries(level)]
         if not tried:
             return between
         below = [level for level in between if level < tried[0]]
         above = [level for level in between if level > tried[-1]]
         return below if len(below) >= len(above) else above
 
-    def answer(self) -> CapacityAnswer:
+    def answer(self) -> SloCapacity:
         """The answer by the probes so far."""
         low, high = self._bracket()
         first, last = self._interval()
+        posterior = [(level, chance) for level, chance in self.posterior() if chance > 1e-4]
         if low == self.levels[-1]:
-            return CapacityAnswer("more_than", low, first, None, self.results)
+            return SloCapacity(kind="more_than", level=low, low=first, high=None, posterior=posterior)
         if high == self.levels[0]:
-            return CapacityAnswer("none", 0, 0, 0, self.results)
-        if low is None or high is None:
-            return CapacityAnswer("unresolved", low, first, last, self.results)
-        return CapacityAnswer("found", low, min(first, low), max(last or 0, high - 1), self.results)
+            return SloCapacity(kind="none", level=0, low=0, high=0, above=high, posterior=posterior)
+        if low is None or high is None or self.next_level() is not None:
+            last = None if high is None else high - 1
+            return SloCapacity(kind="unresolved", level=None, low=low, high=last, above=high, posterior=posterior)
+        last = max(last or 0, high - 1)
+        above = min((level for level in self.levels if level > last and self._net(level) < 0), default=None)
+        return SloCapacity(kind="found", level=low, low=min(first, low), high=last, above=above, posterior=posterior)
 
-    def _tried(self, level: int) -> bool:
-        return any(result.level == level for result in self.results)
+    def _tries(self, level: int) -> int:
+        return sum(result.level == level for result in self.results)
 
     def _net(self, level: int) -> int:
         """Probes of this level that passed, less those that failed."""
@@ -178,7 +181,7 @@ class SloSearch:
         ends: list[int | None] = [*(level - 1 for level in self.levels), None]
         below = 0.0
         first, last = 0, None
-        for (level, mass), _ in zip(states, ends, strict=True):
+        for level, mass in states:
             if below <= tail:
                 first = level
             below += mass
@@ -198,3 +201,96 @@ def _median(masses: Sequence[float]) -> int:
         if below >= sum(masses) / 2:
             return place
     return len(masses) - 1
+
+
+def pair_grid(max_level: int) -> list[int]:
+    """Levels from 1 to max_level, each larger by about a half: 1, 2, 3, 4, 6, 8, 12, 16 ..."""
+    levels = {size * 2**power for power in range(max_level.bit_length()) for size in (2, 3)}
+    return sorted({1, max_level} | {level for level in levels if level < max_level})
+
+
+class FrontierSearch:
+    """A saddleback walk: which pairs of levels of two loads meet the SLOs, such as 20 chat users and 4 agents.
+
+    More of either load never helps, so the pairs that meet the SLOs end at a staircase. The walk starts at the fewest
+    of the first load and the most of the second: from a pair that meets the SLOs it goes on to more of the first load,
+    from one that breaks them to fewer of the second. A grid of n x m pairs takes n + m - 1 probes at most. A probe
+    without a result is no bound: the walk goes on by what it makes more likely, and the probes that are left try such
+    pairs again.
+    """
+
+    def __init__(self, firsts: Sequence[int], seconds: Sequence[int]) -> None:
+        """`firsts` and `seconds`: the levels of both loads, ascending."""
+        if not firsts or not seconds or sorted(set(firsts)) != [*firsts] or sorted(set(seconds)) != [*seconds]:
+            raise ValueError("the levels of both loads must be given in ascending order")
+        self.firsts, self.seconds = list(firsts), list(seconds)
+        self.max_probes = len(firsts) + len(seconds) - 1 + RETRIES
+        self.results: list[SearchProbe] = []
+        self._at = 0, len(self.seconds) - 1
+        self._chances: dict[tuple[int, int], float] = {}  # of each pair tried, as places
+        self._clear: dict[tuple[int, int], float] = {}  # of those with a clear probe: 1 it meets the SLOs, 0 breaks
+
+    def next_pair(self) -> tuple[int, int] | None:
+        """The levels of the first and the second load to probe next; None at the end."""
+        place = self._next()
+        return None if place is None else (self.firsts[place[0]], self.seconds[place[1]])
+
+    def take(self, pair: tuple[int, int], probe: ProbeEvidence) -> None:
+        """Learn from a probe. One that is still open counts as unresolved."""
+        state = probe.stop()
+        place = self.firsts.index(pair[0]), self.seconds.index(pair[1])
+        if place == self._at:
+            i, j = place
+            self._at = (i + 1, j) if probe.chance >= 0.5 else (i, j - 1)
+        known = self._chances.get(place, 0.5)  # of an earlier probe without a result: both count
+        odds = known / (1 - known) * probe.chance / max(1e-12, 1 - probe.chance)
+        self._chances[place] = min(1 - 1e-9, max(1e-9, odds / (1 + odds)))
+        if state in ("pass", "fail"):
+            self._clear[place] = float(state == "pass")
+        self.results.append(SearchProbe(pair, state, probe.requests))
+
+    def answer(self) -> Frontier:
+        """What the probes so far say."""
+        states: list[list[PairState]] = []
+        largest: list[int | None] = []
+        for i in range(len(self.firsts)):
+            row = [_implied((i, j), self._clear) for j in range(len(self.seconds))]
+            states.append(["unresolved" if met is None else "meets" if met else "breaks" for met in row])
+            likely = [j for j, met in enumerate(row) if met or met is None and _implied((i, j), self._chances)]
+            largest.append(self.seconds[max(likely)] if likely else None)
+        complete = self._next() is None
+        return Frontier(firsts=self.firsts, seconds=self.seconds, states=states, largest=largest, complete=complete)
+
+    def _next(self) -> tuple[int, int] | None:
+        i, j = self._at
+        while i < len(self.firsts) and j >= 0:
+            known = _implied((i, j), self._clear)
+            if known is None and (i, j) not in self._chances:
+                self._at = i, j
+                return i, j
+            met = self._chances[i, j] >= 0.5 if known is None else known
+            i, j = (i + 1, j) if met else (i, j - 1)
+        self._at = i, j
+        open_pairs = [place for place in self._chances if place not in self._clear]
+        if not open_pairs or len(self.results) >= self.max_probes:
+            return None
+        tries = {place: self._tries(place) for place in open_pairs}
+        place = min(open_pairs, key=lambda place: (tries[place], abs(self._chances[place] - 0.5)))
+        return place if tries[place] < 2 else None
+
+    def _tries(self, place: tuple[int, int]) -> int:
+        pair = self.firsts[place[0]], self.seconds[place[1]]
+        return sum(result.level == pair for result in self.results)
+
+
+def _implied(place: tuple[int, int], chances: Mapping[tuple[int, int], float]) -> bool | None:
+    """Whether a pair meets the SLOs because of one with at least, or at most, as much of both; None: unknown.
+
+    Where wrong probes contradict each other, the more certain one counts.
+    """
+    i, j = place
+    above = max((chance for (a, b), chance in chances.items() if a >= i and b >= j), default=0.0)
+    below = min((chance for (a, b), chance in chances.items() if a <= i and b <= j), default=1.0)
+    if above < 0.5 <= below or above == 1 - below:
+        return None
+    return above > 1 - below

@@ -122,9 +122,22 @@ def capacity(
             help='What users must get, such as "ttft_p95<=2s" (default: the scenario\'s checks); may be repeated.',
         ),
     ] = None,
-    load: cli.LoadOpt = None,
+    load: Annotated[
+        str | None, typer.Option(help="Which of the scenario's loads, or of its mixes (default: the first load).")
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LOAD=N",
+            help="Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. With two loads "
+            "that are not fixed, all pairs are searched.",
+        ),
+    ] = None,
     max_users: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Try no more users; of an open loop, tenths of the scenario's rate.")
+        int,
+        typer.Option(
+            min=1, max=100_000, help="Try no more users; of an open loop, tenths of the scenario's rate or trace."
+        ),
     ] = 256,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="How long it may take in all, such as 30min or 2h.")
@@ -149,19 +162,18 @@ def capacity(
     """
 
     from harness.analysis.forecast import read_duration
-    from harness.capacity.slo import parse_slos
     from harness.prepare import experiment as experiments
     from harness.report.capacity import print_capacity
     from harness.run import capacity as searching
     from harness.run.progress import Progress
 
-    given = parse_slos(slos or [])
     budget_s = read_duration("--budget", budget)
     target = cli.target_of(url, ca=ca)
     with experiments.scenario_of(scenario and cli.scenario_path(scenario), user, target, model) as path:
         experiment = experiments.prepare(path, target, model)
-        name = experiments.load_name(experiment, load)
-        experiment, question = searching.ask(experiment, name, given, max_level=max_users, budget_s=budget_s, knee=knee)
+        experiment, question = searching.ask(
+            experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
+        )
         folder, found = searching.capacity(experiment, question, runs, Progress(cli.console(stderr=as_json)))
     if as_json:
         cli.print_json(found)

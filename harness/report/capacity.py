@@ -1,12 +1,15 @@
 """What a capacity search found, in words."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from harness.capacity.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
-from harness.reasons import sentence
+from harness.capacity.search import Frontier
+from harness.reasons import amount_words, sentence
 from harness.summary import Reason, because
-from harness.units import NOTHING, count, duration, significant
+from harness.units import NOTHING, duration, significant
 
 PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}
 STATES = {
@@ -71,6 +74,22 @@ def answers_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
                 one=found.amount(1),
                 unit=found.unit,
                 broken=slo.broken,
+                load=found.varied[0].load if found.members else None,
+                next_to=[{"amount": one.amount, "unit": one.unit, "load": one.load} for one in found.fixed],
+            )
+        )
+    if server.frontier is not None:
+        first, second = found.varied
+        answers.append(
+            because(
+                "capacity_frontier",
+                first={"unit": first.unit, "load": first.load},
+                second={"unit": second.unit, "load": second.load},
+                corners=[
+                    [one * first.step, None if other is None else other * second.step]
+                    for one, other in corners(server.frontier)
+                ],
+                complete=server.frontier.complete,
             )
         )
     if (knee := server.knee) is not None:
@@ -89,6 +108,14 @@ def answers_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
     return answers
 
 
+def corners(frontier: Frontier) -> list[tuple[int, int | None]]:
+    """For each different amount of the second load that fits, the most of the first next to which it does."""
+    last = {other: one for one, other in zip(frontier.firsts, frontier.largest, strict=True) if other is not None}
+    found: list[tuple[int, int | None]] = [(one, other) for other, one in last.items()]
+    full = [one for one, other in zip(frontier.firsts, frontier.largest, strict=True) if other is None]
+    return [*found, *((one, None) for one in full[:1])]
+
+
 def notes_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
     """What limits the answers about one server."""
     notes = server.reasons if server.started else server.reasons[1:]
@@ -103,15 +130,18 @@ def notes_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
 def probe_head(found: CapacityReport) -> list[str]:
     """The columns of the table of probes."""
     several = ["server"] if len(found.servers) > 1 else []
-    return [*several, found.unit, *found.slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
+    levels = [f"{one.load} {one.unit}" for one in found.varied] if found.members else [found.unit]
+    return [*several, *levels, *found.slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
 
 
 def probe_texts(found: CapacityReport, server: ServerCapacity, probe: MeasuredProbe) -> list[str]:
     """A row of that table."""
+    shares = [*probe.met, *([None] * len(found.slos))][: len(found.slos)]
     return [
         *([server.server] if len(found.servers) > 1 else []),
         level_text(found, probe.level),
-        *(NOTHING if share is None else f"{100 * share:.1f} %" for share in padded(probe.met, len(found.slos))),
+        *([] if probe.second is None else [level_text(found, probe.second, 1)]),
+        *(NOTHING if share is None else f"{100 * share:.1f} %" for share in shares),
         f"{probe.answers:,}",
         duration(probe.seconds),
         NOTHING if probe.answer_s is None else f"{probe.answer_s:.3g} s",
@@ -121,15 +151,12 @@ def probe_texts(found: CapacityReport, server: ServerCapacity, probe: MeasuredPr
     ]
 
 
-def padded(shares: list[float | None], number: int) -> list[float | None]:
-    return [*shares, *([None] * number)][:number]
+def level_text(found: CapacityReport, level: int, which: int = 0) -> str:
+    """A level of the load that is varied as a number of its unit; `which`: of those of a frontier."""
+    unit, step = (found.varied[which].unit, found.varied[which].step) if found.members else (found.unit, found.step)
+    return f"{level:,}" if unit == "users" else f"{level * step:.3g}"
 
 
-def level_text(found: CapacityReport, level: int) -> str:
-    """A level as a number of its unit."""
-    return f"{level:,}" if found.unit == "users" else f"{found.amount(level):.3g}"
-
-
-def amount_text(amount: float, unit: str) -> str:
-    """An amount with its unit."""
-    return count(round(amount), "user") if unit == "users" else f"{amount:.3g} {unit}"
+def amounts_text(found: CapacityReport, levels: Sequence[int]) -> str:
+    """All loads of a probe with their amounts: "20 chat users and 3 job users"."""
+    return " and ".join(amount_words(**load) for load in found.loads_at(levels))

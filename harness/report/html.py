@@ -25,7 +25,7 @@ from harness.reasons import evidence, sentence
 from harness.report import sentences, table, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts import Figure, figures, row_keys, server_keys
-from harness.report.charts.capacity import attainment
+from harness.report.charts.capacity import capacity_charts
 from harness.report.charts.data import ChartData, observe
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of, startup, startup_facts
@@ -123,7 +123,7 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         *figures.distributions(summary, observed),
         *figures.scatters(summary, observed),
         startup(run),
-        *([] if capacity is None else [attainment(capacity)]),
+        *([] if capacity is None else capacity_charts(capacity)),
     ]
     bounds = figures.slo_bounds(summary)
     charts = [figures.with_slo_lines(chart, bounds) for chart in charts]

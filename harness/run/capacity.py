@@ -4,33 +4,47 @@ Each probe is a cell of a normal run with its own load generator. One server sta
 """
 
 import math
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from harness.capacity.evidence import BLOCK_ANSWERS, MAX_BLOCKS
-from harness.capacity.knee import KneeBlock, KneeSearch
+from harness.capacity.evidence import BLOCK_ANSWERS, MIN_BLOCKS, ProbeEvidence, block_limit
+from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
 from harness.capacity.result import (
     CapacityDrift,
     CapacityReport,
+    CapacityUnit,
     MeasuredProbe,
+    MixMember,
+    Purpose,
     ServerCapacity,
-    SloCapacity,
     crossovers_of,
     write_capacity,
 )
-from harness.capacity.search import SloSearch, probe_limit
-from harness.capacity.slo import EXAMPLE, BlockCutter, CapacitySlo, LoadBlock, slos_of_scenario
+from harness.capacity.search import FrontierSearch, SloCapacity, SloSearch, log_grid, pair_grid, probe_limit
+from harness.capacity.slo import (
+    EXAMPLE,
+    FLUSH_S,
+    BlockCutter,
+    CapacitySlo,
+    LoadBlock,
+    LoadPace,
+    parse_slos,
+    slos_of_scenario,
+)
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
 from harness.judge.stats import t_quantile
-from harness.prepare.experiment import Experiment
+from harness.prepare.experiment import Experiment, load_name
 from harness.process import refuse_too_few_files
-from harness.run.orchestrator import Note, conduct, endpoint_of, run_cell
+from harness.report.capacity import amounts_text
+from harness.run.drive import POLL_S
+from harness.run.orchestrator import Note, conduct, endpoint_of, run_group
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
@@ -44,7 +58,7 @@ from harness.scenario import (
     wave_of,
 )
 from harness.scenario.behaviour import pause_mean_s
-from harness.scenario.plan import cell_of, mix_of, staged
+from harness.scenario.plan import Cell, cell_of, staged
 from harness.serve import Endpoint
 from harness.summary import ALPHA, Reason, because
 from harness.units import count, duration
@@ -60,50 +74,75 @@ MAX_RESTARTS = 2  # of a server that died under a probe
 _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 DRIFT_LIMIT = 0.05  # smaller drift is not reported
-SHORTEST = 8 * BLOCK_ANSWERS  # a probe's length in answers, about: blocks, and a warm-up as long
-LONGEST = (MAX_BLOCKS + 16) * BLOCK_ANSWERS
+WARMUP_BLOCKS = 6  # a warm-up is about as long as so many blocks
 
 
 class CapacityQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """What is searched for."""
+    """What is searched for. `load`: a load, or a mix, of which `fixed` loads have these users, or requests/s."""
 
     load: str
+    parts: list[str]  # of a mix; else the load itself
     slos: dict[str, list[CapacitySlo]]  # by server
     max_level: int
     budget_s: float
     knee: bool = False
+    fixed: dict[str, float] = {}
+
+    @property
+    def mix(self) -> bool:
+        return len(self.parts) > 1
+
+    @property
+    def varied(self) -> list[str]:
+        """The loads whose number of users is searched for: one, or the two of a frontier."""
+        return [part for part in self.parts if part not in self.fixed]
 
 
 def ask(
-    experiment: Experiment, load: str, slos: list[CapacitySlo], *, max_level: int, budget_s: float, knee: bool
+    experiment: Experiment,
+    given: str | None,
+    slos: list[str],
+    *,
+    max_level: int,
+    budget_s: float,
+    knee: bool = False,
+    fix: Sequence[str] = (),
 ) -> tuple[Experiment, CapacityQuestion]:
-    """The experiment of a capacity search: one load of the scenario, without checks and comparisons.
+    """The experiment of a capacity search: one load or mix of the scenario, without checks and comparisons.
 
-    Raises HarnessError for a load whose users cannot be varied, and where there is nothing to search for.
+    given: the load or mix; None: the first load. slos: as in `--slo`. fix: LOAD=USERS, of loads of a mix. Raises
+    HarnessError for a load whose users cannot be varied, and where there is nothing to search for.
     """
-    scenario, kind = experiment.scenario, experiment.scenario.loads[load]
-    if mix_of(load) or kind.trace is not None or (kind.arrivals is not None and kind.arrivals.rate is None):
-        why = "part of a mix" if mix_of(load) else "a trace" if kind.trace is not None else "a rate that changes"
+    scenario = experiment.scenario
+    load = given if given in scenario.mixes else load_name(experiment, given)
+    parts = scenario.mixes.get(load, [load])
+    kinds = {part: scenario.loads[part] for part in parts}
+    for part, kind in kinds.items():
+        if kind.arrivals is not None and kind.arrivals.rate is None:
+            raise HarnessError(
+                f"--load: '{part}' has a rate that changes; a search varies `users`, the `rate` of arrivals, or the "
+                "`speed` of a trace",
+                next_step="Name another load of the scenario with --load.",
+            )
+    if knee and (len(parts) > 1 or is_open(kinds[load])):
+        why = "a mix" if len(parts) > 1 else "an open loop, whose schedule decides its throughput"
         raise HarnessError(
-            f"--load: '{load}' is {why}; a search varies `users`, or the `rate` of arrivals",
-            next_step="Name another load of the scenario with --load.",
+            f"--knee: '{load}' is {why}",
+            next_step="Name a load without `arrivals` and `trace` with --load, or leave out --knee.",
         )
-    if knee and is_open(kind):
-        raise HarnessError(
-            f"--knee: '{load}' is an open loop, whose schedule decides its throughput",
-            next_step="Name a load without `arrivals` with --load, or leave out --knee.",
-        )
-    by_server = {name: slos or slos_of_scenario(scenario, name, load) for name in scenario.servers}
+    fixed = _fixed(fix, load, kinds)
+    wanted = parse_slos(slos, parts if len(parts) > 1 else ())
+    by_server = {name: wanted or slos_of_scenario(scenario, name, load) for name in scenario.servers}
     missing = [name for name, found in by_server.items() if not found]
     if missing and not knee:
         raise HarnessError(
             f"{experiment.path}: no SLO for '{missing[0]}': no check of the scenario bounds a quantile of a latency",
             next_step=f"Add {EXAMPLE}, or --knee for the throughput alone.",
         )
-    name = staged(load) or load
+    kinds = {staged(part) or part: kind for part, kind in kinds.items()}
     only = msgspec.structs.replace(
         scenario,
-        loads={name: kind},
+        loads=kinds,
         mixes={},
         repeats=1,
         restart=False,
@@ -112,30 +151,80 @@ def ask(
         checks=[],
         max_error_rate=1.0,  # a failed request meets no SLO: it is part of the answer
     )
+    question = CapacityQuestion(
+        load=staged(load) or load,
+        parts=list(kinds),
+        slos=by_server,
+        max_level=max_level,
+        budget_s=budget_s,
+        knee=knee,
+        fixed=fixed,
+    )
     if scenario.generator == "process":
-        refuse_too_few_files(connections_per_process(level_load(kind, max_level, budget_s)))
-    question = CapacityQuestion(load=name, slos=by_server, max_level=max_level, budget_s=budget_s, knee=knee)
+        for part in question.varied:
+            refuse_too_few_files(connections_per_process(load_at(kinds[part], max_level * step_of(kinds[part]), 1.0)))
     return msgspec.structs.replace(experiment, scenario=only), question
 
 
+def _fixed(fix: Sequence[str], load: str, kinds: Mapping[str, Load]) -> dict[str, float]:
+    """The loads of a mix whose users, or rate, do not change. Raises HarnessError."""
+    fixed: dict[str, float] = {}
+    for text in fix:
+        name, _, number = text.partition("=")
+        if len(kinds) < 2 or name not in kinds:
+            known = f"'{load}' is a mix of {', '.join(kinds)}" if len(kinds) > 1 else f"'{load}' is no mix"
+            raise HarnessError(f"--fix '{text}': {known}", next_step="Write --load MIX --fix LOAD=20.")
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = 0.0
+        whole = not is_open(kinds[name])
+        if not 0 < amount <= MAX_USERS or (whole and amount != round(amount)):
+            raise HarnessError(
+                f"--fix '{text}': a number {'of users' if whole else 'above 0'} is expected, got '{number}'",
+                next_step="Write --fix LOAD=20.",
+            )
+        fixed[name] = amount
+    if len(kinds) > 1 and not 1 <= len(kinds) - len(fixed) <= 2:
+        raise HarnessError(
+            f"--fix: of the loads of '{load}' ({', '.join(kinds)}), one or two must remain to be varied",
+            next_step="Write --fix LOAD=20 for the others.",
+        )
+    return fixed
+
+
+def unit_of(load: Load) -> CapacityUnit:
+    """In what the amount of a load is counted."""
+    return "times the trace" if load.trace is not None else "requests/s" if is_open(load) else "users"
+
+
 def step_of(load: Load) -> float:
-    """How much a level is: one user, or a part of an open loop's rate."""
+    """How much a level is: one user, or a part of an open loop's rate, or of a trace's speed."""
+    if load.trace is not None:
+        return load.trace.speed / STEPS
     return 1.0 if load.arrivals is None else (load.arrivals.rate or 1.0) / STEPS
 
 
-def think_mean_s(load: Load) -> float:
-    """The mean pause of a user between an answer and the next request; 0 of an open loop."""
-    return 0.0 if is_open(load) else pause_mean_s(load.think if load.think is not None else load.think_s)
+def pace_of(load: Load, amount: float) -> LoadPace:
+    """What the length of the blocks of a load depends on."""
+    if is_open(load):
+        return LoadPace(min_s=MIN_ARRIVALS / amount if load.trace is None else 0.0, open_loop=True)
+    return LoadPace(pause_s=pause_mean_s(load.think if load.think is not None else load.think_s))
 
 
-def level_load(load: Load, level: int, duration_s: float) -> Load:
-    """The load at a level. It goes on for `duration_s`, unless it is stopped before."""
+def load_at(load: Load, amount: float, duration_s: float) -> Load:
+    """The load with so many users, requests/s, or times its trace. It goes on for `duration_s`, a trace until its end,
+    unless it is stopped before."""
+    if load.trace is not None:
+        more = math.ceil(load.users * max(1.0, amount / load.trace.speed))
+        trace = msgspec.structs.replace(load.trace, speed=amount)
+        return msgspec.structs.replace(load, users=min(MAX_USERS, more), trace=trace)
     load = msgspec.structs.replace(load, requests=None, duration_s=duration_s)
     if load.arrivals is None:
-        return msgspec.structs.replace(load, users=level, processes=min(load.processes, level))
-    rate = level * step_of(load)
-    users = min(MAX_USERS, max(load.users, math.ceil(QUEUE_S * rate)))
-    arrivals = msgspec.structs.replace(load.arrivals, rate=rate)
+        users = round(amount)
+        return msgspec.structs.replace(load, users=users, processes=min(load.processes, users))
+    users = min(MAX_USERS, max(load.users, math.ceil(QUEUE_S * amount)))
+    arrivals = msgspec.structs.replace(load.arrivals, rate=amount)
     return msgspec.structs.replace(load, users=users, arrivals=arrivals)
 
 
@@ -148,17 +237,41 @@ def capacity(
     """
     search = CapacitySearch(experiment, question, progress)
     servers = count(len(experiment.scenario.servers), "server")
-    progress.line(
-        f"At most {duration(question.budget_s)} for {servers} (--budget), and at most "
-        f"{probe_limit(question.max_level)} probes each for the SLOs. A probe takes some {SHORTEST} to {LONGEST} times "
-        f"as long as an answer: at 2 s an answer {duration(2 * SHORTEST)} to {duration(2 * LONGEST)}."
-    )
+    progress.line(f"At most {duration(question.budget_s)} for {servers} (--budget). {announced(experiment, question)}")
     folder = conduct(experiment, [], runs, progress, search.steps)
     return folder, search.found
 
 
+def announced(experiment: Experiment, question: CapacityQuestion) -> str:
+    """How many probes there may be, and how long they take."""
+    slos = [slo.share for found in question.slos.values() for slo in found]
+    shortest = (MIN_BLOCKS + WARMUP_BLOCKS) * BLOCK_ANSWERS
+    longest = (block_limit(slos or [0.5]) + 2 * WARMUP_BLOCKS) * BLOCK_ANSWERS
+    if len(question.varied) > 1:
+        probes = FrontierSearch(*[pair_grid(question.max_level)] * 2).max_probes
+    else:
+        probes = probe_limit(question.max_level)
+    said = (
+        f"{f'At most {probes} probes each for the SLOs. ' if slos else ''}A probe takes some {shortest} to {longest} "
+        f"times as long as an answer: at 2 s an answer {duration(2 * shortest)} to {duration(2 * longest)}."
+    )
+    for part in question.varied:
+        load = experiment.scenario.loads[part]
+        if load.arrivals is not None:
+            rate = log_grid(question.max_level)[len(log_grid(question.max_level)) // 2] * step_of(load)
+            times = [duration(count * MIN_ARRIVALS / rate) for count in (MIN_BLOCKS, block_limit(slos or [0.5]))]
+            said += (
+                f" A block has {MIN_ARRIVALS:.0f} arrivals or more, so a probe of {rate:.3g} requests/s takes at least "
+                f"{times[0]}, and {times[1]} near the bound."
+            )
+    return said
+
+
 class ProbeWatch:
-    """Follows one probe by its records, until its evidence is enough or its time is over."""
+    """Follows one probe by its records, until its evidence is enough or its time is over.
+
+    The load generators of a mix, each with a thread, share it.
+    """
 
     def __init__(self, cutter: BlockCutter, add: Callable[[LoadBlock], bool], deadline_s: float) -> None:
         """`add` takes a block, and says whether the probe is decided. `deadline_s`: monotonic."""
@@ -168,19 +281,24 @@ class ProbeWatch:
         self.show: Callable[[], None] = lambda: None
         self._add = add
         self._deadline_s = deadline_s
+        self._lock = threading.Lock()
 
     def see(self, requests: list[Any]) -> None:
-        self.cutter.see(requests)
+        with self._lock:
+            self.cutter.see(requests)
 
     def enough(self) -> bool:
         now = time.monotonic()
-        for block in self.cutter.cut(now):
-            self.blocks.append(block)
-            if self._add(block):
-                self.decided = True
-                return True
-        self.show()
-        return now > self._deadline_s
+        with self._lock:
+            if not self.decided:
+                for block in self.cutter.cut(now):
+                    self.blocks.append(block)
+                    if self._add(block):
+                        self.decided = True
+                        break
+                else:
+                    self.show()
+        return self.decided or now > self._deadline_s
 
     def measured_s(self, stopped_s: float) -> float:
         return 0.0 if self.cutter.begun_s is None else max(0.0, stopped_s - self.cutter.begun_s)
@@ -192,21 +310,27 @@ class CapacitySearch:
     def __init__(self, experiment: Experiment, question: CapacityQuestion, progress: Progress) -> None:
         self.question = question
         self.progress = progress
-        self.scenario = experiment.scenario  # with a load for each probe
-        self.load = experiment.scenario.loads[question.load]
+        self.scenario = experiment.scenario  # with the loads of each probe
+        self.kinds = experiment.scenario.loads
         self.began_s = time.monotonic()
-        self.loads: Counter[tuple[str, int]] = Counter()  # probes of each server and level
+        self.visits: Counter[tuple[str, tuple[int, ...]]] = Counter()  # probes of each server and level
         self.probes = 0
         first = next(iter(question.slos.values()))  # of servers with SLOs of their own, those of the first
+        varied = self.kinds[question.varied[0]]
+        members = [
+            MixMember(load=part, unit=unit_of(kind), step=step_of(kind), amount=question.fixed.get(part))
+            for part, kind in self.kinds.items()
+        ]
         self.found = CapacityReport(
             run="",
             load=question.load,
-            unit="requests/s" if is_open(self.load) else "users",
-            step=step_of(self.load),
+            unit=unit_of(varied),
+            step=step_of(varied),
             max_level=question.max_level,
             slos=[slo.text for slo in first],
             shares=[slo.share for slo in first],
             budget_s=question.budget_s,
+            members=members if question.mix else [],
         )
 
     def steps(self, running: Running, note: Note) -> Iterator[CellRun]:
@@ -242,9 +366,10 @@ class ServerSearch:
         self.name = name
         self.deadline_s = deadline_s
         self.slos = whole.question.slos[name]
-        max_level = whole.question.max_level
-        self.slo = SloSearch(max_level, [slo.share for slo in self.slos]) if self.slos else None
+        max_level, two = whole.question.max_level, len(whole.question.varied) == 2
+        self.slo = SloSearch(max_level) if self.slos and not two else None
         self.knee = KneeSearch(max_level) if whole.question.knee else None
+        self.frontier = FrontierSearch(*[pair_grid(max_level)] * 2) if two else None
         self.probes: list[MeasuredProbe] = []
         self.reasons: list[Reason] = []
         self.started = False
@@ -256,7 +381,7 @@ class ServerSearch:
     def cells(self) -> Iterator[CellRun]:
         """Run probes until the searches have their answers, or the time is over."""
         for restarts in range(MAX_RESTARTS + 1):
-            first = cell_of(self.name, f"{self.whole.question.load}@{self._next() or 1}", 1)
+            first = self._cells_of(self._next() or (1,))[0]
             try:
                 with endpoint_of(self.running, first) as endpoint:
                     self.started = True
@@ -283,6 +408,7 @@ class ServerSearch:
             server=self.name,
             slo=self._slo_answer(),
             knee=knee,
+            frontier=None if self.frontier is None or not self.started else self.frontier.answer(),
             drift=self.drift,
             reasons=self.reasons,
             started=self.started,
@@ -293,24 +419,12 @@ class ServerSearch:
         if self.slo is None or not self.started:
             return None
         answer = self.slo.answer()
-        probes = [probe for probe in self.probes if probe.purpose == "slo"]
-        within = answer.high if answer.kind == "found" and answer.high is not None else answer.level or 0
-        failed = [probe for probe in probes if probe.state in ("fail", "died") and probe.level > within]
-        above = min(failed, key=lambda probe: probe.level, default=None)
-        found = SloCapacity(
-            kind=answer.kind,
-            level=answer.level,
-            low=answer.low,
-            high=answer.high,
-            above=None if above is None else above.level,
-            broken=None if above is None else self._broken(above),
-            posterior=[(level, chance) for level, chance in self.slo.posterior() if chance > 1e-4],
-        )
-        if answer.kind in ("found", "unresolved") and (self.slo.next_level() is not None or answer.kind != "found"):
-            # Not as good as it gets, or contradictory: what was passed and failed is all that is said.
-            high = None if found.above is None else found.above - 1
-            return msgspec.structs.replace(found, kind="unresolved", level=None, low=answer.level, high=high)
-        return found
+        broken = [
+            probe
+            for probe in self.probes
+            if probe.purpose == "slo" and probe.level == answer.above and probe.state in ("fail", "died")
+        ]
+        return msgspec.structs.replace(answer, broken=self._broken(broken[0]) if broken else None)
 
     def _broken(self, probe: MeasuredProbe) -> str | None:
         """The SLO that a failed probe missed by most."""
@@ -321,41 +435,79 @@ class ServerSearch:
         ]
         return max(missed)[1] if missed else None
 
-    def _next(self) -> int | None:
+    def _next(self) -> tuple[int, ...] | None:
         for search in (self.slo, self.knee):
             if search is not None and (level := search.next_level()) is not None:
-                return level
-        return None
+                return (level,)
+        return None if self.frontier is None else self.frontier.next_pair()
 
     def _probes_on(self, endpoint: Endpoint) -> Iterator[CellRun]:
         """Probes on one start of the server, until there are no more, it has died, or the time is over."""
-        searches: tuple[tuple[str, Any], ...] = (("slo", self.slo), ("knee", self.knee))
-        for purpose, search in searches:
-            while search is not None and (level := search.next_level()) is not None:
-                probe = search.probe(level)
-                watch = ProbeWatch(self._cutter(level, purpose), self._adder(purpose, probe), self.deadline_s)
-                cell_run = self._measure(endpoint, level, purpose, watch, probe)
-                yield cell_run
-                died = any(problem.code in _DEATHS for problem in cell_run.problems)
-                if died and purpose == "slo":  # the server does not hold this level: all that was in flight is lost
-                    while probe.state == "open":
-                        probe.add([(0, level)] * len(self.slos))
-                if died and self.knee is not None and purpose == "knee":
-                    self.knee.fail(level)
-                elif watch.decided or (purpose == "slo" and (died or watch.blocks)):
-                    search.take(level, probe)  # one that is still open counts as unresolved
-                state = "died" if died else probe.state if watch.decided else "stopped"
-                self._record(cell_run, level, purpose, state, watch)
-                if died:
-                    self.reasons.append(because("capacity_died", amount=amount_words(self.whole.found, level)))
-                elif cell_run.problems:
-                    self.reasons += cell_run.problems
-                elif not watch.decided:
-                    self.reasons.append(because("capacity_budget", budget_s=self.whole.question.budget_s))
-                if cell_run.problems or not watch.decided:
+        if self.slo is not None:
+            while (level := self.slo.next_level()) is not None:
+                probe = self._evidence()
+                ended = yield from self._probe(endpoint, (level,), "slo", probe, lambda block: block.counts)
+                if ended != "over":
+                    self.slo.take(level, probe)  # one that is still open counts as unresolved
+                if ended != "done":
                     return
-            if purpose == "slo" and search is not None:
-                yield from self._repeat_first(endpoint)
+            yield from self._repeat_first(endpoint)
+        if self.knee is not None:
+            while (level := self.knee.next_level()) is not None:
+                knee = self.knee.probe(level)
+                ended = yield from self._probe(endpoint, (level,), "knee", knee, knee_block)
+                if ended == "died":
+                    self.knee.fail(level)
+                elif ended == "done":
+                    self.knee.take(level, knee)
+                if ended != "done":
+                    return
+        if self.frontier is not None:
+            while (pair := self.frontier.next_pair()) is not None:
+                probe = self._evidence()
+                ended = yield from self._probe(endpoint, pair, "slo", probe, lambda block: block.counts)
+                if ended != "over":
+                    self.frontier.take(pair, probe)
+                if ended != "done":
+                    return
+
+    def _evidence(self) -> ProbeEvidence:
+        return ProbeEvidence([slo.share for slo in self.slos])
+
+    def _probe(
+        self,
+        endpoint: Endpoint,
+        levels: tuple[int, ...],
+        purpose: Purpose,
+        probe: ProbeEvidence | KneeProbe,
+        part_of: Callable[[LoadBlock], Any],
+    ) -> Generator[CellRun, None, Literal["done", "died", "over"]]:
+        """Run one probe, and record it. over: there is no time for more, or the load could not be sent."""
+
+        def add(block: LoadBlock) -> bool:
+            probe.add(part_of(block))
+            return probe.state != "open"
+
+        watch = ProbeWatch(self._cutter(levels, purpose), add, self.deadline_s)
+        cell_runs = self._measure(endpoint, levels, purpose, watch)
+        yield from cell_runs
+        problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
+        died = any(problem.code in _DEATHS for problem in problems)
+        if died and isinstance(probe, ProbeEvidence):  # not held: all that was in flight is lost
+            while probe.state == "open":
+                probe.add([(0, sum(levels))] * len(self.slos))
+        late = time.monotonic() > self.deadline_s
+        state = "died" if died else probe.state if watch.decided else "stopped" if late else "unresolved"
+        self._record(cell_runs, levels, purpose, state, watch)
+        if died:
+            self.reasons.append(because("capacity_died", loads=self.whole.found.loads_at(levels)))
+            return "died"
+        self.reasons += problems
+        if not watch.decided and late and not problems:
+            self.reasons.append(because("capacity_budget", budget_s=self.whole.question.budget_s))
+        if problems or not watch.decided and late:
+            return "over"
+        return "done"
 
     def _repeat_first(self, endpoint: Endpoint) -> Iterator[CellRun]:
         """Measure the first level that passed, else the first, once more: the machine may have drifted."""
@@ -370,87 +522,95 @@ class ServerSearch:
             again.append(block)
             return len(again) >= DRIFT_BLOCKS
 
-        watch = ProbeWatch(self._cutter(level, "drift"), add, self.deadline_s)
-        cell_run = self._measure(endpoint, level, "drift", watch, None)
-        yield cell_run
-        self._record(cell_run, level, "drift", "done" if watch.decided else "stopped", watch)
+        watch = ProbeWatch(self._cutter((level,), "drift"), add, self.deadline_s)
+        cell_runs = self._measure(endpoint, (level,), "drift", watch)
+        yield from cell_runs
+        self._record(cell_runs, (level,), "drift", "done" if watch.decided else "stopped", watch)
         self.drift = drift_of(level, before, again)
 
-    def _adder(self, purpose: str, probe: Any) -> Callable[[LoadBlock], bool]:
-        def add(block: LoadBlock) -> bool:
-            if purpose == "knee":
-                probe.add(KneeBlock(block.seconds, block.output_tokens))
-            else:
-                probe.add(block.counts)
-            return bool(probe.state != "open")
+    def _amounts(self, levels: tuple[int, ...]) -> dict[str, float]:
+        """The amount of each load at these levels of those that are varied."""
+        question, kinds = self.whole.question, self.whole.kinds
+        varied = {part: level * step_of(kinds[part]) for part, level in zip(question.varied, levels, strict=True)}
+        return {part: question.fixed.get(part) or varied[part] for part in kinds}
 
-        return add
+    def _cutter(self, levels: tuple[int, ...], purpose: Purpose) -> BlockCutter:
+        mix, kinds = self.whole.question.mix, self.whole.kinds
+        paces = {part if mix else None: pace_of(kinds[part], amount) for part, amount in self._amounts(levels).items()}
+        # The records of each load of a mix are read by a thread of its own, all POLL_S.
+        flush_s = FLUSH_S + 2 * POLL_S if mix else FLUSH_S
+        return BlockCutter(self.slos, paces, whole_tokens=purpose == "knee", flush_s=flush_s)
 
-    def _cutter(self, level: int, purpose: str) -> BlockCutter:
-        load = self.whole.load
-        min_s = MIN_ARRIVALS / (level * step_of(load)) if is_open(load) else 0.0
-        return BlockCutter(
-            self.slos,
-            pause_s=think_mean_s(load),
-            min_s=min_s,
-            whole_tokens=purpose == "knee",
-            open_loop=is_open(load),
-        )
-
-    def _warmup(self, load: Load) -> Warmup:
+    def _warmup(self, loads: Iterable[Load]) -> Warmup:
         """Until the server is steady at the new level, for no longer than some conversations take."""
         given = self.whole.scenario.warmup
         if given is not None and given.requests == 0:
             return given
-        max_s = FIRST_WARMUP_S
-        if self._answer_s is not None:
-            rounds = 2 * taken_together(load) + 4
-            max_s = min(MAX_WARMUP_S, max(MIN_WARMUP_S, rounds * (self._answer_s + think_mean_s(load))))
-        most = max(MIN_WARMUP_REQUESTS, WARMUP_WAVES * wave_of(load))
+        max_s, most = 0.0, MIN_WARMUP_REQUESTS
+        for load in loads:
+            most = max(most, WARMUP_WAVES * wave_of(load))
+            if self._answer_s is not None:
+                rounds = 2 * taken_together(load) + 4
+                max_s = max(max_s, rounds * (self._answer_s + pace_of(load, 1.0).pause_s))
+        max_s = min(MAX_WARMUP_S, max(MIN_WARMUP_S, max_s)) if self._answer_s is not None else FIRST_WARMUP_S
         return Warmup(until="steady", within=STEADY_WITHIN, max_s=max_s, max_requests=most)
 
-    def _measure(self, endpoint: Endpoint, level: int, purpose: str, watch: ProbeWatch, probe: Any) -> CellRun:
-        """Run one probe as a cell of its own: a load LOAD@LEVEL, the further ones of a level numbered."""
-        whole = self.whole
-        whole.loads[self.name, level] += 1
+    def _cells_of(self, levels: tuple[int, ...], again: int = 1) -> list[Cell]:
+        """The cells of a probe: of a load LOAD@LEVEL, of a mix MIX-LEVEL.LOAD; the further ones of a level numbered."""
+        question, more = self.whole.question, f"-{again}" if again > 1 else ""
+        if not question.mix:
+            return [cell_of(self.name, f"{question.load}@{levels[0]}{more}", 1)]
+        mix = f"{question.load}-{'x'.join(map(str, levels))}{more}"
+        return [cell_of(self.name, f"{mix}.{part}", 1) for part in question.parts]
+
+    def _measure(
+        self, endpoint: Endpoint, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch
+    ) -> list[CellRun]:
+        """Run one probe as a cell of its own, or a mix as one for each of its loads."""
+        whole, question = self.whole, self.whole.question
+        whole.visits[self.name, levels] += 1
         whole.probes += 1
-        again = whole.loads[self.name, level]
-        name = f"{whole.question.load}@{level}" + (f"-{again}" if again > 1 else "")
-        load = level_load(whole.load, level, whole.question.budget_s)
-        whole.scenario = msgspec.structs.replace(whole.scenario, loads={**whole.scenario.loads, name: load})
+        cells = self._cells_of(levels, whole.visits[self.name, levels])
+        loads = {
+            cell.load: load_at(whole.kinds[part], amount, question.budget_s)
+            for cell, (part, amount) in zip(cells, self._amounts(levels).items(), strict=True)
+        }
+        mixes = {} if cells[0].mix is None else {cells[0].mix: question.parts}
+        whole.scenario = msgspec.structs.replace(
+            whole.scenario, loads={**whole.scenario.loads, **loads}, mixes={**whole.scenario.mixes, **mixes}
+        )
         seed = whole.scenario.seed + whole.probes - 1  # fresh prompts, lengths and arrivals in each probe
-        scenario = msgspec.structs.replace(whole.scenario, warmup=self._warmup(load), seed=seed)
+        scenario = msgspec.structs.replace(whole.scenario, warmup=self._warmup(loads.values()), seed=seed)
         experiment = msgspec.structs.replace(self.running.experiment, scenario=scenario)
         running = msgspec.structs.replace(self.running, experiment=experiment)
-        cell = cell_of(self.name, name, 1)
         begun_s = time.monotonic()
 
         def show() -> None:
-            whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {self._so_far(level, purpose, watch)}"
+            whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {self._so_far(levels, purpose, watch)}"
 
         watch.show = show
         show()
-        self.note(self._begun(cell, endpoint, seed), scenario=whole.scenario)
-        (cell_run,) = run_cell(running, [cell], endpoint, endpoint.check_alive, self.note, watch=watch)
+        self.note(*(self._begun(cell, endpoint, seed) for cell in cells), scenario=whole.scenario)
+        cell_runs = run_group(running, cells, endpoint, self.note, watch)
         if self._answer_s is None and watch.cutter.typical_s is not None:
-            self._say_how_long(watch.cutter.typical_s, time.monotonic() - begun_s, level)
+            self._say_how_long(watch.cutter.typical_s, time.monotonic() - begun_s, levels)
         self._answer_s = watch.cutter.typical_s or self._answer_s
-        return msgspec.structs.replace(cell_run, seed=seed)
+        return [msgspec.structs.replace(cell_run, seed=seed) for cell_run in cell_runs]
 
-    def _begun(self, cell: Any, endpoint: Endpoint, seed: int) -> CellRun:
+    def _begun(self, cell: Cell, endpoint: Endpoint, seed: int) -> CellRun:
         fields = msgspec.structs.asdict(cell)
         return CellRun(**fields, started_wall_s=time.time(), served_by=endpoint.served_by, seed=seed)
 
-    def _say_how_long(self, answer_s: float, took_s: float, level: int) -> None:
+    def _say_how_long(self, answer_s: float, took_s: float, levels: tuple[int, ...]) -> None:
         left_s = max(0.0, self.deadline_s - time.monotonic())
         self.whole.progress.line(
-            f"{self.name}: an answer takes {answer_s:.2g} s at {amount_words(self.whole.found, level)}, and the first "
+            f"{self.name}: an answer takes {answer_s:.2g} s at {amounts_text(self.whole.found, levels)}, and the first "
             f"probe took {duration(took_s)}. The others take at most {duration(left_s)}."
         )
 
-    def _so_far(self, level: int, purpose: str, watch: ProbeWatch) -> str:
+    def _so_far(self, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch) -> str:
         """The level and what it attained until now."""
-        words = amount_words(self.whole.found, level)
+        words = amounts_text(self.whole.found, levels)
         if purpose == "drift":
             words += " once more"
         for slo, share in zip(self.slos, shares_of(watch.blocks, len(self.slos)), strict=True):
@@ -458,12 +618,15 @@ class ServerSearch:
                 words += f", {100 * share:.1f} % within {slo.text}"
         return words
 
-    def _record(self, cell_run: CellRun, level: int, purpose: Any, state: Any, watch: ProbeWatch) -> None:
+    def _record(
+        self, cell_runs: list[CellRun], levels: tuple[int, ...], purpose: Purpose, state: Any, watch: ProbeWatch
+    ) -> None:
         blocks = watch.blocks
         seconds = sum(block.seconds for block in blocks)
         probe = MeasuredProbe(
-            cell=cell_run.id,
-            level=level,
+            cell=cell_runs[0].id,
+            level=levels[0],
+            second=levels[1] if len(levels) > 1 else None,
             purpose=purpose,
             state=state,
             blocks=len(blocks),
@@ -478,9 +641,13 @@ class ServerSearch:
         self.whole.write(self.running.folder, self.result())
         words = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
         self.whole.progress.line(
-            f"{self.name}, probe {len(self.probes)}: {self._so_far(level, purpose, watch)}: {words} "
+            f"{self.name}, probe {len(self.probes)}: {self._so_far(levels, purpose, watch)}: {words} "
             f"({count(probe.answers, 'answer')} in {duration(seconds)})"
         )
+
+
+def knee_block(block: LoadBlock) -> KneeBlock:
+    return KneeBlock(block.seconds, block.output_tokens)
 
 
 def shares_of(blocks: list[LoadBlock], slos: int) -> list[float | None]:
@@ -512,10 +679,3 @@ def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> Cap
         high=math.exp(change + half),
         drifted=abs(change) > max(half, DRIFT_LIMIT),
     )
-
-
-def amount_words(found: CapacityReport, level: int) -> str:
-    """A level with its unit: "8 users", "0.4 requests/s"."""
-    if found.unit == "users":
-        return count(level, "user")
-    return f"{found.amount(level):.3g} requests/s"

@@ -197,7 +197,7 @@ def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
                 note(*(_cell_run(each, endpoint.served_by, time.time()) for each in [cell, *others]))
-                for cell_run in _mixed(running, [cell, *others], endpoint, note):
+                for cell_run in run_group(running, [cell, *others], endpoint, note):
                     yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
         took.update({(cell.server, cell.load): 0.0 for cell in together})
         took[first.server, first.load] = time.monotonic() - begin
@@ -250,17 +250,19 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
         yield endpoint
 
 
-def _mixed(running: Running, cells: list[Cell], endpoint: Endpoint, note: Note) -> list[CellRun]:
+def run_group(
+    running: Running, cells: list[Cell], endpoint: Endpoint, note: Note, watch: Watch | None = None
+) -> list[CellRun]:
     """Run the parts of a mix at once, each with a load generator of its own.
 
-    Most often there is just one cell, or the stages of a load, which share one.
+    Most often there is just one cell, or the stages of a load, which share one. `watch`: as of `run_cell`, for all.
     """
 
     def in_time() -> Reason | None:
         return because("out_of_time") if running.is_over else endpoint.check_alive()
 
     if cells[0].mix is None:
-        return run_cell(running, cells, endpoint, in_time, note)
+        return run_cell(running, cells, endpoint, in_time, note, watch=watch)
     ended = threading.Event()
     asking = threading.Lock()
 
@@ -271,7 +273,9 @@ def _mixed(running: Running, cells: list[Cell], endpoint: Endpoint, note: Note) 
     def part(cell: Cell) -> list[CellRun]:
         others = [other for other in cells if other is not cell]
         try:
-            return run_cell(running, [cell], endpoint, alive, note, concurrent=others, shown=cell is cells[0])
+            return run_cell(
+                running, [cell], endpoint, alive, note, concurrent=others, shown=cell is cells[0], watch=watch
+            )
         finally:
             warm_sign(running.counter_path(cell.id)).touch()  # the other loads do not wait for one that has ended
 

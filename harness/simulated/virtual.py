@@ -1,8 +1,8 @@
 """The embedded engine in virtual time: its measurements without a socket and without waiting.
 
-`closed_loop` and `concurrent_loads` yield one `VirtualRequest` after the other, in the order of their ends, for as long
-as the caller wants: a probe takes blocks of them and stops when it likes. The same arguments give the same requests.
-Times are seconds since the start of the load; nothing waits for them.
+`closed_loop`, `concurrent_loads` and `poisson` yield one `VirtualRequest` after the other, in the order of their ends,
+for as long as the caller wants: a probe takes blocks of them and stops when it likes. The same arguments give the same
+requests. Times are seconds since the start of the load; nothing waits for them.
 
 `LeapingEngine` has the scheduling and the step times of `engine.SimulatedEngine`, without prefix caching: no two
 prompts share a prefix (a test compares the two). Its cost is per event, not per token and sequence. All requests that
@@ -67,20 +67,33 @@ def closed_loop(
 
     `requests`: how many are sent in all; None: no end. Users start within the first think time, or at once.
     """
-    return _drive(config, [(users, work)], requests, random.Random(f"{seed} {users}"))
+    return _drive(config, [(users, work)], None, requests, random.Random(f"{seed} {users}"))
 
 
 def concurrent_loads(
     config: EngineConfig, loads: Sequence[tuple[int, VirtualWork]], *, seed: int = 0
 ) -> Iterator[VirtualRequest]:
     """Measure several loads at once, each of so many users in a closed loop; `load` says to which one belongs."""
-    return _drive(config, loads, None, random.Random(f"{seed} {[users for users, _ in loads]}"))
+    return _drive(config, loads, None, None, random.Random(f"{seed} {[users for users, _ in loads]}"))
+
+
+def poisson(
+    config: EngineConfig, rate: float, work: VirtualWork, *, requests: int | None = None, seed: int = 0
+) -> Iterator[VirtualRequest]:
+    """Measure Poisson arrivals of `rate` requests per second; `requests` as in `closed_loop`."""
+    return _drive(config, [(1, work)], rate, requests, random.Random(f"{seed} {rate}"))
 
 
 def _drive(
-    config: EngineConfig, loads: Sequence[tuple[int, VirtualWork]], requests: int | None, dice: random.Random
+    config: EngineConfig,
+    loads: Sequence[tuple[int, VirtualWork]],
+    rate: float | None,
+    requests: int | None,
+    dice: random.Random,
 ) -> Iterator[VirtualRequest]:
     def pause(work: VirtualWork) -> float:
+        if rate is not None:
+            return dice.expovariate(rate)
         return dice.expovariate(1 / work.think_s) if work.think_s else 0.0
 
     due = sorted((pause(work), load) for load, (users, work) in enumerate(loads) for _ in range(users))
@@ -94,6 +107,8 @@ def _drive(
             prompt, target = lengths.randint(*work.prompt_tokens), lengths.randint(*work.output_tokens)
             engine.add(LeapingRequest(prompt, target, at, load))
             sent += 1
+            if rate is not None:
+                heapq.heappush(due, (at + pause(work), load))
         until = due[0][0] if due and (requests is None or sent < requests) else math.inf
         if engine.idle:
             if until == math.inf:
@@ -105,7 +120,8 @@ def _drive(
         for one in ended:
             assert one.first_token_s is not None
             yield VirtualRequest(one.sent_s, one.first_token_s, now, one.prompt_tokens, one.target, one.load)
-            heapq.heappush(due, (now + pause(loads[one.load][1]), one.load))
+            if rate is None:
+                heapq.heappush(due, (now + pause(loads[one.load][1]), one.load))
 
 
 class LeapingRequest:

@@ -116,7 +116,7 @@
     if (last.client_limited) bad.push(`CLIENT-LIMITED: a load process runs, or waits for a core that others have, ${Math.round(100 * last.client_limited)} % of the time; these numbers are those of the load generator as well. Use more processes or machines, keep others from its core, or take fewer users.`);
     if (last.missing) bad.push(`LOST: ${last.missing} of ${last.workers + last.missing} load processes ${last.missing === 1 ? "gives" : "give"} no sign of life; these numbers are without what ${last.missing === 1 ? "it sends" : "they send"}.`);
     if (last.simulated) found.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
-    if (!last.watched) found.push("Only the load's own numbers: a locustfile started by hand knows nothing of the server's queue or the GPU; harness live does.");
+    if (!last.watched) found.push("Only the numbers of the load: stock Locust does not read the server's queue or the GPU; harness live does.");
     else {
       if (!last.server) found.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
       if (!last.gpus) found.push("No AMD GPU is read on this machine.");

@@ -1,19 +1,82 @@
-"""The chart of a capacity search: what share of requests met each SLO at each level, and the answers."""
+"""The charts of a capacity search: what share of requests met each SLO at each level, or which pairs of loads did."""
 
 from collections.abc import Iterator
 
 from harness.capacity.result import CapacityReport, MeasuredProbe, ServerCapacity
-from harness.report.capacity import capacity_lines, probe_head, probe_texts
+from harness.capacity.search import PairState
+from harness.report.capacity import capacity_lines, level_text, probe_head, probe_texts
 from harness.report.charts import NAME, Chart, Figure, colour, plain, scatter, symbol
+from harness.report.charts.sweeps import categories, square
 
-_MOST_TICKS = 12
+_MAX_TICKS = 12
+_SIGNS: dict[PairState, str] = {"meets": "✓", "breaks": "✕", "unresolved": "?"}
+_HUES: dict[PairState, str] = {"meets": "@s1", "breaks": "@bad", "unresolved": "@muted"}
+
+
+def capacity_charts(found: CapacityReport) -> list[Chart]:
+    """The charts of a search: one, or of a frontier one a server."""
+    if len(found.varied) == 2:
+        return [frontier_chart(found, server) for server in found.servers if server.frontier is not None]
+    return [attainment(found)]
+
+
+def frontier_chart(found: CapacityReport, server: ServerCapacity) -> Chart:
+    """Which pairs of levels of two loads meet the SLOs, as a grid of squares."""
+    assert server.frontier is not None
+    first, second = found.varied
+    x = [level_text(found, level, 0) for level in server.frontier.firsts]
+    y = [level_text(found, level, 1) for level in server.frontier.seconds]
+    places: dict[PairState, list[tuple[int, int]]] = {"meets": [], "breaks": [], "unresolved": []}
+    for i, row in enumerate(server.frontier.states):
+        for j, state in enumerate(row):
+            places[state].append((i, j))
+    probed = {
+        (server.frontier.firsts.index(probe.level), server.frontier.seconds.index(probe.second or 0))
+        for probe in server.probes
+        if probe.second is not None
+    }
+    data = [
+        scatter(
+            state,
+            [i for i, _ in squares],
+            [j for _, j in squares],
+            f"%{{customdata}}<br><b>{state}</b>{NAME}",
+            "markers+text",
+            text=[_SIGNS[state] + (" ●" if place in probed else "") for place in squares],
+            customdata=[f"{x[i]} and {y[j]}" for i, j in squares],
+            marker={"opacity": 0, "size": 24, "symbol": "square"},
+            textfont={"color": _HUES[state], "size": 13},
+        )
+        for state, squares in places.items()
+        if squares
+    ]
+    shapes = [square(place, _HUES[state], 0.25) for state, squares in places.items() for place in squares]
+    layout: Figure = {
+        "xaxis": categories(f"{first.load}: {first.unit}", x),
+        "yaxis": categories(f"{second.load}: {second.unit}", y),
+        "shapes": shapes,
+        "showlegend": False,
+        "height": 130 + 34 * max(4, len(y)),
+    }
+    return Chart(
+        id=f"capacity-{server.server}",
+        title=f"{server.server}: which {first.load} and {second.load} loads meet the SLOs together",
+        caption="✓ meets all SLOs, ✕ breaks one, ? unresolved. ●: measured; the others follow, because less load never "
+        "does worse.",
+        formula="a probe of each pair on the way from the fewest of the first load and the most of the second",
+        findings=capacity_lines(found),
+        figure={"data": data, "layout": layout},
+        head=probe_head(found),
+        body=[probe_texts(found, server, probe) for probe in server.probes],
+        empty="" if server.probes else "No probe was measured.",
+    )
 
 
 def attainment(found: CapacityReport) -> Chart:
     """Attainment over levels: a point for each probe, the share that each SLO needs, and the 95 % interval."""
     data = [trace for number, server in enumerate(found.servers) for trace in _points(found, number, server)]
     levels = sorted({probe.level for server in found.servers for probe in server.probes if probe.purpose == "slo"})
-    ticks = levels if len(levels) <= _MOST_TICKS else levels[:: -(-len(levels) // _MOST_TICKS)]
+    ticks = levels if len(levels) <= _MAX_TICKS else levels[:: -(-len(levels) // _MAX_TICKS)]
     axis: Figure = {
         "title": {"text": f"{found.unit} (logarithmic)"},
         "type": "log",

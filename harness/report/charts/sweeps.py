@@ -122,7 +122,9 @@ def _heat_map(summary: Summary, swept: Sweep, settings: list[str], measure: Meas
             cells[place] = row
     values = {place: measure.of(row) or 0.0 for place, row in cells.items()}
     low, high = min(values.values(), default=0.0), max(values.values(), default=0.0)
-    shapes = [_square(place, _FAINT + (_STRONG - _FAINT) * _share(value, low, high)) for place, value in values.items()]
+    shapes = [
+        square(place, "@s1", _FAINT + (_STRONG - _FAINT) * _share(value, low, high)) for place, value in values.items()
+    ]
     empty = {place: row for place, row in failed.items() if place not in cells}
     data = []
     if cells:
@@ -139,7 +141,7 @@ def _heat_map(summary: Summary, swept: Sweep, settings: list[str], measure: Meas
         data.append(_labels(list(empty), said, names, "@bad", "", small=len(x) > _ROOMY))
     others = [key for key in settings if key not in (down, across)]
     best = f" Of several rows with the same two values ({', '.join(others)} differ) the best." if others else ""
-    layout: Figure = {"xaxis": _categories(across, x), "yaxis": _categories(down, y), "shapes": shapes}
+    layout: Figure = {"xaxis": categories(across, x), "yaxis": categories(down, y), "shapes": shapes}
     layout["height"] = 130 + 46 * max(3, len(y))
     return Chart(
         id=f"heat-{measure.id}",
@@ -162,11 +164,12 @@ def _share(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low) if high > low else 1.0
 
 
-def _square(place: tuple[int, int], opacity: float) -> Figure:
+def square(place: tuple[int, int], hue: str, opacity: float) -> Figure:
+    """A square of a heat map."""
     x, y = place
     return {
         "type": "rect", "layer": "below", "x0": x - 0.48, "x1": x + 0.48, "y0": y - 0.46, "y1": y + 0.46,
-        "fillcolor": "@s1", "opacity": round(opacity, 3), "line": {"width": 0},
+        "fillcolor": hue, "opacity": round(opacity, 3), "line": {"width": 0},
     }  # fmt: skip
 
 
@@ -182,7 +185,8 @@ def _labels(
     )
 
 
-def _categories(key: str, values: list[Any]) -> Figure:
+def categories(key: str, values: list[Any]) -> Figure:
+    """An axis of a heat map."""
     return {
         "title": {"text": plain(key)}, "tickvals": list(range(len(values))), "showgrid": False, "zeroline": False,
         "ticktext": [plain(_shortened(words.setting(value))) for value in values], "range": [-0.5, len(values) - 0.5],
@@ -219,7 +223,7 @@ def _lines(summary: Summary, swept: Sweep, key: str, measure: Measure) -> Chart:
         figure={
             "data": data,
             "layout": {
-                "xaxis": across if numbers else _categories(key, values),
+                "xaxis": across if numbers else categories(key, values),
                 "yaxis": axis(measure.unit, heights),
                 "showlegend": len(lines) > 1,
             },
