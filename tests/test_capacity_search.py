@@ -74,3 +74,14 @@ def test_a_probe_that_is_stopped_is_unresolved() -> None:
 def test_the_grid_has_each_small_level_and_ends_at_the_maximum() -> None:
     assert log_grid(25) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22, 24, 25]
     assert log_grid(1) == [1]
+
+
+def test_both_bounds_are_confirmed_though_one_stays_unresolved() -> None:
+    search, tries = SloSearch(8), {4: 0, 5: 0}
+    while (level := search.next_level()) is not None:
+        tries[level] = tries.get(level, 0) + 1
+        share = 1.0 if level < 4 or (level == 4 and tries[4] == 1) else 0.95 if level == 4 else 0.5
+        search.take(level, filled(share, len(search.results)))
+    answer = search.answer()
+    assert (answer.level, answer.high, answer.above) == (4, 4, 5)
+    assert [probe.state for probe in search.results if probe.level == 5] == ["fail", "fail"]

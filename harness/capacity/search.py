@@ -121,7 +121,7 @@ class SloSearch:
         untried = self._open_levels(low or 0, high or self.levels[-1] + 1)
         if untried and left > len(to_confirm):
             return untried[_median([self._mass_at(level) for level in untried])]
-        return to_confirm[0] if to_confirm else None
+        return min(to_confirm, key=self._tries) if to_confirm else None
 
     def _open_levels(self, low: int, high: int) -> list[int]:
         """The levels between the bounds of which the next probe is one.
@@ -130,7 +130,7 @@ class SloSearch:
         passes is searched below them and the lowest one that fails above them, where more levels are left.
         """
         between = [level for level in self.levels if low < level < high]
-        tried = [level for level in between if self._tried(level)]
+        tried = [level for level in between if self._tries(level)]
         if not tried:
             return between
         below = [level for level in between if level < tried[0]]
@@ -153,8 +153,8 @@ class SloSearch:
         above = min((level for level in self.levels if level > last and self._net(level) < 0), default=None)
         return SloCapacity(kind="found", level=low, low=min(first, low), high=last, above=above, posterior=posterior)
 
-    def _tried(self, level: int) -> bool:
-        return any(result.level == level for result in self.results)
+    def _tries(self, level: int) -> int:
+        return sum(result.level == level for result in self.results)
 
     def _net(self, level: int) -> int:
         """Probes of this level that passed, less those that failed."""

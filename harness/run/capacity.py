@@ -252,8 +252,8 @@ def announced(experiment: Experiment, question: CapacityQuestion) -> str:
     else:
         probes = probe_limit(question.max_level)
     said = (
-        f"At most {count(probes, 'probe')} each for the SLOs. A probe takes some {shortest} to {longest} times as long "
-        f"as an answer: at 2 s an answer {duration(2 * shortest)} to {duration(2 * longest)}."
+        f"{f'At most {probes} probes each for the SLOs. ' if slos else ''}A probe takes some {shortest} to {longest} "
+        f"times as long as an answer: at 2 s an answer {duration(2 * shortest)} to {duration(2 * longest)}."
     )
     for part in question.varied:
         load = experiment.scenario.loads[part]
