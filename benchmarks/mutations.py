@@ -143,7 +143,7 @@ MUTATIONS = [
              'data = data.replace(b"\\r", b"\\n")', "sse"),
     Mutation("parsing", "a stream that breaks off without [DONE] is complete",
              "if not answer.done and answer.finish is None:", "if answer.done and answer.finish is None:",
-             "client simulated_server fuzz"),
+             "client outcomes fuzz"),
     Mutation("parsing", "an error event inside a stream is ignored",
              'if event.type == "error":', 'if event.type == "errors":', "client outcomes fuzz"),
     Mutation("parsing", "the server's Retry-After has no upper limit",

@@ -35,25 +35,17 @@ def test_machines_are_named_or_counted() -> None:
 @pytest.mark.parametrize(
     ("given", "bind", "loads", "said"),
     [
-        ("gen1", None, {"a": CHAT}, "--workers needs --bind: the address of this machine at which the workers find it"),
+        ("gen1", None, {"a": CHAT},
+         "--workers needs --bind: the address of this machine at which the workers find it"),
         ("0", "h", {"a": CHAT}, "--workers: must be different host names, or a count (got '0')"),
         ("a,,b", "h", {"a": CHAT}, "--workers: must be different host names, or a count (got 'a,,b')"),
-        (
-            "a,b,a",
-            "h",
-            {"a": CHAT},
-            "--workers: must be different host names, or a count (got 'a,b,a')",
-        ),
+        ("a,b,a", "h", {"a": CHAT}, "--workers: must be different host names, or a count (got 'a,b,a')"),
         ("2", "h:0", {"a": CHAT}, "--bind: 'h:0' is not an address"),
         ("3", "h", {"a": CHAT}, "$.loads.a.users: 4 users cannot be parted among 3 load processes"),
-        (
-            "2",
-            "h",
-            {"a": CHAT, "b": Load(user="chat", users=4, requests=8, processes=2)},
-            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
-        ),
+        ("2", "h", {"a": CHAT, "b": Load(user="chat", users=4, requests=8, processes=2)},
+         "--workers: the loads differ in 'processes', and a worker is started once for all of them"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: dict[str, Load], said: str) -> None:
     with pytest.raises(HarnessError) as caught:
         parse_workers(given, bind, loads)

@@ -1,8 +1,8 @@
 """The measuring HTTP client: one keep-alive connection, and the time at which each piece of a response arrived.
 
 The host name is resolved again and again, and all its addresses are used. The bytes are read by `harness.load.reader`,
-one place for all connections, and parsed afterwards (`harness.load.exchange`, `harness.load.exchange`), so that parsing
-never delays a time stamp.
+one place for all connections, and parsed afterwards (`harness.load.exchange`), so that parsing never delays a time
+stamp.
 """
 
 import contextlib
