@@ -206,6 +206,14 @@ def test_runs(made: Path, tmp_path: Path) -> None:
     assert re.search(r"  small +1/1 +valid(, CLIENT-LIMITED)? \(simulated\)$", line)
 
 
+def test_a_narrow_list_of_runs_has_the_id_and_the_status_of_each(made: Path, tmp_path: Path) -> None:
+    done = harness("runs", "--runs", str(made / "runs"), cwd=tmp_path, env={"COLUMNS": "80"})
+    head, line, *_ = done.out.splitlines()
+    assert head.split() == ["run", "started", "cells", "status"]
+    assert line.split()[0] == only_run(made / "runs").name and "valid" in line
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
 def test_report_in_every_format(made: Path) -> None:
     run = only_run(made / "runs")
     (run / "summary.json").unlink()

@@ -96,7 +96,7 @@ def test_published_runs_are_compared_without_their_records(two: tuple[Path, Path
 def test_how_many_runs_would_settle_it_is_in_every_format(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_made_run(tmp_path / name, lambda cell: 10.0 + cell.repeat % 2, made_of=scenario(repeats=3))
-    texts = {"terminal": "or compare 4 or more runs a side", "json": '"needed":4'}
+    texts = {"terminal": "or compare 4 or more runs a side", "json": '"needed": 4'}
     for output in ("terminal", "markdown", "json"):
         said = texts.get(output, texts["terminal"])
         done = harness("compare", "one", "two", "--runs", ".", "--format", output, cwd=tmp_path)

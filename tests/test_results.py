@@ -141,7 +141,7 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     best = real.best_of("strix")
     assert best is not None
     assert best.value == pytest.approx(7.2 * 1.003)
-    assert (best.date, best.folder) == ("2027-01-16", "strix/which/new")
+    assert (best.date, best.run) == ("2027-01-16", "new")
     assert (len(best.values), best.errors, best.version, best.valid) == (5, 0, "0.32.0", True)
     assert best.digest == "sha256:4f2a9c4f2a9c"
     built_here = msgspec.structs.replace(best, image_digest="sha256:" + "4f2a9c" * 10)

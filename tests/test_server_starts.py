@@ -11,7 +11,6 @@ from rich.console import Console
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.comparison.compare import compare_runs
-from harness.errors import HarnessError
 from harness.judge import comparable
 from harness.judge.comparable import differences_of
 from harness.reasons import sentences
@@ -20,6 +19,7 @@ from harness.report.html import write_report
 from harness.report.markdown import of_comparison
 from harness.report.terminal import print_report
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, read_run
+from harness.rundir.origin import UnlikeError
 from harness.scenario import Server
 from harness.scenario.plan import Cell
 from harness.summary import because
@@ -61,32 +61,25 @@ def two(folder: Path, other: Callable[[Cell], ServedBy], **manifest: Any) -> lis
 
 
 @pytest.mark.parametrize(
-    ("other", "sentence"),
+    ("other", "key", "values"),
     [
-        (
-            serving({"attention_backend": "ROCM_ATTN"}),
-            "runs that differ in 'servers.a.startup.attention_backend' are not compared: TRITON_ATTN in one, "
-            "ROCM_ATTN in two (and 1 more)",
-        ),
-        (
-            serving(effective={"max_num_seqs": 1024, "dtype": "bfloat16"}),
-            "runs that differ in 'servers.a.effective.max_num_seqs' are not compared: 16 in one, 1024 in two "
-            "(and 1 more)",
-        ),
+        (serving({"attention_backend": "ROCM_ATTN"}), "startup.attention_backend", ("TRITON_ATTN", "ROCM_ATTN")),
+        (serving(effective={"max_num_seqs": 1024, "dtype": "bfloat16"}), "effective.max_num_seqs", ("16", "1024")),
         (
             serving(contents=Contents(rocm="7.3.0", versions={"TRITON_BRANCH": "a"})),
-            "runs that differ in 'servers.a.contents.rocm' are not compared: 7.2.0 in one, 7.3.0 in two (and 1 more)",
+            "contents.rocm",
+            ("7.2.0", "7.3.0"),
         ),
-        (
-            serving(over_ssh=True),
-            "runs that differ in 'servers.a.over_ssh' are not compared: false in one, true in two (and 1 more)",
-        ),
+        (serving(over_ssh=True), "over_ssh", ("false", "true")),
     ],
 )
-def test_settings_must_be_equal(tmp_path: Path, other: Callable[[Cell], ServedBy], sentence: str) -> None:
-    with pytest.raises(HarnessError) as raised:
+def test_settings_must_be_equal(
+    tmp_path: Path, other: Callable[[Cell], ServedBy], key: str, values: tuple[str, str]
+) -> None:
+    with pytest.raises(UnlikeError) as raised:
         compare_runs(two(tmp_path, other))
-    assert raised.value.what == sentence
+    found = raised.value.reason.values
+    assert (found["key"], found["value"], found["other_value"], found["more"]) == (f"servers.a.{key}", *values, 1)
 
 
 def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:

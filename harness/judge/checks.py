@@ -14,16 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.columns import VALUES, WORK
-from harness.judge.stats import (
-    MAX_REQUESTS,
-    Estimate,
-    growth_to_decide,
-    order_statistics,
-    ratio_of,
-    requests_to_decide,
-    samples_needed,
-    share_interval,
-)
+from harness.judge import stats
+from harness.judge.stats import Estimate
 from harness.judge.verdicts import not_valid
 from harness.rundir.origin import unlike_rows
 from harness.scenario import Scenario
@@ -211,7 +203,7 @@ def _relative_interval(found: _Value, base: _Value) -> tuple[float | None, float
     """The interval of the ratio of two values, times the baseline's value. None: both are compared as they are."""
     if (found.interval is None and base.interval is None) or not found.value or not base.value:
         return None
-    ratio = ratio_of(found.estimate(), base.estimate())
+    ratio = stats.ratio_of(found.estimate(), base.estimate())
     return (
         None if ratio.low is None else ratio.low * base.value,
         None if ratio.high is None else ratio.high * base.value,
@@ -224,19 +216,19 @@ def _what_decides(check: Check, found: _Value, bound: float) -> tuple[int | None
     if check.metric == "speedup":
         return None, because("more_repeats")
     if check.relative:
-        times = growth_to_decide(found.estimate(), bound)
-        more = None if times is None or times * found.n > MAX_REQUESTS else math.ceil((times - 1) * found.n)
+        times = stats.growth_to_decide(found.estimate(), bound)
+        more = None if times is None or times * found.n > stats.MAX_REQUESTS else math.ceil((times - 1) * found.n)
     else:
         share, seen = check.bound, found.value
         if check.metric != "attainment":  # then the question is how many requests meet the bound
             share = float(check.metric.rpartition("_")[2].removeprefix("p")) / 100
-            ranks = order_statistics(found.n, share)
+            ranks = stats.order_statistics(found.n, share)
             low, high = (found.value if end is None else end for end in found.interval)
             seen = float(np.interp(bound, (low, found.value, high), (ranks[0] / found.n, share, ranks[1] / found.n)))
-        needed = requests_to_decide(share, seen)
+        needed = stats.requests_to_decide(share, seen)
         more = None if needed is None else max(1, needed - found.n)
     if more is None:
-        return None, because("too_close", max_requests=MAX_REQUESTS)
+        return None, because("too_close", max_requests=stats.MAX_REQUESTS)
     both = {"baseline_factor": 1 + more / found.n} if check.relative else {}
     return more, because("more_requests", more=more, **both)
 
@@ -333,7 +325,7 @@ def _attained(check: Check, row: Row) -> _Value:
     return _Value(
         value=attained.attainment if sent >= needed else None,
         missing=because("slos_too_few", needed=needed, sent=sent, met=attained.met) if sent else because("none_sent"),
-        interval=share_interval(attained.met, n) if sampled else None,
+        interval=stats.share_interval(attained.met, n) if sampled else None,
         n=sent,
         needed=needed,
     )
@@ -343,7 +335,7 @@ def requests_needed(check: Check) -> int:
     """How many requests a share needs. At least 95 % within a bound is a p95 within it, and needs as many."""
     if check.relative or check.operator not in (">", ">=") or not 0 < check.bound < 1:
         return 1
-    return samples_needed(min(int(round(check.bound * 1000, 6)), _MAX_PERMILLE))
+    return stats.samples_needed(min(int(round(check.bound * 1000, 6)), _MAX_PERMILLE))
 
 
 def _speedup(row: Row, comparison: Comparison | None) -> _Value:

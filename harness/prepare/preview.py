@@ -223,7 +223,7 @@ def work(load: Load) -> str:
         who = f"{load.user} users by the trace {words.replayed(load.trace)}, at most {load.users} at once"
         return f"{who}, {amount} of its lengths ({load.output})"
     if load.arrivals is not None:
-        who = f"{load.user} users arriving {words.course(load.arrivals)}, at most {load.users} at once"
+        who = f"{load.user} users arriving {words.arrival_rate(load.arrivals)}, at most {load.users} at once"
     if load.endpoint == "embeddings":
         return f"{who}{burst}, {amount}, embeddings"
     return f"{who}{burst}, {amount}, {lengths_in_words(load.output_tokens)} each ({load.output})"

@@ -70,7 +70,6 @@ class Entry(Struct, frozen=True, kw_only=True):
     errors: int
     date: str
     run: str
-    folder: str  # below results/
     image: str | None
     image_digest: str | None
     version: str | None
@@ -165,24 +164,23 @@ class Board(Struct, frozen=True, kw_only=True):
 
 def collect(results: Path, shipped: Path) -> Board:
     """Everything below `results`; the third-party figures from there, else from `shipped`. Never raises for one run."""
-    runs: list[tuple[Path, Run, Summary]] = []
+    runs: list[tuple[Run, Summary]] = []
     unreadable = []
     for path in sorted(results.glob("*/*/*/run.json")):
         if path.relative_to(results).parts[0] in RESERVED:
             continue
         try:
-            runs.append((path.parent, read_run(path.parent), read_summary(path.parent)))
+            runs.append((read_run(path.parent), read_summary(path.parent)))
         except HarnessError as error:
             unreadable.append(error.what)
-    alike: dict[tuple[str, str, str, bool], list[tuple[Path, Run, Summary]]] = {}
-    for found in runs:
-        run = found[1]
+    alike: dict[tuple[str, str, str, bool], list[tuple[Run, Summary]]] = {}
+    for run, summary in runs:
         key = (run.scenario_name, run.scenario.model, run.workload_sha256, run.simulated)
-        alike.setdefault(key, []).append(found)
-    groups = [_group(results, members) for _, members in sorted(alike.items())]
+        alike.setdefault(key, []).append((run, summary))
+    groups = [_group(members) for _, members in sorted(alike.items())]
     own = results / THIRD_PARTY
     return Board(
-        machines=dict(sorted({run.machine.name: _what(run) for _, run, _ in runs}.items())),
+        machines=dict(sorted({run.machine.name: _what(run) for run, _ in runs}.items())),
         groups=sorted(groups, key=lambda group: (group.simulated, group.scenario, group.model)),
         figures=read_figures(own if own.exists() else shipped / THIRD_PARTY),
         unreadable=unreadable,
@@ -200,14 +198,12 @@ def read_figures(path: Path) -> list[Figure]:
         raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
 
 
-def _group(results: Path, members: Sequence[tuple[Path, Run, Summary]]) -> Group:
-    newest = max((run for _, run, _ in members), key=lambda run: run.started_wall_s)
-    used = [run.scenario.loads[row.load] for _, run, summary in members for row in summary.rows]
+def _group(members: Sequence[tuple[Run, Summary]]) -> Group:
+    newest = max((run for run, _ in members), key=lambda run: run.started_wall_s)
+    used = [run.scenario.loads[row.load] for run, summary in members for row in summary.rows]
     metric = "ttft_p50" if any(map(is_paced, used)) else metric_of(used)
-    entries = [
-        _entry(results, folder, run, summary, row, metric) for folder, run, summary in members for row in summary.rows
-    ]
-    entries.sort(key=lambda entry: _rank(entry, metric))
+    entries = [_entry(run, summary, row, metric) for run, summary in members for row in summary.rows]
+    entries.sort(key=_rank)
     best: dict[str, Entry] = {}
     for entry in entries:
         if entry.ranked:
@@ -224,13 +220,13 @@ def _group(results: Path, members: Sequence[tuple[Path, Run, Summary]]) -> Group
     )
 
 
-def _rank(entry: Entry, metric: str) -> tuple[bool, float, str, str, str, str]:
+def _rank(entry: Entry) -> tuple[bool, float, str, str, str, str]:
     """Best first; what is not ranked comes last."""
-    value = entry.value or 0.0
-    return not entry.ranked, -value if metric in RATES else value, entry.machine, entry.server, entry.load, entry.run
+    value = (entry.value or 0.0) * (-1 if entry.metric in RATES else 1)
+    return not entry.ranked, value, entry.machine, entry.server, entry.load, entry.run
 
 
-def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, metric: str) -> Entry:
+def _entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
     cells = {cell.id: cell for cell in summary.cells}
     values = [value for value in values_of(row, cells, metric) if value]
     served: ServedBy | None = next((cell.served_by for cell in run.served if cell.server == row.server), None)
@@ -247,7 +243,6 @@ def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, me
         errors=numbers.failed + numbers.unfinished,
         date=date_of(run.started_wall_s),
         run=run.id,
-        folder=folder.relative_to(results).as_posix(),
         image=served.image if served else None,
         image_digest=served.image_digest if served else None,
         version=served.version if served else None,

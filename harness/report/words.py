@@ -52,7 +52,7 @@ def load_in_words(load: Load) -> str:
     return f"{_people(load)}, {work} of {length}{time}"
 
 
-def course(arrivals: Arrivals) -> str:
+def arrival_rate(arrivals: Arrivals) -> str:
     """The rate of an open loop: "by chance, 4 a second"."""
     if arrivals.wave is not None:
         wave = arrivals.wave
@@ -78,7 +78,7 @@ def loop(load: Load) -> str:
     """What decides when a request is sent; nothing for those who wait for their answers."""
     if load.trace is not None:
         return f"trace {replayed(load.trace)}"
-    return f"open loop, {course(load.arrivals)}" if load.arrivals is not None else ""
+    return f"open loop, {arrival_rate(load.arrivals)}" if load.arrivals is not None else ""
 
 
 def _people(load: Load) -> str:
