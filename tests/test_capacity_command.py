@@ -54,7 +54,7 @@ def test_the_maximum_is_an_answer_and_its_run_is_valid(tmp_path: Path) -> None:
     assert {probe.state for probe in one.probes if probe.purpose == "slo"} == {"pass"}
     assert [probe.level for probe in one.probes if probe.purpose == "drift"] == [one.probes[0].level]
     run = read_run(only_run(tmp_path / "runs"))
-    assert (run.status, run.order) == ("valid", [probe.cell for probe in one.probes])
+    assert (run.status, run.order) == ("valid", [cell for probe in one.probes for cell in probe.cells])
     assert all(cell.stopped_after_s for cell in run.cells), "each load was stopped as planned"
     assert len({cell.seed for cell in run.cells}) == len(run.cells), "each probe has prompts of its own"
     assert len({cell.served_by.url for cell in run.cells}) == 1, "one start of the server"
@@ -261,7 +261,7 @@ def test_sentences(slo: SloCapacity, said: str) -> None:
 def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:
     probes = [
         MeasuredProbe(
-            cell="c", level=level, purpose="knee", state="done", blocks=8, answers=99, seconds=9.0, met=[],
+            cells=["c"], level=level, purpose="knee", state="done", blocks=8, answers=99, seconds=9.0, met=[],
             answer_s=1.0, tok_s=rate,
         )
         for level, runs in rates.items()
@@ -354,3 +354,13 @@ def test_wrong_input_about_a_mix_is_named(tmp_path: Path, options: list[str], sa
     done = capacity(tmp_path, "--load", "both", *options, **MIX)
     assert (done.code, done.out) == (1, "")
     assert said in done.err
+
+
+def test_a_server_that_dies_under_a_mix_does_not_hold_it(tmp_path: Path) -> None:
+    servers = {"one": server("--fault", "exit@60")}
+    done = capacity(tmp_path, "--load", "both", "--max-users", "1", **(MIX | {"servers": servers}))
+    assert done.code == 0, done.out + done.err
+    (one,) = found_in(tmp_path).servers
+    assert one.frontier is not None and one.frontier.states == [["breaks"]]
+    assert [(probe.state, len(probe.cells)) for probe in one.probes] == [("died", 2)]
+    assert "the server died at 1 people user and 1 job user, which counts as not held" in done.out

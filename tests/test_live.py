@@ -19,7 +19,7 @@ from harness.rundir.records import Request
 from harness.scenario import Load, Trace, Warmup
 from tests.command import harness, until, write
 from tests.faults import fault
-from tests.load_runs import log_of, make_job
+from tests.load_runs import log_of, make_job, records_of, wait_for_records
 from tests.web_ui import UI, ui
 
 
@@ -233,8 +233,8 @@ def test_the_end_of_a_trace_is_reported_and_a_new_start_begins_it_anew(engine: s
             assert (found.state()["state"], found.state()["whole"][ALL]["ended"]) == ("running", 4)
             found.stop()
             until(lambda: found.state()["state"] == "stopped")
-            lines = (tmp_path / "requests.jsonl").read_text().splitlines()
-            assert sorted(json.loads(line)["index"] for line in lines) == sorted(times * [0, 1, 2, 3])
+            wait_for_records(tmp_path, 4 * times)
+            assert sorted(one.index for one in records_of(tmp_path)) == sorted(times * [0, 1, 2, 3])
 
 
 def test_a_line_now_and_then_where_there_is_no_terminal(tmp_path: Path) -> None:

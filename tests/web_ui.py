@@ -66,7 +66,7 @@ class UI(NamedTuple):
 
 @contextmanager
 def ui(folder: Path, server: str, *options: str, locustfile: Path | str = "chat") -> Iterator[UI]:
-    """Stock Locust with its web UI."""
+    """Stock Locust with its web UI. Chat users pause for a moment only."""
     found = UI(free_port(), folder, server)
 
     def up() -> bool:
@@ -75,7 +75,8 @@ def ui(folder: Path, server: str, *options: str, locustfile: Path | str = "chat"
         except OSError:
             return False
 
-    child = start(folder, server, locustfile, "--web-port", str(found.port), "--think", "0.2", *options)
+    think = [] if locustfile == "batch" else ["--think", "0.2"]
+    child = start(folder, server, locustfile, "--web-port", str(found.port), *think, *options)
     try:
         until(up)
         yield found

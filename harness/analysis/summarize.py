@@ -162,12 +162,11 @@ def _apart(
     asked_s: dict[str, float] = {}
     cut = {cell.group for name, cell in cells.items() if not validity.whole(run.ran.get(name), marks.get(name, []))}
     for name, cell in cells.items():
-        window = _window(tallies[name])
-        if cell.mix is not None and window is not None:
+        window, ran = _window(tallies[name]), run.ran.get(name)
+        probe = ran is not None and ran.seed is not None  # of a capacity search, which counts what all loads have
+        if cell.mix is not None and window is not None and not probe:
             mixes.setdefault(cell.group, []).append(window)
-            ran = run.ran.get(name)
-            stopped_s = None if ran is None else ran.stopped_after_s
-            asked_s[cell.group] = run.scenario.loads[cell.load].duration_s or 0.0 if stopped_s is None else stopped_s
+            asked_s[cell.group] = run.scenario.loads[cell.load].duration_s or 0.0
     reasons = {}
     for group, windows in mixes.items():
         longest_s = asked_s[group]

@@ -26,9 +26,9 @@ _DRAWS = 2000
 
 
 class MeasuredProbe(Struct, frozen=True, kw_only=True):
-    """One probe: a cell of the run, or one for each load of a mix."""
+    """One probe."""
 
-    cell: str  # of a mix the first one
+    cells: list[str]  # of the run: one, or one for each load of a mix
     level: int
     second: int | None = None  # of a frontier: the level of the second load
     purpose: Purpose

@@ -384,7 +384,9 @@ def capacity_end(folder: Path, found: "CapacityReport") -> None:
     """End with the exit code of a capacity search. A server that died under a probe does not make its run INVALID."""
     from harness.rundir.manifest import read_run
 
-    died = {probe.cell for server in found.servers for probe in server.probes if probe.state == "died"}
+    died = {
+        cell for server in found.servers for probe in server.probes if probe.state == "died" for cell in probe.cells
+    }
     if any(reason.cell not in died for reason in read_run(folder).reasons):
         raise typer.Exit(ExitCode.INVALID)
     if not all(server.started for server in found.servers):

@@ -624,7 +624,7 @@ class ServerSearch:
         blocks = watch.blocks
         seconds = sum(block.seconds for block in blocks)
         probe = MeasuredProbe(
-            cell=cell_runs[0].id,
+            cells=[cell_run.id for cell_run in cell_runs],
             level=levels[0],
             second=levels[1] if len(levels) > 1 else None,
             purpose=purpose,
