@@ -544,8 +544,8 @@ _COMPARISON: Table = {
     "definitions_differ": "the definitions of '{field}' differ, so no ratio is given. {row}: {meaning}. {other}: "
     "{other_meaning}",
     "too_few_requests": "a {metric:metric} needs {needed} successful requests in each repeat",
-    "client_limited": "client-side bottleneck: the load generator limited the {metric:metric} of {names:and}; the "
-    "cause and the remedy are listed with the validity of the run",
+    "client_limited": "client-side bottleneck: the load generator, not the server, limited the {metric:metric} of one "
+    "side or both; the validity of the run lists the rows, the cause and the remedy",
     "run_invalid": "this run is INVALID",
     "definitions_of_runs": "runs whose definitions of '{field}' differ[ in the row {row}] are not compared: {run} and "
     "{other}",
