@@ -289,7 +289,7 @@ def test_what_a_server_says_is_text(browser: webdriver.Chrome, tmp_path: Path) -
             assert script(browser, "return document.querySelectorAll('#failures script, #failures img').length") == 0
             assert script(browser, "return document.title") == "LLM load, live"
             notes = script(browser, "return document.querySelector('#notes').textContent")
-            assert notes.startswith("Only the load's own numbers")
+            assert notes.startswith("Only the numbers of the load")
             keep(browser, "live-hostile")
             screen(browser, width=320)
             cut = "const box = document.getElementById('failures').parentNode; return box.scrollWidth - box.clientWidth"
