@@ -232,7 +232,7 @@ def test_what_is_in_flight_at_the_end_counts(tmp_path: Path, in_flight_at_the_en
     assert samples[f"{prefix}send_lag_seconds_count"] == samples[f"{prefix}e2e_sched_seconds_count"] == 15
     assert not any(f"{prefix}asked" in line and 'load="shut"' in line for line in shown)
     junit = harness("report", str(folder), "--format", "junit", cwd=tmp_path).out
-    assert 'name="schedule.a/open" value="a / open: open loop, evenly, 10 a second. asked 10/s; achieved 10/s' in junit
+    assert 'name="schedule.a/open" value="a / open: open loop, evenly, 10 a second. target 10/s; actual 10/s' in junit
     assert 'name="schedule.a/shut"' not in junit
 
 

@@ -358,7 +358,7 @@ def schedule_table(summary: Summary, run: Run) -> DetailTable:
 
 
 def schedule_numbers(table: DetailTable, line: DetailLine) -> str:
-    """ "asked 4.00/s; achieved 3.98/s; ..." """
+    """ "target 4.00/s; actual 3.98/s; ..." """
     return "; ".join(f"{column.title} {text}" for column, text in zip(table.columns[1:], line.texts[1:], strict=True))
 
 
@@ -590,12 +590,12 @@ MACHINE = (
 )  # fmt: skip
 SCHEDULE = (
     DetailColumn(
-        "asked", "asked", "Requests a second that the schedule asked for.",
+        "asked", "target", "Requests a second that the schedule asked for.",
         "of a fixed time: due ÷ time; of a fixed number or a trace: (requests − 1) ÷ (last due − first due)",
         _per_second("asked_per_s"),
     ),
     DetailColumn(
-        "achieved", "achieved", "Requests a second that were sent, whatever became of them.",
+        "achieved", "actual", "Requests a second that were sent, whatever became of them.",
         "of a fixed time: sent ÷ time; else (requests − 1) ÷ (last sent − first sent)", _per_second("achieved_per_s"),
     ),
     DetailColumn(
