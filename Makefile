@@ -22,14 +22,14 @@ all = status=0; set -x; $(call tests,$(1) -m alone); \
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-demo: install ## First contact: install and run scenarios/first-look.yaml on the embedded engine (no Docker, no GPU)
+demo: install ## Quick start: install and run scenarios/first-look.yaml on the embedded engine (no Docker, no GPU)
 	$(BIN)/harness run scenarios/first-look.yaml
 
 install: $(VENV)/installed ## Install into a virtual environment (.venv)
 
 dev: $(VENV)/installed-dev ## Install what the tests need, too
 
-test: dev ## Run every tier of tests that this machine can carry, and say which it cannot and why
+test: dev ## Run every tier of tests that this machine supports; report the others, with the reason
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	tests/engines/setup-for-tests
 	@$(call all)

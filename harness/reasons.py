@@ -640,9 +640,9 @@ def _capacity_frontier(
     """How much of one load of a mix fits next to how much of the other. `corners`: amounts of both."""
     parts: list[str] = []
     for one, other in corners:
-        beside = amount_words(one or 0.0, **first) if not parts else _number_of(one or 0.0, first["unit"])
+        companion = amount_words(one or 0.0, **first) if not parts else _number_of(one or 0.0, first["unit"])
         room = f"no {second['load']}" if other is None else _number_of(other, second["unit"])
-        parts.append(f"{room if parts or other is None else amount_words(other, **second)} next to {beside}")
+        parts.append(f"{room if parts or other is None else amount_words(other, **second)} next to {companion}")
     said = f"holds {', '.join(parts)}"
     return said if complete else f"unresolved: so far it {said}; a longer --budget can decide"
 
