@@ -19,6 +19,7 @@ def parse(*pieces: bytes) -> list[Event]:
         (b"data:a\n\n", [("message", b"a")]),
         (b"data:  a\n\n", [("message", b" a")]),
         (b"data: a\r\n\r\n", [("message", b"a")]),
+        (b"data: a\r\ndata: b\r\n\r\n", [("message", b"a\nb")]),
         (b"data: a\r\r", [("message", b"a")]),
         (b"data: a\r\n\n", [("message", b"a")]),
         (b"data: a\n\r\n", [("message", b"a")]),
