@@ -560,6 +560,8 @@ _COMPARISON: Table = {
 
 # What a capacity search found.
 
+_STOPPED = "the search was stopped early"
+
 
 def amount_words(amount: float, unit: str, load: str | None = None) -> str:
     """So many users, requests/s, or times a trace; of a load of a mix with its name."""
@@ -623,28 +625,39 @@ def _capacity_unresolved(
     high: float | None = None,
     load: str | None = None,
     next_to: Sequence[Mapping[str, Any]] = (),
+    complete: bool = False,
     **_: Any,
 ) -> str:
-    """The evidence leaves the answer open."""
+    """The evidence leaves the answer open: all probes were made (`complete`), or the search was stopped early."""
     known = [
         "" if low is None else f"it is at least {amount_words(low, unit, load)}",
         "" if high is None else f"it is at most {amount_words(high, unit, load)}",
     ]
     words = " and ".join(part for part in known if part) or "no level is decided"
-    return f"unresolved: {words}{_next_to(next_to)}; a longer --budget can decide"
+    why = "all probes were made, and the others are too close to the SLOs" if complete else _STOPPED
+    return f"unresolved: {words}{_next_to(next_to)}; {why}"
 
 
 def _capacity_frontier(
-    first: Mapping[str, Any], second: Mapping[str, Any], corners: Sequence[Sequence[float | None]], complete: bool
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    corners: Sequence[Sequence[float | None]],
+    complete: bool,
+    unresolved: Sequence[Sequence[float]] = (),
 ) -> str:
-    """How much of one load of a mix fits next to how much of the other. `corners`: amounts of both."""
+    """How much of one load of a mix fits next to how much of the other. `corners`, `unresolved`: amounts of both."""
     parts: list[str] = []
     for one, other in corners:
         companion = amount_words(one or 0.0, **first) if not parts else _number_of(one or 0.0, first["unit"])
         room = f"no {second['load']}" if other is None else _number_of(other, second["unit"])
         parts.append(f"{room if parts or other is None else amount_words(other, **second)} next to {companion}")
     said = f"holds {', '.join(parts)}"
-    return said if complete else f"unresolved: so far it {said}; a longer --budget can decide"
+    if unresolved:
+        pairs = [
+            f"{_number_of(other, second['unit'])} next to {_number_of(one, first['unit'])}" for one, other in unresolved
+        ]
+        said += f"; unresolved, so what is likelier counts: {', '.join(pairs)}"
+    return said if complete else f"unresolved: so far it {said}; {_STOPPED}"
 
 
 def _capacity_died(loads: Sequence[Mapping[str, Any]]) -> str:
@@ -662,7 +675,8 @@ _CAPACITY: Table = {
     "of the best {peak_tok_s:figures3} tok/s)[; from {hurts_from:,} users on more users make it slower]",
     "capacity_knee_none": "no knee in range: throughput still rises at {max:,} users, the maximum asked for",
     "capacity_knee_unclear": "where more concurrency stops paying is unresolved: [not below {low:,} users, and ]the "
-    "best measured level is {peak_level:,} users with {peak_tok_s:figures3} tok/s; a longer --budget can decide",
+    "best measured level is {peak_level:,} users with {peak_tok_s:figures3} tok/s; "
+    "{complete:?all probes were made|the search was stopped early}",
     "capacity_knee_drift": "the throughput of an early level was {ratio:.2f} times as high at the end: the machine "
     "drifted, so the answer mixes both states",
     "capacity_drift": "answers of the first level took {ratio:longer} at the end than at the start (95 % interval of "
@@ -676,8 +690,10 @@ _CAPACITY: Table = {
     "crossing_cannot_tell": "whether {side} or {base} gives more tok/s is inconclusive at the levels measured",
     "capacity_not_started": "the server did not start: {error}",
     "capacity_died": _capacity_died,
-    "capacity_budget": "the budget of {budget_s:.0f} s was spent before the answer was known; a longer --budget can "
-    "find it, or --max-users where the first probes have too many",
+    "capacity_budget": "its budget of {budget_s:duration} was spent before the answer was known; a longer --budget "
+    "can find it, or --max-users where the first probes have too many",
+    "capacity_not_idle": "{seconds:.0f} s after a probe the server still worked on {requests:,} requests: of other "
+    "users, or those that the probe left; later probes did not wait for them",
 }
 
 
@@ -707,6 +723,7 @@ _PLAN: Table = {
     "themselves (prompts: {{kind: file}}), or more requests",
     # Notes on one:
     "plan_no_blocks": "the measured time is too short to see a trend; the interval is that of the {repeats} repeats",
+    "plan_settling": "the first {share:percent} of its measured time are left out: the rate was less steady there",
     "plan_widened": "its rate {change:changed} during the measured time; the interval is wider by as much on both "
     "sides",
     "plan_runs_unknown": "run-to-run variation is unknown (one repeat, no stored noise): a standard deviation of "

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from harness.capacity.levels import load_at, step_of
 from harness.capacity.result import (
     CapacityReport,
     MeasuredProbe,
@@ -18,11 +19,13 @@ from harness.capacity.slo import FLUSH_S, BlockCutter, LoadPace, parse_slos, slo
 from harness.errors import HarnessError
 from harness.reasons import sentence
 from harness.report.capacity import answers_of, capacity_lines, crossover_reason
-from harness.run.capacity import drift_of, load_at, step_of
+from harness.run.capacity import drift_of, in_flight, wait_until_idle
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load
 from harness.scenario.file import load_scenario
+from harness.serve import attach
 from harness.simulated import spawned
+from harness.summary import because
 from tests.command import Done, going, harness, only_run, server, until, write
 from tests.made_runs import request
 
@@ -94,7 +97,7 @@ def test_a_spent_budget_leaves_an_unresolved_answer(tmp_path: Path) -> None:
     (one,) = found_in(tmp_path).servers
     assert one.slo is not None and one.slo.kind == "unresolved"
     assert [reason.code for reason in one.reasons] == ["capacity_budget"]
-    assert "unresolved: " in done.out and "the budget of 12 s was spent" in done.out
+    assert "unresolved: " in done.out and "its budget of 12 s was spent" in done.out
     assert read_run(only_run(tmp_path / "runs")).status == "valid"
 
 
@@ -111,6 +114,25 @@ def test_an_interrupted_search_can_be_read(tmp_path: Path) -> None:
     assert found_in(tmp_path).servers[0].probes
     assert "--resume" not in done.out, "a search has no plan that could be resumed"
     assert harness("report", run.id, "--runs", "runs", cwd=tmp_path).code == 3
+
+
+def test_a_probe_waits_for_the_requests_that_the_last_one_left() -> None:
+    said: list[str] = []
+    left = iter([3.0, 1.0, 0.0])
+    assert wait_until_idle(lambda: next(left), 0.0, 60.0, said.append) is None
+    assert said == [f"waiting for {words} of the last probe to end" for words in ("3 requests", "1 request")]
+    assert wait_until_idle(lambda: 2.0, 2.0, 60.0, said.append) is None, "other users had two before the search"
+    assert wait_until_idle(lambda: None, 0.0, 60.0, said.append) is None, "its metrics do not say"
+    assert wait_until_idle(lambda: 2.0, 0.0, 0.0, said.append) == 2.0
+    note = because("capacity_not_idle", requests=2, seconds=60.0)
+    assert sentence(note).startswith("60 s after a probe the server still worked on 2 requests")
+
+
+def test_the_requests_in_flight_come_from_the_metrics_of_the_server() -> None:
+    with spawned("--preset", "instant", quiet=True) as running:
+        assert in_flight(attach(running.url, None), None) == 0.0
+        found = attach(running.url, None)
+    assert in_flight(found, None) is None, "it has ended"
 
 
 def test_a_server_that_runs_needs_no_scenario(tmp_path: Path) -> None:
@@ -242,11 +264,12 @@ def test_drift_is_noticed_beyond_chance() -> None:
         ),
         (
             SloCapacity(kind="unresolved", level=None, low=8, high=15),
-            "s: unresolved: it is at least 8 users and it is at most 15 users; a longer --budget can decide",
+            "s: unresolved: it is at least 8 users and it is at most 15 users; all probes were made, and the others "
+            "are too close to the SLOs",
         ),
         (
-            SloCapacity(kind="unresolved", level=None, low=None, high=None),
-            "s: unresolved: no level is decided; a longer --budget can decide",
+            SloCapacity(kind="unresolved", level=None, low=None, high=None, complete=False),
+            "s: unresolved: no level is decided; the search was stopped early",
         ),
     ],
 )

@@ -19,16 +19,16 @@ def probed(blocks: list[tuple[int, int]], share: float = 0.95) -> ProbeEvidence:
 def test_a_few_late_answers_at_the_start_do_not_hide_a_level_that_meets_its_slo(first: int, second: int) -> None:
     """Seen on vLLM: 99.7 % of 2,055 answers in 40 blocks met a p95, but for six in the first seconds."""
     probe = probed([(first, 51), (second, 51), (51, 51)])
-    assert (probe.state, probe.blocks) == ("pass", 26)
+    assert (probe.state, probe.blocks) == ("pass", 22)
 
 
 @pytest.mark.parametrize(
     ("block", "state", "blocks"),
     [
-        ((51, 51), "pass", 24),
-        ((3, 3), "pass", 24),  # two users: 72 answers, where 59 are what a p95 needs without any doubt about blocks
-        ((50, 51), "pass", 38),  # 98.0 %, all blocks alike
-        ((45, 51), "fail", 5),
+        ((51, 51), "pass", 20),
+        ((3, 3), "pass", 20),  # two users: 60 answers, where 59 are what a p95 needs without any doubt about blocks
+        ((50, 51), "pass", 31),  # 98.0 %, all blocks alike
+        ((45, 51), "fail", 4),
         ((25, 51), "fail", 3),
         ((0, 3), "fail", 3),
     ],

@@ -48,6 +48,7 @@ def test_pairs_without_a_result_are_marked_and_tried_again() -> None:
         search.take(pair, ProbeEvidence([0.95]))
     answer = search.answer()
     assert {state for row in answer.states for state in row} == {"unresolved"}
+    assert (2, 2) in answer.unresolved
     assert max(sum(probe.level == pair for probe in search.results) for pair in ((1, 2), (2, 2))) == 2
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from harness.capacity.evidence import ProbeEvidence
+from harness.capacity.levels import load_at, pace_of, step_of
 from harness.capacity.search import SloSearch
 from harness.capacity.slo import FLUSH_S, BlockCutter, LoadBlock, parse_slos
-from harness.run.capacity import load_at, pace_of, step_of
 from harness.scenario import Arrivals, Load
 from harness.simulated.engine import EngineConfig
 from harness.simulated.virtual import VirtualWork, poisson

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from harness.capacity.evidence import ProbeEvidence
-from harness.capacity.search import SloCapacity, SloSearch, log_grid
+from harness.capacity.levels import log_grid
+from harness.capacity.search import SloCapacity, SloSearch
 
 
 def filled(attainment: float, seed: int = 0) -> ProbeEvidence:

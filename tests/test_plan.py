@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from harness import plan, summarize
-from harness.analysis.forecast import Forecast, forecast, read_duration, read_price
+from harness.analysis.forecast import Forecast, forecast, read_duration, read_price, read_progress
 from harness.errors import HarnessError, RunError
 from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
 from harness.paths import ROOT
@@ -32,10 +33,21 @@ LOAD = Load(user="batch", in_flight=IN_FLIGHT, requests=600, output_tokens=11)
 
 
 class Machined:
-    """A server whose time per item is known: tokens cost time, and the speed wanders (autocorrelated) and trends."""
+    """A server whose time per item is known: tokens cost time, and the speed wanders (autocorrelated) and trends.
 
-    def __init__(self, dice: random.Random, *, runs_sd: float = 0.01, wander: float = 0.03, trend: float = 0.0) -> None:
-        self.dice, self.runs_sd, self.wander, self.trend = dice, runs_sd, wander, trend
+    `settles`: until so many requests it is slower, at first by a tenth.
+    """
+
+    def __init__(
+        self,
+        dice: random.Random,
+        *,
+        runs_sd: float = 0.01,
+        wander: float = 0.03,
+        trend: float = 0.0,
+        settles: int = 0,
+    ) -> None:
+        self.dice, self.runs_sd, self.wander, self.trend, self.settles = dice, runs_sd, wander, trend, settles
 
     def lengths(self) -> tuple[int, int]:
         return self.dice.randint(100, 1000), min(400, 1 + int(self.dice.expovariate(1 / 60)))
@@ -50,6 +62,8 @@ class Machined:
             at = heapq.heappop(free)
             state = 0.95 * state + self.dice.gauss(0, self.wander * math.sqrt(1 - 0.95**2))
             drift = 1 + self.trend * (number / requests - 0.5)
+            if number < self.settles:
+                drift -= 0.1 * (1 - number / self.settles)
             prompt, output = (lengths or self.lengths)()
             took = IN_FLIGHT * (0.02 + 2e-5 * prompt + 5e-4 * output) / (speed * math.exp(state) * drift)
             heapq.heappush(free, at + took)
@@ -158,6 +172,24 @@ def test_a_trend_is_noticed(tmp_path: Path, trend: float, least: float, most: fl
     assert least - (room(least, seeds) if least < 1 else 0) <= noticed / seeds <= most + room(0.05, seeds)
 
 
+def test_the_time_in_which_a_server_settles_is_left_out(tmp_path: Path) -> None:
+    """As real vLLM does after a start: slower at first, so that its mean rate is not that of a long job."""
+    plain, found, seeds = [], [], draws(50)
+    for seed in range(seeds):
+        machine = fast(seed, settles=150)
+        run = write_run_of(tmp_path / str(seed), machine)
+        try:
+            row = only(forecast(tmp_path / str(seed), 20_000))
+        except RunError:  # so much slower at first that it has a trend
+            continue
+        truth = 3.5 + max(ended for _, ended, *_ in machine.run(20_000))
+        found.append(math.log(row.time_s.value / truth))
+        work = [one for one in read_progress(tmp_path / str(seed), run).values() if one is not None]
+        plain.append(math.log(20_000 / fmean(one.rate for one in work) / truth))
+    print(f"\nsettling: {fmean(plain):+.2%} with all of the measured time, {fmean(found):+.2%} without its start")
+    assert abs(fmean(found)) <= 0.6 * abs(fmean(plain))
+
+
 def test_other_lengths_are_scaled_by_the_cost_of_their_tokens(tmp_path: Path) -> None:
     errors, covered, seeds = [], 0, draws(50)
     for seed in range(seeds):
@@ -211,7 +243,7 @@ def test_lengths_that_hardly_vary_do_not_show_what_tokens_cost(tmp_path: Path) -
 def test_one_repeat_assumes_the_variation_between_runs_unless_it_is_stored(tmp_path: Path) -> None:
     run = write_run_of(tmp_path / "run", fast(), repeats=1)
     row = only(forecast(tmp_path / "run", 20_000))
-    assert [note.code for note in row.notes] == ["plan_runs_unknown"]
+    assert "plan_runs_unknown" in [note.code for note in row.notes]
     assert row.time_s.high / row.time_s.value > 1.1
     values = [[10.0], [10.1], [10.05], [9.95], [10.0]]
     noise = StoredNoise(
@@ -221,7 +253,7 @@ def test_one_repeat_assumes_the_variation_between_runs_unless_it_is_stored(tmp_p
     )  # fmt: skip
     write_noise(noise_path(tmp_path / "results", run), noise)
     known = only(forecast(tmp_path / "run", 20_000, results=tmp_path / "results"))
-    assert known.notes == []
+    assert {note.code for note in known.notes} <= {"plan_settling"}
     assert known.time_s.value == row.time_s.value
     assert known.time_s.high < row.time_s.high
 

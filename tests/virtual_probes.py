@@ -1,18 +1,28 @@
-"""Probes of seeded servers in virtual time, with an SLO that some load of them just meets."""
+"""Probes of seeded servers in virtual time, with an SLO that some load of them just meets.
+
+`python -m tests.virtual_probes > tests/data/slo_servers.jsonl` measures their true capacities again: about an hour.
+"""
 
 import math
 import random
 import statistics
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
+
 from harness.capacity.evidence import BLOCK_ANSWERS, ProbeEvidence
-from harness.capacity.search import SloSearch
+from harness.capacity.search import PROBE_ERROR, SloSearch
+from harness.paths import ROOT
 from harness.simulated.virtual import VirtualRequest, closed_loop
 from tests.virtual_servers import MAX_LEVEL, SeededServer, seeded_server
 
+SERVERS = 200
+STORED = ROOT / "tests" / "data" / "slo_servers.jsonl"
 TRUTH_REQUESTS = 60_000
+FIXED_BLOCKS = 40  # of each probe of the bisection with fixed samples
 
 
 class SeededQuestion(NamedTuple):
@@ -59,7 +69,7 @@ def run_probe(question: SeededQuestion, level: int, probe: ProbeEvidence, seed: 
 def run_search(question: SeededQuestion, seed: int = 1) -> SloSearch:
     search = SloSearch(MAX_LEVEL)
     while (level := search.next_level()) is not None:
-        probe = ProbeEvidence(question.shares)
+        probe = ProbeEvidence(question.shares, error=PROBE_ERROR)
         run_probe(question, level, probe, seed * 1000 + len(search.results))
         search.take(level, probe)
     return search
@@ -120,15 +130,39 @@ def true_capacity(question: SeededQuestion) -> int:
     return low
 
 
-def fixed_bisection(question: SeededQuestion, levels: list[int], count: int, seed: int) -> tuple[int, int]:
-    """(level, requests) of a plain bisection whose probes all take `count` blocks and believe the share they see."""
+def fixed_bisection(question: SeededQuestion, seed: int) -> tuple[int, int]:
+    """(level, requests) of a plain bisection whose probes all take FIXED_BLOCKS and believe the share they see."""
+    levels = SloSearch(MAX_LEVEL).levels
     low, high, requests = -1, len(levels), 0
     while high - low > 1:
         middle = (low + high) // 2
-        found = [
-            r for block in islice(blocks(question.server, levels[middle], seed * 1000 + middle), count) for r in block
-        ]
+        probe = islice(blocks(question.server, levels[middle], seed * 1000 + middle), FIXED_BLOCKS)
+        found = [request for block in probe for request in block]
         requests += len(found)
         met = all(met >= 0.95 * total for met, total in question.counts(found))
         low, high = (middle, high) if met else (low, middle)
     return (levels[low] if low >= 0 else 0), requests
+
+
+class SloTruth(msgspec.Struct, frozen=True):
+    """The true capacity of a seeded server, and what a bisection with fixed samples finds with how many requests."""
+
+    capacity: int
+    fixed_level: int
+    fixed_requests: int
+
+
+def truths() -> list[SloTruth]:
+    """The stored truth of all servers."""
+    return [msgspec.json.decode(line, type=SloTruth) for line in STORED.read_bytes().splitlines()]
+
+
+def truth(seed: int) -> SloTruth:
+    question = seeded_question(seed)
+    return SloTruth(true_capacity(question), *fixed_bisection(question, seed))
+
+
+if __name__ == "__main__":
+    for number in range(SERVERS):
+        sys.stdout.buffer.write(msgspec.json.encode(truth(number)) + b"\n")
+        sys.stdout.flush()

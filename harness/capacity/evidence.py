@@ -32,7 +32,7 @@ Block = Sequence[tuple[int, int]]  # for each SLO: requests that met it, request
 
 BLOCK_ANSWERS = 3  # a block lasts as long as so many answers, thinking included
 MAX_LOSS = 1 / BLOCK_ANSWERS  # what an incident loses of a block
-ERROR = 0.08  # a capacity needs two passes
+ERROR = 0.08  # of a probe that decides alone
 MAX_BLOCKS = 40  # for shares up to ...
 _SHARE = 0.95  # ... this one; a higher one needs as many more as it allows fewer requests to miss the SLO
 MIN_BLOCKS = 3  # two can be what is left of the start
@@ -41,8 +41,8 @@ PACE = 2.0
 LEANING = 0.05
 
 # What a block may lose of a bet's wealth at most: a mixture of bets, careful ones for attainments near the share.
-_STAKES = np.array([0.1, 0.4, 0.8])
-_WEIGHTS = np.log(np.array([0.2, 0.3, 0.5]))
+_STAKES = np.array([0.1, 0.4, 0.9])
+_WEIGHTS = np.log(np.array([0.1, 0.2, 0.7]))
 
 
 def block_limit(shares: Sequence[float]) -> int:

@@ -22,7 +22,7 @@ MAX_GAIN = 0.05  # two doublings that gain less end the ladder
 LADDER_PRECISION = 0.03  # half of the 95 % interval, relative, that ends a probe of the ladder
 FINE_PRECISION = 0.015  # the same for a level between two rungs
 MIN_PRECISION = 0.004  # no probe asks for a narrower one
-MIN_BLOCKS = 8
+MIN_BLOCKS, MAX_BLOCKS = 8, 60  # of a probe
 CONFIRM_BLOCKS = 3 * MIN_BLOCKS  # of a peak at the edge of a fall
 MAX_PROBES = 24
 DRIFT_LIMIT = 0.02  # smaller drift of the machine is not reported
@@ -78,6 +78,7 @@ class KneeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     hurts_from: int | None
     drift: float | None
     drifted: bool
+    complete: bool = True  # False: the search was stopped early
     points: list[KneePoint]
 
 
@@ -140,11 +141,6 @@ class KneeProbe:
                 del self.blocks[: len(self.blocks) // 2]  # it still settled then
         if enough and self._measured >= self.max_blocks:
             self.state = "done"
-        return self.state
-
-    def stop(self) -> KneeState:
-        """End the probe here, say because the time is over."""
-        self.state = "done"
         return self.state
 
     def _precise(self) -> bool:
@@ -264,21 +260,8 @@ class _Draws(NamedTuple):
 class KneeSearch:
     """A ladder of doublings up to two rungs beyond the knee, then what narrows the interval of the knee most."""
 
-    def __init__(
-        self,
-        max_level: int,
-        *,
-        max_blocks: int = 60,
-        max_probes: int = MAX_PROBES,
-        between_probes: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        """`max_blocks`: the cap of one probe. `between_probes`: relative standard deviation of the throughput between
-        probes of one level, which no blocks within a probe can show."""
+    def __init__(self, max_level: int, *, seed: int = 0) -> None:
         self.max_level = max_level
-        self.max_blocks = max_blocks
-        self.max_probes = max_probes
-        self.between_probes = between_probes
         self.taken: list[KneeProbe] = []
         self.repeated: KneeProbe | None = None  # the early level, measured again at the end
         self._phase: Literal["ladder", "narrow", "repeat", "done"] = "ladder"
@@ -295,7 +278,7 @@ class KneeSearch:
         """An empty probe of the level, with the precision that the search needs there."""
         earlier = [] if self._phase == "repeat" else self._blocks.get(level, [])
         best = 0.0 if earlier else max((throughput_of(one).tok_s for one in self._blocks.values()), default=0.0)
-        return KneeProbe(level, self._precision, self.max_blocks, earlier, best)
+        return KneeProbe(level, self._precision, MAX_BLOCKS, earlier, best)
 
     def take(self, level: int, probe: KneeProbe) -> None:
         """Count a probe, and choose the next level. One that was stopped before its second block counts for nothing."""
@@ -349,6 +332,7 @@ class KneeSearch:
             hurts_from=min(hurts, default=self._failed),
             drift=None if drift is None else drift[0],
             drifted=drift is not None and drift[1],
+            complete=self._phase in ("repeat", "done"),
             points=[self._point(level) for level in sorted(self._blocks)],
         )
 
@@ -358,7 +342,7 @@ class KneeSearch:
             self._next = min(max(self._blocks) * 2, self.max_level)
             return
         self._phase = "narrow"
-        wanted = self._wanted() if len(self.taken) < self.max_probes else None
+        wanted = self._wanted() if len(self.taken) < MAX_PROBES else None
         if wanted is None:
             self._phase = "repeat"
             wanted = self.taken[len(self._blocks) // 3].level, LADDER_PRECISION
@@ -389,7 +373,7 @@ class KneeSearch:
         x, y = np.log(np.array(levels, float)), np.log([max(rate.tok_s, floor) for rate in rates])
         probes = [sum(one.level == level for one in self.taken) for level in levels]
         errors = np.array([rate.error if rate.tok_s else 1.0 for rate in rates])
-        errors = np.hypot(errors, self.between_probes / np.sqrt(probes))
+        errors = np.hypot(errors, self.between_probes() / np.sqrt(probes))
         dice = np.random.default_rng(self._seed)
         chance = np.concatenate(
             [dice.standard_t([rate.freedom for rate in rates], (number, len(rates))), dice.uniform(0, 1, (number, 2))],
@@ -405,6 +389,23 @@ class KneeSearch:
             below += (fit < found.peak + share) & (np.arange(len(fit)) > int(np.argmax(fit)))
         middle = crossing(x, unimodal(y, weights), share, (0.5, 0.5))
         return _Draws(levels, chance, knees, peaks, below / number, middle)
+
+    def between_probes(self) -> float:
+        """Relative standard deviation of the throughput between probes of one level, which no blocks within a probe
+        show: by the method of moments (DerSimonian and Laird 1986), from the levels that were measured again."""
+        squares = expected = scale = 0.0
+        for level in self._blocks:
+            probes = [throughput_of(one.blocks) for one in self.taken if one.level == level]
+            if self.repeated is not None and self.repeated.level == level:
+                probes.append(throughput_of(self.repeated.blocks))
+            if len(probes) < 2 or not all(probe.tok_s for probe in probes):
+                continue
+            logs, weights = np.log([probe.tok_s for probe in probes]), np.array([probe.error**-2 for probe in probes])
+            freedom = min(probe.freedom for probe in probes)
+            squares += float(weights @ (logs - weights @ logs / weights.sum()) ** 2)
+            expected += (len(probes) - 1) * freedom / max(1, freedom - 2)  # of squares of Student's t
+            scale += float(weights.sum() - (weights @ weights) / weights.sum())
+        return math.sqrt(max(0.0, squares - expected) / scale) if scale else 0.0
 
     def _wanted(self) -> tuple[int, float] | None:
         """The level, and the precision there, that narrows the interval most; None: it is narrow enough."""

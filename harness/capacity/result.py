@@ -11,6 +11,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from harness.capacity.knee import KneeAnswer
+from harness.capacity.levels import CapacityUnit
 from harness.capacity.search import MASS, Frontier, SloCapacity
 from harness.errors import HarnessError
 from harness.files import pretty_json, read_json, replace_file
@@ -18,7 +19,6 @@ from harness.summary import Reason
 
 CAPACITY_FILE = "capacity.json"
 CAPACITY_VERSION = 1
-CapacityUnit = Literal["users", "requests/s", "times the trace"]
 Purpose = Literal["slo", "knee", "drift"]
 CrossingKind = Literal["from", "until", "always", "never", "cannot_tell"]
 Floats = NDArray[np.float64]
@@ -42,7 +42,7 @@ class MeasuredProbe(Struct, frozen=True, kw_only=True):
 
 
 class CapacityDrift(Struct, frozen=True, kw_only=True):
-    """An early level measured again at the end: output tok/s relative to the first time, with a 95 % interval."""
+    """An early level measured again at the end: its latency relative to the first time, with a 95 % interval."""
 
     level: int
     ratio: float

@@ -6,16 +6,18 @@ names, and gives its evidence to `take`.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 from msgspec import Struct
 
 from harness.capacity.evidence import ProbeEvidence, ProbeState
+from harness.capacity.levels import GRID_STEP, log_grid
 
 CapacityKind = Literal["found", "more_than", "none", "unresolved"]
 PairState = Literal["meets", "breaks", "unresolved"]
 
-STEP = 0.1
+PROBE_ERROR = 0.15  # of one probe: the capacity needs two that passed, and the level above it two that failed
 MASS = 0.95  # of the interval
 RETRIES = 9  # of pairs without a result
 _CLIP = 0.97  # no single probe is worth more than this probability
@@ -37,6 +39,7 @@ class SloCapacity(Struct, frozen=True, kw_only=True):
     high: int | None
     above: int | None = None  # the smallest level above that failed ...
     broken: str | None = None  # ... and the SLO that it broke most clearly
+    complete: bool = True  # False: the search was stopped early
     posterior: list[tuple[int, float]] = []  # level, and the probability that it is the answer
 
 
@@ -45,13 +48,15 @@ class Frontier(Struct, frozen=True, kw_only=True):
 
     `states[i][j]`: what clear probes say of firsts[i] and seconds[j], directly or because a pair with more of both
     meets the SLOs or one with fewer breaks them. `largest[i]`: the largest second level that meets them next to
-    firsts[i], None for none; pairs without clear evidence count by what is more likely.
+    firsts[i], None for none. `unresolved`: the pairs that were measured without clear evidence; in `largest` they count
+    by what is likelier.
     """
 
     firsts: list[int]
     seconds: list[int]
     states: list[list[PairState]]
     largest: list[int | None]
+    unresolved: list[tuple[int, int]] = []
     complete: bool  # False: the search was stopped early
 
 
@@ -63,15 +68,7 @@ class SearchProbe(Struct, frozen=True):
     requests: int
 
 
-def log_grid(max_level: int, step: float = STEP) -> list[int]:
-    """Levels from 1 to max_level, each larger by `step`, at least by 1."""
-    levels = [1]
-    while levels[-1] < max_level:
-        levels.append(min(max_level, max(levels[-1] + 1, math.floor(levels[-1] * (1 + step)))))
-    return levels
-
-
-def probe_limit(max_level: int, step: float = STEP) -> int:
+def probe_limit(max_level: int, step: float = GRID_STEP) -> int:
     """How many probes a search makes at most: those of a bisection, two to confirm, one for a probe without result."""
     return math.ceil(math.log2(len(log_grid(max_level, step)) + 1)) + 3
 
@@ -79,15 +76,14 @@ def probe_limit(max_level: int, step: float = STEP) -> int:
 class SloSearch:
     """Probabilistic bisection on a grid of levels, then fresh probes.
 
-    The *capacity* is the largest level (users, or another unit of load) that meets all SLOs. The grid has every level
-    up to 1 / STEP and then steps of STEP. Each state of the search, "the capacity is between this level of the grid and
-    the next", has a probability; all are equally likely at first. A probe shifts it to one side by its own evidence
-    (generalised probabilistic bisection, arXiv 1711.00843); an unresolved one shifts little. The next probe is at the
-    median. When the capacity is in one step, a fresh probe of the answer and one of the step above must agree with it,
-    else the search goes on.
+    The *capacity* is the largest level (users, or another unit of load) that meets all SLOs. Each state of the search,
+    "the capacity is between this level of the grid and the next", has a probability; all are equally likely at first.
+    A probe shifts it to one side by its own evidence (generalised probabilistic bisection, arXiv 1711.00843); an
+    unresolved one shifts little. The next probe is at the median. When the capacity is in one step, a fresh probe of
+    the answer and one of the step above must agree with it, else the search goes on.
     """
 
-    def __init__(self, max_level: int, *, step: float = STEP) -> None:
+    def __init__(self, max_level: int, *, step: float = GRID_STEP) -> None:
         if max_level < 1:
             raise ValueError(f"the highest level must be at least 1 (got {max_level})")
         self.levels = log_grid(max_level, step)
@@ -141,17 +137,19 @@ class SloSearch:
         """The answer by the probes so far."""
         low, high = self._bracket()
         first, last = self._interval()
+        complete = self.next_level() is None
         posterior = [(level, chance) for level, chance in self.posterior() if chance > 1e-4]
+        capacity = partial(SloCapacity, complete=complete, posterior=posterior)
         if low == self.levels[-1]:
-            return SloCapacity(kind="more_than", level=low, low=first, high=None, posterior=posterior)
+            return capacity(kind="more_than", level=low, low=first, high=None)
         if high == self.levels[0]:
-            return SloCapacity(kind="none", level=0, low=0, high=0, above=high, posterior=posterior)
-        if low is None or high is None or self.next_level() is not None:
+            return capacity(kind="none", level=0, low=0, high=0, above=high)
+        if low is None or high is None or not complete:
             last = None if high is None else high - 1
-            return SloCapacity(kind="unresolved", level=None, low=low, high=last, above=high, posterior=posterior)
+            return capacity(kind="unresolved", level=None, low=low, high=last, above=high)
         last = max(last or 0, high - 1)
         above = min((level for level in self.levels if level > last and self._net(level) < 0), default=None)
-        return SloCapacity(kind="found", level=low, low=min(first, low), high=last, above=above, posterior=posterior)
+        return capacity(kind="found", level=low, low=min(first, low), high=last, above=above)
 
     def _tries(self, level: int) -> int:
         return sum(result.level == level for result in self.results)
@@ -203,12 +201,6 @@ def _median(masses: Sequence[float]) -> int:
     return len(masses) - 1
 
 
-def pair_grid(max_level: int) -> list[int]:
-    """Levels from 1 to max_level, each larger by about a half: 1, 2, 3, 4, 6, 8, 12, 16 ..."""
-    levels = {size * 2**power for power in range(max_level.bit_length()) for size in (2, 3)}
-    return sorted({1, max_level} | {level for level in levels if level < max_level})
-
-
 class FrontierSearch:
     """A saddleback walk: which pairs of levels of two loads meet the SLOs, such as 20 chat users and 4 agents.
 
@@ -258,8 +250,14 @@ class FrontierSearch:
             states.append(["unresolved" if met is None else "meets" if met else "breaks" for met in row])
             likely = [j for j, met in enumerate(row) if met or met is None and _implied((i, j), self._chances)]
             largest.append(self.seconds[max(likely)] if likely else None)
-        complete = self._next() is None
-        return Frontier(firsts=self.firsts, seconds=self.seconds, states=states, largest=largest, complete=complete)
+        return Frontier(
+            firsts=self.firsts,
+            seconds=self.seconds,
+            states=states,
+            largest=largest,
+            unresolved=[(self.firsts[i], self.seconds[j]) for i, j in self._chances if states[i][j] == "unresolved"],
+            complete=self._next() is None,
+        )
 
     def _next(self) -> tuple[int, int] | None:
         i, j = self._at

@@ -74,6 +74,7 @@ def answers_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
                 one=found.amount(1),
                 unit=found.unit,
                 broken=slo.broken,
+                complete=slo.complete,
                 load=found.varied[0].load if found.members else None,
                 next_to=[{"amount": one.amount, "unit": one.unit, "load": one.load} for one in found.fixed],
             )
@@ -90,6 +91,7 @@ def answers_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
                     for one, other in corners(server.frontier)
                 ],
                 complete=server.frontier.complete,
+                unresolved=[[one * first.step, other * second.step] for one, other in server.frontier.unresolved],
             )
         )
     if (knee := server.knee) is not None:
@@ -103,6 +105,7 @@ def answers_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
                 peak_level=knee.peak_level,
                 peak_tok_s=knee.peak_tok_s,
                 hurts_from=knee.hurts_from,
+                complete=knee.complete,
             )
         )
     return answers

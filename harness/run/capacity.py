@@ -3,22 +3,23 @@
 Each probe is a cell of a normal run with its own load generator. One server start serves all probes of a server.
 """
 
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+import requests
 
-from harness.capacity.evidence import BLOCK_ANSWERS, MIN_BLOCKS, ProbeEvidence, block_limit
+from harness.capacity.evidence import BLOCK_ANSWERS, ERROR, MIN_BLOCKS, ProbeEvidence, block_limit
 from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
+from harness.capacity.levels import MIN_ARRIVALS, load_at, log_grid, pace_of, pair_grid, step_of, unit_of
 from harness.capacity.result import (
     CapacityDrift,
     CapacityReport,
-    CapacityUnit,
     MeasuredProbe,
     MixMember,
     Purpose,
@@ -26,20 +27,19 @@ from harness.capacity.result import (
     crossovers_of,
     write_capacity,
 )
-from harness.capacity.search import FrontierSearch, SloCapacity, SloSearch, log_grid, pair_grid, probe_limit
+from harness.capacity.search import PROBE_ERROR, FrontierSearch, SloCapacity, SloSearch, probe_limit
 from harness.capacity.slo import (
     EXAMPLE,
     FLUSH_S,
     BlockCutter,
     CapacitySlo,
     LoadBlock,
-    LoadPace,
     parse_slos,
     slos_of_scenario,
 )
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
-from harness.judge.stats import t_quantile
+from harness.judge.stats import effect
 from harness.prepare.experiment import Experiment, load_name
 from harness.process import refuse_too_few_files
 from harness.report.capacity import amounts_text
@@ -48,6 +48,7 @@ from harness.run.orchestrator import Note, conduct, endpoint_of, run_group
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
+from harness.rundir.samples import ask_metrics
 from harness.scenario import (
     MAX_USERS,
     Load,
@@ -57,24 +58,21 @@ from harness.scenario import (
     taken_together,
     wave_of,
 )
-from harness.scenario.behaviour import pause_mean_s
 from harness.scenario.plan import Cell, cell_of, staged
 from harness.serve import Endpoint
-from harness.summary import ALPHA, Reason, because
+from harness.summary import Reason, because
 from harness.units import count, duration
 
-STEPS = 10  # an open loop's rate changes in steps of this part of the scenario's rate
-MIN_ARRIVALS = 3.0  # of an open loop in a block
 FIRST_WARMUP_S = 120.0  # at most, while it is not known how long an answer takes
 MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 600.0  # later
 MIN_WARMUP_REQUESTS, WARMUP_WAVES = 200, 8  # after so many requests, or waves of all users, it is over at the latest
 STEADY_WITHIN = 0.1
-QUEUE_S = 120.0  # an open loop has users for a queue that is so long; with fewer, arrivals would be lost
 MAX_RESTARTS = 2  # of a server that died under a probe
 _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 DRIFT_LIMIT = 0.05  # smaller drift is not reported
 WARMUP_BLOCKS = 6  # a warm-up is about as long as so many blocks
+IDLE_S = 60.0  # at most, for requests of the last probe that the server goes on with
 
 
 class CapacityQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,41 +191,6 @@ def _fixed(fix: Sequence[str], load: str, kinds: Mapping[str, Load]) -> dict[str
     return fixed
 
 
-def unit_of(load: Load) -> CapacityUnit:
-    """In what the amount of a load is counted."""
-    return "times the trace" if load.trace is not None else "requests/s" if is_open(load) else "users"
-
-
-def step_of(load: Load) -> float:
-    """How much a level is: one user, or a part of an open loop's rate, or of a trace's speed."""
-    if load.trace is not None:
-        return load.trace.speed / STEPS
-    return 1.0 if load.arrivals is None else (load.arrivals.rate or 1.0) / STEPS
-
-
-def pace_of(load: Load, amount: float) -> LoadPace:
-    """What the length of the blocks of a load depends on."""
-    if is_open(load):
-        return LoadPace(min_s=MIN_ARRIVALS / amount if load.trace is None else 0.0, open_loop=True)
-    return LoadPace(pause_s=pause_mean_s(load.think if load.think is not None else load.think_s))
-
-
-def load_at(load: Load, amount: float, duration_s: float) -> Load:
-    """The load with so many users, requests/s, or times its trace. It goes on for `duration_s`, a trace until its end,
-    unless it is stopped before."""
-    if load.trace is not None:
-        more = math.ceil(load.users * max(1.0, amount / load.trace.speed))
-        trace = msgspec.structs.replace(load.trace, speed=amount)
-        return msgspec.structs.replace(load, users=min(MAX_USERS, more), trace=trace)
-    load = msgspec.structs.replace(load, requests=None, duration_s=duration_s)
-    if load.arrivals is None:
-        users = round(amount)
-        return msgspec.structs.replace(load, users=users, processes=min(load.processes, users))
-    users = min(MAX_USERS, max(load.users, math.ceil(QUEUE_S * amount)))
-    arrivals = msgspec.structs.replace(load.arrivals, rate=amount)
-    return msgspec.structs.replace(load, users=users, arrivals=arrivals)
-
-
 def capacity(
     experiment: Experiment, question: CapacityQuestion, runs: Path, progress: Progress
 ) -> tuple[Path, CapacityReport]:
@@ -244,25 +207,27 @@ def capacity(
 
 def announced(experiment: Experiment, question: CapacityQuestion) -> str:
     """How many probes there may be, and how long they take."""
-    slos = [slo.share for found in question.slos.values() for slo in found]
-    shortest = (MIN_BLOCKS + WARMUP_BLOCKS) * BLOCK_ANSWERS
-    longest = (block_limit(slos or [0.5]) + 2 * WARMUP_BLOCKS) * BLOCK_ANSWERS
+    shares = [slo.share for found in question.slos.values() for slo in found]
+    max_blocks = block_limit(shares or [0.5])
+    shortest, longest = (
+        BLOCK_ANSWERS * blocks for blocks in (MIN_BLOCKS + WARMUP_BLOCKS, max_blocks + 2 * WARMUP_BLOCKS)
+    )
+    probes = probe_limit(question.max_level)
     if len(question.varied) > 1:
         probes = FrontierSearch(*[pair_grid(question.max_level)] * 2).max_probes
-    else:
-        probes = probe_limit(question.max_level)
     said = (
-        f"{f'At most {probes} probes each for the SLOs. ' if slos else ''}A probe takes some {shortest} to {longest} "
-        f"times as long as an answer: at 2 s an answer {duration(2 * shortest)} to {duration(2 * longest)}."
+        f"{f'At most {probes} probes each for the SLOs. ' if shares else ''}A probe takes some {shortest} to {longest} "
+        f"times as long as an answer with the pause after it: at 2 s, {duration(2 * shortest)} to "
+        f"{duration(2 * longest)}."
     )
-    for part in question.varied:
-        load = experiment.scenario.loads[part]
+    levels = log_grid(question.max_level)
+    for load in (experiment.scenario.loads[part] for part in question.varied):
         if load.arrivals is not None:
-            rate = log_grid(question.max_level)[len(log_grid(question.max_level)) // 2] * step_of(load)
-            times = [duration(count * MIN_ARRIVALS / rate) for count in (MIN_BLOCKS, block_limit(slos or [0.5]))]
+            rate = levels[len(levels) // 2] * step_of(load)
+            first, last = (duration(blocks * MIN_ARRIVALS / rate) for blocks in (MIN_BLOCKS, max_blocks))
             said += (
                 f" A block has {MIN_ARRIVALS:.0f} arrivals or more, so a probe of {rate:.3g} requests/s takes at least "
-                f"{times[0]}, and {times[1]} near the bound."
+                f"{first}, and {last} near the bound."
             )
     return said
 
@@ -346,11 +311,10 @@ class CapacitySearch:
             finally:
                 self.write(running.folder, one.result())
 
-    def write(self, folder: Path, *one: ServerCapacity) -> None:
+    def write(self, folder: Path, one: ServerCapacity) -> None:
         """Keep what is known of a server."""
-        others = [known for known in self.found.servers if known.server not in [new.server for new in one]]
         took_s = time.monotonic() - self.began_s
-        servers = [*others, *one]
+        servers = [*(known for known in self.found.servers if known.server != one.server), one]
         crossovers = crossovers_of(servers) if len(servers) == len(self.question.slos) else []
         self.found = msgspec.structs.replace(self.found, servers=servers, crossovers=crossovers, took_s=took_s)
         write_capacity(folder, self.found)
@@ -365,6 +329,7 @@ class ServerSearch:
         self.note = note
         self.name = name
         self.deadline_s = deadline_s
+        self.budget_s = max(0.0, deadline_s - time.monotonic())
         self.slos = whole.question.slos[name]
         max_level, two = whole.question.max_level, len(whole.question.varied) == 2
         self.slo = SloSearch(max_level) if self.slos and not two else None
@@ -376,12 +341,14 @@ class ServerSearch:
         self.drift: CapacityDrift | None = None
         self._blocks: list[list[LoadBlock]] = []  # of each probe
         self._answer_s: float | None = None  # at the last level
-        self._drift_done = False
+        self._idle: float | None = None  # requests that the server works on without a load; None: it does not say
 
     def cells(self) -> Iterator[CellRun]:
         """Run probes until the searches have their answers, or the time is over."""
-        for restarts in range(MAX_RESTARTS + 1):
-            first = self._cells_of(self._next() or (1,))[0]
+        for _ in range(MAX_RESTARTS + 1):
+            if (task := self._next()) is None:
+                return
+            first = self._cells_of(task[1])[0]
             try:
                 with endpoint_of(self.running, first) as endpoint:
                     self.started = True
@@ -394,20 +361,15 @@ class ServerSearch:
                 self.reasons.append(because("capacity_not_started", error=error.what, failure=known))
                 self.whole.progress.line(f"{self.name}: {error.what}. {error.next_step}".strip())
                 return
-            if not self.probes or self.probes[-1].state != "died" or restarts == MAX_RESTARTS:
-                return
-            if self._next() is None:
+            if self.probes[-1].state != "died":
                 return
 
     def result(self) -> ServerCapacity:
         """What is known now."""
-        knee = None
-        if self.knee is not None and self.knee.measured:
-            knee = self.knee.answer()
         return ServerCapacity(
             server=self.name,
             slo=self._slo_answer(),
-            knee=knee,
+            knee=self.knee.answer() if self.knee is not None and self.knee.measured else None,
             frontier=None if self.frontier is None or not self.started else self.frontier.answer(),
             drift=self.drift,
             reasons=self.reasons,
@@ -419,12 +381,10 @@ class ServerSearch:
         if self.slo is None or not self.started:
             return None
         answer = self.slo.answer()
-        broken = [
-            probe
-            for probe in self.probes
-            if probe.purpose == "slo" and probe.level == answer.above and probe.state in ("fail", "died")
-        ]
-        return msgspec.structs.replace(answer, broken=self._broken(broken[0]) if broken else None)
+        for probe in self.probes:
+            if probe.purpose == "slo" and probe.level == answer.above and probe.state in ("fail", "died"):
+                return msgspec.structs.replace(answer, broken=self._broken(probe))
+        return answer
 
     def _broken(self, probe: MeasuredProbe) -> str | None:
         """The SLO that a failed probe missed by most."""
@@ -435,98 +395,84 @@ class ServerSearch:
         ]
         return max(missed)[1] if missed else None
 
-    def _next(self) -> tuple[int, ...] | None:
-        for search in (self.slo, self.knee):
-            if search is not None and (level := search.next_level()) is not None:
-                return (level,)
-        return None if self.frontier is None else self.frontier.next_pair()
+    def _next(self) -> tuple[Purpose, tuple[int, ...]] | None:
+        """What to measure next: for the SLOs, then an early level again, then for the knee."""
+        if self.frontier is not None and (pair := self.frontier.next_pair()) is not None:
+            return "slo", pair
+        if self.slo is not None and (level := self.slo.next_level()) is not None:
+            return "slo", (level,)
+        repeats = self.slo is not None and len(self.probes) > 1 and time.monotonic() < self.deadline_s
+        if repeats and all(probe.purpose == "slo" for probe in self.probes):
+            return "drift", (self.probes[self._repeated()].level,)
+        if self.knee is not None and (level := self.knee.next_level()) is not None:
+            return "knee", (level,)
+        return None
+
+    def _repeated(self) -> int:
+        """The number of the probe that is repeated to see drift: the first one that passed, else the first."""
+        return next((number for number, probe in enumerate(self.probes) if probe.state == "pass"), 0)
 
     def _probes_on(self, endpoint: Endpoint) -> Iterator[CellRun]:
         """Probes on one start of the server, until there are no more, it has died, or the time is over."""
-        if self.slo is not None:
-            while (level := self.slo.next_level()) is not None:
-                probe = self._evidence()
-                ended = yield from self._probe(endpoint, (level,), "slo", probe, lambda block: block.counts)
-                if ended != "over":
-                    self.slo.take(level, probe)  # one that is still open counts as unresolved
-                if ended != "done":
-                    return
-            yield from self._repeat_first(endpoint)
-        if self.knee is not None:
-            while (level := self.knee.next_level()) is not None:
-                knee = self.knee.probe(level)
-                ended = yield from self._probe(endpoint, (level,), "knee", knee, knee_block)
-                if ended == "died":
-                    self.knee.fail(level)
-                elif ended == "done":
-                    self.knee.take(level, knee)
-                if ended != "done":
-                    return
-        if self.frontier is not None:
-            while (pair := self.frontier.next_pair()) is not None:
-                probe = self._evidence()
-                ended = yield from self._probe(endpoint, pair, "slo", probe, lambda block: block.counts)
-                if ended != "over":
-                    self.frontier.take(pair, probe)
-                if ended != "done":
-                    return
+        self._idle = in_flight(endpoint, self.running.api_key)
+        while (task := self._next()) is not None:
+            going_on = yield from self._probe(endpoint, *task)
+            if not going_on:
+                return
 
-    def _evidence(self) -> ProbeEvidence:
-        return ProbeEvidence([slo.share for slo in self.slos])
-
-    def _probe(
-        self,
-        endpoint: Endpoint,
-        levels: tuple[int, ...],
-        purpose: Purpose,
-        probe: ProbeEvidence | KneeProbe,
-        part_of: Callable[[LoadBlock], Any],
-    ) -> Generator[CellRun, None, Literal["done", "died", "over"]]:
-        """Run one probe, and record it. over: there is no time for more, or the load could not be sent."""
+    def _probe(self, endpoint: Endpoint, purpose: Purpose, levels: tuple[int, ...]) -> Generator[CellRun, None, bool]:
+        """Run one probe, record it, and learn from it. False: the server has died, there is no time for more, or the
+        load could not be sent."""
+        probe: ProbeEvidence | KneeProbe | None = None  # None: of the drift check
+        if purpose == "slo":
+            probe = ProbeEvidence([slo.share for slo in self.slos], error=ERROR if self.slo is None else PROBE_ERROR)
+        elif purpose == "knee" and self.knee is not None:
+            probe = self.knee.probe(levels[0])
 
         def add(block: LoadBlock) -> bool:
-            probe.add(part_of(block))
-            return probe.state != "open"
+            if isinstance(probe, ProbeEvidence):
+                return probe.add(block.counts) != "open"
+            if isinstance(probe, KneeProbe):
+                return probe.add(KneeBlock(block.seconds, block.output_tokens)) != "open"
+            return len(watch.blocks) >= DRIFT_BLOCKS
 
         watch = ProbeWatch(self._cutter(levels, purpose), add, self.deadline_s)
         cell_runs = self._measure(endpoint, levels, purpose, watch)
         yield from cell_runs
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
+        late = not watch.decided and time.monotonic() > self.deadline_s
         if died and isinstance(probe, ProbeEvidence):  # not held: all that was in flight is lost
             while probe.state == "open":
                 probe.add([(0, sum(levels))] * len(self.slos))
-        late = time.monotonic() > self.deadline_s
-        state = "died" if died else probe.state if watch.decided else "stopped" if late else "unresolved"
-        self._record(cell_runs, levels, purpose, state, watch)
+        state: Any = "done" if probe is None else probe.state
+        if not watch.decided:
+            state = "stopped" if late or probe is None else "unresolved"
+        self._record(cell_runs, levels, purpose, "died" if died else state, watch)
+        going_on = not (problems or late)
+        if died or going_on:
+            self._learn(levels, probe, died)
         if died:
             self.reasons.append(because("capacity_died", loads=self.whole.found.loads_at(levels)))
-            return "died"
-        self.reasons += problems
-        if not watch.decided and late and not problems:
-            self.reasons.append(because("capacity_budget", budget_s=self.whole.question.budget_s))
-        if problems or not watch.decided and late:
-            return "over"
-        return "done"
+        else:
+            self.reasons += problems
+            if late and not problems and probe is not None:
+                self.reasons.append(because("capacity_budget", budget_s=self.budget_s))
+        self.whole.write(self.running.folder, self.result())
+        return going_on
 
-    def _repeat_first(self, endpoint: Endpoint) -> Iterator[CellRun]:
-        """Measure the first level that passed, else the first, once more: the machine may have drifted."""
-        if self._drift_done or len(self.probes) < 2 or time.monotonic() > self.deadline_s:
-            return
-        self._drift_done = True
-        first = next((number for number, probe in enumerate(self.probes) if probe.state == "pass"), 0)
-        level, before = self.probes[first].level, self._blocks[first]
-        again: list[LoadBlock] = []
-
-        def add(block: LoadBlock) -> bool:
-            again.append(block)
-            return len(again) >= DRIFT_BLOCKS
-
-        watch = ProbeWatch(self._cutter((level,), "drift"), add, self.deadline_s)
-        cell_runs = self._measure(endpoint, (level,), "drift", watch)
-        yield from cell_runs
-        self._record(cell_runs, (level,), "drift", "done" if watch.decided else "stopped", watch)
-        self.drift = drift_of(level, before, again)
+    def _learn(self, levels: tuple[int, ...], probe: ProbeEvidence | KneeProbe | None, died: bool) -> None:
+        if probe is None:
+            self.drift = drift_of(levels[0], self._blocks[self._repeated()], self._blocks[-1])
+        elif isinstance(probe, KneeProbe) and self.knee is not None:
+            if died:
+                self.knee.fail(levels[0])
+            else:
+                self.knee.take(levels[0], probe)
+        elif isinstance(probe, ProbeEvidence) and self.slo is not None:
+            self.slo.take(levels[0], probe)  # one that is still open counts as unresolved
+        elif isinstance(probe, ProbeEvidence) and self.frontier is not None:
+            self.frontier.take((levels[0], levels[1]), probe)
 
     def _amounts(self, levels: tuple[int, ...]) -> dict[str, float]:
         """The amount of each load at these levels of those that are varied."""
@@ -583,6 +529,7 @@ class ServerSearch:
         scenario = msgspec.structs.replace(whole.scenario, warmup=self._warmup(loads.values()), seed=seed)
         experiment = msgspec.structs.replace(self.running.experiment, scenario=scenario)
         running = msgspec.structs.replace(self.running, experiment=experiment)
+        self._wait_until_idle(endpoint)
         begun_s = time.monotonic()
 
         def show() -> None:
@@ -590,16 +537,25 @@ class ServerSearch:
 
         watch.show = show
         show()
-        self.note(*(self._begun(cell, endpoint, seed) for cell in cells), scenario=whole.scenario)
+        begun: dict[str, Any] = {"started_wall_s": time.time(), "served_by": endpoint.served_by, "seed": seed}
+        self.note(*(CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells), scenario=whole.scenario)
         cell_runs = run_group(running, cells, endpoint, self.note, watch)
         if self._answer_s is None and watch.cutter.typical_s is not None:
             self._say_how_long(watch.cutter.typical_s, time.monotonic() - begun_s, levels)
         self._answer_s = watch.cutter.typical_s or self._answer_s
         return [msgspec.structs.replace(cell_run, seed=seed) for cell_run in cell_runs]
 
-    def _begun(self, cell: Cell, endpoint: Endpoint, seed: int) -> CellRun:
-        fields = msgspec.structs.asdict(cell)
-        return CellRun(**fields, started_wall_s=time.time(), served_by=endpoint.served_by, seed=seed)
+    def _wait_until_idle(self, endpoint: Endpoint) -> None:
+        """Wait until the server has dropped what the last probe left. One that does not, or has other users, is not
+        waited for again."""
+        if self._idle is None or not self.probes:
+            return
+        max_s = min(IDLE_S, self.deadline_s - time.monotonic())
+        read = partial(in_flight, endpoint, self.running.api_key)
+        left = wait_until_idle(read, self._idle, max_s, self.whole.progress.stage)
+        if left is not None:
+            self.reasons.append(because("capacity_not_idle", requests=round(left), seconds=max(0.0, max_s)))
+            self._idle = None
 
     def _say_how_long(self, answer_s: float, took_s: float, levels: tuple[int, ...]) -> None:
         left_s = max(0.0, self.deadline_s - time.monotonic())
@@ -638,7 +594,6 @@ class ServerSearch:
         )
         self.probes.append(probe)
         self._blocks.append(blocks)
-        self.whole.write(self.running.folder, self.result())
         words = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
         self.whole.progress.line(
             f"{self.name}, probe {len(self.probes)}: {self._so_far(levels, purpose, watch)}: {words} "
@@ -646,8 +601,30 @@ class ServerSearch:
         )
 
 
-def knee_block(block: LoadBlock) -> KneeBlock:
-    return KneeBlock(block.seconds, block.output_tokens)
+def in_flight(endpoint: Endpoint, api_key: str | None) -> float | None:
+    """How many requests the server works on or has in its queue; None where its metrics do not say."""
+    source = endpoint.metrics_source
+    try:
+        values = {} if source is None else ask_metrics(source, api_key)
+    except (requests.RequestException, ValueError, OSError):
+        return None
+    return values["running"] + values.get("waiting", 0.0) if "running" in values else None
+
+
+def wait_until_idle(
+    read: Callable[[], float | None], allowed: float, max_s: float, say: Callable[[str], None]
+) -> float | None:
+    """Wait until `read` finds no more than the allowed requests in flight; None: it did, or it is not known.
+
+    After `max_s` return how many there are.
+    """
+    until_s = time.monotonic() + max_s
+    while (now := read()) is not None and now > allowed:
+        if time.monotonic() >= until_s:
+            return now
+        say(f"waiting for {count(round(now), 'request')} of the last probe to end")
+        time.sleep(POLL_S)
+    return None
 
 
 def shares_of(blocks: list[LoadBlock], slos: int) -> list[float | None]:
@@ -661,21 +638,9 @@ def shares_of(blocks: list[LoadBlock], slos: int) -> list[float | None]:
 
 def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> CapacityDrift | None:
     """How much longer answers take than in an earlier probe of the same level; None with fewer than two blocks."""
-    sides = [[math.log(block.e2e_s) for block in side if block.e2e_s] for side in (before, after)]
-    if any(len(side) < 2 for side in sides):
+    found = effect(*([block.e2e_s for block in side if block.e2e_s] for side in (after, before)))
+    if found is None:
         return None
-    means = [sum(side) / len(side) for side in sides]
-    parts = [
-        sum((value - mean) ** 2 for value in side) / (len(side) - 1) / len(side)
-        for side, mean in zip(sides, means, strict=True)
-    ]
-    change, error = means[1] - means[0], math.sqrt(sum(parts))
-    freedom = min(len(side) for side in sides) - 1
-    half = t_quantile(1 - ALPHA / 2, freedom) * error
-    return CapacityDrift(
-        level=level,
-        ratio=math.exp(change),
-        low=math.exp(change - half),
-        high=math.exp(change + half),
-        drifted=abs(change) > max(half, DRIFT_LIMIT),
-    )
+    low, high = found.interval()
+    drifted = abs(found.log) > max(found.half(), DRIFT_LIMIT)
+    return CapacityDrift(level=level, ratio=found.ratio, low=low, high=high, drifted=drifted)

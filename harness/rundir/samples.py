@@ -91,6 +91,25 @@ def _names() -> dict[str, list[str]]:
     return {**found, "started_s": ["process_start_time_seconds"]}
 
 
+def ask_metrics(
+    source: str | Callable[[], str],
+    api_key: str | None = None,
+    *,
+    session: requests.Session | None = None,
+    timeout_s: float = 5.0,
+) -> dict[str, float]:
+    """Read a server's metrics once, from an address or from a function that gives the text.
+
+    Raises requests.RequestException, OSError, ValueError where nothing usable came.
+    """
+    if not isinstance(source, str):
+        return parse_metrics(source())
+    response = (session or open_session(api_key)).get(source, timeout=timeout_s)
+    if response.status_code != 200:
+        raise OSError(f"HTTP {response.status_code}")
+    return parse_metrics(response.content.decode("utf-8", "replace"))
+
+
 class Scraper:
     """Reads a server's metrics into a file: at the start, each interval, and at the end.
 
@@ -138,7 +157,9 @@ class Scraper:
         """Ask once and append what came. False when nothing usable came."""
         wall_s = time.time()
         try:
-            values = parse_metrics(self._text())
+            assert self.source is not None
+            timeout_s = min(5.0, max(1.0, self._interval_s))
+            values = ask_metrics(self.source, session=self._session, timeout_s=timeout_s)
             append_sample(self._path, MetricsSample(wall_s, self.cell, values))
         except (requests.RequestException, ValueError, OSError) as error:
             self.failures += 1
@@ -146,15 +167,6 @@ class Scraper:
             return False
         self.samples += 1
         return True
-
-    def _text(self) -> str:
-        assert self.source is not None
-        if not isinstance(self.source, str):
-            return self.source()
-        response = self._session.get(self.source, timeout=min(5.0, max(1.0, self._interval_s)))
-        if response.status_code != 200:
-            raise OSError(f"HTTP {response.status_code}")
-        return response.content.decode("utf-8", "replace")
 
     def _keep_scraping(self) -> None:
         due = time.monotonic() + self._interval_s
