@@ -150,7 +150,7 @@ def test_a_server_that_runs_needs_no_scenario(tmp_path: Path) -> None:
     [
         ([], {}, "no SLO for 'one'"),
         (["--slo", "fast"], {}, "--slo 'fast'"),
-        (["--slo", "speedup >= 2"], {}, "not a bound on a quantile of a latency"),
+        (["--slo", "speedup >= 2"], {}, "not an upper bound on a quantile of a latency"),
         (["--slo", EASY, "--budget", "soon"], {}, "--budget: a time above 0 with its unit is expected, got 'soon'"),
         (["--slo", EASY, "--load", "none"], {}, "has no load 'none'"),
         (["--slo", EASY, "--user", "chat"], {}, "--user: the scenario has its own users"),
@@ -177,7 +177,7 @@ def test_slos_are_quantiles_of_latencies(tmp_path: Path) -> None:
     first, second = parse_slos(["ttft_p95 <= 2s, attainment(ttft<=1s, tpot<=50ms) >= 90%"])
     assert (first.share, first.bounds[0].latency, first.bounds[0].bound_s) == (0.95, "ttft", 2.0)
     assert (second.share, [bound.latency for bound in second.bounds]) == (0.9, ["ttft", "tpot"])
-    with pytest.raises(HarnessError, match="not a bound on a quantile"):
+    with pytest.raises(HarnessError, match="not an upper bound on a quantile"):
         parse_slos(["ttft_mean <= 2s"])
     checks = ["error_rate == 0", "tpot_p99 <= 60ms", "one/people: e2e_p50 < 3s", "two/people: e2e_p50 < 9s"]
     scenario = load_scenario(write(tmp_path, servers={"one": server(), "two": server()}, checks=checks, **QUICK))

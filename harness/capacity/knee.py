@@ -260,8 +260,11 @@ class _Draws(NamedTuple):
 class KneeSearch:
     """A ladder of doublings up to two rungs beyond the knee, then what narrows the interval of the knee most."""
 
-    def __init__(self, max_level: int, *, seed: int = 0) -> None:
+    def __init__(self, max_level: int, *, between_probes: float = 0.0, seed: int = 0) -> None:
+        """`between_probes`: relative standard deviation of the throughput between probes of one level, which no blocks
+        within a probe can show."""
         self.max_level = max_level
+        self.between_probes = between_probes
         self.taken: list[KneeProbe] = []
         self.repeated: KneeProbe | None = None  # the early level, measured again at the end
         self._phase: Literal["ladder", "narrow", "repeat", "done"] = "ladder"
@@ -373,7 +376,7 @@ class KneeSearch:
         x, y = np.log(np.array(levels, float)), np.log([max(rate.tok_s, floor) for rate in rates])
         probes = [sum(one.level == level for one in self.taken) for level in levels]
         errors = np.array([rate.error if rate.tok_s else 1.0 for rate in rates])
-        errors = np.hypot(errors, self.between_probes() / np.sqrt(probes))
+        errors = np.hypot(errors, self.between_probes / np.sqrt(probes))
         dice = np.random.default_rng(self._seed)
         chance = np.concatenate(
             [dice.standard_t([rate.freedom for rate in rates], (number, len(rates))), dice.uniform(0, 1, (number, 2))],
@@ -389,23 +392,6 @@ class KneeSearch:
             below += (fit < found.peak + share) & (np.arange(len(fit)) > int(np.argmax(fit)))
         middle = crossing(x, unimodal(y, weights), share, (0.5, 0.5))
         return _Draws(levels, chance, knees, peaks, below / number, middle)
-
-    def between_probes(self) -> float:
-        """Relative standard deviation of the throughput between probes of one level, which no blocks within a probe
-        show: by the method of moments (DerSimonian and Laird 1986), from the levels that were measured again."""
-        squares = expected = scale = 0.0
-        for level in self._blocks:
-            probes = [throughput_of(one.blocks) for one in self.taken if one.level == level]
-            if self.repeated is not None and self.repeated.level == level:
-                probes.append(throughput_of(self.repeated.blocks))
-            if len(probes) < 2 or not all(probe.tok_s for probe in probes):
-                continue
-            logs, weights = np.log([probe.tok_s for probe in probes]), np.array([probe.error**-2 for probe in probes])
-            freedom = min(probe.freedom for probe in probes)
-            squares += float(weights @ (logs - weights @ logs / weights.sum()) ** 2)
-            expected += (len(probes) - 1) * freedom / max(1, freedom - 2)  # of squares of Student's t
-            scale += float(weights.sum() - (weights @ weights) / weights.sum())
-        return math.sqrt(max(0.0, squares - expected) / scale) if scale else 0.0
 
     def _wanted(self) -> tuple[int, float] | None:
         """The level, and the precision there, that narrows the interval most; None: it is narrow enough."""

@@ -7,6 +7,7 @@ names, and gives its evidence to `take`.
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 from msgspec import Struct
@@ -77,10 +78,10 @@ class SloSearch:
     """Probabilistic bisection on a grid of levels, then fresh probes.
 
     The *capacity* is the largest level (users, or another unit of load) that meets all SLOs. Each state of the search,
-    "the capacity is between this level of the grid and the next", has a probability; all are equally likely at first.
-    A probe shifts it to one side by its own evidence (generalised probabilistic bisection, arXiv 1711.00843); an
-    unresolved one shifts little. The next probe is at the median. When the capacity is in one step, a fresh probe of
-    the answer and one of the step above must agree with it, else the search goes on.
+    "the capacity is between this level of the grid and the next", has a probability: at first the width of its step on
+    the scale of logarithms. A probe shifts it to one side by its own evidence (generalised probabilistic bisection,
+    arXiv 1711.00843); an unresolved one shifts little. The next probe is at the median. When the capacity is in one
+    step, a fresh probe of the answer and one of the step above must agree with it, else the search goes on.
     """
 
     def __init__(self, max_level: int, *, step: float = GRID_STEP) -> None:
@@ -90,7 +91,8 @@ class SloSearch:
         self.max_probes = probe_limit(max_level, step)
         self.results: list[SearchProbe] = []
         # State i: the capacity is at least levels[i - 1] and below levels[i]; the last one: at least the highest.
-        self._logs = [0.0] * (len(self.levels) + 1)
+        widths = [math.log(2), *(math.log(b / a) for a, b in pairwise(self.levels)), math.log(2)]
+        self._logs = [math.log(width) for width in widths]
 
     def take(self, level: int, probe: ProbeEvidence) -> None:
         """Learn from a probe. One that is still open counts as unresolved."""

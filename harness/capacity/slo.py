@@ -65,7 +65,8 @@ def parse_slos(texts: Sequence[str], loads: Collection[str] = ()) -> list[Capaci
         slo = slo_of(check) if check.server is None else None
         if slo is None:
             raise HarnessError(
-                f"--slo '{text}': not a bound on a quantile of a latency of requests", next_step=f"Write {EXAMPLE}."
+                f"--slo '{text}': not an upper bound on a quantile of a latency of requests",
+                next_step=f"Write {EXAMPLE}.",
             )
         found.append(_of_load(slo, load.strip()) if of_load else slo)
     return found

@@ -134,7 +134,7 @@ def ask(
     missing = [name for name, found in by_server.items() if not found]
     if missing and not knee:
         raise HarnessError(
-            f"{experiment.path}: no SLO for '{missing[0]}': no check of the scenario bounds a quantile of a latency",
+            f"no SLO for '{missing[0]}': no --slo, and no check of the scenario bounds a quantile of a latency",
             next_step=f"Add {EXAMPLE}, or --knee for the throughput alone.",
         )
     kinds = {staged(part) or part: kind for part, kind in kinds.items()}
