@@ -688,7 +688,7 @@ _CAPACITY: Table = {
     "crossing_always": "{side} gives more tok/s than {base} at all levels measured, {first:,} to {last:,} users",
     "crossing_never": "{base} gives more tok/s than {side} at all levels measured, {first:,} to {last:,} users",
     "crossing_cannot_tell": "whether {side} or {base} gives more tok/s is inconclusive at the levels measured",
-    "capacity_not_started": "the server did not start: {error}",
+    "capacity_not_started": "not measured: {error}",
     "capacity_died": _capacity_died,
     "capacity_budget": "its budget of {budget_s:duration} was spent before the answer was known; a longer --budget "
     "can find it, or --max-users where the first probes have too many",
