@@ -208,6 +208,7 @@ class Answer:
     first_visible_s: float | None = None
     ended_s: float = 0.0
     coalesced: int = 0
+    coalesced_late: int | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
