@@ -69,24 +69,16 @@ def quiet_sign(counter_path: str) -> Path:
     return Path(f"{counter_path}.quiet")
 
 
-class ReportedError(msgspec.Struct, frozen=True):
-    """A HarnessError as a load process reports it."""
+class GaveUp(msgspec.Struct, frozen=True, tag_field="code", tag="gave_up"):
+    """A load process reports a HarnessError for which the load cannot start or cannot go on."""
 
     what: str
     next_step: str = ""
     detail: str = ""
 
-
-class GaveUp(msgspec.Struct, frozen=True, tag_field="code", tag="gave_up"):
-    """A load process reports that the load cannot start or cannot go on, for each of these errors."""
-
-    errors: list[ReportedError]
-
     @property
     def text(self) -> str:
-        """The errors for a person: see `harness.errors.sentence`."""
-        errors = [HarnessError(one.what, next_step=one.next_step, detail=one.detail) for one in self.errors]
-        return sentence(errors[0] if len(errors) == 1 else SeveralErrors(errors))
+        return sentence(HarnessError(self.what, next_step=self.next_step, detail=self.detail))
 
 
 class WaitsForWorkers(msgspec.Struct, frozen=True, tag_field="code", tag="waits_for_workers"):
@@ -111,9 +103,9 @@ def report(job: Job, status: Status) -> None:
 
 def report_error(job: Job, error: Exception) -> None:
     """Append to the status file why the load cannot start or go on."""
-    errors = error.errors if isinstance(error, SeveralErrors) else [error]
-    known = [one if isinstance(one, HarnessError) else HarnessError(str(one)) for one in errors]
-    report(job, GaveUp([ReportedError(one.what, one.next_step, one.detail) for one in known]))
+    for one in error.errors if isinstance(error, SeveralErrors) else [error]:
+        known = one if isinstance(one, HarnessError) else HarnessError(str(one))
+        report(job, GaveUp(known.what, known.next_step, known.detail))
 
 
 def read_status(job: Job) -> list[Status]:

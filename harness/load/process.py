@@ -22,7 +22,7 @@ from harness.load.exchange import Abandoned, Exchange, Failure
 from harness.load.openai_api import PATHS, Answer, Tools, body_of
 from harness.load.reader import IdleQueue, Listeners, Reader
 from harness.load.recorder import Recorder
-from harness.load.sequencer import Part, Plan, Slot, StagePlan, StageSequencer, WarmupSample
+from harness.load.sequencer import Part, Plan, Slot, StageSequencer, WarmupSample
 from harness.process import refuse_too_few_files
 from harness.redact import know, masked
 from harness.rundir.records import ErrorKind, Request
@@ -351,9 +351,7 @@ def plan_of(job: Job) -> Plan:
 
 def sequencer_of(job: Job) -> StageSequencer:
     """The sequencer of the job and its further stages."""
-    return StageSequencer(
-        [StagePlan(stage.counter_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]]
-    )
+    return StageSequencer([(stage.counter_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]])
 
 
 def _steadiness(job: Job) -> Steadiness | None:

@@ -332,22 +332,14 @@ def until(so: Callable[[], object], max_s: float = math.inf, poll_s: float = POL
         gevent.sleep(poll_s)
 
 
-class StagePlan(NamedTuple):
-    """A stage: the file of its counter, its plan, and its users."""
-
-    path: str  # of its counter
-    plan: Plan
-    users: int
-
-
 class StageSequencer:
     """The counters of all stages, as one process sees them. Made after the fork."""
 
-    def __init__(self, stages: Sequence[StagePlan]) -> None:
-        several = len(stages) > 1
-        self.several = several  # whether the number of users changes
-        self.stages = [Sequencer(stage.path, stage.plan._replace(waits=several)) for stage in stages]
-        self._users = [stage.users for stage in stages]
+    def __init__(self, stages: Sequence[tuple[str, Plan, int]]) -> None:
+        """`stages`: of each the path of its counter, its plan, and its users."""
+        self.several = len(stages) > 1  # whether the number of users changes
+        self.stages = [Sequencer(path, plan._replace(waits=self.several)) for path, plan, _ in stages]
+        self._users = [users for *_, users in stages]
         self._now = 0
 
     def hold(self) -> None:
