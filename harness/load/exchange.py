@@ -111,7 +111,6 @@ class Exchange:
 
     @property
     def chunks(self) -> int:
-        """The processed chunks with generated tokens."""
         return len(self._chunk_reads) + self.template.events
 
     @property
@@ -165,7 +164,6 @@ class Exchange:
             self.answer.texts = ["".join(texts)]
 
     def _take(self, event: Event, read: int) -> None:
-        """Process an event that this read completed."""
         answer = self.answer
         data = event.data.strip()
         if not data:  # a ping of some gateways
@@ -313,7 +311,6 @@ class Collector:
         return template if self._between and template.ready else None
 
     def catch_up(self) -> None:
-        """Add the reads of the template."""
         if self.exchange.template.reads > self._template_reads:
             self._template_reads = self.exchange.template.reads
             self.exchange.data_read = self.exchange.reads - 1

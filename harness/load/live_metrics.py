@@ -59,7 +59,6 @@ def percentiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float |
 
 
 def middle_s(bucket: int) -> float:
-    """The middle of a bucket of a histogram, in seconds."""
     return math.exp((bucket + 0.5) * _BUCKET)
 
 
@@ -328,7 +327,6 @@ class LiveNumbers:
         return self._numbers(self.total, None if self._sent is None else max(0.0, until - self._sent))
 
     def failures(self) -> dict[ErrorKind, int]:
-        """The number of failures of each kind in the whole test."""
         return dict(sorted(_all(self.total).failures.items()))
 
     def _numbers(self, by_class: dict[str, Accumulator], span_s: float | None) -> dict[str, Numbers]:

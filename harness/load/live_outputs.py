@@ -91,7 +91,6 @@ _OF_SERVER = (*SERVER, "tok_s")
 
 
 def history_heads(gpus: Sequence[str] = ()) -> list[str]:
-    """The columns of the time series as CSV."""
     heads = [f"server_{key}" for key in _OF_SERVER] + [f"{gpu}_{key}" for gpu in gpus for key in GPU]
     return ["wall_s", "t_s", "user_class", *_OF_CLASS, "users", "in_flight", *heads]
 
@@ -236,7 +235,6 @@ class StockOutput:
 
 
 def with_section(report: str, numbers: LiveNumbers) -> str:
-    """Locust's HTML report with the LLM metrics at its top."""
     before, found, after = report.rpartition(_ROOT)
     return before + html_section(numbers) + found + after if found else report + html_section(numbers)
 
@@ -348,7 +346,6 @@ def _token_usage(total: dict[str, Accumulator]) -> Metric:
 
 
 def _buckets(counts: dict[float, int], bounds: Sequence[float]) -> list[tuple[str, float]]:
-    """The counts of values up to each bound."""
     buckets = [(str(bound), float(sum(n for value, n in counts.items() if value <= bound))) for bound in bounds]
     return [*buckets, ("+Inf", float(sum(counts.values())))]
 

@@ -180,7 +180,6 @@ _master: Master | None = None  # of remote machines
 
 
 def load_process() -> LoadProcess:
-    """The state that the users of this process share."""
     if _process is None:
         raise StopTest("the test cannot start, for the reason above")
     return _process
@@ -431,7 +430,6 @@ def _end_when_finished(environment: Environment, drain_s: float, sequencer: Stag
 
 
 def _follow(environment: Environment, job: Job, sequencer: StageSequencer | Master) -> None:
-    """Let the number of users follow the stages of the load."""
     assert environment.runner is not None
     load = job.load
     # Surplus users finish their request first.

@@ -153,7 +153,6 @@ _START_ONLY = {  # not in the web form
 
 
 def field_name(option: str) -> str:
-    """The name of an option in Locust's namespace and web form."""
     return option.removeprefix("--").replace("-", "_")
 
 
@@ -352,7 +351,6 @@ def check_options(environment: Environment) -> None:
 
 
 def check_writable(job: Job) -> None:
-    """Raise HarnessError when the records cannot be written."""
     for path in (job.requests_path, job.processes_path):
         try:
             open(path, "ab").close()

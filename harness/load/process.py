@@ -70,7 +70,6 @@ class Work(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, slot=place.slot, asked_index=self.question)
 
     def saying(self, messages: Sequence[Message]) -> "Work":
-        """Return other messages at this place of the sequence."""
         return msgspec.structs.replace(self, messages=messages, changed=True)
 
     def about(self, text: str) -> "Work":
@@ -219,7 +218,6 @@ class LoadProcess:
             exchange.failure = Failure("abandoned", f"the user left {when}")
 
     def _note(self, exchange: Exchange, answer: Answer, work: Work, on_record: Callable[[Answer], None] | None) -> None:
-        """Make the record, and call `on_record`."""
         try:
             exchange.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
@@ -318,7 +316,6 @@ def _defect(error: Exception, ended_s: float = 0.0) -> Answer:
 
 
 def _seen(exchange: Exchange, work: Work, answer: Answer) -> WarmupSample | None:
-    """The sample of a warm-up request; None for a failed one."""
     if work.slot.phase != "warmup" or answer.error is not None:
         return None
     ttft_s, e2e_s = (answer.chunks_s[0], answer.chunks_s[-1]) if answer.chunks_s else (math.nan, answer.ended_s)
@@ -335,7 +332,6 @@ def _cut(error: BaseException) -> tuple[ErrorKind, str]:
 
 
 def plan_of(job: Job) -> Plan:
-    """The amount of work of a job."""
     return Plan(
         requests=job.load.requests,
         duration_s=job.load.duration_s,
@@ -350,7 +346,6 @@ def plan_of(job: Job) -> Plan:
 
 
 def sequencer_of(job: Job) -> StageSequencer:
-    """The sequencer of the job and its further stages."""
     return StageSequencer([(stage.counter_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]])
 
 

@@ -32,8 +32,6 @@ _SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all 
 
 
 class _Use(NamedTuple):
-    """CPU time used until a moment."""
-
     at_s: float  # monotonic
     cpu_s: float
     waited_s: float  # for a core; 0 where that is not counted
@@ -50,7 +48,6 @@ class Health:
         self._began: tuple[float, float | None] | None = None  # monotonic time, and time waited for a core until then
 
     def begin(self) -> None:
-        """Start: the first measured request follows."""
         if not self._used:
             self._used.append(_use())
             self._began = (time.monotonic(), _waited_s())
@@ -214,7 +211,6 @@ class Recorder:
         return self.in_flight_of.total()
 
     def sending(self, phase: Phase, stage: int = 0) -> None:
-        """Note that the sending of a request starts."""
         self.sent += 1
         self._sent_in[stage] += 1
         if phase == "measured":
@@ -324,8 +320,6 @@ FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}
 
 
 class RecordSender:
-    """Sends a growing file in pieces."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self.taken = 0  # bytes that have arrived

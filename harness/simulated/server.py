@@ -207,7 +207,6 @@ class SimulatedServer:
             raise wire.BadRequest(str(error), "X-Simulate-Fault") from None
 
     def _target(self, answer: CompletionAnswer) -> int:
-        """How many tokens the answer has."""
         asked = answer.asked
         if "empty" in answer.faults:
             return 1

@@ -331,7 +331,6 @@ def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
 
 
 def prompt_text(body: dict[str, Any], chat: bool) -> str:
-    """All that the prompt says."""
     if chat:
         return "\n\n".join(text for _, text in map(_message, body["messages"]))
     return body["prompt"] if isinstance(body["prompt"], str) else ""
