@@ -6,6 +6,7 @@ the load cannot start, and which workers have come.
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from harness.errors import HarnessError, SeveralErrors, sentence
 from harness.files import read_bytes
 from harness.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
+from harness.workload import Workload
+from harness.workload.prompt_file import PromptRow
+from harness.workload.traces import Replay
 
 # Of a load process: the texts that must not get into a record, whatever a server says, as JSON of `know`. They come
 # by the environment, as the API key does, because a job is a file.
@@ -50,6 +54,13 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     then: list["Job"] = []  # the further stages of a load whose number of users changes; each has a counter of its own
     concurrent_loads: list[str] = []  # of a load of a mix: the counter_path of each other one
     workers: Workers | None = None  # of the master: the machines that it waits for
+
+
+def workload_of(job: Job, rows: Sequence[PromptRow], replay: Replay | None = None) -> Workload:
+    """The requests of a job. `rows`: of its file of prompts; `replay`: of its trace."""
+    return Workload(
+        job.prompts, job.load, job.seed, job.salt, rows, job.prompt_lengths, job.output_lengths, job.words, replay
+    )
 
 
 def secrets_of(job: Job) -> dict[str, bool]:

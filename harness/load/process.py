@@ -12,11 +12,10 @@ import gevent
 import msgspec
 from gevent.lock import Semaphore
 
-from harness import workload
 from harness.errors import HarnessError
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
-from harness.job import Job, secrets_of
+from harness.job import Job, secrets_of, workload_of
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
 from harness.load.openai_api import PATHS, Answer, Tools, body_of
@@ -101,7 +100,8 @@ class LoadProcess:
         self.listeners = Listeners()
         self._nothing_due_until_s = 0.0  # monotonic clock: the longest known wait of a user
         self.is_stock = not job.load_name
-        self._target, self._rows, self._replay, self._secret = inputs_of(job, host)
+        self._target, rows, replay, self._secret = inputs_of(job, host)
+        self._work = [workload_of(stage, rows, replay) for stage in self._stages]
         know(secrets_of(job))
         self._model = job.model
         self._no_model: HarnessError | None = None
@@ -152,12 +152,9 @@ class LoadProcess:
     def client(self) -> Client:
         return Client(self._dialer, self._reader, timeout_s=self.job.load.timeout_s, headers=key_header(self._secret))
 
-    def messages(self, slot: Slot) -> list[Message]:
-        """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""
-        if self._replay is not None and slot.index >= 0:
-            return workload.trace_messages(self._replay, self.job.seed, slot.index, self.job.salt, self.job.words)
-        job = self._stages[slot.stage]
-        return workload.messages(job.prompts, job.seed, slot.index, job.salt, self._rows, job.prompt_lengths, job.words)
+    def work(self, slot: Slot) -> Work:
+        """The planned request of a slot."""
+        return Work(slot, self._work[slot.stage].messages(slot.index))
 
     def model(self) -> str:
         """The model: the job's, else the first one of the server. Raises HarnessError."""
@@ -237,52 +234,26 @@ class LoadProcess:
         place = str(slot.index) if slot.index >= 0 else f"w{-slot.index}"
         return "-".join(part for part in (self.job.run, self._stages[slot.stage].cell, place) if part)
 
-    def _asked(self, index: int) -> int:
-        """The planned number of tokens of the answer, or its maximum."""
-        if self._replay is not None and index >= 0:
-            return self._replay.output_tokens[index]
-        job = self.job
-        return workload.output_tokens(job.load, job.seed, index, self._rows, job.output_lengths)
-
     def _body(self, work: Work) -> bytes:
-        load, index = self.job.load, work.question
-        more = {} if load.answer is None else answer_fields(load.answer, self._choices(index))
+        load, index, planned = self.job.load, work.question, self._work[work.slot.stage]
+        more = {} if load.answer is None else answer_fields(load.answer, planned.choices(index))
         more |= {} if work.tools is None else work.tools.fields()
-        return body_of(load, self.model(), work.messages, self._asked(index), more)
-
-    def _choices(self, index: int) -> list[str]:
-        form = self.job.load.answer
-        return [] if form is None else workload.choices_at(form, self.job.seed, index)
-
-    def _checked(self, answer: Answer, index: int) -> AnswerCheck:
-        """Whether a successful answer has the requested form, and is right where that is known."""
-        form = self.job.load.answer
-        if form is None or answer.error is not None:
-            return AnswerCheck()
-        label = workload.label_at(self.job.prompts, self.job.seed, index)
-        return check_answer(form, self._choices(index), label, answer.text)
-
-    def _asked_prompt(self, work: Work) -> int | None:
-        """The planned length of the prompt; None for later turns, which contain answers."""
-        if (work.turn or 1) > 1 or work.changed:
-            return None
-        job, index = self.job, work.question
-        if self._replay is not None and index >= 0:
-            return self._replay.prompt_tokens[index] + (workload.SALT_WORDS if job.salt else 0)
-        return workload.asked_prompt_tokens(job.prompts, job.seed, index, job.salt, job.prompt_lengths)
+        return body_of(load, self.model(), work.messages, planned.output_tokens(index), more)
 
     def _finish(self, work: Work, exchange: Exchange) -> Answer:
         try:
             answer = exchange.finish()
-            answer.bound(self._asked(work.question), exchange.request_bytes)
+            answer.bound(self._work[work.slot.stage].output_tokens(work.question), exchange.request_bytes)
             return answer
         except Exception as error:
             return _defect(error)
 
     def _record(self, exchange: Exchange, answer: Answer, work: Work) -> Request:
-        load, tools, slot = self.job.load, work.tools, work.slot
-        judged = self._checked(answer, work.question)
-        sent_s = exchange.start_ns / 1e9
+        load, tools, slot, index = self.job.load, work.tools, work.slot, work.question
+        planned, judged, sent_s = self._work[slot.stage], AnswerCheck(), exchange.start_ns / 1e9
+        if load.answer is not None and answer.error is None:
+            judged = check_answer(load.answer, planned.choices(index), planned.label(index), answer.text)
+        is_planned = (work.turn or 1) == 1 and not work.changed  # later turns contain answers
         return Request(
             id=exchange.id,
             cell=self._stages[slot.stage].cell,
@@ -295,9 +266,9 @@ class LoadProcess:
             resent=exchange.resent,
             connect_retries=exchange.connect_retries,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
-            asked_tokens=None if exchange.embeddings else self._asked(work.question),
+            asked_tokens=None if exchange.embeddings else planned.output_tokens(index),
             fixed_length=load.output == "fixed" and not exchange.embeddings,
-            asked_prompt_tokens=self._asked_prompt(work),
+            asked_prompt_tokens=planned.prompt_tokens(index) if is_planned else None,
             tool_calls=None if tools is None else len(answer.calls),
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
             answer_valid=judged.valid,

@@ -130,7 +130,7 @@ class LLMUser(User):
                 self._stage = slots[0].stage
                 self._begun, self._burst = False, _NO_SLOTS
                 self._wait_until(slots[0].due_s, _AHEAD_S)
-                works = [Work(slot, self._process.messages(slot)) for slot in slots]
+                works = [self._process.work(slot) for slot in slots]
                 self._wait_until(slots[0].due_s)
                 if slots[0].due_s is not None and self._state == LOCUST_STATE_STOPPING:
                     break
