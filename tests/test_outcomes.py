@@ -4,13 +4,11 @@ import gzip
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import gevent
 import pytest
 
 from harness.load import client as client_module
-from harness.load.client import Client
 from harness.load.exchange import Collector, Exchange
 from harness.load.openai_api import Answer
 from harness.load.reader import Direct
@@ -427,10 +425,8 @@ def test_a_cut_is_a_cut_when_the_connection_ends_with_it(tmp_path: Path, monkeyp
         def rest(self) -> list[bytes]:
             return super().rest() or [b""]
 
-    def inbox(client: Client, sock: Any, exchange: Exchange) -> Direct:
-        return EndsWhenCut(sock, client._clock, exchange.arrivals)
-
-    monkeypatch.setattr(Client, "_inbox", inbox)
+    monkeypatch.setattr("harness.load.client.Direct", EndsWhenCut)
+    monkeypatch.setattr("harness.load.client.ask_for_stamps", lambda _: False)
     record = record_of_cut(tmp_path, once(CHUNKED, chunk(TOKEN), then=silence))
     assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
 

@@ -70,7 +70,7 @@ def add_to(web_ui: WebUI, live: "Live") -> None:
     def live_csv() -> Response:
         return _answer(as_csv(live.numbers), "text/csv", "csv")
 
-    def metrics() -> Response:
+    def metrics() -> Any:
         return Response.from_app(make_wsgi_app(live.load_state()), request.environ)
 
     app.add_url_rule(f"{base}/metrics", "llm_metrics", guarded(metrics))
