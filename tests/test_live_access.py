@@ -114,7 +114,8 @@ def test_the_api_key_is_sent_to_the_host_of_the_start_only(
         refused = found.ask("/swarm", {**FORM, "host": elsewhere})
         assert (refused.status, json.loads(refused.text)["host"]) == (400, engine)
         assert json.loads(refused.text)["message"].startswith("--host: cannot be changed after the start")
-        assert found.ask("/user", json.dumps({"user_class_name": "ChatUser", "host": elsewhere})).status == 400
+        user = json.dumps({"user_class_name": "ChatUser", "host": elsewhere})
+        found.ask("/user", user, Content_Type="application/json")
         assert found.ask("/swarm", {**FORM, "host": engine}).status == 200
         until(lambda: found.state()["whole"]["all"]["ended"])
         assert KEY not in "".join(found.ask(path).text for path in ROUTES)
