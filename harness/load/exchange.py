@@ -113,9 +113,6 @@ class Exchange:
     def chunks(self) -> int:
         return len(self._chunk_reads) + self.template.events
 
-    @property
-    def is_refused(self) -> bool:
-        return self.status is not None and not 200 <= self.status < 300
 
     @property
     def is_stream(self) -> bool:
@@ -134,11 +131,12 @@ class Exchange:
 
     def process(self) -> None:
         """Process the received part of a stream and free it."""
-        if self.status is None or self.is_refused or not self.is_stream:
+        if not self.body and self.template.ready:  # which took all that has come
+            return
+        if self.status is None or not 200 <= self.status < 300 or not self.is_stream:
             return
         self._fetch_text()
-        answer = self.answer
-        body, self.body = self.body, []
+        answer, body, self.body = self.answer, self.body, []
         self.known_stream = True
         for read, data in body:
             whole = self._events.idle
@@ -189,8 +187,8 @@ class Exchange:
         answer.status = self.status
         self._fetch_text()
         answer.reasoning_chunks += self.template.hidden
-        if self.is_refused:
-            self._note_refusal()
+        if self.status is not None and not 200 <= self.status < 300:
+            self._note_refusal(self.status)
         elif self.is_stream:
             self._finish_stream()
         elif self.complete:
@@ -214,24 +212,24 @@ class Exchange:
         if not answer.generated:
             answer.fail("empty", f"a complete stream without any generated text; {usage_words(answer)}")
 
-    def _note_refusal(self) -> None:
+    def _note_refusal(self, status: int) -> None:
         raw = self.unprocessed()
         try:
             body = decode_lenient(raw)
         except ValueError:
             body = None
-        if self.status == 101:
+        if status == 101:
             words = "the server changes the protocol, which no request asked for"
-        elif self.status is not None and 300 <= self.status < 400:
+        elif 300 <= status < 400:
             words = f"redirect to {self.headers.get('location', 'nowhere')}, which a load test does not follow"
         elif isinstance(body, dict):
             words = error_words(body) or shown(body)
         else:
             words = described(self.headers, raw)
-        rejected = self.status in (429, 503)
+        rejected = status in (429, 503)
         if rejected:
             self.answer.retry_after_s = _retry_after_s(self.headers)
-        self.answer.fail("rejected" if rejected else "http", f"status {self.status}: {words}")
+        self.answer.fail("rejected" if rejected else "http", f"status {status}: {words}")
 
     def time(self) -> None:
         """Add the times to the answer of `finish`. Call it once."""
