@@ -113,7 +113,6 @@ class Exchange:
     def chunks(self) -> int:
         return len(self._chunk_reads) + self.template.events
 
-
     @property
     def is_stream(self) -> bool:
         """Whether the body, so far, is a stream of events."""
