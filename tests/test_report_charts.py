@@ -11,15 +11,14 @@ from harness.report import sentences
 from harness.report.charts import Chart
 from harness.report.charts.data import (
     MAX_DOTS,
-    MAX_FAILED,
     SLOWEST,
-    CellData,
     ChartFailures,
     MachineSamples,
     RowData,
     ServerSamples,
     Timeline,
     observe,
+    thinned,
 )
 from harness.report.charts.figures import first_token, scatters, slo_bounds, throughput, tradeoffs, with_slo_lines
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
@@ -60,25 +59,16 @@ def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
     for i, one in enumerate(requests):
         whole.add_dot(one, one.sent_s)
         (first if i % 3 else second).add_dot(one, one.sent_s)
-    second.thin()
-    first.merge(second)
-    chosen = whole.chosen(MAX_DOTS)
-    assert len(chosen) == MAX_DOTS
-    assert chosen == first.chosen(MAX_DOTS)  # however the file is divided
+    chosen = thinned(whole.dots)
+    assert len(chosen) == len(set(chosen)) == MAX_DOTS
+    parts = [*thinned(first.dots), *thinned(second.dots)]
+    for number in (MAX_DOTS, 100):  # however the file is divided
+        assert set(thinned(parts, number)) == set(thinned(whole.dots, number))
     assert (whole.count, whole.failures) == (19_600, 400)
-    assert sum(dot.error is not None for dot in chosen) == MAX_FAILED
+    assert sum(dot.error is not None for dot in chosen) == MAX_DOTS // 4
     assert {dot.sent_s for dot in chosen} >= {1000.0 * i for i in range(SLOWEST)}
     good = [dot.sent_s for dot in chosen if dot.error is None]
     assert all(70 < sum(low <= at < low + 5000 for at in good) < 160 for low in range(0, 20_000, 5000))
-    assert len(whole.good) <= MAX_DOTS
-
-
-def test_the_first_of_each_kind_of_failure_is_known() -> None:
-    seen, other = CellData(), CellData()
-    seen.note_failure("timeout", ChartFailures(1, 11.0))
-    other.note_failure("timeout", ChartFailures(1, 7.0))
-    seen.merge(other)
-    assert seen.failures == {"timeout": ChartFailures(2, 7.0)}
 
 
 def timeline(**more: object) -> Timeline:

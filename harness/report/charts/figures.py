@@ -25,7 +25,7 @@ from harness.report.charts import (
     symbol,
     whiskers,
 )
-from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, Dot, RowData, distribution
+from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, Dot, RowData, distribution, thinned
 from harness.report.charts.sweeps import pareto
 from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
@@ -335,7 +335,10 @@ def scatters(summary: Summary, observed: ChartData) -> list[Chart]:
     """TTFT and E2E of requests over the second in which they were sent, thinned for long runs."""
     each = max(30, min(MAX_DOTS, MAX_CHART_DOTS // max(1, len(summary.rows))))
     rows = [(row, observed.rows.get(row.key, RowData())) for row in summary.rows]
-    dots = [(row, data, data.chosen(each)) for row, data in rows]
+    dots = [
+        (row, data, sorted(thinned(data.dots, each), key=lambda dot: (dot.cell, dot.sent_s, dot.draw)))
+        for row, data in rows
+    ]
     return [
         _scatter(summary, dots, "ttft", "Time to first token of single requests"),
         _scatter(summary, dots, "e2e", "Whole answers of single requests"),
