@@ -174,13 +174,10 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
     )
     assert [" by wall time (" in verdict_sentence(v) for v in found.verdicts].count(True) == 1
     assert sentences.of_method(found).startswith(
-        "By output tokens per second or wall time or prompt tokens per second, as each line says; 5 comparisons"
+        "By output tok/s or wall time or prompt tok/s, as each line says; 5 comparisons"
     )
-    assert sentences.in_short(found.verdicts[2], found) == "2.00x faster by wall time"
-    assert sentences.in_short(found.verdicts[6], found) == "2.00x faster than a / vectors by prompt tok/s"
     alone = compare_rows([row for row in rows if row.load == "work"], {}, ("a", "work"), scenario)
     assert alone is not None and alone.metric == "wall_s"
-    assert sentences.in_short(alone.verdicts[0], alone) == "2.00x faster"
 
 
 OPEN = Load(user="batch", requests=5, arrivals=Arrivals(rate=2.0))

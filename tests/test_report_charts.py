@@ -1,4 +1,4 @@
-"""What the charts of a report show: chosen requests, events, panels, differences between servers, short verdicts."""
+"""What the charts of a report show: chosen requests, events, panels and differences between servers."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import pytest
 
 from harness.analysis.summarize import read_summary
 from harness.judge.comparable import server_differences
-from harness.report import sentences
 from harness.report.charts import Chart
 from harness.report.charts.data import (
     MAX_DOTS,
@@ -26,7 +25,7 @@ from harness.report.html import render
 from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
 from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent
-from harness.summary import CheckResult, Comparison, Inconclusive, Kept, Summary, Verdict, because
+from harness.summary import CheckResult, Kept, Summary
 from tests import made_runs
 from tests.report_runs import write_run_directory
 from tests.test_report_text import summary as text_summary
@@ -246,44 +245,6 @@ def test_what_differs_between_the_servers(run: Run) -> None:
     assert found == {"arguments": ["--max-num-seqs 256", "--max-num-seqs 4"], "effective.max_num_seqs": ["256", "4"]}
     unfinished = msgspec.structs.replace(run, cells=[one for one in run.cells if one.server == "open"])
     assert server_differences(unfinished) == []
-
-
-def verdict(
-    word: str,
-    ratio: float | None,
-    low: float | None,
-    high: float | None,
-    reason: Inconclusive | None = None,
-    needed: int | None = None,
-) -> Verdict:
-    return Verdict(
-        side="b / x", baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=high, p=0.04, n=(2, 5), word=word,
-        reason=reason, needed=needed, refused=None if ratio else because("other_work"),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("one", "said"),
-    [
-        (verdict("faster", 2.0, 1.9, 2.1), "2.00x faster"),
-        (
-            verdict("same", 1.001, 0.99, 1.01),
-            "the same within ±2 % as a / x by wall time (95 % interval 0.990 to 1.010, p = 0.040)",
-        ),
-        (
-            verdict("inconclusive", 1.5, None, None, "too_few", 4),
-            "1.50x faster; by wall time, too few repeats for a confidence interval; at least 4 repeats a side can "
-            "decide",
-        ),
-        (
-            verdict("inconclusive", None, None, None, "refused"),
-            "one makes text and the other embeddings, which have no output tokens",
-        ),
-    ],
-)
-def test_a_verdict_in_short(one: Verdict, said: str) -> None:
-    table = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[one])
-    assert sentences.in_short(one, table) == said
 
 
 def test_bounds_of_slos_are_lines_in_the_charts_of_their_latency() -> None:

@@ -29,6 +29,7 @@ from harness.report.charts.capacity import capacity_charts
 from harness.report.charts.data import ChartData, observe
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of, startup, startup_facts
+from harness.report.markdown import HEADINGS, verdict_cells
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summary import Summary, Verdict
 
@@ -143,7 +144,10 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         interval=table.interval,
         errors=table.errors,
         error_kinds=table.error_kinds(summary),
+        loads=sentences.of_loads(run),
         sentences=sentences,
+        verdict_headings=HEADINGS,
+        verdict_cells=verdict_cells,
         sentence=sentence,
         evidence=evidence,
         startup_facts=startup_facts,

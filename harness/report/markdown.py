@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from harness.columns import METRIC_WORDS
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
-from harness.report.table import DetailTable, Meaning, columns, lines, schedule_table, time_table
+from harness.report.table import Column, DetailTable, columns, lines, schedule_table, time_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
@@ -38,7 +38,8 @@ def render(summary: Summary, run: Run) -> str:
         parts.append(_list([escape(text) for text in sentences.of_failures(summary)]))
     if summary.checks:
         parts.append(_list([check_item(check) for check in summary.checks]))
-    parts.append(_details("Each row in words", _rows_in_words(summary, run)))
+    if loads := sentences.of_loads(run):
+        parts.append(_details("Each load in words", _list([f"{code(name)}: {escape(s)}" for name, s in loads.items()])))
     parts.append(_details("What the columns mean", _explanations(columns(summary))))
     parts.append(f"Scenario {code(summary.scenario)}, run {code(summary.run)}. {escape(sentences.of_load(run))}")
     return "\n\n".join(parts) + "\n"
@@ -64,7 +65,7 @@ def check_item(check: CheckResult) -> str:
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
     shown = [column for column in columns(summary) if keys is None or column.key in keys]
     rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
-    body = [[column.text(line) for column in shown] for line in lines(summary, run)]
+    body = [[column.of(line) for column in shown] for line in lines(summary, run)]
     return grid([column.heading for column in shown], body, rule)
 
 
@@ -90,12 +91,7 @@ def _detail(head: Sequence[str], table: DetailTable, rows: Sequence[Sequence[str
     return grid([*head, *(column.title for column in table.columns)], rows, rule)
 
 
-def _rows_in_words(summary: Summary, run: Run) -> str:
-    rows = lines(summary, run)
-    return _list([f"**{escape(line.row.name)}**: {escape(sentences.of_row(line, run))}" for line in rows])
-
-
-def _explanations(columns: Iterable[Meaning]) -> str:
+def _explanations(columns: Iterable[Column]) -> str:
     return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in columns])
 
 
