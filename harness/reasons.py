@@ -276,13 +276,6 @@ def _resent(resent: int, sent: int, within_s: float, max_share: float | None = N
     return text + allowed
 
 
-def _wrong_length(wrong: int, answers: int, tokens: int | None = None, trace: bool = False) -> str:
-    """Answers that do not have the fixed length that was asked for."""
-    known = "" if tokens is None else f"of {tokens:,} tokens "
-    length = "of their row of the trace" if trace else f"{known}that was asked for"
-    return f"{wrong:,} of {answers:,} answers do not have the fixed length {length}"
-
-
 def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_share: float) -> str:
     """The server's counter of generated tokens differs from the client's count."""
     own = f"{min_tokens:,}"
@@ -348,7 +341,8 @@ _CELL: Table = {
     "{max_rate:.2%} is allowed",
     "resent": _resent,
     "none_succeeded": "no measured request succeeded",
-    "wrong_length": _wrong_length,
+    "wrong_length": "{wrong:,} of {answers:,} answers do not have the fixed length [of {tokens:,} tokens ]that "
+    "{trace:?their row of the trace asks for|was asked for}",
     "prompt_lengths": "{otherwise:,} of {prompts:,} prompts do not have the exact length that was asked for "
     "(beyond the {added:,} tokens that were added to most of them): the tokenizer is not the server's",
     "tokens_differ": _tokens_differ,
@@ -399,8 +393,6 @@ _CLIENT: Table = {
     "remedy_run_again": "a load process was killed: run again",
     "remedy_free_core": "other processes used its core during {share:.0%} of the time: "
     "stop them, or send from another machine",
-    "remedy_paused": "load process {process} was paused for {seconds:.1f} s (stopped, or its machine slept or "
-    "swapped): run again",
     "remedy_processes": "use more 'processes' ({processes}) or machines (--workers), or fewer streams at once",
     "remedy_users": _more_users,
 }
@@ -427,18 +419,6 @@ def _listen_queue(retried: int, overflows: int, open_loop: bool) -> str:
         f"the server's listen queue overflowed: {'; '.join(facts)}. Put a gateway that keeps connections in front of "
         "the server, or let fewer requests arrive at once"
     )
-
-
-def _unfinished(requests: int, drain_s: float | None = None) -> str:
-    """Requests that did not finish in time."""
-    when = "before the load was ended early" if drain_s is None else f"within drain_s ({drain_s:g} s) after the end"
-    return f"{count(requests, 'request')} did not finish {when}: latencies lack the longest"
-
-
-def _no_token_counter(cells: int, of: int) -> str:
-    """The server has no token counter, so the client's count was not checked."""
-    where = "" if cells == of else f" in {cells} of {of} cells"
-    return f"the server gave no token counter{where}: the client's count could not be checked against it"
 
 
 def _answers_differ(
@@ -494,11 +474,13 @@ _NOTES: Table = {
     "planned",
     "abandoned": "{requests:#request was abandoned by its user|requests were abandoned by their users}: no latency has "
     "them",
-    "unfinished": _unfinished,
+    "unfinished": "{requests:#request} did not finish [within drain_s ({drain_s:g} s) after the end|before the load "
+    "was ended early]: latencies lack the longest",
     "steady": "the server was steady after [{seconds:.1f} s|its bound] and {requests:#warm-up request}",
     "not_steady": "the server was NOT steady after [{seconds:.1f} s|its bound] and {requests:#warm-up request}, the "
     "bound of the warm-up (max_s, max_requests): the measured numbers may still drift",
-    "no_token_counter": _no_token_counter,
+    "no_token_counter": "the server gave no token counter in {cells} of {of:#cell}: the client's count could not be "
+    "checked against it",
     "stages_unchecked": "a server's token counter is that of all stages together: no stage's count was checked "
     "against it",
     "imported": "imported from {tool} [{version}|of unknown version]: {files:sha256}",
@@ -531,12 +513,6 @@ _NOTES: Table = {
 # Why two sides have no ratio, and how far equal runs differ.
 
 
-def _noise_measured(machine: str, runs: int, server: str, first_day: str, last_day: str) -> str:
-    """How far equal runs differ was measured with these runs."""
-    when = first_day if first_day == last_day else f"{first_day} to {last_day}"
-    return f"A/A on {machine}, {runs} runs of '{server}', {when}"
-
-
 _COMPARISON: Table = {
     "row_not_valid": "{row} has a cell that is not valid ({why:reason})",
     "other_work": "one makes text and the other embeddings, which have no output tokens",
@@ -554,7 +530,7 @@ _COMPARISON: Table = {
     "about_equal": "the runs do not differ in '{about}', which the comparison is about",
     "noise_not_measured": "not measured",
     "noise_unknown": "not measured for {scenario} on {machine}[; what is stored is of another {other}]",
-    "noise_measured": _noise_measured,
+    "noise_measured": "A/A on {machine}, {runs} runs of '{server}', {first_day}[ to {last_day}]",
 }
 
 

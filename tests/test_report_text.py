@@ -338,9 +338,7 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
     )
     text = markdown.render(of, msgspec.structs.replace(other, scenario=scenario))
     assert "| vllm | one | 1,250 | 125 | 2.50 | 52.3 |" in text
-    assert (
-        "- `one`: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s.\n"
-    ) in text
+    assert ("- `one`: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s.\n") in text
 
 
 def test_answers_in_one_piece_have_no_first_token() -> None:
