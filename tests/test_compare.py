@@ -579,7 +579,7 @@ def test_an_invalid_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError) as raised:
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
     assert raised.value.what.startswith(
-        "two: an INVALID run is not compared: r5-b-x: load process 109 sent 5 requests and the file has 4 records"
+        "two: only a VALID run is compared: r5-b-x: load process 109 sent 5 requests and the file has 4 records"
     )
     assert raised.value.exit_code == ExitCode.INVALID
     invalid = summarize(tmp_path / "two").rows[1].invalid
