@@ -590,7 +590,7 @@ def test_a_run_that_has_not_ended_is_refused(tmp_path: Path) -> None:
     write_made_run(tmp_path / "one", noisy(1))
     run = write_made_run(tmp_path / "two", noisy(2))
     write_run(tmp_path / "two", msgspec.structs.replace(run, status="running"))
-    with pytest.raises(RunError, match="two: the run has not ended"):
+    with pytest.raises(RunError, match="two: only a VALID run is compared: it is running"):
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
 
 

@@ -77,6 +77,11 @@ class Column(Struct, frozen=True):
     def heading(self) -> str:
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
+    @property
+    def left(self) -> bool:
+        """Whether it holds words, which are on the left."""
+        return self.group == "name" or self.key == "verdict"
+
     def of(self, line: Any) -> str:
         """The text, and a dash where it is not known."""
         return self.text(line) or units.NOTHING
@@ -323,24 +328,29 @@ class DetailLine(Struct, frozen=True):
 class DetailTable(Struct, frozen=True):
     """A smaller table: those columns of which some row knows a value."""
 
+    title: str
     columns: list[Column] = []
     rows: list[DetailLine] = []
-    sampling: str = ""  # of host metrics: how many samples, how far apart
+    note: str = ""
 
 
-def _detail_table(columns: Iterable[Column], found: Sequence[tuple[str, str, Any]]) -> DetailTable:
+def _detail_table(
+    title: str, columns: Iterable[Column], found: Sequence[tuple[str, str, Any]], note: str = ""
+) -> DetailTable:
     """The table of (server, load, what the columns are about)."""
     shown = [column for column in columns if any(column.text(one) is not None for _, _, one in found)]
     made = [DetailLine(server, load, [column.of(one) for column in shown]) for server, load, one in found if shown]
-    return DetailTable(shown, made)
+    return DetailTable(title, shown, made, note)
 
 
 def schedule_table(summary: Summary, run: Run) -> DetailTable:
     """The rows of open loops; none in a run that has only closed ones."""
     loads = run.scenario.loads
-    schedule = Column("schedule", "Schedule", "", "", lambda row: words.loop(loads[row.load]))
+    schedule = Column("schedule", "Schedule", "", "", lambda row: words.loop(loads[row.load]), "name")
     rows = [row for row in summary.rows if row.pooled.schedule is not None and row.load in loads]
-    return _detail_table((schedule, *SCHEDULE), [(row.server, row.load, row) for row in rows])
+    return _detail_table(
+        "How the schedules were kept", (schedule, *SCHEDULE), [(row.server, row.load, row) for row in rows]
+    )
 
 
 def schedule_numbers(table: DetailTable, line: DetailLine) -> str:
@@ -350,27 +360,31 @@ def schedule_numbers(table: DetailTable, line: DetailLine) -> str:
 
 def time_table(summary: Summary) -> DetailTable:
     """Where the time of each row's requests went; no row where none has anything of it."""
-    return _detail_table(TIME, [(row.server, row.load, row) for row in summary.rows])
+    return _detail_table(
+        "Where the time goes, mean of each request", TIME, [(row.server, row.load, row) for row in summary.rows]
+    )
 
 
 def machine_table(summary: Summary) -> DetailTable:
     """The rows of a summary that have samples, each the median over its runs."""
     loads = [cell.machine_load for cell in summary.cells if cell.machine_load is not None]
-    if not loads:
-        return DetailTable()
     rows = [(row.server, row.load, row.machine_load) for row in summary.rows if row.machine_load is not None]
+    if not loads:
+        return DetailTable("Host metrics")
     took = max((load.took_max_s for load in loads if load.took_max_s is not None), default=None)
     sampling = (
         f"{units.count(sum(load.samples for load in loads), 'sample')} in {units.count(len(loads), 'run')}, "
         f"at most {max(load.gap_max_s for load in loads):.1f} s apart"
     ) + ("" if took is None else f"; reading one took {1000 * took:.1f} ms at most")
-    return msgspec.structs.replace(_detail_table(MACHINE, rows), sampling=sampling)
+    return _detail_table("Host metrics", MACHINE, rows, sampling)
 
 
 def gpu_table(summary: Summary) -> DetailTable:
     columns = [Column(title, title, "", "", text) for title, text in GPU.items()]
     loads = [(cell.id, cell.machine_load) for cell in summary.cells if cell.machine_load is not None]
-    return _detail_table(columns, [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()])
+    return _detail_table(
+        "Each GPU in each run", columns, [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()]
+    )
 
 
 def raw(found: Struct | None, field: str) -> Any:
@@ -489,7 +503,7 @@ TIME = (
         "(95 % full while requests wait or are preempted); queueing or the API (20 % of E2E); else the longer one of "
         "prefill and decode. Unknown where the server does not report enough.",
         "“Where the time goes” in docs/method.md",
-        lambda row: None if row.limited_by is None else LIMIT_WORDS[row.limited_by],
+        lambda row: None if row.limited_by is None else LIMIT_WORDS[row.limited_by], "name",
     ),
 )  # fmt: skip
 GPU: dict[str, Callable[[GpuLoad], str | None]] = {

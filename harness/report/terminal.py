@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -25,7 +25,6 @@ from harness.report.table import (
     columns,
     lines,
     machine_table,
-    schedule_numbers,
     schedule_table,
     time_table,
 )
@@ -57,15 +56,14 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     for table in _tables(columns(summary), lines(summary, run), console.width):
         console.print()
         _show(console, table)
-    _schedules(schedule_table(summary, run), console, explain=explain)
-    _times(time_table(summary), console, explain=explain)
+    for details in (schedule_table(summary, run), time_table(summary), *([machine_table(summary)] if explain else [])):
+        _details(details, console, explain=explain)
     if explain:
         console.print()
         for column in columns(summary):
             _meaning(console, column)
         for name, text in starts_explained(run):
             _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
-        _machine(machine_table(summary), console)
     _verdicts(summary, console, explain=explain)
     console.print()
     console.print(Text(sentences.of_validity(summary, run), _STATES[sentences.state_of(summary, run)]))
@@ -91,11 +89,10 @@ def _tables(columns: Sequence[Column], rows: list[TableLine], width: int) -> Seq
     """One table where it fits, else the work and the latencies one below the other, else a block for each row."""
     work = [column for column in columns if column.group != "latency"]
     latency = [column for column in columns if column.group in ("name", "latency")]
-    for parts in ([columns], [work, latency]):
-        for gap in (2, 1):
-            tables = [_table(part, rows, gap) for part in parts]
-            if all(_fits(table, width) for table in tables):
-                return tables
+    for parts, gap in (([columns], 2), ([columns], 1), ([work, latency], 2), ([work, latency], 1)):
+        tables = [_table(part, rows, gap) for part in parts]
+        if all(_fits(table, width) for table in tables):
+            return tables
     return [_block(columns, line) for line in rows]
 
 
@@ -116,11 +113,9 @@ def _fits(table: Table, width: int) -> bool:
 def _table(columns: Sequence[Column], rows: list[TableLine], gap: int) -> Table:
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
-        left = column.group == "name" or column.key == "verdict"
+        justify: Literal["left", "right"] = "left" if column.left else "right"
         folds = column.group == "name"  # where the width does not suffice for long ones
-        table.add_column(
-            _heading(column), justify="left" if left else "right", no_wrap=not folds, overflow="fold", vertical="top"
-        )
+        table.add_column(_heading(column), justify=justify, no_wrap=not folds, overflow="fold", vertical="top")
     for line in rows:
         table.add_row(*(Text(column.of(line), _style(column, line)) for column in columns))
     return table
@@ -137,46 +132,24 @@ def _style(column: Column, line: TableLine) -> str:
     return "bold red" if column.key == "errors" and column.of(line) != "0" else ""
 
 
-def _machine(table: DetailTable, console: Console) -> None:
-    """The host metrics, a block for each row, since there are many columns; then the meaning of each."""
-    for line in table.rows:
-        console.print()
-        console.print(Text(f"Host metrics under {line.name}", "bold"))
-        for column, text in zip(table.columns, line.texts, strict=True):
-            _item(console, Text(f"{column.title}: ") + Text(text, "bold"))
-    if table.rows:
-        console.print()
-        _item(console, Text(f"Sampled: {table.sampling}"))
-    for column in table.columns:
-        _meaning(console, column)
-
-
-def _schedules(table: DetailTable, console: Console, *, explain: bool) -> None:
-    """How open loops kept their schedule, a block for each row; with `explain` what each number means."""
-    for line in table.rows:
-        console.print()
-        console.print(Text(words.one_line(f"{line.name}: {line.texts[0]}"), "bold"))
-        _item(console, Text(schedule_numbers(table, line)))
-    for column in table.columns[1:] if explain else ():
-        _meaning(console, column)
-
-
-def _times(found: DetailTable, console: Console, *, explain: bool) -> None:
-    """Where the time of requests went; with `explain` what each number means."""
+def _details(found: DetailTable, console: Console, *, explain: bool) -> None:
+    """A smaller table, or where that is too wide a line for each row; with `explain` what each number means."""
     if not found.rows:
         return
     console.print()
-    console.print(Text("Where the time goes, mean of each request", "bold"))
+    console.print(Text(found.title, "bold"))
     titles = [column.title for column in found.columns]
     table = simple_table(["", *titles], ([line.name, *line.texts] for line in found.rows))
-    for number, column in zip(table.columns[1:], found.columns, strict=True):
-        number.justify = "left" if column.key == "limit" else "right"
+    for shown, column in zip(table.columns[1:], found.columns, strict=True):
+        shown.justify = "left" if column.left else "right"
     if _fits(table, console.width):
         _show(console, table)
     else:
         for line in found.rows:
-            shown = "; ".join(f"{title} {text}" for title, text in zip(titles, line.texts, strict=True))
-            _item(console, Text(f"{line.name}: ", "bold") + Text(shown))
+            said = "; ".join(f"{title} {text}" for title, text in zip(titles, line.texts, strict=True))
+            _item(console, Text(f"{line.name}: ", "bold") + Text(words.one_line(said)))
+    if explain and found.note:
+        _item(console, Text(found.note))
     for column in found.columns if explain else ():
         _meaning(console, column)
 
@@ -199,7 +172,8 @@ def check_line(check: CheckResult) -> Text:
 
 
 def _meaning(console: Console, column: Column) -> None:
-    _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+    if column.explanation:
+        _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
 
 
 def _item(console: Console, text: Text) -> None:
