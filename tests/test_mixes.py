@@ -286,7 +286,7 @@ def made_mix(folder: Path, repeats: int = 1, seconds: int = 40, servers: tuple[s
 
 def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
     run = made_mix(tmp_path / "run")
-    summary, observed = summarize(tmp_path / "run"), observe(tmp_path / "run", run)
+    summary, observed = summarize(tmp_path / "run"), observe(tmp_path / "run")
     assert [row.pooled.succeeded for row in summary.rows] == [40, 40, 36, 37]
     for row in summary.rows:
         drawn = observed.rows[row.server, row.load]
@@ -302,7 +302,7 @@ def test_answers_whose_chunks_came_at_once_are_in_no_curve_of_tpot(tmp_path: Pat
     records = [msgspec.structs.replace(one, coalesced=10 * (one.index % 2)) for one in read_requests(path)]
     write_lines(path, records)
     row = summarize(tmp_path / "run").rows[0]
-    assert row.pooled.tpot_s.n == len(observe(tmp_path / "run", run).rows["a", "chat"].latencies["tpot_s"]) == 20
+    assert row.pooled.tpot_s.n == len(observe(tmp_path / "run").rows["a", "chat"].latencies["tpot_s"]) == 20
 
 
 def test_the_head_says_what_each_load_feels_of_the_other(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_the_head_says_what_each_load_feels_of_the_other(tmp_path: Path) -> None
     assert summary.comparison.comparisons == 3
     said = "Together, a / both.chat is slowed most: TTFT p50 201 → 401 ms, 2.00x longer."
     assert sentences.answer_of(summary, run) == said
-    page = render(summary, run, observe(tmp_path / "run", run))
+    page = render(summary, run, observe(tmp_path / "run"))
     head = page[page.index('class="answer"') : page.index('class="contents"')]
     assert said in head
     console = Console(file=io.StringIO(), width=200)

@@ -282,7 +282,7 @@ def edges_of(middles: list[float]) -> list[float]:
 
 def test_the_timeline_has_asked_and_sent(in_flight_at_the_end: tuple[str, Path]) -> None:
     _, folder = in_flight_at_the_end
-    open_, shut = observe(folder, read_run(folder)).timelines
+    open_, shut = observe(folder).timelines
     steps = [2 * (at - begin) for at, begin in zip(open_.arrivals_at_s, edges_of(open_.arrivals_at_s), strict=True)]
     assert steps[0] == pytest.approx(1.0)
     for rates in (open_.asked_s, open_.gone_s):

@@ -154,7 +154,7 @@ def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
 
 def test_preemptions_are_noticed_between_two_scrapes(tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=12)
-    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    line = observe(tmp_path).timelines[0]
     assert set(line.server.values) == {"running", "waiting", "kv_usage"}
     assert line.server.preempted and line.server.preempted[0][1] == 1.0
     assert line.machine == MachineSamples()
@@ -207,7 +207,7 @@ def test_a_page_of_open_loops_says_once_why_there_is_no_curve(folder: Path, run:
         msgspec.structs.replace(row, pooled=msgspec.structs.replace(row.pooled, schedule=Kept(sent=30)))
         for row in summary.rows
     ]
-    page = render(msgspec.structs.replace(summary, rows=rows), run, observe(folder, run))
+    page = render(msgspec.structs.replace(summary, rows=rows), run, observe(folder))
     assert page.count("All loads are open loops, which have no concurrency of their own.") == 1
     assert 'class="empty"' not in page
     assert "Not drawn, since an open loop" not in page
@@ -221,7 +221,7 @@ def test_latency_against_throughput_has_the_tail_only_where_it_is_carried(folder
 
 
 def test_single_requests_show_failures(folder: Path, run: Run) -> None:
-    chart = scatters(read_summary(folder), observe(folder, run))[0]
+    chart = scatters(read_summary(folder), observe(folder))[0]
     failed = [trace for trace in chart.figure["data"] if trace["marker"]["symbol"] == "x"]
     assert [len(trace["x"]) for trace in failed] == [6] * 6
     assert set(failed[0]["text"]) == {"timeout", "stream_error", "rejected"}
@@ -236,7 +236,7 @@ def test_who_left_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Pat
         made_runs.request(id="q3", index=3, chunks_s=[], first_visible_s=None, output_tokens=None, vectors=1),
     ]
     one_cell(tmp_path / "run", records, max_error_rate=1.0)
-    seen = observe(tmp_path / "run", read_run(tmp_path / "run"))
+    seen = observe(tmp_path / "run")
     assert [(one.count, one.failures) for one in seen.rows.values()] == [(2, 1)]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from harness.analysis.charted import ChartCounts
 from harness.analysis.derive import earliest, latest
 from harness.analysis.tally import CellCounts, Clock, SloTally
 from harness.files import UNDECODABLE
@@ -49,9 +50,15 @@ class _Preview(Struct):
 
 
 def tally(
-    path: Path, places: dict[str, CellContext], damaged: list[int], unknown_cells: Counter[str]
+    path: Path,
+    places: dict[str, CellContext],
+    damaged: list[int],
+    unknown_cells: Counter[str],
+    *,
+    charted: bool = False,
 ) -> dict[str, CellCounts]:
     """The tally of each cell that has records. Torn lines go to `damaged`, records of unknown cells to `unknown_cells`.
+    `charted`: with what charts draw.
 
     Raises HarnessError when a process that read a part of a long file was killed.
     """
@@ -63,9 +70,10 @@ def tally(
         timed = any(place.duration_s is not None for place in places.values())
         preview = _previewed(run, places) if timed else _Preview()
         windows = _windows(preview, places)
-        for part, others, read in run(
-            partial(_tally, places=places, starts=preview.starts, windows=windows, count_gaps=long)
-        ):
+        counting = partial(
+            _tally, places=places, starts=preview.starts, windows=windows, count_gaps=long, charted=charted
+        )
+        for part, others, read in run(counting):
             lines.append(read)
             unknown_cells += others
             for cell, counted in part.items():
@@ -77,21 +85,13 @@ def tally(
     return tallies
 
 
-def together(path: Path, places: dict[str, CellContext]) -> dict[str, tuple[float, float]]:
-    """Of each part of a mix when all its parts were measured, on its axis: its numbers are about that time alone."""
-    parts = {cell: place for cell, place in places.items() if place.mix is not None}
-    if not parts:
-        return {}
-    with reader(blocks_of(path)) as run:
-        return _windows(_previewed(run, parts), parts)
-
-
 def _tally(
     block: Block,
     places: dict[str, CellContext],
     starts: dict[str, float],
     windows: dict[str, tuple[float, float]],
     count_gaps: bool,
+    charted: bool,
 ) -> tuple[dict[str, CellCounts], Counter[str], Lines]:
     tallies: dict[str, CellCounts] = {}
     unknown_cells: Counter[str] = Counter()
@@ -109,6 +109,7 @@ def _tally(
                 scheduled=place.first_due_s is not None,
                 mixed=place.mix is not None,
                 slos=SloTally(sets=place.slos),
+                chart=ChartCounts() if charted else None,
             )
         return tallies[cell]
 
@@ -120,9 +121,11 @@ def _tally(
         of(cell).add(request)
         for other in other_stages.get(cell, ()):
             of(other).add_of_other_stage(request)
-    if count_gaps:
-        for counted in tallies.values():
+    for counted in tallies.values():
+        if count_gaps:
             counted.chunk_gap_s.count()
+        if counted.chart is not None:
+            counted.chart.reduce()
     return tallies, unknown_cells, lines
 
 

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import asdict, replace
 
@@ -52,11 +52,27 @@ TOGETHER = 0.80  # of the measured time of a mix
 MAX_CAUSES = 5  # of failed requests, of each row
 
 
+class Summarized(NamedTuple):
+    """A summary and, by cell, what it was made of."""
+
+    summary: Summary
+    tallies: dict[str, CellCounts]
+    metrics: dict[str, list[MetricsSample]]
+    telemetry: dict[str, list[TelemetrySample]]
+
+
 def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Reference | None = None) -> Summary:
     """The summary of a run, however it ended. Raises HarnessError when there is no readable manifest.
 
     `more_checks` are added to the scenario's; `reference` is the baseline of checks instead of the run's own.
     """
+    return summarized(folder, more_checks, reference).summary
+
+
+def summarized(
+    folder: Path, more_checks: Sequence[str] = (), reference: Reference | None = None, *, charted: bool = False
+) -> Summarized:
+    """The same with what it was made of; `charted`: and with what charts draw."""
     run = read_run(folder)
     asked = [*run.scenario.checks, *more_checks]
     cells = _cells(run)
@@ -65,7 +81,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     slos = slo_sets(asked)
     places = places_of(run, marks, slos)
     unknown_cells: Counter[str] = Counter()
-    counted = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], unknown_cells)
+    counted = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], unknown_cells, charted=charted)
     # A cell without a record still is a cell: it was run and gave nothing.
     seen = {name: cell for name, cell in cells.items() if name in run.ran or name in counted}
     tallies = {
@@ -113,7 +129,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         base, looks = baseline_of(run.scenario), run.budget.looks if run.budget is not None else []
         by_id = {cell.id: cell for cell in summaries}
         comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario, looks)
-    return Summary(
+    summary = Summary(
         run=run.id,
         scenario=run.scenario_name,
         question=run.scenario.question,
@@ -138,6 +154,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         comparison=comparison,
         checks=checks.evaluate(asked, working, comparison, reference),
     )
+    return Summarized(summary, tallies, samples, watched)
 
 
 def _invalid(

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from msgspec import Struct
 
 from harness import units
-from harness.analysis.summarize import read_summary
+from harness.analysis.summarize import Summarized, read_summary
 from harness.capacity.result import CapacityReport, read_capacity
 from harness.files import replace_file
 from harness.judge.comparable import server_differences
@@ -26,7 +26,7 @@ from harness.report import sentences, table, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts import Figure, figures, row_keys, server_keys
 from harness.report.charts.capacity import capacity_charts
-from harness.report.charts.data import ChartData, observe
+from harness.report.charts.data import ChartData, chart_data, observe
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of, startup, startup_facts
 from harness.report.markdown import HEADINGS, verdict_cells
@@ -100,13 +100,15 @@ def policy(scripts: list[str]) -> str:
     )
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, made: Summarized | None = None) -> Path:
     """Write report.html of a run directory from its files, and return its path.
 
-    Raises HarnessError when run.json or summary.json cannot be read.
+    `made`: what its summary was just made of, so that its records are not read again. Raises HarnessError when run.json
+    or summary.json cannot be read.
     """
     run = read_run(folder)
-    page = render(read_summary(folder), run, observe(folder, run), read_capacity(folder))
+    observed = observe(folder) if made is None else chart_data(run, made)
+    page = render(read_summary(folder), run, observed, read_capacity(folder))
     path = folder / "report.html"
     replace_file(path, page.encode())
     return path

@@ -1,42 +1,27 @@
-"""The data of the charts, reduced from a run's files in one pass over its records.
+"""The data of the charts: rows with their latencies and dots, and each cell over time."""
 
-The size of the page depends on the number of rows and cells, never on the number of requests. See
-harness.rundir.records for how a long file is read.
-"""
-
-import heapq
-from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from harness.analysis import derive
-from harness.analysis.count import together
-from harness.analysis.derive import Latencies, add_up, doubles
-from harness.analysis.summarize import places_of
-from harness.analysis.tally import Clock, is_counted
+from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_of, thinned
+from harness.analysis.derive import Latencies
+from harness.analysis.summarize import Summarized, summarized
+from harness.analysis.tally import CellCounts
 from harness.columns import LIVE
-from harness.rundir.manifest import Run
-from harness.rundir.records import Block, Lines, Request, blocks_of, by_cell, read_marks, reader, requests_in
-from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, read_metrics, read_telemetry, serving
+from harness.rundir.manifest import Run, read_run
+from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, serving
 from harness.scenario.plan import plan
 
-FINE_S = 0.1  # width of a bin
-MAX_FINE = 4_000_000  # bins of a cell, over four days: a record with an absurd time falls into the last
 MAX_BINS = 240  # points of a timeline's line
 MAX_POINTS = 200  # points of a distribution's line
 MIN_ARRIVALS = 10  # fine bins of a step of arrivals: a second
 COARSER = 3  # times as long as other steps
-MAX_DOTS = 600  # requests of a row that are drawn at most, a quarter of them failed ones,
-SLOWEST = 20  # and of them the slowest
 MAX_GPUS = 8  # that are drawn; a ninth would have no colour of its own
 GAUGES = ("running", "waiting", "kv_usage")  # of the server, in the order in which they are drawn
 HEAT = ("heat", "prochot")
@@ -47,44 +32,13 @@ Floats = NDArray[np.float64]
 Values = list[float | None]
 
 
-class Dot(NamedTuple):
-    """A measured request."""
-
-    draw: int  # what chooses it: as good as random, and always the same
-    cell: str
-    sent_s: float  # within its cell
-    took_s: float  # until the answer was whole, or until it failed
-    ttft_s: float | None
-    error: str | None
-
-
-def thinned(dots: Iterable[Dot], number: int = MAX_DOTS) -> list[Dot]:
-    """So many dots at most: the slowest, some failed ones, others at random.
-
-    What is chosen from what was chosen of several parts is what would be chosen from all of them.
-    """
-    different = set(dots)
-    good = {dot for dot in different if dot.error is None}
-    failed = heapq.nsmallest(number // 4, different - good, key=lambda dot: dot[:4])
-    slowest = heapq.nlargest(SLOWEST, good, key=lambda dot: (dot.took_s, *dot[:4]))
-    others = good.difference(slowest)
-    return [*failed, *slowest, *heapq.nsmallest(number - len(failed) - len(slowest), others, key=lambda dot: dot[:4])]
-
-
-class RowData(Struct):
+class RowData(Struct, frozen=True):
     """Measured requests of one row."""
 
     latencies: Latencies = field(default_factory=Latencies)  # of the successful ones
-    dots: list[Dot] = []  # of all, or those that were chosen
+    dots: list[Dot] = []
     count: int = 0  # successful ones with a known time of sending
     failures: int = 0  # failed ones likewise
-
-    def add_dot(self, request: Request, sent_s: float) -> None:
-        draw = crc32(request.id.encode()) * 2654435761 & 0xFFFFFFFF
-        took_s = request.ended_s if request.error is not None else derive.e2e_s(request) or 0.0
-        self.dots.append(Dot(draw, request.cell, sent_s, took_s, derive.ttft_s(request), request.error))
-        self.count += request.error is None
-        self.failures += request.error is not None
 
 
 class ChartFailures(NamedTuple):
@@ -92,64 +46,6 @@ class ChartFailures(NamedTuple):
 
     count: int
     first_s: float
-
-
-class CellData(Struct):
-    """Requests of one cell over time. Seconds count from the start of the cell's first load process."""
-
-    # How much fell into each bin of FINE_S: requests "sent" and "ended", "tokens"; of measured requests of an open
-    # loop, when each was "due" and "gone".
-    bins: Counter[tuple[str, int]] = field(default_factory=Counter)
-    failed_s: Latencies = field(default_factory=Latencies)  # when measured requests failed, by kind
-    first_measured_s: float = float("inf")
-    first_sent_s: float = float("inf")
-    last_ended_s: float = 0.0
-    arrivals_s: "array[float]" = field(default_factory=doubles)  # of tokens, after the request was sent
-    streams: list[tuple[float, int, float]] = []  # of each request: sent, number of arrivals, tokens of each
-
-    @property
-    def zero_s(self) -> float:
-        """The first measured request, or the first of all where none was measured."""
-        return self.first_measured_s if self.first_measured_s < float("inf") else self.first_sent_s
-
-    def add(self, request: Request, sent: float) -> None:
-        """Count a request that was sent in that second of the cell."""
-        sent = max(0.0, sent)
-        ended = sent + request.ended_s
-        self.bins["sent", _bin(sent)] += 1
-        self.bins["ended", _bin(ended)] += 1
-        self.first_sent_s = min(sent, self.first_sent_s)
-        self.last_ended_s = max(ended, self.last_ended_s)
-        if request.phase == "measured":
-            self.first_measured_s = min(sent, self.first_measured_s)
-            if request.scheduled_s is not None:
-                self.bins["due", _bin(sent + request.scheduled_s)] += 1
-                self.bins["gone", _bin(sent)] += 1
-        # Without streaming all tokens come at the end; the tokens of a failed request are known by its chunks.
-        arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
-        if request.output_tokens and arrivals:
-            self.arrivals_s.fromlist(arrivals)
-            self.streams.append((sent, len(arrivals), request.output_tokens / len(arrivals)))
-
-    def bin_tokens(self) -> None:
-        """Put the tokens of the requests so far into bins."""
-        if not self.streams:
-            return
-        sent, sizes, each = (np.array(column) for column in zip(*self.streams, strict=True))
-        at = np.array(self.arrivals_s) + np.repeat(sent, sizes)
-        places = np.clip((at / FINE_S).astype(np.int64), 0, MAX_FINE - 1)
-        first = int(places.min())
-        tokens = np.bincount(places - first, weights=np.repeat(each, sizes))
-        for place in np.flatnonzero(tokens):
-            self.bins["tokens", first + int(place)] += float(tokens[place])  # type: ignore[assignment]
-        self.arrivals_s, self.streams = doubles(), []
-
-    def between(self, what: str, low: int, high: int) -> Floats:
-        found = np.zeros(high - low)
-        for (name, place), number in self.bins.items():
-            if name == what and low <= place < high:
-                found[place - low] = number
-        return found
 
 
 class ServerSamples(Struct):
@@ -195,61 +91,39 @@ class ChartData(Struct, frozen=True, kw_only=True):
     timelines: list[Timeline]
 
 
-def observe(folder: Path, run: Run) -> ChartData:
-    """Read requests.jsonl, processes.jsonl, metrics.jsonl and telemetry.jsonl of a run, whatever state they are in."""
-    # A cell that shows drift belongs to no row.
-    keys = {cell.id: (cell.server, cell.load if cell.again is None else cell.id) for cell in plan(run.scenario)}
-    marks = by_cell(read_marks(folder / "processes.jsonl"))
-    windows = together(folder / "requests.jsonl", places_of(run, marks))
-    clocks = {cell: Clock(marks.get(cell, [])) for cell in keys}
-    rows: dict[RowKey, RowData] = {key: RowData() for key in keys.values()}
-    cells: dict[str, CellData] = {}
-    with reader(blocks_of(folder / "requests.jsonl")) as parts_of:
-        for part_rows, part_cells in parts_of(partial(_observe, keys=keys, clocks=clocks, windows=windows)):
-            for key, row in part_rows.items():
-                add_up(rows[key], row)
-                rows[key].dots = thinned(rows[key].dots)
-            for name, cell in part_cells.items():
-                add_up(cells.setdefault(name, CellData()), cell)
-    for row in rows.values():
-        row.dots = [dot._replace(sent_s=dot.sent_s - cells[dot.cell].first_measured_s) for dot in row.dots]
-    scraped, watched = read_metrics(folder / "metrics.jsonl"), read_telemetry(folder / "telemetry.jsonl")
+def observe(folder: Path) -> ChartData:
+    """What the charts of a run draw, whatever state its files are in."""
+    return chart_data(read_run(folder), summarized(folder, charted=True))
+
+
+def chart_data(run: Run, made: Summarized) -> ChartData:
+    """What the charts of a run draw, of the counts that its summary was made of."""
+    rows: dict[RowKey, RowData] = {}
     timelines = []
-    for name in keys:
-        if name in cells:
-            zero_s = clocks[name].wall_s(clocks[name].start_s + cells[name].zero_s) or 0.0
-            server = server_samples(scraped.get(name, []), zero_s)
-            timelines.append(_timeline(name, cells[name], server, machine_samples(watched.get(name, []), zero_s)))
+    for cell in plan(run.scenario):
+        counted = made.tallies.get(cell.id)
+        if counted is None or counted.chart is None:
+            continue
+        chart, clock = counted.chart, counted.clock
+        if chart.last_ended_s:
+            zero_s = clock.wall_s(clock.start_s + chart.zero_s) or 0.0
+            server = server_samples(made.metrics.get(cell.id, []), zero_s)
+            timelines.append(
+                _timeline(cell.id, chart, server, machine_samples(made.telemetry.get(cell.id, []), zero_s))
+            )
+        if cell.again is None:  # one that shows drift belongs to no row
+            rows[cell.server, cell.load] = _with(rows.get((cell.server, cell.load), RowData()), counted, chart)
     return ChartData(rows=rows, timelines=timelines)
 
 
-def _observe(
-    block: Block, keys: dict[str, RowKey], clocks: dict[str, Clock], windows: dict[str, Span]
-) -> tuple[dict[RowKey, RowData], dict[str, CellData]]:
-    rows: dict[RowKey, RowData] = {}
-    cells: dict[str, CellData] = {}
-    for request in requests_in(block, Lines()):
-        name, key = request.cell, keys.get(request.cell)
-        if key is None:
-            continue
-        axis_s = request.sent_s + clocks[name].offset_s(request.process)
-        joined, sent_s = clocks[name].knows(request.process), axis_s - clocks[name].start_s
-        if joined:
-            cells.setdefault(name, CellData()).add(request, sent_s)
-        if not is_counted(request, axis_s, windows.get(name)) or request.error == "abandoned":
-            continue
-        row = rows.setdefault(key, RowData())
-        if joined:
-            row.add_dot(request, sent_s)
-            if request.error is not None and request.error != "unfinished":
-                cells[name].failed_s[request.error].append(sent_s + request.ended_s)
-        if request.error is None:
-            row.latencies.add(request, [column.field for column in LIVE])
-    for row in rows.values():
-        row.dots = thinned(row.dots)
-    for cell in cells.values():
-        cell.bin_tokens()
-    return rows, cells
+def _with(row: RowData, counted: CellCounts, chart: ChartCounts) -> RowData:
+    """The data of a row with those of one more cell."""
+    for column in LIVE:
+        row.latencies[column.field].extend(counted.latencies[column.field])
+    dots = [dot._replace(sent_s=dot.sent_s - chart.first_measured_s) for dot in chart.dots]
+    return RowData(
+        row.latencies, thinned([*row.dots, *dots]), row.count + chart.succeeded, row.failures + chart.failures
+    )
 
 
 def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
@@ -266,9 +140,9 @@ def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
     return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
 
 
-def _timeline(name: str, cell: CellData, server: ServerSamples, machine: MachineSamples) -> Timeline:
+def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: MachineSamples) -> Timeline:
     start, zero = cell.first_sent_s, cell.zero_s
-    low, high = _bin(start), _bin(cell.last_ended_s) + 1
+    low, high = bin_of(start), bin_of(cell.last_ended_s) + 1
     group = _bins_per_step(high - low)
     edges, lengths, middles = _steps(low, high, group, zero)
     in_flight = np.cumsum(cell.between("sent", low, high) - cell.between("ended", low, high))
@@ -293,7 +167,7 @@ def _timeline(name: str, cell: CellData, server: ServerSamples, machine: Machine
     )
 
 
-def _arrivals(cell: CellData, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
+def _arrivals(cell: ChartCounts, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
     """Middles of steps, requests due and sent a second in each; nothing in a closed loop. A step has some arrivals."""
     if not any(what == "due" for what, _ in cell.bins):
         return [], [], []
@@ -304,10 +178,6 @@ def _arrivals(cell: CellData, low: int, high: int, zero: float) -> tuple[list[fl
         for name in ("due", "gone")
     )
     return middles, due, gone
-
-
-def _bin(at_s: float) -> int:
-    return max(0, min(int(at_s / FINE_S), MAX_FINE - 1))
 
 
 def _steps(low: int, high: int, group: int, zero: float) -> tuple[NDArray[np.int64], Floats, list[float]]:

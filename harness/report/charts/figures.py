@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from harness import units
+from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thinned
 from harness.columns import FORMULAS, LIVE, LatencyColumn
 from harness.judge.verdicts import but_for_concurrency
 from harness.report import words
@@ -25,7 +26,7 @@ from harness.report.charts import (
     symbol,
     whiskers,
 )
-from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, Dot, RowData, distribution, thinned
+from harness.report.charts.data import ChartData, RowData, distribution
 from harness.report.charts.sweeps import pareto
 from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
