@@ -285,7 +285,7 @@ def made_mix(folder: Path, repeats: int = 1, seconds: int = 40, servers: tuple[s
 
 
 def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
-    run = made_mix(tmp_path / "run")
+    made_mix(tmp_path / "run")
     summary, observed = summarize(tmp_path / "run"), observe(tmp_path / "run")
     assert [row.pooled.succeeded for row in summary.rows] == [40, 40, 36, 37]
     for row in summary.rows:
@@ -297,7 +297,7 @@ def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
 
 
 def test_answers_whose_chunks_came_at_once_are_in_no_curve_of_tpot(tmp_path: Path) -> None:
-    run = made_mix(tmp_path / "run")
+    made_mix(tmp_path / "run")
     path = tmp_path / "run" / "requests.jsonl"
     records = [msgspec.structs.replace(one, coalesced=10 * (one.index % 2)) for one in read_requests(path)]
     write_lines(path, records)

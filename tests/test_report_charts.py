@@ -5,20 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thinned
 from harness.analysis.summarize import read_summary
 from harness.judge.comparable import server_differences
 from harness.report.charts import Chart
-from harness.report.charts.data import (
-    MAX_DOTS,
-    SLOWEST,
-    ChartFailures,
-    MachineSamples,
-    RowData,
-    ServerSamples,
-    Timeline,
-    observe,
-    thinned,
-)
+from harness.report.charts.data import ChartFailures, MachineSamples, ServerSamples, Timeline, observe
 from harness.report.charts.figures import first_token, scatters, slo_bounds, throughput, tradeoffs, with_slo_lines
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
 from harness.report.html import render
@@ -54,16 +45,17 @@ def request(number: int, took_s: float = 1.0, failed: bool = False) -> Request:
 
 def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
     requests = [request(i, 1.0 + (i % 1000 == 0) * (30_000 - i), failed=i % 50 == 7) for i in range(20_000)]
-    whole, first, second = RowData(), RowData(), RowData()
+    whole, first, second = ChartCounts(), ChartCounts(), ChartCounts()
     for i, one in enumerate(requests):
-        whole.add_dot(one, one.sent_s)
-        (first if i % 3 else second).add_dot(one, one.sent_s)
+        for counts in (whole, first if i % 3 else second):
+            counts.add(one, one.sent_s, counted=True)
     chosen = thinned(whole.dots)
     assert len(chosen) == len(set(chosen)) == MAX_DOTS
     parts = [*thinned(first.dots), *thinned(second.dots)]
     for number in (MAX_DOTS, 100):  # however the file is divided
         assert set(thinned(parts, number)) == set(thinned(whole.dots, number))
-    assert (whole.count, whole.failures) == (19_600, 400)
+    assert (whole.succeeded, whole.failures) == (19_600, 400)
+    assert len(whole.failed_s["timeout"]) == 400
     assert sum(dot.error is not None for dot in chosen) == MAX_DOTS // 4
     assert {dot.sent_s for dot in chosen} >= {1000.0 * i for i in range(SLOWEST)}
     good = [dot.sent_s for dot in chosen if dot.error is None]

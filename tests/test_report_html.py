@@ -165,7 +165,6 @@ def test_a_distribution_keeps_its_ends_and_every_point_of_a_small_sample() -> No
 
 
 def test_the_timeline_counts_every_token_and_joins_the_clocks(folder: Path) -> None:
-    run = read_run(folder)
     timelines = {line.cell: line for line in observe(folder).timelines}
     line = timelines["r1-open-batch-10"]
     # 30 measured and 10 warm-up requests of 50 tokens each, less the three that failed.

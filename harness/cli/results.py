@@ -39,7 +39,7 @@ def report(
 
     With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
-    from harness.analysis.summarize import read_summary, write_summary
+    from harness.analysis.summarize import read_summary, summarized, write_summary
     from harness.comparison.compare import reference_to
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import export, html, junit, markdown, terminal

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from harness import __version__, paths
-from harness.analysis.summarize import write_summary
+from harness.analysis.summarize import Summarized, summarized, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import read_bytes
 from harness.machine.gpus import machine
