@@ -30,7 +30,7 @@ from harness.report.charts.data import ChartData, chart_data, observe
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of, startup, startup_facts
 from harness.report.markdown import HEADINGS, verdict_cells
-from harness.rundir.manifest import Run, ServedBy, read_run
+from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
 from harness.summary import Summary, Verdict
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
@@ -173,20 +173,14 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
 
 def _shown_first(run: Run, events: dict[str, list[TimelineEvent]]) -> str:
     """The cell whose timeline is shown first: where a server died or requests failed, else the most at once."""
-    best, highest = next(iter(events), ""), (False, False, -1)
-    for cell in run.cells:
-        if cell.id not in events or cell.repeat > 1:
-            continue
-        load = run.scenario.loads.get(cell.load)
-        found = events[cell.id]
-        worth = (
-            any(event.label == "died" for event in found),
-            any(event.bad for event in found),
-            words.concurrency(load) if load else 0,
-        )
-        if worth >= highest:
-            best, highest = cell.id, worth
-    return best
+
+    def worth(cell: CellRun) -> tuple[bool, bool, int]:
+        found, load = events[cell.id], run.scenario.loads.get(cell.load)
+        died = any(event.label == "died" for event in found)
+        return died, any(event.bad for event in found), words.concurrency(load) if load else 0
+
+    firsts = [cell for cell in reversed(run.cells) if cell.id in events and cell.repeat == 1]
+    return max(firsts, key=worth).id if firsts else next(iter(events), "")
 
 
 def _served(run: Run) -> dict[str, list[ServedBy]]:

@@ -64,7 +64,9 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
             _meaning(console, column)
         for name, text in starts_explained(run):
             _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
-    _verdicts(summary, console, explain=explain)
+    if summary.comparison is not None:
+        console.print()
+        _verdicts(summary.comparison, console, None if explain else "--explain shows them")
     console.print()
     console.print(Text(sentences.of_validity(summary, run), _STATES[sentences.state_of(summary, run)]))
     for reason in sentences.gathered(summary.reasons):
@@ -154,16 +156,15 @@ def _details(found: DetailTable, console: Console, *, explain: bool) -> None:
         _meaning(console, column)
 
 
-def _verdicts(summary: Summary, console: Console, *, explain: bool) -> None:
-    if summary.comparison is not None:
-        console.print()
-        found = sentences.of_verdicts(summary.comparison.verdicts)
-        shown = found if explain else found[: sentences.SHOWN]
-        for word, said in shown:
-            _item(console, Text(words.one_line(said), STYLES.get(word, "")))
-        if rest := sentences.rest_in_words(word for word, _ in found[len(shown) :]):
-            _item(console, Text(f"{rest} (--explain shows them)"))
-        _item(console, Text(sentences.of_method(summary.comparison), "dim"))
+def _verdicts(comparison: Comparison, console: Console, where: str | None) -> None:
+    """The verdicts and how they were reached. `where`: what shows those that are left out; None: all are shown."""
+    found = sentences.of_verdicts(comparison.verdicts)
+    shown = found if where is None else found[: sentences.SHOWN]
+    for word, said in shown:
+        _item(console, Text(words.one_line(said), STYLES.get(word, "")))
+    if rest := sentences.rest_in_words(word for word, _ in found[len(shown) :]):
+        _item(console, Text(f"{rest} ({where})"))
+    _item(console, Text(sentences.of_method(comparison), "dim"))
 
 
 def check_line(check: CheckResult) -> Text:
@@ -201,14 +202,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print()
     for note in comparison.notes:
         console.print(Text(f"Warning: {words.one_line(sentence(note))}", "bold yellow"))
-    found = sentences.of_verdicts(comparison.verdicts)
-    for word, said in found[: sentences.SHOWN]:
-        console.print(Text(f"- {said}", STYLES.get(word, "")))
-    if rest := sentences.rest_in_words(word for word, _ in found[sentences.SHOWN :]):
-        console.print(Text(f"- {rest}; the table has all of them"))
-    console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
+    _verdicts(comparison, console, "the table has all of them")
     for check in comparison.checks:
-        console.print(Text("- ") + check_line(check))
+        _item(console, check_line(check))
     if comparison.sides:
         console.print()
         print_differences(comparison.differences, comparison.sides, console)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_of, thinned
 from harness.analysis.derive import Latencies
 from harness.analysis.summarize import Summarized, summarized
-from harness.analysis.tally import CellCounts
 from harness.columns import LIVE
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, serving
@@ -32,7 +31,7 @@ Floats = NDArray[np.float64]
 Values = list[float | None]
 
 
-class RowData(Struct, frozen=True):
+class RowData(Struct):
     """Measured requests of one row."""
 
     latencies: Latencies = field(default_factory=Latencies)  # of the successful ones
@@ -108,22 +107,17 @@ def chart_data(run: Run, made: Summarized) -> ChartData:
         if chart.last_ended_s:
             zero_s = clock.wall_s(clock.start_s + chart.zero_s) or 0.0
             server = server_samples(made.metrics.get(cell.id, []), zero_s)
-            timelines.append(
-                _timeline(cell.id, chart, server, machine_samples(made.telemetry.get(cell.id, []), zero_s))
-            )
+            machine = machine_samples(made.telemetry.get(cell.id, []), zero_s)
+            timelines.append(_timeline(cell.id, chart, server, machine))
         if cell.again is None:  # one that shows drift belongs to no row
-            rows[cell.server, cell.load] = _with(rows.get((cell.server, cell.load), RowData()), counted, chart)
+            row = rows.setdefault((cell.server, cell.load), RowData())
+            for column in LIVE:
+                row.latencies[column.field].extend(counted.latencies[column.field])
+            dots = (dot._replace(sent_s=dot.sent_s - chart.first_measured_s) for dot in chart.dots)
+            row.dots = thinned([*row.dots, *dots])
+            row.count += chart.succeeded
+            row.failures += chart.failures
     return ChartData(rows=rows, timelines=timelines)
-
-
-def _with(row: RowData, counted: CellCounts, chart: ChartCounts) -> RowData:
-    """The data of a row with those of one more cell."""
-    for column in LIVE:
-        row.latencies[column.field].extend(counted.latencies[column.field])
-    dots = [dot._replace(sent_s=dot.sent_s - chart.first_measured_s) for dot in chart.dots]
-    return RowData(
-        row.latencies, thinned([*row.dots, *dots]), row.count + chart.succeeded, row.failures + chart.failures
-    )
 
 
 def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:

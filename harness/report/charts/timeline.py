@@ -1,7 +1,8 @@
 """Charts over time: the timeline of one cell with its events, and the start of each server by phase."""
 
+import operator
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from msgspec import Struct
@@ -15,7 +16,7 @@ from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.summary import CellSummary
 
 MAX_ALIKE = 12  # about so many of one kind in a cell: closer events become one
-Span = tuple[float, float, float]  # start, end, the peak within it
+Span = tuple[float, float, float]  # start, end, and how many: the most within it, or their sum
 
 _BROKEN = ("connect", "disconnect", "truncated")  # what a client sees first of a server that is gone
 
@@ -44,9 +45,8 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
         lasted = units.figures(end - start)
         found.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {peak:,.0f} at most"))
     found += [TimelineEvent(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
-    found += [
-        TimelineEvent(at, units.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)
-    ]
+    preempted = _joined([(at, at, many) for at, many in line.server.preempted], near_s, operator.add)
+    found += [TimelineEvent(at, units.count(int(many), "preemption")) for at, _, many in preempted]
     return sorted(found)
 
 
@@ -84,27 +84,16 @@ def _heat(machine: MachineSamples, near_s: float) -> Iterator[tuple[float, str]]
             yield start, f"heat throttles the GPU {name}, last seen at {end:.1f} s"
 
 
-def _joined(spans: Iterable[Span], near_s: float) -> list[Span]:
+def _joined(spans: Iterable[Span], near_s: float, both: Callable[[float, float], float] = max) -> list[Span]:
     """Spans of which each begins at least so long after the one before it; those between belong to that one."""
     joined: list[Span] = []
     for start, end, peak in spans:
         if joined and start - joined[-1][0] < near_s:
             first, _, before = joined[-1]
-            joined[-1] = first, end, max(before, peak)
+            joined[-1] = first, end, both(before, peak)
         else:
             joined.append((start, end, peak))
     return joined
-
-
-def _summed(counts: Iterable[tuple[float, float]], near_s: float) -> list[tuple[float, float]]:
-    """Counts that lie closer together than that as one."""
-    summed: list[tuple[float, float]] = []
-    for at, many in counts:
-        if summed and at - summed[-1][0] < near_s:
-            summed[-1] = summed[-1][0], summed[-1][1] + many
-        else:
-            summed.append((at, many))
-    return summed
 
 
 # Panels of the samples other than requests and tokens: title, factor to what is shown, hover text, colour of a single
