@@ -125,6 +125,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "gib": gib,
     "gib2": lambda size: gib(size, 2),
     "gib_number": lambda size: f"{size / GIB:.1f}",
+    "amount": lambda one: amount_words(**one),
+    "amounts": lambda loads: amounts_words(loads),
+    "number": lambda one: _number_of(**one),
     "list": ", ".join,
     "and": " and ".join,
     "ms": lambda seconds: f"{figures(1000 * seconds)} ms",
@@ -544,70 +547,13 @@ def amount_words(amount: float, unit: str, load: str | None = None) -> str:
     return f"{amount:.3g} {unit}" + ("" if load is None else f" of {load}")
 
 
-def _number_of(value: float, unit: str) -> str:
-    return f"{round(value):,}" if unit == "users" else f"{value:.3g}"
+def amounts_words(loads: Iterable[Mapping[str, Any]]) -> str:
+    """Loads with their amounts: "20 chat users and 3 job users"."""
+    return " and ".join(amount_words(**load) for load in loads)
 
 
-def _next_to(loads: Sequence[Mapping[str, Any]]) -> str:
-    """The loads of a mix that do not change."""
-    return f" next to {' and '.join(amount_words(**load) for load in loads)}" if loads else ""
-
-
-def _capacity_found(
-    level: float,
-    low: float,
-    high: float,
-    unit: str,
-    above: float | None = None,
-    broken: str | None = None,
-    load: str | None = None,
-    next_to: Sequence[Mapping[str, Any]] = (),
-    **_: Any,
-) -> str:
-    """How many users, or requests a second, meet the SLOs, with the 95 % interval, and what breaks above."""
-    interval = f"95 % interval {_number_of(low, unit)} to {_number_of(high, unit)}"
-    then = "the SLOs are broken" if broken is None else f"{broken} is broken"
-    return f"holds {amount_words(level, unit, load)}{_next_to(next_to)}, {interval}" + (
-        "" if above is None else f"; at {_number_of(above, unit)} {then}"
-    )
-
-
-def _capacity_more_than(
-    max: float, unit: str, load: str | None = None, next_to: Sequence[Mapping[str, Any]] = (), **_: Any
-) -> str:
-    """The maximum that was asked for meets the SLOs."""
-    most = amount_words(max, unit, load)
-    return f"holds more than {most}{_next_to(next_to)}, the maximum asked for (--max-users raises it)"
-
-
-def _capacity_none(
-    one: float,
-    unit: str,
-    broken: str | None = None,
-    load: str | None = None,
-    next_to: Sequence[Mapping[str, Any]] = (),
-    **_: Any,
-) -> str:
-    """Not even the lowest level meets the SLOs."""
-    broke = "the server died, or no answer came" if broken is None else f"{broken} is broken"
-    return f"does not hold even {amount_words(one, unit, load)}{_next_to(next_to)}: {broke}"
-
-
-def _capacity_unresolved(
-    unit: str,
-    low: float | None = None,
-    high: float | None = None,
-    load: str | None = None,
-    next_to: Sequence[Mapping[str, Any]] = (),
-    **_: Any,
-) -> str:
-    """The evidence leaves the answer open."""
-    known = [
-        "" if low is None else f"it is at least {amount_words(low, unit, load)}",
-        "" if high is None else f"it is at most {amount_words(high, unit, load)}",
-    ]
-    words = " and ".join(part for part in known if part) or "no level is decided"
-    return f"unresolved: {words}{_next_to(next_to)}; a longer --budget can decide"
+def _number_of(amount: float, unit: str, **_: Any) -> str:
+    return f"{round(amount):,}" if unit == "users" else f"{amount:.3g}"
 
 
 def _capacity_frontier(
@@ -623,16 +569,15 @@ def _capacity_frontier(
     return said if complete else f"unresolved: so far it {said}; a longer --budget can decide"
 
 
-def _capacity_died(loads: Sequence[Mapping[str, Any]]) -> str:
-    """The server died under a probe, which counts as not held."""
-    return f"the server died at {' and '.join(amount_words(**load) for load in loads)}, which counts as not held"
-
-
 _CAPACITY: Table = {
-    "capacity_found": _capacity_found,
-    "capacity_more_than": _capacity_more_than,
-    "capacity_none": _capacity_none,
-    "capacity_unresolved": _capacity_unresolved,
+    "capacity_found": "holds {level:amount}[ next to {next_to:amounts}], 95 % interval {low:number} to {high:number}[; "
+    "at {above:number} {broken} is broken]",
+    "capacity_more_than": "holds more than {max:amount}[ next to {next_to:amounts}], the maximum asked for "
+    "(--max-users raises it)",
+    "capacity_none": "does not hold even {one:amount}[ next to {next_to:amounts}]: [{broken} is broken|the server "
+    "died, or no answer came]",
+    "capacity_unresolved": "unresolved[ next to {next_to:amounts}]: [at least {low:amount}; ][at most {high:amount}; "
+    "]a longer --budget can decide",
     "capacity_frontier": _capacity_frontier,
     "capacity_knee_knee": "more concurrency stops paying at {level:,} users, 95 % interval {low:,} to {high:,} (90 % "
     "of the best {peak_tok_s:figures3} tok/s)[; from {hurts_from:,} users on more users make it slower]",
@@ -651,7 +596,7 @@ _CAPACITY: Table = {
     "crossing_never": "{base} gives more tok/s than {side} at all levels measured, {first:,} to {last:,} users",
     "crossing_cannot_tell": "whether {side} or {base} gives more tok/s is inconclusive at the levels measured",
     "capacity_not_started": "the server did not start: {error}",
-    "capacity_died": _capacity_died,
+    "capacity_died": "the server died at {loads:amounts}, which counts as not held",
     "capacity_budget": "the budget of {budget_s:.0f} s was spent before the answer was known; a longer --budget can "
     "find it, or --max-users where the first probes have too many",
 }
