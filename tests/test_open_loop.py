@@ -161,20 +161,18 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
 
 def test_schedules_in_words() -> None:
     waves = Load(user="batch", users=9, requests=5, arrivals=Arrivals(points=[[0, 1], [60, 4]]))
+    assert words.loop(waves) == "open loop, by chance, 1 a second from 0 s, 4 a second from 60 s"
     assert words.load_in_words(waves) == (
-        "requests begin by a schedule (open loop, by chance, 1 a second from 0 s, 4 a second from 60 s), at most "
-        "9 users at once, 5 requests of 128 tokens"
+        "open loop: user batch, users 9, requests 5, arrivals {points: [[0 1] [60 4]], spacing: poisson}, output_tokens 128"
+    )
+    assert words.load_in_words(Load(user="batch", in_flight=5, stream=False)) == (
+        "closed loop: user batch, in_flight 5, output_tokens 128, stream false"
     )
     trace = Trace(file="day.csv", from_s=60, to_s=120, speed=2, max_requests=1000)
     assert words.loop(Load(user="batch", trace=trace)) == (
         "trace day.csv from 60 s to 120 s, 1,000 rows at most, at 2 times its speed"
     )
     assert words.loop(Load(user="batch")) == ""
-    steady = Load(user="batch", in_flight=5, requests=9)
-    assert words.load_in_words(steady) == "1 agent, always 5 requests in flight, 9 requests of 128 tokens"
-    assert words.load_in_words(Load(user="batch", users=3, in_flight=5, requests=9)) == (
-        "3 agents, always 5 requests in flight each, 15 in all, 9 requests of 128 tokens"
-    )
 
 
 SCENARIO = """\

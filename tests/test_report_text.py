@@ -266,8 +266,9 @@ def test_markdown() -> None:
         "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
     )
     assert (
-        "<details><summary>Each load in words</summary>\n\n- `one`: 1 agent, one request at a time, 25 requests of 50 "
-        "tokens.\n- `ten`: 1 agent, 10 requests at once, 25 requests of 50 tokens.\n"
+        "<details><summary>Each load in words</summary>\n\n- `one`: Bursts: user "
+        "batch, requests 25, batch\\_size 1, output\\_tokens 50.\n- `ten`: Bursts: user batch, requests 25, batch\\_size "
+        "10, output\\_tokens 50.\n"
     ) in text
     assert text.endswith(
         "Scenario `first-look`, run `20260921-140000-first-look`. "

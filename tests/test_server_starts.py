@@ -253,6 +253,6 @@ def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     print_report(summary, run, folder, console, explain=True)
     said = " ".join(console.export_text().split())
-    assert "Start of a: ready after 30.00 s, the most of it compile (15.00 s); compile cache cold;" in said
+    assert "a: ready after 30.00 s, the most of it compile (15.00 s); compile cache cold;" in said
     assert "process 9.00, weights 4.00, compile 15.00, ready 0.50, first answer 0.50" in said
     assert "weights: weights into memory" in said

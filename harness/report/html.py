@@ -145,7 +145,6 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
         interval=table.interval,
         errors=table.errors,
-        error_kinds=table.error_kinds(summary),
         loads=sentences.of_loads(run),
         sentences=sentences,
         verdict_headings=HEADINGS,

@@ -139,19 +139,6 @@ def errors(numbers: Numbers) -> str:
     return ", ".join(said) or "0"
 
 
-def error_kinds(summary: Summary) -> list[tuple[Row, str, int, list[str]]]:
-    """Failed and unfinished requests of each row by kind: how many, and what the first of each cause said."""
-    said: dict[tuple[str, str, str], list[str]] = {}
-    for one in summary.failures:
-        said.setdefault((one.server, one.load, one.kind), []).append(one.message)
-    return [
-        (row, kind, number, said.get((*row.key, kind), []))
-        for row in summary.rows
-        for kind, number in row.pooled.errors.items()
-        if kind != "abandoned"
-    ]
-
-
 def _speedup(line: TableLine) -> str:
     if line.baseline:
         return "1 (baseline)"

@@ -16,7 +16,7 @@ from harness.failures.explain import Diagnosis, Scanned
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
-from harness.report.charts.timeline import starts_explained
+from harness.report.charts.timeline import start_sentences
 from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
 from harness.report.table import (
     Column,
@@ -62,8 +62,8 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
         console.print()
         for column in columns(summary):
             _meaning(console, column)
-        for name, text in starts_explained(run):
-            _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
+        for server, text in start_sentences(run):
+            _item(console, Text(words.one_line(f"{server}: {text}")))
     if summary.comparison is not None:
         console.print()
         _verdicts(summary.comparison, console, None if explain else "--explain shows them")

@@ -317,7 +317,7 @@ def _distributions(summary: Summary, observed: ChartData, column: LatencyColumn)
     return Chart(
         id=f"cdf-{column.name}",
         title=f"{column.about} ({column.title})",
-        caption=column.caption,
+        caption=f"Share of requests that {column.outcome}.",
         formula=f"{column.formula}; share(t) = successful requests that took ≤ t ÷ successful requests",
         figure={
             "data": curves,

@@ -4,7 +4,9 @@ import operator
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from harness import units
@@ -375,48 +377,7 @@ def _start_sentence(starts: Sequence[ServedBy]) -> str:
     return "; ".join(parts)
 
 
-def starts_explained(run: Run) -> list[tuple[str, str]]:
-    """The same with every phase, and what the phases mean, for a terminal."""
-    starts = starts_of(run)
-    result = []
-    for server, text in start_sentences(run):
-        found = phases_of(starts[server])
-        phases = ", ".join(f"{name} {statistics.median(seconds):,.2f}" for name, seconds in found.items())
-        result.append((f"Start of {server}", f"{text}; in seconds: {phases}"))
-    order = phases_of(chain.from_iterable(starts.values()))
-    return result + [(name, PHASES[name]) for name in order if name in PHASES]
-
-
-def startup_facts(served: ServedBy) -> list[tuple[str, str | None]]:
-    """The facts that a server reported of itself, as names and values; None where it did not."""
-    known = served.startup
-    if known is None:
-        return []
-    graphs, kv_cache = (_formatted("{:,.4g} GiB", size) for size in (known.graphs_gib, known.kv_cache_gib))
-    weights, loading_s = _formatted("{:,.4g} GiB", known.weights_gib), known.model_load_s or known.weights_s
-    return [
-        ("Engine", _all_of(" ", known.engine, known.version)),
-        ("Architecture", known.architecture),
-        ("Longest request", _formatted("{:,} tokens", known.max_model_len)),
-        ("Attention", known.attention_backend),
-        ("Layers on a GPU", known.offloaded_layers),
-        ("Weights", _all_of(" in ", weights, _took(loading_s))),
-        ("Downloaded in", _took(known.download_s)),
-        ("Compiled in", _all_of(", ", _took(known.compile_s), _formatted("{} cache", known.compile_cache))),
-        ("Graphs", _all_of(" in ", graphs, _took(known.graphs_s))),
-        ("KV cache", _all_of(", ", _formatted("{:,} tokens", known.kv_cache_tokens), kv_cache)),
-        ("Requests that it holds", _formatted("{:,.4g}", known.max_concurrency)),
-        ("ROCm of the image", served.contents.rocm if served.contents is not None else None),
-    ]
-
-
-def _formatted(form: str, value: float | str | None) -> str | None:
-    return None if value is None else form.format(value)
-
-
-def _took(seconds: float | None) -> str | None:
-    return None if seconds is None else units.seconds(seconds)
-
-
-def _all_of(by: str, *texts: str | None) -> str | None:
-    return by.join(filter(None, texts)) or None
+def startup_facts(served: ServedBy) -> dict[str, Any]:
+    """What a server reported of its start, by the names of run.json."""
+    facts = {} if served.startup is None else msgspec.structs.asdict(served.startup)
+    return facts | {"rocm": None if served.contents is None else served.contents.rocm}
