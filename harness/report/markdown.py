@@ -34,7 +34,7 @@ def render(summary: Summary, run: Run) -> str:
     if summary.checks:
         parts.append(_list([check_item(check) for check in summary.checks]))
     if loads := sentences.of_loads(run):
-        parts.append(_details("Each load in words", _list([f"{code(name)}: {escape(s)}" for name, s in loads.items()])))
+        parts.append(_details("Each load", _list([f"{code(name)}: {code(said)}" for name, said in loads.items()])))
     meant = [*columns(summary), *(column for found in details for column in found.columns if column.explanation)]
     explained = [f"**{one.heading}**: {escape(one.explanation)} {code(one.formula)}" for one in meant]
     parts.append(_details("What the columns mean", _list(explained)))

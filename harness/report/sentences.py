@@ -268,8 +268,7 @@ def _measured(row: Row) -> str:
 def of_loads(run: Run) -> dict[str, str]:
     """Each load in words; of an imported run none, since its load is what the other tool says of it."""
     loads = run.scenario.loads if run.origin is None else {}
-    texts = {name: words.load_in_words(load) for name, load in loads.items()}
-    return {name: f"{text[0].upper()}{text[1:]}." for name, text in texts.items()}
+    return {name: words.load_in_words(load) for name, load in loads.items()}
 
 
 def of_validity(summary: Summary, run: Run) -> str:
