@@ -163,7 +163,8 @@ def test_schedules_in_words() -> None:
     waves = Load(user="batch", users=9, requests=5, arrivals=Arrivals(points=[[0, 1], [60, 4]]))
     assert words.loop(waves) == "open loop, by chance, 1 a second from 0 s, 4 a second from 60 s"
     assert words.load_in_words(waves) == (
-        "open loop: user batch, users 9, requests 5, arrivals {points: [[0 1] [60 4]], spacing: poisson}, output_tokens 128"
+        "open loop: user batch, users 9, requests 5, arrivals {points: [[0 1] [60 4]], spacing: poisson}, "
+        "output_tokens 128"
     )
     assert words.load_in_words(Load(user="batch", in_flight=5, stream=False)) == (
         "closed loop: user batch, in_flight 5, output_tokens 128, stream false"

@@ -266,9 +266,9 @@ def test_markdown() -> None:
         "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
     )
     assert (
-        "<details><summary>Each load in words</summary>\n\n- `one`: Bursts: user "
-        "batch, requests 25, batch\\_size 1, output\\_tokens 50.\n- `ten`: Bursts: user batch, requests 25, batch\\_size "
-        "10, output\\_tokens 50.\n"
+        "<details><summary>Each load</summary>\n\n"
+        "- `one`: `bursts: user batch, requests 25, batch_size 1, output_tokens 50`\n"
+        "- `ten`: `bursts: user batch, requests 25, batch_size 10, output_tokens 50`\n"
     ) in text
     assert text.endswith(
         "Scenario `first-look`, run `20260921-140000-first-look`. "
@@ -339,7 +339,8 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
     )
     text = markdown.render(of, msgspec.structs.replace(other, scenario=scenario))
     assert "| vllm | one | 1,250 | 125 | 2.50 | 52.3 |" in text
-    assert ("- `one`: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s.\n") in text
+    said = "closed loop: user chat, users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"
+    assert f"- `one`: `{said}`\n" in text
 
 
 def test_answers_in_one_piece_have_no_first_token() -> None:
