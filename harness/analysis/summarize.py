@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict, replace
 
-from harness.analysis import notes, validity
+from harness.analysis import validity
 from harness.analysis.count import CellContext, tally
 from harness.analysis.limits import common_limit, limited, limited_by, mean_split, time_split
 from harness.analysis.schedule import first_due_of, kept_of, kind_of
@@ -90,7 +90,7 @@ def summarized(
     samples = read_metrics(folder / "metrics.jsonl")
     watched = read_telemetry(folder / "telemetry.jsonl")
     given = origin.given_numbers(folder, run)
-    session = notes.sessions_of(run)
+    session = validity.sessions_of(run)
     summaries = [
         _cell(
             run,
@@ -137,16 +137,16 @@ def summarized(
         valid=None if run.origin is not None and not reasons else not reasons,
         reasons=reasons,
         notes=[
-            *notes.of_failed_settings(rows),
+            *validity.of_failed_settings(rows),
             *of_sweep(summaries, run.scenario),
             *origin.notes(run.origin),
-            *notes.of_sessions(run),
+            *validity.of_sessions(run),
             *comparable.notes(run),
-            *notes.of_host_cpu(measured, (mark for found in marks.values() for mark in found)),
+            *validity.of_host_cpu(measured, (mark for found in marks.values() for mark in found)),
             *(note for cell in measured for note in cell.notes),
-            *notes.of_token_counters(measured),
-            *notes.of_budget(run, comparison),
-            *notes.of_answers(working, comparison),
+            *validity.of_token_counters(measured),
+            *validity.of_budget(run, comparison),
+            *validity.of_answers(working, comparison),
         ],
         failures=_failures(rows, tallies),
         rows=rows,

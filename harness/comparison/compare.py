@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from harness.analysis.notes import answer_difference
 from harness.analysis.summarize import summary_of
+from harness.analysis.validity import answer_difference
 from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
 from harness.judge import comparable
