@@ -174,7 +174,6 @@ _RUN: Table = {
     "interrupted_at_end": "interrupted at the end",
     "live_load": "a live load, changed by hand, has no verdicts",
     "run_status": "it is {status}",
-    "manifest_invalid": "its manifest says so",
     "cells_missing": "only {ran} of {planned} planned cells ran",
     "unreadable_lines": _unreadable_lines,
     "unknown_cell": "requests.jsonl: {records:#record} of the cell '{unknown}', which is not in the plan",

@@ -163,8 +163,8 @@ def test_schedules_in_words() -> None:
     waves = Load(user="batch", users=9, requests=5, arrivals=Arrivals(points=[[0, 1], [60, 4]]))
     assert words.loop(waves) == "open loop, by chance, 1 a second from 0 s, 4 a second from 60 s"
     assert words.load_in_words(waves) == (
-        "open loop: user batch, users 9, requests 5, arrivals {points: [[0 1] [60 4]], spacing: poisson}, "
-        "output_tokens 128"
+        "open loop: user batch, users 9, requests 5, arrivals {points: [[0 1] [60 4]], between: steps, "
+        "spacing: poisson, burstiness: 1}, output_tokens 128"
     )
     assert words.load_in_words(Load(user="batch", in_flight=5, stream=False)) == (
         "closed loop: user batch, in_flight 5, output_tokens 128, stream false"
@@ -220,7 +220,7 @@ def test_what_is_in_flight_at_the_end_counts(tmp_path: Path, in_flight_at_the_en
     assert numbers["schedule"]["asked_per_s"] == numbers["schedule"]["achieved_per_s"] == 10.0
     assert (numbers["schedule"]["planned"], numbers["schedule"]["never_sent"]) == (15, 0)
     assert (row["kind"], row["load"]) == ("open loop", "open")
-    assert "a / open: open loop, evenly, 10 a second" in out
+    assert "a / open: Schedule open loop, evenly, 10 a second" in " ".join(out.split())
     assert "a / shut: " not in out.split("Report:")[0].split("open loop")[0]
     shown = harness("report", str(folder), "--format", "openmetrics", cwd=tmp_path).out.splitlines()
     samples = {name.partition("{")[0]: float(value) for name, _, value in (line.rpartition(" ") for line in shown)

@@ -70,7 +70,7 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
         tmp_path / "two",
         msgspec.structs.replace(run, status="interrupted", reasons=[because("text", text="interrupted")]),
     )
-    with pytest.raises(RunError, match="two: only a VALID run is published: interrupted"):
+    with pytest.raises(RunError, match="one: only a VALID run is published: interrupted"):
         publish(tmp_path / "two", tmp_path / "results")
     servers = {name: Server(template="vllm-cpu") for name in ("a", "a-again")}
     write_made_run(tmp_path / "aa", made_of=scenario(servers=servers))

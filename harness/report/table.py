@@ -61,7 +61,7 @@ class TableLine(Struct, frozen=True, kw_only=True):
         return f"{METRIC_WORDS[verdict.metric]} " if verdict is not None and verdict.metric not in WORK else ""
 
 
-class Column(Struct, frozen=True):
+class TableColumn(Struct, frozen=True):
     """One column of a table: what it means, and how its text is made of a line or row; None where it is not known."""
 
     key: str
@@ -155,59 +155,59 @@ def _verdict(line: TableLine) -> str:
 
 
 _NAMES = (
-    Column(
+    TableColumn(
         "server", "Server", "The server’s name in the scenario.", "servers.NAME", lambda line: line.row.server, "name",
     ),
-    Column(
+    TableColumn(
         "load", "Load", "The load’s name in the scenario: who sends requests, and how many at once.", "loads.NAME",
         lambda line: line.row.load, "name",
     ),
 )  # fmt: skip
-_WALL = Column(
+_WALL = TableColumn(
     "wall", "Wall time",
     "How long the whole work took, from the first request sent to the last one ended. Median over the repeats; none "
     "for a load of fixed duration.",
     "wall time = last ended − first sent", lambda line: units.seconds(line.row.pooled.wall_s), "work", "wall_s",
 )  # fmt: skip
 _WORK = (
-    Column(
+    TableColumn(
         "tokens", "Completion tokens",
         "Tokens that the server generated in one run, by its own count. Median over the repeats.",
         "Σ usage.completion_tokens of the run’s successful requests",
         lambda line: None if line.tokens is None else f"{line.tokens:,.0f}", "work",
     ),
-    Column(
+    TableColumn(
         "rate", "Aggregate tok/s",
         "Tokens per second of all requests together: what the server achieves. Median over the repeats.",
         "tok/s = tokens generated inside the window ÷ window; for a fixed amount of work the window is the wall time",
         _rate, "work", "output_tok_s",
     ),
 )  # fmt: skip
-_INPUT = Column(
+_INPUT = TableColumn(
     "input_rate", "Prompt tok/s",
     "Prompt tokens per second of all requests together: what a server of embeddings achieves. Median over the repeats.",
     "Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
     lambda line: units.significant(line.row.pooled.input_tok_s), "work", "input_tok_s",
 )  # fmt: skip
-_VALID = Column(
+_VALID = TableColumn(
     "valid", "Valid answers",
     "Answers that have the form that was asked for, of the successful requests of all repeats. A fast server whose "
     "answers are of no use has won nothing.",
     "valid ÷ answers", lambda line: _answers(line, "valid", "checked"), "work",
 )  # fmt: skip
-_RIGHT = Column(
+_RIGHT = TableColumn(
     "right", "Right answers", "Answers that are the label that is known to be right.",
     "right ÷ answers of which the right label is known",
     lambda line: _answers(line, "right", "labelled"), "work",
 )  # fmt: skip
 _ERRORS_AND_VERDICT = (
-    Column(
+    TableColumn(
         "errors", "Errors",
         "Requests that failed, of all that were sent, and how many the end of the run cut: these are no part of the "
         "error rate. They count here and never in a latency.",
         "errors = failed; error rate = failed ÷ sent", lambda line: errors(line.row.pooled), "latency",
     ),
-    Column(
+    TableColumn(
         "speedup", "Speedup (95 %)",
         "How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the interval "
         "that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
@@ -215,7 +215,7 @@ _ERRORS_AND_VERDICT = (
         "Geometric means over the repeats, interval by Welch’s t on logarithms",
         _speedup, "verdict",
     ),
-    Column(
+    TableColumn(
         "verdict", "Verdict",
         "Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect exceeds 2 %; "
         "“same” only when the interval is within ±2 %; else “inconclusive”.",
@@ -225,7 +225,7 @@ _ERRORS_AND_VERDICT = (
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
 
-def columns(summary: Summary) -> tuple[Column, ...]:
+def columns(summary: Summary) -> tuple[TableColumn, ...]:
     """The table's columns. The tail percentile is the highest that every row carries, p95 where none is.
 
     A run whose loads all have a fixed duration has no wall times.
@@ -249,7 +249,7 @@ def columns(summary: Summary) -> tuple[Column, ...]:
     return (*map(_marked, (*work, *latencies)), *_ERRORS_AND_VERDICT)
 
 
-def _marked(column: Column) -> Column:
+def _marked(column: TableColumn) -> TableColumn:
     """A column whose numbers are marked where the load generator was their limit."""
 
     def text(line: TableLine) -> str:
@@ -260,8 +260,8 @@ def _marked(column: Column) -> Column:
     return msgspec.structs.replace(column, text=text)
 
 
-def _value(column: ValueColumn) -> Column:
-    return Column(
+def _value(column: ValueColumn) -> TableColumn:
+    return TableColumn(
         column.field,
         column.title[0].upper() + column.title[1:],
         f"{column.about} over the repeats.",
@@ -272,7 +272,7 @@ def _value(column: ValueColumn) -> Column:
     )
 
 
-def _latency(column: LatencyColumn, at: str) -> Column:
+def _latency(column: LatencyColumn, at: str) -> TableColumn:
     longest = at == "max"
 
     def text(line: TableLine) -> str:
@@ -285,7 +285,7 @@ def _latency(column: LatencyColumn, at: str) -> Column:
 
     what = "the longest of all" if longest else f"{_SHARES[at]} requests {column.outcome}"
     enough = "" if longest else "; printed only when there are enough of them"
-    return Column(
+    return TableColumn(
         f"{column.name}_{at}",
         f"{column.title} {at}",
         f"{column.about}: {what}. Over the successful requests of all repeats{enough}.",
@@ -316,13 +316,13 @@ class DetailTable(Struct, frozen=True):
     """A smaller table: those columns of which some row knows a value."""
 
     title: str
-    columns: list[Column] = []
+    columns: list[TableColumn] = []
     rows: list[DetailLine] = []
     note: str = ""
 
 
 def _detail_table(
-    title: str, columns: Iterable[Column], found: Sequence[tuple[str, str, Any]], note: str = ""
+    title: str, columns: Iterable[TableColumn], found: Sequence[tuple[str, str, Any]], note: str = ""
 ) -> DetailTable:
     """The table of (server, load, what the columns are about)."""
     shown = [column for column in columns if any(column.text(one) is not None for _, _, one in found)]
@@ -333,7 +333,7 @@ def _detail_table(
 def schedule_table(summary: Summary, run: Run) -> DetailTable:
     """The rows of open loops; none in a run that has only closed ones."""
     loads = run.scenario.loads
-    schedule = Column("schedule", "Schedule", "", "", lambda row: words.loop(loads[row.load]), "name")
+    schedule = TableColumn("schedule", "Schedule", "", "", lambda row: words.loop(loads[row.load]), "name")
     rows = [row for row in summary.rows if row.pooled.schedule is not None and row.load in loads]
     return _detail_table(
         "How the schedules were kept", (schedule, *SCHEDULE), [(row.server, row.load, row) for row in rows]
@@ -367,7 +367,7 @@ def machine_table(summary: Summary) -> DetailTable:
 
 
 def gpu_table(summary: Summary) -> DetailTable:
-    columns = [Column(title, title, "", "", text) for title, text in GPU.items()]
+    columns = [TableColumn(title, title, "", "", text) for title, text in GPU.items()]
     loads = [(cell.id, cell.machine_load) for cell in summary.cells if cell.machine_load is not None]
     return _detail_table(
         "Each GPU in each run", columns, [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()]
@@ -454,37 +454,37 @@ def _stage(name: str) -> Callable[[Row], str | None]:
 
 
 TIME = (
-    Column(
+    TableColumn(
         "connect", "Connect, ms",
         "To open a connection, by the client's clock, spread over all requests. It is in no latency.",
         "Σ connect ÷ requests sent", _stage("connect_s"),
     ),
-    Column(
+    TableColumn(
         "api", "API, ms",
         "Around the engine: the server's API process (HTTP, tokenizer, detokenizer), the network and the load "
         "generator. Unknown where the server does not report the three stages that follow.",
         "E2E − queue − prefill − decode", _stage("api_s"),
     ),
-    Column(
+    TableColumn(
         "queue", "Queue, ms",
         "From the engine's receipt of a request to its first turn, by the server's own counters.",
         "Σ queue time ÷ requests, of those that ended in the measured time", _stage("queue_s"),
     ),
-    Column(
+    TableColumn(
         "prefill", "Prefill, ms", "From its first turn to its first token, by the server's own counters.",
         "Σ prefill time ÷ requests, of those that ended in the measured time", _stage("prefill_s"),
     ),
-    Column(
+    TableColumn(
         "decode", "Decode, ms",
         "From its first to its last token, by the server's own counters; preemptions are in it.",
         "Σ decode time ÷ requests, of those that ended in the measured time", _stage("decode_s"),
     ),
-    Column(
+    TableColumn(
         "whole", "E2E, ms",
         "The mean E2E latency by the client's clock, of which the four columns before are parts.",
         "Σ E2E ÷ successful requests", _stage("e2e_s"),
     ),
-    Column(
+    TableColumn(
         "limit", "Limited by",
         "In more than half of the runs, the first of these that holds: the load generator (self-check); the KV cache "
         "(95 % full while requests wait or are preempted); queueing or the API (20 % of E2E); else the longer one of "
@@ -510,54 +510,54 @@ GPU: dict[str, Callable[[GpuLoad], str | None]] = {
     "At a power limit": lambda gpu: _unit(gpu.limited_s, "s"),
 }
 MACHINE = (
-    Column(
+    TableColumn(
         "energy_per_token", "Energy per output token",
         "What the GPUs that served drew for each output token. Of an APU it is the whole package, its CPU included; "
         "never what the wall socket gives. Unknown below 5 samples and where a GPU reports no power.",
         "∫ power dt over the window ÷ output tokens generated inside the window, by the trapezoid rule",
         lambda load: _joules(load.energy_per_token_j),
     ),
-    Column(
+    TableColumn(
         "power", "Power, mean and most", "Of the GPUs that served together, as their driver reports it.",
         "hwmon power1_average, else power1_input",
         lambda load: _both(
             _unit(load.power_mean_w, "W", 0), _unit(load.power_max_w, "W", 0), " (package)" if load.package else ""
         ),
     ),
-    Column(
+    TableColumn(
         "busy", "GPU busy, mean and most",
         "Share of the time in which the GPU did anything. 100 % means that it always had something to do, not that it "
         "was used well.",
         "gpu_busy_percent, mean over the GPUs that served",
         lambda load: _both(_unit(load.busy_mean_percent, "%", 0), _unit(load.busy_max_percent, "%", 0)),
     ),
-    Column(
+    TableColumn(
         "memory", "GPU memory, most", "VRAM and GTT of the GPUs that served together, used by any process.",
         "mem_info_vram_used + mem_info_gtt_used", lambda load: _gib(load.memory_max_bytes),
     ),
-    Column(
+    TableColumn(
         "temperature", "Hottest", "The highest temperature of any sensor of the GPUs that served.",
         "hwmon temp1_input to temp3_input", lambda load: _unit(load.temperature_max_c, "°C", 0),
     ),
-    Column(
+    TableColumn(
         "heat", "Throttled by heat",
         "How long heat, or a signal from outside such as the power supply’s, held back the clocks of the GPU that it "
         "held back most. More than 5 % of the measured time makes a run INVALID.",
         "gpu_metrics: thermal and PROCHOT bits, or what their counters grew by", lambda load: _unit(load.heat_s, "s"),
     ),
-    Column(
+    TableColumn(
         "limited", "At a power limit",
         "How long a limit of power or current set the clocks, which is normal at full load.",
         "gpu_metrics: PPT, TDC and EDC bits, or what their counters grew by", lambda load: _unit(load.limited_s, "s"),
     ),
-    Column(
+    TableColumn(
         "container", "Container: CPU and memory",
         "Cores that the server’s container kept busy on average, and the most memory it used, without page cache that "
         "can be dropped. An APU’s GPU memory is not in it.",
         "control group: CPU time ÷ time, memory",
         lambda load: _both(_unit(load.container_cpu_mean_cores, "cores", 2), _gib(load.container_memory_max_bytes)),
     ),
-    Column(
+    TableColumn(
         "host", "Host: CPU and free memory",
         "How busy all cores of the machine were on average, the load generator included where it runs there, and the "
         "least memory that was available.",
@@ -565,21 +565,21 @@ MACHINE = (
     ),
 )  # fmt: skip
 SCHEDULE = (
-    Column(
+    TableColumn(
         "asked", "target", "Requests a second that the schedule asked for.",
         "of a fixed time: due ÷ time; of a fixed number or a trace: (requests − 1) ÷ (last due − first due)",
         _per_second("asked_per_s"),
     ),
-    Column(
+    TableColumn(
         "achieved", "actual", "Requests a second that were sent, whatever became of them.",
         "of a fixed time: sent ÷ time; else (requests − 1) ÷ (last sent − first sent)", _per_second("achieved_per_s"),
     ),
-    Column(
+    TableColumn(
         "never", "never sent",
         "Requests that were due while all users were busy until the end. Any makes the run INVALID.", "due − sent",
         _never_sent,
     ),
-    Column(
+    TableColumn(
         "lag", "send lag p50, p99, most",
         "How late requests went out. A median above 10 ms makes the run INVALID: the load generator was the limit, "
         "which needs more users or processes.",
@@ -587,7 +587,7 @@ SCHEDULE = (
         lambda row: f"{', '.join(_ms(*(getattr(row.pooled.send_lag_s, at) for at in ('p50', 'p99', 'max'))))} ms",
     ),
     *(
-        Column(
+        TableColumn(
             f"{key}_{name}", f"{title} {name}",
             f"{title} from send → from schedule. The second counts from the moment at which the schedule wanted it "
             "sent: it includes client queueing and avoids coordinated omission.",

@@ -19,8 +19,8 @@ from harness.report.capacity import capacity_lines
 from harness.report.charts.timeline import start_sentences
 from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
 from harness.report.table import (
-    Column,
     DetailTable,
+    TableColumn,
     TableLine,
     columns,
     lines,
@@ -87,7 +87,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 
-def _tables(columns: Sequence[Column], rows: list[TableLine], width: int) -> Sequence[RenderableType]:
+def _tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -> Sequence[RenderableType]:
     """One table where it fits, else the work and the latencies one below the other, else a block for each row."""
     work = [column for column in columns if column.group != "latency"]
     latency = [column for column in columns if column.group in ("name", "latency")]
@@ -98,7 +98,7 @@ def _tables(columns: Sequence[Column], rows: list[TableLine], width: int) -> Seq
     return [_block(columns, line) for line in rows]
 
 
-def _block(columns: Sequence[Column], line: TableLine) -> Group:
+def _block(columns: Sequence[TableColumn], line: TableLine) -> Group:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -112,7 +112,7 @@ def _fits(table: Table, width: int) -> bool:
     return Console(width=1000).measure(table).maximum <= width
 
 
-def _table(columns: Sequence[Column], rows: list[TableLine], gap: int) -> Table:
+def _table(columns: Sequence[TableColumn], rows: list[TableLine], gap: int) -> Table:
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.left else "right"
@@ -123,12 +123,12 @@ def _table(columns: Sequence[Column], rows: list[TableLine], gap: int) -> Table:
     return table
 
 
-def _heading(column: Column) -> Text:
+def _heading(column: TableColumn) -> Text:
     title, _, rest = column.title.partition(" ")
     return Text(f"{title}\n{rest} {column.unit}".rstrip())
 
 
-def _style(column: Column, line: TableLine) -> str:
+def _style(column: TableColumn, line: TableLine) -> str:
     if column.key == "verdict":
         return STYLES.get("baseline" if line.baseline else line.word, "")
     return "bold red" if column.key == "errors" and column.of(line) != "0" else ""
@@ -172,7 +172,7 @@ def check_line(check: CheckResult) -> Text:
     return mark + Text(words.one_line(f"{check.check}: {evidence(check.evidence)}"))
 
 
-def _meaning(console: Console, column: Column) -> None:
+def _meaning(console: Console, column: TableColumn) -> None:
     if column.explanation:
         _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct, field
@@ -40,7 +39,7 @@ class RowData(Struct):
     failures: int = 0  # failed ones likewise
 
 
-class ChartFailures(NamedTuple):
+class ChartFailures(Struct, frozen=True):
     """How often one kind of failure came in a cell, and when first."""
 
     count: int
