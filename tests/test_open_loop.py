@@ -220,7 +220,7 @@ def test_what_is_in_flight_at_the_end_counts(tmp_path: Path, in_flight_at_the_en
     assert numbers["schedule"]["asked_per_s"] == numbers["schedule"]["achieved_per_s"] == 10.0
     assert (numbers["schedule"]["planned"], numbers["schedule"]["never_sent"]) == (15, 0)
     assert (row["kind"], row["load"]) == ("open loop", "open")
-    assert "a / open: Schedule open loop, evenly, 10 a second" in " ".join(out.split())
+    assert "open loop, evenly, 10 a second" in " ".join(out.split())
     assert "a / shut: " not in out.split("Report:")[0].split("open loop")[0]
     shown = harness("report", str(folder), "--format", "openmetrics", cwd=tmp_path).out.splitlines()
     samples = {name.partition("{")[0]: float(value) for name, _, value in (line.rpartition(" ") for line in shown)
