@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from harness.engines import vllm_accepts
 from harness.errors import HarnessError
 from harness.machine.memory import (
     OTHER_BYTES,
@@ -27,7 +28,6 @@ from harness.machine.memory import (
 from harness.machine.model import ModelShape, read_model
 from harness.reasons import sentence
 from harness.units import GIB
-from harness.utilization import vllm_accepts
 from tests.command import harness
 from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_model import QWEN3, model, safetensors

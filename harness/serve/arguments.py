@@ -11,14 +11,11 @@ from itertools import takewhile
 from typing import Any
 
 from harness.engines import engines
-from harness.errors import HarnessError, Problem
+from harness.errors import Problem
 from harness.failures.table import removed_flags, replacements
-from harness.machine.gpus import VISIBLE, Card, has_fp8, shown
-from harness.scenario import Load, Scenario, Server, at_once
-from harness.scenario.behaviour import max_of, unread
-from harness.serve.compose_file import Service, parse_bytes, tag_of
-from harness.serve.lemonade import MAX_THREADS, PREFIXES, bare_name, pool_size
-from harness.serve.template import variable_of
+from harness.scenario import Server
+from harness.serve.compose_file import tag_of
+from harness.serve.lemonade import PREFIXES, bare_name
 
 _NEGATIVE = re.compile(r"-[\d.]")
 _DASHES = re.compile(r"-*[\u2010-\u2015\u2212][-\u2010-\u2015\u2212]*")  # hyphens as web pages print them
@@ -73,18 +70,6 @@ def ranks_of(words: Sequence[str]) -> int:
     return int(value) if value and value.isdigit() else 1
 
 
-def vllm_refuses(words: list[str]) -> list[str]:
-    """What vLLM would say no to, each with advice; `words` are its command line."""
-    seqs = value_of(words, "--max-num-seqs") or ""
-    tokens = value_of(words, "--max-num-batched-tokens") or ""
-    if seqs.isdigit() and tokens.isdigit() and int(tokens) < int(seqs):
-        return [
-            f"max_num_batched_tokens is {tokens}, and max_num_seqs {seqs}: vLLM refuses fewer tokens in a step than "
-            "requests; raise the one or lower the other"
-        ]
-    return []
-
-
 def version_of(image: str) -> tuple[int, int, int] | None:
     """The version of vLLM that an image's tag names, such as v0.25.0 or ..._vllm_0.23.0; None where it names none."""
     name, _, tag = image.partition("@")[0].rpartition(":")
@@ -95,80 +80,13 @@ def version_of(image: str) -> tuple[int, int, int] | None:
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
-MIN_SHM = 1 << 30  # RCCL and vLLM's own queues; with Docker's 64 MB it dies as the ranks meet
-_RENDER_NODE = re.compile(r"/dev/dri/renderD\d+")
-
-
-def container_problems(service: Service) -> list[str]:
-    """What the service's own keys rule out, wherever it is started."""
-    ranks = ranks_of(service.command or [])
-    if ranks == 1:
-        return []
-    problems = []
-    size = service.shm_size
-    if service.ipc != "host" and (size is None or ("$" not in size and parse_bytes(size) < MIN_SHM)):
-        has = f"shm_size: {size}" if size else "Docker's 64 MB of /dev/shm"
-        problems.append(f"{ranks} GPUs exchange data through /dev/shm, and {has} is too small; set shm_size: 16g")
-    nodes = {node for device in service.devices for node in _RENDER_NODE.findall(device)}
-    if nodes and not any(device.split(":")[0] == "/dev/dri" for device in service.devices) and len(nodes) < ranks:
-        problems.append(f"tensor_parallel_size is {ranks}, and `devices` gives {len(nodes)} GPU to the container")
-    for name in VISIBLE:
-        visible = service.environment.get(name)
-        if visible is not None and "$" not in visible and len(visible.split(",")) < ranks:
-            problems.append(f"tensor_parallel_size is {ranks}, and {name} shows {visible or 'none'}")
-    return problems
-
-
-def refuse_unfit(service: Service, cards: Sequence[Card], words: Sequence[str] | None = None) -> None:
-    """Raise HarnessError for what the GPUs that the service is given cannot do.
-
-    `cards`: all of this machine; without any, nothing is said, and nothing of a service that is given none. `words`:
-    vLLM's arguments, where they are not the service's command.
-    """
-    words = (service.command or []) if words is None else words
-    given = shown_to(service, cards)
-    if not given:
-        return
-    ranks = ranks_of(words)
-    if ranks > len(given):
-        targets = ", ".join(sorted({str(card["target"]) for card in given}))
-        left_out = len(cards) - len(given)
-        has = "this machine has" if not left_out else "it is given"
-        more = f"; {left_out} more {'is' if left_out == 1 else 'are'} left out" if left_out else ""
-        raise HarnessError(
-            f"tensor_parallel_size is {ranks}, and {has} {len(given)} AMD GPU{'s' if len(given) > 1 else ''} "
-            f"({targets}){more}",
-            next_step="Lower tensor_parallel_size.",
-        )
-    lacking = ", ".join(sorted({str(card["target"]) for card in given[:ranks] if not has_fp8(str(card["target"]))}))
-    for flag, names in (("quantization", ("--quantization", "-q")), ("kv_cache_dtype", ("--kv-cache-dtype",))):
-        value = value_of(words, *names) or ""
-        if "fp8" in value.lower() and lacking:
-            raise HarnessError(
-                f"{flag} is {value}, and {lacking} has no FP8",
-                next_step="FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201); take a model in FP16 or AWQ"
-                + (" and kv_cache_dtype: auto." if flag == "kv_cache_dtype" else "."),
-            )
-
-
-def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
-    """The GPUs that the service is given; none where it has no device of them, or where a variable decides."""
-    if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
-        return []
-    numbers = [number for name in VISIBLE for number in service.environment.get(name, "0").split(",")]
-    if not cards or not all(number.strip().isdigit() for number in numbers):
-        return []  # ids of GPUs, or a variable of the shell
-    return shown(cards, service.devices, service.environment)
-
-
 _ITSELF = "Lemonade sets it itself and refuses it"
 OLDEST, OLDEST_VLLM = (11, 0, 0), (11, 5, 0)
-_VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
+_LEMONADE_VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _QUOTES = (
     "Lemonade strips quotes, so JSON does not reach vLLM (lemonade-sdk/lemonade#1912); "
     "leave it out, or measure it with the template vllm-rocm"
 )
-MAX_TOKENS = 8192  # a request that asks for more makes Lemonade count its prompt first
 
 
 def server_problems(server: Server, model: str) -> Iterator[Problem]:
@@ -208,7 +126,7 @@ def _variable_problems(given: dict[str, Any], model: str) -> Iterator[Problem]:
     if "checkpoint" not in given and recipe is not None:
         yield Problem(".recipe", "belongs to 'checkpoint'; a model that Lemonade knows has its own; remove it")
     image = str(given.get("image") or "")
-    match = _VERSION.fullmatch(tag_of(image))
+    match = _LEMONADE_VERSION.fullmatch(tag_of(image))
     version = tuple(int(part) for part in match.groups()) if match else OLDEST_VLLM
     # Names of Lemonade's own models for vLLM end so.
     vllm = not given.keys().isdisjoint(("vllm_args", "vllm_backend")) or recipe == "vllm" or model.endswith("-vLLM")
@@ -234,8 +152,9 @@ def vllm_problems(text: str) -> list[str]:
     flags = flags_in(words)
     protected = replacements().protected
     problems = [f"{flag}: {_ITSELF}; {protected[flag]}" for flag in dict.fromkeys(flags) if flag in protected]
-    problems += [f"{flag}: {removed_flags()[flag].advice}" for flag in dict.fromkeys(flags) if flag in removed_flags()]
-    return problems + _contradictions(flags) + vllm_refuses(words)
+    return problems + [
+        f"{flag}: {removed_flags()[flag].advice}" for flag in dict.fromkeys(flags) if flag in removed_flags()
+    ]
 
 
 def llamacpp_problems(text: str) -> list[str]:
@@ -245,50 +164,3 @@ def llamacpp_problems(text: str) -> list[str]:
     advice = {flag: row.advice for row in rows for flag in row.flags}
     found = [f"{flag}: {_ITSELF}; {advice[flag]}" for flag in flags if flag in advice]
     return printed_dashes(text.split()) + found
-
-
-def _contradictions(flags: Sequence[str]) -> list[str]:
-    problems = [
-        f"{flag} and --no-{flag[2:]} contradict each other; keep one"
-        for flag in dict.fromkeys(flags)
-        if f"--no-{flag[2:]}" in flags and flag not in replacements().protected
-    ]
-    problems += [f"{flag}: is given twice; keep one" for flag in dict.fromkeys(flags) if flags.count(flag) > 1]
-    both = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
-    if all(flag in flags for flag in both):
-        problems.append(f"{both[0]} has no effect on the KV cache together with {both[1]}; keep one")
-    return problems
-
-
-def hints(scenario: Scenario, threads: int | None) -> list[str]:
-    """Sentences for `harness check`; `threads` of the processor that Lemonade will run on, None where not known."""
-    servers = {name: server for name, server in scenario.servers.items() if server.template == "lemonade"}
-    return [
-        hint
-        for name, server in servers.items()
-        for load_name, load in scenario.loads.items()
-        for hint in _hints_of(f"{name} under {load_name}", server, load, threads)
-    ]
-
-
-def _hints_of(where: str, server: Server, load: Load, threads: int | None) -> list[str]:
-    found = []
-    size = MAX_THREADS if threads is None else pool_size(threads, tag_of(str(variable_of(server, "image"))))
-    if at_once(load) > size:
-        found.append(
-            f"{where}: {at_once(load):,} requests will be in flight, and Lemonade serves {size} at once"
-            f"{' at most' if threads is None else ' on this machine'}: above that its own queue is measured, "
-            "not the engine's"
-        )
-    ctx_size = variable_of(server, "ctx_size")
-    answer = 0 if load.endpoint == "embeddings" or unread(load.output_tokens) else max_of(load.output_tokens)
-    if isinstance(ctx_size, int) and answer >= ctx_size:
-        found.append(
-            f"{where}: answers of {answer:,} tokens do not fit into ctx_size ({ctx_size:,}): every request will fail"
-        )
-    elif answer > MAX_TOKENS:
-        found.append(
-            f"{where}: for answers of more than {MAX_TOKENS:,} tokens Lemonade has vLLM count each prompt first, "
-            "which is measured with it"
-        )
-    return found

@@ -85,14 +85,7 @@ class LoadCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     path: str
     body: dict[str, Any]
-
-
-class Fetch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A model that the server gets through its own API before it is loaded."""
-
-    protocol: str  # of harness.serve.ready
-    model: str
-    source: str | None = None  # address of its configuration
+    fetch: "LoadCall | None" = None  # sent first where the answer is 404: it makes the server get the model
 
 
 class Managed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -116,7 +109,6 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     simulated: bool = False
     offline: bool = False  # a job over a cell's requests, no API
     version: str = "/version"  # where it tells its version
-    fetch: Fetch | None = None
     load: LoadCall | None = None
     lemonade: Managed | None = None
     vllm: bool = False  # its command line is that of `vllm serve`

@@ -252,7 +252,6 @@ def words_of(response: requests.Response) -> str:
     return _error_of(response.content) or f"HTTP {response.status_code}: {plain}"
 
 
-REPORT_EVERY_S = 1.0
 BEYOND_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
 RETRIED = "evicting all models and retrying"
 KERNEL = (
@@ -403,24 +402,9 @@ def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> reques
 
 
 def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: list[str]) -> T:
-    """The result of `call`, while the server's life is watched. Shown is the last of `doing`, which may grow."""
-    begin = reported_s = time.monotonic()
-
-    def look() -> None:
-        nonlocal reported_s
-        now = time.monotonic()
-        if now - reported_s >= REPORT_EVERY_S:
-            reported_s = now
-            waiting.on_progress(f"{doing[-1]}, {now - begin:.0f} s: {waiting.log.last_line()}")
-        if now > until:
-            raise ServerError(
-                f"the server did not become ready within {waiting.timeout_s:g} s; last: {doing[-1]}",
-                next_step="If it only needs longer, raise startup_timeout_s in the scenario.",
-                detail=waiting.log.tail(),
-            )
-
+    """As `watched`; a request that breaks while the server dies is explained by its death."""
     try:
-        return watched(call, waiting, look)
+        return watched(call, waiting, until, doing)
     except requests.RequestException as error:
         raise death(waiting) or ServerError(f"Lemonade gave no answer while {doing[-1]} ({reason(error)})") from None
     except ServerError as error:

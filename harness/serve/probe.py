@@ -352,6 +352,7 @@ def counter(
 
 
 POLL_S = 0.2
+REPORT_EVERY_S = 1.0
 DEATH_S = 1.0  # the connections of a process that dies break before its supervisor notices
 
 
@@ -389,11 +390,11 @@ class Phases:
             self._on_progress(f"{name} after {now - self._began:.1f} s")
 
 
-def watched(call: Callable[[], T], waiting: Waiting, look: Callable[[], None] = lambda: None) -> T:
-    """The result of `call`, which may take minutes; raises what it raises, and why the server died, when it does.
+def watched(call: Callable[[], T], waiting: Waiting, until: float, doing: list[str]) -> T:
+    """The result of `call`, which may take minutes, while the server lives. Raises what it raises.
 
-    It runs in a daemon thread, so Ctrl-C ends the wait at once. `look` is called all the time and
-    may raise, too.
+    Raises ServerError when the server dies or `until` passes. Shown is the last of `doing`, which may grow. The call
+    runs in a daemon thread, so Ctrl-C ends the wait at once.
     """
     results: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
 
@@ -404,15 +405,24 @@ def watched(call: Callable[[], T], waiting: Waiting, look: Callable[[], None] = 
             results.put(error)
 
     threading.Thread(target=work, name="waiting for the server", daemon=True).start()
+    begin = reported_s = time.monotonic()
     while True:
         try:
             result = results.get(timeout=POLL_S)
             break
         except queue.Empty:
-            dead = waiting.dead()
+            dead, now = waiting.dead(), time.monotonic()
         if dead is not None:
             raise dead
-        look()
+        if now - reported_s >= REPORT_EVERY_S:
+            reported_s = now
+            waiting.on_progress(f"{doing[-1]}, {now - begin:.0f} s: {waiting.log.last_line()}")
+        if now > until:
+            raise ServerError(
+                f"the server did not become ready within {waiting.timeout_s:g} s; last: {doing[-1]}",
+                next_step="If it only needs longer, raise startup_timeout_s in the scenario.",
+                detail=waiting.log.tail(),
+            )
     if isinstance(result, Exception):
         raise result
     return result[0]
