@@ -158,24 +158,17 @@ def _disk(engine: DockerEngine) -> Iterator[Finding]:
         yield finding("docker.disk", "ok", fact)
 
 
-class User(Struct, frozen=True, forbid_unknown_fields=True):
-    """The user that needs the device nodes."""
-
-    uid: int
-    groups: frozenset[int]
-
-
-def access_findings(root: Path, user: User | None = None, *, rootless: bool = False) -> Iterator[Finding]:
+def access_findings(root: Path, *, rootless: bool = False) -> Iterator[Finding]:
     """Findings about device nodes; none without a GPU.
 
     Containers of an engine that runs as root open them whatever the user; those of a rootless engine open them as
-    the user. `user` None is this one, access lists of the file system included.
+    the user, access lists of the file system included.
     """
     nodes = [str(gpu["render_node"]) for gpu in gpus(root) if gpu["render_node"]]
     if next(gpus(root), None) is None:
         return
-    yield from _node(root, "access.kfd", "/dev/kfd", user, rootless)
-    yield from _render(root, nodes, user, rootless)
+    yield from _node(root, "access.kfd", "/dev/kfd", rootless)
+    yield from _render(root, nodes, rootless)
     if groups := device_groups(root):
         names = _names(root)
         fact = ", ".join(f"{group} ({names[group]})" if group in names else str(group) for group in groups)
@@ -184,13 +177,13 @@ def access_findings(root: Path, user: User | None = None, *, rootless: bool = Fa
         yield finding("access.groups", "warning", "the device nodes belong to the group root")
 
 
-def _node(root: Path, id: str, name: str, user: User | None, rootless: bool) -> Iterator[Finding]:
+def _node(root: Path, id: str, name: str, rootless: bool) -> Iterator[Finding]:
     path = root / name.lstrip("/")
     if not path.exists():
         yield finding(id, "blocker", f"there is no {name}", "missing")
         return
     owner = f"{name}: mode {path.stat().st_mode & 0o777:04o}, group {_group(root, path)}"
-    if may_open(path, user):
+    if may_open(path):
         yield finding(id, "ok", owner)
         return
     group = _names(root).get(path.stat().st_gid, str(path.stat().st_gid))
@@ -202,29 +195,23 @@ def _node(root: Path, id: str, name: str, user: User | None, rootless: bool) -> 
         yield finding(id, "warning", f"this user may not open {owner}; {rest}", "denied", groups=group)
 
 
-def _render(root: Path, nodes: list[str], user: User | None, rootless: bool) -> Iterator[Finding]:
+def _render(root: Path, nodes: list[str], rootless: bool) -> Iterator[Finding]:
     gone = [node for node in nodes if not (root / node.lstrip("/")).exists()]
     if gone or not nodes:
         what = f"there is no {', '.join(gone)}" if gone else "no GPU has a render node"
         yield finding("access.render", "blocker", what, "missing")
         return
-    closed = [node for node in nodes if not may_open(root / node.lstrip("/"), user)]
+    closed = [node for node in nodes if not may_open(root / node.lstrip("/"))]
     if len(nodes) == 1 or closed:
-        yield from _node(root, "access.render", closed[0] if closed else nodes[0], user, rootless)
+        yield from _node(root, "access.render", closed[0] if closed else nodes[0], rootless)
     else:
         group = _group(root, root / nodes[0].lstrip("/"))
         yield finding("access.render", "ok", f"{len(nodes)} render nodes from {nodes[0]} on, group {group}")
 
 
-def may_open(path: Path, user: User | None) -> bool:
-    """Whether the user may read and write it."""
-    if user is None:
-        return os.access(path, os.R_OK | os.W_OK)
-    if user.uid == 0:
-        return True
-    facts = path.stat()
-    shift = 6 if facts.st_uid == user.uid else 3 if facts.st_gid in user.groups else 0
-    return (facts.st_mode >> shift) & 0o6 == 0o6
+def may_open(path: Path) -> bool:
+    """Whether this user may read and write it."""
+    return os.access(path, os.R_OK | os.W_OK)
 
 
 def _group(root: Path, path: Path) -> str:
@@ -412,21 +399,17 @@ def _max_gtt_gib(ram: int) -> int:
     return (ram - min(8 * GIB, max(4 * GIB, ram // 8))) // GIB
 
 
-def diagnose(
-    root: Path = Path("/"),
-    docker: DockerEngine | None = None,
-    user: User | None = None,
-) -> list[Finding]:
+def diagnose(root: Path = Path("/"), docker: DockerEngine | None = None) -> list[Finding]:
     """All findings under `root`, by topic.
 
     `docker` is what the engine says of itself; None when it was not asked. With an engine on another machine there
-    are only findings about that engine. `user` None is this one.
+    are only findings about that engine.
     """
     if docker is not None and docker.host is not None:
         return list(engine_findings(docker, gpus=0))
     rootless = docker is not None and docker.rootless
     found = [*gpu_findings(root), *memory_findings(root), *kernel_findings(root)]
-    found += access_findings(root, user, rootless=rootless)
+    found += access_findings(root, rootless=rootless)
     if docker is not None:
         found += engine_findings(docker, gpus=sum(1 for _ in gpus(root)))
     return [*found, *process_findings(root)]

@@ -99,9 +99,8 @@ def _kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal
 OTHER_BYTES = (int(1.1 * GIB), int(2.6 * GIB))
 
 CONTEXT_BYTES = GIB  # what the HIP runtime takes for itself before vLLM looks
-ENGINE_BYTES = 3 * GIB  # vLLM on the CPU: what its other processes and the files that it reads take of the same memory
 
-Source = Literal["driver", "given", "host"]
+Source = Literal["driver", "given"]
 NO_GPU = "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
 ELSEWHERE = "`harness memory --free GIB --total GIB` computes it from the two numbers that vLLM's log tells."
 
@@ -182,14 +181,9 @@ def share_of(pools: list[Pool], *, tensor_parallel: int = 1) -> Share:
         one = share(free, total, source="driver", gpus=tensor_parallel, host_available=host, doubts=pool.doubts)
         shares.append(structs.replace(one, node=pool.render_node))
     targets = list(dict.fromkeys(pool.target for pool in pools[:tensor_parallel]))
-    return structs.replace(smallest_share(shares), targets=targets)
-
-
-def smallest_share(shares: list[Share]) -> Share:
-    """The smallest of the shares, with the doubts of all."""
     doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
     smallest = min(shares, key=lambda one: (one.utilization or Decimal(0), one.free_bytes))
-    return structs.replace(smallest, doubts=doubts)
+    return structs.replace(smallest, targets=targets, doubts=doubts)
 
 
 def share(
@@ -203,7 +197,7 @@ def share(
 ) -> Share:
     """Compute the share of one pool from its bytes."""
     used = min(free, total)  # HIP reports more free memory than there is on some APUs
-    reserve = default_reserve(used, gpus) + {"driver": CONTEXT_BYTES, "host": ENGINE_BYTES, "given": 0}[source]
+    reserve = default_reserve(used, gpus) + (CONTEXT_BYTES if source == "driver" else 0)
     found = safe_utilization(free, total, reserve=reserve, host_available=host_available)
     lies = [f"{gib(free, 2)} of {gib(total, 2)} are reported as free; the total is the limit"] if free > total else []
     return Share(
@@ -353,8 +347,6 @@ def _advice(model: ModelShape, room: Room, share: Share | None, wish: Wish) -> l
 SOURCES = {
     "driver": "as the kernel's driver tells; 1 GiB of the reserve is for the runtime, which has not started yet",
     "given": "as given",
-    "host": "as the kernel tells of the host's memory; 3 GiB of the reserve are for vLLM's processes, which have not "
-    "started yet",
 }
 
 
@@ -429,29 +421,3 @@ def _gib(size: int | None) -> str:
 def _from_to(values: Iterable[str]) -> str:
     first, last = values
     return first if first == last else f"{first} to {last}"
-
-
-_FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # vLLM adds them up
-
-
-def host_share(root: Path = Path("/"), *, limit: int | None = None) -> Share:
-    """The share of a memory node that is safe for vLLM on the CPU; `limit` is the container's mem_limit in bytes.
-
-    Source: vllm/utils/cpu_resource_utils.py, get_memory_node_info. With several nodes, the one that has least.
-    Raises HarnessError where the kernel does not tell.
-    """
-    whole = meminfo(root / "proc/meminfo")
-    nodes = [meminfo(path) for path in sorted(root.glob("sys/devices/system/node/node*/meminfo"))]
-    nodes = [node for node in nodes if node.get("MemTotal") and all(name in node for name in _FREE)]
-    pairs = [(sum(node[name] for name in _FREE), node["MemTotal"]) for node in nodes]
-    if not pairs and {"MemAvailable", "MemTotal"} <= whole.keys():
-        pairs = [(whole["MemAvailable"], whole["MemTotal"])]
-    if not pairs:
-        raise HarnessError(
-            f"how much memory of this host is free is not known ({root / 'proc/meminfo'})",
-            next_step="Set gpu_memory_utilization to a number.",
-        )
-    if limit is not None:
-        pairs = [(min(free, limit), min(total, limit)) for free, total in pairs]
-    available = whole.get("MemAvailable")
-    return smallest_share([share(free, total, source="host", host_available=available) for free, total in pairs])

@@ -18,14 +18,14 @@ from harness.errors import HarnessError, ServerError
 from harness.machine.doctor import DockerEngine, device_blockers, engine_blockers
 from harness.machine.findings import Finding
 from harness.machine.gpus import VISIBLE, Card, gpus, has_fp8, shown, table, without_code
-from harness.machine.memory import Share, Wish, brief, host_share, pools, room_of, share_of
+from harness.machine.memory import Share, Wish, brief, pools, room_of, share_of
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
 from harness.scenario import Server
 from harness.serve import PreparedServer, prepared
 from harness.serve.arguments import ranks_of, value_of
-from harness.serve.compose_file import Service, parse_bytes, parse_device
+from harness.serve.compose_file import Service, parse_device
 from harness.serve.engine import digests_here, engine_facts
 from harness.serve.location import engine_location
 from harness.serve.template import AUTO, variable_of
@@ -104,28 +104,21 @@ def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shorta
 
 
 def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Shortage | None:
-    ranks, limit = ranks_of(one.engine_arguments), one.service.mem_limit
-    memory: list[tuple[str, int, int, bool]] = []  # where, free and total bytes, and whether vLLM sees the same
-    if on_host(one.server):
-        share = host_share(root, limit=None if limit is None or "$" in limit else parse_bytes(limit))
-        memory.append(("the host's memory", share.free_bytes, share.total_bytes, True))
-    else:
-        given = pools(root, shown_to(one.service, list(gpus(root))))
-        share = share_of(given, tensor_parallel=ranks)
-        # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
-        for pool in given[:ranks]:
-            where = f"{pool.render_node or 'the GPU'} ({pool.target})"
-            memory.append((where, pool.free_bytes or 0, pool.total_bytes or 0, not pool.overstated))
+    ranks = ranks_of(one.engine_arguments)
+    given = pools(root, shown_to(one.service, list(gpus(root))))
+    share = share_of(given, tensor_parallel=ranks)
     safe, named = share.utilization, f"gpu_memory_utilization {asked}{whose}"
     fix = f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
     if safe is None:
         fix = "Stop what holds the memory (`harness doctor` names it)."
-    for where, free, total, certain in memory:
-        if not vllm_accepts(free, total, asked):
-            asks = f"{named} asks for {int(total * asked) / GIB:.2f} of {gib(total, 2)} of {where}"
-            fact = f"{asks}, and {gib(free, 2)} are free: vLLM refuses to start"
-            return Shortage(server=one.name, fact=fact, fix=fix, certain=certain and whose == "")
-    if on_host(one.server) or (safe is not None and asked <= safe):
+    if not vllm_accepts(share.free_bytes, share.total_bytes, asked):
+        where = f"{share.node or 'the GPU'} ({share.targets[0]})"
+        asks = f"{named} asks for {int(share.total_bytes * asked) / GIB:.2f} of {gib(share.total_bytes, 2)} of {where}"
+        fact = f"{asks}, and {gib(share.free_bytes, 2)} are free: vLLM refuses to start"
+        # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
+        certain = whose == "" and not any(pool.overstated for pool in given[:ranks])
+        return Shortage(server=one.name, fact=fact, fix=fix, certain=certain)
+    if safe is not None and asked <= safe:
         return None
     fact = f"{named} is above what is safe now: vLLM may refuse to start"
     return Shortage(server=one.name, fact=fact, fix=fix, certain=False)
@@ -146,17 +139,11 @@ def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
 
 
 def _vllm(experiment: Experiment) -> Iterator[PreparedServer]:
-    """The servers with vLLM in containers of this machine."""
+    """The servers with vLLM on a GPU, in containers of this machine."""
     for one in servers_here(experiment):
         known = template_of(one.server.template)
-        if known is not None and known.utilization is not None:
+        if known is not None and known.utilization == "gpu":
             yield one
-
-
-def on_host(server: Server) -> bool:
-    """Whether its gpu_memory_utilization rules the host's memory."""
-    known = template_of(server.template)
-    return known is not None and known.utilization == "host"
 
 
 def servers_here(experiment: Experiment) -> Iterator[PreparedServer]:
@@ -189,10 +176,9 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
         one = prepared(experiment.scenario, name)
         service, ranks = one.service, ranks_of(one.engine_arguments)
         # Servers that are compared get equal numbers, though free memory changes between two looks at it.
-        basis = [on_host(server), ranks, service.devices, service.mem_limit]
-        basis += [service.environment.get(variable) for variable in VISIBLE]
+        basis = [ranks, service.devices, *(service.environment.get(variable) for variable in VISIBLE)]
         share = next((share for other, share in known if other == basis), None)
-        share = share or _share(name, server, service, ranks, root)
+        share = share or _share(name, service, ranks, root)
         known.append((basis, share))
         if share.utilization is None:
             raise HarnessError(
@@ -236,7 +222,7 @@ def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     return lines
 
 
-def _share(name: str, server: Server, service: Service, ranks: int, root: Path) -> Share:
+def _share(name: str, service: Service, ranks: int, root: Path) -> Share:
     location = engine_location()
     try:
         if not location.is_here:
@@ -244,12 +230,10 @@ def _share(name: str, server: Server, service: Service, ranks: int, root: Path) 
                 location.problem or f"the Docker Engine is on {location.host}, whose memory is not known here",
                 next_step="`harness memory` computes it over there.",
             )
-        if on_host(server):
-            return host_share(root, limit=None if service.mem_limit is None else parse_bytes(service.mem_limit))
         cards = shown(list(gpus(root)), service.devices, service.environment)
         return share_of(pools(root, cards), tensor_parallel=ranks)
     except HarnessError as error:
-        raise type(error)(
+        raise HarnessError(
             f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
             next_step=f"Set {UTILIZATION} to a number such as 0.75. {error.next_step}".rstrip(),
         ) from None
@@ -257,8 +241,6 @@ def _share(name: str, server: Server, service: Service, ranks: int, root: Path) 
 
 def _room(server: Server, model: str, share: Share) -> list[str]:
     """A line on what is left for the model, where this machine has its files."""
-    if on_host(server):
-        return []
     try:
         cache = str(variable_of(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None

@@ -16,7 +16,7 @@ from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, at
 from harness.scenario.behaviour import Agent, Rag, max_of, unread
 from harness.serve.arguments import flags_in, printed_dashes, removed_in, value_of, version_of
 from harness.serve.arguments import server_problems as lemonade_problems
-from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in, tag_of
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in
 from harness.serve.lemonade import MAX_THREADS, pool_size
 from harness.serve.location import engine_location
 from harness.serve.security import allowed, missing
@@ -226,7 +226,7 @@ MAX_TOKENS = 8192  # a request that asks for more makes Lemonade count its promp
 def _of_lemonade(server: Server, load: Load, threads: int | None) -> Iterator[str]:
     if server.template != "lemonade":
         return
-    size = MAX_THREADS if threads is None else pool_size(threads, tag_of(str(variable_of(server, "image"))))
+    size = MAX_THREADS if threads is None else pool_size(threads)
     if at_once(load) > size:
         yield (
             f"{at_once(load):,} requests will be in flight, and Lemonade serves {size} at once"
