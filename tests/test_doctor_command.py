@@ -9,7 +9,7 @@ from rich.console import Console
 
 from harness.errors import ServerError
 from harness.machine import findings as show
-from harness.machine.doctor import DockerEngine, User, diagnose
+from harness.machine.doctor import DockerEngine, diagnose
 from harness.machine.gpus import table, without_code
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import SWITCH, blockers, notes, preflight
@@ -27,10 +27,9 @@ def scenario(folder: Path, servers: dict[str, Any]) -> Experiment:
 
 def lines(root: Path, width: int) -> list[str]:
     console = Console(width=width, no_color=True, force_terminal=False)
-    member = User(54321, frozenset({54321, machines.RENDER_GID}))
     engine = DockerEngine(image_folder="/var/lib/docker", free_bytes=500 * 10**9)
     with console.capture() as capture:
-        show.show(diagnose(root, engine, member), console, root)
+        show.show(diagnose(root, engine), console, root)
     return capture.get().splitlines()
 
 

@@ -89,8 +89,6 @@ def test_memory_is_checked_with_the_number_that_auto_became(tmp_path: Path, monk
         ("lemonade", {}, []),
         ("llamacpp", {"model_path": "/m.gguf"}, []),
         ("vllm-cpu", {}, []),
-        ("vllm-cpu", {"gpu_memory_utilization": 0.5, "kv_cache_gib": None}, []),
-        ("vllm-cpu", {"gpu_memory_utilization": 0.9, "kv_cache_gib": None}, [("0.9 asks for 27.90 of 31.00 G", True)]),
     ],
 )
 def test_what_is_asked_and_what_is_there(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from harness.engines import vllm_accepts
 from harness.errors import HarnessError
 from harness.machine.memory import (
     OTHER_BYTES,
@@ -16,7 +15,6 @@ from harness.machine.memory import (
     Room,
     Wish,
     brief,
-    host_share,
     of_pool,
     of_room,
     of_share,
@@ -29,7 +27,7 @@ from harness.machine.model import ModelShape, read_model
 from harness.reasons import sentence
 from harness.units import GIB
 from tests.command import harness
-from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
+from tests.machines import strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_model import QWEN3, model, safetensors
 
 SEED = share(int(76.45 * GIB), 96 * GIB, source="given")
@@ -44,7 +42,6 @@ def pool(free_gib: float | None, total_gib: float = 96, *, available_gib: float 
         total_bytes=int(total_gib * GIB),
         used_bytes=None if free is None else int(total_gib * GIB) - free,
         free_bytes=free,
-        unified=available_gib is not None,
         host_available_bytes=None if available_gib is None else int(available_gib * GIB),
         doubts=["the driver does not tell"] if free is None else [],
     )
@@ -95,25 +92,6 @@ def test_of_several_gpus_the_least_counts() -> None:
     )
 
 
-def test_of_which_gpus_it_is_said(tmp_path: Path) -> None:
-    host(tmp_path, name="mi300x", kernel="6.8", ram_gib=2048, available_gib=1900)
-    for number, used in enumerate((0, 100, 150, 0)):
-        gpu(tmp_path, 90402, minor=128 + number, vram_gib=192, gtt_gib=1024, vram_used_gib=used, card=True)
-    found = pools(tmp_path)
-    assert share_of(found).doubts == [
-        "it is for the first GPU (/dev/dri/renderD128); /dev/dri/renderD130 has room for 0.20"
-    ]
-    assert share_of(found, tensor_parallel=2).doubts == [
-        "it is for the first 2 GPUs; /dev/dri/renderD130 has room for 0.20"
-    ]
-    assert share_of(found[1:], tensor_parallel=2).doubts == [
-        "it is for the first 2 GPUs; /dev/dri/renderD131 has room for 0.92"
-    ]
-    assert share_of(found, tensor_parallel=4).doubts == []
-    done = harness("memory", "--root", str(tmp_path), "--tensor-parallel", "4", cwd=tmp_path)
-    assert done.out.splitlines()[4].endswith("of each of 4 GPUs, by the one that has least: /dev/dri/renderD130)")
-
-
 def test_fp8_is_neither_advised_nor_taken_where_there_is_none(tmp_path: Path) -> None:
     large = qwen3(tmp_path, gib=71)
     wish = Wish(max_model_len=40960)
@@ -139,7 +117,7 @@ def test_no_length_beyond_the_models_own_is_advised(tmp_path: Path) -> None:
 
 
 def test_free_above_total_is_said() -> None:
-    found = share(120 * GIB, int(62.47 * GIB), source="container")
+    found = share(120 * GIB, int(62.47 * GIB), source="given")
     assert found.utilization == Decimal("0.92")
     assert found.doubts == ["120.00 GiB of 62.47 GiB are reported as free; the total is the limit"]
 
@@ -158,7 +136,7 @@ def test_nothing_left_is_an_answer() -> None:
         (
             [pool(None)],
             1,
-            "/dev/dri/renderD128: how much of its memory is free is not known (the driver does not tell)",
+            "/dev/dri/renderD128: the driver does not tell",
         ),
     ],
 )
@@ -166,7 +144,7 @@ def test_what_cannot_be_known_is_an_error(found: list[Pool], gpus: int, what: st
     with pytest.raises(HarnessError) as caught:
         share_of(found, tensor_parallel=gpus)
     assert caught.value.what == what
-    assert "--image IMAGE" in caught.value.next_step
+    assert "harness memory --free" in caught.value.next_step
 
 
 def test_what_is_left_for_a_model(tmp_path: Path) -> None:
@@ -268,32 +246,6 @@ Node 0 Active(file):    3000000 kB
 Node 0 Inactive(file):  3000000 kB
 Node 0 SReclaimable:     500000 kB
 """
-
-
-def test_the_hosts_memory_as_vllm_adds_it_up(tmp_path: Path) -> None:
-    host(tmp_path, name="h", kernel="6.1", ram_gib=20.21, available_gib=15.5)
-    node = tmp_path / "sys/devices/system/node/node0/meminfo"
-    node.parent.mkdir(parents=True)
-    node.write_text(NODE)
-    found = host_share(tmp_path)
-    total, free = 21191680 * 1024, 16500000 * 1024
-    assert (found.total_bytes, found.free_bytes, found.utilization) == (total, free, Decimal("0.56"))
-    assert sentence(found.formula).startswith(
-        "(15.50 GiB available on the host - 4.00 GiB left to it) / 20.21 GiB total"
-    )
-    assert vllm_accepts(free, total, Decimal("0.56"))
-
-
-def test_the_hosts_memory_within_the_containers_limit(tmp_path: Path) -> None:
-    host(tmp_path, name="h", kernel="6.1", ram_gib=64, available_gib=60)
-    found = host_share(tmp_path, limit=8 * GIB)
-    assert (found.total_bytes, found.free_bytes, found.utilization) == (8 * GIB, 8 * GIB, Decimal("0.50"))
-    assert host_share(tmp_path, limit=4 * GIB).utilization is None  # vLLM's own processes need that much
-
-
-def test_a_host_that_tells_nothing(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="how much memory of this host is free is not known"):
-        host_share(tmp_path)
 
 
 def test_the_command(tmp_path: Path) -> None:

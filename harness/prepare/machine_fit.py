@@ -49,12 +49,12 @@ def refuse_impossible(experiment: Experiment, root: Path = Path("/")) -> None:
     cards = list(gpus(root))
     for one in _vllm(experiment):
         try:
-            _refuse_unfit(shown_to(one.service, cards), len(cards), one.engine_arguments)
+            refuse_unfit(shown_to(one.service, cards), len(cards), one.engine_arguments)
         except HarnessError as error:
             raise HarnessError(f"server '{one.name}': {error.what}", next_step=error.next_step) from None
 
 
-def _refuse_unfit(given: Sequence[Card], of_all: int, words: Sequence[str]) -> None:
+def refuse_unfit(given: Sequence[Card], of_all: int, words: Sequence[str]) -> None:
     """Raise HarnessError for what the given GPUs, of all that this machine has, cannot do. `words`: of vLLM."""
     if not given:
         return
