@@ -187,7 +187,7 @@ def test_class_names_are_unique() -> None:
 NAMED_IN = {
     "engines": "the facts of each",
     "serve/lemonade.py": "what only Lemonade needs",
-    "serve/arguments.py": "flags of vLLM, also behind Lemonade, and their checks",
+    "serve/lint.py": "flags of vLLM, also behind Lemonade, and their checks",
     "machine/memory.py": "what vLLM makes of a GPU's memory",
     "machine/model.py": "the same",
     "machine/doctor.py": "the same",

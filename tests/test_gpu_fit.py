@@ -8,8 +8,8 @@ from harness.errors import HarnessError
 from harness.machine.gpus import has_fp8
 from harness.prepare.machine_fit import refuse_unfit
 from harness.scenario import Server
-from harness.serve.arguments import value_of
 from harness.serve.compose_file import Service, parse
+from harness.serve.lint import value_of
 from harness.serve.template import rendered
 
 

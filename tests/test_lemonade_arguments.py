@@ -13,11 +13,10 @@ import yaml
 from harness.failures.table import replacements
 from harness.job import job_of_text
 from harness.scenario import Gateway, Load, Scenario, Server
-from harness.serve.arguments import vllm_problems
 from harness.serve.compose_file import parse
 from harness.serve.document import server_document
 from harness.serve.lemonade import pool_size
-from harness.serve.lint import notes
+from harness.serve.lint import notes, vllm_problems
 from tests.command import harness
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed

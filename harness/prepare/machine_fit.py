@@ -24,9 +24,9 @@ from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
 from harness.scenario import Server
 from harness.serve import PreparedServer, prepared
-from harness.serve.arguments import ranks_of, value_of
 from harness.serve.compose_file import Service, parse_device
 from harness.serve.engine import digests_here, engine_facts
+from harness.serve.lint import ranks_of, value_of
 from harness.serve.location import engine_location
 from harness.serve.template import AUTO, variable_of
 from harness.summary import Reason

@@ -6,9 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import requests
 from msgspec import Struct
 
@@ -312,21 +314,14 @@ def counter(
     session = open_session(api_key)
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
-        found, why = None, "the engine behind it does not count tokens"
-        try:
-            if ask_engine is not None:
-                found = decoded(ask_engine(PATH, body))
-            else:
-                response = session.post(address, json=body, timeout=TIMEOUT_S)
-                why = f"the server answers with status {response.status_code}"
-                found = decoded(response.content) if response.status_code == 200 else None
-        except requests.RequestException as error:
-            why = reason(error)
-        except ValueError:
-            pass
-        if not isinstance(found, dict):
-            raise ServerError(f"{address}: tokens cannot be counted, {why}", next_step=_ADVICE)
-        return found
+        if ask_engine is not None:
+            text = ask_engine(PATH, body)
+        else:
+            text = good_text(session, address, TIMEOUT_S, msgspec.json.encode(body).decode())
+        with suppress(ValueError):
+            if isinstance(found := decoded(text), dict):
+                return found
+        raise ServerError(f"{address}: tokens cannot be counted, the server does not do it", next_step=_ADVICE)
 
     of_llamacpp = False  # learned: a word list takes a thousand counts, each a process where a container is asked
 
