@@ -57,7 +57,6 @@ def test_the_protected_flags_are_those_of_the_double() -> None:
     [
         ('--speculative-config \'{"method": "ngram"}\'', "Lemonade strips quotes, so JSON does not reach vLLM"),
         ("-cc.mode=3 --x {}", "Lemonade strips quotes"),
-        ("max-num-seqs 10", "'max-num-seqs': a flag that begins with '-' is expected"),
         ("–gpu-memory-utilization 0.78", "'–gpu-memory-utilization' starts with a printed dash"),
         ("--gpu-memory-utilization 0.78 –max-num-seqs 10", "not with hyphens: type --max-num-seqs"),
         ("--swap-space 4", "--swap-space: vLLM does not know it any more since 0.18.0"),

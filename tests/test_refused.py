@@ -168,20 +168,6 @@ def test_what_lemonade_sets_for_llama_server(argument: str, advice: str) -> None
     assert problems("lemonade", **given, llamacpp_args="--parallel 10 -ub 512 --threads 4") == []
 
 
-def test_a_lemonade_too_old() -> None:
-    image = "ghcr.io/lemonade-sdk/lemonade-server"
-    kinds: list[dict[str, Any]] = [{"vllm_args": "--max-num-seqs 10"}, {"recipe": "vllm", "checkpoint": "a/b"}, {}]
-    for given in kinds:
-        model = "m" if given else "Qwen3.5-0.8B-FP16-vLLM"
-        (problem,) = problems("lemonade", model, image=f"{image}:v11.4.9", **given)
-        assert problem.startswith(f"variables.image: {image}:v11.4.9 is older than v11.5.0, and lacks the compiler")
-        assert problems("lemonade", model, image=f"{image}:v11.5.0", **given) == []
-        assert problems("lemonade", model, image=f"{image}:edge", **given) == []
-    assert problems("lemonade", "m", image=f"{image}:v11.4.9") == []
-    (problem,) = problems("lemonade", "m", image=f"{image}:v10.8.0")
-    assert problem.startswith(f"variables.image: {image}:v10.8.0 is older than v11.0.0")
-
-
 def test_a_gateway_before_lemonade_with_llama_server_takes_either_name() -> None:
     gateway = Gateway(template="litellm")
     given: dict[str, Any] = {"checkpoint": "a/b-GGUF:Q4_K_M", "recipe": "llamacpp"}

@@ -303,11 +303,6 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def tag_of(image: str) -> str:
-    """The tag of an image's name; empty where it has none."""
-    return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-
-
 def is_volume_name(text: str) -> bool:
     return _VOLUME_NAME.fullmatch(text) is not None
 

@@ -19,7 +19,7 @@ from harness.failures.table import removed_flags, replacements
 from harness.reasons import sentence
 from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, at_once
 from harness.scenario.behaviour import Agent, Rag, max_of, unread
-from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in, tag_of
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in
 from harness.serve.lemonade import MAX_THREADS, PREFIXES, bare_name, pool_size
 from harness.serve.location import engine_location
 from harness.serve.security import allowed, missing
@@ -227,8 +227,6 @@ def _in_scenario(problem: Problem, server: Server) -> Problem:
 # Lemonade takes `vllm_args` apart at spaces, strips quotes, refuses the flags that it sets itself, and appends the rest
 # to the command line of vllm-server (src/cpp/server/backends/vllm/vllm_arg_resolver.cpp, since v10.9.0).
 _ITSELF = "Lemonade sets it itself and refuses it"
-OLDEST, OLDEST_VLLM = (11, 0, 0), (11, 5, 0)
-_LEMONADE_VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _QUOTES = (
     "Lemonade strips quotes, so JSON does not reach vLLM (lemonade-sdk/lemonade#1912); "
     "leave it out, or measure it with the template vllm-rocm"
@@ -240,7 +238,7 @@ def _lemonade_problems(server: Server, model: str) -> Iterator[Problem]:
     if server.template != "lemonade":
         return
     given = server.variables
-    for problem in _lemonade_variables({name: value for name, value in given.items() if value is not None}, model):
+    for problem in _lemonade_variables({name: value for name, value in given.items() if value is not None}):
         yield problem.below(".variables")
     if given.get("checkpoint") is not None and model.startswith(PREFIXES) and not model.startswith("user."):
         bare = bare_name(model)
@@ -256,7 +254,7 @@ def _lemonade_problems(server: Server, model: str) -> Iterator[Problem]:
         )
 
 
-def _lemonade_variables(given: dict[str, Any], model: str) -> Iterator[Problem]:
+def _lemonade_variables(given: dict[str, Any]) -> Iterator[Problem]:
     """What is wrong with a server's variables beyond their types. `given`: those that are not null."""
     recipe = given.get("recipe")
     for name, check in (("vllm_args", vllm_problems), ("llamacpp_args", llamacpp_problems)):
@@ -271,19 +269,6 @@ def _lemonade_variables(given: dict[str, Any], model: str) -> Iterator[Problem]:
         yield Problem(".recipe", "is needed with 'checkpoint': vllm or llamacpp")
     if "checkpoint" not in given and recipe is not None:
         yield Problem(".recipe", "belongs to 'checkpoint'; a model that Lemonade knows has its own; remove it")
-    image = str(given.get("image") or "")
-    match = _LEMONADE_VERSION.fullmatch(tag_of(image))
-    version = tuple(int(part) for part in match.groups()) if match else OLDEST_VLLM
-    # Names of Lemonade's own models for vLLM end so.
-    vllm = not given.keys().isdisjoint(("vllm_args", "vllm_backend")) or recipe == "vllm" or model.endswith("-vLLM")
-    if version < OLDEST:
-        yield Problem(".image", f"{image} is older than v11.0.0, whose API the harness speaks; take a newer one")
-    elif vllm and version < OLDEST_VLLM:
-        yield Problem(
-            ".image",
-            f"{image} is older than v11.5.0, and lacks the compiler that vLLM's Triton calls: vLLM would not start; "
-            "take v11.5.0 or newer",
-        )
 
 
 def vllm_problems(text: str) -> list[str]:
@@ -293,8 +278,6 @@ def vllm_problems(text: str) -> list[str]:
     words = text.split()
     if dashes := printed_dashes(words):
         return dashes
-    if words and not words[0].startswith("-"):
-        return [f"'{words[0]}': a flag that begins with '-' is expected, as in --max-num-seqs 10"]
     flags = flags_in(words)
     protected = replacements().protected
     problems = [f"{flag}: {_ITSELF}; {protected[flag]}" for flag in dict.fromkeys(flags) if flag in protected]
