@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from harness.errors import HarnessError
 from harness.machine.memory import (
@@ -90,24 +89,6 @@ def test_of_several_gpus_the_least_counts() -> None:
         of_share(found)[0] == "--gpu-memory-utilization 0.76 (145.92 GiB of each of 2 GPUs, by the one that has least: "
         "/dev/dri/renderD128)"
     )
-
-
-def test_fp8_is_neither_advised_nor_taken_where_there_is_none(tmp_path: Path) -> None:
-    large = qwen3(tmp_path, gib=71)
-    wish = Wish(max_model_len=40960)
-    halo, instinct = (structs.replace(SEED, targets=[target]) for target in ("gfx1151", "gfx942"))
-    assert [text[:16] for text in room_of(large, halo, wish).advice] == ["a request of 40,"]
-    assert [text[:16] for text in room_of(large, instinct, wish).advice] == ["a request of 40,", "--kv-cache-dtype"]
-    with pytest.raises(HarnessError, match="--kv-cache-dtype is fp8, and gfx1151 has no FP8"):
-        room_of(large, halo, Wish(kv_cache_dtype="fp8"))
-    room_of(large, instinct, Wish(kv_cache_dtype="fp8"))
-    assert share_of(pools(strix_halo_carve_out(tmp_path / "root"))).targets == ["gfx1151"]
-
-
-def test_heads_that_cannot_be_divided(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="its 14 attention heads cannot be divided among 4 GPUs") as caught:
-        room_of(qwen3(tmp_path, num_attention_heads=14), SEED, Wish(tensor_parallel=4))
-    assert caught.value.next_step == "--tensor-parallel may be 1, 2, 7, 14."
 
 
 def test_no_length_beyond_the_models_own_is_advised(tmp_path: Path) -> None:

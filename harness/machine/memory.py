@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 
 from harness.engines import HOST_BYTES, VLLM_DEFAULT, default_reserve, safe_utilization
 from harness.errors import HarnessError
-from harness.machine.gpus import Card, gpus, has_fp8, meminfo, number, working
+from harness.machine.gpus import Card, gpus, meminfo, number, working
 from harness.machine.model import DTYPE_BYTES, Capacity, Layout, ModelShape, capacity, layout_of, weight_bytes
 from harness.reasons import sentence
 from harness.summary import Reason, because
@@ -116,7 +116,6 @@ class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     reserve_bytes: int
     host_available_bytes: int | None = None
     node: str | None = None  # the deciding GPU, such as /dev/dri/renderD128
-    targets: list[str] = []  # of its GPUs; empty: unknown
     formula: Reason  # with the numbers in it
     doubts: list[str] = []
 
@@ -180,10 +179,9 @@ def share_of(pools: list[Pool], *, tensor_parallel: int = 1) -> Share:
         host = pool.host_available_bytes
         one = share(free, total, source="driver", gpus=tensor_parallel, host_available=host, doubts=pool.doubts)
         shares.append(structs.replace(one, node=pool.render_node))
-    targets = list(dict.fromkeys(pool.target for pool in pools[:tensor_parallel]))
     doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
     smallest = min(shares, key=lambda one: (one.utilization or Decimal(0), one.free_bytes))
-    return structs.replace(smallest, targets=targets, doubts=doubts)
+    return structs.replace(smallest, doubts=doubts)
 
 
 def share(
@@ -231,7 +229,6 @@ def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room
             f"{model.name}: its config.json does not tell the greatest length of a request",
             next_step="Give it: --max-model-len N.",
         )
-    _refuse(model, share, wish)
     unknown = list(model.unknown)
     weights, weights_from = weight_bytes(model.folder, quantized=model.quantized)
     if weights is None:
@@ -259,28 +256,7 @@ def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room
         capacity=held,
         unknown=unknown,
     )
-    return structs.replace(room, fits=_fits(room), advice=_advice(model, room, share, wish))
-
-
-def _refuse(model: ModelShape, share: Share | None, wish: Wish) -> None:
-    """Raise HarnessError for settings that vLLM refuses, however much memory there is."""
-    ranks = wish.tensor_parallel
-    if model.heads is not None and model.heads % ranks:
-        even = [str(number) for number in range(1, model.heads + 1) if model.heads % number == 0]
-        raise HarnessError(
-            f"{model.name}: its {model.heads} attention heads cannot be divided among {ranks} GPUs",
-            next_step=f"--tensor-parallel may be {', '.join(even)}.",
-        )
-    lacking = _without_fp8(share)
-    if wish.kv_cache_dtype.startswith("fp8") and lacking:
-        raise HarnessError(
-            f"--kv-cache-dtype is {wish.kv_cache_dtype}, and {', '.join(lacking)} has no FP8",
-            next_step="Leave it at auto; FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201).",
-        )
-
-
-def _without_fp8(share: Share | None) -> list[str]:
-    return [] if share is None else [target for target in share.targets if not has_fp8(target)]
+    return structs.replace(room, fits=_fits(room), advice=_advice(model, room, wish))
 
 
 def _fits(room: Room) -> bool | None:
@@ -313,7 +289,7 @@ def _layout(model: ModelShape, wish: Wish, unknown: list[str]) -> Layout | None:
     )
 
 
-def _advice(model: ModelShape, room: Room, share: Share | None, wish: Wish) -> list[str]:
+def _advice(model: ModelShape, room: Room, wish: Wish) -> list[str]:
     """The advice if the model, or the wanted number of concurrent requests, does not fit."""
     if room.kv_bytes is None:
         return []
@@ -332,7 +308,7 @@ def _advice(model: ModelShape, room: Room, share: Share | None, wish: Wish) -> l
         longest = min(held.longest, model.longest or held.longest)
         shorter = f"--max-model-len {longest}" if longest else "a smaller model"
         advice.append(f"a request of {room.max_model_len:,} tokens does not fit for sure: set {shorter}")
-        if wish.kv_cache_dtype == "auto" and not _without_fp8(share):
+        if wish.kv_cache_dtype == "auto":
             advice.append("--kv-cache-dtype fp8 halves the KV cache (gfx942, gfx950 and gfx120x have fp8)")
     elif room.max_num_seqs is not None and held.concurrency < room.max_num_seqs:
         each = int(room.max_model_len * held.concurrency / room.max_num_seqs)

@@ -112,8 +112,8 @@ def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Sh
     if safe is None:
         fix = "Stop what holds the memory (`harness doctor` names it)."
     if not vllm_accepts(share.free_bytes, share.total_bytes, asked):
-        where = f"{share.node or 'the GPU'} ({share.targets[0]})"
-        asks = f"{named} asks for {int(share.total_bytes * asked) / GIB:.2f} of {gib(share.total_bytes, 2)} of {where}"
+        wanted = int(share.total_bytes * asked) / GIB
+        asks = f"{named} asks for {wanted:.2f} of {gib(share.total_bytes, 2)} of {share.node or 'the GPU'}"
         fact = f"{asks}, and {gib(share.free_bytes, 2)} are free: vLLM refuses to start"
         # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
         certain = whose == "" and not any(pool.overstated for pool in given[:ranks])
