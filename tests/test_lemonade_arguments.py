@@ -259,9 +259,12 @@ def test_harness_check_shows_it(tmp_path: Path) -> None:
 
 
 def test_long_answers_are_told_before() -> None:
-    assert "count each prompt first" in hints_of(Load(user="chat", requests=1, output_tokens=8193), ctx_size=32768)[0]
+    assert (
+        "count each prompt first"
+        in hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8193), ctx_size=32768)[0]
+    )
     assert "ctx_size is 8,192" in hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8192))[0]
-    assert hints_of(Load(user="chat", requests=1, output_tokens=8192), ctx_size=32768) == []
+    assert hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8192), ctx_size=32768) == []
 
 
 @pytest.mark.parametrize(("threads", "size"), [(2, 32), (8, 32), (32, 128), (64, 256), (192, 256)])
