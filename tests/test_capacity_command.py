@@ -264,12 +264,12 @@ def test_drift_is_noticed_beyond_chance() -> None:
         ),
         (
             SloCapacity(kind="unresolved", level=None, low=8, high=15),
-            "s: unresolved: it is at least 8 users and it is at most 15 users; all probes were made, and the others "
-            "are too close to the SLOs",
+            "s: unresolved: at least 8 users; at most 15 users; all probes were made, and the levels in between are "
+            "too close to the SLOs",
         ),
         (
             SloCapacity(kind="unresolved", level=None, low=None, high=None, complete=False),
-            "s: unresolved: no level is decided; the search was stopped early",
+            "s: unresolved: the search was stopped early",
         ),
     ],
 )

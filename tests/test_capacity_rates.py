@@ -15,8 +15,8 @@ from harness.capacity.search import SloSearch
 from harness.capacity.slo import FLUSH_S, BlockCutter, LoadBlock, parse_slos
 from harness.scenario import Arrivals, Load
 from harness.simulated.engine import EngineConfig
-from harness.simulated.virtual import VirtualWork, poisson
 from tests.made_runs import request
+from tests.virtual import VirtualWork, poisson
 
 MAX_LEVEL = 64
 WORK = VirtualWork(prompt_tokens=(50, 150), output_tokens=(20, 60))

@@ -16,7 +16,7 @@ import msgspec
 from harness.capacity.evidence import BLOCK_ANSWERS, ProbeEvidence
 from harness.capacity.search import PROBE_ERROR, SloSearch
 from harness.paths import ROOT
-from harness.simulated.virtual import VirtualRequest, closed_loop
+from tests.virtual import VirtualRequest, closed_loop
 from tests.virtual_servers import MAX_LEVEL, SeededServer, seeded_server
 
 SERVERS = 200

@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import socket
 import time
 from collections import Counter, deque
@@ -20,7 +19,7 @@ from harness.files import UNDECODABLE, open_file
 from harness.job import Job
 from harness.load.reader import IdleQueue
 from harness.load.sequencer import Phase
-from harness.redact import known, masked
+from harness.redact import masked
 from harness.rundir.records import ProcessMark, Request
 from harness.workers import MACHINE
 
@@ -32,8 +31,6 @@ _SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all 
 
 
 class _Use(NamedTuple):
-    """CPU time used until a moment."""
-
     at_s: float  # monotonic
     cpu_s: float
     waited_s: float  # for a core; 0 where that is not counted
@@ -50,7 +47,6 @@ class Health:
         self._began: tuple[float, float | None] | None = None  # monotonic time, and time waited for a core until then
 
     def begin(self) -> None:
-        """Start: the first measured request follows."""
         if not self._used:
             self._used.append(_use())
             self._began = (time.monotonic(), _waited_s())
@@ -66,25 +62,12 @@ class Health:
         if now.at_s - self._used[0].at_s >= _WINDOW_S:
             self._max = max(self._max or 0.0, self._share())
 
-    def cpu_max(self) -> float | None:
-        """Highest share of a core over a window, or over the whole time if shorter."""
-        self.sample()
-        return self._share() if self._max is None and self._known() else self._max
-
     def busy_now(self) -> float | None:
         """Share of the last window in which it ran or waited for a core."""
         if not self._known():
             return None
         first, last = self._used[0], self._used[-1]
         return self._share() + (last.waited_s - first.waited_s) / (last.at_s - first.at_s)
-
-    def core_wait(self) -> float | None:
-        """Share of the time since the first measured request in which it waited for a core."""
-        waited_s = _waited_s()
-        if self._began is None or waited_s is None or self._began[1] is None:
-            return None
-        past_s = time.monotonic() - self._began[0]
-        return (waited_s - self._began[1]) / past_s if past_s >= _MIN_S else None
 
     def note_reads(self, lags_us: list[int]) -> None:
         """Note how long the bytes of each read had waited, in microseconds."""
@@ -102,24 +85,29 @@ class Health:
         self._loop_lags.update(range(late_us, -1, -round(TICK_S * 1e6)))
         self._loop_lags = _bounded(self._loop_lags)
 
-    def read_lag_p99_s(self) -> float | None:
-        """The 99th percentile of the delay from the kernel's stamp to the read (see `_bounded`)."""
-        return _percentile_s(self._lags, 0.99)
+    def fields(self) -> dict[str, float | None]:
+        """Fields of an end mark. None: it was too short to say."""
+        self.sample()
+        late, ticks = self._loop_lags, self._loop_lags.total()
+        mean_s = sum(lag_us * number for lag_us, number in late.items()) / ticks / 1e6 if ticks else None
+        return {
+            # The highest share of a core over a window, or over the whole time if shorter.
+            "cpu_max": self._share() if self._max is None and self._known() else self._max,
+            "read_lag_p99_s": _percentile_s(self._lags, 0.99),  # from the kernel's stamp to the read
+            "loop_lag_mean_s": mean_s if ticks * TICK_S >= _MIN_S else None,
+            "loop_lag_p50_s": _percentile_s(late, 0.5) if ticks >= 2 else None,
+            "loop_lag_p99_s": _percentile_s(late, 0.99) if ticks >= 100 else None,
+            "loop_lag_max_s": max(late) / 1e6 if late else None,
+            "core_wait": self._core_wait(),
+        }
 
-    def loop_lag_s(self, share: float) -> float | None:
-        """The delay that this share of the ticks does not exceed (see `_bounded`). None: too few ticks."""
-        return _percentile_s(self._loop_lags, share) if self._loop_lags.total() * (1 - share) >= 1 else None
-
-    def loop_lag_mean_s(self) -> float | None:
-        """The mean delay. None: it ran for less than a second."""
-        asked = self._loop_lags.total()
-        if asked * TICK_S < _MIN_S:
+    def _core_wait(self) -> float | None:
+        """Share of the time since the first measured request in which it waited for a core."""
+        waited_s = _waited_s()
+        if self._began is None or waited_s is None or self._began[1] is None:
             return None
-        return sum(lag_us * number for lag_us, number in self._loop_lags.items()) / asked / 1e6
-
-    def loop_lag_max_s(self) -> float | None:
-        """Its longest pause. None: no tick."""
-        return max(self._loop_lags) / 1e6 if self._loop_lags else None
+        past_s = time.monotonic() - self._began[0]
+        return (waited_s - self._began[1]) / past_s if past_s >= _MIN_S else None
 
     def _known(self) -> bool:
         return bool(self._used) and self._used[-1].at_s - self._used[0].at_s >= _MIN_S
@@ -222,12 +210,11 @@ class Recorder:
         return self.in_flight_of.total()
 
     def sending(self, phase: Phase, stage: int = 0) -> None:
-        """Note that the sending of a request starts."""
         self.sent += 1
         self._sent_in[stage] += 1
         if phase == "measured":
             if stage > self._stage:
-                self._health_in[self._stage] = _health_fields(self.health)
+                self._health_in[self._stage] = self.health.fields()
                 self.health, self._stage = Health(), stage
             self.health.begin()
 
@@ -309,21 +296,8 @@ class Recorder:
             "users": self.users,
             "users_gone": None if self.users is None else self.users_gone,
             "cpu_s": time.process_time() - self._cpu_s,
-            **(_health_fields(self.health) if stage == self._stage else self._health_in.get(stage, {})),
+            **(self.health.fields() if stage == self._stage else self._health_in.get(stage, {})),
         }
-
-
-def _health_fields(health: Health) -> dict[str, float | None]:
-    """Fields of a mark: how busy the process was."""
-    return {
-        "cpu_max": health.cpu_max(),
-        "read_lag_p99_s": health.read_lag_p99_s(),
-        "loop_lag_mean_s": health.loop_lag_mean_s(),
-        "loop_lag_p50_s": health.loop_lag_s(0.5),
-        "loop_lag_p99_s": health.loop_lag_s(0.99),
-        "loop_lag_max_s": health.loop_lag_max_s(),
-        "core_wait": health.core_wait(),
-    }
 
 
 def this_host() -> str:
@@ -338,15 +312,12 @@ def this_host() -> str:
 
 PIECE = 262_144  # bytes at once, so that Locust's messages are not delayed
 
-# Texts of a server in a record: a message, a finish reason of its own.
-_SERVER_TEXT = re.compile(rb'"message":"|"finish":"(?!stop"|length"|tool_calls")')
+_FINISHES = (None, "stop", "length", "tool_calls")  # no texts of a server
 
 FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}
 
 
 class RecordSender:
-    """Sends a growing file in pieces."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self.taken = 0  # bytes that have arrived
@@ -382,38 +353,26 @@ class RecordReceiver:
     def take(self, offset: int, data: bytes) -> int:
         """Append a piece, unless it came before. Return the bytes received. Raises OSError, with nothing appended."""
         if offset == self.taken:
-            lines = data.splitlines(keepends=True)
-            readable = [line for line in lines if self._is_readable(line)]
-            _append(self._path, _clean(b"".join(readable)))
-            self.left_out += len(lines) - len(readable)
+            lines = [self._clean(line) for line in data.splitlines(keepends=True)]
+            _append(self._path, b"".join(filter(None, lines)))
+            self.left_out += lines.count(None)
             self.taken += len(data)
         return self.taken
 
-    def _is_readable(self, line: bytes) -> bool:
+    def _clean(self, line: bytes) -> bytes | None:
+        """A line without secrets of this machine that a server may have quoted; None: it cannot be read."""
         try:
-            self._decoder.decode(line)
+            record = self._decoder.decode(line)
         except UNDECODABLE:
-            return False
-        return line.endswith(b"\n")
-
-
-def _clean(lines: bytes) -> bytes:
-    """Mask secrets of this machine that a server may have quoted in whole lines."""
-    if not known() or _SERVER_TEXT.search(lines) is None:
-        return lines
-    return b"".join(
-        _clean_line(line) if _SERVER_TEXT.search(line) else line for line in lines.splitlines(keepends=True)
-    )
-
-
-def _clean_line(line: bytes) -> bytes:
-    try:
-        record = msgspec.json.decode(line)
-        texts = {name: record[name] for name in ("message", "finish") if record.get(name)}
-    except (*UNDECODABLE, AttributeError):  # damaged by its writer: its reader reports it
-        return line
-    clean = {name: masked(text, "known" if name == "message" else "sure") for name, text in texts.items()}
-    return line if clean == texts else msgspec.json.encode(record | clean) + b"\n"
+            return None
+        if not line.endswith(b"\n"):
+            return None
+        if not isinstance(record, Request) or (record.message is None and record.finish in _FINISHES):
+            return line
+        clean = msgspec.structs.replace(
+            record, message=masked(record.message, "known"), finish=masked(record.finish, "sure")
+        )
+        return line if clean == record else msgspec.json.encode(clean) + b"\n"
 
 
 def _append(path: Path, data: bytes) -> None:
