@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from harness.capacity.result import CapacityReport
-from harness.capacity.search import log_grid
+from harness.capacity.levels import log_grid
 from tests.real.conftest import Say
 from tests.real.parts import harness, llamacpp, run, vllm, write_scenario
 
