@@ -66,7 +66,7 @@ class ChartCounts(Struct):
     first_measured_s: float = float("inf")
     first_sent_s: float = float("inf")
     last_ended_s: float = 0.0
-    # Of tokens that are in no bin yet: when each request was sent, its number of arrivals, tokens of each; the arrivals.
+    # Of tokens that are in no bin yet: of each request when it was sent, arrivals and tokens of each; all arrivals.
     streams: list[tuple[float, int, float]] = []
     arrivals_s: "array[float]" = field(default_factory=doubles)
 
