@@ -2,7 +2,7 @@
 
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
- +- UnlikeError        runs that are not compared             exit 1 (harness.rundir.origin)
+ +- UnlikeError        runs that are not compared             exit 1 (harness.rundir.manifest)
  +- SeveralErrors      more than one of these                 the least of theirs
  +- ServerError        the server did not become ready        exit 2
  |   +- StartError     for a reason of its own, not its host's

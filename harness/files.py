@@ -1,4 +1,7 @@
-"""How files are read and written: regular files only, JSON that people can read, and each replaced in one step."""
+"""Where the project's own files are, and how files are read and written.
+
+Regular files only, JSON that people can read, and each replaced in one step.
+"""
 
 import errno
 import io
@@ -12,6 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from harness.errors import HarnessError
+
+# Next to the package in a checkout and in the image, inside it when installed.
+PACKAGE = Path(__file__).resolve().parent
+INSTALLED = PACKAGE / "shipped"  # setup.py copies the folders there when it builds a wheel
+ROOT = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
+LOCUSTFILES = ROOT / "locustfiles"
+COMPOSE = ROOT / "compose"
+SCENARIOS = ROOT / "scenarios"
+RESULTS = ROOT / "results"  # the third-party figures that ship
 
 T = TypeVar("T")
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises for damaged JSON

@@ -1,12 +1,22 @@
-"""Load processes on other machines: which ones a run waits for, and where they find it."""
+"""Load processes on other machines: which ones a run waits for, where they find it, and this machine as one of them."""
 
+import os
 import re
+import shutil
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
 
 import msgspec
 
+from harness import process
 from harness.errors import HarnessError, Mistakes
 from harness.scenario import Load
 from harness.scenario.plan import mix_of, users_path
@@ -40,10 +50,6 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def _ports(self) -> range:
         return range(self.port, self.port + self.parts)
-
-    def of_part(self, number: int) -> "Workers":
-        """Those of a part of a mix."""
-        return msgspec.structs.replace(self, port=self.port + number, parts=1)
 
     def awaited(self, here: Sequence[str]) -> str:
         """How many load processes have connected, and which are missing. `here`: the name of each one's machine."""
@@ -152,3 +158,95 @@ def parse_address(option: str, given: str) -> tuple[str, int]:
             f"{option}: '{given}' is not an address", next_step="Give one such as 10.0.0.1 or 10.0.0.1:5557."
         )
     return match[1], port
+
+
+# This machine as a worker: a new Locust process for each load of the master's run.
+
+_PAUSE_S = 0.5
+_GRACE_S = 6.0
+# Lines that Locust logs while it is idle, and at each start and end.
+_LOCUSTS_OWN = re.compile(rb"Waiting to connect to master|Got no locustfile response|\[[^]]*\] [^/ ]*/INFO/locust\.")
+
+
+def lend(master: str, processes: int, *, once: bool = False) -> None:
+    """Serve one load after the other, until KeyboardInterrupt.
+
+    Raises HarnessError for a master whose name is not known, and after a single load that failed.
+    """
+    host, port = parse_address("--master", master)
+    _refuse_unknown(host, port)
+    command = [sys.executable, "-m", "locust", "-f", "-", "--worker", "--master-host", host, "--master-port", str(port)]
+    command += ["--job", FROM_MASTER]
+    if processes > 1:
+        command += ["--processes", str(processes)]
+    quiet = False  # no load and no problem: Locust gives up on a master after some minutes
+    while True:
+        if not quiet:
+            print(f"waiting for a load from {host}:{port}", flush=True)
+        code, spoke, left = _live(command)
+        quiet = not spoke and code >= 0
+        if (code and not quiet) or left:
+            print(_how_it_ended(code, left, once), flush=True)
+        if once and not quiet:
+            if code:
+                raise HarnessError(f"the load ended with exit code {code}", next_step="Its log is above.")
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _live(command: list[str]) -> tuple[int, bool, Path | None]:
+    """Run Locust until it ends. Return its exit code, whether it said anything, and the folder of undelivered records.
+
+    It has a temporary folder of its own: it puts the locustfile there by its bare name, and another worker of this
+    machine would read it half written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="amd-llm-load-worker-"))
+    env = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    child = process.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+    assert child.stdout is not None
+    try:
+        spoke = _relay(child.stdout)
+        code = child.wait()
+    finally:
+        try:
+            process.stop(child, grace_s=_GRACE_S)
+            _relay(child.stdout)  # after Ctrl-C: undelivered records
+        finally:  # also after a second Ctrl-C
+            left = any(folder.glob("amd-llm-load-*"))
+            if not left:
+                shutil.rmtree(folder, ignore_errors=True)
+    return code, spoke, folder if left else None
+
+
+def _relay(lines: IO[bytes]) -> bool:
+    """Print lines that are not Locust's own. Return whether there were any."""
+    spoke = False
+    for line in lines:
+        if not _LOCUSTS_OWN.match(line):
+            spoke = True
+            print(line.decode(errors="replace"), end="", flush=True)
+    return spoke
+
+
+def _how_it_ended(code: int, left: Path | None, once: bool) -> str:
+    kept = f"; what it had recorded is in {left}" if left else ""
+    if code >= 0:  # 0: another process of the worker failed
+        how = f"ended with exit code {code}" if code else "ended before all had been delivered"
+        return f"a load process {how}{kept}"
+    name = signal.Signals(-code).name
+    memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    next_one = "" if once else "; the next one is served again"
+    return f"the load process was ended by {name}{memory}: its load cannot be valid{next_one}{kept}"
+
+
+def _refuse_unknown(host: str, port: int) -> None:
+    """Raise HarnessError for an unknown host name. A master that is not up yet is no error."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: an invalid name
+        if isinstance(error, socket.gaierror) and error.errno != socket.EAI_NONAME:
+            return  # a temporary problem of the name server
+        raise HarnessError(
+            f"--master: no machine has the name '{host}'",
+            next_step="Give the name or address at which this machine reaches it, such as 10.0.0.1:5557.",
+        ) from None

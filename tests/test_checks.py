@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.files import SCENARIOS
 from harness.judge.checks import evaluate, requests_needed, undecidable
 from harness.judge.stats import samples_needed
-from harness.paths import SCENARIOS
 from harness.reasons import evidence
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import (

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from harness import __version__
-from harness.paths import SCENARIOS
+from harness.files import SCENARIOS
 from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run

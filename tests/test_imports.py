@@ -13,14 +13,13 @@ from msgspec import Struct, field
 from harness.analysis.summarize import summarize
 from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
+from harness.files import ROOT
 from harness.imports import Count, Source, last_line, lemonade
 from harness.imports.write import FORMATS, import_file, read_file
-from harness.paths import ROOT
 from harness.reasons import evidence, sentences, verdict_sentence
 from harness.report import export, html, junit, markdown
 from harness.report import sentences as of_report
-from harness.rundir.manifest import Run, read_run
-from harness.rundir.origin import DEFINITIONS, definition, refuse_other_definitions
+from harness.rundir.manifest import DEFINITIONS, Run, definition, read_run, refuse_other_definitions
 from harness.rundir.records import Request, read_requests
 from harness.summary import Numbers, Summary
 from tests.command import harness
@@ -62,7 +61,7 @@ def pooled(summary: Summary, load: str) -> Numbers:
 @pytest.mark.parametrize("name", GOOD)
 def test_every_sample_is_recognised_and_gives_a_valid_run(name: str, tmp_path: Path) -> None:
     value = read_file(DATA / name)[0].value
-    assert [known for known, form in FORMATS.items() if form.is_it(value)] == [GOOD[name]]
+    assert [known for known, form in FORMATS.items() if form.is_of(value)] == [GOOD[name]]
     run, summary, _ = imported(name, tmp_path)
     assert (run.status, run.reasons, summary.valid) == ("unchecked", [], None)
     assert run.origin is not None and set(run.origin.definitions) <= set(DEFINITIONS)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from harness.job import Job
-from harness.run.drive import Count, Glance, Gpu, Monitor
+from harness.run.drive import Glance, Gpu, Monitor
 from harness.run.progress import Progress, in_words, table
 from harness.rundir.records import Request
 from harness.scenario import Load, Warmup
@@ -237,19 +237,24 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     progress = Progress(Console(file=out, force_terminal=True, width=120, color_system=None))
     with progress.live():
         progress.cell(1, 2, Cell(id=CELL, server="[one]", load="burst", repeat=1), None)
-        progress.load(cell := job(tmp_path, requests=4), Monitor(cell))
-        progress.count(Count(0, 4, 1.0, awaited="waiting for workers: 1 of 2 connected; missing: b"))
+        monitor = Monitor(job(tmp_path, requests=4))
+        monitor.started_s -= 1.0
+        progress.load(monitor)
+        monitor.awaited = "waiting for workers: 1 of 2 connected; missing: b"
+        progress.count()
         time.sleep(0.5)
         append(tmp_path / "requests.jsonl", *(record(index) for index in range(3)))
-        progress.count(Count(3, 4, 2.0))
+        monitor.awaited = ""
+        progress.count()
         time.sleep(0.5)
-        progress.count(Count(3, 34, 3.0, failed=1, warmup=30))
+        monitor.failed, monitor.total, monitor.warmup = 1, 34, 30
+        progress.count()
         progress.line("said meanwhile")
     shown = out.getvalue()
     assert "[1/2] [one] / burst, repeat 1: 1 s of waiting for workers: 1 of 2 connected; missing: b" in shown
-    assert "[1/2] [one] / burst, repeat 1: 3 of 4 requests, 2 s" in shown  # brackets are no markup
+    assert "[1/2] [one] / burst, repeat 1: 3 of 5 requests, 1 of them warm-up, 2 s" in shown  # brackets are no markup
     assert "TTFT p50" in shown and "200 ms" in shown
-    assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 3 s" in shown
+    assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 2 s" in shown
     assert "said meanwhile\n" in shown
 
 
@@ -261,11 +266,12 @@ def test_a_warm_up_of_which_no_user_knows_how_long_it_is_is_reported(
     out = io.StringIO()
     progress = Progress(Console(file=out, width=200, color_system=None))
     progress.cell(2, 2, Cell(id=CELL, server="one", load="people@5", repeat=1), None)
-    progress.load(cell := job(tmp_path, user="chat", duration_s=9.0), Monitor(cell))
+    progress.load(monitor := Monitor(job(tmp_path, user="chat", duration_s=9.0)))
+    monitor.started_s -= 2.0
     append(tmp_path / "requests.jsonl", *(record(index, phase="warmup") for index in (0, 1)))
-    progress.count(Count(12, None, 2.0))
+    progress.count()
     append(tmp_path / "requests.jsonl", record(0))
-    progress.count(Count(13, None, 3.0))
+    progress.count()
     before, after = out.getvalue().splitlines()[-2:]
-    assert before == "[2/2] one / people@5, repeat 1: 12 requests, 2 s, warm-up until now: 2 requests"
-    assert after.startswith("[2/2] one / people@5, repeat 1: 13 requests, 3 s, TTFT 100 ms")
+    assert before == "[2/2] one / people@5, repeat 1: 2 requests, 2 s, warm-up until now: 2 requests"
+    assert after.startswith("[2/2] one / people@5, repeat 1: 3 requests, 2 s, TTFT 100 ms")

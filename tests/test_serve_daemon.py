@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError, ServerError
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
 from harness.serve import engine_version, serve
 from harness.serve.engine import cannot_pull, connect

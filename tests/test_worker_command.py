@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.files import ROOT
 from harness.job import write_job
-from harness.paths import ROOT
 from harness.process import free_port
 from harness.run import drive as driving
 from harness.run import worker as lending
-from harness.run.drive import LocalChild, drive, locust_arguments
+from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
 from harness.rundir.records import read_requests
 from harness.scenario import Load
 from harness.simulated import Spawned
@@ -146,9 +146,7 @@ def test_workers_that_are_quiet_by_schedule_go_on(
     with ExitStack() as stack:
         worker = ("worker", "--master", f"127.0.0.1:{workers.port}", "--once")
         lent = [stack.enter_context(going(*worker, cwd=tmp_path)) for _ in range(2)]
-        driven = drive(
-            lambda: LocalChild(command, log), job, log_path=log, alive=lambda: None, progress=lambda count: None
-        )
+        driven = drive(lambda: LocalChild(command, log), Monitor(job), log_path=log)
         assert [one.end().code for one in lent] == [0, 0]
     assert driven.problems == []
     assert [one.error for one in read_requests(tmp_path / "requests.jsonl")] == [None] * 4

@@ -95,7 +95,7 @@ def test_an_address_of_another_machine_is_refused_at_once() -> None:
         with pytest.raises(HarnessError) as caught:
             Workers(machines=2, bind="127.0.0.1", port=port).refuse_unusable()
     assert caught.value.what == f"--bind: 127.0.0.1:{port} cannot be listened at (Address already in use)"
-    part = Workers(machines=2, bind="h", port=6000, parts=2).of_part(1)
+    part = Workers(machines=2, bind="h", port=6001)
     assert part.command == "harness worker --master h:6001"
     assert Workers(machines=2, bind="0.0.0.0").command == "harness worker --master ADDRESS:5557"
 

@@ -44,17 +44,11 @@ def run(
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES", help="With --url: machines that send the load, or how many.", callback=cli.worker_names
-        ),
+        typer.Option(metavar="NAMES", help="With --url: machines that send the load, or how many."),
     ] = None,
     bind: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="With --workers: where they find this machine (port 5557).",
-            callback=cli.listening_address,
-        ),
+        typer.Option(metavar="ADDRESS", help="With --workers: where they find this machine (port 5557)."),
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
@@ -76,7 +70,6 @@ def run(
     from harness.prepare.preview import check_notes
     from harness.run import resume as resuming
     from harness.run.budget import within
-    from harness.run.calibrate import trust_notes
     from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
     from harness.rundir.manifest import read_run
@@ -97,12 +90,11 @@ def run(
         experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
-        notes = [f"note: {note}" for note in check_notes(experiment.scenario)]
-        for note in notes + ([] if workers else trust_notes(experiment.scenario)):
-            cli.console().print(note)
+        for note in check_notes(experiment.scenario):
+            cli.console().print(f"note: {note}")
         with cli.junit_of_failure(junit, scenario.stem):
-            make_steps = None if budget_s is None else within(budget_s)
-            folder = run_experiment(experiment, runs, Progress(cli.console()), make_steps)
+            steps = None if budget_s is None else within(budget_s)
+            folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
     if base is not None:
         write_reference(folder, reference_to(base, read_run(folder), about=about))
     cli.show(folder, explain=explain, junit=junit)
@@ -215,11 +207,10 @@ def check(
     from harness.prepare import experiment as experiments
     from harness.prepare.machine_fit import notes, predict_shares, refuse_impossible
     from harness.prepare.preview import preview, show_plan
-    from harness.run.calibrate import trust_notes
 
     experiment = experiments.prepare(scenario, None, model, repeats, checks or [])
     shown = preview(experiment)
-    of_machine = [*notes(experiment), *predict_shares(experiment), *trust_notes(experiment.scenario)]
+    of_machine = [*notes(experiment), *predict_shares(experiment)]
     if as_json:
         cli.print_json(msgspec.structs.replace(shown, notes=shown.notes + of_machine))
     else:

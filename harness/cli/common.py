@@ -3,7 +3,7 @@
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -135,7 +135,7 @@ command = partial(app.command, cls=CliCommand)
 
 def scenario_path(given: Path | None) -> Path | None:
     """The path of a scenario given by path or by the name of one that ships. Raises HarnessError."""
-    from harness.paths import SCENARIOS
+    from harness.files import SCENARIOS
 
     if given is None or given.exists():
         return given
@@ -157,36 +157,12 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
     return given
 
 
-def authority(given: Path | None) -> Path | None:
-    from harness.trust import refuse_no_authority
-
-    if given is not None:
-        refuse_no_authority(given)
-    return given
-
-
 def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
     """A model's name, and not the empty one of a variable that is not set. Raises HarnessError."""
     if given is not None and (not given.strip() or given.startswith("-")):
         raise HarnessError(
             f"{param.opts[0]}: '{given}' is no model's name", next_step="Write it as the server knows it."
         )
-    return given
-
-
-def worker_names(given: str | None) -> str | None:
-    from harness.workers import parse_names
-
-    if given is not None:
-        parse_names(given)
-    return given
-
-
-def listening_address(param: typer.CallbackParam, given: str | None) -> str | None:
-    from harness.workers import parse_address
-
-    if given is not None:
-        parse_address(param.opts[0], given)
     return given
 
 
@@ -198,7 +174,7 @@ def root_folder(given: Path) -> Path:
 
 def scenario_names(incomplete: str) -> list[str]:
     """For the shell: names of scenarios that ship."""
-    from harness.paths import SCENARIOS
+    from harness.files import SCENARIOS
 
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem.startswith(incomplete))
 
@@ -239,10 +215,7 @@ UrlOpt = Annotated[
     str | None, typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address)
 ]
 CaOpt = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="With --url https://...: the authority that signed its certificate.", callback=authority
-    ),
+    Path | None, typer.Option(metavar="FILE", help="With --url https://...: the authority that signed its certificate.")
 ]
 ModelOpt = Annotated[str | None, typer.Option(help="Use this model instead of the scenario's.", callback=model_name)]
 ResultsDir = Annotated[
@@ -304,6 +277,17 @@ def console(*, stderr: bool = False) -> Console:
 
 def print_json(data: Any) -> None:
     print(pretty_json(data).decode(), end="")
+
+
+def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: Callable[[], str]) -> None:
+    """Print a value in the wanted format: JSON, for the terminal, or one of the texts."""
+    if output == "terminal":
+        terminal()
+    elif output == "json":
+        print_json(value)
+    else:
+        text = texts[output]()
+        print(text, end="" if text.endswith("\n") else "\n")
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":

@@ -13,9 +13,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from harness.job import Job
 from harness.redact import masked
-from harness.run.drive import Count, Glance, Monitor
+from harness.run.drive import Glance, Monitor
 from harness.scenario.plan import Cell
 from harness.units import count as counted
 from harness.units import duration, gib
@@ -39,7 +38,6 @@ class Progress:
         self._monitor: Monitor | None = None
         self._glance: Glance | None = None
         self._looked = 0.0
-        self._simulated = False  # the server of the load
 
     @contextmanager
     def live(self) -> Iterator["Progress"]:
@@ -65,36 +63,35 @@ class Progress:
         self._monitor = self._glance = None
         self._show(": ".join(part for part in (self.head, masked(text, "sure")) if part))
 
-    def load(self, job: Job, monitor: Monitor) -> None:
+    def load(self, monitor: Monitor) -> None:
         """The load of the current cell starts: from now on `count` shows what its files contain."""
         self._monitor, self._glance, self._looked = monitor, None, time.monotonic()
-        self._simulated = job.simulated
 
-    def next_stage(self, cell: Cell, job: Job, monitor: Monitor) -> None:
+    def next_stage(self, cell: Cell, monitor: Monitor) -> None:
         """The next stage of the load starts, under the same load generator."""
         number, cells = self._place
         self.cell(number + 1, cells, cell, None)
-        monitor.follow(job)
-        self.load(job, monitor)
+        self.load(monitor)
 
-    def count(self, count: Count) -> None:
+    def count(self) -> None:
+        count = self._monitor
+        if count is None:
+            return
         if count.awaited:
             self._show(f"{self.head}: {count.elapsed_s:.0f} s of {count.awaited}")
             return
         now = time.monotonic()
         due = self._live is not None or now - self.last_plain >= PLAIN_EVERY_S
-        if self._monitor is not None and due and now - self._looked >= LOOK_EVERY_S:
+        if due and now - self._looked >= LOOK_EVERY_S:
             self._looked = now
-            self._glance = self._monitor.look()
+            self._glance = count.look()
         of = "" if count.total is None else f" of {count.total}"
         warmup = f", {count.warmup} of them warm-up" if count.warmup else ""
         failed = f", {count.failed} FAILED" if count.failed else ""
-        simulated = " (SIMULATED)" if self._simulated else ""
+        simulated = " (SIMULATED)" if count.job.simulated else ""
         words = f"{self.head}{simulated}: {count.recorded}{of} requests{warmup}{failed}, {count.elapsed_s:.0f} s"
         glance = self._glance
-        if (
-            glance is not None and glance.warmup and not glance.done and not warmup
-        ):  # of a timed one the number is unknown
+        if glance is not None and glance.warmup and not glance.done and not warmup:  # of a timed one it is unknown
             words += f", warm-up until now: {counted(glance.warmup, 'request')}"
         if glance is not None and self._live is None:
             words = ", ".join([words, *in_words(glance)])

@@ -354,36 +354,26 @@ def by_cell(found: Iterable[S]) -> dict[str, list[S]]:
 
 
 _FRESH_S = 6.0  # an older sample says nothing of now
-_MAX_BYTES = 4_000_000  # of one look; with more than that, the oldest are left out
 
 
 class Tail:
-    """The whole lines that were added since the last look. A file that is not there has none."""
+    """The whole lines that were added since the last look, from the present end on. A missing file has none."""
 
-    def __init__(self, path: Path, *, from_end: bool = False, max_bytes: int | None = _MAX_BYTES) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._max_bytes = max_bytes
-        self._offset = 0
+        self._offset = path.stat().st_size if path.exists() else 0
         self._torn = b""
-        if from_end and path.exists():
-            self._offset = path.stat().st_size
 
     def lines(self) -> list[bytes]:
         try:
             with open_file(self.path) as file:
-                left = os.fstat(file.fileno()).st_size - self._offset
-                skipped = 0 if self._max_bytes is None else left - self._max_bytes
-                if skipped > 0:
-                    self._offset += skipped
-                    self._torn = b""
-                new = os.pread(file.fileno(), max(0, left - max(0, skipped)), self._offset)
+                file.seek(self._offset)
+                new = file.read()
         except OSError:
             return []
         self._offset += len(new)
-        whole, end, rest = (self._torn + new).rpartition(b"\n")
-        self._torn = rest
-        found = whole.split(b"\n") if end else []
-        return found[1:] if skipped > 0 else found
+        *whole, self._torn = (self._torn + new).split(b"\n")
+        return whole
 
 
 class Samples:
@@ -392,7 +382,7 @@ class Samples:
     def __init__(self, path: Path, cell: str | None = None) -> None:
         """`cell`: only its own; None: all."""
         self.newest: dict[str, Any] | None = None  # None: there was none lately
-        self._tail = Tail(path, from_end=True)
+        self._tail = Tail(path)
         self._cell = cell
 
     def look(self) -> list[dict[str, Any]]:

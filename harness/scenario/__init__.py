@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from harness.paths import LOCUSTFILES
+from harness.files import LOCUSTFILES
 from harness.scenario.behaviour import (
     Abandon,
     Agent,
