@@ -302,7 +302,10 @@ class _Decoder:
             right = {}
             for key, one in raw.items():
                 before = len(self.problems)
-                self.key(key, args[0], f"{path}.{key}")
+                try:
+                    msgspec.convert(key, args[0])
+                except msgspec.ValidationError as error:
+                    self.wrong(f"{path}.{key}", f"'{key}' is not a name: {_description(args[0]) or error}")
                 value = self.value(one, args[1], f"{path}.{key}")
                 if len(self.problems) == before:
                     right[key] = value
@@ -321,21 +324,12 @@ class _Decoder:
         try:
             return msgspec.convert(raw, type_)
         except msgspec.ValidationError as error:
-            meta = [one for one in typing.get_args(type_) if isinstance(one, msgspec.Meta)]
-            wanted = next((one.description for one in meta if one.description), _in_words(error))
+            wanted = _description(type_) or _in_words(error)
             # A key in place of the name of a secret may be the secret.
-            hidden = any((one.extra or {}).get("hidden") for one in meta)
+            hidden = any((one.extra or {}).get("hidden") for one in _metas(type_))
             words = raw if isinstance(raw, list) else [raw]
             advice = _IN_QUOTES if "text" in wanted and any(isinstance(word, bool) for word in words) else ""
             self.wrong(path, f"{wanted}{'' if hidden else f', got {_shown(raw)}'}{advice}")
-
-    def key(self, key: str, type_: Any, path: str) -> None:
-        try:
-            msgspec.convert(key, type_)
-        except msgspec.ValidationError as error:
-            meta = typing.get_args(type_)[1:]
-            wanted = next((m.description for m in meta if getattr(m, "description", None)), str(error))
-            self.wrong(path, f"'{key}' is not a name: {wanted}")
 
     def struct(self, raw: dict[str, Any], type_: type[Struct], path: str) -> Any:
         hints = typing.get_type_hints(type_, include_extras=True)
@@ -370,6 +364,14 @@ class _Decoder:
             meant = {one for key in bad for one in difflib.get_close_matches(key, fields, n=1)}
             self.faulty[path] = Load(**values), bad | meant
         return None if bad else type_(**values)
+
+
+def _metas(type_: Any) -> list[msgspec.Meta]:
+    return [one for one in typing.get_args(type_) if isinstance(one, msgspec.Meta)]
+
+
+def _description(type_: Any) -> str | None:
+    return next((one.description for one in _metas(type_) if one.description), None)
 
 
 def _in_words(error: msgspec.ValidationError) -> str:
@@ -407,8 +409,12 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
         yield Problem("$.baseline.server", f"'{base.server}' is not a server; {did_you_mean(base.server, servers)}")
     if base is not None and base.load not in loads:
         yield Problem("$.baseline.load", f"'{base.load}' is not a load; {which_row(base.load, loads)}")
-    if scenario.warmup is not None:
-        yield from _warmup_problems(scenario.warmup)
+    if (warmup := scenario.warmup) is not None:
+        if [warmup.requests, warmup.duration_s, warmup.until].count(None) != 2:
+            yield Problem("$.warmup", "give exactly one of 'requests', 'duration_s' and 'until'")
+        for key in ("within", "max_s", "max_requests"):
+            if warmup.until is None and getattr(warmup, key) != getattr(Warmup(), key):
+                yield Problem(f"$.warmup.{key}", "belongs to 'until: steady'")
     yield from _prompt_problems(scenario.prompts, folder)
     for name, load in scenario.loads.items():
         yield from (problem.below(f"$.loads.{name}.answer") for problem in _answer_problems(load, scenario.prompts))
@@ -422,15 +428,6 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     for number, check in enumerate(scenario.checks):
         if (why := misplaced(check, servers, loads)) is not None:
             yield Problem(f"$.checks[{number}]", why)
-
-
-def _warmup_problems(warmup: Warmup) -> Iterator[Problem]:
-    if [warmup.requests, warmup.duration_s, warmup.until].count(None) != 2:
-        yield Problem("$.warmup", "give exactly one of 'requests', 'duration_s' and 'until'")
-    if warmup.until is None:
-        for key in ("within", "max_s", "max_requests"):
-            if getattr(warmup, key) != getattr(Warmup(), key):
-                yield Problem(f"$.warmup.{key}", "belongs to 'until: steady'")
 
 
 def _prompt_problems(prompts: Prompts, folder: Path) -> Iterator[Problem]:
@@ -516,10 +513,10 @@ def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
         "agent": "only chat knows tools; remove it or use 'user: batch'",
         "rag": "a document goes before the question as a message; remove it",
     }
+    if load.endpoint == "embeddings":
+        chat_only["chat"] = "a conversation needs answers; use 'user: batch'"
     if load.endpoint != "chat" and load.user in chat_only:
         yield Problem("endpoint", chat_only[load.user], keys=("user",))
-    elif load.endpoint == "embeddings" and load.user == "chat":
-        yield Problem("endpoint", "a conversation needs answers; use 'user: batch'", keys=("user",))
 
 
 def _trace_problems(load: Load, trace: Trace, folder: Path) -> Iterator[Problem]:
