@@ -65,13 +65,17 @@ def run(
     After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
     """
     from harness.analysis.forecast import read_duration
+    from harness.analysis.summarize import read_summary
     from harness.comparison.compare import reference_to, write_reference
     from harness.prepare import experiment as experiments
     from harness.prepare.preview import check_notes
+    from harness.report import junit as junit_xml
+    from harness.report import terminal
     from harness.run import resume as resuming
     from harness.run.budget import within
     from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
+    from harness.run.running import write_results
     from harness.rundir.manifest import read_run
 
     if ui and scenario is not None:
@@ -95,9 +99,15 @@ def run(
         with cli.junit_of_failure(junit, scenario.stem):
             steps = None if budget_s is None else within(budget_s)
             folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
+    manifest = read_run(folder)
     if base is not None:
-        write_reference(folder, reference_to(base, read_run(folder), about=about))
-    cli.show(folder, explain=explain, junit=junit)
+        write_reference(folder, reference_to(base, manifest, about=about))
+        write_results(folder)
+    summary = read_summary(folder)
+    terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
+    if junit is not None:
+        junit_xml.write(junit, junit_xml.render(summary, manifest))
+    cli.end_as(summary)
 
 
 @cli.command(short_help="Find how many users a server holds.")

@@ -339,31 +339,6 @@ def junit_of_failure(path: Path | None, scenario: str) -> Iterator[None]:
         raise
 
 
-def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> None:
-    """Print a run's table and verdicts, write its summary and page, and end with the run's exit code."""
-    from harness.analysis.summarize import summarize, write_summary
-    from harness.report import html, terminal
-    from harness.report import junit as junit_xml
-    from harness.rundir.manifest import read_run
-
-    manifest, summary = read_run(folder), summarize(folder)
-    full: OSError | None = None
-    try:
-        write_summary(folder, summary)
-        html.write_report(folder)
-    except OSError as error:  # such as a full disk, which must not cost the user the table
-        full = error
-    terminal.print_report(summary, manifest, folder, console(), explain=explain)
-    if full is not None:
-        raise HarnessError(
-            f"{folder}: the page and the summary cannot be written ({full.strerror})",
-            next_step=f"The records are complete. Free some space, then: harness report {folder}",
-        )
-    if junit is not None:
-        junit_xml.write(junit, junit_xml.render(summary, manifest))
-    end_as(summary)
-
-
 def capacity_end(folder: Path, found: "CapacityReport") -> None:
     """End with the exit code of a capacity search. A server that died under a probe does not make its run INVALID."""
     from harness.rundir.manifest import read_run

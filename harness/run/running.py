@@ -33,7 +33,7 @@ from harness.rundir.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
 from harness.serve import engine_version
-from harness.summary import Reason, because
+from harness.summary import Reason, Summary, because
 from harness.workload import workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
@@ -92,14 +92,12 @@ class RunFile:
             with contextlib.suppress(Exception):
                 write_run(folder, replace(ended, status=status, reasons=list(reasons)))
             with contextlib.suppress(Exception):
-                write_summary(folder, summarize(folder))
-                html.write_report(folder)
+                write_results(folder)
             return
         try:
             summary = summarize(folder)
             write_run(folder, replace(ended, status="valid" if summary.valid else "invalid", reasons=summary.reasons))
-            write_summary(folder, summary)
-            html.write_report(folder)
+            write_results(folder, summary)
         except OSError as error:
             raise HarnessError(
                 f"{folder}: the results cannot be written ({error.strerror})",
@@ -108,6 +106,11 @@ class RunFile:
         except KeyboardInterrupt:
             write_run(folder, replace(ended, status="interrupted", reasons=[because("interrupted_at_end")]))
             raise
+
+
+def write_results(folder: Path, summary: Summary | None = None) -> None:
+    write_summary(folder, summary or summarize(folder))
+    html.write_report(folder)
 
 
 class Running(msgspec.Struct, frozen=True):

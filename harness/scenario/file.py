@@ -28,6 +28,7 @@ from harness.scenario import (
     Prompts,
     Scenario,
     Sweep,
+    SweepRow,
     Trace,
     Warmup,
     too_large,
@@ -42,7 +43,7 @@ from harness.scenario.plan import (
     with_mixes,
     with_stages,
 )
-from harness.scenario.sweep import ExpandedScenario, expand
+from harness.scenario.sweep import expand
 
 T = TypeVar("T")
 MAX_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
@@ -119,17 +120,16 @@ def read_scenario(path: Path) -> ScenarioFile:
         raw = {key: value for key, value in raw.items() if key != "swept"}
     decoder = _Decoder(lines, problems)
     decoded: Scenario = decoder.value(raw, Scenario, "$")
-    expanded = expand(decoded, lambda load, found: decode(load, Load, {}, found))
-    if "restart" not in raw and expanded.scenario.swept is not None:
-        # A sweep of loads needs one server start, unless the file says otherwise.
-        expanded = replace(expanded, scenario=replace(expanded.scenario, restart=False))
-    scenario = written = expanded.scenario
-    _add_lines(lines, expanded)
-    known = {
-        part: [row for name in (raw[part] if isinstance(raw.get(part), dict) else ()) for row in rows.get(name, [name])]
-        for part, rows in (("servers", expanded.servers), ("loads", expanded.loads))
-    }
-    wrong = [*expanded.problems, *mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
+    scenario, wrong = expand(decoded, lambda load, found: decode(load, Load, {}, found))
+    if "restart" not in raw and scenario.swept is not None:
+        scenario = replace(scenario, restart=False)  # a sweep of loads needs one server start
+    written, swept = scenario, scenario.swept or Sweep()
+    known: dict[str, list[str]] = {}
+    for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
+        names = list(raw[part]) if isinstance(raw.get(part), dict) else []
+        known[part] = [row for name in names for row in [row for row in rows if rows[row].of == name] or [name]]
+        _add_lines(lines, part, rows)
+    wrong += [*mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
     known["loads"] = [*known["loads"], *mix_names(scenario)]
     if not wrong:
         whole = with_mixes(scenario)
@@ -148,20 +148,18 @@ def read_scenario(path: Path) -> ScenarioFile:
     )
 
 
-def _add_lines(lines: dict[str, int], expanded: ExpandedScenario) -> None:
+def _add_lines(lines: dict[str, int], part: str, rows: dict[str, SweepRow]) -> None:
     """Give each row of a sweep the lines of the server or load that it was made from."""
-    swept = expanded.scenario.swept or Sweep()
-    for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
-        for name, row in rows.items():
-            whole, own = f"$.{part}.{row.of}", f"$.{part}.{name}"
-            lines |= {
-                own + path.removeprefix(whole): line
-                for path, line in lines.items()
-                if path == whole or path.startswith((f"{whole}.", f"{whole}["))
-            }
-            for key in row.settings:
-                place = f"{own}.variables.{key}" if part == "servers" else f"{own}.{key}"
-                lines[place] = lines.get(f"{whole}.vary.{key}", lines.get(whole, 1))
+    for name, row in rows.items():
+        whole, own = f"$.{part}.{row.of}", f"$.{part}.{name}"
+        lines |= {
+            own + path.removeprefix(whole): line
+            for path, line in lines.items()
+            if path == whole or path.startswith((f"{whole}.", f"{whole}["))
+        }
+        for key in row.settings:
+            place = f"{own}.variables.{key}" if part == "servers" else f"{own}.{key}"
+            lines[place] = lines.get(f"{whole}.vary.{key}", lines.get(whole, 1))
 
 
 def once(problems: list[Problem], scenario: Scenario) -> list[Problem]:
