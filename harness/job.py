@@ -70,8 +70,6 @@ def quiet_sign(counter_path: str) -> Path:
 
 
 class ReportedError(msgspec.Struct, frozen=True):
-    """A HarnessError as a load process reports it."""
-
     what: str
     next_step: str = ""
     detail: str = ""
@@ -84,7 +82,6 @@ class GaveUp(msgspec.Struct, frozen=True, tag_field="code", tag="gave_up"):
 
     @property
     def text(self) -> str:
-        """The errors for a person: see `harness.errors.sentence`."""
         errors = [HarnessError(one.what, next_step=one.next_step, detail=one.detail) for one in self.errors]
         return sentence(errors[0] if len(errors) == 1 else SeveralErrors(errors))
 
@@ -110,7 +107,6 @@ def report(job: Job, status: Status) -> None:
 
 
 def report_error(job: Job, error: Exception) -> None:
-    """Append to the status file why the load cannot start or go on."""
     errors = error.errors if isinstance(error, SeveralErrors) else [error]
     known = [one if isinstance(one, HarnessError) else HarnessError(str(one)) for one in errors]
     report(job, GaveUp([ReportedError(one.what, one.next_step, one.detail) for one in known]))
@@ -149,5 +145,4 @@ def read_job(path: Path) -> Job:
 
 
 def job_of_text(text: bytes | str) -> Job:
-    """Raises msgspec.DecodeError."""
     return msgspec.json.decode(text, type=Job)

@@ -10,16 +10,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from harness import process
-from harness.errors import HarnessError, Mistakes
+from harness.errors import HarnessError
 from harness.scenario import Load
-from harness.scenario.plan import mix_of, users_path
+from harness.scenario.plan import mix_of
 
 PORT = 5557  # Locust's own
 FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`
@@ -42,7 +42,6 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def command(self) -> str:
-        """What starts the workers on each machine."""
         more = f" --processes {self.processes}" if self.processes > 1 else ""
         address = "ADDRESS" if self.bind in ("0.0.0.0", "*") else self.bind  # every one that this machine has
         return " and ".join(f"harness worker --master {address}:{port}{more}" for port in self._ports)
@@ -52,7 +51,6 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return range(self.port, self.port + self.parts)
 
     def awaited(self, here: Sequence[str]) -> str:
-        """How many load processes have connected, and which are missing. `here`: the name of each one's machine."""
         come, asked = Counter(here), Counter(self.names * self.processes)
         if not self.names:
             return f"waiting for workers: {len(here)} of {self.total} connected" + (
@@ -83,17 +81,28 @@ def _listed(processes: Counter[str]) -> str:
 
 
 def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
-    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError, of all that is wrong."""
-    wrong = Mistakes()
-    names, machines, host, port = list[str](), 0, "", PORT  # 0: not known
-    with wrong.noted():
-        names, machines = parse_names(given)
-    with wrong.noted():
-        host, port = _parse_bind(bind)
-    for problem in _unsendable(loads, machines):
-        wrong.add(problem)
-    wrong.refuse()
-    processes = next(iter(loads.values())).processes
+    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError."""
+    names, machines = parse_names(given)
+    if bind is None:
+        raise HarnessError(
+            "--workers needs --bind: the address of this machine at which the workers find it",
+            next_step="Give one that only they reach, such as --bind 10.0.0.1: "
+            "Locust's connection has neither a password nor encryption.",
+        )
+    host, port = parse_address("--bind", bind)
+    processes, *others = {load.processes for load in loads.values()}
+    if others:
+        raise HarnessError(
+            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
+            next_step="Give each load the same number: it is that of each machine.",
+        )
+    total = machines * processes
+    for name, load in loads.items():
+        if mix_of(name) is None and load.users % total:
+            raise HarnessError(
+                f"$.loads.{name}: {load.users} users cannot be parted among {total} load processes",
+                next_step=f"Each takes the same part of the work, so use a multiple of {total}.",
+            )
     parts = max(Counter(filter(None, map(mix_of, loads))).values(), default=1)
     return Workers(names=names, machines=machines, processes=processes, bind=host, port=port, parts=parts)
 
@@ -111,36 +120,7 @@ def parse_names(given: str) -> tuple[list[str], int]:
     return [] if number else names, number or len(names)
 
 
-def _parse_bind(bind: str | None) -> tuple[str, int]:
-    if bind is None:
-        raise HarnessError(
-            "--workers needs --bind: the address of this machine at which the workers find it",
-            next_step="Give one that only they reach, such as --bind 10.0.0.1: "
-            "Locust's connection has neither a password nor encryption.",
-        )
-    return parse_address("--bind", bind)
-
-
-def _unsendable(loads: Mapping[str, Load], machines: int) -> Iterator[HarnessError]:
-    """What so many machines, where that is known, cannot send."""
-    processes = {load.processes for load in loads.values()}
-    if len(processes) > 1:
-        yield HarnessError(
-            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
-            next_step="Give each load the same number: it is that of each machine.",
-        )
-        return
-    for name, load in loads.items():
-        total = machines * load.processes
-        if total and mix_of(name) is None and load.users % total:
-            yield HarnessError(
-                f"$.loads.{users_path(name, loads)}: {load.users} users cannot be parted among {total} load processes",
-                next_step=f"Each takes the same part of the work, so use a multiple of {total}.",
-            )
-
-
 def parse_part(given: str) -> tuple[int, int]:
-    """Machine and machines of `--machine K/M`. Raises HarnessError."""
     match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", given)
     if match is None or int(match[1]) >= int(match[2]):
         raise HarnessError(
@@ -219,7 +199,6 @@ def _live(command: list[str]) -> tuple[int, bool, Path | None]:
 
 
 def _relay(lines: IO[bytes]) -> bool:
-    """Print lines that are not Locust's own. Return whether there were any."""
     spoke = False
     for line in lines:
         if not _LOCUSTS_OWN.match(line):

@@ -19,9 +19,9 @@ from harness.run.drive import (
     LocalChild,
     Monitor,
     drive,
+    exceptions_in,
     gave_up,
     killed_processes,
-    last_exception,
     locust_arguments,
     tail,
 )
@@ -246,13 +246,13 @@ def test_what_was_cut_or_left_did_not_fail(tmp_path: Path) -> None:
     assert (monitor.recorded, monitor.failed) == (5, 1)
 
 
-def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
+def test_the_exceptions_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert last_exception(log) is None
+    assert exceptions_in(log) == []
     log.write_text("fine\nValueError: only a word\n")
-    assert last_exception(log) is None
+    assert exceptions_in(log) == []
     log.write_text('Traceback (most recent call last):\n  File "x", line 1\n    f()\nKeyError: 1\n\nmore\n')
-    assert last_exception(log) == "KeyError: 1"
+    assert exceptions_in(log) == ["KeyError: 1"]
 
 
 def test_why_a_load_could_not_begin(tmp_path: Path) -> None:

@@ -381,7 +381,7 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
         (lambda raw: raw["itls"].__setitem__(0, [-1.0]), r"\$\.itls\[0\]\[0\]: Expected `float` >= 0"),
         (lambda raw: raw["errors"].pop(), "the lists are not equally long: .*errors 11"),
         (lambda raw: raw.pop("duration"), "missing required field `duration`"),
-        (lambda raw: raw.update(date="yesterday"), "a date such as 20260131-235959 is expected, got 'yesterday'"),
+        (lambda raw: raw.update(date="yesterday"), "a time such as 20260131-235959 is expected, got 'yesterday'"),
         (lambda raw: raw.update(num_prompts="12"), r"\$\.num_prompts: Expected `int`, got `str`"),
         (lambda raw: raw.update(total_output_tokens=10**400), r"\$\.total_output_tokens: Expected `int` <= "),
     ],
@@ -512,8 +512,9 @@ def test_a_format_that_was_asked_for_must_be_it(tmp_path: Path) -> None:
         import_file(DATA / "vllm-chat.json", tmp_path, "aiperf")
     with pytest.raises(HarnessError, match="there is no format 'vlm'; did you mean 'vllm'?"):
         import_file(DATA / "vllm-chat.json", tmp_path, "vlm")
-    with pytest.raises(HarnessError, match="AIPerf's summary, not its records"):
+    with pytest.raises(HarnessError, match="not a file of any tool that is known") as caught:
         import_file(DATA / "aiperf" / "profile_export_aiperf.json", tmp_path)
+    assert "profile_export.jsonl, not profile_export_aiperf.json" in caught.value.detail
 
 
 def test_a_file_is_imported_once(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_a_terminal_too_narrow_for_a_table_has_words_and_no_number_is_cut(width:
     assert max(len(line) for line in shown) <= width - 2
     words = " ".join(out.getvalue().split())
     assert "…" not in words and "left" not in words  # which the line above it says
-    for word in ("TTFT 12.3 s (p95 123 s)", "12345 tok/s", "KV 100%", "failed: 2 timeout, 1 http"):
+    for word in ("TTFT p95 123 s", "tok/s 12345", "KV 100%", "failed: 2 timeout, 1 http"):
         assert word in words
     assert out.getvalue().count(" 99 % 185.0 GiB 750 W") == 8
 
@@ -209,11 +209,14 @@ def test_a_terminal_too_narrow_for_a_table_has_words_and_no_number_is_cut(width:
 def test_a_line_says_what_is_known() -> None:
     assert in_words(Glance()) == []
     assert in_words(Glance(ttft_s=(0.1, 0.2), waiting=0.0, left_s=3.0)) == [
-        "TTFT 100 ms (p95 200 ms)",
+        "TTFT p50 100 ms",
+        "TTFT p95 200 ms",
         "waiting 0",
         "3 s left",
     ]
-    assert ", ".join(in_words(FULL)).startswith("TTFT 12.3 s (p95 123 s), TPOT 37.5 ms (p95 100 ms), 12345 tok/s")
+    assert ", ".join(in_words(FULL)).startswith(
+        "in flight 1000, TTFT p50 12.3 s, TTFT p95 123 s, TPOT p50 37.5 ms, TPOT p95 100 ms"
+    )
     assert [duration(seconds) for seconds in (5.4, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 5 min"]
 
 
@@ -274,4 +277,4 @@ def test_a_warm_up_of_which_no_user_knows_how_long_it_is_is_reported(
     progress.count()
     before, after = out.getvalue().splitlines()[-2:]
     assert before == "[2/2] one / people@5, repeat 1: 2 requests, 2 s, warm-up until now: 2 requests"
-    assert after.startswith("[2/2] one / people@5, repeat 1: 3 requests, 2 s, TTFT 100 ms")
+    assert after.startswith("[2/2] one / people@5, repeat 1: 3 requests, 2 s, TTFT p50 100 ms")

@@ -23,6 +23,7 @@ ERRORS = (
     "RunError",
     "ScenarioError",
     "UnlikeError",
+    "CheckError",
     "Problem",
     "wrong",
     "problem",

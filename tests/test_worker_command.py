@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from harness import workers as lending
 from harness.files import ROOT
 from harness.job import write_job
 from harness.process import free_port
 from harness.run import drive as driving
-from harness.run import worker as lending
 from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
 from harness.rundir.records import read_requests
 from harness.scenario import Load

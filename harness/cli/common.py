@@ -134,7 +134,6 @@ command = partial(app.command, cls=CliCommand)
 
 
 def scenario_path(given: Path | None) -> Path | None:
-    """The path of a scenario given by path or by the name of one that ships. Raises HarnessError."""
     from harness.files import SCENARIOS
 
     if given is None or given.exists():
@@ -158,7 +157,6 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
 
 
 def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
-    """A model's name, and not the empty one of a variable that is not set. Raises HarnessError."""
     if given is not None and (not given.strip() or given.startswith("-")):
         raise HarnessError(
             f"{param.opts[0]}: '{given}' is no model's name", next_step="Write it as the server knows it."
@@ -291,7 +289,6 @@ def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: C
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
-    """The server that already runs, given on the command line; None without --url. Raises HarnessError."""
     from harness.prepare.experiment import Target
     from harness.trust import trust
 
@@ -301,7 +298,6 @@ def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None =
 
 
 def find_run(given: Path, runs: Path) -> Path:
-    """A run directory given by its path or by the id of a run below `runs`."""
     for folder in (given, runs / given):
         # `read_run` explains a run.json that is no regular file, or that this user may not read.
         if os.path.lexists(folder / "run.json"):
@@ -316,7 +312,6 @@ def find_run(given: Path, runs: Path) -> Path:
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
-    """The directory of a run that may be a baseline, before anything is measured. Raises HarnessError."""
     from harness.comparison.compare import usable_baseline
 
     folder = find_run(given, runs)

@@ -78,7 +78,6 @@ def report(
 
 
 def _run_of(given: Path, runs: Path) -> Path:
-    """The directory of a run; of records of stock Locust it is made. Raises HarnessError."""
     from harness.imports.write import import_file
 
     file = given / "requests.jsonl" if given.is_dir() and not (given / "run.json").exists() else given

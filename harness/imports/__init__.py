@@ -112,8 +112,6 @@ class Imported(Struct, frozen=True, kw_only=True):
 
 
 class Format(Struct, frozen=True):
-    """A format that can be imported."""
-
     written_by: str  # the command that writes it
     keys: tuple[str, ...]  # which the document has, or the first of its lines; paths
     read: Callable[[Source], Imported]
@@ -133,7 +131,6 @@ def _below(value: Any, path: str) -> Any:
 
 
 def read_source(path: Path) -> Source:
-    """Read a file of JSON or JSON Lines. Raises HarnessError when it is neither."""
     try:
         raw = read_bytes(path)
     except OSError as error:
@@ -170,7 +167,6 @@ def _lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
 
 
 def last_line(text: str) -> str:
-    """The last line of an error text (of a traceback the one that says what it was), shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else ""
 

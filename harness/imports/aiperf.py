@@ -76,8 +76,6 @@ class AiperfRecord(Struct, frozen=True, kw_only=True):
 
 
 class AiperfSummary(Struct, frozen=True, kw_only=True):
-    """profile_export_aiperf.json."""
-
     version: str | None = field(name="aiperf_version", default=None)
     model: str | None = field(name="input_config.models.items.0.name", default=None)
     url: str | None = field(name="input_config.endpoint.urls.0", default=None)

@@ -53,8 +53,6 @@ class GenaiRun(Struct, frozen=True, kw_only=True):
 
 
 class GenaiExperiment(Struct, frozen=True, kw_only=True):
-    """experiment_metadata.json."""
-
     task: str | None = None
     benchmark_version: str | None = None
     model: str | None = None

@@ -70,8 +70,6 @@ _COLUMNS = (
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The accuracy of the load generator at one number of streams."""
-
     streams: int
     processes: int
     chunks_per_s: float
@@ -88,7 +86,6 @@ class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons not to trust this number of streams."""
         found = []
         if self.error_p99_s > MAX_ERROR_S:
             found.append(f"1 % of the chunk times are off by more than {MAX_ERROR_S * 1000:g} ms")
@@ -145,13 +142,11 @@ def _measure(streams: int, processes: int) -> CalibrationPoint:
 
 
 def _busy_s() -> float:
-    """Busy CPU time of the whole machine."""
     times = psutil.cpu_times()
     return sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> CalibrationPoint:
-    """Compare the records of a load with the engine's log of what it sent."""
     records = [one for one in read_requests(folder / "requests.jsonl") if one.phase == "measured"]
     failed = [one for one in records if one.error is not None]
     if failed or not records:
@@ -290,7 +285,6 @@ def a_against_a(experiment: Experiment, name: str) -> Experiment:
 
 
 def show_noise(noise: StoredNoise, console: Console) -> None:
-    """A table of the variation of repeats and runs, and of the detectable differences."""
     span_s = noise.runs[-1].started_wall_s - noise.runs[0].started_wall_s
     over = f" over {duration(span_s)}" if span_s else ""
     repeats = count(noise.repeats, "repeat")

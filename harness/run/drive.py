@@ -20,7 +20,7 @@ from harness import process
 from harness.analysis import derive
 from harness.errors import RunError
 from harness.failures.explain import FIRST, mistake_of
-from harness.files import UNDECODABLE, open_file, read_bytes, read_text
+from harness.files import UNDECODABLE, open_file, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
 from harness.process import free_port
 from harness.redact import known
@@ -75,8 +75,6 @@ class Child(Protocol):
 
 
 class LocalChild:
-    """Locust as a process of this host."""
-
     def __init__(self, command: list[str], log_path: Path) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(known())}
         with log_path.open("wb") as log:
@@ -141,7 +139,6 @@ class Monitor:
         self.follow(job)
 
     def follow(self, job: Job) -> None:
-        """Switch to this cell: the next stage of a load."""
         folder = Path(job.requests_path).parent
         self.job = job
         self._metrics = Samples(folder / "metrics.jsonl", job.cell)
@@ -351,24 +348,30 @@ def drive(
         code = child.stop(GRACE_S)
     monitor.update()
     if code != 0 and not problems:
-        problems = [because("generator_exit", exit_code=code, exception=last_exception(log_path))]
+        last = next(reversed(exceptions_in(log_path)), None)
+        problems = [because("generator_exit", exit_code=code, exception=last)]
         if not Path(job.counter_path).exists():
             raise _not_started(job, code, log_path, time.time() - started)
     return Driven(started, time.time(), problems, stopped_s)
 
 
 def _not_started(job: Job, code: int, log_path: Path, waited_s: float) -> RunError:
-    where, its_log = f"cell {job.cell}: the load could not start", f"Its log is {log_path}."
     if said := gave_up(job):
         why, *more = said.splitlines()
-        return RunError(f"{where}: {why.removesuffix('.')}", next_step=its_log, detail="\n".join(more))
+        return RunError(
+            f"cell {job.cell}: the load could not start: {why.removesuffix('.')}",
+            next_step=f"Its log is {log_path}.",
+            detail="\n".join(more),
+        )
     awaited = awaited_workers(job)
     if job.workers is not None and awaited and waited_s > WORKERS_S:
-        step = f"On each machine: {job.workers.command}. {its_log}"
-        return RunError(f"{where}: {WORKERS_S} s of {awaited}", next_step=step)
+        return RunError(
+            f"cell {job.cell}: the load could not start: {WORKERS_S} s of {awaited}",
+            next_step=f"On each machine: {job.workers.command}. The log is {log_path}.",
+        )
     return RunError(
         f"cell {job.cell}: Locust could not start the load (exit code {code})",
-        next_step=f"{its_log} A locustfile can be tried alone: locust -f FILE --host URL",
+        next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
         detail=tail(log_path),
     )
 
@@ -407,9 +410,9 @@ def _watch(
             if (touched_ns := quiet.stat().st_mtime_ns) != sign_ns:
                 sign_ns, last_quiet = touched_ns, now
         if monitor.recorded != before:
-            last_change, raised = now, exceptions_in(log_path)
-        elif now - last_change > STUCK_S and exceptions_in(log_path) - raised >= STUCK_EXCEPTIONS:
-            return [because("generator_stuck", seconds=STUCK_S, exception=last_exception(log_path))]
+            last_change, raised = now, len(exceptions_in(log_path))
+        elif now - last_change > STUCK_S and len(found := exceptions_in(log_path)) - raised >= STUCK_EXCEPTIONS:
+            return [because("generator_stuck", seconds=STUCK_S, exception=found[-1])]
         progress()
         mistake = monitor.mistake()
         if mistake is not None:
@@ -427,7 +430,6 @@ def _watch(
 
 
 def killed_processes(job: Job) -> list[int]:
-    """Return the killed load processes of this host: a start mark in the cell, no end mark, no process."""
 
     def without_end() -> list[int]:
         marks = [mark for mark in read_marks(Path(job.processes_path)) if mark.cell == job.cell]
@@ -463,18 +465,6 @@ def tail(path: Path, lines: int = 15) -> str:
     return "\n".join(_lines(path)[-lines:])
 
 
-def gave_up(job: Job) -> str:
-    """Return why the load could not start, as its load processes report it; each reason once."""
-    texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
-    return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
-
-
-def awaited_workers(job: Job) -> str:
-    """Return the workers that the master waits for, by its last report; empty without a report."""
-    reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
-    return job.workers.awaited(reports[-1].here) if job.workers is not None and reports else ""
-
-
 def _lines(path: Path) -> list[str]:
     try:
         return read_text(path, errors="replace").splitlines()
@@ -482,16 +472,24 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def exceptions_in(path: Path) -> int:
-    return read_bytes(path).count(b"\nTraceback ") if path.exists() else 0
-
-
-def last_exception(path: Path) -> str | None:
-    """Return the last exception of a log, such as `ValueError: boom`."""
-    found, inside = None, False
+def exceptions_in(path: Path) -> list[str]:
+    """Return the exceptions of a log, such as `ValueError: boom`."""
+    found, inside = [], False
     for line in _lines(path):
         if line.startswith("Traceback "):
             inside = True
         elif inside and line and not line.startswith(" "):
-            found, inside = line.strip()[:300], False
+            found.append(line.strip()[:300])
+            inside = False
     return found
+
+
+def gave_up(job: Job) -> str:
+    """Return why the load could not start, as its load processes report it; each reason once."""
+    texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
+    return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
+
+
+def awaited_workers(job: Job) -> str:
+    reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
+    return job.workers.awaited(reports[-1].here) if job.workers is not None and reports else ""

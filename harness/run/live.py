@@ -219,7 +219,6 @@ def _how_to(headless: bool, prepared: bool) -> list[str]:
 
 
 def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> list[str]:
-    """The load of a Compose file, or its stages. Raises HarnessError."""
     loads = experiment.scenario.loads
     whole = list(dict.fromkeys(staged(name) or name for name in loads if mix_of(name) is None))
     if given is None and len(whole) > 1:
@@ -240,7 +239,6 @@ def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> l
 
 
 def _argument(job: Job) -> str:
-    """The job as an argument of Locust. Raises HarnessError if it is too long for a command line."""
     text = text_of(job)
     if len(text.encode()) < _MAX_ARGUMENT:
         return text

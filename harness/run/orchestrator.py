@@ -298,7 +298,6 @@ def _cell_run(
 
 
 def _death_problems(endpoint: Endpoint, driven: Driven) -> list[Reason]:
-    """Return how the server died, with its log's explanation, unless the load ended for it."""
     death = endpoint.death(now=True)
     if death is None:
         return []
@@ -313,7 +312,6 @@ def _has_begun(job: Job) -> bool:
 
 @contextlib.contextmanager
 def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -> Iterator[Watchers]:
-    """Write the server's metrics and the machine's telemetry during a load."""
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
@@ -423,7 +421,6 @@ def requests_of(job: Job) -> bytes:
 
 
 def records_of(job: Job, outcome: Outcome) -> list[Request]:
-    """A record for each answer. No chunk has a time."""
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
     if len(outcome.lines) != planned:
         raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")

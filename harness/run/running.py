@@ -114,8 +114,6 @@ def write_results(folder: Path, summary: Summary | None = None) -> None:
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A run in progress."""
-
     file: RunFile
     experiment: Experiment
     progress: Progress
@@ -190,7 +188,6 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
 
 
 def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: str, started_wall_s: float) -> Run:
-    """The manifest of a run that starts. Raises HarnessError, OSError."""
     # The code that sends and stamps requests.
     own = [path for part in ("load", "workload") for path in sorted((files.PACKAGE / part).glob("*.py"))]
     own += [files.PACKAGE / "scenario" / f"{module}.py" for module in ("behaviour", "plan")]

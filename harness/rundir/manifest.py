@@ -86,15 +86,12 @@ class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     line_number: int | None = None  # from 1
 
     def sentence(self) -> str:
-        """How it ended, in words."""
         return sentence(Reason("server_death", self._values()))
 
     def problem(self) -> Reason:
-        """Why a cell is invalid."""
         return Reason("server_unreachable" if self.how == "unreachable" else "server_died", self._values())
 
     def evidence(self) -> Reason | None:
-        """What the log says about it."""
         if self.line is None or self.of_gateway:
             return None
         if self.failure is None:
@@ -134,8 +131,6 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What of a GPU's memory was in use at one moment."""
-
     render_node: str
     used_bytes: int
     total_bytes: int
@@ -272,7 +267,6 @@ def write_run(folder: Path, run: Run) -> None:
 
 
 def read_run(folder: Path) -> Run:
-    """The manifest of a run directory. Raises HarnessError that says what is wrong with it."""
     try:
         run = read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_contradiction, upgrade=_upgrade)
         # Earlier harnesses called an import without a problem valid.
@@ -288,7 +282,6 @@ def read_run(folder: Path) -> Run:
 
 
 def _upgrade(raw: dict[str, Any]) -> None:
-    """Make a run.json of version 1 one of this version, in place."""
     cells = raw.get("cells", [])
     upgrade_reasons(raw, "reasons", cells={cell["id"] for cell in cells})
     for cell in cells:
@@ -393,7 +386,6 @@ def _meant(row: Row, field: str) -> str:
 
 
 def given_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
-    """The numbers of cells whose tool gave no records. Raises HarnessError for a damaged file."""
     path = folder / NUMBERS_FILE
     if run.origin is None or not path.exists():
         return {}

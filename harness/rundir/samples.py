@@ -51,8 +51,6 @@ _SAME_START_S = 0.5  # a restarted server needs longer than that
 
 
 class MetricsSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of metrics.jsonl."""
-
     wall_s: Seconds  # when the server was asked
     cell: str
     values: dict[str, Number]  # what the server has of KEYS
@@ -158,7 +156,6 @@ class Scraper:
 
 
 def read_metrics(path: Path) -> dict[str, list[MetricsSample]]:
-    """The samples of a metrics.jsonl by cell, in the order of the file; a torn line is skipped."""
     return by_cell(read_lines(path, MetricsSample))
 
 
@@ -245,8 +242,6 @@ Series = list[tuple[float, float]]  # time, value
 
 
 class GpuSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One GPU at one moment."""
-
     busy_percent: Number | None = None
     memory_busy_percent: Number | None = None
     vram_used_bytes: Whole | None = None
@@ -278,8 +273,6 @@ class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One line of telemetry.jsonl."""
-
     wall_s: Seconds  # when reading began; through a container: when the reading arrived
     cell: str
     took_s: Number | None = None  # how long reading took; None: through a container
@@ -289,7 +282,6 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
-    """The samples of a telemetry.jsonl by cell, in the order of the file; a torn line is skipped."""
     return by_cell(read_lines(path, TelemetrySample))
 
 

@@ -53,6 +53,10 @@ _CHECK = re.compile(
 _SLO = re.compile(r" *(?P<latency>[A-Za-z0-9_]*) *(?P<sign>[<>=!~]*)(?P<rest>.*)", re.DOTALL)
 
 
+class CheckError(ValueError):
+    """What is wrong with a check."""
+
+
 class Slo(Struct, frozen=True, kw_only=True):
     """A bound on a latency of one request, such as `ttft<=1s`."""
 
@@ -76,7 +80,6 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def slos_key(slos: Iterable[Slo]) -> str:
-    """How a set of SLOs is named in a summary: "ttft<=1s, tpot<=50ms"."""
     return ", ".join(slo.text for slo in slos)
 
 
@@ -114,8 +117,8 @@ def parse_check(text: str) -> Check:
     """Read a check. Raises ValueError that says what is wrong, and what is known there."""
     try:
         return _parsed(text)
-    except ValueError as error:
-        raise ValueError(f"check '{text.strip()}': {error}") from None
+    except CheckError as error:
+        raise CheckError(f"check '{text.strip()}': {error}") from None
 
 
 def _parsed(text: str) -> Check:
@@ -124,33 +127,34 @@ def _parsed(text: str) -> Check:
     selection, metric, rest = match["selection"], match["metric"], match["rest"].strip()
     named = None if selection is None else re.fullmatch(f"({NAME})/({LOAD_NAME})", selection.strip())
     if selection is not None and named is None:
-        raise ValueError(f"'{selection.strip()}' is not SERVER/LOAD")
+        raise CheckError(f"'{selection.strip()}' is not SERVER/LOAD")
     if metric not in UNITS:
-        raise ValueError(f"'{metric}' is not a metric; {_metric_advice(metric)}")
+        raise CheckError(f"'{metric}' is not a metric; {_metric_advice(metric)}")
     if metric in JUDGED_BY_SLOS and match["slos"] is None:
-        raise ValueError(f"'{metric}' needs SLOs in parentheses, such as {metric}(ttft<=1s, tpot<=50ms)")
+        raise CheckError(f"'{metric}' needs SLOs in parentheses, such as {metric}(ttft<=1s, tpot<=50ms)")
     if metric not in JUDGED_BY_SLOS and match["slos"] is not None:
-        raise ValueError(f"'{metric}' takes no SLOs")
+        raise CheckError(f"'{metric}' takes no SLOs")
     slos = tuple(map(_slo, [] if match["slos"] is None else match["slos"].split(",")))
     if match["sign"] not in OPERATORS:
-        raise ValueError(f"{_quoted(match['sign'] or rest)} is not a comparison; use one of {' '.join(OPERATORS)}")
+        raise CheckError(f"{_quoted(match['sign'] or rest)} is not a comparison; use one of {' '.join(OPERATORS)}")
     multiple = re.fullmatch(rf"(?:({_NUMBER}) *\* *)?{BASELINE}", rest)
     if multiple is not None:
         bound = _number(multiple[1] or "1")
         if metric == "speedup":
-            raise ValueError("'speedup' is relative to the baseline already; use a plain number")
+            raise CheckError("'speedup' is relative to the baseline already; use a plain number")
     elif "*" in rest or BASELINE in rest:
-        raise ValueError(f"{_quoted(rest)} is not a bound; a multiple is written '0.97 * {BASELINE}'")
+        raise CheckError(f"{_quoted(rest)} is not a bound; a multiple is written '0.97 * {BASELINE}'")
     else:
         number, unit = _amount(rest, metric, UNITS[metric])
-        bound = _number(number) / UNITS[metric][unit]
+        bound = _number(number)
+        bound /= UNITS[metric][unit]
         if metric == "goodput" and unit != _RATE:
             metric = "attainment"
         if metric in OF_ANSWERS and bound > 1:
-            raise ValueError("a share of all answers is at most 1")
+            raise CheckError("a share of all answers is at most 1")
         if metric == "attainment" and bound > 1:
             advice = f"for requests a second write goodput with '{_RATE}'"
-            raise ValueError(f"a share of all requests is at most 1; {advice}")
+            raise CheckError(f"a share of all requests is at most 1; {advice}")
     return Check(
         text=text.strip(),
         server=named and named[1],
@@ -168,9 +172,9 @@ def _slo(text: str) -> Slo:
     assert match is not None, "every text matches"
     latency, sign = match["latency"], match["sign"]
     if latency not in OF_A_REQUEST:
-        raise ValueError(f"'{latency}' is not a latency of a request; known: {', '.join(OF_A_REQUEST)}")
+        raise CheckError(f"'{latency}' is not a latency of a request; known: {', '.join(OF_A_REQUEST)}")
     if sign not in ("<=", "<"):
-        raise ValueError(f"{_quoted(sign)} is not a comparison; use one of <= <")
+        raise CheckError(f"{_quoted(sign)} is not a comparison; use one of <= <")
     number, unit = _amount(match["rest"].strip(), latency, _TIME)
     return Slo(
         text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=_number(number) / _TIME[unit]
@@ -178,19 +182,18 @@ def _slo(text: str) -> Slo:
 
 
 def _amount(text: str, metric: str, units: Collection[str]) -> tuple[str, str]:
-    """A number and its unit."""
     match = re.fullmatch(rf"({_NUMBER}) *(.*)", text, re.DOTALL)
     if match is None:
-        raise ValueError(f"{_quoted(text)} is not a number")
+        raise CheckError(f"{_quoted(text)} is not a number")
     if match[2] not in units:
         known = " or ".join(f"'{one}'" if one else "no unit" for one in units)
-        raise ValueError(f"{_quoted(match[2])} is not a unit of {metric}; use {known}")
+        raise CheckError(f"{_quoted(match[2])} is not a unit of {metric}; use {known}")
     return match[1], match[2]
 
 
 def _number(text: str) -> float:
     if len(text) > MAX_DIGITS or not math.isfinite(float(text)):
-        raise ValueError(f"a bound has at most {MAX_DIGITS} characters, and is not infinite")
+        raise CheckError(f"a bound has at most {MAX_DIGITS} characters, and is not infinite")
     return float(text)
 
 

@@ -71,13 +71,11 @@ _KINDS = {
     "bool": "true or false",
 }
 # Of what a faulty scenario lacks, so that the rest can be checked. Empty texts would be problems of their own.
-_STAND_INS = {"version": 1, "question": "", "model": "?", "servers": {}, "loads": {}}
+_STAND_INS: dict[str, Any] = {"version": 1, "question": "", "model": "?", "servers": {}, "loads": {}}
 _BOUNDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
 
 
 class ScenarioFile(Struct, frozen=True):
-    """A scenario file as read: all that is wrong with it, and what of it is right."""
-
     scenario: Scenario  # with problems: only its parts that decode
     problems: list[Problem]
     lines: dict[str, int]  # line of each path
@@ -85,7 +83,6 @@ class ScenarioFile(Struct, frozen=True):
 
 
 def load_scenario(path: Path) -> Scenario:
-    """The scenario in a file. Raises ScenarioError with every problem."""
     read = read_scenario(path)
     if read.problems:
         raise ScenarioError(str(path), read.problems)
@@ -125,10 +122,10 @@ def read_scenario(path: Path) -> ScenarioFile:
         scenario = replace(scenario, restart=False)  # a sweep of loads needs one server start
     written, swept = scenario, scenario.swept or Sweep()
     known: dict[str, list[str]] = {}
-    for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
+    for part, made in (("servers", swept.servers), ("loads", swept.loads)):
         names = list(raw[part]) if isinstance(raw.get(part), dict) else []
-        known[part] = [row for name in names for row in [row for row in rows if rows[row].of == name] or [name]]
-        _add_lines(lines, part, rows)
+        known[part] = [row for name in names for row in [row for row in made if made[row].of == name] or [name]]
+        _add_lines(lines, part, made)
     wrong += [*mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
     known["loads"] = [*known["loads"], *mix_names(scenario)]
     if not wrong:
@@ -467,7 +464,6 @@ _OF_USER = {
 
 
 def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
-    """Contradictions of one load; paths are below it."""
     yield from _user_problems(load, folder)
     yield from behaviour_problems(load.think, load.think_s, load.abandon)
     yield from (problem.below("output_tokens") for problem in length_problems(load.output_tokens, folder))
@@ -497,7 +493,6 @@ def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
 
 
 def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
-    """Keys that do not go with the user class."""
     if load.user not in USERS and not load.user.endswith(".py"):
         advice = did_you_mean(load.user, USERS)
         yield Problem("user", f"'{load.user}' is neither a user class that ships nor a .py file; {advice}")

@@ -171,7 +171,6 @@ def _abbreviations(keys: list[str]) -> dict[str, str]:
 
 
 def _label(value: Any, place: int) -> str:
-    """A value as a part of a name; one that is no plain value has its number in the list."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:
@@ -264,7 +263,6 @@ def _compiled(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], o
 
 
 def _is_met(condition: str, known: Mapping[str, Any]) -> bool:
-    """Whether a condition is met. Raises ValueError that says what is wrong with it."""
     names, expression = _compiled(condition)
     for name in sorted(names - known.keys()):
         raise ValueError(f"'{name}' is neither varied nor set here; {did_you_mean(name, known)}")
