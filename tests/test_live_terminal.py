@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from harness.job import Job
-from harness.run.drive import Glance, Gpu, Monitor
+from harness.run.drive import Glance, Monitor
 from harness.run.progress import Progress, in_words, table
 from harness.rundir.records import Request
+from harness.rundir.samples import GpuSample
 from harness.scenario import Load, Warmup
 from harness.scenario.plan import Cell
 from harness.units import duration
@@ -33,10 +34,10 @@ FULL = Glance(
     running=256.0,
     waiting=744.0,
     kv_usage=1.0,
-    gpus=[
-        Gpu(name=f"renderD{128 + number}", busy_percent=99.0, memory_bytes=185 * 2**30, power_w=749.6)
+    gpus={
+        f"renderD{128 + number}": GpuSample(busy_percent=99.0, vram_used_bytes=185 * 2**30, power_w=749.6)
         for number in range(8)
-    ],
+    },
     left_s=125.0,
 )
 
@@ -93,13 +94,14 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.done, found.warmup, found.failed, found.in_flight) == (5, 1, {"timeout": 1}, 3)
     assert found.ttft_s == pytest.approx((0.25, 0.385)) and found.tpot_s == pytest.approx((0.02, 0.02))
     assert (found.running, found.waiting, found.kv_usage) == (3.0, 2.0, 0.25)
-    assert found.gpus == [Gpu(name="renderD128", busy_percent=50.0, memory_bytes=3)]
+    assert found.gpus == {"renderD128": msgspec.convert(gpu, GpuSample)}
+    assert "renderD128 50 % 0.0 GiB" in in_words(found)
     # The first was sent a second before it was seen to have ended.
     assert (found.req_s, found.tok_s, found.left_s) == (5.0, 44.0, 3.0)
     monkeypatch.setattr(time, "time", lambda: 1e12)
     clock[0] = 130.0
     late = watch.look()
-    assert (late.running, late.gpus, late.req_s, late.done) == (None, [], 0.0, 5)  # what is old is not shown
+    assert (late.running, late.gpus, late.req_s, late.done) == (None, {}, 0.0, 5)  # what is old is not shown
 
 
 def test_latencies_are_those_of_the_newest_requests_so_that_a_long_run_does_not_grow(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -87,13 +87,6 @@ class LocalChild:
         return process.stop(self._child, grace_s=grace_s)
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    busy_percent: float | None = None
-    memory_bytes: int | None = None  # of an APU with GTT, where most of its memory is
-    power_w: float | None = None
-
-
 class Glance(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a cell. Exact latencies in seconds of its newest measured requests; rates of the last seconds."""
 
@@ -109,7 +102,7 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     running: float | None = None
     waiting: float | None = None
     kv_usage: float | None = None
-    gpus: list[Gpu] = []
+    gpus: dict[str, GpuSample] = {}
     left_s: float | None = None
 
 
@@ -198,7 +191,7 @@ class Monitor:
             running=values.get("running"),
             waiting=values.get("waiting"),
             kv_usage=values.get("kv_usage"),
-            gpus=_gpus(self._telemetry.newest),
+            gpus=msgspec.convert((self._telemetry.newest or {}).get("gpus", {}), dict[str, GpuSample]),
             left_s=self._left_s(now),
         )
 
@@ -282,17 +275,6 @@ def _percentiles(values: deque[float]) -> tuple[float, float] | None:
         return None
     p50, p95 = np.percentile(list(values), [50, 95])
     return float(p50), float(p95)
-
-
-def _gpus(sample: dict[str, Any] | None) -> list[Gpu]:
-    found = []
-    for name, raw in sorted((sample or {}).get("gpus", {}).items()):
-        gpu = msgspec.convert(raw, GpuSample)
-        memory = gpu.vram_used_bytes
-        if gpu.package and gpu.gtt_used_bytes is not None:
-            memory = (memory or 0) + gpu.gtt_used_bytes
-        found.append(Gpu(name=name, busy_percent=gpu.busy_percent, memory_bytes=memory, power_w=gpu.power_w))
-    return found
 
 
 def locust_arguments(

@@ -23,7 +23,7 @@ from harness.prepare.experiment import Experiment
 from harness.prepare.machine_fit import preflight
 from harness.process import refuse_too_few_files
 from harness.reasons import sentence
-from harness.run.drive import Child, Driven, LocalChild, Monitor, Watch, drive, locust_arguments
+from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
 from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, begin
 from harness.rundir.directory import locked, release_space
@@ -269,7 +269,8 @@ def run_cell(
 
         def progressed() -> None:
             nonlocal now
-            begun = [number for number, one in enumerate(jobs) if _has_begun(one)]
+            sizes = [Path(one.counter_path).stat().st_size if Path(one.counter_path).exists() else 0 for one in jobs]
+            begun = [number for number, size in enumerate(sizes) if size]
             if len(jobs) > 1 and begun and begun[-1] != now:  # the next stage
                 for stage in cells[now : begun[-1]]:
                     running.file.note(_cell_run(stage, endpoint.served_by, begun_s, time.time()))
@@ -282,7 +283,10 @@ def run_cell(
                 running.progress.count()
 
         driven = drive(start, monitor, log_path=running.log_path(job.cell), alive=alive, progress=progressed)
-    problems = [*driven.problems, *_death_problems(endpoint, driven), *endpoint.problems()]
+    death = endpoint.death(now=True)
+    of_death = [] if death is None else [death.problem(), death.evidence()]  # unless the load ended for it
+    more = [reason for reason in of_death if reason is not None and reason not in driven.problems]
+    problems = [*driven.problems, *more, *endpoint.problems()]
     times = driven.started_wall_s, driven.ended_wall_s
     found = [_cell_run(each, endpoint.served_by, *times, problems) for each in cells]
     if watch is None or driven.stopped_s is None:
@@ -295,19 +299,6 @@ def _cell_run(
 ) -> CellRun:
     known = msgspec.structs.asdict(cell) | {"served_by": served_by, "problems": list(problems)}
     return CellRun(**known, started_wall_s=begun_s, ended_wall_s=ended_s)
-
-
-def _death_problems(endpoint: Endpoint, driven: Driven) -> list[Reason]:
-    death = endpoint.death(now=True)
-    if death is None:
-        return []
-    reasons = (death.problem(), death.evidence())
-    return [reason for reason in reasons if reason is not None and reason not in driven.problems]
-
-
-def _has_begun(job: Job) -> bool:
-    path = Path(job.counter_path)
-    return path.exists() and path.stat().st_size > 0
 
 
 @contextlib.contextmanager

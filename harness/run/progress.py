@@ -157,13 +157,14 @@ def in_words(glance: Glance) -> list[str]:
 
 def _gpu_words(glance: Glance) -> list[str]:
     found = []
-    for gpu in glance.gpus:
-        parts = [
-            None if gpu.busy_percent is None else f"{gpu.busy_percent:.0f} %",
-            None if gpu.memory_bytes is None else gib(gpu.memory_bytes),
-            None if gpu.power_w is None else f"{gpu.power_w:.0f} W",
-        ]
-        found.append(" ".join([gpu.name, *(part for part in parts if part is not None)]))
+    for name, gpu in sorted(glance.gpus.items()):
+        memory = gpu.vram_used_bytes
+        if gpu.package and gpu.gtt_used_bytes is not None:  # of an APU, where most of its memory is
+            memory = (memory or 0) + gpu.gtt_used_bytes
+        words = [name] if gpu.busy_percent is None else [name, f"{gpu.busy_percent:.0f} %"]
+        words += [] if memory is None else [gib(memory)]
+        words += [] if gpu.power_w is None else [f"{gpu.power_w:.0f} W"]
+        found.append(" ".join(words))
     return found
 
 

@@ -371,18 +371,14 @@ def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tu
 
 def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
     """Why two rows have no ratio by numbers of these fields: they mean different things. None: they do not."""
+    own, others = (DEFINITIONS if one.formulas == FORMULAS else DEFINITIONS | _FORMER for one in (row, other))
     for field in fields:
-        one, two = (_meant(found, field) for found in (row, other))
+        one, two = row.definitions.get(field, own[field]), other.definitions.get(field, others[field])
         if one != two:
             return because(
                 "definitions_differ", field=field, row=row.name, meaning=one, other=other.name, other_meaning=two
             )
     return None
-
-
-def _meant(row: Row, field: str) -> str:
-    own = DEFINITIONS if row.formulas == FORMULAS else DEFINITIONS | _FORMER
-    return row.definitions.get(field, own[field])
 
 
 def given_numbers(folder: Path, run: Run) -> dict[str, Numbers]:

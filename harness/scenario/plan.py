@@ -308,9 +308,13 @@ def steady_arrivals(arrivals: Arrivals) -> Arrivals:
 
 
 def arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
-    when = _inverse(arrivals)
+    """Seconds after the start at which somebody arrives, ascending; without end unless the rate stays at 0."""
+    wave, points = arrivals.wave, arrivals.points or [[0.0, arrivals.rate or 0.0]]
     for expected in _unit(arrivals, seed):
-        at = when(expected)
+        if wave is not None:
+            at = _in_wave(expected, wave.min, wave.max, wave.period_s)
+        else:
+            at = _in_course(expected, points, arrivals.between == "ramps")
         if math.isinf(at):
             return
         yield at
@@ -339,15 +343,6 @@ def _gamma(draw: Callable[[], float], shape: float) -> float:
         v = (1 + x / math.sqrt(9 * d)) ** 3
         if v > 0 and math.log(1.0 - draw()) < x * x / 2 + d - d * v + d * math.log(v):
             return d * v
-
-
-def _inverse(arrivals: Arrivals) -> Callable[[float], float]:
-    """The time at which the expected number of arrivals reaches a value; infinite when it never does."""
-    if arrivals.wave is not None:
-        minimum, maximum, period_s = arrivals.wave.min, arrivals.wave.max, arrivals.wave.period_s
-        return lambda expected: _in_wave(expected, minimum, maximum, period_s)
-    points = arrivals.points or [[0.0, arrivals.rate or 0.0]]
-    return lambda expected: _in_course(expected, points, arrivals.between == "ramps")
 
 
 def _in_course(expected: float, points: list[list[float]], ramps: bool) -> float:
