@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "trust": set(),
     "scenario": {"summary"},
     "workers": {"process", "scenario"},
-    "job": {"scenario", "workers"},
+    "job": {"scenario", "workers", "workload"},
     "rundir": {"engines", "failures", "scenario", "summary", "trust", "workers"},
     "workload": {"rundir", "scenario"},
     "failures": {"engines", "utilization"},
