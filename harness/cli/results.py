@@ -39,7 +39,7 @@ def report(
 
     With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
-    from harness.analysis.summarize import read_summary, summarize, write_summary
+    from harness.analysis.summarize import read_summary, summarized, write_summary
     from harness.comparison.compare import reference_to
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import export, html, junit, markdown, terminal
@@ -60,10 +60,12 @@ def report(
             f"{folder}: it has no requests.jsonl, which --check and --baseline need",
             next_step="Give the run directory as `harness run` made it.",
         )
-    summary = read_summary(folder) if alone else summarize(folder, checks or [], reference)
+    made = None if alone else summarized(folder, checks or [], reference, charted=output in ("terminal", "html"))
+    summary = read_summary(folder) if made is None else made.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)
-    page = html.write_report(folder) if output == "html" or (output == "terminal" and not checked_anew) else None
+    drawn = output == "html" or (output == "terminal" and not checked_anew)
+    page = html.write_report(folder, made) if drawn else None
     cli.print_as(
         output,
         summary,

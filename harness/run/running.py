@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__, files
-from harness.analysis.summarize import summarize, write_summary
+from harness.analysis.summarize import Summarized, summarized, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
 from harness.machine.gpus import machine
@@ -33,7 +33,7 @@ from harness.rundir.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
 from harness.serve import engine_version
-from harness.summary import Reason, Summary, because
+from harness.summary import Reason, because
 from harness.workload import workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
@@ -95,9 +95,10 @@ class RunFile:
                 write_results(folder)
             return
         try:
-            summary = summarize(folder)
-            write_run(folder, replace(ended, status="valid" if summary.valid else "invalid", reasons=summary.reasons))
-            write_results(folder, summary)
+            made = summarized(folder, charted=True)
+            verdict: Status = "valid" if made.summary.valid else "invalid"
+            write_run(folder, replace(ended, status=verdict, reasons=made.summary.reasons))
+            write_results(folder, made)
         except OSError as error:
             raise HarnessError(
                 f"{folder}: the results cannot be written ({error.strerror})",
@@ -108,9 +109,10 @@ class RunFile:
             raise
 
 
-def write_results(folder: Path, summary: Summary | None = None) -> None:
-    write_summary(folder, summary or summarize(folder))
-    html.write_report(folder)
+def write_results(folder: Path, made: Summarized | None = None) -> None:
+    made = made or summarized(folder, charted=True)
+    write_summary(folder, made.summary)
+    html.write_report(folder, made)
 
 
 class Running(msgspec.Struct, frozen=True):
