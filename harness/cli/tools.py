@@ -85,9 +85,6 @@ def memory(
         float | None, typer.Option(min=0, metavar="GIB", help="Instead of this machine's: as vLLM's log has it.")
     ] = None,
     total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Ask the runtime in a container of this image; the surest source.")
-    ] = None,
     as_json: cli.JsonOpt = False,
     root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.root_folder)] = Path("/"),
 ) -> None:
@@ -107,7 +104,7 @@ def memory(
         kv_cache_dtype=kv_cache_dtype,
     )
     given = None if free is None or total is None else (free, total)
-    pools, share = _shared(image, root, tensor_parallel, given, needed=read is None)
+    pools, share = _shared(root, tensor_parallel, given, needed=read is None)
     answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
     if as_json:
         cli.print_json(answer)
@@ -118,14 +115,13 @@ def memory(
 
 
 def _shared(
-    image: str | None, root: Path, gpus: int, given: tuple[float, float] | None, *, needed: bool
+    root: Path, gpus: int, given: tuple[float, float] | None, *, needed: bool
 ) -> "tuple[list[Pool], Share | None]":
-    """The pools of memory and their share: as given (free and total, GiB), in an image, or of this machine.
+    """The pools of memory and their share: as given (free and total, GiB), or of this machine.
 
     No share without a GPU, where it is not needed: what a model needs is known without one.
     """
     from harness.machine.memory import pools, share, share_of
-    from harness.serve.container_commands import ask_image
     from harness.units import GIB
 
     if given is not None:
@@ -137,9 +133,6 @@ def _shared(
             )
         sizes = [int(Decimal(str(size)) * GIB) for size in given]
         return [], share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
-    if image is not None:
-        reported = ask_image(image, lambda line: print(line, file=sys.stderr))
-        return reported, share_of(reported, source="container", tensor_parallel=gpus)
     found = pools(root)
     return found, share_of(found, tensor_parallel=gpus) if found or needed else None
 
