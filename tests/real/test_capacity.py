@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.capacity.result import CapacityReport
 from harness.capacity.levels import log_grid
+from harness.capacity.result import CapacityReport
 from tests.real.conftest import Say
 from tests.real.parts import harness, llamacpp, run, vllm, write_scenario
 
