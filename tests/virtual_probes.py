@@ -15,7 +15,7 @@ import msgspec
 
 from harness.capacity.evidence import BLOCK_ANSWERS, ProbeEvidence
 from harness.capacity.search import PROBE_ERROR, SloSearch
-from harness.paths import ROOT
+from harness.files import ROOT
 from tests.virtual import VirtualRequest, closed_loop
 from tests.virtual_servers import MAX_LEVEL, SeededServer, seeded_server
 
