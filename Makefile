@@ -2,7 +2,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles a module when it is first imported; most of what is installed never is.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock" $(UPGRADE)
 IMAGE := amd-llm-load:local
@@ -17,7 +18,7 @@ all = status=0; set -x; $(call tests,$(1) -m alone); \
 	exit $$status
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev test test-fast test-nightly lint format image lock sbom clean
+.PHONY: help demo install dev test test-fast test-nightly engines lint format image lock sbom clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,9 +30,7 @@ install: $(VENV)/installed ## Install into a virtual environment (.venv)
 
 dev: $(VENV)/installed-dev ## Install what the tests need, too
 
-test: dev ## Run every tier of tests that this machine supports; report the others, with the reason
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-	tests/engines/setup-for-tests
+test: lint engines ## Run every tier of tests that this machine supports; report the others, with the reason
 	@$(call all)
 
 test-fast: dev ## Run the tests that need neither Docker nor real engines nor a browser
@@ -39,6 +38,9 @@ test-fast: dev ## Run the tests that need neither Docker nor real engines nor a 
 
 test-nightly: ## Run `make test` with the slow tests and all draws of the simulations (CONTRIBUTING.md lists them)
 	NIGHTLY=1 $(MAKE) test
+
+engines: # What the tests with containers and real engines need, where this machine supports them
+	tests/engines/setup-for-tests
 
 lint: dev ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
