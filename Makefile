@@ -2,8 +2,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
-# Python compiles a module when it is first imported; most of what is installed never is.
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock" $(UPGRADE)
 IMAGE := amd-llm-load:local
@@ -16,6 +15,9 @@ tests = $(PYTEST) $(1) $(PYTEST_ARGS) || status=$$?
 all = status=0; set -x; $(call tests,$(1) -m alone); \
 	$(call tests,$(1) -m "not alone" --dist loadfile --no-loadscope-reorder --numprocesses $(TEST_PROCESSES)); \
 	exit $$status
+
+# Where it is set, each of the many processes of the tests compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo install dev test test-fast test-nightly engines lint format image lock sbom clean
@@ -77,6 +79,6 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml requirements/run.txt
 
 $(VENV)/installed-dev: $(VENV)/installed requirements/dev.txt
 	@echo "Installing the tests' tools ..."
-	@$(PIP) --require-hashes --requirement requirements/dev.txt
+	@$(PIP) --no-compile --require-hashes --requirement requirements/dev.txt
 	@touch $@
 

@@ -147,7 +147,7 @@ def test_the_harness_itself_costs_little_time(on_vllm: Timed, say: Say) -> None:
         f"(command {command:.2f} s, image and container {before:.2f} s, "
         f"load generator {first - ready:.2f} s)"
     )
-    assert 0 < first - engine < 10
+    assert 0 < first - engine < engine / 2  # which the machine's speed changes alike
 
 
 def test_the_start_is_recorded_with_what_vllm_says(on_vllm: Timed, say: Say) -> None:
