@@ -160,7 +160,8 @@ def test_slos_are_quantiles_of_latencies(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="not a bound on a quantile"):
         parse_slos(["ttft_mean <= 2s"])
     checks = ["error_rate == 0", "tpot_p99 <= 60ms", "one/people: e2e_p50 < 3s", "two/people: e2e_p50 < 9s"]
-    scenario = load_scenario(write(tmp_path, servers={"one": server(), "two": server()}, checks=checks, **QUICK))
+    changes = QUICK | {"servers": {"one": server(), "two": server()}, "checks": checks}
+    scenario = load_scenario(write(tmp_path, **changes))
     assert [slo.share for slo in slos_of_scenario(scenario, "one", "people")] == [0.99, 0.5]
 
 
