@@ -1,8 +1,8 @@
 """The quality of answers, next to their speed, where rows are compared."""
 
 from harness.analysis.derive import add_up
-from harness.analysis.notes import answer_difference as difference
 from harness.analysis.tally import AnswerTally, answers_of, prompts_of
+from harness.analysis.validity import answer_difference as difference
 from harness.judge.verdicts import metric_of
 from harness.reasons import sentence
 from harness.scenario import Load

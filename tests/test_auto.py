@@ -107,17 +107,6 @@ def test_what_is_left_for_a_model_that_is_here(tmp_path: Path) -> None:
     assert said[1:] == ["  left for the KV cache: about 788,480 to 802,528 tokens, 96.2 to 98.0 requests of 8,192"]
 
 
-def test_vllm_on_the_processor_takes_the_hosts_memory(tmp_path: Path) -> None:
-    root = host(tmp_path / "root", name="h", kernel="6.1", ram_gib=64, available_gib=60)
-    given = {"gpu_memory_utilization": "auto", "kv_cache_gib": None}
-    servers = {
-        "whole": {"template": "vllm-cpu", "variables": given},
-        "limited": {"template": "vllm-cpu", "variables": given | {"mem_limit": "8g"}},
-    }
-    found = fill_in(experiment(tmp_path, **servers), lambda _line: None, root)
-    assert filled(found) == {"whole": 0.87, "limited": 0.5}
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -156,12 +145,8 @@ def test_the_memory_of_another_machine_is_not_known_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, docker_host: str
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", docker_host)
-    cpu = {"template": "vllm-cpu", "variables": {"gpu_memory_utilization": "auto"}}
     with pytest.raises(HarnessError, match="the Docker Engine is on 192.0.2.7, whose memory is not known here"):
-        fill_in(experiment(tmp_path, vllm=cpu), pytest.fail)
-    assert predict_shares(experiment(tmp_path, vllm=ROCM)) == [
-        "note: gpu_memory_utilization is auto: the runtime in the server's image is asked on 192.0.2.7 before the run"
-    ]
+        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail)
 
 
 def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
@@ -171,7 +156,9 @@ def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
         "server 'vllm': gpu_memory_utilization is auto, and it cannot be computed: "
         "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
     )
-    assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75. Ask the runtime")
+    assert caught.value.next_step.startswith(
+        "Set gpu_memory_utilization to a number such as 0.75. `harness memory --free"
+    )
     assert predict_shares(experiment(tmp_path, vllm=ROCM), tmp_path) == [
         f"note: {caught.value.what}",
         f"  next: {caught.value.next_step}",

@@ -388,7 +388,7 @@ class OfflineEngine(Handler):
 @fault(
     "engine",
     "the image is not there and its registry cannot be reached",
-    seen="is not on this machine and its registry cannot be reached",
+    seen="is not on this machine and cannot be pulled: its registry cannot be reached",
     code=2,
     kept="a run marked failed",
 )
@@ -400,8 +400,8 @@ def test_image_not_available(tmp_path: Path) -> None:
             path,
             run(path, env={"DOCKER_HOST": url.replace("http", "tcp")}),
             2,
-            "the image example/engine:1 is not on this machine and its registry cannot be reached",
-            "Connect the machine, or bring the image: `docker save example/engine:1` there, `docker load` here.",
+            "the image example/engine:1 is not on this machine and cannot be pulled: its registry cannot be reached",
+            "To solve it: connect the machine, or bring the image: `docker save` it there, `docker load` it here.",
         )
 
 

@@ -245,11 +245,11 @@ def test_drift_is_noticed_beyond_chance() -> None:
         ),
         (
             SloCapacity(kind="unresolved", level=None, low=8, high=15),
-            "s: unresolved: it is at least 8 users and it is at most 15 users; a longer --budget can decide",
+            "s: unresolved: at least 8 users; at most 15 users; a longer --budget can decide",
         ),
         (
             SloCapacity(kind="unresolved", level=None, low=None, high=None),
-            "s: unresolved: no level is decided; a longer --budget can decide",
+            "s: unresolved: a longer --budget can decide",
         ),
     ],
 )

@@ -25,11 +25,11 @@ from tests.fake_server import (
     closing_after,
     exchanging,
     load_process,
-    place,
     read_request,
     reset,
     serving,
     whole,
+    work,
 )
 from tests.faults import fault
 from tests.load_runs import ROOT, end, log_of, make_job, records_of, start_job
@@ -159,10 +159,7 @@ def test_connections_that_waited_for_a_full_listen_queue_are_counted(tmp_path: P
         after(0.3, serve, listener),
     ):
         gevent.joinall(
-            [
-                gevent.spawn(process.send, process.client(), [{"role": "user", "content": "hi"}], place(number))
-                for number in range(users)
-            ],
+            [gevent.spawn(process.send, process.client(), work(number)) for number in range(users)],
             raise_error=True,
         )
     records = records_of(tmp_path)
@@ -215,7 +212,7 @@ def sent_by_users(folder: Path, url: str, pause_s: Callable[[random.Random], flo
         def user(number: int) -> None:
             client, chance = process.client(), random.Random(number)
             for turn in range(EACH):
-                process.send(client, [{"role": "user", "content": "hi"}], place(number * EACH + turn))
+                process.send(client, work(number * EACH + turn))
                 gevent.sleep(pause_s(chance))
             client.close()
 

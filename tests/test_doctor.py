@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.doctor import DockerEngine, User, diagnose
+from harness.machine.doctor import DockerEngine, diagnose
 from harness.machine.findings import Finding, finding, known, worst
 from harness.machine.gpus import PciCard, columns, pci_cards, table, target_of
 from harness.paths import ROOT
@@ -15,13 +15,11 @@ from tests.machines import drm, write
 
 ENGINE = DockerEngine(image_folder="/var/lib/docker", free_bytes=500 * 10**9)  # one with which all is well
 RENDER = f"{machines.RENDER_GID} (render)"
-MEMBER = User(54321, frozenset({54321, machines.RENDER_GID}))
-STRANGER = User(54321, frozenset({54321}))
 
 
-def found(root: Path, docker: DockerEngine | None = ENGINE, user: User = MEMBER) -> dict[str, Finding]:
+def found(root: Path, docker: DockerEngine | None = ENGINE) -> dict[str, Finding]:
     """Findings by id; those that come more than once are an error here."""
-    findings = diagnose(root, docker, user)
+    findings = diagnose(root, docker)
     by_id = {one.id: one for one in findings}
     assert len(by_id) == len(findings)
     return by_id
@@ -35,7 +33,7 @@ def test_strix_halo_with_a_carve_out_of_96_gb(tmp_path: Path) -> None:
     seen = found(machines.strix_halo_carve_out(tmp_path))
     assert levels(seen) == {}
     assert seen["gpu.present"].fact == "gfx1151: Strix Halo (Ryzen AI Max, Radeon 8060S), 40 compute units"
-    assert seen["memory.pool"].fact == "VRAM of 96.0 GiB counts, 94.5 GiB free (the GTT of 15.5 GiB does not)"
+    assert seen["memory.pool"].fact == "/dev/dri/renderD128 gfx1151: 94.50 GiB of 96.00 GiB VRAM free"
     assert seen["memory.holders"].fact == "1.5 GiB in use, by no process that can be seen"
     assert seen["kernel.cwsr"].fact == "the kernel has the CWSR fix for gfx1151 (cwsr_size and ctl_stack_size)"
     assert seen["access.groups"].fact == f"containers get the groups {RENDER}, by number"
@@ -44,12 +42,14 @@ def test_strix_halo_with_a_carve_out_of_96_gb(tmp_path: Path) -> None:
 def test_strix_halo_with_512_mb_and_gtt(tmp_path: Path) -> None:
     seen = found(machines.strix_halo_gtt(tmp_path))
     assert levels(seen) == {}
-    assert seen["memory.pool"].fact == "GTT of 116.0 GiB counts, 115.9 GiB free (the carve-out of 0.5 GiB does not)"
+    assert seen["memory.pool"].fact.startswith(
+        "/dev/dri/renderD128 gfx1151: 115.90 GiB of 116.00 GiB pages of the host (GTT) free; "
+    )
 
 
 def test_strix_halo_that_gets_half_of_its_memory(tmp_path: Path) -> None:
     seen = found(machines.strix_halo_half(tmp_path))
-    assert levels(seen) == dict.fromkeys(("memory.half", "kernel.profile", "kernel.governor"), "warning")
+    assert levels(seen) == dict.fromkeys(("memory.half", "kernel.profile"), "warning")
     half = seen["memory.half"]
     assert half.fact == (
         "the GPU gets 62.2 GiB of 124.5 GiB: GTT has its default size of half the RAM, the carve-out is 0.5 GiB"
@@ -86,20 +86,17 @@ def test_a_card_of_its_own(tmp_path: Path, version: int, vram: int, family: str)
     seen = found(machines.radeon(tmp_path, version, vram))
     assert levels(seen) == {}
     assert seen["gpu.present"].fact == f"{family}, 48 compute units"
-    assert seen["memory.pool"].fact == f"VRAM of {vram}.0 GiB counts, {vram - 0.2:.1f} GiB free"
-    assert {"kernel.cwsr", "kernel.numa", "memory.half"}.isdisjoint(seen)
+    assert seen["memory.pool"].fact.endswith(f"{vram - 0.2:.2f} GiB of {vram}.00 GiB VRAM free")
+    assert {"kernel.cwsr", "memory.half"}.isdisjoint(seen)
 
 
 def test_eight_instincts(tmp_path: Path) -> None:
     seen = found(machines.mi300x_eight(tmp_path))
-    assert levels(seen) == {"kernel.numa": "warning"}
+    assert levels(seen) == {}
     assert seen["gpu.present"].fact == "8 x gfx942: Instinct MI300 (MI300X, MI300A, MI325X), 304 compute units each"
     assert seen["gpu.target"].fact.endswith("; prepared, cannot be installed yet: Lemonade with vLLM")
-    assert seen["memory.pool"].fact == "8 x VRAM of 192.0 GiB, 191.8 GiB free"
+    assert seen["memory.pool"].fact.count("191.78 GiB of 191.98 GiB VRAM free") == 8
     assert seen["access.render"].fact == f"8 render nodes from /dev/dri/renderD128 on, group {RENDER}"
-    assert seen["kernel.numa"].fix == "sudo sysctl kernel.numa_balancing=0"
-    write(tmp_path, {"proc/sys/kernel/numa_balancing": "0\n"})
-    assert levels(found(tmp_path)) == {}
 
 
 def test_a_machine_without_gpu_has_one_blocker_and_is_reported_what_runs(tmp_path: Path) -> None:
@@ -154,14 +151,6 @@ def test_targets_of_little_standing(tmp_path: Path) -> None:
     assert seen["gpu.present"].fact == "gfx1300: family unknown, 40 compute units"
 
 
-def test_different_gpus_in_one_machine(tmp_path: Path) -> None:
-    root = machines.radeon(tmp_path, 110000, 24)
-    machines.gpu(root, 100306, minor=129, units=2, vram_gib=0.5, gtt_gib=30)
-    (mixed,) = [one for one in diagnose(root, ENGINE, MEMBER) if one.id == "gpu.mixed"]
-    assert mixed.fact == "1 x gfx1100 and 1 x gfx1036 are in one machine, and servers may take the wrong one"
-    assert mixed.fix is not None and "[/dev/kfd, /dev/dri/renderD128]" in mixed.fix
-
-
 def test_who_holds_the_memory(tmp_path: Path) -> None:
     root = machines.strix_halo_carve_out(tmp_path)
     machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=30)
@@ -170,7 +159,7 @@ def test_who_holds_the_memory(tmp_path: Path) -> None:
     write(root, {"proc/4242/fdinfo/8": drm(9, vram_kib=28 << 20, gtt_kib=1 << 20)})  # the same client again
     seen = found(root)
     assert levels(seen) == dict.fromkeys(("memory.fraction", "memory.holders", "processes.engines"), "warning")
-    assert seen["memory.pool"].fact == "VRAM of 96.0 GiB counts, 66.0 GiB free (the GTT of 15.5 GiB does not)"
+    assert seen["memory.pool"].fact == "/dev/dri/renderD128 gfx1151: 66.00 GiB of 96.00 GiB VRAM free"
     assert seen["memory.fraction"].fix == (
         "set gpu_memory_utilization to 0.66 or less, or to auto, or end what holds the memory"
     )
@@ -192,13 +181,8 @@ def test_host_memory_that_other_programs_use_is_not_free_for_a_gtt(tmp_path: Pat
     write(root, {"proc/meminfo": f"MemTotal: {int(124.5 * GIB) // 1024} kB\nMemAvailable: {58 * GIB // 1024} kB\n"})
     seen = found(root)
     assert levels(seen) == {"memory.fraction": "warning"}
-    assert seen["memory.pool"].fact == (
-        "GTT of 116.0 GiB counts, 115.9 GiB free, of which the host can give 58.0 GiB "
-        "(the carve-out of 0.5 GiB does not)"
-    )
-    assert seen["memory.fraction"].fix == (
-        "set gpu_memory_utilization to 0.46 or less, or to auto, or end programs that use the host's memory"
-    )
+    assert seen["memory.pool"].fact.endswith("; 58.00 GiB available on the host")
+    assert seen["memory.fraction"].fix is not None and "to 0.46 or less" in seen["memory.fraction"].fix
 
 
 def test_gttsize_alone_lies(tmp_path: Path) -> None:
@@ -230,7 +214,6 @@ def test_the_largest_safe_share_is_always_told(tmp_path: Path) -> None:
     assert seen["memory.fraction"].fact == (
         "gpu_memory_utilization is safe up to 0.77; vLLM's default of 0.92 does not fit"
     )
-    assert seen["memory.fraction"].fix == "set gpu_memory_utilization to 0.77 or less, or to auto", "nobody is seen"
     machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=95)
     seen = found(root)
     assert seen["memory.fraction"].fact == (
@@ -239,36 +222,35 @@ def test_the_largest_safe_share_is_always_told(tmp_path: Path) -> None:
     )
     assert seen["memory.fraction"].fix is not None and seen["memory.fraction"].fix.startswith("end what holds")
     small = found(machines.radeon(tmp_path / "small", 110000, 1))
-    assert small["memory.fraction"].fix == "take llama.cpp with a small model: this memory is too little for vLLM"
+    assert "take llama.cpp with a small model" in (small["memory.fraction"].fix or "")
     close = found(machines.radeon(tmp_path / "close", 110000, 24))
     assert close["memory.fraction"].fact == (
         "gpu_memory_utilization is safe up to 0.90; vLLM's default of 0.92 is more, and may just start"
     )
 
 
-def test_of_several_gpus_each_has_its_share(tmp_path: Path) -> None:
+def test_of_several_gpus_the_one_with_least_counts(tmp_path: Path) -> None:
     root = machines.mi300x_eight(tmp_path)
-    assert found(root)["memory.fraction"].fact.startswith("gpu_memory_utilization is safe up to 0.92 on each of 8 GPUs")
+    assert found(root)["memory.fraction"].fact.startswith("gpu_memory_utilization is safe up to 0.92; ")
     write(root, {"sys/class/drm/renderD131/device/mem_info_vram_used": f"{150 * GIB}\n"})
     assert found(root)["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.92 on 7 GPUs, 0.20 on /dev/dri/renderD131; vLLM's default of 0.92 and "
-        "the templates' 0.75 do not fit"
+        "gpu_memory_utilization is safe up to 0.20; vLLM's default of 0.92 and the templates' 0.75 do not fit"
     )
 
 
 @pytest.mark.parametrize(
     ("file", "content", "fact"),
     [
-        ("mem_info_vram_total", "N/A\n", "does not tell the sizes of carve-out and GTT, of which the larger counts"),
-        ("mem_info_vram_used", "N/A\n", "does not tell how much of its VRAM is in use"),
-        ("mem_info_vram_used", f"{200 * GIB}\n", "tells 200.00 GiB of its VRAM in use, more than the 96.00 GiB of it"),
+        ("mem_info_vram_total", "N/A\n", "unknown of unknown memory free"),
+        ("mem_info_vram_used", "N/A\n", "unknown of 96.00 GiB VRAM free"),
+        ("mem_info_vram_used", f"{200 * GIB}\n", "unknown of 96.00 GiB VRAM free"),
     ],
 )
 def test_memory_that_is_not_known_is_not_well(tmp_path: Path, file: str, content: str, fact: str) -> None:
     root = machines.strix_halo_carve_out(tmp_path)
     seen = found(write(root, {f"sys/class/drm/renderD128/device/{file}": content}))
     assert levels(seen) == {"memory.pool": "warning"}
-    assert seen["memory.pool"].fact == f"/dev/dri/renderD128: the driver {fact}"
+    assert seen["memory.pool"].fact == f"/dev/dri/renderD128 gfx1151: {fact}"
     assert "memory.fraction" not in seen
 
 
@@ -294,8 +276,8 @@ def test_the_graphics_unit_beside_a_card_is_left_alone(tmp_path: Path) -> None:
     root = machines.radeon(tmp_path, 110000, 24)
     machines.gpu(root, 100306, minor=129, units=2, vram_gib=0.5, gtt_gib=31)
     seen = found(machines.ttm(root, 15))
-    assert levels(seen) == {"gpu.mixed": "warning"}
-    assert seen["memory.pool"].fact == "VRAM of 24.0 GiB counts, 23.8 GiB free"
+    assert levels(seen) == {}
+    assert seen["memory.pool"].fact == "/dev/dri/renderD128 gfx1100: 23.80 GiB of 24.00 GiB VRAM free"
     assert seen["gpu.target"].fact.startswith("gfx1100 ")
 
 
@@ -307,22 +289,6 @@ def test_a_process_left_behind_is_found_once(tmp_path: Path) -> None:
     assert seen["processes.orphans"].fact.endswith("VLLM::EngineCor (pid 4242, holds 30.0 GiB)")
 
 
-def test_a_gtt_above_the_ram_with_a_small_carve_out(tmp_path: Path) -> None:
-    root = machines.strix_halo_gtt(tmp_path)
-    machines.ttm(machines.gpu(root, 110501, vram_gib=0.5, gtt_gib=128), 128)
-    assert (
-        found(root)["memory.overcommit"].fix == "boot with ttm.pages_limit=30408704, which leaves memory to the system"
-    )
-
-
-def test_a_carve_out_and_a_gtt_that_cannot_be_filled(tmp_path: Path) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
-    machines.ttm(machines.gpu(root, 110501, vram_gib=96, gtt_gib=124), 124)
-    assert found(root)["memory.overcommit"].fact == (
-        "the GTT of 124.0 GiB counts, but the carve-out of 96.0 GiB leaves only 31.0 GiB of RAM to fill it"
-    )
-
-
 @pytest.mark.parametrize(
     ("files", "level", "fact"),
     [
@@ -332,57 +298,18 @@ def test_a_carve_out_and_a_gtt_that_cannot_be_filled(tmp_path: Path) -> None:
             "MES firmware 0x83 is loaded, that of linux-firmware 20251125",
         ),
         ({"sys/class/drm/renderD128/device/fw_version/mes_fw_version": "0x00000080\n"}, "ok", "MES firmware 0x80"),
-        (
-            {
-                "var/lib/dpkg/status": "Package: bash\nStatus: install ok installed\nVersion: 5.2\n\n"
-                "Package: linux-firmware\nStatus: install ok installed\nVersion: 20251125-1\n"
-            },
-            "warning",
-            "linux-firmware 20251125-1 is installed",
-        ),
-        (
-            {"var/lib/pacman/local/linux-firmware-amdgpu-20251125-2/desc": "%NAME%\n"},
-            "warning",
-            "linux-firmware-amdgpu 20251125 is installed",
-        ),
-        (
-            {"var/lib/dpkg/status": "Package: linux-firmware\nStatus: deinstall ok config-files\nVersion: 20251125\n"},
-            None,
-            None,
-        ),
     ],
-    ids=["loaded", "good", "dpkg", "pacman", "removed"],
+    ids=["loaded", "good"],
 )
 def test_firmware(tmp_path: Path, files: dict[str, str], level: str | None, fact: str | None) -> None:
     seen = found(write(machines.strix_halo_carve_out(tmp_path), files)).get("kernel.firmware")
     assert (seen and seen.level, seen and seen.fact) == (level, fact)
 
 
-def test_kernel_settings(tmp_path: Path) -> None:
+def test_a_user_who_may_not_open_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
     root = machines.strix_halo_carve_out(tmp_path)
-    write(
-        root,
-        {
-            "sys/module/amdgpu/version": "6.14.14\n",
-            "sys/class/drm/renderD128/device/power_dpm_force_performance_level": "low\n",
-        },
-    )
     seen = found(root)
-    assert levels(seen) == dict.fromkeys(("kernel.dkms", "kernel.performance_level"), "warning")
-    assert seen["kernel.dkms"].fact == "amdgpu 6.14.14 of amdgpu-dkms has replaced the kernel's own driver"
-    assert seen["kernel.performance_level"].fix is not None
-    assert "/sys/class/drm/renderD128/device/power_dpm_force" in seen["kernel.performance_level"].fix
-
-
-def test_the_energy_preference_is_as_good_as_the_governor(tmp_path: Path) -> None:
-    root = machines.power(machines.strix_halo_carve_out(tmp_path), governor="powersave")
-    write(root, {"sys/devices/system/cpu/cpu0/cpufreq/energy_performance_preference": "performance\n"})
-    assert found(root)["kernel.governor"].level == "ok"
-
-
-def test_a_user_who_may_not_open_the_devices(tmp_path: Path) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
-    seen = found(root, user=STRANGER)
     assert levels(seen) == {"access.kfd": "warning", "access.render": "warning"}
     assert seen["access.kfd"].fact == (
         f"this user may not open /dev/kfd: mode 0660, group {RENDER}; containers of an engine that runs as "
@@ -390,7 +317,7 @@ def test_a_user_who_may_not_open_the_devices(tmp_path: Path) -> None:
     )
     assert seen["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
     rootless = DockerEngine(rootless=True)
-    assert levels(found(root, docker=rootless, user=STRANGER)) == {
+    assert levels(found(root, docker=rootless)) == {
         "access.kfd": "blocker",
         "access.render": "blocker",
         "docker.rootless": "warning",
@@ -410,13 +337,12 @@ def test_devices_that_are_missing_or_roots(tmp_path: Path) -> None:
     ("engine", "expected"),
     [
         (DockerEngine(problem="no permission to use the Docker Engine", remedy="x"), {"docker.reachable": "blocker"}),
-        (DockerEngine(podman=True), {"docker.podman": "warning"}),
         (DockerEngine(desktop=True), {"docker.desktop": "blocker"}),
         (DockerEngine(free_bytes=5 * 10**9), {"docker.disk": "blocker"}),
         (DockerEngine(free_bytes=20 * 10**9), {"docker.disk": "warning"}),
         (DockerEngine(stale=["container amd-llm-load-x-server"]), {"docker.stale": "warning"}),
     ],
-    ids=["none", "podman", "desktop", "no-room", "little-room", "stale"],
+    ids=["none", "desktop", "no-room", "little-room", "stale"],
 )
 def test_the_engine(tmp_path: Path, engine: DockerEngine, expected: dict[str, str]) -> None:
     assert levels(found(machines.strix_halo_carve_out(tmp_path), docker=engine)) == expected
@@ -452,14 +378,14 @@ def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
 
 
 def test_the_worst_finding_counts() -> None:
-    ok = finding("kernel.numa", "ok", "off")
+    ok = finding("kernel.profile", "ok", "off")
     warning = finding("docker.stale", "warning", "x")
     blocker = finding("docker.desktop", "blocker", "no GPU")
     assert [worst([]), worst([ok]), worst([ok, warning]), worst([warning, blocker, ok])] == [
         "ok", "ok", "warning", "blocker"
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"kernel\.numa cannot be a blocker"):
-        finding("kernel.numa", "blocker", "x")
+    with pytest.raises(ValueError, match=r"kernel\.profile cannot be a blocker"):
+        finding("kernel.profile", "blocker", "x")
 
 
 def test_every_finding_is_found_by_a_test_at_every_level() -> None:
@@ -482,7 +408,7 @@ MACHINES: list[Callable[[Path], Path]] = [
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
 def test_what_is_wrong_has_a_fix_and_everything_a_source(tmp_path: Path, machine: Callable[[Path], Path]) -> None:
-    for one in diagnose(machine(tmp_path), ENGINE, MEMBER):
+    for one in diagnose(machine(tmp_path), ENGINE):
         assert (one.fix is None) == (one.level == "ok")
         assert one.source and one.fact
         assert "None" not in one.fact and "{" not in (one.fix or "")
@@ -521,5 +447,5 @@ def test_whatever_a_driver_answers_there_is_a_finding_and_no_traceback(tmp_path:
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         before = path.read_bytes()
         path.write_bytes(garbage)
-        assert {one.topic for one in diagnose(root, ENGINE, MEMBER)} >= {"gpu", "docker", "processes"}, path
+        assert {one.topic for one in diagnose(root, ENGINE)} >= {"gpu", "docker", "processes"}, path
         path.write_bytes(before)

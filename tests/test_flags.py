@@ -4,7 +4,7 @@ import pytest
 
 from harness.failures.table import removed_flags
 from harness.scenario import Load, Scenario, Server
-from harness.serve.arguments import flags_in, removed_in, version_of
+from harness.serve.lint import flags_in, removed_in, version_of
 from tests.made_runs import server_problems_of
 
 

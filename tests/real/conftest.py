@@ -9,7 +9,7 @@ import pytest
 from tests.real.parts import Ran, llamacpp, run, vllm, write_scenario
 
 Say = Callable[[str], None]
-LIMIT_GIB = 8  # of the container of vLLM, which `auto` divides
+LIMIT_GIB, SHARE = 8, 0.4  # the memory of vLLM's container, and vLLM's share of it
 SEQUENCES = 4  # at once in vLLM: ten at a time must queue
 BATCHES = {"one-at-a-time": (1, 12), "four-at-a-time": (4, 20), "ten-at-a-time": (10, 20)}  # size, requests
 TOKENS = 16  # of every answer of these
@@ -37,7 +37,7 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 
 @pytest.fixture(scope="session")
 def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Timed:
-    """One start of vLLM that many tests look at: with the memory that `auto` finds, under loads of every form."""
+    """One start of vLLM that many tests look at: with a share of the memory, under loads of every form."""
     loads: dict[str, dict[str, Any]] = {
         name: {"user": "batch", "batch_size": size, "requests": requests, "output_tokens": TOKENS}
         for name, (size, requests) in BATCHES.items()
@@ -47,7 +47,7 @@ def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Timed:
     for way in CHOICES:
         answer = {"choice": ["billing", "delivery", "returns"], "send": way}
         loads[way.replace("_", "-")] = {**WORK, "output": "natural", "output_tokens": 48, "answer": answer}
-    memory = {"gpu_memory_utilization": "auto", "kv_cache_gib": None, "mem_limit": f"{LIMIT_GIB}g"}
+    memory = {"gpu_memory_utilization": SHARE, "kv_cache_gib": None, "mem_limit": f"{LIMIT_GIB}g"}
     scenario = write_scenario(
         tmp_path_factory.mktemp("vllm"),
         "on-vllm",

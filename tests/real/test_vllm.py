@@ -8,7 +8,7 @@ import pytest
 from harness.rundir.records import Request, read_marks
 from harness.rundir.samples import MetricsSample, read_metrics
 from harness.summary import CellSummary
-from tests.real.conftest import BATCHES, LIMIT_GIB, SEQUENCES, TOKENS, Say, Timed
+from tests.real.conftest import BATCHES, LIMIT_GIB, SEQUENCES, SHARE, TOKENS, Say, Timed
 from tests.real.parts import MAX_MODEL_LEN, Ran, left_behind, predicted
 
 # The first test waits for a start, which takes minutes on a busy machine.
@@ -169,15 +169,11 @@ def test_the_start_is_recorded_with_what_vllm_says(on_vllm: Timed, say: Say) -> 
     say("start of real vLLM: " + ", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in served.phases))
 
 
-def test_all_cells_have_the_memory_that_auto_found_and_vllm_made_of_it_what_it_had_to(on_vllm: Timed) -> None:
-    manifest = on_vllm.ran.manifest
-    value = manifest.scenario.servers["vllm"].variables["gpu_memory_utilization"]
-    assert isinstance(value, float) and 0.1 <= value <= 0.5  # 4 of the 8 GiB are left to vLLM's own processes
-    assert manifest.computed["servers.vllm.gpu_memory_utilization"].code == "memory_share"
-    for cell in manifest.cells:
+def test_vllm_made_of_its_share_of_the_memory_the_kv_cache_that_is_predicted(on_vllm: Timed) -> None:
+    for cell in on_vllm.ran.manifest.cells:
         arguments, startup = cell.served_by.arguments, cell.served_by.startup
-        assert arguments[arguments.index("--gpu-memory-utilization") + 1] == str(value)
+        assert arguments[arguments.index("--gpu-memory-utilization") + 1] == str(SHARE)
         assert startup is not None and startup.kv_cache_gib is not None and startup.kv_cache_tokens is not None
-        assert 0.5 * value * LIMIT_GIB < startup.kv_cache_gib < value * LIMIT_GIB  # the rest is weights and program
+        assert 0.5 * SHARE * LIMIT_GIB < startup.kv_cache_gib < SHARE * LIMIT_GIB  # the rest is weights and program
         minimum, maximum = (predicted(startup.kv_cache_gib + off)[0] for off in (-0.005, 0.005))
         assert minimum <= startup.kv_cache_tokens <= maximum
