@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.mutations import misplaced
 from harness.engines import engines
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.serve.template import GATEWAYS, templates
 
 # Which others of harness's rooms a room may import: the whole table, in the order of the arrows.
@@ -21,9 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "redact": set(),
     "errors": {"redact"},
     "files": {"errors"},
-    "paths": set(),
     "units": set(),
-    "data": set(),
     "engines": {"units"},
     "summary": set(),
     "columns": {"summary"},
@@ -31,8 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "simulated": set(),
     "process": set(),
     "trust": set(),
-    "scenario": {"paths", "summary"},
-    "workers": {"scenario"},
+    "scenario": {"summary"},
+    "workers": {"process", "scenario"},
     "job": {"scenario", "workers", "workload"},
     "rundir": {"engines", "failures", "scenario", "summary", "trust", "workers"},
     "workload": {"rundir", "scenario"},
@@ -67,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "workers",
         "workload",
     },
-    "serve": {"engines", "failures", "job", "machine", "paths", "process", "rundir", "scenario", "trust", "units"},
+    "serve": {"engines", "failures", "job", "machine", "process", "rundir", "scenario", "trust", "units"},
     "prepare": {
         "engines",
         "failures",
@@ -87,7 +85,6 @@ ALLOWED: dict[str, set[str]] = {
         "job",
         "judge",
         "machine",
-        "paths",
         "prepare",
         "process",
         "report",
@@ -110,7 +107,6 @@ ALLOWED: dict[str, set[str]] = {
         "imports",
         "judge",
         "machine",
-        "paths",
         "prepare",
         "process",
         "report",
@@ -124,7 +120,6 @@ ALLOWED: dict[str, set[str]] = {
         "units",
         "workers",
     },
-    "docs": {"engines", "failures", "machine", "paths", "report", "rundir", "serve", "analysis"},
     "__main__": {"cli", "errors", "process"},
 }
 
@@ -196,7 +191,6 @@ NAMED_IN = {
     "failures/table.py": "flags that vLLM removed",
     "imports": "formats of other tools",
     "simulated": "the embedded engine answers as vLLM does",
-    "docs.py": "an example, and the flags that vLLM removed and Lemonade protects",
 }
 SERVERS = re.compile("vllm|llama|lemonade|ollama|local-?ai|litellm|sglang", re.IGNORECASE)
 

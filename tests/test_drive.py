@@ -9,20 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import paths
 from harness.errors import HarnessError, RunError, SeveralErrors
+from harness.files import LOCUSTFILES
 from harness.job import Job, WaitsForWorkers, report, report_error, status_file, write_job
 from harness.prepare import experiment as preparing
 from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import (
-    Count,
     LocalChild,
     Monitor,
     drive,
+    exceptions_in,
     gave_up,
     killed_processes,
-    last_exception,
     locust_arguments,
     tail,
 )
@@ -40,17 +39,10 @@ def job(folder: Path, **load: Any) -> Job:
     return make_job(folder, Load(user="batch", requests=4, **load), Warmup(requests=1))
 
 
-def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> tuple[driving.Driven, list[Count]]:
-    seen: list[Count] = []
-    log = folder / "log"
-    driven = drive(
-        lambda: LocalChild([sys.executable, "-c", program], log),
-        job(folder, **load),
-        log_path=log,
-        alive=alive,
-        progress=seen.append,
-    )
-    return driven, seen
+def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> tuple[driving.Driven, Monitor]:
+    monitor, log = Monitor(job(folder, **load)), folder / "log"
+    start = lambda: LocalChild([sys.executable, "-c", program], log)  # noqa: E731
+    return drive(start, monitor, log_path=log, alive=alive), monitor
 
 
 @pytest.mark.parametrize(
@@ -59,15 +51,8 @@ def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> t
 def test_a_total_is_reported_where_it_is_known(
     tmp_path: Path, warmup: Warmup, total: int | None, of_warmup: int
 ) -> None:
-    seen: list[Count] = []
-    drive(
-        lambda: LocalChild([sys.executable, "-c", ""], tmp_path / "log"),
-        make_job(tmp_path, Load(user="batch", requests=4), warmup),
-        log_path=tmp_path / "log",
-        alive=lambda: None,
-        progress=seen.append,
-    )
-    assert (seen[-1].total, seen[-1].warmup) == (total, of_warmup)
+    monitor = Monitor(make_job(tmp_path, Load(user="batch", requests=4), warmup))
+    assert (monitor.total, monitor.warmup) == (total, of_warmup)
 
 
 def test_counts_what_comes(tmp_path: Path) -> None:
@@ -77,9 +62,9 @@ for _ in range(4):  # of the fifth on they would have to be records
     with open({str(tmp_path / "requests.jsonl")!r}, "a") as file: file.write("{{}}\\n")
     time.sleep(0.1)
 """
-    driven, seen = run(tmp_path, program)
+    driven, monitor = run(tmp_path, program)
     assert driven.problems == []
-    assert (seen[-1].recorded, seen[-1].total) == (4, 5)  # a warm-up and four
+    assert (monitor.recorded, monitor.total) == (4, 5)  # a warm-up and four
     assert driven.started_wall_s < driven.ended_wall_s
 
 
@@ -129,18 +114,18 @@ sys.exit(1)
 """
     write_job(job(tmp_path), tmp_path / "job.json")
     workers = Workers(names=["a", "b"], machines=2, bind="10.0.0.1")
-    seen: list[Count] = []
+    monitor = Monitor(msgspec.structs.replace(job(tmp_path), workers=workers))
+    seen: list[str] = []
     with pytest.raises(RunError) as caught:
         drive(
             lambda: LocalChild([sys.executable, "-c", program], log),
-            msgspec.structs.replace(job(tmp_path), workers=workers),
+            monitor,
             log_path=log,
-            alive=lambda: None,
-            progress=seen.append,
+            progress=lambda: seen.append(monitor.awaited),
         )
     assert caught.value.what == f"cell r1-a-b: the load could not start: 2 s of {said}"
     assert caught.value.next_step == f"On each machine: harness worker --master 10.0.0.1:5557. The log is {log}."
-    assert seen[-2].awaited == said
+    assert seen[-2] == said
 
 
 def test_a_generator_that_fails_later(tmp_path: Path) -> None:
@@ -261,13 +246,13 @@ def test_what_was_cut_or_left_did_not_fail(tmp_path: Path) -> None:
     assert (monitor.recorded, monitor.failed) == (5, 1)
 
 
-def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
+def test_the_exceptions_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert last_exception(log) is None
+    assert exceptions_in(log) == []
     log.write_text("fine\nValueError: only a word\n")
-    assert last_exception(log) is None
+    assert exceptions_in(log) == []
     log.write_text('Traceback (most recent call last):\n  File "x", line 1\n    f()\nKeyError: 1\n\nmore\n')
-    assert last_exception(log) == "KeyError: 1"
+    assert exceptions_in(log) == ["KeyError: 1"]
 
 
 def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
@@ -338,9 +323,9 @@ def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tm
     for name, text in written.items():
         (tmp_path / name).write_text(text)
     used = sorted(tmp_path / name for name in written if name not in ("other.py", "words/unused.py"))
-    found = preparing.sources_of(tmp_path / "mine.py", paths.LOCUSTFILES)
-    assert found == sorted([*used, paths.LOCUSTFILES / "chat.py"])
-    assert preparing.sources_of(paths.LOCUSTFILES / "agent.py", paths.LOCUSTFILES) == [paths.LOCUSTFILES / "agent.py"]
+    found = preparing.sources_of(tmp_path / "mine.py", LOCUSTFILES)
+    assert found == sorted([*used, LOCUSTFILES / "chat.py"])
+    assert preparing.sources_of(LOCUSTFILES / "agent.py", LOCUSTFILES) == [LOCUSTFILES / "agent.py"]
 
 
 def test_only_the_user_class_that_ran_is_in_the_manifest(tmp_path: Path) -> None:

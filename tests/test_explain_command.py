@@ -1,6 +1,5 @@
 """`harness explain` as a person calls it, and what a run says of requests that fail."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -54,10 +53,7 @@ def test_for_programs(tmp_path: Path) -> None:
     assert [one["id"] for one in told["warnings"]] == ["host.ulimit"]
 
 
-def test_a_pipe_and_a_packed_file(tmp_path: Path) -> None:
-    (tmp_path / "vllm.log.1.gz").write_bytes(gzip.compress(FAILED.encode()))
-    packed = harness("explain", "vllm.log.1.gz", "--json", cwd=tmp_path)
-    assert json.loads(packed.out)["cause"]["id"] == "mem.free_lt_util"
+def test_a_pipe() -> None:
     piped = subprocess.run([HARNESS, "explain", "-"], input=FAILED, capture_output=True, text=True, timeout=60)
     assert (piped.returncode, piped.stderr) == (0, "")
     assert piped.stdout.startswith("the standard input: 6 lines\n")
@@ -209,13 +205,6 @@ def test_no_secret_and_no_control_character_is_printed(tmp_path: Path) -> None:
         assert not any(control in done.out for control in "\x1b\x9b\x85")
 
 
-def test_a_log_in_utf_16_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
-    (tmp_path / "some.log").write_text(FAILED, encoding="utf-16")
-    done = harness("explain", "some.log", "--json", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert "UTF-16" in done.err and "iconv -f UTF-16 -t UTF-8" in done.err
-
-
 def test_an_unknown_exception_is_shown_and_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "some.log").write_text("INFO x\nKeyError: 'model.layers.0'\n")
     done = harness("explain", "some.log", cwd=tmp_path)
@@ -235,9 +224,6 @@ def test_what_is_no_log(tmp_path: Path) -> None:
     assert (folder.code, folder.err.splitlines()[0]) == (
         1, "error: run is a directory; it holds run/logs/r1-a-b.server.log",
     )  # fmt: skip
-    (tmp_path / "torn.gz").write_bytes(gzip.compress(FAILED.encode())[:-20])
-    torn = harness("explain", "torn.gz", cwd=tmp_path)
-    assert torn.code == 1 and torn.err.startswith("error: torn.gz: cannot be unpacked")
 
 
 def test_a_long_log_takes_seconds(tmp_path: Path) -> None:
@@ -292,7 +278,7 @@ def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
     markdown = harness("report", run.name, "--runs", "runs", "--format", "markdown", cwd=tmp_path).out
     assert "**Why requests failed**\n\n- one / burst: " in markdown
     page = (run / "report.html").read_text()
-    assert "What they mean" in page and "one / burst: " in page
+    assert "one / burst: " in page
 
 
 def test_failed_requests_are_explained_with_counts(tmp_path: Path) -> None:
