@@ -1,6 +1,5 @@
 """`harness calibrate`: exact on made files, and once for real."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -91,16 +90,6 @@ def test_what_others_did_is_no_limit_of_the_load_generator(
     assert "With 50, twice: more than 1% of the chunks shared a read. Other programs used 0.8 cores meanwhile" in said
     assert "`harness run` warns above it" not in said
     assert list(tmp_path.rglob("*.json")) == []
-
-
-def numbers(maximum: int | None, count: int) -> list[int]:
-    return list(itertools.islice(calibrate_module._numbers(maximum), count))
-
-
-def test_it_goes_on_until_there_is_a_limit() -> None:
-    assert numbers(120, 99) == [10, 50, 100, 120]
-    assert numbers(100, 99) == [10, 50, 100]
-    assert numbers(None, 13)[-4:] == [2000, 3000, 4500, 6750]
 
 
 def test_what_was_found_is_held_against_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

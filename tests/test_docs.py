@@ -12,16 +12,14 @@ import typer
 from harness import __version__
 from harness.cli import app
 from harness.cli.actions import check
-from harness.docs import MADE, made, servers_tables
+from harness.docs import MADE, made
 from harness.errors import ExitCode
-from harness.failures.table import rules
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import Status, read_run
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import OPERATORS, UNITS
 from harness.scenario.file import load_scenario
-from harness.serve.template import templates, variables
 from harness.simulated.answer import KINDS
 from harness.simulated.engine import PRESETS, EngineConfig
 from tests import faults
@@ -95,14 +93,6 @@ def test_every_option_is_in_the_docs_and_explained(command: str) -> None:
         assert parameter.help, f"{command}: {parameter.name} has no help"
 
 
-def test_help_shows_every_option(tmp_path: Path) -> None:
-    for command in ("run", "report", "compare"):
-        done = harness(command, "--help", cwd=tmp_path)
-        assert (done.code, done.err) == (0, "")
-        for parameter in COMMANDS[command].params:
-            assert all(option in done.out for option in parameter.opts if option.startswith("--"))
-
-
 def test_every_exit_code_is_in_the_readme_and_in_help(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (\d+) \| .+ \|$", page("README.md"), re.MULTILINE)
     assert [int(row) for row in rows] == [code.value for code in ExitCode]
@@ -171,13 +161,6 @@ def test_every_metric_of_a_check_is_documented() -> None:
 def test_the_tables_of_the_pages_are_up_to_date(path: str) -> None:
     assert page(path) == made(path), "python -m harness.docs"
     assert all(f"<!-- {name} -->" in page(path) for name in MADE[path])
-
-
-def test_the_tables_have_every_variable_and_failure() -> None:
-    for template in templates():
-        section = servers_tables().split(f"\n## {template}\n")[1].split("\n## ")[0]
-        assert set(variables(template)) - {"model"} <= code(section)
-    assert {rule.id for rule in rules()} <= code(page("docs/failures.md"))
 
 
 def test_the_table_of_the_readme_is_that_of_the_example_run() -> None:

@@ -41,33 +41,22 @@ def test_strix_halo_with_a_carve_out_of_96_gb(tmp_path: Path) -> None:
     assert seen["access.groups"].fact == f"containers get the groups {RENDER}, by number"
 
 
-def test_strix_halo_with_512_mb_and_gtt(tmp_path: Path) -> None:
-    seen = found(machines.strix_halo_gtt(tmp_path))
+def test_strix_halo_with_512_mb_and_gtt_or_half_of_its_memory(tmp_path: Path) -> None:
+    seen = found(machines.strix_halo_gtt(tmp_path / "gtt"))
     assert levels(seen) == {}
     assert seen["memory.pool"].fact == "GTT of 116.0 GiB counts, 115.9 GiB free (the carve-out of 0.5 GiB does not)"
-
-
-def test_strix_halo_that_gets_half_of_its_memory(tmp_path: Path) -> None:
-    seen = found(machines.strix_halo_half(tmp_path))
+    seen = found(machines.strix_halo_half(tmp_path / "half"))
     assert levels(seen) == dict.fromkeys(("memory.half", "kernel.profile", "kernel.governor"), "warning")
-    half = seen["memory.half"]
-    assert half.fact == (
-        "the GPU gets 62.2 GiB of 124.5 GiB: GTT has its default size of half the RAM, the carve-out is 0.5 GiB"
-    )
-    assert half.fix == (
-        "boot with ttm.pages_limit=30408704 (116 GiB, leaves 8.5 GiB to the system; or `amd-ttm --set 116`), "
-        "or set a large carve-out in the BIOS"
-    )
+    assert seen["memory.half"].fact.startswith("the GPU gets 62.2 GiB of 124.5 GiB: GTT has its default size of half")
+    assert "ttm.pages_limit=30408704 (116 GiB, leaves 8.5 GiB to the system" in (seen["memory.half"].fix or "")
     assert 116 * GIB == 30408704 * 4096
 
 
 def test_strix_halo_without_the_kernel_fix(tmp_path: Path) -> None:
     seen = found(machines.strix_halo_old_kernel(tmp_path))
     assert levels(seen) == {"kernel.cwsr": "blocker"}
-    assert seen["kernel.cwsr"].fact == (
-        "Linux 6.17.8 lacks the CWSR fix for gfx1151 (no cwsr_size and ctl_stack_size): ROCm crashes or hangs"
-    )
-    assert seen["kernel.cwsr"].fix is not None and "6.18.4 or newer" in seen["kernel.cwsr"].fix
+    assert seen["kernel.cwsr"].fact.startswith("Linux 6.17.8 lacks the CWSR fix for gfx1151 (no cwsr_size and ctl_st")
+    assert "6.18.4 or newer" in (seen["kernel.cwsr"].fix or "")
 
 
 def test_strix_point(tmp_path: Path) -> None:
@@ -103,26 +92,15 @@ def test_eight_instincts(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_gpu_has_one_blocker_and_is_reported_what_runs(tmp_path: Path) -> None:
-    seen = found(machines.no_gpu(tmp_path))
+    root = machines.no_gpu(tmp_path / "none")
+    seen = found(root)
     assert levels(seen) == {"gpu.present": "blocker"}
     assert seen["gpu.present"].fact == "there is no AMD GPU"
-    assert seen["gpu.present"].fix is not None and "`harness run first-look`" in seen["gpu.present"].fix
+    assert "`harness run first-look`" in (seen["gpu.present"].fix or "")
     assert {one.topic for one in seen.values()} == {"gpu", "docker", "processes"}
-
-
-def test_a_machine_with_nvidia_only(tmp_path: Path) -> None:
-    seen = found(machines.nvidia_only(tmp_path))
-    assert levels(seen) == {"gpu.present": "blocker"}
-    assert seen["gpu.present"].fact == (
-        "there is no AMD GPU, only one of NVIDIA, for which this project has no servers"
-    )
-
-
-def test_wsl(tmp_path: Path) -> None:
-    seen = found(write(machines.no_gpu(tmp_path), {"dev/dxg": ""}))
-    assert seen["gpu.present"].fact == (
-        "there is no AMD GPU: WSL offers /dev/dxg in its place, which the templates do not use"
-    )
+    assert "WSL offers /dev/dxg" in found(write(root, {"dev/dxg": ""}))["gpu.present"].fact
+    seen = found(machines.nvidia_only(tmp_path / "nvidia"))
+    assert levels(seen) == {"gpu.present": "blocker"} and "only one of NVIDIA" in seen["gpu.present"].fact
 
 
 def test_a_gpu_without_its_driver(tmp_path: Path) -> None:
@@ -143,23 +121,25 @@ def test_a_gpu_without_its_driver(tmp_path: Path) -> None:
 def test_targets_of_little_standing(tmp_path: Path) -> None:
     seen = found(machines.gpu(machines.no_gpu(tmp_path / "a"), 110003, vram_gib=8, gtt_gib=8))
     assert seen["gpu.target"].level == "warning"
-    assert seen["gpu.target"].fact == (
-        "gfx1103 (RDNA 3) on 2026-11-21; supported: Lemonade with llama.cpp (ROCm); builds exist, not tried by their "
-        "makers: Lemonade with vLLM; unsupported: vLLM's ROCm image, llama.cpp's ROCm image, SGLang's ROCm images"
+    assert seen["gpu.target"].fact.partition(" on ")[0] == "gfx1103 (RDNA 3)"
+    assert "; supported: Lemonade with llama.cpp (ROCm); builds exist, not tried by their makers: Lemonade with" in (
+        seen["gpu.target"].fact
     )
     seen = found(machines.gpu(machines.no_gpu(tmp_path / "b"), 130000, vram_gib=8, gtt_gib=8))
-    assert seen["gpu.target"].fact == (
-        "gfx1300 is not in the table of 2026-11-21: no server is known to have code for it"
-    )
+    assert seen["gpu.target"].fact.startswith("gfx1300 is not in the table of ")
     assert seen["gpu.present"].fact == "gfx1300: family unknown, 40 compute units"
 
 
 def test_different_gpus_in_one_machine(tmp_path: Path) -> None:
     root = machines.radeon(tmp_path, 110000, 24)
-    machines.gpu(root, 100306, minor=129, units=2, vram_gib=0.5, gtt_gib=30)
-    (mixed,) = [one for one in diagnose(root, ENGINE, MEMBER) if one.id == "gpu.mixed"]
-    assert mixed.fact == "1 x gfx1100 and 1 x gfx1036 are in one machine, and servers may take the wrong one"
-    assert mixed.fix is not None and "[/dev/kfd, /dev/dri/renderD128]" in mixed.fix
+    machines.gpu(root, 100306, minor=129, units=2, vram_gib=0.5, gtt_gib=31)
+    seen = found(machines.ttm(root, 15))
+    assert levels(seen) == {"gpu.mixed": "warning"}
+    assert seen["gpu.mixed"].fact.startswith("1 x gfx1100 and 1 x gfx1036 are in one machine")
+    assert "[/dev/kfd, /dev/dri/renderD128]" in (seen["gpu.mixed"].fix or "")
+    # The graphics unit next to a card does not count.
+    assert seen["memory.pool"].fact == "VRAM of 24.0 GiB counts, 23.8 GiB free"
+    assert seen["gpu.target"].fact.startswith("gfx1100 ")
 
 
 def test_who_holds_the_memory(tmp_path: Path) -> None:
@@ -171,12 +151,9 @@ def test_who_holds_the_memory(tmp_path: Path) -> None:
     seen = found(root)
     assert levels(seen) == dict.fromkeys(("memory.fraction", "memory.holders", "processes.engines"), "warning")
     assert seen["memory.pool"].fact == "VRAM of 96.0 GiB counts, 66.0 GiB free (the GTT of 15.5 GiB does not)"
-    assert seen["memory.fraction"].fix == (
-        "set gpu_memory_utilization to 0.66 or less, or to auto, or end what holds the memory"
-    )
+    assert (seen["memory.fraction"].fix or "").startswith("set gpu_memory_utilization to 0.66 or less, or to auto, or")
     assert seen["memory.holders"].fact == "held by llama-server (pid 4242) 29.0 GiB, gnome-shell (pid 900) 0.3 GiB"
-    assert seen["memory.holders"].fix is not None
-    assert seen["memory.holders"].fix.startswith("end llama-server (pid 4242) before measuring;")
+    assert (seen["memory.holders"].fix or "").startswith("end llama-server (pid 4242) before measuring;")
     assert seen["processes.engines"].fact == "run already: llama-server (pid 4242)"
 
 
@@ -192,13 +169,8 @@ def test_host_memory_that_other_programs_use_is_not_free_for_a_gtt(tmp_path: Pat
     write(root, {"proc/meminfo": f"MemTotal: {int(124.5 * GIB) // 1024} kB\nMemAvailable: {58 * GIB // 1024} kB\n"})
     seen = found(root)
     assert levels(seen) == {"memory.fraction": "warning"}
-    assert seen["memory.pool"].fact == (
-        "GTT of 116.0 GiB counts, 115.9 GiB free, of which the host can give 58.0 GiB "
-        "(the carve-out of 0.5 GiB does not)"
-    )
-    assert seen["memory.fraction"].fix == (
-        "set gpu_memory_utilization to 0.46 or less, or to auto, or end programs that use the host's memory"
-    )
+    assert "115.9 GiB free, of which the host can give 58.0 GiB" in seen["memory.pool"].fact
+    assert (seen["memory.fraction"].fix or "").startswith("set gpu_memory_utilization to 0.46 or less, or to auto, or")
 
 
 def test_gttsize_alone_lies(tmp_path: Path) -> None:
@@ -210,50 +182,38 @@ def test_gttsize_alone_lies(tmp_path: Path) -> None:
     assert levels(seen) == dict.fromkeys(("memory.gttsize", "memory.half"), "warning")
     assert seen["memory.gttsize"].fix == "boot with ttm.pages_limit=30670848 instead of amdgpu.gttsize (4 KiB pages)"
     assert 117 * GIB == 30670848 * 4096, "never more than the RAM can give"
-    assert seen["memory.half"].fact == (
-        "the GPU gets 62.5 GiB of 125.0 GiB: GTT has a limit of half the RAM, the carve-out is 0.5 GiB"
-    )
-    assert seen["memory.gttsize"].fact == (
-        "amdgpu.gttsize=131072 promises a GTT of 128.0 GiB, but ttm.pages_limit gives out 62.5 GiB: "
-        "programs see more free memory than there is"
-    )
+    assert seen["memory.half"].fact.startswith("the GPU gets 62.5 GiB of 125.0 GiB: GTT has a limit of half the RAM")
+    assert "promises a GTT of 128.0 GiB, but ttm.pages_limit gives out 62.5 GiB" in seen["memory.gttsize"].fact
 
 
 def test_the_largest_safe_share_is_always_told(tmp_path: Path) -> None:
+    def shown(root: Path) -> tuple[str, str]:
+        one = found(root)["memory.fraction"]
+        return one.fact.removeprefix("gpu_memory_utilization is safe up to "), one.fix or ""
+
     root = machines.strix_halo_carve_out(tmp_path / "halo")
-    assert found(root)["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.92; vLLM's default of 0.92 fits"
-    )
+    assert shown(root) == ("0.92; vLLM's default of 0.92 fits", "")
     machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=96 - 76.45)
-    seen = found(root)
-    assert levels(seen) == {"memory.fraction": "warning"}
-    assert seen["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.77; vLLM's default of 0.92 does not fit"
-    )
-    assert seen["memory.fraction"].fix == "set gpu_memory_utilization to 0.77 or less, or to auto", "nobody is seen"
+    assert levels(found(root)) == {"memory.fraction": "warning"}
+    # No process is seen that could be ended.
+    fix = "set gpu_memory_utilization to 0.77 or less, or to auto"
+    assert shown(root) == ("0.77; vLLM's default of 0.92 does not fit", fix)
     machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=95)
-    seen = found(root)
-    assert seen["memory.fraction"].fact == (
-        "no gpu_memory_utilization is safe: nothing is left for vLLM; vLLM's default of 0.92 and the templates' 0.75 "
-        "do not fit"
+    fact, fix = shown(root)
+    assert fact.startswith(
+        "no gpu_memory_utilization is safe: nothing is left for vLLM; vLLM's default of 0.92 and the"
     )
-    assert seen["memory.fraction"].fix is not None and seen["memory.fraction"].fix.startswith("end what holds")
-    small = found(machines.radeon(tmp_path / "small", 110000, 1))
-    assert small["memory.fraction"].fix == "take llama.cpp with a small model: this memory is too little for vLLM"
-    close = found(machines.radeon(tmp_path / "close", 110000, 24))
-    assert close["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.90; vLLM's default of 0.92 is more, and may just start"
-    )
+    assert fix.startswith("end what holds")
+    assert shown(machines.radeon(tmp_path / "small", 110000, 1))[1].startswith("take llama.cpp with a small model")
+    close = shown(machines.radeon(tmp_path / "close", 110000, 24))
+    assert close[0] == "0.90; vLLM's default of 0.92 is more, and may just start"
 
 
 def test_of_several_gpus_each_has_its_share(tmp_path: Path) -> None:
     root = machines.mi300x_eight(tmp_path)
     assert found(root)["memory.fraction"].fact.startswith("gpu_memory_utilization is safe up to 0.92 on each of 8 GPUs")
     write(root, {"sys/class/drm/renderD131/device/mem_info_vram_used": f"{150 * GIB}\n"})
-    assert found(root)["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.92 on 7 GPUs, 0.20 on /dev/dri/renderD131; vLLM's default of 0.92 and "
-        "the templates' 0.75 do not fit"
-    )
+    assert "up to 0.92 on 7 GPUs, 0.20 on /dev/dri/renderD131; vLLM's default" in found(root)["memory.fraction"].fact
 
 
 @pytest.mark.parametrize(
@@ -282,123 +242,62 @@ def test_a_new_kernel_whose_driver_was_replaced(tmp_path: Path, version: str | N
     if version is not None:
         write(root, {"sys/module/amdgpu/version": f"{version}\n"})
     one = found(root)["kernel.cwsr"]
-    assert (one.level, one.fact) == (
-        "blocker",
-        "Linux 6.18.4 has the CWSR fix for gfx1151, but its driver does not tell both of cwsr_size and "
-        f"ctl_stack_size: {by} has replaced it, and ROCm crashes or hangs",
-    )
-    assert one.fix is not None and one.fix.startswith("remove the driver that has replaced the kernel's own")
+    assert one.level == "blocker" and f"cwsr_size and ctl_stack_size: {by} has replaced it" in one.fact
+    assert (one.fix or "").startswith("remove the driver that has replaced the kernel's own")
 
 
-def test_the_graphics_unit_beside_a_card_is_left_alone(tmp_path: Path) -> None:
-    root = machines.radeon(tmp_path, 110000, 24)
-    machines.gpu(root, 100306, minor=129, units=2, vram_gib=0.5, gtt_gib=31)
-    seen = found(machines.ttm(root, 15))
-    assert levels(seen) == {"gpu.mixed": "warning"}
-    assert seen["memory.pool"].fact == "VRAM of 24.0 GiB counts, 23.8 GiB free"
-    assert seen["gpu.target"].fact.startswith("gfx1100 ")
-
-
-def test_a_process_left_behind_is_found_once(tmp_path: Path) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
-    machines.process(root, 4242, "VLLM::EngineCor", 1, drm(1, vram_kib=30 << 20))
-    seen = found(root)
-    assert levels(seen) == {"processes.orphans": "warning"}
-    assert seen["processes.orphans"].fact.endswith("VLLM::EngineCor (pid 4242, holds 30.0 GiB)")
-
-
-def test_a_gtt_above_the_ram_with_a_small_carve_out(tmp_path: Path) -> None:
-    root = machines.strix_halo_gtt(tmp_path)
+def test_a_gtt_that_the_ram_cannot_fill(tmp_path: Path) -> None:
+    root = machines.strix_halo_gtt(tmp_path / "gtt")
     machines.ttm(machines.gpu(root, 110501, vram_gib=0.5, gtt_gib=128), 128)
-    assert (
-        found(root)["memory.overcommit"].fix == "boot with ttm.pages_limit=30408704, which leaves memory to the system"
-    )
-
-
-def test_a_carve_out_and_a_gtt_that_cannot_be_filled(tmp_path: Path) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
+    assert (found(root)["memory.overcommit"].fix or "").startswith("boot with ttm.pages_limit=30408704")
+    root = machines.strix_halo_carve_out(tmp_path / "carve-out")
     machines.ttm(machines.gpu(root, 110501, vram_gib=96, gtt_gib=124), 124)
-    assert found(root)["memory.overcommit"].fact == (
-        "the GTT of 124.0 GiB counts, but the carve-out of 96.0 GiB leaves only 31.0 GiB of RAM to fill it"
-    )
+    fact = found(root)["memory.overcommit"].fact
+    assert fact.endswith("but the carve-out of 96.0 GiB leaves only 31.0 GiB of RAM to fill it")
+
+
+MES = "sys/class/drm/renderD128/device/fw_version/mes_fw_version"
+DPKG = "Package: bash\nStatus: install ok installed\nVersion: 5.2\n\nPackage: linux-firmware\n"
 
 
 @pytest.mark.parametrize(
-    ("files", "level", "fact"),
+    ("file", "content", "level", "fact"),
     [
-        (
-            {"sys/class/drm/renderD128/device/fw_version/mes_fw_version": "0x00000083\n"},
-            "warning",
-            "MES firmware 0x83 is loaded, that of linux-firmware 20251125",
-        ),
-        ({"sys/class/drm/renderD128/device/fw_version/mes_fw_version": "0x00000080\n"}, "ok", "MES firmware 0x80"),
-        (
-            {
-                "var/lib/dpkg/status": "Package: bash\nStatus: install ok installed\nVersion: 5.2\n\n"
-                "Package: linux-firmware\nStatus: install ok installed\nVersion: 20251125-1\n"
-            },
-            "warning",
-            "linux-firmware 20251125-1 is installed",
-        ),
-        (
-            {"var/lib/pacman/local/linux-firmware-amdgpu-20251125-2/desc": "%NAME%\n"},
-            "warning",
-            "linux-firmware-amdgpu 20251125 is installed",
-        ),
-        (
-            {"var/lib/dpkg/status": "Package: linux-firmware\nStatus: deinstall ok config-files\nVersion: 20251125\n"},
-            None,
-            None,
-        ),
+        (MES, "0x00000083\n", "warning", "MES firmware 0x83 is loaded, that of linux-firmware 20251125"),
+        (MES, "0x00000080\n", "ok", "MES firmware 0x80"),
+        ("var/lib/dpkg/status", DPKG + "Status: install ok installed\nVersion: 20251125-1\n", "warning",
+         "linux-firmware 20251125-1 is installed"),
+        ("var/lib/pacman/local/linux-firmware-amdgpu-20251125-2/desc", "%NAME%\n", "warning",
+         "linux-firmware-amdgpu 20251125 is installed"),
+        ("var/lib/dpkg/status", DPKG + "Status: deinstall ok config-files\nVersion: 20251125\n", None, None),
     ],
     ids=["loaded", "good", "dpkg", "pacman", "removed"],
-)
-def test_firmware(tmp_path: Path, files: dict[str, str], level: str | None, fact: str | None) -> None:
-    seen = found(write(machines.strix_halo_carve_out(tmp_path), files)).get("kernel.firmware")
+)  # fmt: skip
+def test_firmware(tmp_path: Path, file: str, content: str, level: str | None, fact: str | None) -> None:
+    seen = found(write(machines.strix_halo_carve_out(tmp_path), {file: content})).get("kernel.firmware")
     assert (seen and seen.level, seen and seen.fact) == (level, fact)
 
 
 def test_kernel_settings(tmp_path: Path) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
-    write(
-        root,
-        {
-            "sys/module/amdgpu/version": "6.14.14\n",
-            "sys/class/drm/renderD128/device/power_dpm_force_performance_level": "low\n",
-        },
-    )
-    seen = found(root)
-    assert levels(seen) == dict.fromkeys(("kernel.dkms", "kernel.performance_level"), "warning")
-    assert seen["kernel.dkms"].fact == "amdgpu 6.14.14 of amdgpu-dkms has replaced the kernel's own driver"
-    assert seen["kernel.performance_level"].fix is not None
-    assert "/sys/class/drm/renderD128/device/power_dpm_force" in seen["kernel.performance_level"].fix
-
-
-def test_the_energy_preference_is_as_good_as_the_governor(tmp_path: Path) -> None:
     root = machines.power(machines.strix_halo_carve_out(tmp_path), governor="powersave")
+    # The energy preference is as good as the governor.
     write(root, {"sys/devices/system/cpu/cpu0/cpufreq/energy_performance_preference": "performance\n"})
     assert found(root)["kernel.governor"].level == "ok"
+    level = "sys/class/drm/renderD128/device/power_dpm_force_performance_level"
+    seen = found(write(root, {"sys/module/amdgpu/version": "6.14.14\n", level: "low\n"}))
+    assert levels(seen) == dict.fromkeys(("kernel.dkms", "kernel.performance_level"), "warning")
+    assert seen["kernel.dkms"].fact == "amdgpu 6.14.14 of amdgpu-dkms has replaced the kernel's own driver"
+    assert "/sys/class/drm/renderD128/device/power_dpm_force" in (seen["kernel.performance_level"].fix or "")
 
 
-def test_a_user_who_may_not_open_the_devices(tmp_path: Path) -> None:
+def test_a_user_who_may_not_open_the_devices_and_devices_that_are_missing(tmp_path: Path) -> None:
     root = machines.strix_halo_carve_out(tmp_path)
     seen = found(root, user=STRANGER)
     assert levels(seen) == {"access.kfd": "warning", "access.render": "warning"}
-    assert seen["access.kfd"].fact == (
-        f"this user may not open /dev/kfd: mode 0660, group {RENDER}; containers of an engine that runs as "
-        "root may, servers that you start yourself may not"
-    )
+    assert seen["access.kfd"].fact.startswith(f"this user may not open /dev/kfd: mode 0660, group {RENDER};")
     assert seen["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
-    rootless = DockerEngine(rootless=True)
-    assert levels(found(root, docker=rootless, user=STRANGER)) == {
-        "access.kfd": "blocker",
-        "access.render": "blocker",
-        "docker.rootless": "warning",
-    }
-
-
-def test_devices_that_are_missing_or_roots(tmp_path: Path) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
+    rootless = levels(found(root, docker=DockerEngine(rootless=True), user=STRANGER))
+    assert rootless == {"access.kfd": "blocker", "access.render": "blocker", "docker.rootless": "warning"}
     (root / "dev/kfd").unlink()
     (root / "dev/dri/renderD128").unlink()
     seen = found(root)
@@ -444,10 +343,8 @@ def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
     machines.process(root, 202, "VLLM::EngineCor", 50)
     machines.process(root, 203, "VLLM::EngineCor", 299)
     orphans = found(root)["processes.orphans"]
-    assert orphans.fact == (
-        "orphaned engine: VLLM::EngineCor (pid 201, holds 2.0 GiB), "
-        "VLLM::EngineCor (pid 202), VLLM::EngineCor (pid 203)"
-    )
+    assert [f"(pid {pid}" in orphans.fact for pid in (50, 102, 201, 202, 203)] == [False, False, True, True, True]
+    assert "VLLM::EngineCor (pid 201, holds 2.0 GiB)" in orphans.fact
     assert orphans.fix == "kill -9 201 202 203"
 
 
@@ -492,10 +389,6 @@ def test_an_empty_tree_has_no_gpu_and_no_traceback(tmp_path: Path) -> None:
     assert [(one.id, one.level) for one in diagnose(tmp_path)] == [
         ("gpu.present", "blocker"), ("processes.orphans", "ok")
     ]  # fmt: skip
-
-
-def test_this_machine_can_be_looked_at() -> None:
-    assert {one.topic for one in diagnose()} >= {"gpu", "processes"}
 
 
 def test_the_table_of_targets() -> None:

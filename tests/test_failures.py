@@ -1,5 +1,6 @@
 """The table of failures against lines of real logs, and what it makes of whole ones."""
 
+import codecs
 import importlib
 import io
 import itertools
@@ -21,7 +22,6 @@ from harness.failures.explain import (
     explain,
     explain_message,
     grouped,
-    is_code,
     plain,
     scan,
     scan_text,
@@ -198,13 +198,8 @@ def test_what_others_put_before_a_line_goes(raw: bytes, text: str) -> None:
 
 def test_source_lines_of_a_traceback_name_errors_that_did_not_happen() -> None:
     frame = '  File "/opt/x.py", line 3, in f'
-    assert is_code(frame)
-    assert is_code("    raise HFValidationError(")
-    assert is_code("    except torch.OutOfMemoryError:", frame.encode())
-    assert not is_code("    except torch.OutOfMemoryError:")
-    assert is_code("           ^^^^^^^^^^")
-    assert not is_code("OSError: You are trying to access a gated repo.")
-    log = f"{VLLM}{frame}\n{VLLM}    except torch.OutOfMemoryError as error:\n{VLLM}ValueError: nothing known\n"
+    log = f"{VLLM}{frame}\n{VLLM}    except torch.OutOfMemoryError as error:\n{VLLM}    raise HFValidationError(\n"
+    log += f"{VLLM}           ^^^^^^^^^^\n{VLLM}ValueError: nothing known\n"
     assert [failure.id for failure in scan_text(log).findings] == ["engine.exception"]
 
 
@@ -445,3 +440,45 @@ def test_lemonade_s_words_do_not_hide_what_its_vllm_said() -> None:
     assert [failure.id for failure in scan_text(LEMONADE).findings if failure.severity == "warning"] == [
         "lemonade.second_try"
     ]
+
+
+# What of a log is shown: no secret and no control character.
+
+
+def test_no_part_of_a_failure_shows_a_secret() -> None:
+    failure = explain(
+        "vllm: error: unrecognized arguments: --swap-space 16 --api-key plainword --token hf_abcdefghijk12"
+    )
+    assert failure is not None and failure.id == "cli.unknown_flag"
+    assert failure.cause == "the server does not know the argument: --swap-space 16 --api-key *** --token ***"
+    assert "plainword" not in str(failure) and "hf_abc" not in str(failure)
+    log = "KeyError: 'Authorization: Bearer plainword'\nAuthorization: Bearer plainword\n"
+    scanned = scan_text(log)
+    assert scanned.last == "Authorization: Bearer ***" and "plainword" not in str(scanned)
+    wrapped = explain("KeyError: 'x'\nFailed to load model 'https://me:plainword@host/x'")
+    assert wrapped is not None and wrapped.wrapper is not None and "plainword" not in str(wrapped)
+
+
+def test_a_secret_is_found_before_a_long_line_is_shortened() -> None:
+    (found,) = scan_text(f"{'x' * 600} --api-key plainword{'y' * 58} HIP out of memory {'z' * 600}").findings
+    assert found.line.startswith("...") and "HIP out of memory" in found.line
+    assert "word" not in found.line and "yyy" not in found.line
+
+
+def test_a_byte_order_mark_is_left_out() -> None:
+    (found,) = scan(io.BytesIO(codecs.BOM_UTF8 + b"KeyError: 'x'\r\n")).findings
+    assert found.line == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    "control",
+    ["\x1b[2J", "\x1b]0;title\x07", "\x1b", "\x9b31m", "\x85", "\x07", "\r", "\u202e", "\u2066", "\x00", "\x1bP"],
+)
+def test_control_characters_are_not_shown(control: str) -> None:
+    scanned = scan_text(f"KeyError: 'a{control}b'\nlast {control}line")
+    assert scanned.findings[0].line == "KeyError: 'ab'"
+    assert scanned.findings[0].cause.endswith("KeyError: 'ab'")
+    assert scanned.last == "last line"
+    said = ErrorMessages()
+    said.add("http", f"a{control}b")
+    assert list(said.examples.values()) == ["ab"]

@@ -17,7 +17,7 @@ from harness.serve.arguments import hints, vllm_problems
 from harness.serve.compose_file import parse
 from harness.serve.document import server_document
 from harness.serve.lemonade import pool_size
-from tests.command import harness
+from tests.command import harness, write
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
@@ -46,9 +46,6 @@ def test_what_lemonade_sets_itself_is_refused_with_the_reason(flag: str) -> None
     assert problem == (f"vllm_args: {flag}: Lemonade sets it itself and refuses it; {replacements().protected[flag]}")
     with pytest.raises(double.BadArgument, match="is managed by Lemonade"):
         double.checked(f"--max-num-seqs 8 {flag} 1")
-
-
-def test_the_protected_flags_are_those_of_the_double() -> None:
     assert set(replacements().protected) == set(double.PROTECTED)
 
 
@@ -106,15 +103,9 @@ def test_a_model_that_lemonade_knows() -> None:
     assert found["user_models"] == {}
     assert found["recipe_options"] == {"builtin.Qwen-vLLM": asked.options}
     assert found["defaults"] == {
-        "auto_check_model_updates": False,
-        "broadcast": False,
-        "ctx_size": 8192,
-        "global_timeout": 1800,
-        "log_level": "info",
-        "max_loaded_models": 1,
-        "no_fetch_executables": False,
-        "offline": True,
-    }
+        "auto_check_model_updates": False, "broadcast": False, "ctx_size": 8192, "global_timeout": 1800,
+        "log_level": "info", "max_loaded_models": 1, "no_fetch_executables": False, "offline": True,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("model", ["Mine", "user.Mine"])
@@ -126,11 +117,8 @@ def test_a_checkpoint_is_registered_under_its_canonical_name(model: str) -> None
     found = contents(model, **given)
     assert found["user_models"] == {"Mine": {"checkpoint": "org/repo", "recipe": "vllm", "labels": ["chat"]}}
     assert found["recipe_options"] == {"user.Mine": {"ctx_size": 4096, "vllm_backend": "rocm"}}
-
-
-def test_a_path_is_used_as_it_is() -> None:
-    found = contents("Mine", checkpoint="/models/m.gguf", recipe="llamacpp")
-    assert found["user_models"]["Mine"]["source"] == "local_path"
+    path = contents(model, checkpoint="/models/m.gguf", recipe="llamacpp")
+    assert path["user_models"]["Mine"]["source"] == "local_path"
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "llamacpp_args"])
@@ -152,6 +140,10 @@ def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
     assert environment["TRITON_CACHE_DIR"].startswith("/opt/lemonade/.cache/lemonade/")
     assert environment["VLLM_CACHE_ROOT"].startswith("/opt/lemonade/.cache/lemonade/")
     assert [mount.target for mount in server.configs] == [environment["LEMONADE_DEFAULTS_PATH"]]
+    # A folder of the host keeps its owner.
+    given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
+    command = parse(server_document(given, "s")).services["prepare"].command
+    assert command is not None and "chown -R" not in command[0]
 
 
 def prepared(tmp_path: Path, **variables: Any) -> Path:
@@ -209,12 +201,6 @@ def test_the_load_by_hand_asks_for_the_name_that_vllm_knows(model: str, variable
     assert job_of_text(command[command.index("--job") + 1]).model == sent
 
 
-def test_a_folder_of_the_host_keeps_its_owner() -> None:
-    given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
-    command = parse(server_document(given, "s")).services["prepare"].command
-    assert command is not None and "chown -R" not in command[0]
-
-
 def test_a_gateway_needs_the_name_that_vllm_knows() -> None:
     variables = {"checkpoint": "org/m", "recipe": "vllm"}
     server = Server(template="lemonade", variables=variables, gateway=Gateway(template="litellm"))
@@ -250,20 +236,15 @@ def test_a_load_above_the_pool_is_reported_before() -> None:
     assert "serves 256 at once at most" in hints_of(Load(user="chat", users=300, requests=1), threads=None)[0]
 
 
-def test_harness_check_shows_it(tmp_path: Path) -> None:
-    path = tmp_path / "s.yaml"
-    path.write_text(
-        "version: 1\nquestion: q\nmodel: m\nservers: {a: {template: lemonade}}\nrepeats: 1\n"
-        "loads: {many: {user: chat, users: 300, requests: 300}}\n"
-    )
-    done = harness("check", str(path), cwd=tmp_path)
+def test_hints_are_shown_before_a_run(tmp_path: Path) -> None:
+    load = {"user": "chat", "users": 300, "requests": 300, "output_tokens": 8192}
+    write(tmp_path, servers={"a": {"template": "lemonade"}}, loads={"many": load})
+    done = harness("check", "small.yaml", cwd=tmp_path)
     assert done.code == 0
-    assert "note: a under many: 300 requests will be in flight, and Lemonade serves" in " ".join(done.out.split())
-
-
-def test_long_answers_are_told_before() -> None:
+    said = " ".join(done.out.split())
+    assert "note: a under many: 300 requests will be in flight, and Lemonade serves" in said
+    assert "every request will fail" in said
     assert "count each prompt first" in hints_of(Load(user="chat", requests=1, output_tokens=8193), ctx_size=32768)[0]
-    assert "every request will fail" in hints_of(Load(user="chat", requests=1, output_tokens=8192))[0]
     assert hints_of(Load(user="chat", requests=1, output_tokens=8192), ctx_size=32768) == []
 
 
