@@ -193,6 +193,10 @@ def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> No
     assert [(one.key, one.values) for one in change.differences] == [
         ("servers.a.image_digest", ["sha256:1111", "sha256:2222"])
     ]
+    # Published runs alone have the same history.
+    for number in range(12):
+        publish(stepped / "runs" / f"run-{number:02}", stepped / "results")
+    assert history_of("which", stepped / "nowhere", stepped / "results") == found
 
 
 def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
@@ -238,13 +242,6 @@ def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     assert {one.reason: one.runs for one in gated.left_out}["later"] == ["run-09"]
     with pytest.raises(RunError):
         check_against_history(runs / "run-04", runs, results)
-
-
-def test_published_runs_alone_have_a_history(stepped: Path) -> None:
-    for number in range(12):
-        publish(stepped / "runs" / f"run-{number:02}", stepped / "results")
-    found = history_of("which", stepped / "nowhere", stepped / "results")
-    assert found == history_of("which", stepped / "runs", stepped / "results")
 
 
 def test_rows_come_and_go(tmp_path: Path) -> None:

@@ -55,13 +55,11 @@ def test_without_a_terminal_all_answers_are_options(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         ((), "--question is missing"),
-        (("--question", "batching"), "--server is missing"),
         (("--question", "batchin"), "--question: 'batchin' is not known; did you mean 'batching'?"),
         (("--question", "compare", "--server", "vllm-rocm"), "takes 2 different servers, got vllm-rocm"),
         (("--question", "compare", "--server", "ollama", "--server", "simulated"), "by a name of their own"),
         (("--question", "agents", "--server", "vlm-rocm"), "did you mean 'vllm-rocm'?"),
         (("--question", "agents", "--server", "vllm-rocm", "--model", "a", "--model", "b"), "2 models for 1 server"),
-        (("--machine", "strix", "--question", "agents"), "--machine: 'strix' is not known"),
     ],
 )
 def test_wrong_answers_write_nothing(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
