@@ -365,16 +365,7 @@ def test_every_finding_is_found_by_a_test_at_every_level() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "strix_halo_gtt",
-        "strix_halo_half",
-        "strix_halo_old_kernel",
-        "strix_point",
-        "mi300x_eight",
-        "no_gpu",
-        "nvidia_only",
-    ],
+    "name", ["strix_halo_half", "strix_halo_old_kernel", "strix_point", "mi300x_eight", "no_gpu", "nvidia_only"]
 )
 def test_what_is_wrong_has_a_fix_and_everything_a_source(tmp_path: Path, name: str) -> None:
     for one in diagnose(getattr(machines, name)(tmp_path), ENGINE, MEMBER):
