@@ -65,9 +65,7 @@ def reading(streams: int, **different: float) -> CalibrationPoint:
 
 def test_the_verdict_in_words() -> None:
     good = in_words([reading(10), reading(50)])
-    assert good.startswith(
-        "Trusted for 50 streams at once, 2,500 chunks a second: 99 % of the chunk times are right wi"
-    )
+    assert good.startswith("Trusted for 50 streams at once, 2,500 chunks a second: 99 % of the chunk times are right")
     assert good.endswith(" No more were tried.")
     limited = in_words([reading(10), reading(50, error_p99_s=0.02)])
     assert limited.startswith("Trusted for 10 streams at once, 500 chunks a second: ")

@@ -12,7 +12,7 @@ import pytest
 from harness.analysis.summarize import summarize
 from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
-from harness.imports import Source, last_line, lemonade
+from harness.imports import Source, lemonade
 from harness.imports.write import FORMATS, import_file, read_file
 from harness.paths import ROOT
 from harness.reasons import evidence, sentences, verdict_sentence
@@ -93,6 +93,11 @@ def test_vllm_with_detail_has_records_with_the_files_own_times(tmp_path: Path) -
     assert (numbers.output_tokens, numbers.prompt_tokens) == (96, 176)
     assert numbers.ttft_s.p50 is not None and numbers.ttft_s.p99 is None
     assert run.versions == {"vllm bench serve": "unknown"}
+    # The load is named by rate and concurrency.
+    assert set(imported("vllm-rate.json", tmp_path)[0].scenario.loads) == {"rate-50-concurrency-4"}
+    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw.update(max_concurrency=None))
+    run = read_run(import_file(path, tmp_path / "all"))
+    assert run.scenario.loads["all-at-once"].users == 4, "as the records show"
 
 
 def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
@@ -110,13 +115,6 @@ def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
     assert any(note.startswith(why) for note in sentences(summary.notes))
 
 
-def test_the_load_is_named_by_rate_and_concurrency(tmp_path: Path) -> None:
-    assert set(imported("vllm-rate.json", tmp_path)[0].scenario.loads) == {"rate-50-concurrency-4"}
-    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw.update(max_concurrency=None))
-    run = read_run(import_file(path, tmp_path))
-    assert run.scenario.loads["all-at-once"].users == 4, "as the records show"
-
-
 def test_guidellm_keeps_the_ends_of_a_request_and_our_tpot_is_its_itl(tmp_path: Path) -> None:
     raw = json.loads((DATA / "guidellm-0.8.json").read_text())["benchmarks"][1]
     run, summary, records = imported("guidellm-0.8.json", tmp_path)
@@ -125,12 +123,8 @@ def test_guidellm_keeps_the_ends_of_a_request_and_our_tpot_is_its_itl(tmp_path: 
     assert run.origin is not None and run.origin.version == "0.8.1"
     assert [row.load for row in summary.rows] == ["concurrent-1", "concurrent-4"]
     assert len(records) == 24 and {len(record.chunks_s) for record in records} == {2}
-    assert numbers.tpot_s.mean == pytest.approx(
-        sum(one["inter_token_latency_ms"] for one in good) / len(good) / 1000, rel=1e-6
-    )
-    assert numbers.ttft_s.mean == pytest.approx(
-        sum(one["time_to_first_token_ms"] for one in good) / len(good) / 1000, rel=1e-6
-    )
+    for found, name in ((numbers.tpot_s, "inter_token_latency_ms"), (numbers.ttft_s, "time_to_first_token_ms")):
+        assert found.mean == pytest.approx(sum(one[name] for one in good) / len(good) / 1000, rel=1e-6)
     assert (numbers.chunk_gap_s.n, numbers.tokens_per_chunk) == (0, None)
     assert all(record.scheduled_s is None for record in records), "a closed loop has no schedule"
 
@@ -186,17 +180,9 @@ def test_genai_bench_is_counted_from_its_requests(tmp_path: Path) -> None:
     _, failed, _ = imported(f"genai-bench-fail/{GENAI}", tmp_path)
     assert json.loads((DATA / "genai-bench-fail" / GENAI).read_text())["aggregated_metrics"]["error_rate"] == 0
     assert (failed.valid, failed.rows[0].pooled.errors) == (False, {"rejected": 33})
-
-
-def test_milliseconds_of_genai_bench_are_milliseconds(tmp_path: Path) -> None:
-    path = changed(f"genai-bench/{GENAI}", tmp_path / "x.json", lambda raw: raw.update(_time_unit="ms"))
-    raw = json.loads(path.read_text())
-    summary = summarize(import_file(path, tmp_path))
+    in_ms = changed(f"genai-bench/{GENAI}", tmp_path / "x.json", lambda raw: raw.update(_time_unit="ms"))
     mean = raw["aggregated_metrics"]["stats"]["ttft"]["mean"]
-    assert summary.rows[0].pooled.ttft_s.mean == pytest.approx(mean / 1000)
-    unknown = changed(f"genai-bench/{GENAI}", tmp_path / "y.json", lambda raw: raw.update(_time_unit="h"))
-    with pytest.raises(HarnessError, match=r"\$\._time_unit: Invalid enum value 'h'"):
-        import_file(unknown, tmp_path)
+    assert summarize(import_file(in_ms, tmp_path)).rows[0].pooled.ttft_s.mean == pytest.approx(mean / 1000)
 
 
 def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Path) -> None:
@@ -209,18 +195,13 @@ def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Pa
     assert (npu.ttft_s.n, npu.ttft_s.mean, npu.output_tok_s) == (0, None, 25.6)
     assert run.cells[0].served_by.arguments == ["ctx_size=4096", "-b", "2048"]
     assert run.origin is not None and run.origin.version == "11.7.0"
+    older = changed("lemonade-from-source.json", tmp_path / "x.json", lambda raw: raw.update(hardware={"cpu": "a CPU"}))
+    before = read_run(import_file(older, tmp_path))
+    assert before.origin is not None and before.origin.version is None
+    assert [cell.served_by.version for cell in before.cells] == [None, None]
     versions = {cell.server: cell.served_by.version for cell in run.cells}
     assert versions == {
         "llamacpp-vulkan": "Lemonade 11.7.0, llamacpp:vulkan b8600", "flm-npu": "Lemonade 11.7.0, flm:npu"}  # fmt: skip
-
-
-def test_a_lemonade_file_without_versions_has_none(tmp_path: Path) -> None:
-    def older(raw: dict[str, Any]) -> None:
-        raw["hardware"] = {"cpu": "a CPU"}
-
-    run = read_run(import_file(changed("lemonade-from-source.json", tmp_path / "x.json", older), tmp_path))
-    assert run.origin is not None
-    assert [run.origin.version, *(cell.served_by.version for cell in run.cells)] == [None, None, None]
 
 
 def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_path: Path) -> None:
@@ -238,10 +219,7 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
         f"flm-npu / chat-short: {lemonade.WHOLE_REQUEST}. llamacpp-vulkan / chat-short: {lemonade.DECODING}."
     )
     relative, speedup = summary.checks
-    assert (
-        relative.code == "no_baseline"
-        and "the definitions of 'output_tok_s' differ, so no ratio is given" in evidence(relative.evidence)
-    )
+    assert relative.code == "no_baseline" and "the definitions of 'output_tok_s' differ" in evidence(relative.evidence)
     assert speedup.code == "no_value" and "the definitions of 'output_tok_s' differ" in evidence(speedup.evidence)
     text = markdown.render(summary, run)
     assert "By output tokens per second; no comparison could be made." in text
@@ -261,11 +239,7 @@ def test_lemonade_says_where_it_cannot_be_told_which_speed_it_is(tmp_path: Path)
     npu = summary.rows[1]
     assert (npu.server, npu.pooled.output_tok_s, npu.output_tok_s) == ("flm-npu", None, [])
     assert summary.comparison is not None
-    assert verdict_sentence(summary.comparison.verdicts[0]) == (
-        "flm-npu / chat-short: inconclusive: the output tok/s of flm-npu / chat-short is not known: "
-        + lemonade.UNTOLD
-        + "."
-    )
+    assert lemonade.UNTOLD in verdict_sentence(summary.comparison.verdicts[0])
     assert evidence(summary.checks[0].evidence) == f"flm-npu / chat-short: not known: {lemonade.UNTOLD}"
 
 
@@ -404,6 +378,7 @@ def first_of(raw: Any) -> Any:
          r"requests_made\.total says 12, and requests in the report are 11"),
         ("guidellm-0.7.json", lambda raw: first_of(raw).update(warmup_duration=1.5),
          "run without warm-up and cool-down, got 1.5"),
+        (f"genai-bench/{GENAI}", lambda raw: raw.update(_time_unit="h"), r"\$\._time_unit: Invalid enum value 'h'"),
         (f"genai-bench/{GENAI}", lambda raw: raw["aggregated_metrics"].update(num_completed_requests=139),
          "num_completed_requests says 139, and successful requests listed are 140"),
         (f"genai-bench-fail/{GENAI}", lambda raw: raw["aggregated_metrics"].update(num_error_requests=0),
@@ -464,12 +439,6 @@ def test_a_format_that_was_asked_for_must_be_it(tmp_path: Path) -> None:
         import_file(DATA / "aiperf" / "profile_export_aiperf.json", tmp_path)
 
 
-def test_a_file_is_imported_once(tmp_path: Path) -> None:
-    import_file(DATA / "vllm-chat.json", tmp_path)
-    with pytest.raises(HarnessError, match="was imported before"):
-        import_file(DATA / "vllm-chat.json", tmp_path)
-
-
 def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_be_read(tmp_path: Path) -> None:
     shutil.copytree(DATA, tmp_path / "given")
     names = ["given/none.json", "given/vllm-chat.json", "given/no.json", "given/guidellm-0.7.json"]
@@ -480,10 +449,6 @@ def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_b
     assert [read_run(tmp_path / folder).machine.name for folder in folders] == ["box", "box"]
     listed = harness("runs", "--runs", "runs", cwd=tmp_path)
     assert listed.code == 0 and all(folder.name in listed.out for folder in folders)
-
-
-def test_the_last_line_of_an_error_is_kept() -> None:
-    assert last_line("Traceback:\n  x\nValueError: no\n") == "ValueError: no"
 
 
 def test_the_page_names_every_format_and_the_versions_of_the_samples() -> None:
@@ -529,17 +494,15 @@ def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) ->
     assert (of_report.state_of(summary, run), msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
     case = xml.fromstring(junit.render(summary, run)).find(".//testcase")
     assert case is not None and [part.tag for part in case] == ["skipped"]
-    assert "_valid{" not in export.openmetrics(summary, run) and 'status="unchecked"' in export.openmetrics(
-        summary, run
-    )
+    text = export.openmetrics(summary, run)
+    assert "_valid{" not in text and 'status="unchecked"' in text
     assert harness("report", str(folder), cwd=tmp_path).code == 0
-
-
-def test_an_import_that_an_earlier_version_called_valid_is_unchecked(tmp_path: Path) -> None:
-    folder = import_file(DATA / "vllm-plain.json", tmp_path)
+    # Also where an earlier version called it valid.
     manifest = folder / "run.json"
     manifest.write_text(manifest.read_text().replace('"status": "unchecked"', '"status": "valid"'))
     assert read_run(folder).status == "unchecked"
+    with pytest.raises(HarnessError, match="was imported before"):
+        import_file(DATA / "vllm-plain.json", tmp_path)
 
 
 def test_a_comparison_says_which_runs_are_not_checked(tmp_path: Path) -> None:
