@@ -32,7 +32,7 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     from harness.failures.explain import explain_message, scan
     from harness.failures.table import patterns
     from harness.imports.write import FORMATS, read_file
-    from harness.load.exchange import Collector, Exchange, Failure, ResponseReader
+    from harness.load.exchange import Collector, Exchange, Failure
     from harness.load.sse import EventTooLong, Parser
     from harness.paths import ROOT, SCENARIOS
     from harness.rundir.manifest import read_run
@@ -75,19 +75,19 @@ def http(data: bytes) -> None:
     """The first byte says how the others are cut into reads, the last of which ends the connection."""
     size = max(data[0] + 1 if data else 1, len(data) // 16)
     exchange = Exchange("x", sent_ns=0, request_bytes=100)
-    reading, collector = ResponseReader(exchange), Collector(exchange)
+    collector = Collector(exchange)
     try:
         for number, read in enumerate([*(data[n : n + size] for n in range(1, len(data), size)), b""]):
             exchange.arrivals.append(number, None)
             collector.take(read)
-            reading.process()
+            exchange.process()
     except (EOFError, httptools.HttpParserError) as error:
         exchange.failure = Failure("not_api", str(error))
     except Failure as failure:
         exchange.failure = failure
-    answer = reading.finish()
+    answer = exchange.finish()
     answer.bound(4, exchange.request_bytes)
-    reading.time()
+    exchange.time()
     assert answer.output_tokens is None or 0 <= answer.output_tokens <= 4
 
 

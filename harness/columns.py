@@ -31,8 +31,7 @@ class LatencyColumn(MetricColumn, frozen=True, kw_only=True):
     csv: bool = True  # the send lag is there with the schedule
     only: str = ""  # which requests have it; others never do
     formula: str = ""  # of the columns of the main table and of charts
-    outcome: str = ""  # of the main table: what so many requests did
-    caption: str = ""  # of the chart of its distribution
+    outcome: str = ""  # what so many requests did, as the main table and the chart of its distribution say
     # Of which statistics the main table has a column; "tail": the highest percentile that every row carries. Where that
     # is p90, p95 is replaced by it as well.
     table: tuple[str, ...] = ()
@@ -69,7 +68,6 @@ LATENCIES = (
         verdict=True, live=("p50", "p95", "p99"), only=_STREAMED, table=("p50", "tail"), vectors=("p50", "tail"),
         formula="TTFT = first token received − request sent",
         outcome="got their first token within this time",
-        caption="Share of requests whose first token came within the time.",
     ),
     LatencyColumn(
         field="ttfo_s", check="ttfo", title="TTFO", words="TTFO", about="Time to first visible output",
@@ -81,7 +79,6 @@ LATENCIES = (
         live=("p50", "p95"), only=_STREAMED, outcome="streamed at least this fast",
         table=("p50", "tail"), vectors=("p50", "tail"),
         formula="TPOT = (last chunk − first chunk) ÷ (output tokens that chunks carry − 1)",
-        caption="Share of requests that streamed a token within the time.",
     ),
     LatencyColumn(
         field="e2e_s", check="e2e", title="E2E", words="E2E latency", about="End-to-end latency",
@@ -89,7 +86,6 @@ LATENCIES = (
         live=("p50", "p95"), table=("p95", "max"), vectors=("p50", "p95", "max"),
         outcome="were answered within this time",
         formula="E2E = last chunk, or the end of an answer in one piece − request sent",
-        caption="Share of requests whose last token came within the time.",
     ),
     LatencyColumn(
         field="chunk_gap_s", check="gap", title="chunk gap", words="chunk gaps",

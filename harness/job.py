@@ -6,6 +6,7 @@ the load cannot start, and which workers have come.
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from harness.errors import HarnessError, SeveralErrors, sentence
 from harness.files import read_bytes
 from harness.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
+from harness.workload import Workload
+from harness.workload.prompt_file import PromptRow
+from harness.workload.traces import Replay
 
 # Of a load process: the texts that must not get into a record, whatever a server says, as JSON of `know`. They come
 # by the environment, as the API key does, because a job is a file.
@@ -52,6 +56,13 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     workers: Workers | None = None  # of the master: the machines that it waits for
 
 
+def workload_of(job: Job, rows: Sequence[PromptRow], replay: Replay | None = None) -> Workload:
+    """The requests of a job. `rows`: of its file of prompts; `replay`: of its trace."""
+    return Workload(
+        job.prompts, job.load, job.seed, job.salt, rows, job.prompt_lengths, job.output_lengths, job.words, replay
+    )
+
+
 def secrets_of(job: Job) -> dict[str, bool]:
     """The texts that this process knows and no record may hold: the API key, and what the server was started with."""
     key = os.environ.get(job.api_key_env, "").strip() if job.api_key_env else None
@@ -69,24 +80,16 @@ def quiet_sign(counter_path: str) -> Path:
     return Path(f"{counter_path}.quiet")
 
 
-class ReportedError(msgspec.Struct, frozen=True):
-    """A HarnessError as a load process reports it."""
+class GaveUp(msgspec.Struct, frozen=True, tag_field="code", tag="gave_up"):
+    """A load process reports a HarnessError for which the load cannot start or cannot go on."""
 
     what: str
     next_step: str = ""
     detail: str = ""
 
-
-class GaveUp(msgspec.Struct, frozen=True, tag_field="code", tag="gave_up"):
-    """A load process reports that the load cannot start or cannot go on, for each of these errors."""
-
-    errors: list[ReportedError]
-
     @property
     def text(self) -> str:
-        """The errors for a person: see `harness.errors.sentence`."""
-        errors = [HarnessError(one.what, next_step=one.next_step, detail=one.detail) for one in self.errors]
-        return sentence(errors[0] if len(errors) == 1 else SeveralErrors(errors))
+        return sentence(HarnessError(self.what, next_step=self.next_step, detail=self.detail))
 
 
 class WaitsForWorkers(msgspec.Struct, frozen=True, tag_field="code", tag="waits_for_workers"):
@@ -111,9 +114,9 @@ def report(job: Job, status: Status) -> None:
 
 def report_error(job: Job, error: Exception) -> None:
     """Append to the status file why the load cannot start or go on."""
-    errors = error.errors if isinstance(error, SeveralErrors) else [error]
-    known = [one if isinstance(one, HarnessError) else HarnessError(str(one)) for one in errors]
-    report(job, GaveUp([ReportedError(one.what, one.next_step, one.detail) for one in known]))
+    for one in error.errors if isinstance(error, SeveralErrors) else [error]:
+        known = one if isinstance(one, HarnessError) else HarnessError(str(one))
+        report(job, GaveUp(known.what, known.next_step, known.detail))
 
 
 def read_status(job: Job) -> list[Status]:

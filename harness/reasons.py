@@ -125,6 +125,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "gib": gib,
     "gib2": lambda size: gib(size, 2),
     "gib_number": lambda size: f"{size / GIB:.1f}",
+    "amount": lambda one: amount_words(**one),
+    "amounts": lambda loads: amounts_words(loads),
+    "number": lambda one: _number_of(**one),
     "list": ", ".join,
     "and": " and ".join,
     "ms": lambda seconds: f"{figures(1000 * seconds)} ms",
@@ -171,7 +174,6 @@ _RUN: Table = {
     "interrupted_at_end": "interrupted at the end",
     "live_load": "a live load, changed by hand, has no verdicts",
     "run_status": "it is {status}",
-    "manifest_invalid": "its manifest says so",
     "cells_missing": "only {ran} of {planned} planned cells ran",
     "unreadable_lines": _unreadable_lines,
     "unknown_cell": "requests.jsonl: {records:#record} of the cell '{unknown}', which is not in the plan",
@@ -276,13 +278,6 @@ def _resent(resent: int, sent: int, within_s: float, max_share: float | None = N
     return text + allowed
 
 
-def _wrong_length(wrong: int, answers: int, tokens: int | None = None, trace: bool = False) -> str:
-    """Answers that do not have the fixed length that was asked for."""
-    known = "" if tokens is None else f"of {tokens:,} tokens "
-    length = "of their row of the trace" if trace else f"{known}that was asked for"
-    return f"{wrong:,} of {answers:,} answers do not have the fixed length {length}"
-
-
 def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_share: float) -> str:
     """The server's counter of generated tokens differs from the client's count."""
     own = f"{min_tokens:,}"
@@ -348,7 +343,8 @@ _CELL: Table = {
     "{max_rate:.2%} is allowed",
     "resent": _resent,
     "none_succeeded": "no measured request succeeded",
-    "wrong_length": _wrong_length,
+    "wrong_length": "{wrong:,} of {answers:,} answers do not have the fixed length [of {tokens:,} tokens ]that "
+    "{trace:?their row of the trace asks for|was asked for}",
     "prompt_lengths": "{otherwise:,} of {prompts:,} prompts do not have the exact length that was asked for "
     "(beyond the {added:,} tokens that were added to most of them): the tokenizer is not the server's",
     "tokens_differ": _tokens_differ,
@@ -399,8 +395,6 @@ _CLIENT: Table = {
     "remedy_run_again": "a load process was killed: run again",
     "remedy_free_core": "other processes used its core during {share:.0%} of the time: "
     "stop them, or send from another machine",
-    "remedy_paused": "load process {process} was paused for {seconds:.1f} s (stopped, or its machine slept or "
-    "swapped): run again",
     "remedy_processes": "use more 'processes' ({processes}) or machines (--workers), or fewer streams at once",
     "remedy_users": _more_users,
 }
@@ -427,18 +421,6 @@ def _listen_queue(retried: int, overflows: int, open_loop: bool) -> str:
         f"the server's listen queue overflowed: {'; '.join(facts)}. Put a gateway that keeps connections in front of "
         "the server, or let fewer requests arrive at once"
     )
-
-
-def _unfinished(requests: int, drain_s: float | None = None) -> str:
-    """Requests that did not finish in time."""
-    when = "before the load was ended early" if drain_s is None else f"within drain_s ({drain_s:g} s) after the end"
-    return f"{count(requests, 'request')} did not finish {when}: latencies lack the longest"
-
-
-def _no_token_counter(cells: int, of: int) -> str:
-    """The server has no token counter, so the client's count was not checked."""
-    where = "" if cells == of else f" in {cells} of {of} cells"
-    return f"the server gave no token counter{where}: the client's count could not be checked against it"
 
 
 def _answers_differ(
@@ -494,11 +476,13 @@ _NOTES: Table = {
     "planned",
     "abandoned": "{requests:#request was abandoned by its user|requests were abandoned by their users}: no latency has "
     "them",
-    "unfinished": _unfinished,
+    "unfinished": "{requests:#request} did not finish [within drain_s ({drain_s:g} s) after the end|before the load "
+    "was ended early]: latencies lack the longest",
     "steady": "the server was steady after [{seconds:.1f} s|its bound] and {requests:#warm-up request}",
     "not_steady": "the server was NOT steady after [{seconds:.1f} s|its bound] and {requests:#warm-up request}, the "
     "bound of the warm-up (max_s, max_requests): the measured numbers may still drift",
-    "no_token_counter": _no_token_counter,
+    "no_token_counter": "the server gave no token counter in {cells} of {of:#cell}: the client's count could not be "
+    "checked against it",
     "stages_unchecked": "a server's token counter is that of all stages together: no stage's count was checked "
     "against it",
     "imported": "imported from {tool} [{version}|of unknown version]: {files:sha256}",
@@ -531,12 +515,6 @@ _NOTES: Table = {
 # Why two sides have no ratio, and how far equal runs differ.
 
 
-def _noise_measured(machine: str, runs: int, server: str, first_day: str, last_day: str) -> str:
-    """How far equal runs differ was measured with these runs."""
-    when = first_day if first_day == last_day else f"{first_day} to {last_day}"
-    return f"A/A on {machine}, {runs} runs of '{server}', {when}"
-
-
 _COMPARISON: Table = {
     "row_not_valid": "{row} has a cell that is not valid ({why:reason})",
     "other_work": "one makes text and the other embeddings, which have no output tokens",
@@ -554,7 +532,7 @@ _COMPARISON: Table = {
     "about_equal": "the runs do not differ in '{about}', which the comparison is about",
     "noise_not_measured": "not measured",
     "noise_unknown": "not measured for {scenario} on {machine}[; what is stored is of another {other}]",
-    "noise_measured": _noise_measured,
+    "noise_measured": "A/A on {machine}, {runs} runs of '{server}', {first_day}[ to {last_day}]",
 }
 
 
@@ -568,70 +546,13 @@ def amount_words(amount: float, unit: str, load: str | None = None) -> str:
     return f"{amount:.3g} {unit}" + ("" if load is None else f" of {load}")
 
 
-def _number_of(value: float, unit: str) -> str:
-    return f"{round(value):,}" if unit == "users" else f"{value:.3g}"
+def amounts_words(loads: Iterable[Mapping[str, Any]]) -> str:
+    """Loads with their amounts: "20 chat users and 3 job users"."""
+    return " and ".join(amount_words(**load) for load in loads)
 
 
-def _next_to(loads: Sequence[Mapping[str, Any]]) -> str:
-    """The loads of a mix that do not change."""
-    return f" next to {' and '.join(amount_words(**load) for load in loads)}" if loads else ""
-
-
-def _capacity_found(
-    level: float,
-    low: float,
-    high: float,
-    unit: str,
-    above: float | None = None,
-    broken: str | None = None,
-    load: str | None = None,
-    next_to: Sequence[Mapping[str, Any]] = (),
-    **_: Any,
-) -> str:
-    """How many users, or requests a second, meet the SLOs, with the 95 % interval, and what breaks above."""
-    interval = f"95 % interval {_number_of(low, unit)} to {_number_of(high, unit)}"
-    then = "the SLOs are broken" if broken is None else f"{broken} is broken"
-    return f"holds {amount_words(level, unit, load)}{_next_to(next_to)}, {interval}" + (
-        "" if above is None else f"; at {_number_of(above, unit)} {then}"
-    )
-
-
-def _capacity_more_than(
-    max: float, unit: str, load: str | None = None, next_to: Sequence[Mapping[str, Any]] = (), **_: Any
-) -> str:
-    """The maximum that was asked for meets the SLOs."""
-    most = amount_words(max, unit, load)
-    return f"holds more than {most}{_next_to(next_to)}, the maximum asked for (--max-users raises it)"
-
-
-def _capacity_none(
-    one: float,
-    unit: str,
-    broken: str | None = None,
-    load: str | None = None,
-    next_to: Sequence[Mapping[str, Any]] = (),
-    **_: Any,
-) -> str:
-    """Not even the lowest level meets the SLOs."""
-    broke = "the server died, or no answer came" if broken is None else f"{broken} is broken"
-    return f"does not hold even {amount_words(one, unit, load)}{_next_to(next_to)}: {broke}"
-
-
-def _capacity_unresolved(
-    unit: str,
-    low: float | None = None,
-    high: float | None = None,
-    load: str | None = None,
-    next_to: Sequence[Mapping[str, Any]] = (),
-    **_: Any,
-) -> str:
-    """The evidence leaves the answer open."""
-    known = [
-        "" if low is None else f"it is at least {amount_words(low, unit, load)}",
-        "" if high is None else f"it is at most {amount_words(high, unit, load)}",
-    ]
-    words = " and ".join(part for part in known if part) or "no level is decided"
-    return f"unresolved: {words}{_next_to(next_to)}; a longer --budget can decide"
+def _number_of(amount: float, unit: str, **_: Any) -> str:
+    return f"{round(amount):,}" if unit == "users" else f"{amount:.3g}"
 
 
 def _capacity_frontier(
@@ -647,16 +568,15 @@ def _capacity_frontier(
     return said if complete else f"unresolved: so far it {said}; a longer --budget can decide"
 
 
-def _capacity_died(loads: Sequence[Mapping[str, Any]]) -> str:
-    """The server died under a probe, which counts as not held."""
-    return f"the server died at {' and '.join(amount_words(**load) for load in loads)}, which counts as not held"
-
-
 _CAPACITY: Table = {
-    "capacity_found": _capacity_found,
-    "capacity_more_than": _capacity_more_than,
-    "capacity_none": _capacity_none,
-    "capacity_unresolved": _capacity_unresolved,
+    "capacity_found": "holds {level:amount}[ next to {next_to:amounts}], 95 % interval {low:number} to {high:number}[; "
+    "at {above:number} {broken} is broken]",
+    "capacity_more_than": "holds more than {max:amount}[ next to {next_to:amounts}], the maximum asked for "
+    "(--max-users raises it)",
+    "capacity_none": "does not hold even {one:amount}[ next to {next_to:amounts}]: [{broken} is broken|the server "
+    "died, or no answer came]",
+    "capacity_unresolved": "unresolved[ next to {next_to:amounts}]: [at least {low:amount}; ][at most {high:amount}; "
+    "]a longer --budget can decide",
     "capacity_frontier": _capacity_frontier,
     "capacity_knee_knee": "more concurrency stops paying at {level:,} users, 95 % interval {low:,} to {high:,} (90 % "
     "of the best {peak_tok_s:figures3} tok/s)[; from {hurts_from:,} users on more users make it slower]",
@@ -675,7 +595,7 @@ _CAPACITY: Table = {
     "crossing_never": "{base} gives more tok/s than {side} at all levels measured, {first:,} to {last:,} users",
     "crossing_cannot_tell": "whether {side} or {base} gives more tok/s is inconclusive at the levels measured",
     "capacity_not_started": "the server did not start: {error}",
-    "capacity_died": _capacity_died,
+    "capacity_died": "the server died at {loads:amounts}, which counts as not held",
     "capacity_budget": "the budget of {budget_s:.0f} s was spent before the answer was known; a longer --budget can "
     "find it, or --max-users where the first probes have too many",
 }

@@ -133,16 +133,6 @@ def _unsendable(loads: Mapping[str, Load], machines: int) -> Iterator[HarnessErr
             )
 
 
-def parse_part(given: str) -> tuple[int, int]:
-    """Machine and machines of `--machine K/M`. Raises HarnessError."""
-    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", given)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise HarnessError(
-            f"--machine: must be K/M (got {given!r})", next_step="Such as 0/2 on one machine and 1/2 on the other."
-        )
-    return int(match[1]), int(match[2])
-
-
 def parse_address(option: str, given: str) -> tuple[str, int]:
     """Host and port, Locust's own where none is given. Raises HarnessError."""
     match = re.fullmatch(r"([^\s:/]+)(?::(\d{1,5}))?", given)

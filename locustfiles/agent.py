@@ -8,7 +8,8 @@ from functools import partial
 from locust import task
 
 from harness.load.openai_api import Tools, called, returned, valid_call
-from harness.load.user import LLMUser, Work
+from harness.load.process import Work
+from harness.load.user import LLMUser
 from harness.scenario.behaviour import Agent, chance, pause_s
 from harness.workload import Message
 
@@ -40,7 +41,7 @@ class ToolAgent(LLMUser):
             if self.over():
                 break
             if not new:
-                begin, step, history, new = place.index, 0, [], place.messages
+                begin, step, history, new = place.index, 0, [], list(place.messages)
             step += 1
             asked = place.saying(new) if step > 1 else place
             answer = self.ask(asked, history, conversation=begin, turn=step, batch=batch, tools=tools)

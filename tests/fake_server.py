@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.load.client import ApiAddress, Client, Dialer
-from harness.load.exchange import Exchange, ResponseReader
+from harness.load.exchange import Exchange
 from harness.load.openai_api import Answer
-from harness.load.process import LoadProcess, Place
-from harness.load.reader import IdleQueue, KernelClock, Reader
+from harness.load.process import LoadProcess, Work
+from harness.load.reader import IdleQueue, Reader
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Slot
 from harness.rundir.records import Request, read_requests
@@ -178,15 +178,15 @@ def load_process(folder: Path, url: str, api_key_env: str | None = None, **load:
         assert recorder.sent == recorder.recorded
 
 
-def place(index: int = 0) -> Place:
-    return Place(Slot("measured", index), "Tester", user=0)
+def work(index: int = 0) -> Work:
+    return Work(Slot("measured", index), [{"role": "user", "content": "hi"}], user_class="Tester")
 
 
 def one_record(folder: Path, handler: Handler, **load: Any) -> Request:
     """Sends one request and reads back its one record."""
     with serving(handler) as url, load_process(folder, url, **load) as process:
         client = process.client()
-        process.send(client, [{"role": "user", "content": "hi"}], place())
+        process.send(client, work())
         client.close()
     records = list(read_requests(folder / "requests.jsonl"))
     assert len(records) == 1
@@ -202,21 +202,6 @@ def silence(connection: socket.socket) -> None:
     connection.recv(1)  # until the client gives up
 
 
-def new_exchange(id: str = "x", **more: Any) -> tuple[Exchange, ResponseReader]:
-    """An exchange, and what takes in its body as it comes."""
-    exchange = Exchange(id, **more)
-    reading = ResponseReader(exchange)
-    exchange.process = reading.process
-    return exchange, reading
-
-
-def read_answer(reading: ResponseReader) -> Answer:
-    """The observations in an exchange that has ended."""
-    answer = reading.finish()
-    reading.time()
-    return answer
-
-
 @contextmanager
 def exchanging(
     url: str, timeout_s: float = 5.0, known: bool = True, headers: dict[str, str] | None = None
@@ -225,21 +210,21 @@ def exchanging(
 
     `known`: it takes the server for one that keeps connections after streams.
     """
-    clock = KernelClock()
-    reader = Reader(clock, IdleQueue())
+    reader = Reader(IdleQueue())
     dialer = Dialer(ApiAddress.of(url))
     if known:
         dialer.keeps[True] = True
-    client = Client(dialer, clock, reader, timeout_s=timeout_s, headers=headers)
+    client = Client(dialer, reader, timeout_s=timeout_s, headers=headers)
 
     def send(body: bytes = BODY) -> tuple[Exchange, Answer]:
-        exchange, reading = new_exchange()
+        exchange = Exchange("x")
         client.send("/chat/completions", lambda: body, exchange)
-        return exchange, read_answer(reading)
+        answer = exchange.finish()
+        exchange.time()
+        return exchange, answer
 
     try:
         yield send
     finally:
         client.close()
         reader.close()
-        clock.close()

@@ -25,7 +25,7 @@ from harness.capacity.knee import (
 )
 from harness.paths import ROOT
 from harness.simulated.engine import EngineConfig
-from harness.simulated.virtual import VirtualRequest, VirtualWork, closed_loop
+from tests.virtual import VirtualRequest, VirtualWork, closed_loop
 
 SERVERS = 200
 STORED = ROOT / "tests" / "data" / "knee_servers.jsonl"

@@ -128,7 +128,7 @@ def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> 
     many = [verdict(f"vllm / f{i}", "faster", 1.5 + i / 10) for i in range(6)]
     of = compared(verdict("vllm / same", "same", 1.0), *many, verdict("vllm / slow", "slower", 0.5), many[0])
     assert of.comparison is not None
-    found = [side for _, side, _ in sentences.in_short_by_side(of.comparison)]
+    found = [said.partition(":")[0] for _, said in sentences.of_verdicts(of.comparison.verdicts)]
     assert found[:3] == ["vllm / slow", "vllm / f5", "vllm / f4"] and found[-1] == "vllm / same"
     out = io.StringIO()
     terminal.print_report(of, run(), Path("x"), Console(file=out, width=150))

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "trust": set(),
     "scenario": {"paths", "summary"},
     "workers": {"scenario"},
-    "job": {"scenario", "workers"},
+    "job": {"scenario", "workers", "workload"},
     "rundir": {"engines", "failures", "scenario", "summary", "trust", "workers"},
     "workload": {"rundir", "scenario"},
     "failures": {"engines", "utilization"},

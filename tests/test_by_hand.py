@@ -35,7 +35,7 @@ from tests.load_runs import (
     start,
     start_job,
     wait_for_records,
-)  # fmt: skip
+)
 from tests.web_ui import ui
 
 CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
@@ -90,18 +90,20 @@ def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: P
         (["--host", "http://127.0.0.1:9", "--processes", "2"],
          ["no model could be read from /v1/models (127.0.0.1:9: connection refused"]),
         (["--prompts", "none.jsonl"], ["none.jsonl: the prompts cannot be read (No such file or directory)"]),
-        (["--abandon", "5% after 9 tokens", "--stream", "no"],
-         ["--abandon: without --stream an answer comes all at once"]),
+        (["--abandon", "often"], ["--abandon: a mapping (name: value) is expected, got 'often'"]),
+        (["--abandon", "{share: 0.05"], ["--abandon: not valid YAML at line 1"]),
+        (["--abandon", "{share: 0.05, after_tokens: 9}", "--stream", "no"],
+         ["--abandon: without 'stream' an answer comes all at once"]),
         (
-            ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--output-tokens", "many"]
-            + ["--slos", "x", "--abandon", "500% after 3s"],
-            ["7 problems:", "--think: must be seconds", "--slos: must be SLOs", "--turns: a whole number is expected",
-             "--steps: a whole number of at least 1", "--output-tokens: a whole number is", "--timeout: a number above",
-             "--abandon: must be a share of at most 100% and a time"],
+            ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--slos", "x"]
+            + ["--output-tokens", "{uniform: [9, 5]}", "--abandon", "{share: 5, after_s: 3}"],
+            ["7 problems:", "--slos: SLOs such as", "--turns: a whole number is expected, got 'few'",
+             "--think: a number is expected, got 'soon'", "--steps: a whole number of at least 1 is expected, got 0",
+             "--output-tokens: two numbers are expected, the minimum and the", "--timeout: a number above 0 is",
+             "--abandon: a number of at most 1 is expected, got 5"],
         ),
-        (["--machine", "3/2"], ["--machine: must be K/M (got '3/2')."]),
         (["--endpoint", "embeddings"], ["--endpoint: ChatUser supports only chat and completions (got embeddings)"]),
-        (["--in-flight", "4", "--batch-size", "2"], ["--in-flight: give one of --batch-size (bursts) and --in-flight"]),
+        (["--in-flight", "4", "--batch-size", "2"], ["--in-flight: give one of 'batch_size' (bursts)"]),
         (["--prompts", "bad.jsonl"], ["bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "]),
         (["--job", "none.json"], ["none.json: the job cannot be read"]),
         (["--host", "ftp://x", "--prompts", "bad.jsonl"], ["host: 'ftp://x' is not a URL."]),
@@ -269,7 +271,7 @@ def test_a_pause_in_the_form_takes_the_place_of_the_scenarios(tmp_path: Path) ->
         "[1.0, 5.0] None",
         "None None",
         f"completions {leaves} 0.03",
-        "2 on the mean (lognormal, sigma 1) None True",
+        '{"mean_s":2.0} None True',
     ]
 
 

@@ -254,9 +254,9 @@ def test_drift_is_noticed_beyond_chance() -> None:
         (SloCapacity(kind="found", level=23, low=21, high=26, above=27, broken="ttft_p95<=2s"),
          "s: holds 23 users, 95 % interval 21 to 26; at 27 ttft_p95<=2s is broken"),
         (SloCapacity(kind="unresolved", level=None, low=8, high=15),
-         "s: unresolved: it is at least 8 users and it is at most 15 users; a longer --budget can decide"),
+         "s: unresolved: at least 8 users; at most 15 users; a longer --budget can decide"),
         (SloCapacity(kind="unresolved", level=None, low=None, high=None),
-         "s: unresolved: no level is decided; a longer --budget can decide"),
+         "s: unresolved: a longer --budget can decide"),
     ],
 )  # fmt: skip
 def test_sentences(slo: SloCapacity, said: str) -> None:

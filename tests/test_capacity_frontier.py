@@ -9,7 +9,7 @@ import pytest
 
 from harness.capacity.evidence import ProbeEvidence
 from harness.capacity.search import Frontier, FrontierSearch
-from harness.simulated.virtual import VirtualWork, concurrent_loads
+from tests.virtual import VirtualWork, concurrent_loads
 from tests.virtual_servers import seeded_server
 
 GRID = range(1, 17)

@@ -15,8 +15,8 @@ from harness.capacity.slo import FLUSH_S, BlockCutter, LoadBlock, parse_slos
 from harness.run.capacity import load_at, pace_of, step_of
 from harness.scenario import Arrivals, Load
 from harness.simulated.engine import EngineConfig
-from harness.simulated.virtual import VirtualWork, poisson
 from tests.made_runs import request
+from tests.virtual import VirtualWork, poisson
 
 MAX_LEVEL = 64
 WORK = VirtualWork(prompt_tokens=(50, 150), output_tokens=(20, 60))

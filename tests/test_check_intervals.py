@@ -231,5 +231,3 @@ def test_bounds_that_the_sample_does_not_have() -> None:
     assert made(71).intervals["p95"] == (63.0, None)
     assert made(130).intervals["p95"] == (118.0, 129.0)
     assert made(130).p95 == 124.0
-    # Many values of one request are not independent.
-    assert distribution([array("d", [1.0] * 700)], requests=700).intervals == {}

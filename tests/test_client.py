@@ -11,7 +11,7 @@ import pytest
 import harness.load.client as client_module
 from harness.errors import HarnessError
 from harness.load.client import ApiAddress
-from harness.load.reader import AnyInbox, IdleQueue, KernelClock, Reader, ReadTimes
+from harness.load.reader import AnyInbox, IdleQueue, Reader, ReadTimes
 from harness.rundir.records import read_requests
 from tests.fake_server import (
     CHUNKED,
@@ -25,10 +25,10 @@ from tests.fake_server import (
     exchanging,
     load_process,
     once,
-    place,
     read_request,
     serving,
-)  # fmt: skip
+    work,
+)
 from tests.tls import sign
 
 
@@ -40,7 +40,7 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         if proxy:
             monkeypatch.setenv("HTTP_PROXY", proxy)
         with load_process(tmp_path, f"http://127.0.0.1:{port}") as process:
-            answer = process.send(process.client(), [{"role": "user", "content": "hi"}], place())
+            answer = process.send(process.client(), work())
         assert answer.error == "connect"
         assert answer.message == f"127.0.0.1:{port}: connection refused{remark}"
     assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["connect", "connect"]
@@ -48,7 +48,7 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
     with load_process(tmp_path, "http://no-such-host.invalid:8000") as process:
-        answer = process.send(process.client(), [{"role": "user", "content": "hi"}], place())
+        answer = process.send(process.client(), work())
     assert answer.error == "connect"
     assert (answer.message or "").startswith("no-such-host.invalid:8000: ")
 
@@ -180,8 +180,7 @@ def test_a_connection_that_is_given_up_between_two_reads_takes_no_other_along() 
         raise ValueError("no HTTP")
 
     later = IdleQueue()
-    clock = KernelClock()
-    reader = Reader(clock, later)
+    reader = Reader(later)
     pairs = [gevent.socket.socketpair() for _ in range(3)]
     arrivals = [ReadTimes() for _ in pairs]
     try:
@@ -202,7 +201,6 @@ def test_a_connection_that_is_given_up_between_two_reads_takes_no_other_along() 
     finally:
         later.finish()
         reader.close()
-        clock.close()
         for ours, theirs in pairs:
             ours.close()
             theirs.close()

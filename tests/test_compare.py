@@ -179,13 +179,10 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
     )
     assert [" by wall time (" in verdict_sentence(v) for v in found.verdicts].count(True) == 1
     assert sentences.of_method(found).startswith(
-        "By output tokens per second or wall time or prompt tokens per second, as each line says; 5 comparisons"
+        "By output tok/s or wall time or prompt tok/s, as each line says; 5 comparisons"
     )
-    assert sentences.in_short(found.verdicts[2], found) == "2.00x faster by wall time"
-    assert sentences.in_short(found.verdicts[6], found) == "2.00x faster than a / vectors by prompt tok/s"
     alone = compare_rows([row for row in rows if row.load == "work"], {}, ("a", "work"), scenario)
     assert alone is not None and alone.metric == "wall_s"
-    assert sentences.in_short(alone.verdicts[0], alone) == "2.00x faster"
 
 
 def cell(server: str, load: str, repeat: int, open_loop: bool, **latencies: float) -> CellSummary:
@@ -528,13 +525,11 @@ def test_a_run_that_is_invalid_or_has_not_ended_is_refused(tmp_path: Path) -> No
     run = write_made_run(tmp_path / "two", noisy(2))
     records = list(read_requests(tmp_path / "two" / "requests.jsonl"))
     write_lines(tmp_path / "two" / "requests.jsonl", records[:-1])
-    with pytest.raises(
-        RunError, match="two: an INVALID run is not compared: r5-b-x: load process 109 sent 5 requ"
-    ) as it:
+    with pytest.raises(RunError, match="two: only a VALID run is compared: r5-b-x: load process 109 sent 5") as it:
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
     assert it.value.exit_code == ExitCode.INVALID
     write_run(tmp_path / "two", msgspec.structs.replace(run, status="running"))
-    with pytest.raises(RunError, match="two: the run has not ended"):
+    with pytest.raises(RunError, match="two: only a VALID run is compared: it is running"):
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
 
 

@@ -18,7 +18,6 @@ import pytest
 from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load
 from harness.simulated import spawned
-from harness.workload import Message
 from tests.fake_server import (
     BODY,
     GOOD,
@@ -26,12 +25,12 @@ from tests.fake_server import (
     closing_after,
     exchanging,
     load_process,
-    place,
     read_request,
     reset,
     serving,
     whole,
-)  # fmt: skip
+    work,
+)
 from tests.faults import fault
 from tests.load_runs import ROOT, end, log_of, make_job, records_of, start_job
 from tests.tls import Signed, sign
@@ -159,8 +158,7 @@ def test_connections_that_waited_for_a_full_listen_queue_are_counted(tmp_path: P
         load_process(tmp_path, url_of(listener)) as process,
         after(0.3, serve, listener),
     ):
-        hello: list[Message] = [{"role": "user", "content": "hi"}]
-        sending = [gevent.spawn(process.send, process.client(), hello, place(number)) for number in range(users)]
+        sending = [gevent.spawn(process.send, process.client(), work(number)) for number in range(users)]
         gevent.joinall(sending, raise_error=True)
     records = records_of(tmp_path)
     assert [record.error for record in records] == [None] * users
@@ -212,7 +210,7 @@ def sent_by_users(folder: Path, url: str, pause_s: Callable[[random.Random], flo
         def user(number: int) -> None:
             client, chance = process.client(), random.Random(number)
             for turn in range(EACH):
-                process.send(client, [{"role": "user", "content": "hi"}], place(number * EACH + turn))
+                process.send(client, work(number * EACH + turn))
                 gevent.sleep(pause_s(chance))
             client.close()
 

@@ -81,8 +81,8 @@ raise SystemExit(1)
     write_job(job(tmp_path), tmp_path / "job.json")
     with pytest.raises(RunError) as caught:
         run(tmp_path, program)
-    assert caught.value.what == "cell r1-a-b: the load could not start: 2 problems:"
-    assert caught.value.detail == "no model\nno key"
+    assert caught.value.what == "cell r1-a-b: the load could not start: no model"
+    assert caught.value.detail == "no key."
 
 
 def test_workers_that_do_not_come_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
     report_error(cell, OSError("disk"))
     with status_file(cell.counter_path).open("ab") as file:
         file.write(b'{"code":"of a newer harness"}\n{"code":"gave')
-    assert gave_up(cell) == "worker a: no key. Set it.\n2 problems:\nno model\nno prompts\ndisk."
+    assert gave_up(cell) == "worker a: no key. Set it.\nno model.\nno prompts.\ndisk."
 
 
 def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

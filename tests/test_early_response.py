@@ -4,7 +4,6 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import gevent
@@ -24,10 +23,10 @@ from tests.fake_server import (
     chunk,
     exchanging,
     load_process,
-    place,
     read_request,
     serving,
     whole,
+    work,
 )
 from tests.faults import fault
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
@@ -205,7 +204,7 @@ def test_one_record_and_nothing_is_left_of_a_request_that_is_cut_as_it_is_sent(t
     with serving(handler) as url, load_process(tmp_path, url) as process:
         client = process.client()
         messages: list[Message] = [{"role": "user", "content": "a " * 6_000_000}]
-        user = gevent.spawn(partial(process.send, client, messages, place()))
+        user = gevent.spawn(process.send, client, work().saying(messages))
         gevent.sleep(0.4)
         user.kill()
         client.close()

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from harness.analysis.derive import add_up
-from harness.analysis.notes import answer_difference as difference
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import AnswerTally, answers_of, prompts_of
+from harness.analysis.validity import answer_difference as difference
 from harness.reasons import evidence, sentence, sentences
 from harness.rundir.records import Request, read_requests
 from harness.scenario import Prompts

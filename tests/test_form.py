@@ -7,7 +7,7 @@ import gevent
 import httptools
 import pytest
 
-from harness.load.exchange import Collector, Exchange, ResponseReader
+from harness.load.exchange import Collector, Exchange
 from harness.load.openai_api import Answer
 from harness.load.reader import IdleQueue
 from harness.load.sse import EventTemplate
@@ -30,16 +30,16 @@ def chunked(data: bytes) -> bytes:
 def read_in(reads: list[bytes], together: int = 5, known: bool = True) -> tuple[Exchange, Answer, int]:
     """An exchange that got these reads, some at a time, what they say, and how many were taken at a glance."""
     exchange = Exchange(id="x")
-    reading, collector = ResponseReader(exchange), Collector(exchange)
+    collector = Collector(exchange)
     for number, data in enumerate(reads):
         exchange.arrivals.append(time.monotonic_ns(), None)
         if not known:
             exchange.template.ready = False
         collector.take(data)
         if number % together == 0:
-            reading.process()
-    answer = reading.finish()
-    reading.time()
+            exchange.process()
+    answer = exchange.finish()
+    exchange.time()
     return exchange, answer, exchange.reads - len(exchange.parsed)
 
 

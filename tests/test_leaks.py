@@ -28,11 +28,11 @@ from tests.fake_server import (
     chunk,
     load_process,
     once,
-    place,
     read_request,
     serving,
     whole,
-)  # fmt: skip
+    work,
+)
 from tests.load_runs import end, start
 
 KEY = "Zq7Lw2Xn9Rb4Tv6Yk1Hd3Pm8Jc5Gf0Ws"
@@ -220,7 +220,7 @@ def test_no_record_has_the_key(tmp_path: Path, name: str) -> None:
     """One server for each leak."""
     with serving(once(LEAKS[name])) as url, load_process(tmp_path, url, api_key_env=NAME) as process:
         client = process.client()
-        process.send(client, [{"role": "user", "content": "hi"}], place())
+        process.send(client, work())
         client.close()
     (record,) = read_requests(tmp_path / "requests.jsonl")
     assert record.status is not None or record.error is not None

@@ -124,8 +124,8 @@ def given_up_with(found: UI, message: str) -> bool:
 def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: Path, processes: int) -> None:
     none = tmp_path / "none.jsonl"
     invalid = [
-        ("slos", "fast", "--slos: must be SLOs such as 'ttft<=2s, tpot<=50ms' (got 'fast')"),
-        ("arrivals", "-3", "--arrivals: must be a number above 0"),
+        ("slos", "fast", "--slos: SLOs such as 'ttft<=2s, tpot<=50ms' are expected, got 'fast'"),
+        ("arrivals", "-3", "--arrivals: a number above 0 is expected, got -3"),
         ("output_tokens", "many", "--output-tokens: a whole number is expected, got 'many'"),
         ("output_tokens", "0", "--output-tokens: a whole number of at least 1 is expected, got 0"),
         ("endpoint", "zzz", "--endpoint: expected one of chat, completions, embeddings, got 'zzz'."),

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from harness.load.live_metrics import (
     CounterDelta,
     LiveNumbers,
     Observed,
-    RequestCounter,
     percentiles,
     unpacked,
 )
@@ -25,20 +25,28 @@ from harness.rundir.records import ErrorKind, Request
 from harness.scenario.check_syntax import Slo
 
 
-class Sender:
-    """Of a recorder, what the counter asks for: what is in flight, and how busy the process is."""
+class Worker:
+    """A load process, and of its recorder what a report asks for."""
 
-    def __init__(self, in_flight_of: dict[str, int] | None = None, busy: float | None = None) -> None:
-        self.in_flight_of = in_flight_of or {}
+    def __init__(self, slos: Sequence[Slo] = ()) -> None:
+        self.slos = slos
+        self.counted = CounterDelta()
         self.health = self
-        self.busy_now = lambda: busy
+        self.in_flight_of: dict[str, int] = {}
+        self.busy: float | None = None
+
+    def busy_now(self) -> float | None:
+        return self.busy
+
+    def add(self, request: Request) -> None:
+        self.counted.add(request, self.slos)
 
 
-def delta(
-    counter: RequestCounter, in_flight_of: dict[str, int] | None = None, busy: float | None = None
-) -> CounterDelta:
+def delta(worker: Worker, in_flight_of: dict[str, int] | None = None, busy: float | None = None) -> CounterDelta:
     """What the worker counted, as the master gets it."""
-    given = unpacked(msgspec.msgpack.encode(counter.delta(Sender(in_flight_of, busy))))  # type: ignore[arg-type]
+    worker.in_flight_of, worker.busy = in_flight_of or {}, busy
+    given = unpacked(msgspec.msgpack.encode(worker.counted.reported(worker)))  # type: ignore[arg-type]
+    worker.counted = CounterDelta()
     assert given is not None
     return given
 
@@ -78,7 +86,7 @@ def test_a_counter_reports_everything_once() -> None:
         Slo(text="ttft<=150ms", latency="ttft", operator="<=", bound_s=0.15),
         Slo(text="tpot<=30ms", latency="tpot", operator="<=", bound_s=0.03),
     )
-    counter = RequestCounter(slos)
+    counter = Worker(slos)
     for one in (
         request(),
         request(ttft=0.2),
@@ -98,15 +106,15 @@ def test_a_counter_reports_everything_once() -> None:
     numbers = LiveNumbers()
     numbers.take("a", given)
     assert numbers.failures() == {"http": 2, "timeout": 1}
-    chat = [by_class["Chat"] for _, by_class in given.seconds if "Chat" in by_class]
+    chat = [by_class["Chat"] for by_class in given.seconds.values() if "Chat" in by_class]
     assert (sum(one.ended for one in chat), sum(one.failed for one in chat), sum(one.met for one in chat)) == (8, 3, 1)
     assert sum(one.tokens for one in chat) == 33
-    assert all(age in (0, 1) for age, _ in given.seconds)
-    assert delta(counter) == CounterDelta([], {})
+    assert all(int(given.now) - second in (0, 1) for second in given.seconds)
+    assert (empty := delta(counter)) == CounterDelta(now=empty.now)
     # An answer that came in one read has no TPOT here either: its chunks' times say when the read was.
     for one in (request(chunks_s=[0.3, 0.3, 0.3], coalesced=2, coalesced_late=0), request()):
         counter.add(one)
-    ((_, by_class),) = delta(counter).seconds
+    (by_class,) = delta(counter).seconds.values()
     assert [sum((values or {}).values()) for values in map(by_class["Chat"].latencies.get, ("ttft", "tpot"))] == [2, 1]
     # What no worker of ours sent is left out.
     assert [unpacked(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
@@ -122,7 +130,7 @@ def test_the_slos_are_those_of_the_row() -> None:
 def test_a_load_process_that_is_at_its_limit_is_reported_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    numbers, counter = LiveNumbers(), RequestCounter()
+    numbers, counter = LiveNumbers(), Worker()
     told = []
     for busy in (None, 0.5, 0.96, 0.9):
         numbers.take("a", delta(counter, busy=busy))
@@ -135,7 +143,7 @@ def test_the_numbers_add_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch)
     clock = [1000.5]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     numbers = LiveNumbers(lag_s=4, slos="ttft<=150ms")
-    workers = {name: RequestCounter((Slo(text="", latency="ttft", operator="<=", bound_s=0.15),)) for name in "ab"}
+    workers = {name: Worker((Slo(text="", latency="ttft", operator="<=", bound_s=0.15),)) for name in "ab"}
     for second in range(30):
         clock[0] = 1000.5 + second
         for name, counter in workers.items():
@@ -163,7 +171,7 @@ def test_the_numbers_add_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch)
 def test_the_rates_of_the_whole_test_end_with_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    numbers, counter = LiveNumbers(), RequestCounter()
+    numbers, counter = LiveNumbers(), Worker()
     for _ in range(10):
         counter.add(request())
         numbers.take("a", delta(counter))

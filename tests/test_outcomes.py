@@ -4,14 +4,12 @@ import gzip
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import gevent
 import pytest
 
 from harness.load import client as client_module
-from harness.load.client import Client
-from harness.load.exchange import Collector, Exchange, ResponseReader
+from harness.load.exchange import Collector, Exchange
 from harness.load.openai_api import Answer
 from harness.load.reader import Direct
 from harness.rundir.records import Request, read_requests
@@ -32,12 +30,12 @@ from tests.fake_server import (
     load_process,
     once,
     one_record,
-    place,
     read_request,
     reset,
     serving,
     silence,
     whole,
+    work,
 )
 from tests.faults import fault
 
@@ -233,14 +231,14 @@ def test_streams_that_are_complete(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("kind", [b"", b"Content-Type: application/json\r\n"])
 def test_a_stream_that_is_not_called_one_is_known_however_it_is_cut(kind: bytes) -> None:
     exchange = Exchange(id="x", sent_ns=0)
-    reading, collector = ResponseReader(exchange), Collector(exchange)
+    collector = Collector(exchange)
     head = OK + kind + b"Transfer-Encoding: chunked\r\n\r\n"
     for data in [head, *(chunk(bytes([one])) for one in b"\n" + TOKEN + DONE), b"0\r\n\r\n"]:
         exchange.arrivals.append(len(exchange.arrivals), None)
         collector.take(data)
-        reading.process()
-    answer = reading.finish()
-    reading.time()
+        exchange.process()
+    answer = exchange.finish()
+    exchange.time()
     assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)
 
 
@@ -405,7 +403,7 @@ def test_a_whole_answer_without_a_token_is_empty(tmp_path: Path) -> None:
 def record_of_cut(folder: Path, handler: Handler, by: type[BaseException] = gevent.GreenletExit) -> Request:
     """The record of a request that was cut after a moment, and did not return to the user."""
     with serving(handler) as url, load_process(folder, url) as process:
-        sending = gevent.spawn(process.send, process.client(), [{"role": "user", "content": "hi"}], place())
+        sending = gevent.spawn(process.send, process.client(), work())
         gevent.sleep(0.2)
         sending.kill(by)
         assert not isinstance(sending.value, Answer)
@@ -427,10 +425,8 @@ def test_a_cut_is_a_cut_when_the_connection_ends_with_it(tmp_path: Path, monkeyp
         def rest(self) -> list[bytes]:
             return super().rest() or [b""]
 
-    def inbox(client: Client, sock: Any, exchange: Exchange) -> Direct:
-        return EndsWhenCut(sock, client._clock, exchange.arrivals)
-
-    monkeypatch.setattr(Client, "_inbox", inbox)
+    monkeypatch.setattr("harness.load.client.Direct", EndsWhenCut)
+    monkeypatch.setattr("harness.load.client.ask_for_stamps", lambda _: False)
     record = record_of_cut(tmp_path, once(CHUNKED, chunk(TOKEN), then=silence))
     assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
 
@@ -441,7 +437,7 @@ def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None
     with serving(handler) as url, load_process(tmp_path, url) as process:
         client = process.client()
         with pytest.raises(gevent.Timeout), gevent.Timeout(0.2):
-            process.send(client, [{"role": "user", "content": "hi"}], place(), lambda answer: told.append(answer.error))
+            process.send(client, work(), lambda answer: told.append(answer.error))
     (record,) = read_requests(tmp_path / "requests.jsonl")
     assert (record.error, record.message) == ("timeout", "cut by a gevent.Timeout of 0.2 seconds in the locustfile")
     assert (len(record.chunks_s), record.status) == (2, 200)
@@ -463,15 +459,15 @@ def test_an_answer_that_was_never_read_has_failed() -> None:
 
 def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
     with serving(once(GOOD)) as url, load_process(tmp_path, url) as process:
-        answer = process.send(process.client(), [{"role": "user", "content": object()}], place())  # type: ignore[typeddict-item]
+        answer = process.send(process.client(), work().saying([{"role": "user", "content": object()}]))  # type: ignore[typeddict-item]
     assert answer.error == "client"
     assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["client"]
 
 
 def test_a_defect_of_ours_leaves_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(reading: ResponseReader) -> Answer:
+    def broken(exchange: Exchange) -> Answer:
         raise ZeroDivisionError("we were careless")
 
-    monkeypatch.setattr(ResponseReader, "finish", broken)
+    monkeypatch.setattr(Exchange, "finish", broken)
     record = one_record(tmp_path, answering(GOOD))
     assert (record.error, record.message, record.status) == ("client", "ZeroDivisionError: we were careless", 200)

@@ -21,11 +21,9 @@ from harness.scenario.behaviour import (
 )
 from harness.scenario.file import load_scenario
 from harness.workload import (
-    asked_prompt_tokens,
+    Workload,
     common,
-    messages,
     one_token_words,
-    output_tokens,
     text,
     words_of,
     workload_sha256,
@@ -139,12 +137,13 @@ def test_lengths_in_words_and_their_bounds() -> None:
 def test_prompts_and_answers_have_the_lengths_of_their_law() -> None:
     prompts = Prompts(tokens=Lengths(uniform=(3, 30)), system_tokens=5)
     load = Load(user="batch", requests=1, output_tokens=Lengths(uniform=(1, 9)))
+    work = Workload(prompts, load, 7, "a b c d")
     for index in range(-3, 50):
-        said = messages(prompts, 7, index, "a b c d", [])
+        said = work.messages(index)
         words = sum(len(message["content"].split()) for message in said)
-        assert words == asked_prompt_tokens(prompts, 7, index, "a b c d")
-        assert output_tokens(load, 7, index) == length_at(load.output_tokens, "output", 7, index)
-    assert asked_prompt_tokens(Prompts(kind="classification"), 7, 0, None) is None
+        assert words == work.prompt_tokens(index)
+        assert work.output_tokens(index) == length_at(load.output_tokens, "output", 7, index)
+    assert Workload(Prompts(kind="classification"), load, 7).prompt_tokens(0) is None
 
 
 def made(tmp_path: Path, load: dict[str, object], prompts: dict[str, object]) -> str:
@@ -278,7 +277,7 @@ def test_a_batch_file_is_read_with_the_length_of_each_answer(tmp_path: Path) -> 
         PromptRow(prompt="e"),
     ]
     load = Load(user="batch", requests=3, output_tokens=100)
-    assert [output_tokens(load, 1, index, rows) for index in range(4)] == [7, 9, 100, 7]
+    assert [Workload(Prompts(), load, 1, rows=rows).output_tokens(index) for index in range(4)] == [7, 9, 100, 7]
 
 
 def test_problems_of_a_prompt_file_are_told_together_up_to_a_few(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
     write_made_run(tmp_path / "bad", status="invalid", reasons=[because("text", text="it was cut")])
     with pytest.raises(RunError) as raised:
         usable_baseline(tmp_path / "bad")
-    assert raised.value.what == "bad: the baseline must be a VALID run, and is invalid: it was cut"
+    assert raised.value.what == "bad: only a VALID run is a baseline: it was cut"
     assert raised.value.exit_code == ExitCode.INVALID
 
 

@@ -1,33 +1,22 @@
-"""What the charts of a report show: chosen requests, events, panels, differences between servers, short verdicts."""
+"""What the charts of a report show: chosen requests, events, panels and differences between servers."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thinned
 from harness.analysis.summarize import read_summary
 from harness.judge.comparable import server_differences
-from harness.report import sentences
 from harness.report.charts import Chart
-from harness.report.charts.data import (
-    MAX_DOTS,
-    MAX_FAILED,
-    SLOWEST,
-    CellData,
-    ChartFailures,
-    MachineSamples,
-    RowData,
-    ServerSamples,
-    Timeline,
-    observe,
-)
+from harness.report.charts.data import ChartFailures, MachineSamples, ServerSamples, Timeline, observe
 from harness.report.charts.figures import first_token, scatters, slo_bounds, throughput, tradeoffs, with_slo_lines
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
 from harness.report.html import render
 from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
 from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent
-from harness.summary import CheckResult, Comparison, Inconclusive, Kept, Summary, Verdict, because
+from harness.summary import CheckResult, Kept, Summary
 from tests import made_runs
 from tests.report_runs import write_run_directory
 from tests.test_report_text import summary as text_summary
@@ -56,29 +45,21 @@ def request(number: int, took_s: float = 1.0, failed: bool = False) -> Request:
 
 def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
     requests = [request(i, 1.0 + (i % 1000 == 0) * (30_000 - i), failed=i % 50 == 7) for i in range(20_000)]
-    whole, first, second = RowData(), RowData(), RowData()
+    whole, first, second = ChartCounts(), ChartCounts(), ChartCounts()
     for i, one in enumerate(requests):
-        whole.add_dot(one, one.sent_s)
-        (first if i % 3 else second).add_dot(one, one.sent_s)
-    second.thin()
-    first.merge(second)
-    chosen = whole.chosen(MAX_DOTS)
-    assert len(chosen) == MAX_DOTS
-    assert chosen == first.chosen(MAX_DOTS)  # however the file is divided
-    assert (whole.count, whole.failures) == (19_600, 400)
-    assert sum(dot.error is not None for dot in chosen) == MAX_FAILED
+        for counts in (whole, first if i % 3 else second):
+            counts.add(one, one.sent_s, counted=True)
+    chosen = thinned(whole.dots)
+    assert len(chosen) == len(set(chosen)) == MAX_DOTS
+    parts = [*thinned(first.dots), *thinned(second.dots)]
+    for number in (MAX_DOTS, 100):  # however the file is divided
+        assert set(thinned(parts, number)) == set(thinned(whole.dots, number))
+    assert (whole.succeeded, whole.failures) == (19_600, 400)
+    assert len(whole.failed_s["timeout"]) == 400
+    assert sum(dot.error is not None for dot in chosen) == MAX_DOTS // 4
     assert {dot.sent_s for dot in chosen} >= {1000.0 * i for i in range(SLOWEST)}
     good = [dot.sent_s for dot in chosen if dot.error is None]
     assert all(70 < sum(low <= at < low + 5000 for at in good) < 160 for low in range(0, 20_000, 5000))
-    assert len(whole.good) <= MAX_DOTS
-
-
-def test_the_first_of_each_kind_of_failure_is_known() -> None:
-    seen, other = CellData(), CellData()
-    seen.note_failure("timeout", ChartFailures(1, 11.0))
-    other.note_failure("timeout", ChartFailures(1, 7.0))
-    seen.merge(other)
-    assert seen.failures == {"timeout": ChartFailures(2, 7.0)}
 
 
 def timeline(**more: object) -> Timeline:
@@ -165,7 +146,7 @@ def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
 
 def test_preemptions_are_noticed_between_two_scrapes(tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=12)
-    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    line = observe(tmp_path).timelines[0]
     assert set(line.server.values) == {"running", "waiting", "kv_usage"}
     assert line.server.preempted and line.server.preempted[0][1] == 1.0
     assert line.machine == MachineSamples()
@@ -218,7 +199,7 @@ def test_a_page_of_open_loops_says_once_why_there_is_no_curve(folder: Path, run:
         msgspec.structs.replace(row, pooled=msgspec.structs.replace(row.pooled, schedule=Kept(sent=30)))
         for row in summary.rows
     ]
-    page = render(msgspec.structs.replace(summary, rows=rows), run, observe(folder, run))
+    page = render(msgspec.structs.replace(summary, rows=rows), run, observe(folder))
     assert page.count("All loads are open loops, which have no concurrency of their own.") == 1
     assert 'class="empty"' not in page
     assert "Not drawn, since an open loop" not in page
@@ -232,7 +213,7 @@ def test_latency_against_throughput_has_the_tail_only_where_it_is_carried(folder
 
 
 def test_single_requests_show_failures(folder: Path, run: Run) -> None:
-    chart = scatters(read_summary(folder), observe(folder, run))[0]
+    chart = scatters(read_summary(folder), observe(folder))[0]
     failed = [trace for trace in chart.figure["data"] if trace["marker"]["symbol"] == "x"]
     assert [len(trace["x"]) for trace in failed] == [6] * 6
     assert set(failed[0]["text"]) == {"timeout", "stream_error", "rejected"}
@@ -247,7 +228,7 @@ def test_who_left_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Pat
         made_runs.request(id="q3", index=3, chunks_s=[], first_visible_s=None, output_tokens=None, vectors=1),
     ]
     one_cell(tmp_path / "run", records, max_error_rate=1.0)
-    seen = observe(tmp_path / "run", read_run(tmp_path / "run"))
+    seen = observe(tmp_path / "run")
     assert [(one.count, one.failures) for one in seen.rows.values()] == [(2, 1)]
 
 
@@ -256,44 +237,6 @@ def test_what_differs_between_the_servers(run: Run) -> None:
     assert found == {"arguments": ["--max-num-seqs 256", "--max-num-seqs 4"], "effective.max_num_seqs": ["256", "4"]}
     unfinished = msgspec.structs.replace(run, cells=[one for one in run.cells if one.server == "open"])
     assert server_differences(unfinished) == []
-
-
-def verdict(
-    word: str,
-    ratio: float | None,
-    low: float | None,
-    high: float | None,
-    reason: Inconclusive | None = None,
-    needed: int | None = None,
-) -> Verdict:
-    return Verdict(
-        side="b / x", baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=high, p=0.04, n=(2, 5), word=word,
-        reason=reason, needed=needed, refused=None if ratio else because("other_work"),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("one", "said"),
-    [
-        (verdict("faster", 2.0, 1.9, 2.1), "2.00x faster"),
-        (
-            verdict("same", 1.001, 0.99, 1.01),
-            "the same within ±2 % as a / x by wall time (95 % interval 0.990 to 1.010, p = 0.040)",
-        ),
-        (
-            verdict("inconclusive", 1.5, None, None, "too_few", 4),
-            "1.50x faster; by wall time, too few repeats for a confidence interval; at least 4 repeats a side can "
-            "decide",
-        ),
-        (
-            verdict("inconclusive", None, None, None, "refused"),
-            "one makes text and the other embeddings, which have no output tokens",
-        ),
-    ],
-)
-def test_a_verdict_in_short(one: Verdict, said: str) -> None:
-    table = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[one])
-    assert sentences.in_short(one, table) == said
 
 
 def test_bounds_of_slos_are_lines_in_the_charts_of_their_latency() -> None:

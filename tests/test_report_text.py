@@ -266,9 +266,9 @@ def test_markdown() -> None:
         "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
     )
     assert (
-        "- **vllm / ten**: 1 agent, 10 requests at once, 25 requests of 50 tokens. A run took 4.18 s, by wall time "
-        "3.13x faster than the baseline; median TTFT 52.3\u00a0ms, p95 1,098\u00a0ms; "
-        "2 requests of 25 failed or did not finish.\n"
+        "<details><summary>Each load</summary>\n\n"
+        "- `one`: `bursts: user batch, requests 25, batch_size 1, output_tokens 50`\n"
+        "- `ten`: `bursts: user batch, requests 25, batch_size 10, output_tokens 50`\n"
     ) in text
     assert text.endswith(
         "Scenario `first-look`, run `20260921-140000-first-look`. "
@@ -339,17 +339,15 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
     )
     text = markdown.render(of, msgspec.structs.replace(other, scenario=scenario))
     assert "| vllm | one | 1,250 | 125 | 2.50 | 52.3 |" in text
-    assert (
-        "- **vllm / one**: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s. "
-        "125 tokens a second in all, the baseline for the others; median TTFT 52.3\u00a0ms"
-    ) in text
+    said = "closed loop: user chat, users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"
+    assert f"- `one`: `{said}`\n" in text
 
 
 def test_answers_in_one_piece_have_no_first_token() -> None:
     whole = msgspec.structs.replace(numbers(10.0, MANY), ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
     of = msgspec.structs.replace(summary(), rows=[row("one", whole)], comparison=None, checks=[])
     latencies = [column for column in columns(of) if column.group == "latency" and column.unit == "ms"]
-    assert [column.text(line) for line in lines(of, run()) for column in latencies] == [*["–"] * 4, "1,098", "1,200"]
+    assert [column.of(line) for line in lines(of, run()) for column in latencies] == [*["–"] * 4, "1,098", "1,200"]
 
 
 def test_a_run_that_did_not_end_says_so() -> None:
@@ -372,15 +370,3 @@ def test_figures_have_no_exponent() -> None:
     given = (0.0321, 0.26, 9.96, 12.3, 110.4, 1234.5)
     assert [units.figures(value) for value in given] == ["0.032", "0.26", "10", "12", "110", "1,234"]
     assert [units.figures(value, 4) for value in given] == ["0.0321", "0.26", "9.96", "12.3", "110.4", "1,234"]
-
-
-def test_the_rate_of_embeddings_for_a_time_is_reported_in_words() -> None:
-    made = run()
-    load = Load(user="batch", duration_s=9, endpoint="embeddings")
-    made = msgspec.structs.replace(made, scenario=msgspec.structs.replace(made.scenario, loads={"all": load}))
-    vectors = Numbers(sent=9, succeeded=9, failed=0, unfinished=0, vectors=9, window="timed", input_tok_s=49_477.2)
-    only = Row(server="vllm", load="all", cells=[], wall_s=[], output_tok_s=[], pooled=vectors)
-    of = msgspec.structs.replace(summary(), rows=[only], cells=[], comparison=None)
-    (line,) = lines(of, made)
-    said = sentences.of_row(line, made)
-    assert said.endswith(" 49,477 tokens of prompts a second in all, the baseline for the others.")

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from harness.analysis.notes import of_sessions, sessions_of
 from harness.analysis.summarize import read_summary
+from harness.analysis.validity import of_sessions, sessions_of
 from harness.judge.verdicts import ComparedSides, are_apart, verdicts
 from harness.rundir.manifest import LINES, CellRun, Machine, Resumption, Run, locked, read_run, set_aside, write_run
 from harness.rundir.records import read_requests

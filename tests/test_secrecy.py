@@ -17,7 +17,7 @@ from harness.serve.containers import LogFile
 from harness.serve.facts import recorded
 from harness.serve.security import open_secrets, open_secrets_in_text, secrets_in
 from tests.command import harness
-from tests.fake_server import answering, load_process, one_record, place, read_request, serving, whole
+from tests.fake_server import answering, load_process, one_record, read_request, serving, whole, work
 
 HUB = "hf_abcdefghijklmnopqrst"
 SCENARIO = """\
@@ -235,7 +235,7 @@ def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pyte
 
     with serving(handler) as url, load_process(tmp_path, url, api_key_env="A_KEY") as process:
         client = process.client()
-        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
+        answer = process.send(client, work())
         client.close()
     assert b"Authorization: Bearer sk-verysecret\r\n" in seen[0]
     assert answer.message is not None and len(answer.message) <= 300
@@ -255,7 +255,7 @@ def test_what_the_server_got_from_the_environment_is_in_no_message(
 
     with serving(handler) as url, load_process(tmp_path, url) as process:
         client = process.client()
-        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
+        answer = process.send(client, work())
         client.close()
     assert answer.message is not None and "x ***" in answer.message
     assert b"the-database" not in (tmp_path / "requests.jsonl").read_bytes()

@@ -240,11 +240,10 @@ def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
     write_summary(folder, summary)
     page = write_report(folder).read_text(encoding="utf-8")
     for text in (
-        "<dt>Engine</dt><dd>vllm 0.32.0</dd>",
-        "<dd>100,000 tokens, 10.5 GiB</dd>",
-        "<dd>1.75 GiB in 4.50 s</dd>",
-        "<dd>12.25 s, cold cache</dd>",
-        "<dt>ROCm of the image</dt><dd>7.2.0</dd>",
+        "<dt>engine</dt><dd>vllm</dd>",
+        "<dt>kv_cache_tokens</dt><dd>100000</dd>",
+        "<dt>compile_cache</dt><dd>cold</dd>",
+        "<dt>rocm</dt><dd>7.2.0</dd>",
         "TRITON_BRANCH: a",
     ):
         assert text in page
@@ -253,6 +252,4 @@ def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     print_report(summary, run, folder, console, explain=True)
     said = " ".join(console.export_text().split())
-    assert "Start of a: ready after 30.00 s, the most of it compile (15.00 s); compile cache cold;" in said
-    assert "process 9.00, weights 4.00, compile 15.00, ready 0.50, first answer 0.50" in said
-    assert "weights: weights into memory" in said
+    assert "a: ready after 30.00 s, the most of it compile (15.00 s); compile cache cold;" in said

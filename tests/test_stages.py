@@ -16,7 +16,7 @@ import pytest
 from harness.analysis.count import CellContext, tally
 from harness.analysis.tally import Clock
 from harness.errors import HarnessError
-from harness.load.sequencer import Plan, Slot, StagePlan, StageSequencer, WarmupSample
+from harness.load.sequencer import Plan, Slot, StageSequencer, WarmupSample
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario import Load
@@ -140,7 +140,7 @@ def test_several_machines_part_the_users_of_each_stage() -> None:
 
 def course(folder: Path, *durations_s: float, **more: Any) -> StageSequencer:
     plans = [Plan(duration_s=duration_s, warmup_requests=2)._replace(**more) for duration_s in durations_s]
-    return StageSequencer([StagePlan(str(folder / f"t{n}"), plan, users=n + 1) for n, plan in enumerate(plans)])
+    return StageSequencer([(str(folder / f"t{n}"), plan, n + 1) for n, plan in enumerate(plans)])
 
 
 def test_a_stage_is_measured_from_when_its_users_are_there(tmp_path: Path, clock: list[float]) -> None:

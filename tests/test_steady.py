@@ -323,7 +323,7 @@ def test_it_works_with_stock_locust(tmp_path: Path, engine: str) -> None:
     assert phases.count("warmup") >= 48
     assert phases.count("measured") > 0
     assert end(start(tmp_path, engine, "batch", "--headless", *options, "long")) == 1
-    assert "--warmup: must be a number of requests, or 'steady' (got 'long')" in log_of(tmp_path)
+    assert "--warmup: expected one of steady, got 'long'" in log_of(tmp_path)
 
 
 def test_the_engine_is_cold_at_first() -> None:

@@ -13,9 +13,9 @@ from harness.judge.verdicts import drift, is_drift
 from harness.reasons import sentence
 from harness.rundir.manifest import read_run
 from harness.simulated.engine import PRESETS, EngineConfig
-from harness.simulated.virtual import VirtualWork, closed_loop
 from tests.command import harness, write
 from tests.nightly import draws, room
+from tests.virtual import VirtualWork, closed_loop
 
 
 def found(pairs: list[tuple[float, float]]) -> bool:

@@ -27,7 +27,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_panels_of_an_apu(watched: Path) -> None:
-    line = observe(watched, read_run(watched)).timelines[0]
+    line = observe(watched).timelines[0]
     assert {panel: list(lines) for panel, lines in line.machine.panels.items()} == {
         "busy": ["busy"], "memory": ["VRAM", "GTT"], "power": ["power"], "temperature": ["edge"], "clock": ["GPU"],
     }  # fmt: skip
@@ -42,7 +42,7 @@ def test_the_panels_of_an_apu(watched: Path) -> None:
 def test_of_several_gpus_each_has_a_line_and_one_entry_in_the_legend(tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=20)
     watch(tmp_path, gpus=3)
-    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    line = observe(tmp_path).timelines[0]
     assert list(line.machine.panels["temperature"]) == ["renderD128", "renderD129", "renderD130"]
     traces = [
         trace for trace in figure_of(line, [TimelineEvent(0.0, "x")])["data"] if trace["name"].startswith("renderD")
@@ -70,7 +70,7 @@ def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
     assert problem.values["heat_s"] == pytest.approx(2.0) and problem.values["invalid"]
     assert found["sequential"][0] == []
     assert any(note.code == "gpu_throttled" and not note.values["invalid"] for note in found["sequential"][1])
-    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    line = observe(tmp_path).timelines[0]
     (event,) = [event for event in events_of(line, None, None) if event.label == "heat"]
     assert event.bad and event.text.startswith("heat throttles the GPU renderD128, last seen at ")
 
@@ -89,7 +89,7 @@ def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched:
     assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
     assert texts["container"] == "1.25 cores, 3.0 GiB"
     samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
-    assert table.sampling == f"{samples} samples in 6 runs, at most 0.5 s apart; reading one took 2.1 ms at most"
+    assert table.note == f"{samples} samples in 6 runs, at most 0.5 s apart; reading one took 2.1 ms at most"
 
 
 def test_exports_for_programs(watched: Path) -> None:
@@ -110,5 +110,5 @@ def test_a_run_without_telemetry_says_nothing_of_it(tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=12)
     summary = read_summary(tmp_path)
     assert [row.machine_load for row in summary.rows] == [None] * 6
-    assert machine_table(summary) == DetailTable()
+    assert machine_table(summary) == DetailTable("Host metrics")
     assert "amd_llm_load_energy" not in export.openmetrics(summary, read_run(tmp_path))

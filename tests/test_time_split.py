@@ -3,7 +3,7 @@
 import pytest
 
 from harness.analysis.limits import common_limit, limited_by, mean_split, time_split
-from harness.analysis.notes import of_host_cpu
+from harness.analysis.validity import of_host_cpu
 from harness.reasons import sentence
 from harness.rundir.records import ProcessMark
 from harness.rundir.samples import MetricsSample, parse_metrics, server_load

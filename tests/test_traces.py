@@ -12,9 +12,9 @@ import pytest
 from harness.errors import HarnessError, ScenarioError
 from harness.prepare.experiment import prepare
 from harness.rundir.records import ProcessMark, Request
-from harness.scenario import Load, Trace, Warmup
+from harness.scenario import Load, Prompts, Trace, Warmup
 from harness.simulated import spawned
-from harness.workload import text, trace_messages, workload_sha256
+from harness.workload import Workload, text, workload_sha256
 from harness.workload.traces import Beginning, Replay, replay_of
 from tests.command import harness
 from tests.load_runs import end, log_of, make_job, records_of, start_job
@@ -195,20 +195,24 @@ def test_a_packed_trace_and_one_that_is_not_there(tmp_path: Path) -> None:
         replay_of(tmp_path / "none", Trace(file="none"))
 
 
+def replayed(found: Replay, seed: int, salt: str | None = None) -> Workload:
+    return Workload(Prompts(), Load(user="batch"), seed, salt, replay=found)
+
+
 def test_equal_ids_are_equal_text_of_the_blocks_size(tmp_path: Path) -> None:
     found = replay(tmp_path, MOONCAKE, block_tokens=16)
-    prompts = [trace_messages(found, 1, number, None)[0]["content"].split() for number in range(4)]
+    prompts = [replayed(found, 1).messages(number)[0]["content"].split() for number in range(4)]
     assert [len(prompt) for prompt in prompts] == [60, 70, 35, 20]
     assert prompts[0][:48] == prompts[1][:48] != prompts[2][:48]
     assert prompts[0][:16] == prompts[1][:16] == prompts[2][:16] != prompts[3][:16]
     assert prompts[0][48:60] != prompts[1][48:60] and prompts[1][64:70] == text(6, 1, "block 5").split()
-    assert trace_messages(found, 2, 0, None) != trace_messages(found, 1, 0, None)
-    assert trace_messages(found, 1, 0, "a b c d")[0]["content"] == "a b c d " + " ".join(prompts[0])
+    assert replayed(found, 2).messages(0) != replayed(found, 1).messages(0)
+    assert replayed(found, 1, "a b c d").messages(0)[0]["content"] == "a b c d " + " ".join(prompts[0])
 
 
 def test_every_row_without_blocks_has_a_text_of_its_own(tmp_path: Path) -> None:
     found = replay(tmp_path, BURSTGPT)
-    prompts = [trace_messages(found, 1, number, None)[0]["content"].split() for number in range(3)]
+    prompts = [replayed(found, 1).messages(number)[0]["content"].split() for number in range(3)]
     assert [len(prompt) for prompt in prompts] == [472, 417, 100]
     assert len({tuple(prompt[:20]) for prompt in prompts}) == 3
 
@@ -230,7 +234,7 @@ def test_our_own_records_are_sent_as_they_were_sent(tmp_path: Path) -> None:
     assert (found.format, found.without_tokens) == ("requests", 1)
     rows = zip(found.at_s, found.prompt_tokens, found.output_tokens, strict=True)
     assert list(rows) == [(0.0, 20, 7), (1.0, 25, 12), (2.5, 30, 9)]
-    first, other, second = (trace_messages(found, 1, number, None)[0]["content"] for number in range(3))
+    first, other, second = (replayed(found, 1).messages(number)[0]["content"] for number in range(3))
     assert second.startswith(first + " ") and not second.startswith(other[:20])
 
 

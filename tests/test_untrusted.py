@@ -41,13 +41,12 @@ from tests.fake_server import (
     chunk,
     exchanging,
     load_process,
-    new_exchange,
     once,
     one_record,
-    place,
     read_request,
     serving,
     whole,
+    work,
 )
 from tests.faults import fault
 from tests.load_runs import make_job
@@ -73,22 +72,21 @@ class Pieces:
 
 def received(*reads: bytes) -> tuple[Exchange, Answer]:
     """What the client makes of these reads, the last of which ends the connection. Only declared exceptions pass."""
-    exchange, reading = new_exchange(sent_ns=0, request_bytes=BODY_BYTES)
+    exchange = Exchange("x", sent_ns=0, request_bytes=BODY_BYTES)
     for number in range(len(reads) + 1):
         exchange.arrivals.append(number, None)
     collector = Collector(exchange)
     try:
         collector.take_in(Pieces([*(one for one in reads if one), b""]))  # type: ignore[arg-type]  # all it needs
     except (EOFError, httptools.HttpParserError) as error:
-        if not (exchange.done or exchange.complete):
+        if not (exchange.answer.done or exchange.complete):
             exchange.failure = Failure("disconnect" if isinstance(error, EOFError) else "not_api", str(error))
     except Failure as failure:
         exchange.failure = failure
-    exchange.complete = exchange.complete or exchange.done
-    answer = reading.finish()
-    answer.bound(ASKED, exchange.request_bytes)
-    reading.time()
-    return exchange, answer
+    exchange.complete = exchange.complete or exchange.answer.done
+    exchange.finish().bound(ASKED, exchange.request_bytes)
+    exchange.time()
+    return exchange, exchange.answer
 
 
 def event(**body: Any) -> bytes:
@@ -108,7 +106,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadProcess]:
 def check_record(process: LoadProcess, exchange: Exchange, answer: Answer) -> Request:
     """The record as it is read back; its counts are possible."""
     tools = Tools.of(3, "auto")
-    raw = msgspec.json.encode(process._record(exchange, answer, place()._replace(tools=tools)))
+    raw = msgspec.json.encode(process._record(exchange, answer, msgspec.structs.replace(work(), tools=tools)))
     record = msgspec.json.decode(raw, type=Request)
     prompt_max = BODY_BYTES + TEMPLATE_TOKENS
     for count, maximum in (
@@ -456,7 +454,7 @@ def test_a_file_of_such_records_is_read(tmp_path: Path) -> None:
     ):
         for number in range(len(bodies)):
             client = process.client()
-            process.send(client, [{"role": "user", "content": "hi"}], place(number))
+            process.send(client, work(number))
             client.close()
     damaged: list[int] = []
     records = list(read_requests(tmp_path / "requests.jsonl", damaged))

@@ -15,7 +15,7 @@ from harness.process import free_port
 from harness.redact import know
 from harness.rundir.records import Request, read_requests
 from harness.scenario import Load
-from harness.workers import Workers, parse_part, parse_workers
+from harness.workers import Workers, parse_workers
 from tests.faults import fault
 from tests.load_runs import make_job
 from tests.made_runs import request
@@ -98,14 +98,6 @@ def test_an_address_of_another_machine_is_refused_at_once() -> None:
     part = Workers(machines=2, bind="h", port=6000, parts=2).of_part(1)
     assert part.command == "harness worker --master h:6001"
     assert Workers(machines=2, bind="0.0.0.0").command == "harness worker --master ADDRESS:5557"
-
-
-def test_a_machine_may_be_told_its_part_by_hand() -> None:
-    assert parse_part("1/4") == (1, 4)
-    for given in ("4/4", "1", "-1/4", "1/0", "a/b"):
-        with pytest.raises(HarnessError) as caught:
-            parse_part(given)
-        assert caught.value.what == f"--machine: must be K/M (got {given!r})"
 
 
 def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

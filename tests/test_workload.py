@@ -9,11 +9,12 @@ import pytest
 import harness.data
 from harness.errors import HarnessError
 from harness.scenario import Load, Prompts, Scenario, Server
-from harness.workload import messages, salt_words, text, workload_sha256
+from harness.workload import Workload, salt_words, text, workload_sha256
 from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
 from tests.make_classification import items
 
 DATA = Path(harness.data.__file__).parent
+LOAD = Load(user="batch")
 
 
 def test_a_text_has_the_stated_length_and_depends_on_seed_and_place() -> None:
@@ -30,7 +31,7 @@ def test_the_words_are_distinct_and_plain() -> None:
 
 def test_synthetic_prompts_share_the_system_prompt_and_nothing_else() -> None:
     prompts = Prompts(tokens=20, system_tokens=30)
-    first, second = (messages(prompts, 7, index, None, []) for index in (0, 1))
+    first, second = (Workload(prompts, LOAD, 7).messages(index) for index in (0, 1))
     assert [message["role"] for message in first] == ["system", "user"]
     assert len(first[0]["content"].split()) == 30
     assert first[0] == second[0]
@@ -40,8 +41,8 @@ def test_synthetic_prompts_share_the_system_prompt_and_nothing_else() -> None:
 @pytest.mark.parametrize("system_tokens", [0, 5])
 def test_the_salt_comes_first_of_all(system_tokens: int) -> None:
     prompts = Prompts(tokens=6, system_tokens=system_tokens)
-    plain = messages(prompts, 7, 3, None, [])
-    salted = messages(prompts, 7, 3, "one two three four", [])
+    plain = Workload(prompts, LOAD, 7).messages(3)
+    salted = Workload(prompts, LOAD, 7, "one two three four").messages(3)
     assert salted[0]["content"] == "one two three four " + plain[0]["content"]
     assert salted[1:] == plain[1:]
 
@@ -56,7 +57,7 @@ def test_each_cell_has_its_own_salt() -> None:
 def test_rows_of_a_file_are_cycled_and_keep_their_roles() -> None:
     rows = [PromptRow(prompt="a"), PromptRow(messages=[PromptMessage("system", "s"), PromptMessage("user", "b")])]
     prompts = Prompts(kind="file", file="x.jsonl")
-    sequence = [messages(prompts, 1, index, None, rows) for index in range(3)]
+    sequence = [Workload(prompts, LOAD, 1, rows=rows).messages(index) for index in range(3)]
     a = [{"role": "user", "content": "a"}]
     b = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
     assert sequence == [a, b, a]
@@ -68,7 +69,8 @@ def test_no_prompt_of_the_warmup_comes_back(kind: Literal["file", "classificatio
     """Only what all requests share is the same: the salt and the system prompt."""
     rows = [PromptRow(prompt="a"), PromptRow(messages=[PromptMessage("system", "s"), PromptMessage("user", "b")])]
     prompts = Prompts(kind=kind, tokens=8, system_tokens=3)
-    warmup, measured = ([messages(prompts, 1, i, salt, rows) for i in span] for span in (range(-6, 0), range(300)))
+    work = Workload(prompts, LOAD, 1, salt, rows)
+    warmup, measured = ([work.messages(i) for i in span] for span in (range(-6, 0), range(300)))
     assert {str(prompt[0]) for prompt in warmup} == {str(prompt[0]) for prompt in measured}
     begins = {" ".join(prompt[1]["content"].split()[:4]) for prompt in warmup}
     assert len(begins) == 6
@@ -121,10 +123,10 @@ def test_the_classification_set_is_what_its_maker_makes() -> None:
 
 def test_classification_visits_every_item_once_before_any_comes_back() -> None:
     prompts = Prompts(kind="classification")
-    once = [messages(prompts, 5, index, None, [])[0]["content"] for index in range(300)]
+    once = [Workload(prompts, LOAD, 5).messages(index)[0]["content"] for index in range(300)]
     assert len(set(once)) == 300
-    assert messages(prompts, 5, 300, None, [])[0]["content"] == once[0]
-    assert once != [messages(prompts, 6, index, None, [])[0]["content"] for index in range(300)]
+    assert Workload(prompts, LOAD, 5).messages(300)[0]["content"] == once[0]
+    assert once != [Workload(prompts, LOAD, 6).messages(index)[0]["content"] for index in range(300)]
     assert all("Answer with the label alone.\nLabels: " in prompt for prompt in once)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from harness.capacity.evidence import BLOCK_ANSWERS, ProbeEvidence
 from harness.capacity.search import SloSearch
-from harness.simulated.virtual import VirtualRequest, closed_loop
+from tests.virtual import VirtualRequest, closed_loop
 from tests.virtual_servers import MAX_LEVEL, SeededServer, seeded_server
 
 TRUTH_REQUESTS = 60_000

@@ -4,7 +4,7 @@ import random
 from typing import NamedTuple
 
 from harness.simulated.engine import EngineConfig
-from harness.simulated.virtual import VirtualWork
+from tests.virtual import VirtualWork
 
 MAX_LEVEL = 256
 

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from harness.analysis.tally import CellCounts
 from harness.rundir.records import MAX_CPU, ProcessMark
 from harness.scenario import Load, is_open
@@ -22,8 +20,6 @@ MAX_SHARED = 0.01  # of the chunks, or of the first ones
 MAX_LOOP_LAG_S = 0.005
 MAX_LOST = 0.02  # of a request's time, between its answer and what follows: the noise floor that is assumed
 MAX_CORE_WAIT = 0.05
-STILL_S = 0.5  # a longer pause of a load process that used less than BUSY_CPU of a core was imposed on it
-BUSY_CPU = 0.5
 MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; else they are not the same ones
 KV_FULL = 0.95  # of the KV cache, while requests wait or are preempted
 SHARE = 0.20  # of a request's time that makes queueing, or the API process, the limit
@@ -46,14 +42,13 @@ def client_limits(
     load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None = None
 ) -> list[Limited]:
     """What of a cell the load generator limited; nothing where it was good enough, or left no marks."""
-    found = [
-        *_cpu(load, marks, workers),
-        *_send_lag(load, tally, marks),
+    return [
+        *_cpu(load, numbers, marks, workers),
+        *_send_lag(load, tally, numbers, marks),
         *_shared(load, tally, numbers, marks),
-        *_read_late(load, tally, marks),
+        *_read_late(load, tally, numbers, marks),
         *_slow(load, numbers, marks),
     ]
-    return [_only_known(limit, reason, numbers) for limit, reason in found]
 
 
 def called(process: int, marks: Sequence[ProcessMark], workers: Workers | None) -> str:
@@ -75,19 +70,19 @@ def limited(numbers: Sequence[str], limits: Sequence[ClientLimit]) -> list[str]:
     return [name for name in numbers if any(name in limit.numbers for limit in limits)]
 
 
-def _starts(marks: Sequence[ProcessMark]) -> dict[int, float]:
-    return {mark.process: mark.monotonic_s for mark in marks if mark.event == "start"}
-
-
 def _limit(
-    what: Any, value: float, allowed: float, unit: Any, numbers: list[str], reason: Reason, *, invalid: bool = False
+    what: Any, value: float, allowed: float, numbers: Numbers, spoilt: list[str], why: Reason, *, invalid: bool = False
 ) -> Limited:
-    limit = ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=numbers, invalid=invalid)
-    return Limited(limit, reason)
+    """A limit of those numbers that the cell has."""
+    values = {name: getattr(numbers, name) for name in spoilt}
+    known = [name for name, found in values.items() if found is not None and getattr(found, "n", 1) > 0]
+    unit: Any = "ratio" if what in ("cpu", "shared_reads") else "s"
+    limit = ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=known, invalid=invalid)
+    return Limited(limit, Reason(why.code, {"numbers": known, **why.values}))
 
 
-def _cpu(load: Load, marks: Sequence[ProcessMark], workers: Workers | None) -> Iterator[Limited]:
-    starts = _starts(marks)
+def _cpu(load: Load, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None) -> Iterator[Limited]:
+    starts = {mark.process: mark.monotonic_s for mark in marks if mark.event == "start"}
     for mark in marks:
         if mark.event != "end" or mark.cpu_s is None or mark.process not in starts:
             continue
@@ -97,15 +92,15 @@ def _cpu(load: Load, marks: Sequence[ProcessMark], workers: Workers | None) -> I
         if share > MAX_CPU:
             name, remedy = called(mark.process, marks, workers), _remedy(load, [mark])
             why = because("client_cpu", process=name, share=share, max_share=MAX_CPU, remedy=remedy)
-            yield _limit("cpu", share, MAX_CPU, "ratio", _ALL, why, invalid=True)
+            yield _limit("cpu", share, MAX_CPU, numbers, _ALL, why, invalid=True)
 
 
-def _send_lag(load: Load, tally: CellCounts, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
+def _send_lag(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
     lag_s = tally.median_send_lag_s()
     if lag_s is not None and lag_s > MAX_SEND_LAG_S:
         more = None if killed(marks) else because("remedy_users", users=load.users, processes=load.processes)
         why = because("client_send_lag", lag_s=lag_s, max_s=MAX_SEND_LAG_S, remedy=more)
-        yield _limit("send_lag", lag_s, MAX_SEND_LAG_S, "s", _ALL, why, invalid=True)
+        yield _limit("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _ALL, why, invalid=True)
 
 
 def _shared(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
@@ -125,10 +120,10 @@ def _shared(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[Pro
         remedy = _remedy(load, marks)
         shares = {"chunks": share, "first_chunks": first_share, "max_share": MAX_SHARED}
         why = because("client_shared_reads", **shares, remedy=remedy)
-        yield _limit("shared_reads", max(share, first_share), MAX_SHARED, "ratio", spoilt, why)
+        yield _limit("shared_reads", max(share, first_share), MAX_SHARED, numbers, spoilt, why)
 
 
-def _read_late(load: Load, tally: CellCounts, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
+def _read_late(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
     """Without the kernel's stamps a late loop is a late time."""
     share, lag_s = 0.01, _worst(marks, "loop_lag_p99_s")
     if lag_s is None:  # too short a time
@@ -136,7 +131,7 @@ def _read_late(load: Load, tally: CellCounts, marks: Sequence[ProcessMark]) -> I
     if tally.read_clock and lag_s is not None and lag_s > MAX_LOOP_LAG_S:
         remedy = _remedy(load, marks)
         why = because("client_read_clock", share=share, lag_s=lag_s, max_s=MAX_LOOP_LAG_S, remedy=remedy)
-        yield _limit("read_clock", lag_s, MAX_LOOP_LAG_S, "s", _TIMES, why)
+        yield _limit("read_clock", lag_s, MAX_LOOP_LAG_S, numbers, _TIMES, why)
 
 
 def _slow(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
@@ -148,15 +143,7 @@ def _slow(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterato
     if lag_s > allowed_s:
         remedy = _remedy(load, marks)
         why = because("client_loop_lag", lag_s=lag_s, share=lag_s / e2e_s, max_s=allowed_s, remedy=remedy)
-        yield _limit("loop_lag", lag_s, allowed_s, "s", _RATES, why)
-
-
-def _only_known(limit: ClientLimit, reason: Reason, numbers: Numbers) -> Limited:
-    values = {name: getattr(numbers, name) for name in limit.numbers}
-    kept = [name for name, value in values.items() if value is not None and getattr(value, "n", 1) > 0]
-    return Limited(
-        msgspec.structs.replace(limit, numbers=kept), Reason(reason.code, {"numbers": kept, **reason.values})
-    )
+        yield _limit("loop_lag", lag_s, allowed_s, numbers, _RATES, why)
 
 
 def _worst(marks: Sequence[ProcessMark], name: str) -> float | None:
@@ -166,24 +153,9 @@ def _worst(marks: Sequence[ProcessMark], name: str) -> float | None:
 def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
     if killed(marks):
         return because("remedy_run_again")
-    starts = _starts(marks)
-    if paused := next((mark for mark in marks if _was_paused(mark, starts.get(mark.process))), None):
-        return because("remedy_paused", process=paused.process % MACHINE, seconds=paused.loop_lag_max_s)
-    waited = _worst(marks, "core_wait") or 0.0
-    if waited > MAX_CORE_WAIT:
+    if (waited := _worst(marks, "core_wait") or 0.0) > MAX_CORE_WAIT:
         return because("remedy_free_core", share=waited)
     return because("remedy_processes", processes=load.processes)
-
-
-def _was_paused(mark: ProcessMark, started_s: float | None) -> bool:
-    """Return whether one pause made a process late that had little to do and was not waiting for a core in it."""
-    pause_s, busy = mark.loop_lag_max_s, (mark.cpu_max or 0.0) >= BUSY_CPU
-    if pause_s is None or pause_s < STILL_S or busy or started_s is None:
-        return False
-    if mark.core_wait is None:
-        return mark.loop_lag_p50_s is not None and mark.loop_lag_p50_s <= MAX_LOOP_LAG_S
-    # An upper bound of the time spent waiting: the share was counted from the first measured request on.
-    return pause_s > mark.core_wait * (mark.monotonic_s - started_s)
 
 
 def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> TimeSplit | None:

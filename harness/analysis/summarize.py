@@ -4,11 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import asdict, replace
 
-from harness.analysis import notes, validity
+from harness.analysis import validity
 from harness.analysis.count import CellContext, tally
 from harness.analysis.limits import common_limit, limited, limited_by, mean_split, time_split
 from harness.analysis.schedule import first_due_of, kept_of, kind_of
@@ -52,11 +52,27 @@ TOGETHER = 0.80  # of the measured time of a mix
 MAX_CAUSES = 5  # of failed requests, of each row
 
 
+class Summarized(NamedTuple):
+    """A summary and, by cell, what it was made of."""
+
+    summary: Summary
+    tallies: dict[str, CellCounts]
+    metrics: dict[str, list[MetricsSample]]
+    telemetry: dict[str, list[TelemetrySample]]
+
+
 def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Reference | None = None) -> Summary:
     """The summary of a run, however it ended. Raises HarnessError when there is no readable manifest.
 
     `more_checks` are added to the scenario's; `reference` is the baseline of checks instead of the run's own.
     """
+    return summarized(folder, more_checks, reference).summary
+
+
+def summarized(
+    folder: Path, more_checks: Sequence[str] = (), reference: Reference | None = None, *, charted: bool = False
+) -> Summarized:
+    """The same with what it was made of; `charted`: and with what charts draw."""
     run = read_run(folder)
     asked = [*run.scenario.checks, *more_checks]
     cells = _cells(run)
@@ -65,7 +81,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     slos = slo_sets(asked)
     places = places_of(run, marks, slos)
     unknown_cells: Counter[str] = Counter()
-    counted = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], unknown_cells)
+    counted = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], unknown_cells, charted=charted)
     # A cell without a record still is a cell: it was run and gave nothing.
     seen = {name: cell for name, cell in cells.items() if name in run.ran or name in counted}
     tallies = {
@@ -74,7 +90,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     samples = read_metrics(folder / "metrics.jsonl")
     watched = read_telemetry(folder / "telemetry.jsonl")
     given = origin.given_numbers(folder, run)
-    session = notes.sessions_of(run)
+    session = validity.sessions_of(run)
     summaries = [
         _cell(
             run,
@@ -113,7 +129,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         base, looks = baseline_of(run.scenario), run.budget.looks if run.budget is not None else []
         by_id = {cell.id: cell for cell in summaries}
         comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario, looks)
-    return Summary(
+    summary = Summary(
         run=run.id,
         scenario=run.scenario_name,
         question=run.scenario.question,
@@ -121,16 +137,16 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         valid=None if run.origin is not None and not reasons else not reasons,
         reasons=reasons,
         notes=[
-            *notes.of_failed_settings(rows),
+            *validity.of_failed_settings(rows),
             *of_sweep(summaries, run.scenario),
             *origin.notes(run.origin),
-            *notes.of_sessions(run),
+            *validity.of_sessions(run),
             *comparable.notes(run),
-            *notes.of_host_cpu(measured, (mark for found in marks.values() for mark in found)),
+            *validity.of_host_cpu(measured, (mark for found in marks.values() for mark in found)),
             *(note for cell in measured for note in cell.notes),
-            *notes.of_token_counters(measured),
-            *notes.of_budget(run, comparison),
-            *notes.of_answers(working, comparison),
+            *validity.of_token_counters(measured),
+            *validity.of_budget(run, comparison),
+            *validity.of_answers(working, comparison),
         ],
         failures=_failures(rows, tallies),
         rows=rows,
@@ -138,6 +154,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         comparison=comparison,
         checks=checks.evaluate(asked, working, comparison, reference),
     )
+    return Summarized(summary, tallies, samples, watched)
 
 
 def _invalid(
@@ -260,7 +277,6 @@ def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple
         first_due_s=None if known is None or run.origin else first_due_of(*known),
         ended_wall_s=ended_wall_s,
         interrupted=ended_wall_s is None,
-        row=f"{cell.server} {cell.load}",
         mix=cell.group if cell.mix is not None else None,
         staged=cell.group if cell.stage is not None else None,
         slos=slos,

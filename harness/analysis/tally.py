@@ -1,7 +1,6 @@
 """What each cell's summary needs of a run's records, gathered request by request, and the numbers that it gives.
 
-Latencies are kept as plain arrays of doubles, a few per request; records are not kept. For chunk gaps see
-harness.analysis.gaps.
+Latencies are kept as plain arrays of doubles, a few per request; records are not kept.
 """
 
 import math
@@ -15,9 +14,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness.analysis import derive, gaps
+from harness.analysis import derive
+from harness.analysis.charted import ChartCounts
 from harness.analysis.derive import Latencies, add_up, doubles, earliest, latest, meets, missed_before_leaving
-from harness.analysis.gaps import Gaps
+from harness.analysis.gaps import PERMILLES, Gaps, gap_distribution
 from harness.analysis.schedule import ScheduleTally, pooled
 from harness.failures.explain import ErrorMessages
 from harness.judge.stats import Array, percentile, percentile_interval
@@ -39,7 +39,7 @@ _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated 
 _FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
 _OF_SUCCESSES = derive.FORMULAS.keys() - {"send_lag_s", *_FROM_SCHEDULE}
 _GIVEN = ("clock", "window_s", "scheduled", "begun_s", "mixed")  # of a tally: what it knows before it counts
-_VALUES = ("latencies", "chunk_gap_s", "indices", "tokens_inside", "said")  # kept for each request
+_VALUES = ("latencies", "chunk_gap_s", "indices", "tokens_inside", "said", "chart")  # kept for each request
 
 
 class Clock:
@@ -74,17 +74,6 @@ class Clock:
 def _boot(mark: ProcessMark) -> str | None:
     """The boot of a machine that a process ran in: the last part of its host."""
     return mark.host.rpartition("-")[2] if mark.host else None
-
-
-def is_counted(request: Request, sent_s: float, together_s: tuple[float, float] | None) -> bool:
-    """Whether a cell's numbers and charts are about a request, sent at that second of the cell's axis.
-
-    `together_s`: of a part of a mix, when all parts were measured. What counts then is the time that a request was due,
-    where it has one: so it is known how many there were to be.
-    """
-    if request.phase != "measured":
-        return False
-    return together_s is None or together_s[0] <= sent_s + (request.scheduled_s or 0.0) <= together_s[1]
 
 
 class BadTally(Struct):
@@ -167,6 +156,7 @@ class CellCounts(Struct, kw_only=True):
     scheduled: bool = False  # an open loop: what its warm-up leaves over is no part of the rate that it offers
     begun_s: float | None = None  # of a timed load: when its own measured time began
     mixed: bool = False  # only what was due or sent inside it was measured together with the other parts of the mix
+    chart: ChartCounts | None = None  # None: no chart is drawn
     # Measured requests:
     sent: int = 0
     succeeded: int = 0
@@ -233,7 +223,10 @@ class CellCounts(Struct, kw_only=True):
         if request.phase == "measured" or not self.scheduled:
             self._count_inside(request, sent_s)
             self._count_ended(request, ended_s)
-        if not is_counted(request, sent_s, self.window_s if self.mixed else None):
+        counted = self._is_counted(request, sent_s)
+        if self.chart is not None and self.clock.knows(request.process):
+            self.chart.add(request, sent_s - self.clock.start_s, counted)
+        if not counted:
             return
         self.sent += 1
         self.first_sent_s = earliest(self.first_sent_s, sent_s)
@@ -260,6 +253,14 @@ class CellCounts(Struct, kw_only=True):
         self.answers.add(request)
         self._add_success(request)
 
+    def _is_counted(self, request: Request, sent_s: float) -> bool:
+        """Whether the cell's numbers are about a request. Of a part of a mix, what counts is the time that it was due,
+        where it has one: so it is known how many there were to be.
+        """
+        if request.phase != "measured" or not self.mixed or self.window_s is None:
+            return request.phase == "measured"
+        return self.window_s[0] <= sent_s + (request.scheduled_s or 0.0) <= self.window_s[1]
+
     def add_of_other_stage(self, request: Request) -> None:
         """A request of another stage of the load: what the server did for it in this one's time is in the rates."""
         sent_s = request.sent_s + self.clock.offset_s(request.process)
@@ -278,6 +279,8 @@ class CellCounts(Struct, kw_only=True):
         add_up(self, other, given=_GIVEN)
         if unbounded:
             self.max_tokens = None
+        if self.chart is not None:
+            self.chart.reduce()
 
     def repeated(self) -> list[int]:
         """The places in the sequence that more than one record has: each of them is sent once."""
@@ -363,45 +366,16 @@ class CellCounts(Struct, kw_only=True):
             self.cut_chunks_inside += round(len(request.chunks_s) * share)
 
 
-def distribution(parts: Sequence["array[float]"], requests: int | None = None) -> Distribution:
-    """Statistics of a sample given in parts. `requests`: how many its values come from, when not one each. Such values
-    are not independent, so their percentiles have no intervals.
-    """
-    values: Array = np.sort(
-        np.concatenate([np.frombuffer(part, dtype=np.float64) for part in parts if len(part)] or [np.empty(0)])
-    )
+def distribution(parts: Sequence["array[float]"]) -> Distribution:
+    """Statistics of a sample of independent values, given in parts."""
+    values: Array = np.sort(np.concatenate([np.frombuffer(part) for part in parts if len(part)] or [np.empty(0)]))
     n = len(values)
     if n == 0:
         return NO_SAMPLE
-    carried = n if requests is None else requests
-
-    at: dict[str, Any] = {
-        name: percentile(values, permille) if carried >= NEEDED[name] else None
-        for name, permille in gaps.PERMILLES.items()
-    }
-    if requests is None:
-        at["intervals"] = {name: percentile_interval(values, permille) for name, permille in gaps.PERMILLES.items()}
-    return Distribution(n=n, mean=float(values.mean()), min=float(values[0]), max=float(values[-1]), **at)
-
-
-def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
-    """Statistics of the chunk gaps of some cells together, whose percentiles need as many requests as any other."""
-    for part in parts:
-        part.flush()
-    known = [part for part in parts if part.n]
-    carried = sum(part.requests for part in known)
-    if all(part.whole for part in known):
-        return distribution([part.kept[0].values for part in known], carried)
-    at: dict[str, Any] = {
-        name: gaps.value_at(known, permille) if carried >= NEEDED[name] else None
-        for name, permille in gaps.PERMILLES.items()
-    }
+    at: dict[str, Any] = {name: percentile(values, share) for name, share in PERMILLES.items() if n >= NEEDED[name]}
+    intervals = {name: percentile_interval(values, share) for name, share in PERMILLES.items()}
     return Distribution(
-        n=sum(part.n for part in known),
-        mean=gaps.mean(known),
-        min=min(part.minimum for part in known),
-        max=max(part.maximum for part in known),
-        **at,
+        n=n, mean=float(values.mean()), min=float(values[0]), max=float(values[-1]), **at, intervals=intervals
     )
 
 

@@ -357,16 +357,17 @@ def junit_of_failure(path: Path | None, scenario: str) -> Iterator[None]:
 
 def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> None:
     """Print a run's table and verdicts, write its summary and page, and end with the run's exit code."""
-    from harness.analysis.summarize import summarize, write_summary
+    from harness.analysis.summarize import summarized, write_summary
     from harness.report import html, terminal
     from harness.report import junit as junit_xml
     from harness.rundir.manifest import read_run
 
-    manifest, summary = read_run(folder), summarize(folder)
+    manifest, made = read_run(folder), summarized(folder, charted=True)
+    summary = made.summary
     full: OSError | None = None
     try:
         write_summary(folder, summary)
-        html.write_report(folder)
+        html.write_report(folder, made)
     except OSError as error:  # such as a full disk, which must not cost the user the table
         full = error
     terminal.print_report(summary, manifest, folder, console(), explain=explain)

@@ -39,7 +39,7 @@ def report(
 
     With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
-    from harness.analysis.summarize import read_summary, summarize, write_summary
+    from harness.analysis.summarize import read_summary, summarized, write_summary
     from harness.comparison.compare import reference_to
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import export, html, junit, markdown, terminal
@@ -60,15 +60,16 @@ def report(
             f"{folder}: it has no requests.jsonl, which --check and --baseline need",
             next_step="Give the run directory as `harness run` made it.",
         )
-    summary = read_summary(folder) if alone else summarize(folder, checks or [], reference)
+    made = None if alone else summarized(folder, checks or [], reference, charted=output in ("terminal", "html"))
+    summary = read_summary(folder) if made is None else made.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)
     if output == "terminal":
         if not checked_anew:
-            html.write_report(folder)
+            html.write_report(folder, made)
         terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     elif output == "html":
-        print(html.write_report(folder))
+        print(html.write_report(folder, made))
     elif output == "json":
         cli.print_json(summary)
     else:

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from harness.analysis.notes import answer_difference
 from harness.analysis.summarize import summary_of
+from harness.analysis.validity import answer_difference
 from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
 from harness.judge import comparable
@@ -17,7 +17,7 @@ from harness.judge.checks import evaluate
 from harness.judge.comparable import differences, facts_of, refuse_unlike
 from harness.judge.noise_floors import noise_for
 from harness.judge.verdicts import Measured, Noise, fields_of, metrics_of, pairs_of, verdicts
-from harness.reasons import sentence, sentences
+from harness.reasons import sentences
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import DEFINITIONS, UnlikeError, refuse_other_definitions
 from harness.scenario.check_syntax import parse_check
@@ -180,34 +180,34 @@ def _checked(
 def _side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
     runs, summaries = [], []
     for folder in folders:
-        run = read_run(folder)
-        if run.status == "running":
-            raise RunError(
-                f"{run.id}: the run has not ended, or was killed; it is not compared", next_step="Run it again."
-            )
-        summary = summary_of(folder, checks)
-        if summary.valid is False or run.status == "invalid":
-            reasons = sentences(summary.reasons or run.reasons or [because("manifest_invalid")])
-            raise RunError(
-                f"{run.id}: an INVALID run is not compared: {reasons[0]}",
-                next_step=f"harness report {run.id} shows all reasons.",
-                detail="\n".join(sentences(summary.reasons)) if len(summary.reasons) > 1 else "",
-            )
+        run, summary = read_run(folder), summary_of(folder, checks)
+        refuse_invalid(run, summary, "is compared")
         runs.append(run)
         summaries.append(summary)
     name = runs[0].id if len(runs) == 1 else f"{runs[0].id} and {len(runs) - 1} more"
     return _Side(name, runs, summaries)
 
 
+def refuse_invalid(run: Run, summary: Summary | None, purpose: str) -> None:
+    """Raise RunError unless a run is VALID, or an import without a fault. `purpose`: such as "is compared".
+
+    Without a summary its manifest decides.
+    """
+    if run.status in ("valid", "unchecked") and (summary is None or summary.valid is not False):
+        return
+    found = (summary.reasons if summary is not None else []) or run.reasons
+    reasons = sentences(found or [because("run_status", status=run.status)])
+    raise RunError(
+        f"{run.id}: only a VALID run {purpose}: {reasons[0]}",
+        next_step=f"harness report {run.id} shows all reasons.",
+        detail="\n".join(reasons) if len(reasons) > 1 else "",
+    )
+
+
 def usable_baseline(folder: Path) -> Run:
     """The manifest of a run that may be a baseline. Raises RunError for one that is INVALID or has not ended."""
     run = read_run(folder)
-    if run.status not in ("valid", "unchecked"):
-        reason = f": {sentence(run.reasons[0])}" if run.reasons else ""
-        raise RunError(
-            f"{run.id}: the baseline must be a VALID run, and is {run.status}{reason}",
-            next_step="Give another run with --baseline, or measure it again.",
-        )
+    refuse_invalid(run, None, "is a baseline")
     return run
 
 
@@ -219,8 +219,7 @@ def reference_to(folder: Path, run: Run, *, about: str | None = None, checks: Se
     """
     base = usable_baseline(folder)
     summary = summary_of(folder, [*run.scenario.checks, *checks])
-    if summary.valid is False:
-        raise RunError(f"{base.id}: the baseline must be a VALID run: {sentence(summary.reasons[0])}")
+    refuse_invalid(base, summary, "is a baseline")
     known = {row.key for row in summary.rows}
     rows = [(server, load) for server in run.scenario.servers for load in run.scenario.loads if (server, load) in known]
     refused = _refused(base, run, rows, about)

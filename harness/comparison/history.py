@@ -10,16 +10,16 @@ from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize, summary_of
 from harness.columns import RATES
-from harness.errors import HarnessError, RunError
+from harness.comparison.compare import refuse_invalid
+from harness.errors import HarnessError
 from harness.judge import stats
 from harness.judge.comparable import NOTED, differences, facts_of
 from harness.judge.noise_floors import RESERVED, is_noise_run
 from harness.judge.stats import Shift, gate, levels_of
 from harness.judge.verdicts import Measured, fields_of, metrics_of, speeds, values_of
-from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import unlike_rows
-from harness.summary import Difference, Row, Summary, because
+from harness.summary import Difference, Row, Summary
 
 # In this order: a run is left out for the first that applies.
 Reason = Literal[
@@ -192,12 +192,7 @@ def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
         raise HarnessError(
             f"{run.id}: an A/A run of `harness noise` is not compared with a history", next_step="Give a `harness run`."
         )
-    if summary.valid is False or run.status not in ("valid", "unchecked"):
-        why = (summary.reasons or run.reasons or [because("run_status", status=run.status)])[0]
-        raise RunError(
-            f"{run.id}: only a VALID run is held against the history: {sentence(why)}",
-            next_step=f"harness report {run.id} shows all reasons.",
-        )
+    refuse_invalid(run, summary, "is held against the history")
     found, left_out = _collect(run.scenario_name, runs, results)
     chosen, others = _alike([one for one in found if _key(one[1]) != _key(run)], run)
     everything = [*chosen, (folder, run, summary)]
@@ -237,25 +232,16 @@ def _collect(scenario: str, runs: Path, results: Path) -> tuple[list[_Found], li
         folder = path.parent
         try:
             run = read_run(folder)
-        except HarnessError:
-            out.setdefault("unreadable", []).append(folder.name)
-            continue
-        if run.scenario_name != scenario or _key(run) in found:
-            continue
-        if run.status not in ("valid", "unchecked"):
-            out.setdefault("not_valid", []).append(run.id)
-        elif is_noise_run(run):
-            out.setdefault("noise_run", []).append(run.id)
-        else:
-            try:
-                summary = summary_of(folder)
-            except HarnessError:
-                out.setdefault("unreadable", []).append(run.id)
+            if run.scenario_name != scenario or _key(run) in found:
                 continue
-            if summary.valid is not False:
+            if is_noise_run(run):
+                out.setdefault("noise_run", []).append(run.id)
+            elif run.status in ("valid", "unchecked") and (summary := summary_of(folder)).valid is not False:
                 found[_key(run)] = (folder, run, summary)
             else:
                 out.setdefault("not_valid", []).append(run.id)
+        except HarnessError:
+            out.setdefault("unreadable", []).append(folder.name)
     return sorted(found.values(), key=lambda one: one[1].started_wall_s), _left_out(out)
 
 

@@ -179,7 +179,7 @@ def source_of(noise: StoredNoise) -> Reason:
     """Where stored noise is from."""
     days = sorted({date_of(run.started_wall_s) for run in noise.runs})
     of = {"machine": noise.machine, "runs": len(noise.runs), "server": noise.server}
-    return because("noise_measured", **of, first_day=days[0], last_day=days[-1])
+    return because("noise_measured", **of, first_day=days[0], last_day=days[-1] if len(days) > 1 else None)
 
 
 def unfit(noise: StoredNoise, run: Run) -> str | None:

@@ -26,7 +26,7 @@ from gevent import socket, ssl
 
 from harness.errors import HarnessError
 from harness.load.exchange import Collector, Exchange, Failure
-from harness.load.reader import AnyInbox, Direct, KernelClock, Reader, ask_for_stamps
+from harness.load.reader import AnyInbox, Direct, Reader, ask_for_stamps
 from harness.rundir.records import CLOSING_S
 
 CONNECT_TIMEOUT_S = 10.0
@@ -189,21 +189,19 @@ class Client:
     """One kept connection to one server, for one request at a time."""
 
     __slots__ = (
-        "_after_stream", "_clock", "_dialer", "_headers", "_idle_until_ns", "_kept_ns", "_reader", "_requests_left",
-        "_socket", "_stamped", "_timeout_s"
+        "_after_stream", "_dialer", "_headers", "_idle_until_ns", "_kept_ns", "_reader", "_requests_left", "_socket",
+        "_stamped", "_timeout_s"
     )  # fmt: skip
 
     def __init__(
         self,
         dialer: Dialer,
-        clock: KernelClock,
         reader: Reader,
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self._dialer = dialer
-        self._clock = clock
         self._reader = reader
         self._timeout_s = timeout_s
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
@@ -298,7 +296,7 @@ class Client:
         try:
             self._collect(sock, collector, upload)
         except (OSError, EOFError, httptools.HttpParserError):
-            if not (exchange.done or exchange.complete):
+            if not (exchange.answer.done or exchange.complete):
                 raise
             exchange.complete = True  # complete; only the connection cannot be reused
             self.close()
@@ -311,20 +309,24 @@ class Client:
     def _collect(self, sock: socket.socket, collector: Collector, upload: "Upload | None") -> None:
         exchange = collector.exchange
         began_ns = time.monotonic_ns()
-        inbox = self._inbox(sock, exchange)
+        inbox: AnyInbox
+        if self._stamped:
+            inbox = self._reader.open(sock, exchange.arrivals)
+        else:
+            inbox = Direct(sock, self._reader.clock, exchange.arrivals)
         try:
             while not exchange.complete:
                 # Pings keep the connection open, but do not extend the wait.
                 said_ns = began_ns if exchange.data_read is None else exchange.arrivals[exchange.data_read][0]
                 if upload is not None:
                     said_ns = max(said_ns, upload.moved_ns)
-                patience_s = _DONE_GRACE_S if exchange.done else self._timeout_s
+                patience_s = _DONE_GRACE_S if exchange.answer.done else self._timeout_s
                 left_s = patience_s - (time.monotonic_ns() - said_ns) / 1e9
                 if left_s <= 0:
                     raise TimeoutError
                 inbox.wait(left_s)
                 collector.take_in(inbox)
-                if collector.is_open_ended and not exchange.watched:
+                if collector.is_open_ended and exchange.leaves_after is None:
                     inbox.template, inbox.while_asleep = collector.template, collector.take_asleep
         except (gevent.GreenletExit, gevent.Timeout):
             # Cut: keep what has arrived. An error raised here, such as the connection's end, would replace the cut, and
@@ -336,11 +338,6 @@ class Client:
             raise
         finally:
             inbox.close()
-
-    def _inbox(self, sock: socket.socket, exchange: Exchange) -> AnyInbox:
-        if self._stamped:
-            return self._reader.open(sock, exchange.arrivals)
-        return Direct(sock, self._clock, exchange.arrivals)
 
     def _connect(self, exchange: Exchange) -> socket.socket:
         began_ns = time.monotonic_ns()

@@ -4,17 +4,17 @@ import re
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice, pairwise
 
+import gevent
 import httptools
 
 from harness.load.openai_api import (
     Answer,
-    Clock,
     coded,
     decode_lenient,
     described,
@@ -34,6 +34,9 @@ _BODY_BYTES = 16 << 20  # of a body that is no stream; embeddings of a long inpu
 _STREAM = re.compile(rb"(?:data|event|id|retry)?:")  # how events begin; JSON and HTML never do
 _STREAM_BYTES = 6  # that tell
 _STREAM_PIECES = 64  # of the body that are searched for them
+_MAX_TEXTS = 64  # kept as pieces before they are joined: each takes ten times the memory of its text
+MAX_RETRY_AFTER_S = 60.0
+_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # of Retry-After: some servers send fractions, which RFC 9110 has not
 
 
 class Failure(Exception):
@@ -56,16 +59,26 @@ def _value(raw: bytes) -> str:
     return raw.decode("latin-1")
 
 
+class Abandoned(gevent.Timeout):  # cuts a request like any other timeout
+    """Raised in the greenlet of a user who leaves before the answer is complete."""
+
+
 @dataclass(slots=True)
 class Exchange:
-    """One request and its response, filled in as data arrives, so that a cut keeps it. Times in monotonic ns."""
+    """One request and its response, read while it arrives: a cut keeps what has come, and the end has little to do.
+
+    Times are in monotonic ns.
+    """
 
     id: str
+    embeddings: bool = False  # a request for vectors, not text
+    leaves_after: int | None = None  # chunks after which the user leaves
     began_ns: int = field(default_factory=time.monotonic_ns)
     connect_ns: int | None = None  # time to open the connection; None: it was open
     connect_retries: int | None = None  # SYN retransmissions while it was opened
     sent_ns: int | None = None  # the first time, if it was sent twice
     resent: bool = False
+    request_bytes: int = 0  # of the request's body
     arrivals: ReadTimes = field(default_factory=ReadTimes)  # of each read
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
@@ -73,15 +86,18 @@ class Exchange:
     body: list[tuple[int, bytes]] = field(default_factory=list)  # unprocessed (read, bytes)
     parsed: "array[int]" = field(default_factory=lambda: array("I"))  # of the processed reads, those by the parser
     template: EventTemplate = field(default_factory=EventTemplate)  # which processed the others
-    process: Callable[[], None] | None = None  # processes the received part of the body
-    watched: bool = False  # process each piece at once
     known_stream: bool = False
     data_read: int | None = None  # the last read with data; comments of a stream do not count
-    done: bool = False  # [DONE] and the end of its event were processed
-    request_bytes: int = 0  # of the request's body
     complete: bool = False
     failure: Failure | None = None
     ended_ns: int | None = None  # when it was complete or failed
+    answer: Answer = field(default_factory=lambda: Answer(None, None))
+    _events: Parser = field(default_factory=Parser)
+    _count: int = 0  # of events, without those of the template
+    _chunk_reads: "array[int]" = field(default_factory=lambda: array("I"))  # of chunks, likewise
+    _textless: Counter[int] = field(default_factory=Counter)  # events without text, by the number of chunks before them
+    _visible_read: int | None = None
+    _done_read: int | None = None
 
     @property
     def start_ns(self) -> int:
@@ -92,6 +108,10 @@ class Exchange:
     def reads(self) -> int:
         """Number of reads that were parsed or taken by the template."""
         return len(self.parsed) + self.template.reads
+
+    @property
+    def chunks(self) -> int:
+        return len(self._chunk_reads) + self.template.events
 
     @property
     def is_stream(self) -> bool:
@@ -108,18 +128,165 @@ class Exchange:
     def unprocessed(self) -> bytes:
         return b"".join(data for _, data in self.body)
 
-    def times_ns(self) -> tuple[Clock, list[int]]:
-        """Return the clock and the time of each read: the kernel's if all are plausible, else the process's."""
+    def process(self) -> None:
+        """Process the received part of a stream and free it."""
+        if not self.body and self.template.ready:  # which took all that has come
+            return
+        if self.status is None or not 200 <= self.status < 300 or not self.is_stream:
+            return
+        self._fetch_text()
+        answer, body, self.body = self.answer, self.body, []
+        self.known_stream = True
+        for read, data in body:
+            whole = self._events.idle
+            try:
+                events = self._events.feed(data)
+            except EventTooLong:
+                raise Failure("malformed", f"an event has more than {MAX_EVENT_BYTES >> 20} MiB") from None
+            if self._events.has_data:
+                self.data_read = read
+            for event in events:
+                self._take(event, read)
+            # Events after the finish reason have no text.
+            if whole and len(events) == 1 and answer.finish is None and data == b"data: %s\n\n" % events[0].data:
+                self.template.learn(data)
+        self.template.ready = self._events.idle and not answer.done
+
+    def _fetch_text(self) -> None:
+        texts, taken = self.answer.texts, self.template.text
+        if taken:
+            texts.append(taken.decode("utf-8", "replace"))
+            taken.clear()
+        if len(texts) > _MAX_TEXTS:
+            self.answer.texts = ["".join(texts)]
+
+    def _take(self, event: Event, read: int) -> None:
+        answer = self.answer
+        data = event.data.strip()
+        if not data:  # a ping of some gateways
+            return
+        self._count += 1
+        if answer.done:
+            return
+        if data == b"[DONE]":
+            answer.done = True
+            self._done_read = read
+            return
+        carried = note_event(event, self._count + self.template.events, answer)
+        if carried == "text":
+            self._chunk_reads.append(read)
+            if self._visible_read is None and answer.texts:
+                self._visible_read = read
+        elif carried == "no text":
+            self._textless[self.chunks] += 1
+
+    def finish(self) -> Answer:
+        """Return the answer, when the exchange is complete or has failed; `time` adds its times."""
+        answer = self.answer
+        answer.status = self.status
+        self._fetch_text()
+        answer.reasoning_chunks += self.template.hidden
+        if self.status is not None and not 200 <= self.status < 300:
+            self._note_refusal(self.status)
+        elif self.is_stream:
+            self._finish_stream()
+        elif self.complete:
+            note_whole(self.unprocessed(), self.headers, answer, embeddings=self.embeddings)
+        if self.failure is not None and not answer.done:
+            answer.fail(self.failure.kind, self.failure.message)
+        return answer
+
+    def _finish_stream(self) -> None:
+        self.process()
+        answer = self.answer
+        answer.textless = sum(self._textless[chunks] for chunks in {0, self.chunks})
+        note_unframed(self._events.stray(), answer)
+        if not self.complete and not answer.done:
+            return  # the failure of the connection is more specific
+        events = self._count + self.template.events
+        if not events and (encoded := coded(self.headers)):
+            answer.fail("not_api", f"status {self.status} with {encoded} in place of an API answer")
+        if not answer.done and answer.finish is None:
+            answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
+        if not answer.generated:
+            answer.fail("empty", f"a complete stream without any generated text; {usage_words(answer)}")
+
+    def _note_refusal(self, status: int) -> None:
+        raw = self.unprocessed()
+        try:
+            body = decode_lenient(raw)
+        except ValueError:
+            body = None
+        if status == 101:
+            words = "the server changes the protocol, which no request asked for"
+        elif 300 <= status < 400:
+            words = f"redirect to {self.headers.get('location', 'nowhere')}, which a load test does not follow"
+        elif isinstance(body, dict):
+            words = error_words(body) or shown(body)
+        else:
+            words = described(self.headers, raw)
+        rejected = status in (429, 503)
+        if rejected:
+            self.answer.retry_after_s = _retry_after_s(self.headers)
+        self.answer.fail("rejected" if rejected else "http", f"status {status}: {words}")
+
+    def time(self) -> None:
+        """Add the times to the answer of `finish`. Call it once."""
+        answer, start_ns = self.answer, self.start_ns
+        glanced = sorted(set(range(self.reads)).difference(self.parsed))
+        reads = sorted([*self._chunk_reads, *glanced, *(glanced[number] for number in self.template.more)])
+        # The kernel's stamps if all are plausible, else the times of the reads.
         if self.sent_ns is not None and self.arrivals.plausible(self.sent_ns, SLACK_NS):
-            return "kernel", self.arrivals.times_ns()
-        return "read", [read for read, _ in self.arrivals]
+            answer.clock, times_ns = "kernel", self.arrivals.times_ns()
+        else:
+            answer.clock, times_ns = "read", [read for read, _ in self.arrivals]
+        end_ns = start_ns if self.ended_ns is None else self.ended_ns
+        if self._done_read is not None:
+            end_ns = times_ns[self._done_read]
+        elif self.complete and times_ns:
+            end_ns = times_ns[-1]
+        answer.ended_s = (end_ns - start_ns) / 1e9
+        if self.headers_read is not None:
+            answer.headers_s = (times_ns[self.headers_read] - start_ns) / 1e9
+        answer.chunks_s = [(times_ns[read] - start_ns) / 1e9 for read in reads]
+        if self._visible_read is not None:
+            answer.first_visible_s = (times_ns[self._visible_read] - start_ns) / 1e9
+        shared = [mine for mine, later in pairwise(reads) if mine == later]
+        answer.coalesced = len(shared)
+        if shared and answer.clock == "kernel":
+            # Of a read in good time the kernel had all bytes at once: the server, a proxy or the network sent them
+            # together. The stamp is that of its last bytes, so that a late read may look timely.
+            lags_us = self.arrivals.lags_us()
+            answer.coalesced_late = sum(lags_us[read] > LATE_READ_S * 1e6 for read in shared)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the wait of Retry-After, a number of seconds or a date; at most MAX_RETRY_AFTER_S.
+
+    A date is compared with the server's own clock where the response has it. None: no such header, or not a valid one.
+    """
+    value = headers.get("retry-after", "").strip()
+    if _SECONDS.fullmatch(value):
+        return min(float(value), MAX_RETRY_AFTER_S)
+    until_s, now_s = _http_date_s(value), _http_date_s(headers.get("date", ""))
+    if until_s is None:
+        return None
+    return min(max(0.0, until_s - (time.time() if now_s is None else now_s)), MAX_RETRY_AFTER_S)
+
+
+def _http_date_s(value: str) -> float | None:
+    """Unix time of an HTTP-date (RFC 9110); None for other texts."""
+    try:
+        return datetime.strptime(value.strip(), "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
 
 
 class Collector:
     """The callbacks of httptools: they fill an Exchange."""
 
     __slots__ = (
-        "_between", "_template_reads", "_informational", "_parser", "_size", "exchange", "keep_alive"
+        "_between", "_informational", "_parser", "_size", "_template_reads", "exchange", "keep_alive"
     )  # fmt: skip
 
     def __init__(self, exchange: Exchange) -> None:
@@ -141,27 +308,27 @@ class Collector:
         return template if self._between and template.ready else None
 
     def catch_up(self) -> None:
-        """Add the reads of the template."""
         if self.exchange.template.reads > self._template_reads:
             self._template_reads = self.exchange.template.reads
             self.exchange.data_read = self.exchange.reads - 1
 
     def take_in(self, inbox: AnyInbox) -> None:
-        """Parse all that was read; raises as `take` does."""
-        process = self.exchange.process
+        """Parse all that was read. Raises as `take` does, and Abandoned."""
+        exchange = self.exchange
         self.catch_up()
         for data in inbox.rest():
             try:
                 self.take(data)
             finally:  # also what came before the error
-                if process is not None:
-                    process()
+                exchange.process()
+            if exchange.leaves_after is not None and exchange.chunks >= exchange.leaves_after and not exchange.complete:
+                raise Abandoned
 
     def take_asleep(self, inbox: AnyInbox) -> None:
         """Do the same while the user's greenlet sleeps; the end wakes it."""
         self.take_in(inbox)
         inbox.template = self.template
-        if self.exchange.complete or self.exchange.done:
+        if self.exchange.complete or self.exchange.answer.done:
             inbox.wake()
 
     def take(self, data: bytes) -> None:
@@ -239,195 +406,3 @@ class Collector:
         else:
             self.exchange.complete = True
             self.keep_alive = self._parser.should_keep_alive()  # known to llhttp only now
-
-
-_MAX_TEXTS = 64  # kept as pieces before they are joined: each takes ten times the memory of its text
-MAX_RETRY_AFTER_S = 60.0
-_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # of Retry-After: some servers send fractions, which RFC 9110 has not
-
-
-class ResponseReader:
-    """Read an exchange while it grows: reading all at its end would delay the next read."""
-
-    __slots__ = (
-        "_answer", "_chunk_reads", "_count", "_done_read", "_embeddings", "_exchange", "_parser", "_template",
-        "_textless", "_visible_read"
-    )  # fmt: skip
-
-    def __init__(self, exchange: Exchange, *, embeddings: bool = False) -> None:
-        """`embeddings`: a request for vectors, not text."""
-        self._exchange = exchange
-        self._embeddings = embeddings
-        self._answer = Answer(None, None)
-        self._parser = Parser()
-        self._template = exchange.template
-        self._count = 0  # of events, without those of the template
-        self._chunk_reads = array("I")  # of chunks, likewise
-        self._textless: Counter[int] = Counter()  # events without text, by the number of chunks before them
-        self._visible_read: int | None = None
-        self._done_read: int | None = None
-
-    @property
-    def chunks(self) -> int:
-        """The processed chunks with generated tokens."""
-        return len(self._chunk_reads) + self._template.events
-
-    def process(self) -> None:
-        """Process the received part of a stream and free it."""
-        exchange, answer = self._exchange, self._answer
-        if exchange.status is None or not 200 <= exchange.status < 300 or not exchange.is_stream:
-            return
-        self._fetch_text()
-        body, exchange.body = exchange.body, []
-        exchange.known_stream = True
-        for read, data in body:
-            whole = self._parser.idle
-            try:
-                events = self._parser.feed(data)
-            except EventTooLong:
-                raise Failure("malformed", f"an event has more than {MAX_EVENT_BYTES >> 20} MiB") from None
-            if self._parser.has_data:
-                exchange.data_read = read
-            for event in events:
-                self._take(event, read)
-            # Events after the finish reason have no text.
-            if whole and len(events) == 1 and answer.finish is None and data == b"data: %s\n\n" % events[0].data:
-                self._template.learn(data)
-        exchange.done = answer.done
-        self._template.ready = self._parser.idle and not answer.done
-
-    def _fetch_text(self) -> None:
-        texts, taken = self._answer.texts, self._template.text
-        if taken:
-            texts.append(taken.decode("utf-8", "replace"))
-            taken.clear()
-        if len(texts) > _MAX_TEXTS:
-            self._answer.texts = ["".join(texts)]
-
-    def _take(self, event: Event, read: int) -> None:
-        """Process an event that this read completed."""
-        answer = self._answer
-        data = event.data.strip()
-        if not data:  # a ping of some gateways
-            return
-        self._count += 1
-        if answer.done:
-            return
-        if data == b"[DONE]":
-            answer.done = True
-            self._done_read = read
-            return
-        carried = note_event(event, self._count + self._template.events, answer)
-        if carried == "text":
-            self._chunk_reads.append(read)
-            if self._visible_read is None and answer.texts:
-                self._visible_read = read
-        elif carried == "no text":
-            self._textless[self.chunks] += 1
-
-    def finish(self) -> Answer:
-        """Return the answer of a finished or failed exchange; `time` adds its times."""
-        exchange, answer = self._exchange, self._answer
-        answer.status = exchange.status
-        self._fetch_text()
-        answer.reasoning_chunks += self._template.hidden
-        if exchange.status is not None and not 200 <= exchange.status < 300:
-            _note_refusal(exchange, exchange.status, answer)
-        elif exchange.is_stream:
-            self._stream()
-        elif exchange.complete:
-            note_whole(exchange.unprocessed(), exchange.headers, answer, embeddings=self._embeddings)
-        if exchange.failure is not None and not answer.done:
-            answer.fail(exchange.failure.kind, exchange.failure.message)
-        return answer
-
-    def time(self) -> None:
-        """Add the times of a finished or failed exchange to the answer of `finish`. Call it once."""
-        exchange, answer = self._exchange, self._answer
-        glanced = sorted(set(range(exchange.reads)).difference(exchange.parsed))
-        reads = sorted([*self._chunk_reads, *glanced, *(glanced[number] for number in self._template.more)])
-        answer.clock, times_ns = exchange.times_ns()
-        start_ns = exchange.start_ns
-        end_ns = exchange.ended_ns if exchange.ended_ns is not None else start_ns
-        if self._done_read is not None:
-            end_ns = times_ns[self._done_read]
-        elif exchange.complete and times_ns:
-            end_ns = times_ns[-1]
-        answer.ended_s = (end_ns - start_ns) / 1e9
-        if exchange.headers_read is not None:
-            answer.headers_s = (times_ns[exchange.headers_read] - start_ns) / 1e9
-        answer.chunks_s = [(times_ns[read] - start_ns) / 1e9 for read in reads]
-        if self._visible_read is not None:
-            answer.first_visible_s = (times_ns[self._visible_read] - start_ns) / 1e9
-        answer.coalesced = len(reads) - len(set(reads))
-
-    def _stream(self) -> None:
-        self.process()
-        exchange, answer = self._exchange, self._answer
-        answer.textless = sum(self._textless[chunks] for chunks in {0, self.chunks})
-        note_unframed(self._parser.stray(), answer)
-        if not exchange.complete and not answer.done:
-            return  # the failure of the connection is more specific
-        events = self._count + self._template.events
-        if not events and (encoded := coded(exchange.headers)):
-            answer.fail("not_api", f"status {exchange.status} with {encoded} in place of an API answer")
-        if not answer.done and answer.finish is None:
-            answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
-        if not answer.generated:
-            answer.fail("empty", f"a complete stream without any generated text; {usage_words(answer)}")
-
-
-def _note_refusal(exchange: Exchange, status: int, answer: Answer) -> None:
-    raw = exchange.unprocessed()
-    try:
-        body = decode_lenient(raw)
-    except ValueError:
-        body = None
-    if status == 101:
-        words = "the server changes the protocol, which no request asked for"
-    elif 300 <= status < 400:
-        words = f"redirect to {exchange.headers.get('location', 'nowhere')}, which a load test does not follow"
-    elif isinstance(body, dict):
-        words = error_words(body) or shown(body)
-    else:
-        words = described(exchange.headers, raw)
-    rejected = status in (429, 503)
-    if rejected:
-        answer.retry_after_s = _retry_after_s(exchange.headers)
-    answer.fail("rejected" if rejected else "http", f"status {status}: {words}")
-
-
-def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the wait of Retry-After, a number of seconds or a date; at most MAX_RETRY_AFTER_S.
-
-    A date is compared with the server's own clock where the response has it. None: no such header, or not a valid one.
-    """
-    value = headers.get("retry-after", "").strip()
-    if _SECONDS.fullmatch(value):
-        return min(float(value), MAX_RETRY_AFTER_S)
-    until_s, now_s = _http_date_s(value), _http_date_s(headers.get("date", ""))
-    if until_s is None:
-        return None
-    return min(max(0.0, until_s - (time.time() if now_s is None else now_s)), MAX_RETRY_AFTER_S)
-
-
-def _http_date_s(value: str) -> float | None:
-    """Unix time of an HTTP-date (RFC 9110); None for other texts."""
-    try:
-        return datetime.strptime(value.strip(), "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return None
-
-
-def coalesced_late(exchange: Exchange, answer: Answer) -> int | None:
-    """Return how many chunks shared a late read. None: no shared read, or no stamps.
-
-    Of a read in good time the kernel had all bytes at once: the server, a proxy or the network sent them together. The
-    stamp is that of its last bytes, so that a late read may look timely, and more often so the faster the stream is.
-    """
-    if not answer.coalesced or answer.clock != "kernel":
-        return None
-    start_ns, arrivals = exchange.start_ns, exchange.arrivals
-    lags_us = {(at - start_ns) / 1e9: lag for at, lag in zip(arrivals.times_ns(), arrivals.lags_us(), strict=True)}
-    shared = [mine for mine, later in pairwise(answer.chunks_s) if mine == later]
-    return sum(lags_us[at] > LATE_READ_S * 1e6 for at in shared)

@@ -59,7 +59,6 @@ def percentiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float |
 
 
 def middle_s(bucket: int) -> float:
-    """The middle of a bucket of a histogram, in seconds."""
     return math.exp((bucket + 0.5) * _BUCKET)
 
 
@@ -131,63 +130,39 @@ def _sum(ours: Any, others: Any) -> Any:
 
 
 class CounterDelta(msgspec.Struct, array_like=True):
-    """What a load process counted since its last report. Ages are seconds before the report: no clock is sent."""
+    """What a load process counts between two reports. Times are on its monotonic clock, and `now` is the report's."""
 
-    seconds: list[tuple[int, dict[str, Accumulator]]]  # age, by user class
-    messages: dict[ErrorKind, str]  # the last failure of each kind
-    in_flight_of: dict[str, int] = {}  # by user class
+    seconds: dict[int, dict[str, Accumulator]] = {}  # by the second in which requests ended, and by user class
+    messages: dict[ErrorKind, str] = {}  # the last failure of each kind
     warmup: int = 0  # warm-up requests that ended
+    warmup_failed: int = 0
+    sent_s: float | None = None  # of the measured requests that ended: when the first was sent ...
+    ended_s: float = 0.0  # ... and the last ended
+    now: float = 0.0
+    in_flight_of: dict[str, int] = {}  # by user class
     busy: float | None = None  # share of the last seconds in which it ran, or waited for a core
-    warmup_failed: int = 0  # of the warm-up requests
-    sent_age_s: float | None = None  # of the measured requests that ended: when the first was sent ...
-    ended_age_s: float | None = None  # ... and the last ended
 
-
-class RequestCounter:
-    """Counts by the second in which a request ended and by user class, until the next report."""
-
-    def __init__(self, slos: Sequence[Slo] = ()) -> None:
-        self._slos = slos
-        self._clear()
-
-    def _clear(self) -> None:
-        self._seconds: dict[int, dict[str, Accumulator]] = {}
-        self._messages: dict[ErrorKind, str] = {}
-        self._warmup = self._warmup_failed = 0
-        self._sent: float | None = None  # the first of the measured requests; monotonic clock
-        self._ended = 0.0
-
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, slos: Sequence[Slo] = ()) -> None:
         failure = None if request.error in CUT else request.error
         if request.phase == "warmup":
-            self._warmup += 1
-            self._warmup_failed += failure is not None
+            self.warmup += 1
+            self.warmup_failed += failure is not None
             return
         if failure is not None:
-            self._messages[failure] = request.message or ""
-        self._ended = time.monotonic()
-        sent = self._ended - request.ended_s
-        self._sent = sent if self._sent is None else min(self._sent, sent)
-        by_class = self._seconds.setdefault(int(self._ended), {})
+            self.messages[failure] = request.message or ""
+        self.ended_s = time.monotonic()
+        sent_s = self.ended_s - request.ended_s
+        self.sent_s = sent_s if self.sent_s is None else min(self.sent_s, sent_s)
+        by_class = self.seconds.setdefault(int(self.ended_s), {})
         if request.user_class not in by_class:
             by_class[request.user_class] = Accumulator()
-        by_class[request.user_class].count(request, self._slos)
+        by_class[request.user_class].count(request, slos)
 
-    def delta(self, recorder: Recorder) -> CounterDelta:
-        """Return the counts since the last call."""
-        moment = time.monotonic()
-        now = int(moment)
-        delta = CounterDelta(
-            [(now - second, by_class) for second, by_class in sorted(self._seconds.items())],
-            self._messages,
-            {name: number for name, number in recorder.in_flight_of.items() if number},
-            self._warmup,
-            recorder.health.busy_now(),
-            self._warmup_failed,
-            *((None, None) if self._sent is None else (moment - self._sent, moment - self._ended)),
-        )
-        self._clear()
-        return delta
+    def reported(self, recorder: Recorder) -> "CounterDelta":
+        self.now = time.monotonic()
+        self.in_flight_of = {name: number for name, number in recorder.in_flight_of.items() if number}
+        self.busy = recorder.health.busy_now()
+        return self
 
 
 def unpacked(raw: Any) -> CounterDelta | None:
@@ -273,12 +248,13 @@ class LiveNumbers:
         self.warmup += delta.warmup
         self.warmup_failed += delta.warmup_failed
         self.messages |= delta.messages
-        if delta.sent_age_s is not None and delta.ended_age_s is not None:
-            sent = now - delta.sent_age_s
+        ahead_s = now - delta.now  # of that process's clock
+        if delta.sent_s is not None:
+            sent = delta.sent_s + ahead_s
             self._sent = sent if self._sent is None else min(self._sent, sent)
-            self._ended = max(self._ended, now - delta.ended_age_s)
-        for age, by_class in delta.seconds:
-            second = int(now) - age
+            self._ended = max(self._ended, delta.ended_s + ahead_s)
+        for its_second, by_class in delta.seconds.items():
+            second = its_second + int(now) - int(delta.now)
             self._first = second if self._first is None else min(self._first, second)
             self._seconds.append((second, by_class))
             _merge_classes(self.total, by_class)
@@ -351,7 +327,6 @@ class LiveNumbers:
         return self._numbers(self.total, None if self._sent is None else max(0.0, until - self._sent))
 
     def failures(self) -> dict[ErrorKind, int]:
-        """The number of failures of each kind in the whole test."""
         return dict(sorted(_all(self.total).failures.items()))
 
     def _numbers(self, by_class: dict[str, Accumulator], span_s: float | None) -> dict[str, Numbers]:

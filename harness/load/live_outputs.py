@@ -17,7 +17,7 @@ from typing import Any
 
 import gevent
 from gevent.pywsgi import WSGIServer
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -91,7 +91,6 @@ _OF_SERVER = (*SERVER, "tok_s")
 
 
 def history_heads(gpus: Sequence[str] = ()) -> list[str]:
-    """The columns of the time series as CSV."""
     heads = [f"server_{key}" for key in _OF_SERVER] + [f"{gpu}_{key}" for gpu in gpus for key in GPU]
     return ["wall_s", "t_s", "user_class", *_OF_CLASS, "users", "in_flight", *heads]
 
@@ -236,7 +235,6 @@ class StockOutput:
 
 
 def with_section(report: str, numbers: LiveNumbers) -> str:
-    """Locust's HTML report with the LLM metrics at its top."""
     before, found, after = report.rpartition(_ROOT)
     return before + html_section(numbers) + found + after if found else report + html_section(numbers)
 
@@ -290,52 +288,48 @@ class LoadSnapshot(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of the test since its start. A new test resets the counters."""
-        return _families(self)
-
-
-def _families(state: LoadSnapshot) -> Iterator[Metric]:
-    numbers, total = state.numbers, state.numbers.total
-    requests = CounterMetricFamily(
-        f"{PREFIX}_requests", "Measured requests that ended, by how", labels=[LABEL, "outcome"]
-    )
-    met = CounterMetricFamily(f"{PREFIX}_slo_met_requests", "Requests that met every SLO (goodput)", labels=[LABEL])
-    for name, one in total.items():
-        outcomes = {"succeeded": one.ended - one.failed - one.cut, "failed": one.failed, "cut": one.cut}
-        for outcome, count in outcomes.items():
-            requests.add_metric([name, outcome], count)
-        if numbers.slos and not one.unknown:
-            met.add_metric([name], one.met)
-    yield requests
-    yield met
-    errors = CounterMetricFamily(f"{PREFIX}_errors", "Failed requests by kind", labels=["error_type"])
-    for kind, count in numbers.failures().items():
-        errors.add_metric([kind], count)
-    yield errors
-    warmup = CounterMetricFamily(f"{PREFIX}_warmup_requests", "Warm-up requests that ended; counted nowhere else")
-    warmup.add_metric([], numbers.warmup)
-    yield warmup
-    in_flight = GaugeMetricFamily(f"{PREFIX}_requests_in_flight", "Requests sent and not ended", labels=[LABEL])
-    for name, count in (dict.fromkeys(total, 0) | numbers.in_flight_of()).items():
-        in_flight.add_metric([name], count)
-    yield in_flight
-    limited = numbers.client_limited()
-    for name, about, value in (
-        ("users", "Virtual users", state.users),
-        ("running", "1: a load runs", int(state.running)),
-        ("client_limited", "1: a load process has no CPU time left, so times are too long", int(limited is not None)),
-        ("workers", "Load processes that send requests", state.workers),
-        ("workers_missing", "Load processes that give no sign of life", state.missing if state.workers else None),
-    ):
-        if value is not None:
-            yield GaugeMetricFamily(f"{PREFIX}_{name}", about, value=value)
-    for column, (name, about, bounds) in LATENCIES.items():
-        latency = HistogramMetricFamily(name, about, labels=[LABEL])
-        for user_class, one in total.items():
-            # A bucket of 2 % that has a bound in it is on the side of its middle.
-            counts = {middle_s(bucket): count for bucket, count in one.latencies[column].items()}
-            latency.add_metric([user_class], _buckets(counts, bounds), one.sums_s[column])
-        yield latency
-    yield _token_usage(total)
+        numbers, total = self.numbers, self.numbers.total
+        requests = CounterMetricFamily(
+            f"{PREFIX}_requests", "Measured requests that ended, by how", labels=[LABEL, "outcome"]
+        )
+        met = CounterMetricFamily(f"{PREFIX}_slo_met_requests", "Requests that met every SLO (goodput)", labels=[LABEL])
+        for name, one in total.items():
+            outcomes = {"succeeded": one.ended - one.failed - one.cut, "failed": one.failed, "cut": one.cut}
+            for outcome, count in outcomes.items():
+                requests.add_metric([name, outcome], count)
+            if numbers.slos and not one.unknown:
+                met.add_metric([name], one.met)
+        yield requests
+        yield met
+        errors = CounterMetricFamily(f"{PREFIX}_errors", "Failed requests by kind", labels=["error_type"])
+        for kind, count in numbers.failures().items():
+            errors.add_metric([kind], count)
+        yield errors
+        warmup = CounterMetricFamily(f"{PREFIX}_warmup_requests", "Warm-up requests that ended; counted nowhere else")
+        warmup.add_metric([], numbers.warmup)
+        yield warmup
+        in_flight = GaugeMetricFamily(f"{PREFIX}_requests_in_flight", "Requests sent and not ended", labels=[LABEL])
+        for name, count in (dict.fromkeys(total, 0) | numbers.in_flight_of()).items():
+            in_flight.add_metric([name], count)
+        yield in_flight
+        limited = numbers.client_limited()
+        for name, about, value in (
+            ("users", "Virtual users", self.users),
+            ("running", "1: a load runs", int(self.running)),
+            ("client_limited", "1: a load process has no CPU time left: times are too long", int(limited is not None)),
+            ("workers", "Load processes that send requests", self.workers),
+            ("workers_missing", "Load processes that give no sign of life", self.missing if self.workers else None),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(f"{PREFIX}_{name}", about, value=value)
+        for column, (name, about, bounds) in LATENCIES.items():
+            latency = HistogramMetricFamily(name, about, labels=[LABEL])
+            for user_class, one in total.items():
+                # A bucket of 2 % that has a bound in it is on the side of its middle.
+                counts = {middle_s(bucket): count for bucket, count in one.latencies[column].items()}
+                latency.add_metric([user_class], _buckets(counts, bounds), one.sums_s[column])
+            yield latency
+        yield _token_usage(total)
 
 
 def _token_usage(total: dict[str, Accumulator]) -> Metric:
@@ -352,16 +346,8 @@ def _token_usage(total: dict[str, Accumulator]) -> Metric:
 
 
 def _buckets(counts: dict[float, int], bounds: Sequence[float]) -> list[tuple[str, float]]:
-    """The counts of values up to each bound."""
     buckets = [(str(bound), float(sum(n for value, n in counts.items() if value <= bound))) for bound in bounds]
     return [*buckets, ("+Inf", float(sum(counts.values())))]
-
-
-def exposition(state: LoadSnapshot, accept: str) -> tuple[bytes, str]:
-    """The metrics as text, and its content type, in the format that the header `Accept` asks for."""
-    encode, content_type = choose_encoder(accept)
-    body: bytes = encode(state)
-    return body, content_type
 
 
 def serve(options: Namespace, state: Callable[[], LoadSnapshot]) -> WSGIServer | None:
@@ -372,16 +358,7 @@ def serve(options: Namespace, state: Callable[[], LoadSnapshot]) -> WSGIServer |
     if not 0 < port < 65536:
         raise HarnessError(f"--metrics-port: must be a port of 1 to 65535 (got {options.metrics_port!r})")
     host = options.metrics_host or "127.0.0.1"
-
-    def answer(environ: dict[str, Any], begin: Callable[..., Any]) -> list[bytes]:
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD") or environ["PATH_INFO"] != "/metrics":
-            begin("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"Only GET /metrics is here.\n"]
-        body, content_type = exposition(state(), environ.get("HTTP_ACCEPT", ""))
-        begin("200 OK", [("Content-Type", content_type), ("Cache-Control", "no-store")])
-        return [body]
-
-    server = WSGIServer((host, port), answer, log=None)
+    server = WSGIServer((host, port), lambda *request: make_wsgi_app(state())(*request), log=None)
     try:
         server.start()
     except (OSError, socket.gaierror) as error:

@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -47,14 +46,27 @@ from harness.load.options import (
 )
 from harness.load.process import LoadProcess, plan_of, sequencer_of
 from harness.load.recorder import Anchor, Recorder
-from harness.load.sequencer import StageSequencer, start_barrier
+from harness.load.sequencer import StageSequencer, start_barrier, until
 from harness.load.web_ui import Live
 from harness.load.worker import Worker
 from harness.redact import masked
 from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
 
+# Messages between a master and its load processes.
+_STOP, _STOPPED, _CUT, _GAVE_UP = "llm-stop", "llm-stopped", "llm-cut", "llm-gave-up"
 _RATE_S = 0.001  # time to spawn users without a ramp
+_POLL_S = 0.1
+_MESSAGES_S = 2.0  # for messages to arrive
+_STOCK_DRAIN_S = 30.0
+_COME_S = 60.0  # for users to start and to be counted
+_WHEN_INTERRUPTED_S = 4.0  # less than the wait of the harness
+_LISTENERS_WHEN_INTERRUPTED_S = 2.0
+_STOP_S = 35.0  # at the end, for load processes to stop: more than their listeners of `request` may take
+_LOGS = ("", "locust", "locust.stats_logger")  # the loggers with handlers
+
+logger = logging.getLogger(__name__)
+_hooks: Any = events  # they have no types
 
 
 def follow(
@@ -88,115 +100,74 @@ def follow(
             return
 
 
-_REFUSED = "llm-refused"
-
-
-class FirstRequests:
+def end_when_refused(environment: Environment) -> None:
     """End a load with stock Locust when the server rejects all of its first requests because of the scenario.
 
-    A model that the server does not have would be asked for again and again. Each load process checks its own requests
-    and reports to the master. To be made once in each process, when it has its role.
+    A model that the server does not have would be asked for again and again. Each load process checks its own requests,
+    and reports to the master. To be called once in each process, when it has its role.
     """
+    runner, errors, ended = environment.runner, list[str | None](), False  # None of a request that did not fail
 
-    def __init__(self, environment: Environment, give_up: Callable[[Environment, Exception], None]) -> None:
-        self._environment = environment
-        self._give_up = give_up
-        self._errors: list[str | None] = []  # of the first requests; None of one that did not fail
-        self._ended = False
-        events: Any = environment.events  # they have no types
-        events.test_start.add_listener(self._begin)
-        events.request.add_listener(self._on_request)
-        if isinstance(environment.runner, MasterRunner):
-            environment.runner.register_message(_REFUSED, self._on_refused)
+    def begin(**_: Any) -> None:
+        nonlocal ended
+        errors.clear()
+        ended = False
 
-    def _begin(self, **_: Any) -> None:
-        self._errors, self._ended = [], False
+    def end(what: str, next_step: str = "") -> None:
+        nonlocal ended
+        if not ended:  # other load processes may report the same
+            ended = True
+            give_up(environment, HarnessError(what, next_step=next_step))
 
-    def _on_request(self, exception: Exception | None = None, **_: Any) -> None:
-        if len(self._errors) == FIRST:
+    def on_request(exception: Exception | None = None, **_: Any) -> None:
+        if len(errors) == FIRST:
             return
-        self._errors.append(None if exception is None else str(exception))
-        mistake = mistake_of(self._errors) if len(self._errors) == FIRST else None
+        errors.append(None if exception is None else str(exception))
+        mistake = mistake_of(errors) if len(errors) == FIRST else None
         if mistake is None:
             return
         what = f"the load was ended because the first {FIRST} requests all failed, as the rest would: {mistake.cause}"
         next_step = f"To solve it: {mistake.fix}. By hand, keys of a scenario are options: --model, --api-key-env, ..."
-        if isinstance(self._environment.runner, WorkerRunner):
-            self._environment.runner.send_message(_REFUSED, {"what": what, "next_step": next_step})
+        if isinstance(runner, WorkerRunner):
+            runner.send_message(_GAVE_UP, {"what": what, "next_step": next_step})
         else:
-            self._end(what, next_step)
+            end(what, next_step)
 
-    def _on_refused(self, msg: Any, **_: Any) -> None:
-        self._end(**msg.data)
-
-    def _end(self, what: str, next_step: str) -> None:
-        if not self._ended:  # other load processes may report the same
-            self._ended = True
-            self._give_up(self._environment, HarnessError(what, next_step=next_step))
+    hooks: Any = environment.events  # they have no types
+    hooks.test_start.add_listener(begin)
+    hooks.request.add_listener(on_request)
+    if isinstance(runner, MasterRunner):
+        runner.register_message(_GAVE_UP, lambda msg, **_: end(**msg.data))
 
 
-_STOP, _STOPPED = "llm-stop", "llm-stopped"
-_POLL_S = 0.1
-_MORE_S = 2.0  # for the messages
+_stopped: set[str] = set()  # ids of the load processes that have
 
 
-class GracefulStop:
-    """Let each of several load processes finish its requests in flight at the end of a load.
+def stop_gracefully(runner: Runner, patience_s: float, *, cut: bool = False) -> None:
+    """Let each of several load processes finish its requests in flight at the end of a load, and wait for that.
 
-    At the end of --run-time Locust's master waits for its workers for half a second only. To be made once in each
-    process of a load without web UI, and in workers. An interruption does not wait.
+    At the end of --run-time Locust's master waits for its workers for half a second only. `cut`: do not wait for
+    requests in flight.
     """
-
-    def __init__(self, environment: Environment, *, is_stock: bool) -> None:
-        """`is_stock`: wait at the end of --run-time; else the code that ends the load calls `wait`."""
-        self._environment = environment
-        self._stopped: set[str] = set()
-        runner = environment.runner
-        if isinstance(runner, MasterRunner):
-            runner.register_message(_STOPPED, lambda msg, **_: self._stopped.add(msg.node_id))
-            events: Any = environment.events  # they have no types
-            if is_stock:
-                events.test_stopping.add_listener(lambda **_: self.wait(environment.stop_timeout))
-        elif isinstance(runner, WorkerRunner):
-            runner.register_message(_STOP, self._end, concurrent=True)
-
-    def wait(self, patience_s: float, *, cut: bool = False) -> None:
-        """Wait, in the master, until all load processes have stopped. `cut`: do not wait for requests in flight."""
-        runner = self._environment.runner
-        assert isinstance(runner, MasterRunner)
-        if not patience_s:  # interrupted
-            return
-        runner.send_message(_STOP, {"cut": cut})
-        until, clients = time.monotonic() + patience_s + _MORE_S, runner.clients
-        while time.monotonic() < until and any(
-            one.id not in self._stopped for one in [*clients.running, *clients.spawning]
-        ):
-            gevent.sleep(_POLL_S)
-
-    def _end(self, msg: Any, **_: object) -> None:
-        runner = self._environment.runner
-        assert isinstance(runner, WorkerRunner)
-        if msg.data["cut"]:
-            self._environment.stop_timeout = 0
-        runner.stop()
-        # Locust sends the last numbers after "quit", and its master waits half a second for them: the final table of a
-        # busy machine would lack requests. Messages arrive in order, so the master has these before it goes on.
-        runner._send_stats()
-        runner.send_message(_STOPPED)
+    if not patience_s or not isinstance(runner, MasterRunner):  # interrupted, or one load process
+        return
+    runner.send_message(_STOP, {"cut": cut})
+    clients = runner.clients
+    until(lambda: all(one.id in _stopped for one in [*clients.running, *clients.spawning]), patience_s + _MESSAGES_S)
 
 
-_STOCK_DRAIN_S = 30.0
-_CUT = "llm-cut"
-_NOT_STARTED = "llm-not-started"
-_COME_S = 60.0  # for users to start and to be counted
-_WHEN_INTERRUPTED_S = 4.0  # less than the wait of the harness
-_LISTENERS_WHEN_INTERRUPTED_S = 2.0
-_STOP_S = 35.0  # at the end, for load processes to stop: more than their listeners of `request` may take
+def _on_stop(environment: Environment, msg: Any, **_: object) -> None:
+    """The same in a load process."""
+    runner = environment.runner
+    assert isinstance(runner, WorkerRunner)
+    if msg.data["cut"]:
+        environment.stop_timeout = 0
+    runner.stop()
+    # Locust sends the last numbers after "quit", and its master waits half a second for them: the final table of a
+    # busy machine would lack requests. Messages arrive in order, so the master has these before it goes on.
+    runner._send_stats()
+    runner.send_message(_STOPPED)
 
-logger = logging.getLogger(__name__)
-_LOGS = ("", "locust", "locust.stats_logger")  # the loggers with handlers
-
-_hooks: Any = events  # they have no types
 
 gevent.config.track_greenlet_tree = False  # only for debugging, and takes memory for each user
 
@@ -206,11 +177,9 @@ _process: LoadProcess | None = None
 _live: Live | None = None  # None: a run of the harness
 _worker: Worker | None = None  # of a remote machine
 _master: Master | None = None  # of remote machines
-_graceful_stop: GracefulStop | None = None  # None: in the web UI, and of load processes on other machines
 
 
 def load_process() -> LoadProcess:
-    """The state that the users of this process share."""
     if _process is None:
         raise StopTest("the test cannot start, for the reason above")
     return _process
@@ -218,7 +187,7 @@ def load_process() -> LoadProcess:
 
 def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """Handle the event `init`: the process has been forked and has its role."""
-    global _job, _recorder, _process, _live, _master, _worker, _graceful_stop
+    global _job, _recorder, _process, _live, _master, _worker
     options = options_of(environment)
     for folder in {str(Path(inspect.getfile(one)).parent) for one in environment.user_classes} - set(sys.path):
         sys.path.append(folder)  # Locust removes it after loading the locustfile, whose tasks may import later
@@ -251,6 +220,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             atexit.register(_recorder.close)  # for any end of this process
             if options.headless:
                 _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
+        if not options.headless or _job is None or options.metrics_port:
+            _live = Live(environment, _recorder, _job, partial(check_form, environment, _job))
     except (HarnessError, OSError) as error:
         if _job is not None:
             report_error(_job, error)
@@ -261,22 +232,17 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if _job is None and not environment.stop_timeout:
         # With stock Locust, --run-time would cut requests in flight, as failed ones. Ctrl-C still cuts at once.
         environment.stop_timeout = _STOCK_DRAIN_S
-    if options.headless or isinstance(runner, WorkerRunner):
-        _graceful_stop = GracefulStop(environment, is_stock=_job is None)
     if _job is None or not options.headless:
-        FirstRequests(environment, give_up)
-    if not options.headless or _job is None or options.metrics_port:
-        try:
-            _live = Live(environment, _recorder, _job, partial(_check_form, environment))
-        except (HarnessError, OSError) as error:  # of --metrics-port and --csv
-            if isinstance(runner, MasterRunner):
-                _end_workers()
-            sys.exit(sentence(error))
+        end_when_refused(environment)
     _hooks.quitting.add_listener(_on_quitting)  # the last listener is called first: before the master stops its workers
+    if isinstance(runner, MasterRunner) and options.headless:
+        runner.register_message(_STOPPED, lambda msg, **_: _stopped.add(msg.node_id))
+        if _job is None:
+            _hooks.test_stopping.add_listener(lambda **_: stop_gracefully(runner, environment.stop_timeout))
     if isinstance(runner, WorkerRunner):
-        runner.register_message(_CUT, _on_cut)
-    if isinstance(runner, MasterRunner):
-        runner.register_message(_NOT_STARTED, _on_not_started)
+        runner.register_message(_STOP, _on_stop, concurrent=True)
+        # The master was interrupted: the "quit" that follows must not wait for answers.
+        runner.register_message(_CUT, lambda environment, **_: _cut_all(environment))
     _handle_ends()
     # Locust starts its timer of --run-time next, from the time at which the loop last ran: before all imports.
     gevent.get_hub().loop.update_now()
@@ -344,7 +310,7 @@ def _start(environment: Environment) -> None:
             if not isinstance(runner, WorkerRunner):
                 raise
             logger.error(sentence(error))  # an exception would end the greenlet that listens to the master
-            runner.send_message(_NOT_STARTED, {"host": socket.gethostname(), "reason": sentence(error)})
+            runner.send_message(_GAVE_UP, {"what": f"worker {socket.gethostname()}: {sentence(error)}"})
             return  # its users find no process: see `load_process`
     if _live is not None:
         _live.begin()
@@ -377,10 +343,6 @@ def _begin_anew(environment: Environment, recorder: Recorder) -> None:
     _process = process
 
 
-def _check_form(environment: Environment, options: Namespace) -> None:
-    check_form(environment, _job, options)
-
-
 def _settle_memory() -> None:
     gc.collect()
     gc.freeze()  # these objects stay: the collector must not scan them during a measurement
@@ -410,21 +372,11 @@ def _on_quitting(environment: Environment, **_: Any) -> None:
         environment.process_exit_code = 1 if runner.exceptions else 0
 
 
-def _on_cut(environment: Environment, **_: Any) -> None:
-    """The master was interrupted: the "quit" that follows must not wait for answers."""
-    _cut_all(environment)
-
-
 def _cut_all(environment: Environment) -> None:
     environment.stop_timeout = 0
     if _process is not None:
         _process.note_early_end()
         _process.listeners.patience_s = _LISTENERS_WHEN_INTERRUPTED_S
-
-
-def _on_not_started(environment: Environment, msg: Any, **_: Any) -> None:
-    """Stop the start: a load process, perhaps of another machine, cannot use the values of the form."""
-    give_up(environment, HarnessError(f"worker {msg.data['host']}: {msg.data['reason']}"))
 
 
 def _on_quit(exit_code: int, **_: Any) -> None:
@@ -473,13 +425,11 @@ def _end_when_finished(environment: Environment, drain_s: float, sequencer: Stag
     sequencer.wait_for_end(drain_s)
     environment.stop_timeout = 0
     assert environment.runner is not None
-    if _graceful_stop is not None and isinstance(environment.runner, MasterRunner):
-        _graceful_stop.wait(_STOP_S, cut=True)
+    stop_gracefully(environment.runner, _STOP_S, cut=True)
     environment.runner.quit()
 
 
 def _follow(environment: Environment, job: Job, sequencer: StageSequencer | Master) -> None:
-    """Let the number of users follow the stages of the load."""
     assert environment.runner is not None
     load = job.load
     # Surplus users finish their request first.

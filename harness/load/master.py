@@ -317,7 +317,6 @@ class Master:
 
 
 def _files(job: Job) -> dict[str, bytes]:
-    """The files of the job, which workers do not have."""
     files = {}
     for field in ("prompt_file", "trace_file", "trace_marks"):
         name = getattr(job, field)

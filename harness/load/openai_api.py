@@ -59,8 +59,6 @@ _TOOLS = (
 
 
 class Call(msgspec.Struct):
-    """A tool call that is being received."""
-
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -117,7 +115,6 @@ def _definition(name: str, description: str, parameters: dict[str, str]) -> dict
 
 
 def called(text: str, call: Call) -> ToolMessage:
-    """The model's message with a call, for the history."""
     function = {"name": call.name, "arguments": call.arguments}
     one = {"id": call.id, "type": "function", "function": function}
     return {"role": "assistant", "content": text, "tool_calls": [one]}
@@ -208,6 +205,7 @@ class Answer:
     first_visible_s: float | None = None
     ended_s: float = 0.0
     coalesced: int = 0
+    coalesced_late: int | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
@@ -429,7 +427,6 @@ def _error_in(body: dict[str, Any]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A JSON value for a message."""
     try:
         return str(value)
     except (RecursionError, ValueError):  # nested too deeply; a number of more than 4,300 digits
@@ -437,7 +434,6 @@ def shown(value: Any) -> str:
 
 
 def _words_of(raw: bytes) -> str | None:
-    """Return the message of an error body, JSON or not."""
     try:
         body = decode_lenient(raw)
     except ValueError:
@@ -474,7 +470,6 @@ def usage_words(answer: Answer) -> str:
 
 
 def described(headers: Mapping[str, str], raw: bytes) -> str:
-    """Describe a body that is not JSON."""
     if not raw:
         return "an empty body"
     if encoded := coded(headers):

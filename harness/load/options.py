@@ -4,11 +4,10 @@ An option is one line of a table, `OPTIONS`. The types of the scenario say which
 """
 
 import os
-import re
 import tempfile
 import uuid
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,17 +21,15 @@ from harness.errors import HarnessError, Mistakes, Problem
 from harness.files import UNDECODABLE
 from harness.job import Job, job_of_text, read_job
 from harness.load.client import ApiAddress
-from harness.load.process import JobInputs, api_key, first_model
-from harness.scenario import MAX_USERS, TURNS, Arrivals, Load, Prompts, Users, Warmup
-from harness.scenario.behaviour import Abandon, Agent, Rag
+from harness.load.process import api_key, first_model, inputs_of
+from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
+from harness.scenario.behaviour import Agent, Rag, length_problems
 from harness.scenario.check_syntax import Slo, parse_check
-from harness.scenario.file import decode
-from harness.workers import FROM_MASTER, parse_part
-from harness.workload import salt_words
+from harness.scenario.file import decode, load_problems, load_yaml, warmup_problems
+from harness.workers import FROM_MASTER
+from harness.workload import pairs_of, salt_words
 
 UNDER_WAY = (STATE_SPAWNING, STATE_RUNNING)
-_YES_NO = ["yes", "no"]
-_AS_PLANNED = "as in the scenario"  # a value that is not one number: a distribution of lengths, a rate that changes
 _MAX_RUN_TIME_S = 10_000_000  # as the longest load of a scenario
 _AMOUNTS: dict[str, tuple[Any, str]] = {  # Locust's own options that say how much, and their bounds
     "users": (Users, f"a whole number of 1 to {MAX_USERS:,}"),
@@ -44,137 +41,25 @@ _AMOUNTS: dict[str, tuple[Any, str]] = {  # Locust's own options that say how mu
 }
 
 
-def _write(value: Any) -> str:
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _read(text: str, planned: Any) -> Any:
-    """A text or a number, by the planned value. Other text stays, and the type of the field rejects it."""
-    if isinstance(planned, str):
-        return text
-    try:
-        return (float if isinstance(planned, float) else int)(text) if text else None
-    except ValueError:
-        return text
-
-
-def _write_tokens(tokens: object) -> str:
-    return str(tokens) if isinstance(tokens, int) else _AS_PLANNED
-
-
-def _read_prompts(text: str, job: Job) -> Job:
-    kind = text if text in ("synthetic", "classification") else "file"
-    prompts = msgspec.structs.replace(job.prompts, kind=kind)
-    return msgspec.structs.replace(job, prompts=prompts, prompt_file=text if kind == "file" else None)
-
-
-def _write_stream(stream: bool) -> str:
-    return _YES_NO[not stream]
-
-
-def _read_stream(text: str, _: Any) -> bool:
-    return not _YES_NO.index(text)
-
-
-def _write_think(load: Load) -> str:
-    pause = load.think
-    if pause is None:
-        return " ".join(f"{number:g}" for number in load.think_s or [])
-    drawn = f"lognormal, sigma {pause.sigma:g}" if pause.distribution == "lognormal" else pause.distribution
-    bound = "" if pause.max_s is None else f", at most {pause.max_s:g}"
-    return f"{pause.mean_s:g} on the mean ({drawn}{bound})"
-
-
-def _read_think(text: str, load: Load) -> Load:
-    """A uniform pause, '1 5' or '2'; an empty text: none."""
-    numbers = [float(word) for word in text.replace(",", " ").split()]
-    if numbers and (len(numbers) > 2 or not 0 <= numbers[0] <= numbers[-1]):
-        raise ValueError
-    return msgspec.structs.replace(load, think=None, think_s=[numbers[0], numbers[-1]] if numbers else None)
-
-
-def _write_abandon(abandon: Abandon | None) -> str:
-    if abandon is None:
-        return ""
-    when = f"{abandon.after_tokens} tokens" if abandon.after_s is None else f"{abandon.after_s:g}s"
-    return f"{abandon.share:.6g} after {when}"
-
-
-def _read_abandon(text: str, _: Any) -> Abandon | None:
-    """'5% after 3s' or '0.05 after 40 tokens'; an empty text: no user leaves."""
-    if not text.strip():
-        return None
-    found = re.fullmatch(r"\s*([\d.e-]+) ?(%?) after (?:([\d.e+-]+) ?s|(\d+) ?tokens)\s*", text)
-    if found is None:
-        raise ValueError
-    share, percent, after_s, after_tokens = found.groups()
-    given = {
-        "share": float(share) / (100 if percent else 1),
-        "after_s": float(after_s) if after_s else None,
-        "after_tokens": int(after_tokens) if after_tokens else None,
-    }
-    return msgspec.convert(given, Abandon)
-
-
-def _write_arrivals(arrivals: Arrivals | None) -> str:
-    if arrivals is None:
-        return ""
-    return _AS_PLANNED if arrivals.rate is None else f"{arrivals.rate:g}"
-
-
-def _read_arrivals(text: str, planned: Arrivals | None) -> Arrivals | None:
-    """The scenario's spacing at another rate; an empty text: a closed loop."""
-    if not text.strip():
-        return None
-    rate = float(text)
-    if not 0 < rate <= 1e7:
-        raise ValueError
-    return msgspec.structs.replace(planned or Arrivals(), rate=rate, points=None, wave=None)
-
-
-def _write_warmup(warmup: Warmup) -> str:
-    return warmup.until or (_AS_PLANNED if warmup.requests is None else str(warmup.requests))
-
-
-def _read_warmup(text: str, _: Any) -> Warmup:
-    if text == "steady":
-        return Warmup(until="steady")
-    if not text.isascii() or not text.isdigit():
-        raise ValueError
-    return Warmup(requests=int(text))
-
-
 def slos_of(text: str) -> tuple[Slo, ...]:
     """The SLOs in a text such as "ttft<=2s, tpot<=50ms"; none in an empty one. Raises ValueError."""
     return parse_check(f"attainment({text}) >= 0").slos if text.strip() else ()
 
 
-def _read_slos(text: str, _: Any) -> str:
-    slos_of(text)
-    return text
-
-
 class Option(NamedTuple):
-    field: str  # of the Job, whose value is the default; empty: several
+    field: str  # of the Job
     help: str
-    read: Callable[[str, Any], Any] = _read  # from the text and the planned value. Raises ValueError
-    write: Callable[[Any], str] = _write
     choices: list[str] | None = None
-    expected: str = ""  # what `read` takes
-
-    def text(self, job: Job) -> str:
-        return self.write(_value(job, self.field))
+    short: tuple[str, ...] = ()  # of a mapping, the key that a number alone stands for, and that of a text alone
+    is_text: bool = False
 
 
 OPTIONS = {  # of the web form and the command line
-    "--model": Option("model", "model to ask for (default: the first that the server offers)"),
-    "--prompts": Option(
-        "", "synthetic, classification, or the path of a JSONL file", _read_prompts,
-        lambda job: job.prompt_file or job.prompts.kind,
-    ),
-    "--prompt-tokens": Option("prompts.tokens", "synthetic prompts: length in tokens", write=_write_tokens),
+    "--model": Option("model", "model to ask for (default: the first that the server offers)", is_text=True),
+    "--prompts": Option("prompts", "synthetic, classification, or the path of a JSONL file", is_text=True),
+    "--prompt-tokens": Option("prompts.tokens", "synthetic prompts: length in tokens"),
     "--system-tokens": Option("prompts.system_tokens", "tokens of a system prompt that all requests share"),
-    "--output-tokens": Option("load.output_tokens", "maximum tokens of an answer", write=_write_tokens),
+    "--output-tokens": Option("load.output_tokens", "maximum tokens of an answer"),
     "--output": Option(
         "load.output", "fixed: every answer has that length (ignore_eos); natural: stop at end-of-sequence",
         choices=["fixed", "natural"],
@@ -183,7 +68,7 @@ OPTIONS = {  # of the web form and the command line
         "load.endpoint", "endpoint to load: chat, completions or embeddings",
         choices=["chat", "completions", "embeddings"],
     ),
-    "--stream": Option("load.stream", "stream the answers", _read_stream, _write_stream, _YES_NO, "yes or no"),
+    "--stream": Option("load.stream", "stream the answers", choices=["yes", "no"]),
     "--batch-size": Option("load.batch_size", "batch agents: requests sent at once"),
     "--in-flight": Option("load.in_flight", "batch agents: requests always in flight, instead of bursts"),
     "--steps": Option("load.agent.steps", "agents with tools: model calls of a task"),
@@ -191,29 +76,69 @@ OPTIONS = {  # of the web form and the command line
     "--documents": Option("load.rag.documents", "users of documents: number of documents"),
     "--document-tokens": Option("load.rag.document_tokens", "users of documents: length of each"),
     "--turns": Option("load.turns", "chat users: turns of a conversation"),
-    "--abandon": Option(
-        "load.abandon", "chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'", _read_abandon,
-        _write_abandon, expected="a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'",
-    ),
+    "--abandon": Option("load.abandon", "chat users who leave: '{share: 0.05, after_s: 3}', or after_tokens: 40"),
     "--regenerate": Option("load.regenerate", "chat users: share of questions that are asked again"),
-    "--think": Option(
-        "load", "pause in seconds, such as '1 5' (empty with stock Locust: that of the user class)", _read_think,
-        _write_think, expected="seconds, such as '1 5'",
-    ),
+    "--think": Option("load.think", "pause in seconds, such as '1 5' (stock Locust, empty: that of the user class)"),
     "--arrivals": Option(
-        "load.arrivals", "open loop: arrivals a second (empty: closed loop, users wait for answers)", _read_arrivals,
-        _write_arrivals, expected="a number above 0, in arrivals a second, or empty",
+        "load.arrivals", "open loop: arrivals a second (empty: closed loop, users wait for answers)", short=("rate",)
     ),
     "--timeout": Option("load.timeout_s", "seconds of silence after which a request has failed"),
     "--warmup": Option(
-        "warmup", "requests that are sent first and do not count; steady: until the server is steady", _read_warmup,
-        _write_warmup, expected="a number of requests, or 'steady'",
+        "warmup", "requests that are sent first and do not count; steady: until the server is steady",
+        short=("requests", "until"),
     ),
-    "--slos": Option(
-        "slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", _read_slos,
-        expected="SLOs such as 'ttft<=2s, tpot<=50ms'",
-    ),
+    "--slos": Option("slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", is_text=True),
 }  # fmt: skip
+
+
+def _text(name: str, job: Job) -> str:
+    """The value of an option, as a user would give it."""
+    option, load = OPTIONS[name], job.load
+    if name == "--prompts":
+        return job.prompt_file or job.prompts.kind
+    if name == "--think" and load.think is None:
+        return " ".join(f"{number:g}" for number in load.think_s or [])
+    value: Any = job
+    for key in option.field.split("."):
+        value = getattr(value, key)
+    if isinstance(value, msgspec.Struct):
+        defaults = {one.name: one.default for one in msgspec.structs.fields(value)}
+        value = {key: given for key, given in msgspec.structs.asdict(value).items() if given != defaults[key]}
+        if len(value) == 1 and (key := next(iter(value))) in option.short:
+            value = value[key]
+    if isinstance(value, dict):
+        return msgspec.json.encode(value).decode()
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _put(raw: dict[str, Any], name: str, text: str, problems: list[Problem]) -> None:
+    """Put the value of an option into a job, as a scenario would have it: a number, a word, or a mapping in YAML."""
+    option = OPTIONS[name]
+    if name == "--prompts":
+        kind = text if text in ("synthetic", "classification") else "file"
+        raw["prompts"]["kind"], raw["prompt_file"] = kind, text if kind == "file" else None
+        return
+    *parents, key = option.field.split(".")
+    for parent in parents:
+        raw = raw[parent]
+    if name == "--slos":
+        try:
+            slos_of(text)
+        except ValueError:
+            problems.append(Problem("", f"SLOs such as 'ttft<=2s, tpot<=50ms' are expected, got {text[:60]!r}"))
+    value = text if option.is_text else load_yaml(text, problems)[0]
+    if name == "--think":
+        raw["think"] = raw["think_s"] = None
+        if value is not None and not isinstance(value, dict):  # one number, or two
+            words = [load_yaml(word, problems)[0] for word in text.replace(",", " ").split()]
+            key, value = "think_s", words * 2 if len(words) == 1 else words
+    elif option.short and value is not None and not isinstance(value, dict):
+        value = {option.short[-1 if isinstance(value, str) else 0]: value}
+    raw[key] = value
+
+
 _OF_CLASSES = (  # options that a user class ignores unless its `uses` names them
     "--batch-size", "--in-flight", "--steps", "--sub-agents", "--documents", "--document-tokens", "--turns",
     "--abandon", "--regenerate",
@@ -221,7 +146,6 @@ _OF_CLASSES = (  # options that a user class ignores unless its `uses` names the
 _START_ONLY = {  # not in the web form
     "--job": ("FILE", "job file, written by the harness, or its text"),
     "--records": ("FILE", "append a record of each request to FILE"),
-    "--machine": ("K/M", "send part K, from 0, of M parts of the sequence; other machines send the others"),
     "--api-key-env": ("NAME", "variable that holds the server's API key"),
     "--metrics-port": ("PORT", "serve /metrics for Prometheus on this port; the web UI has it on its own port"),
     "--metrics-host": ("ADDRESS", "address of --metrics-port (default: 127.0.0.1)"),
@@ -229,7 +153,6 @@ _START_ONLY = {  # not in the web form
 
 
 def field_name(option: str) -> str:
-    """The name of an option in Locust's namespace and web form."""
     return option.removeprefix("--").replace("-", "_")
 
 
@@ -253,7 +176,7 @@ def ignored_options(environment: Environment) -> list[str]:
     return [
         f"{option}: {names} ignores this option (got {getattr(options, field_name(option))!r})"
         for option in unused_options(environment.user_classes)
-        if getattr(options, field_name(option)) != OPTIONS[option].text(defaults)
+        if getattr(options, field_name(option)) != _text(option, defaults)
     ]
 
 
@@ -264,18 +187,7 @@ def add_options(parser: LocustArgumentParser) -> None:
         parser.add_argument(name, metavar=metavar, help=help, include_in_web_ui=False)
     job = _with_defaults(_job_on_command_line() or _stock_job())
     for name, option in OPTIONS.items():
-        parser.add_argument(name, default=option.text(job), choices=option.choices, help=option.help)
-
-
-def _value(struct: Any, field: str) -> Any:
-    for name in filter(None, field.split(".")):
-        struct = getattr(struct, name)
-    return struct
-
-
-def _replaced(struct: Any, field: str, value: Any) -> Any:
-    name, _, rest = field.partition(".")
-    return msgspec.structs.replace(struct, **{name: _replaced(getattr(struct, name), rest, value)}) if name else value
+        parser.add_argument(name, default=_text(name, job), choices=option.choices, help=option.help)
 
 
 def _with_defaults(job: Job) -> Job:
@@ -328,10 +240,9 @@ def job_file(options: Namespace) -> Job | None:
     if not options.job or options.job == FROM_MASTER:
         return None
     try:
-        job = job_of_text(options.job) if options.job.startswith("{") else read_job(Path(options.job))
+        return job_of_text(options.job) if options.job.startswith("{") else read_job(Path(options.job))
     except (OSError, *UNDECODABLE) as error:
         raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({error})") from None
-    return _with_machine(job, options)
 
 
 def _job_on_command_line() -> Job | None:
@@ -343,47 +254,53 @@ def _job_on_command_line() -> Job | None:
         return None  # reported when the run starts
 
 
-def _with_machine(job: Job, options: Namespace) -> Job:
-    if not getattr(options, "machine", None):
-        return job
-    machine, machines = parse_part(options.machine)
-    return msgspec.structs.replace(job, machine=machine, machines=machines)
-
-
 def with_options(job: Job, options: Namespace) -> Job:
     """The job as changed by options or the web form, without an end: the user stops the load.
 
     Raises HarnessError for values that no scenario may have, for all of them together.
     """
-    wrong = Mistakes()
-    planned = changed = _with_defaults(job)
-    for name, option in OPTIONS.items():
+    planned = _with_defaults(job)
+    raw, problems = msgspec.to_builtins(planned), list[Problem]()
+    raw["load"] |= {"requests": None, "duration_s": None}
+    for name in OPTIONS:
         text = getattr(options, field_name(name))
-        if text != option.text(planned):
-            try:
-                changed = _replaced(changed, option.field, option.read(text, _value(changed, option.field)))
-            except ValueError:
-                wrong.add(HarnessError(f"{name}: must be {option.expected} (got {repr(text)[:60]})"))
-    load = changed.load
-    if load.in_flight and load.batch_size not in (0, 1):
-        wrong.add(HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight"))
-    if load.abandon is not None and load.abandon.after_tokens is not None and load.stream is False:
-        message = "--abandon: without --stream an answer comes all at once"
-        wrong.add(HarnessError(message, next_step="Leave after seconds."))
-    changed = msgspec.structs.replace(changed, load=msgspec.structs.replace(load, requests=None, duration_s=None))
-    problems: list[Problem] = []
-    decoded = decode(msgspec.to_builtins(changed), Job, {}, problems)
+        if text != _text(name, planned):
+            found: list[Problem] = []
+            _put(raw, name, text, found)
+            problems += [Problem(f"$.{OPTIONS[name].field}", problem.text) for problem in found]
+    changed = decode(raw, Job, {}, problems)
+    if changed is not None:
+        known = list(_contradictions(planned))  # the scenario's lengths may be in a file that is not here
+        problems += [problem for problem in _contradictions(changed) if problem not in known]
+    wrong = Mistakes()
     for problem in problems:
-        wrong.add(HarnessError(_with_option_name(problem)))
+        wrong.add(HarnessError(f"{_option_at(problem.path)}: {problem.text}"))
     wrong.refuse()
-    assert decoded is not None
-    return decoded
+    assert changed is not None
+    prompt, output = changed.prompts.tokens, changed.load.output_tokens
+    return msgspec.structs.replace(
+        changed,
+        prompt_lengths=job.prompt_lengths if prompt == job.prompts.tokens else pairs_of(prompt, Path()),
+        output_lengths=job.output_lengths if output == job.load.output_tokens else pairs_of(output, Path()),
+    )
 
 
-def _with_option_name(problem: Problem) -> str:
-    """The problem of a field, such as `$.load.timeout_s`, as one of its option."""
-    fields = {name: option.field for name, option in OPTIONS.items() if problem.path.startswith(f"$.{option.field}")}
-    return f"{max(fields, key=lambda name: len(fields[name]))}: {problem.text}"
+def _contradictions(job: Job) -> Iterator[Problem]:
+    load = job.load
+    if load.batch_size == 1:  # the default
+        load = msgspec.structs.replace(load, batch_size=None)
+    yield from (problem.below("$.load.") for problem in load_problems(load, Path()))
+    yield from (problem.below("$.prompts.tokens") for problem in length_problems(job.prompts.tokens, Path()))
+    yield from warmup_problems(job.warmup)
+
+
+def _option_at(path: str) -> str:
+    """The option of a field, such as `$.load.timeout_s`."""
+    return max((name for name in OPTIONS if path.startswith(f"$.{OPTIONS[name].field}")), key=_depth)
+
+
+def _depth(name: str) -> int:
+    return len(OPTIONS[name].field)
 
 
 def job_of_form(environment: Environment, planned: Job | None, options: Namespace | None = None) -> Job:
@@ -392,7 +309,7 @@ def job_of_form(environment: Environment, planned: Job | None, options: Namespac
     if planned is None:
         records = options.records or os.devnull
         planned = msgspec.structs.replace(
-            _with_machine(_stock_job(), options),
+            _stock_job(),
             api_key_env=options.api_key_env,
             requests_path=records,
             processes_path=f"{records}.processes" if options.records else os.devnull,
@@ -417,7 +334,7 @@ def check_form(environment: Environment, planned: Job | None, options: Namespace
         )
     job, runner = job_of_form(environment, planned, options), environment.runner
     if not _remote_workers(environment) and (runner is None or runner.state not in UNDER_WAY):
-        JobInputs.of(job, host_of(environment, options.host))
+        inputs_of(job, host_of(environment, options.host))
 
 
 def check_options(environment: Environment) -> None:
@@ -430,11 +347,10 @@ def check_options(environment: Environment) -> None:
         return
     check_writable(job)
     if options_of(environment).headless:
-        JobInputs.of(job, host_of(environment, environment.host))
+        inputs_of(job, host_of(environment, environment.host))
 
 
 def check_writable(job: Job) -> None:
-    """Raise HarnessError when the records cannot be written."""
     for path in (job.requests_path, job.processes_path):
         try:
             open(path, "ab").close()

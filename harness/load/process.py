@@ -4,25 +4,24 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import gevent
+import msgspec
 from gevent.lock import Semaphore
 
-from harness import workload
 from harness.errors import HarnessError
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
-from harness.job import Job, secrets_of
+from harness.job import Job, secrets_of, workload_of
 from harness.load.client import ApiAddress, Client, Dialer
-from harness.load.exchange import Exchange, Failure, ResponseReader, coalesced_late
+from harness.load.exchange import Abandoned, Exchange, Failure
 from harness.load.openai_api import PATHS, Answer, Tools, body_of
-from harness.load.reader import IdleQueue, KernelClock, Listeners, Reader
+from harness.load.reader import IdleQueue, Listeners, Reader
 from harness.load.recorder import Recorder
-from harness.load.sequencer import Part, Plan, Slot, StagePlan, StageSequencer, WarmupSample
+from harness.load.sequencer import Part, Plan, Slot, StageSequencer, WarmupSample
 from harness.process import refuse_too_few_files
 from harness.redact import know, masked
 from harness.rundir.records import ErrorKind, Request
@@ -38,35 +37,55 @@ _SIGN_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
-    """What is known of a request before it is sent: slot, user, conversation, tools."""
+class Work(msgspec.Struct, frozen=True):
+    """A request of a user: its place in the sequence, its messages, and when it is sent all that its record needs."""
 
     slot: Slot
-    user_class: str
-    user: int
+    messages: Sequence[Message]
+    changed: bool = False  # the messages differ from the plan
+    asked_index: int | None = None  # the place of its question; None: its own place
+    user_class: str = ""
+    user: int = 0
     conversation: int | None = None
     turn: int | None = None
     batch: int | None = None
     again: bool = False
-    changed: bool = False  # the messages differ from the plan
     follows: bool = False  # it follows an earlier request of its group and has no time of its own
-    asked_index: int | None = None  # the place of its question; None: its own place
     tools: Tools | None = None
-    abandon: Abandon | None = None  # when the user leaves
+    leave: Abandon | None = None  # when the user leaves
+
+    @property
+    def index(self) -> int:
+        """Its place in the sequence: 0, 1, 2 ..., and -1, -2 ... in the warm-up."""
+        return self.slot.index
 
     @property
     def question(self) -> int:
         """The index of the question, which determines the length of the answer and the right one."""
-        return self.slot.index if self.asked_index is None else self.asked_index
+        return self.index if self.asked_index is None else self.asked_index
 
-    @property
-    def due_s(self) -> float | None:
-        """The planned time, on the monotonic clock; None for a request that follows an answer."""
-        return None if self.follows else self.slot.due_s
+    def at(self, place: "Work") -> "Work":
+        """Return the same messages at another place of the sequence: a repeated question."""
+        return msgspec.structs.replace(self, slot=place.slot, asked_index=self.question)
+
+    def saying(self, messages: Sequence[Message]) -> "Work":
+        return msgspec.structs.replace(self, messages=messages, changed=True)
+
+    def about(self, text: str) -> "Work":
+        """Add a text for the model: after the salt and the system prompt, before the question."""
+        first, *others = self.messages
+        if first["role"] != "system":
+            return self.saying([{"role": "system", "content": text}, first, *others])
+        return self.saying([{"role": "system", "content": f"{first['content']}\n\n{text}"}, *others])
+
+    def without_system(self) -> "Work":
+        """Return it without the system prompt, which the history of a later turn has."""
+        messages = [message for message in self.messages if message["role"] != "system"]
+        return msgspec.structs.replace(self, messages=messages)
 
 
 # Fields that a record copies.
-_OF_PLACE = [name for name in Request.__struct_fields__ if name in Place._fields]
+_OF_WORK = [name for name in Request.__struct_fields__ if name in Work.__struct_fields__]
 _OF_ANSWER = [name for name in Request.__struct_fields__ if name in Answer.__slots__ and name != "status"]
 
 
@@ -81,13 +100,13 @@ class LoadProcess:
         self.listeners = Listeners()
         self._nothing_due_until_s = 0.0  # monotonic clock: the longest known wait of a user
         self.is_stock = not job.load_name
-        self._target, self._rows, self._replay, self._secret = JobInputs.of(job, host)
+        self._target, rows, replay, self._secret = inputs_of(job, host)
+        self._work = [workload_of(stage, rows, replay) for stage in self._stages]
         know(secrets_of(job))
         self._model = job.model
         self._no_model: HarnessError | None = None
         self._asking_for_model = Semaphore()
-        self._clock = KernelClock()
-        self._reader = Reader(self._clock, recorder.idle)
+        self._reader = Reader(recorder.idle)
         self._dialer = Dialer(self._target)
         # Now, or the first users wait for it. In a greenlet: if the start of a process waited here, Locust's worker
         # would send its first report before the locustfile's listeners of `init` are called.
@@ -114,7 +133,6 @@ class LoadProcess:
         self.recorder.steady = None
         self.sequencer.close()
         self._reader.close()
-        self._clock.close()
 
     def nothing_due_for(self, wait_s: float) -> None:
         """Note that a user waits until then: for the schedule, a think time, or a tool."""
@@ -132,16 +150,11 @@ class LoadProcess:
             gevent.sleep(_SIGN_S)
 
     def client(self) -> Client:
-        headers = key_header(self._secret)
-        timeout_s = self.job.load.timeout_s
-        return Client(self._dialer, self._clock, self._reader, timeout_s=timeout_s, headers=headers)
+        return Client(self._dialer, self._reader, timeout_s=self.job.load.timeout_s, headers=key_header(self._secret))
 
-    def messages(self, slot: Slot) -> list[Message]:
-        """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""
-        if self._replay is not None and slot.index >= 0:
-            return workload.trace_messages(self._replay, self.job.seed, slot.index, self.job.salt, self.job.words)
-        job = self._stages[slot.stage]
-        return workload.messages(job.prompts, job.seed, slot.index, job.salt, self._rows, job.prompt_lengths, job.words)
+    def work(self, slot: Slot) -> Work:
+        """The planned request of a slot."""
+        return Work(slot, self._work[slot.stage].messages(slot.index))
 
     def model(self) -> str:
         """The model: the job's, else the first one of the server. Raises HarnessError."""
@@ -156,64 +169,63 @@ class LoadProcess:
                     raise
         return self._model
 
-    def send(
-        self,
-        client: Client,
-        messages: Sequence[Message],
-        place: Place,
-        on_record: Callable[[Answer], None] | None = None,
-    ) -> Answer:
+    def send(self, client: Client, work: Work, on_record: Callable[[Answer], None] | None = None) -> Answer:
         """Send one request and wait for its end. Leaves exactly one record, and calls `on_record`, whatever happens.
 
         A failed request is an Answer with an error. A greenlet that is cut, by its end or by a gevent.Timeout of the
         locustfile, leaves its record before that goes on. Other records are made when there is nothing else to do: the
         next request of this user does not wait for it.
         """
-        exchange = Exchange(id=self._id(place.slot))
-        reading = ResponseReader(exchange, embeddings=self.job.load.endpoint == "embeddings")
-        exchange.process = reading.process
+        exchange = Exchange(
+            id=self._id(work.slot),
+            embeddings=self.job.load.endpoint == "embeddings",
+            leaves_after=None if work.leave is None else work.leave.after_tokens,
+        )
         answer: Answer | None = None
         cut = False
-        self.recorder.sending(place.slot.phase, place.slot.stage)
+        self.recorder.sending(work.slot.phase, work.slot.stage)
         try:
-            with nullcontext() if place.abandon is None else abandoning(place.abandon, exchange, reading):
-                client.send(PATHS[self.job.load.endpoint], partial(self._body, messages, place), exchange)
-            answer = self._finish(reading, place, exchange)
+            self._exchange(client, work, exchange)
+            answer = self._finish(work, exchange)
         except Exception as error:
             answer = _defect(error)
         except BaseException as error:  # GreenletExit, gevent.Timeout ...: from outside, and for others to handle
-            answer, cut = self._finish(reading, place, exchange), True
+            answer, cut = self._finish(work, exchange), True
             answer.fail(*_cut(error))
             raise
         finally:
-            exchange.process = None  # break the cycle, for the garbage collector
-            note = partial(self._note, exchange, reading, answer or Answer(), place, on_record)
+            note = partial(self._note, exchange, answer or Answer(), work, on_record)
             if cut:
                 note()  # Locust may count next
             else:
                 self.recorder.idle.do(note)
         return answer
 
-    def _note(
-        self,
-        exchange: Exchange,
-        reading: ResponseReader,
-        answer: Answer,
-        place: Place,
-        on_record: Callable[[Answer], None] | None,
-    ) -> None:
-        """Make the record, and call `on_record`."""
+    def _exchange(self, client: Client, work: Work, exchange: Exchange) -> None:
+        path, body = PATHS[self.job.load.endpoint], partial(self._body, work)
+        if work.leave is None:
+            client.send(path, body, exchange)
+            return
+        after_s = work.leave.after_s
         try:
-            reading.time()
+            with Abandoned(after_s):
+                client.send(path, body, exchange)
+        except Abandoned:
+            when = f"after {exchange.leaves_after} chunks" if after_s is None else f"after {after_s:g} s"
+            exchange.failure = Failure("abandoned", f"the user left {when}")
+
+    def _note(self, exchange: Exchange, answer: Answer, work: Work, on_record: Callable[[Answer], None] | None) -> None:
+        try:
+            exchange.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
             try:
-                record = self._record(exchange, answer, place)
+                record = self._record(exchange, answer, work)
             except Exception as error:
-                record = self._record(exchange, _defect(error, answer.ended_s), place)
-            self.recorder.add(record, place.slot.stage)
+                record = self._record(exchange, _defect(error, answer.ended_s), work)
+            self.recorder.add(record, work.slot.stage)
         finally:
             # Always: the end of the load waits for it.
-            self.sequencer.stages[place.slot.stage].settle(seen=_seen(exchange, place, answer))
+            self.sequencer.stages[work.slot.stage].settle(seen=_seen(exchange, work, answer))
         if on_record is not None:
             on_record(answer)
 
@@ -222,75 +234,48 @@ class LoadProcess:
         place = str(slot.index) if slot.index >= 0 else f"w{-slot.index}"
         return "-".join(part for part in (self.job.run, self._stages[slot.stage].cell, place) if part)
 
-    def _asked(self, index: int) -> int:
-        """The planned number of tokens of the answer, or its maximum."""
-        if self._replay is not None and index >= 0:
-            return self._replay.output_tokens[index]
-        job = self.job
-        return workload.output_tokens(job.load, job.seed, index, self._rows, job.output_lengths)
+    def _body(self, work: Work) -> bytes:
+        load, index, planned = self.job.load, work.question, self._work[work.slot.stage]
+        more = {} if load.answer is None else answer_fields(load.answer, planned.choices(index))
+        more |= {} if work.tools is None else work.tools.fields()
+        return body_of(load, self.model(), work.messages, planned.output_tokens(index), more)
 
-    def _body(self, messages: Sequence[Message], place: Place) -> bytes:
-        load, index = self.job.load, place.question
-        more = {} if load.answer is None else answer_fields(load.answer, self._choices(index))
-        more |= {} if place.tools is None else place.tools.fields()
-        return body_of(load, self.model(), messages, self._asked(index), more)
-
-    def _choices(self, index: int) -> list[str]:
-        form = self.job.load.answer
-        return [] if form is None else workload.choices_at(form, self.job.seed, index)
-
-    def _checked(self, answer: Answer, index: int) -> AnswerCheck:
-        """Whether a successful answer has the requested form, and is right where that is known."""
-        form = self.job.load.answer
-        if form is None or answer.error is not None:
-            return AnswerCheck()
-        label = workload.label_at(self.job.prompts, self.job.seed, index)
-        return check_answer(form, self._choices(index), label, answer.text)
-
-    def _asked_prompt(self, place: Place) -> int | None:
-        """The planned length of the prompt; None for later turns, which contain answers."""
-        if (place.turn or 1) > 1 or place.changed:
-            return None
-        job, index = self.job, place.question
-        if self._replay is not None and index >= 0:
-            return self._replay.prompt_tokens[index] + (workload.SALT_WORDS if job.salt else 0)
-        return workload.asked_prompt_tokens(job.prompts, job.seed, index, job.salt, job.prompt_lengths)
-
-    def _finish(self, reading: ResponseReader, place: Place, exchange: Exchange) -> Answer:
+    def _finish(self, work: Work, exchange: Exchange) -> Answer:
         try:
-            answer = reading.finish()
-            answer.bound(self._asked(place.question), exchange.request_bytes)
+            answer = exchange.finish()
+            answer.bound(self._work[work.slot.stage].output_tokens(work.question), exchange.request_bytes)
             return answer
         except Exception as error:
             return _defect(error)
 
-    def _record(self, exchange: Exchange, answer: Answer, place: Place) -> Request:
-        load, tools = self.job.load, place.tools
-        judged = self._checked(answer, place.question)
-        embeddings = load.endpoint == "embeddings"
+    def _record(self, exchange: Exchange, answer: Answer, work: Work) -> Request:
+        load, tools, slot, index = self.job.load, work.tools, work.slot, work.question
+        planned, judged, sent_s = self._work[slot.stage], AnswerCheck(), exchange.start_ns / 1e9
+        if load.answer is not None and answer.error is None:
+            judged = check_answer(load.answer, planned.choices(index), planned.label(index), answer.text)
+        is_planned = (work.turn or 1) == 1 and not work.changed  # later turns contain answers
         return Request(
             id=exchange.id,
-            cell=self._stages[place.slot.stage].cell,
-            load=self._stages[place.slot.stage].load_name,
-            index=place.slot.index,
+            cell=self._stages[slot.stage].cell,
+            load=self._stages[slot.stage].load_name,
+            index=slot.index,
             process=self.recorder.process,
-            phase=place.slot.phase,
-            sent_s=exchange.start_ns / 1e9,
-            scheduled_s=None if place.due_s is None else place.due_s - exchange.start_ns / 1e9,
+            phase=slot.phase,
+            sent_s=sent_s,
+            scheduled_s=None if slot.due_s is None or work.follows else slot.due_s - sent_s,
             resent=exchange.resent,
             connect_retries=exchange.connect_retries,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
-            coalesced_late=coalesced_late(exchange, answer),
-            asked_tokens=None if embeddings else self._asked(place.question),
-            fixed_length=load.output == "fixed" and not embeddings,
-            asked_prompt_tokens=self._asked_prompt(place),
+            asked_tokens=None if exchange.embeddings else planned.output_tokens(index),
+            fixed_length=load.output == "fixed" and not exchange.embeddings,
+            asked_prompt_tokens=planned.prompt_tokens(index) if is_planned else None,
             tool_calls=None if tools is None else len(answer.calls),
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
             answer_valid=judged.valid,
             answer_right=judged.right,
             bad_fields=answer.bad_fields,
             status=exchange.status,
-            **{name: getattr(place, name) for name in _OF_PLACE},
+            **{name: getattr(work, name) for name in _OF_WORK},
             **{name: getattr(answer, name) for name in _OF_ANSWER},
         )
 
@@ -301,9 +286,8 @@ def _defect(error: Exception, ended_s: float = 0.0) -> Answer:
     return Answer("client", f"{type(error).__name__}: {error}", ended_s=ended_s)
 
 
-def _seen(exchange: Exchange, place: Place, answer: Answer) -> WarmupSample | None:
-    """The sample of a warm-up request; None for a failed one."""
-    if place.slot.phase != "warmup" or answer.error is not None:
+def _seen(exchange: Exchange, work: Work, answer: Answer) -> WarmupSample | None:
+    if work.slot.phase != "warmup" or answer.error is not None:
         return None
     ttft_s, e2e_s = (answer.chunks_s[0], answer.chunks_s[-1]) if answer.chunks_s else (math.nan, answer.ended_s)
     return WarmupSample(exchange.start_ns / 1e9, ttft_s, e2e_s / (answer.output_tokens or 1))
@@ -319,7 +303,6 @@ def _cut(error: BaseException) -> tuple[ErrorKind, str]:
 
 
 def plan_of(job: Job) -> Plan:
-    """The amount of work of a job."""
     return Plan(
         requests=job.load.requests,
         duration_s=job.load.duration_s,
@@ -334,10 +317,7 @@ def plan_of(job: Job) -> Plan:
 
 
 def sequencer_of(job: Job) -> StageSequencer:
-    """The sequencer of the job and its further stages."""
-    return StageSequencer(
-        [StagePlan(stage.counter_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]]
-    )
+    return StageSequencer([(stage.counter_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]])
 
 
 def _steadiness(job: Job) -> Steadiness | None:
@@ -369,12 +349,11 @@ def _together(job: Job) -> int:
 def first_model(job: Job, target: ApiAddress) -> str:
     """The first model that the server offers. Raises HarnessError."""
     secret, exchange = api_key(job.api_key_env), Exchange(id="models")
-    clock = KernelClock()
-    reader = Reader(clock, IdleQueue())
-    client = Client(Dialer(target), clock, reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
+    reader = Reader(IdleQueue())
+    client = Client(Dialer(target), reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
     client.send("/models", None, exchange)
-    for used in (client, reader, clock):
-        used.close()
+    client.close()
+    reader.close()
     path = f"{target.prefix}/models"
     if exchange.failure is not None:
         raise HarnessError(
@@ -411,21 +390,12 @@ def replay_of_job(job: Job) -> Replay | None:
     return replay_of(job.trace_file, job.load.trace)
 
 
-class JobInputs(NamedTuple):
-    """What a job names that is not in it."""
-
-    target: ApiAddress
-    rows: list[PromptRow]
-    replay: Replay | None
-    secret: str | None
-
-    @classmethod
-    def of(cls, job: Job, host: str) -> "JobInputs":
-        """Raises HarnessError when host, prompt file, trace or API key cannot be used."""
-        refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
-        target = ApiAddress.of(host)
-        rows = read_rows(job.prompt_file) if job.prompt_file else []
-        return cls(target, rows, replay_of_job(job), api_key(job.api_key_env))
+def inputs_of(job: Job, host: str) -> tuple[ApiAddress, list[PromptRow], Replay | None, str | None]:
+    """Host, prompt file, trace and API key of a job. Raises HarnessError when one of them cannot be used."""
+    refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
+    target = ApiAddress.of(host)
+    rows = read_rows(job.prompt_file) if job.prompt_file else []
+    return target, rows, replay_of_job(job), api_key(job.api_key_env)
 
 
 def api_key(name: str | None) -> str | None:
@@ -446,29 +416,3 @@ def api_key(name: str | None) -> str | None:
 
 def key_header(secret: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"} if secret else {}
-
-
-class _Abandoned(gevent.Timeout):  # cut like any other timeout
-    """Raised in the greenlet of the user."""
-
-
-@contextmanager
-def abandoning(how: Abandon, exchange: Exchange, reading: ResponseReader) -> Iterator[None]:
-    """Cut what is sent inside, as `how` says; the exchange then has failed as `abandoned`."""
-    tokens, process = how.after_tokens, exchange.process
-    with _Abandoned(how.after_s) as left:
-
-        def process_and_leave() -> None:
-            if process is not None:
-                process()
-            if tokens is not None and reading.chunks >= tokens and not exchange.complete:
-                raise left
-
-        exchange.process, exchange.watched = process_and_leave, tokens is not None
-        try:
-            yield
-        except _Abandoned as error:
-            if error is not left:
-                raise
-            when = f"after {how.after_s:g} s" if tokens is None else f"after {tokens} chunks"
-            exchange.failure = Failure("abandoned", f"the user left {when}")

@@ -273,8 +273,8 @@ class ReadTimes:
 class Reader:
     """Reads the sockets of one process. Made after the fork."""
 
-    def __init__(self, clock: KernelClock, idle: IdleQueue) -> None:
-        self._clock = clock
+    def __init__(self, idle: IdleQueue) -> None:
+        self.clock = KernelClock()
         self.idle = idle
         make: Callable[[], select.epoll] = monkey.get_original("select", "epoll")  # gevent removes it
         self._poll = make()
@@ -293,6 +293,7 @@ class Reader:
             watcher.stop()
             watcher.close()
         self._poll.close()
+        self.clock.close()
 
     def open(self, sock: socket.socket, arrivals: ReadTimes) -> "Inbox":
         """Read a stamped socket from now on, until the inbox is closed."""
@@ -355,9 +356,9 @@ class Reader:
 
     def _drain(self) -> int:
         """Read what has arrived. Return the number of reads."""
-        inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self._clock.stamp_ns
+        inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self.clock.stamp_ns
         buffer, buffers = self._buffer, [self._buffer]
-        self._drained_ns = self._clock.sample()
+        self._drained_ns = self.clock.sample()
         ready, only_data = self._poll.poll(0), select.EPOLLIN
         for descriptor, events in ready:
             inbox = inboxes.get(descriptor)

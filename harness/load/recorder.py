@@ -32,8 +32,6 @@ _SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all 
 
 
 class _Use(NamedTuple):
-    """CPU time used until a moment."""
-
     at_s: float  # monotonic
     cpu_s: float
     waited_s: float  # for a core; 0 where that is not counted
@@ -50,7 +48,6 @@ class Health:
         self._began: tuple[float, float | None] | None = None  # monotonic time, and time waited for a core until then
 
     def begin(self) -> None:
-        """Start: the first measured request follows."""
         if not self._used:
             self._used.append(_use())
             self._began = (time.monotonic(), _waited_s())
@@ -66,25 +63,12 @@ class Health:
         if now.at_s - self._used[0].at_s >= _WINDOW_S:
             self._max = max(self._max or 0.0, self._share())
 
-    def cpu_max(self) -> float | None:
-        """Highest share of a core over a window, or over the whole time if shorter."""
-        self.sample()
-        return self._share() if self._max is None and self._known() else self._max
-
     def busy_now(self) -> float | None:
         """Share of the last window in which it ran or waited for a core."""
         if not self._known():
             return None
         first, last = self._used[0], self._used[-1]
         return self._share() + (last.waited_s - first.waited_s) / (last.at_s - first.at_s)
-
-    def core_wait(self) -> float | None:
-        """Share of the time since the first measured request in which it waited for a core."""
-        waited_s = _waited_s()
-        if self._began is None or waited_s is None or self._began[1] is None:
-            return None
-        past_s = time.monotonic() - self._began[0]
-        return (waited_s - self._began[1]) / past_s if past_s >= _MIN_S else None
 
     def note_reads(self, lags_us: list[int]) -> None:
         """Note how long the bytes of each read had waited, in microseconds."""
@@ -102,24 +86,29 @@ class Health:
         self._loop_lags.update(range(late_us, -1, -round(TICK_S * 1e6)))
         self._loop_lags = _bounded(self._loop_lags)
 
-    def read_lag_p99_s(self) -> float | None:
-        """The 99th percentile of the delay from the kernel's stamp to the read (see `_bounded`)."""
-        return _percentile_s(self._lags, 0.99)
+    def fields(self) -> dict[str, float | None]:
+        """Fields of an end mark. None: it was too short to say."""
+        self.sample()
+        late, ticks = self._loop_lags, self._loop_lags.total()
+        mean_s = sum(lag_us * number for lag_us, number in late.items()) / ticks / 1e6 if ticks else None
+        return {
+            # The highest share of a core over a window, or over the whole time if shorter.
+            "cpu_max": self._share() if self._max is None and self._known() else self._max,
+            "read_lag_p99_s": _percentile_s(self._lags, 0.99),  # from the kernel's stamp to the read
+            "loop_lag_mean_s": mean_s if ticks * TICK_S >= _MIN_S else None,
+            "loop_lag_p50_s": _percentile_s(late, 0.5) if ticks >= 2 else None,
+            "loop_lag_p99_s": _percentile_s(late, 0.99) if ticks >= 100 else None,
+            "loop_lag_max_s": max(late) / 1e6 if late else None,
+            "core_wait": self._core_wait(),
+        }
 
-    def loop_lag_s(self, share: float) -> float | None:
-        """The delay that this share of the ticks does not exceed (see `_bounded`). None: too few ticks."""
-        return _percentile_s(self._loop_lags, share) if self._loop_lags.total() * (1 - share) >= 1 else None
-
-    def loop_lag_mean_s(self) -> float | None:
-        """The mean delay. None: it ran for less than a second."""
-        asked = self._loop_lags.total()
-        if asked * TICK_S < _MIN_S:
+    def _core_wait(self) -> float | None:
+        """Share of the time since the first measured request in which it waited for a core."""
+        waited_s = _waited_s()
+        if self._began is None or waited_s is None or self._began[1] is None:
             return None
-        return sum(lag_us * number for lag_us, number in self._loop_lags.items()) / asked / 1e6
-
-    def loop_lag_max_s(self) -> float | None:
-        """Its longest pause. None: no tick."""
-        return max(self._loop_lags) / 1e6 if self._loop_lags else None
+        past_s = time.monotonic() - self._began[0]
+        return (waited_s - self._began[1]) / past_s if past_s >= _MIN_S else None
 
     def _known(self) -> bool:
         return bool(self._used) and self._used[-1].at_s - self._used[0].at_s >= _MIN_S
@@ -222,12 +211,11 @@ class Recorder:
         return self.in_flight_of.total()
 
     def sending(self, phase: Phase, stage: int = 0) -> None:
-        """Note that the sending of a request starts."""
         self.sent += 1
         self._sent_in[stage] += 1
         if phase == "measured":
             if stage > self._stage:
-                self._health_in[self._stage] = _health_fields(self.health)
+                self._health_in[self._stage] = self.health.fields()
                 self.health, self._stage = Health(), stage
             self.health.begin()
 
@@ -309,21 +297,8 @@ class Recorder:
             "users": self.users,
             "users_gone": None if self.users is None else self.users_gone,
             "cpu_s": time.process_time() - self._cpu_s,
-            **(_health_fields(self.health) if stage == self._stage else self._health_in.get(stage, {})),
+            **(self.health.fields() if stage == self._stage else self._health_in.get(stage, {})),
         }
-
-
-def _health_fields(health: Health) -> dict[str, float | None]:
-    """Fields of a mark: how busy the process was."""
-    return {
-        "cpu_max": health.cpu_max(),
-        "read_lag_p99_s": health.read_lag_p99_s(),
-        "loop_lag_mean_s": health.loop_lag_mean_s(),
-        "loop_lag_p50_s": health.loop_lag_s(0.5),
-        "loop_lag_p99_s": health.loop_lag_s(0.99),
-        "loop_lag_max_s": health.loop_lag_max_s(),
-        "core_wait": health.core_wait(),
-    }
 
 
 def this_host() -> str:
@@ -345,8 +320,6 @@ FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}
 
 
 class RecordSender:
-    """Sends a growing file in pieces."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self.taken = 0  # bytes that have arrived

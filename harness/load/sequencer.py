@@ -95,8 +95,6 @@ class Plan(NamedTuple):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """What the file holds."""
-
     started_s: float | None = None  # first slot
     measured_s: float | None = None  # first measured slot
     users: int = 0
@@ -332,22 +330,14 @@ def until(so: Callable[[], object], max_s: float = math.inf, poll_s: float = POL
         gevent.sleep(poll_s)
 
 
-class StagePlan(NamedTuple):
-    """A stage: the file of its counter, its plan, and its users."""
-
-    path: str  # of its counter
-    plan: Plan
-    users: int
-
-
 class StageSequencer:
     """The counters of all stages, as one process sees them. Made after the fork."""
 
-    def __init__(self, stages: Sequence[StagePlan]) -> None:
-        several = len(stages) > 1
-        self.several = several  # whether the number of users changes
-        self.stages = [Sequencer(stage.path, stage.plan._replace(waits=several)) for stage in stages]
-        self._users = [stage.users for stage in stages]
+    def __init__(self, stages: Sequence[tuple[str, Plan, int]]) -> None:
+        """`stages`: of each the path of its counter, its plan, and its users."""
+        self.several = len(stages) > 1  # whether the number of users changes
+        self.stages = [Sequencer(path, plan._replace(waits=self.several)) for path, plan, _ in stages]
+        self._users = [users for *_, users in stages]
         self._now = 0
 
     def hold(self) -> None:
@@ -360,11 +350,9 @@ class StageSequencer:
             stage.close()
 
     def user(self) -> int:
-        """The next user's number, from 0."""
         return self.stages[0].user()
 
     def take(self, max_slots: int = 1) -> list[Slot]:
-        """Take slots of the current stage; see Sequencer."""
         stage = self.stage()
         taken = self.stages[stage].take(max_slots)
         if not taken and stage < self.stage():
@@ -372,7 +360,6 @@ class StageSequencer:
         return [msgspec.structs.replace(slot, stage=stage) for slot in taken] if stage else taken
 
     def early(self) -> bool:
-        """Whether `take` returned no slot because it is too early; see Sequencer."""
         return self.stages[self._now].early
 
     def stage(self) -> int:
@@ -387,15 +374,12 @@ class StageSequencer:
         return left_s is not None and left_s <= 0
 
     def left_s(self) -> float | None:
-        """The seconds until the end of the last stage; see Sequencer."""
         return self.stages[-1].left_s()
 
     def unmeasured_s(self) -> list[float | None]:
-        """The part of each stage's measured time that has not passed. None: no time is set."""
         return [stage.unmeasured_s() for stage in self.stages]
 
     def finished(self) -> bool:
-        """Whether no slot is left and every request has ended."""
         return all(stage.finished() for stage in reversed(self.stages))
 
     def wait_for_end(self, drain_s: float) -> None:
@@ -410,11 +394,9 @@ class StageSequencer:
             logger.info("cutting what has not finished %g s after the end", drain_s)
 
     def users(self) -> int:
-        """The planned number of users now."""
         return self._users[self.stage()]
 
     def set_users_complete(self) -> None:
-        """Exactly the planned users run."""
         self.stages[self.stage()].set_users_complete()
 
 

@@ -158,7 +158,6 @@ class EventTemplate:
 
     @property
     def events(self) -> int:
-        """The number of taken events."""
         return self.reads + len(self.more)
 
     def learn(self, event: bytes) -> None:

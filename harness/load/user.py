@@ -36,7 +36,7 @@ from harness.errors import HarnessError
 from harness.load.client import Client
 from harness.load.locust_plugin import give_up, load_process
 from harness.load.openai_api import Answer, Tools
-from harness.load.process import Place
+from harness.load.process import Work
 from harness.load.sequencer import Slot
 from harness.redact import printable
 from harness.rundir.records import CUT
@@ -51,42 +51,6 @@ _NONE = [0.0, 0.0]
 _NO_SLOTS: frozenset[Slot] = frozenset()  # one for all users
 _AHEAD_S = 0.2  # open loop: a prompt is made so long before it is due, since that takes some ms
 _AFTER_NO_ANSWER_S = 0.5  # a dead or refusing server must not make users spin
-
-
-class Work(msgspec.Struct, frozen=True):
-    """A request of this user: its place in the sequence and its messages."""
-
-    slot: Slot
-    messages: list[Message]
-    changed: bool = False  # by the user: they differ from the plan
-    asked_index: int | None = None  # the place of its question, if not its own place
-
-    @property
-    def index(self) -> int:
-        """Its place in the sequence: 0, 1, 2 ..., and -1, -2 ... in the warm-up."""
-        return self.slot.index
-
-    def at(self, place: "Work") -> "Work":
-        """Return the same messages at another place of the sequence: a repeated question."""
-        asked_index = self.index if self.asked_index is None else self.asked_index
-        return msgspec.structs.replace(self, slot=place.slot, asked_index=asked_index)
-
-    def saying(self, messages: Sequence[Message]) -> "Work":
-        """Return other messages at this place of the sequence."""
-        return msgspec.structs.replace(self, messages=list(messages), changed=True)
-
-    def about(self, text: str) -> "Work":
-        """Add a text for the model: after the salt and the system prompt, before the question."""
-        first, *others = self.messages
-        if first["role"] != "system":
-            return self.saying([{"role": "system", "content": text}, first, *others])
-        return self.saying([{"role": "system", "content": f"{first['content']}\n\n{text}"}, *others])
-
-    def without_system(self) -> "Work":
-        """Return it without the system prompt, which the history of a later turn has."""
-        return msgspec.structs.replace(
-            self, messages=[message for message in self.messages if message["role"] != "system"]
-        )
 
 
 class RequestFailed(Exception):
@@ -166,7 +130,7 @@ class LLMUser(User):
                 self._stage = slots[0].stage
                 self._begun, self._burst = False, _NO_SLOTS
                 self._wait_until(slots[0].due_s, _AHEAD_S)
-                works = [Work(slot, self._process.messages(slot)) for slot in slots]
+                works = [self._process.work(slot) for slot in slots]
                 self._wait_until(slots[0].due_s)
                 if slots[0].due_s is not None and self._state == LOCUST_STATE_STOPPING:
                     break
@@ -195,14 +159,16 @@ class LLMUser(User):
         the one before it asked. `tools` are sent along, and calls of them are in `answer.calls`.
         Raises ValueError for one that was sent before: what the plan says is sent once, and nothing else.
         """
-        place = self._claim(work)._replace(
-            conversation=conversation, turn=turn, batch=batch, again=again, abandon=leave, tools=tools
-        )
-        return self._send([*history, *work.messages] if history else work.messages, place)
+        messages = [*history, *work.messages] if history else work.messages
+        claimed = self._claim(
+            work, messages=messages, conversation=conversation, turn=turn, batch=batch, again=again, leave=leave,
+            tools=tools,
+        )  # fmt: skip
+        return self._send(claimed)
 
     def begin(self, work: Work) -> None:
         """Send one request without waiting for its answer."""
-        self._under_way.append(gevent.spawn(partial(self._send, work.messages, self._claim(work))))
+        self._under_way.append(gevent.spawn(partial(self._send, self._claim(work))))
 
     def wait_until_below(self, number: int) -> None:
         """Wait until fewer than `number` started requests are in flight."""
@@ -215,44 +181,33 @@ class LLMUser(User):
             self._process.sequencer.stages[self._stage].settle(len(self._held))
             self._held.clear()
 
-    def _claim(self, work: Work) -> Place:
-        """Return the slot of a request that is sent now. Raises ValueError if it was sent before."""
+    def _claim(self, work: Work, **more: Any) -> Work:
+        """Return a request as it is sent now, with these fields. Raises ValueError if it was sent before."""
         if work.slot not in self._held:
             raise ValueError(f"request {work.slot.index} was sent already; take() another one")
         self._held.remove(work.slot)
         self._last = work.slot.index
         follows = self._begun and work.slot not in self._burst
         self._begun = True
-        return Place(
-            self._process.sequencer.stages[work.slot.stage].as_sent(work.slot),
-            type(self).__name__,
-            self.number,
-            changed=work.changed,
-            follows=follows,
-            asked_index=work.asked_index,
-        )
+        slot = self._process.sequencer.stages[work.slot.stage].as_sent(work.slot)
+        own = {"slot": slot, "user_class": type(self).__name__, "user": self.number, "follows": follows}
+        return msgspec.structs.replace(work, **own, **more)
 
-    def _send(self, messages: Sequence[Message], place: Place) -> Answer:
+    def _send(self, work: Work) -> Answer:
         client = self._clients.pop() if self._clients else self._process.client()
         under_way = self._process.recorder.in_flight_of
-        under_way[place.user_class] += 1
+        under_way[work.user_class] += 1
         try:
-            answer = self._process.send(client, messages, place, self._fire_request_event)
+            answer = self._process.send(client, work, self._fire_request_event)
         finally:
-            under_way[place.user_class] -= 1
+            under_way[work.user_class] -= 1
         self._clients.append(client)
-        if answer.error in ("connect", "rejected") or (answer.error == "disconnect" and answer.status is None):
-            self._back_off(place, answer)
-        return answer
-
-    def _back_off(self, place: Place, answer: Answer) -> None:
-        """Wait as long as the server asked for, and at least half a second, before this user sends again.
-
-        In an open loop the next arrival is another user, which was not asked to wait; only the rest of a conversation
-        or burst waits.
-        """
-        if place.slot.due_s is None or self._held:
+        unanswered = answer.error in ("connect", "rejected") or (answer.error == "disconnect" and answer.status is None)
+        # In an open loop the next arrival is another user, which was not asked to wait: only the rest of a conversation
+        # or burst waits.
+        if unanswered and (work.slot.due_s is None or self._held):
             self.pause(max(_AFTER_NO_ANSWER_S, answer.retry_after_s or 0.0))
+        return answer
 
     def ask_all(self, works: Sequence[Work]) -> list[Answer]:
         """Send all at once and wait for the last answer."""

@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import gevent
 import msgspec
@@ -18,18 +18,17 @@ from locust import stats
 from locust.env import Environment
 from locust.runners import STATE_CLEANUP, STATE_STOPPING, MasterRunner, WorkerRunner
 from locust.web import WebUI
+from prometheus_client import make_wsgi_app
 
 from harness.columns import LIVE
 from harness.errors import HarnessError, sentence
-from harness.files import UNDECODABLE
 from harness.job import Job
-from harness.load.live_metrics import RESOLUTION, WINDOW_S, LiveNumbers, Observed, RequestCounter, unpacked
-from harness.load.live_outputs import TITLES, LoadSnapshot, StockOutput, as_csv, exposition, rows, serve, with_section
+from harness.load.live_metrics import RESOLUTION, WINDOW_S, CounterDelta, LiveNumbers, Observed, unpacked
+from harness.load.live_outputs import TITLES, LoadSnapshot, StockOutput, as_csv, rows, serve, with_section
 from harness.load.options import OPTIONS, UNDER_WAY, check_amounts, field_name, fields_of_others, options_of, slos_of
 from harness.load.process import plan_of
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Sequencer
-from harness.scenario import MAX_USERS
 
 KEY = "llm"  # also of our numbers in a worker's report
 ASSETS = Path(__file__).with_name("assets")
@@ -71,11 +70,8 @@ def add_to(web_ui: WebUI, live: "Live") -> None:
     def live_csv() -> Response:
         return _answer(as_csv(live.numbers), "text/csv", "csv")
 
-    def metrics() -> Response:
-        body, content_type = exposition(live.load_state(), request.headers.get("Accept", ""))
-        answer = _answer(body, "text/plain")
-        answer.headers["Content-Type"] = content_type
-        return answer
+    def metrics() -> Any:
+        return Response.from_app(make_wsgi_app(live.load_state()), request.environ)
 
     app.add_url_rule(f"{base}/metrics", "llm_metrics", guarded(metrics))
     ours.add_url_rule("", "page", guarded(lambda: _asset("page.html")))
@@ -117,18 +113,8 @@ def _answer(body: bytes | Iterator[str], mimetype: str, download: str | None = N
     return answer
 
 
-class _UserSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of a user class that Locust's class picker may change."""
-
-    user_class_name: str
-    host: str | None = None
-    weight: Annotated[int, msgspec.Meta(ge=0, le=MAX_USERS)] = 1
-    fixed_count: Annotated[int, msgspec.Meta(ge=0, le=MAX_USERS)] = 0
-    tasks: list[str] = []
-
-
 def add_form_checks(web_ui: WebUI, check: Callable[[Namespace], None]) -> None:
-    """Validate the start form and the class picker before Locust gets them, which takes any value.
+    """Validate the start form before Locust gets it, which takes any value.
 
     An invalid form gets HTTP 4xx and leaves the values of before. `check` raises HarnessError for options that cannot
     be used.
@@ -136,7 +122,6 @@ def add_form_checks(web_ui: WebUI, check: Callable[[Namespace], None]) -> None:
     app, environment = web_ui.app, web_ui.environment
     assert app is not None and environment.parsed_options is not None
     options, locusts = vars(environment.parsed_options), app.view_functions["locust.swarm"]
-    locusts_user = app.view_functions["locust.update_user"]
     guarded: Any = web_ui.auth_required_if_enabled  # which has no types
 
     def swarm() -> Any:
@@ -161,18 +146,7 @@ def add_form_checks(web_ui: WebUI, check: Callable[[Namespace], None]) -> None:
         environment.host = host
         return _refusal(message, host)
 
-    def user() -> Any:
-        try:
-            settings = msgspec.json.decode(request.data, type=_UserSettings, strict=False)
-        except UNDECODABLE as error:
-            return _refusal(f"The settings of the user class cannot be used: {error}", environment.host)
-        classes = environment.available_user_classes if web_ui.userclass_picker_is_active else None
-        if settings.user_class_name not in (classes or ()):
-            return _refusal("There is no such user class to choose.", environment.host)
-        return locusts_user()
-
     app.view_functions["locust.swarm"] = guarded(swarm)
-    app.view_functions["locust.update_user"] = guarded(user)
 
 
 def _own_fields(web_ui: WebUI) -> set[str]:
@@ -256,12 +230,12 @@ class Live:
         """Start a test with the values of the form."""
         text = self._options.slos
         try:
-            slos = slos_of(text)
+            self._slos = slos_of(text)
         except ValueError:  # the load will not start and reports why
-            slos, text = (), ""
-        self._counter = RequestCounter(slos)
+            self._slos, text = (), ""
+        self._counted = CounterDelta()
         if self._recorder is not None:
-            self._recorder.watcher = self._counter.add
+            self._recorder.watcher = lambda request: self._counted.add(request, self._slos)
         self.numbers = LiveNumbers(self._lag_s, text)
         self._trace_ended = False
         self.given_up: str | None = None  # why no load could start, or why it was ended
@@ -326,9 +300,15 @@ class Live:
         except Exception:  # the exit code is that of the load
             logger.exception("the LLM metrics of the whole test are lost")
 
+    def _delta(self) -> CounterDelta | None:
+        if self._recorder is None:
+            return None
+        delta, self._counted = self._counted.reported(self._recorder), CounterDelta()
+        return delta
+
     def _take_own(self) -> None:
-        if self._recorder is not None:
-            self.numbers.take("here", self._counter.delta(self._recorder))
+        if (delta := self._delta()) is not None:
+            self.numbers.take("here", delta)
 
     def _keep(self) -> None:
         while True:
@@ -354,8 +334,7 @@ class Live:
             return sequencer.finished()
 
     def _report(self, data: dict[str, Any], **_: Any) -> None:
-        if self._recorder is not None:
-            data[KEY] = msgspec.msgpack.encode(self._counter.delta(self._recorder))
+        data[KEY] = msgspec.msgpack.encode(self._delta())
 
     def _reported(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
         if (delta := unpacked(data.pop(KEY, None))) is not None:

@@ -29,8 +29,8 @@ from harness.errors import HarnessError, sentence
 from harness.files import UNDECODABLE
 from harness.job import Job
 from harness.load.process import LoadProcess
-from harness.load.recorder import FILES, Anchor, Recorder, RecordSender
-from harness.load.sequencer import until
+from harness.load.recorder import FILES, Anchor, RecordSender
+from harness.load.sequencer import StageSequencer, until
 
 _HELLO_S = 1.0
 _DELIVER_S = 0.2
@@ -49,7 +49,6 @@ class Worker:
         self._runner = runner
         self._begin = begin
         self._process: LoadProcess | None = None
-        self._recorder: Recorder | None = None
         self._folder: Path | None = None
         self._senders: dict[str, RecordSender] = {}
         self._confirmed = Event()  # the master has confirmed a piece
@@ -78,7 +77,7 @@ class Worker:
             )
         job = self._process.job
         logger.info("load %s of run ...%s begins: part %d of %d", job.cell, job.run, job.machine + 1, job.machines)
-        gevent.spawn(self._watch_work)
+        gevent.spawn(self._watch_work, self._process.sequencer, job.load.drain_s)
         gevent.spawn(self._process.show_quiet, partial(self._send, "quiet"))
 
     def close(self) -> None:
@@ -86,8 +85,8 @@ class Worker:
         self._delivering = False
         if self._folder is None:
             return
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._process is not None:
+            self._process.recorder.close()
         left = sum(sender.rest() for sender in self._senders.values())
         if left:
             logger.error("%d bytes of records were not delivered: they are in %s", left, self._folder)
@@ -121,7 +120,6 @@ class Worker:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
             return
-        self._recorder = self._process.recorder
         self._process.sequencer.hold()
         gevent.spawn(self._deliver)
         self._send("ready", {"error": None})
@@ -163,17 +161,14 @@ class Worker:
             stage = self._process.sequencer.stages[msg.data["stage"]]
             stage.begin_s, stage.on_hold = msg.data["begin_s"], False
 
-    def _watch_work(self) -> None:
+    def _watch_work(self, stages: StageSequencer, drain_s: float) -> None:
         """Report to the master: the start of a stage, the end of its warm-up, the end of the load."""
-        if self._process is None:
-            return
-        stages = self._process.sequencer
         for number, stage in enumerate(stages.stages):
             until(lambda: stages.stage() >= number)  # noqa: B023 - waited for here
             self._send("progress", {"stage": number})
             until(stage.warmed_up)
             self._send("progress", {"warm": number})
-        stages.wait_for_end(self._process.job.load.drain_s)
+        stages.wait_for_end(drain_s)
         self._send("progress", {"finished": 1})
 
     def _on_end(self, msg: Any, **_: Any) -> None:
@@ -182,18 +177,15 @@ class Worker:
             return
         self._ending = True
         self._environment.stop_timeout = 0
-        if self._process is not None:
-            self._process.listeners.patience_s = msg.data["listeners_s"]
+        assert self._process is not None, "the master ends only loads of workers that were ready"
+        self._process.listeners.patience_s = msg.data["listeners_s"]
         self._runner.stop()
-        if self._recorder is None:
-            self._send("done", {"sizes": {}})
-            return
-        self._recorder.close()
+        self._process.recorder.close()
         until(lambda: not any(sender.rest() for sender in self._senders.values()))
         self._send("done", {"sizes": {name: sender.size() for name, sender in self._senders.items()}})
         names = " and ".join(f"a load process of {name}" for name in msg.data["lost"])
         lost = f", cut short because {names} was lost" if names else ""
-        sent = self._recorder.sent
+        sent = self._process.recorder.sent
         logger.info("the load has ended%s: %d requests were sent, and their records delivered", lost, sent)
 
     def _deliver(self) -> None:

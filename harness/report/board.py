@@ -17,17 +17,17 @@ from msgspec import Struct
 from harness import units
 from harness.analysis.summarize import read_summary, summarize
 from harness.columns import METRIC_WORDS, RATES
-from harness.errors import HarnessError, RunError
+from harness.comparison.compare import refuse_invalid
+from harness.errors import HarnessError
 from harness.files import open_file, pretty_json, read_bytes, read_text, replace_file
 from harness.judge.noise_floors import RESERVED, date_of, folder_name, is_noise_run, noise_path
 from harness.judge.verdicts import fields_of, is_paced, metric_of, values_of
-from harness.reasons import sentences as in_words
 from harness.report import words
 from harness.report.html import asset, template
 from harness.report.markdown import escape, grid, render
 from harness.report.table import LIMITED
 from harness.rundir.manifest import Run, ServedBy, read_run
-from harness.summary import Row, Summary, because
+from harness.summary import Row, Summary
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -355,7 +355,7 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
     """
     run = read_run(folder)
     summary = summarize(folder)
-    _refuse(run, summary, folder)
+    _refuse(run, summary)
     target = noise_path(results, run).parent / folder_name(run.id)
     files = {
         "run.json": pretty_json(run),
@@ -375,7 +375,7 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
     return target, changed
 
 
-def _refuse(run: Run, summary: Summary, folder: Path) -> None:
+def _refuse(run: Run, summary: Summary) -> None:
     if is_noise_run(run):
         raise HarnessError(
             f"{run.id}: an A/A run is no result; what it found is stored as noise.json",
@@ -386,15 +386,7 @@ def _refuse(run: Run, summary: Summary, folder: Path) -> None:
             f"{run.id}: was measured by {run.origin.tool}, and what it says is not ranked with runs of this suite",
             next_step="Publish runs of `harness run`.",
         )
-    if summary.valid and run.status == "valid":
-        return
-    reasons = in_words(summary.reasons or run.reasons or [because("run_status", status=run.status)])
-    state = "INVALID" if run.status in ("valid", "invalid") else run.status
-    raise RunError(
-        f"{run.id}: only a VALID run is published, and this one is {state}: {reasons[0]}",
-        next_step=f"harness report {folder} shows all reasons.",
-        detail="\n".join(reasons) if len(reasons) > 1 else "",
-    )
+    refuse_invalid(run, summary, "is published")
 
 
 def _replace(path: Path, content: bytes) -> bool:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from harness.capacity.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
 from harness.capacity.search import Frontier
-from harness.reasons import amount_words, sentence
+from harness.reasons import amounts_words, sentence
 from harness.summary import Reason, because
 from harness.units import NOTHING, duration, significant
 
@@ -66,18 +66,22 @@ def answers_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
         return server.reasons[:1]
     answers = []
     if (slo := server.slo) is not None:
-        values = {"level": slo.level, "low": slo.low, "high": slo.high, "above": slo.above, "max": found.max_level}
-        answers.append(
-            because(
-                f"capacity_{slo.kind}",
-                **{name: None if value is None else found.amount(value) for name, value in values.items()},
-                one=found.amount(1),
-                unit=found.unit,
-                broken=slo.broken,
-                load=found.varied[0].load if found.members else None,
-                next_to=[{"amount": one.amount, "unit": one.unit, "load": one.load} for one in found.fixed],
-            )
-        )
+        values = {
+            "level": slo.level,
+            "low": slo.low,
+            "high": slo.high,
+            "above": slo.above,
+            "max": found.max_level,
+            "one": 1,
+        }
+        named = {"load": found.varied[0].load} if found.members else {}
+        amounts = {
+            name: None if value is None else {"amount": found.amount(value), "unit": found.unit, **named}
+            for name, value in (values | {"one": 1}).items()
+        }
+        broken = "an SLO" if slo.kind == "found" and slo.broken is None else slo.broken
+        next_to = [{"amount": one.amount, "unit": one.unit, "load": one.load} for one in found.fixed]
+        answers.append(because(f"capacity_{slo.kind}", **amounts, broken=broken, next_to=next_to))
     if server.frontier is not None:
         first, second = found.varied
         answers.append(
@@ -159,4 +163,4 @@ def level_text(found: CapacityReport, level: int, which: int = 0) -> str:
 
 def amounts_text(found: CapacityReport, levels: Sequence[int]) -> str:
     """All loads of a probe with their amounts: "20 chat users and 3 job users"."""
-    return " and ".join(amount_words(**load) for load in found.loads_at(levels))
+    return amounts_words(found.loads_at(levels))

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from msgspec import Struct
 
 from harness import units
-from harness.analysis.summarize import read_summary
+from harness.analysis.summarize import Summarized, read_summary
 from harness.capacity.result import CapacityReport, read_capacity
 from harness.files import replace_file
 from harness.judge.comparable import server_differences
@@ -26,10 +26,11 @@ from harness.report import sentences, table, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts import Figure, figures, row_keys, server_keys
 from harness.report.charts.capacity import capacity_charts
-from harness.report.charts.data import ChartData, observe
+from harness.report.charts.data import ChartData, chart_data, observe
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of, startup, startup_facts
-from harness.rundir.manifest import Run, ServedBy, read_run
+from harness.report.markdown import HEADINGS, verdict_cells
+from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
 from harness.summary import Summary, Verdict
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
@@ -99,13 +100,15 @@ def policy(scripts: list[str]) -> str:
     )
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, made: Summarized | None = None) -> Path:
     """Write report.html of a run directory from its files, and return its path.
 
-    Raises HarnessError when run.json or summary.json cannot be read.
+    `made`: what its summary was just made of, so that its records are not read again. Raises HarnessError when run.json
+    or summary.json cannot be read.
     """
     run = read_run(folder)
-    page = render(read_summary(folder), run, observe(folder, run), read_capacity(folder))
+    observed = observe(folder) if made is None else chart_data(run, made)
+    page = render(read_summary(folder), run, observed, read_capacity(folder))
     path = folder / "report.html"
     replace_file(path, page.encode())
     return path
@@ -142,8 +145,10 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
         interval=table.interval,
         errors=table.errors,
-        error_kinds=table.error_kinds(summary),
+        loads=sentences.of_loads(run),
         sentences=sentences,
+        verdict_headings=HEADINGS,
+        verdict_cells=verdict_cells,
         sentence=sentence,
         evidence=evidence,
         startup_facts=startup_facts,
@@ -167,20 +172,14 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
 
 def _shown_first(run: Run, events: dict[str, list[TimelineEvent]]) -> str:
     """The cell whose timeline is shown first: where a server died or requests failed, else the most at once."""
-    best, highest = next(iter(events), ""), (False, False, -1)
-    for cell in run.cells:
-        if cell.id not in events or cell.repeat > 1:
-            continue
-        load = run.scenario.loads.get(cell.load)
-        found = events[cell.id]
-        worth = (
-            any(event.label == "died" for event in found),
-            any(event.bad for event in found),
-            words.concurrency(load) if load else 0,
-        )
-        if worth >= highest:
-            best, highest = cell.id, worth
-    return best
+
+    def worth(cell: CellRun) -> tuple[bool, bool, int]:
+        found, load = events[cell.id], run.scenario.loads.get(cell.load)
+        died = any(event.label == "died" for event in found)
+        return died, any(event.bad for event in found), words.concurrency(load) if load else 0
+
+    firsts = [cell for cell in reversed(run.cells) if cell.id in events and cell.repeat == 1]
+    return max(firsts, key=worth).id if firsts else next(iter(events), "")
 
 
 def _served(run: Run) -> dict[str, list[ServedBy]]:

@@ -6,11 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from harness.columns import METRIC_WORDS
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
-from harness.report.table import DetailTable, Meaning, columns, lines, schedule_table, time_table
+from harness.report.table import columns, lines, schedule_table, time_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
-
-LEFT = ("server", "load", "verdict")
 
 
 def render(summary: Summary, run: Run) -> str:
@@ -19,27 +17,27 @@ def render(summary: Summary, run: Run) -> str:
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
-    schedules, times = schedule_table(summary, run), time_table(summary)
-    if schedules.rows:
-        rows = [[line.server, line.load, *line.texts] for line in schedules.rows]
-        parts += [_detail(["Server", "Load"], schedules, rows)]
-        parts += [_details("What they mean", _explanations(schedules.columns[1:]))]
-    if times.rows:
-        rows = [[line.name, *line.texts] for line in times.rows]
-        parts += ["**Where the time goes**, mean of each request", _detail(["Row"], times, rows)]
+    details = [found for found in (schedule_table(summary, run), time_table(summary)) if found.rows]
+    for found in details:
+        head = ["Row", *(column.title for column in found.columns)]
+        rule = "|:---|" + "".join(":---|" if column.left else "---:|" for column in found.columns)
+        parts += [f"**{found.title}**", grid(head, [[line.name, *line.texts] for line in found.rows], rule)]
     if summary.comparison is not None:
         parts += _verdicts(summary.comparison)
     parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
     if summary.reasons or summary.notes:
-        found = sentences.gathered(summary.reasons) + sentences.gathered(summary.notes)
-        parts.append(_list([escape(text) for text in found]))
+        said = sentences.gathered(summary.reasons) + sentences.gathered(summary.notes)
+        parts.append(_list([escape(text) for text in said]))
     if summary.failures:
         parts.append("**Why requests failed**")
         parts.append(_list([escape(text) for text in sentences.of_failures(summary)]))
     if summary.checks:
         parts.append(_list([check_item(check) for check in summary.checks]))
-    parts.append(_details("Each row in words", _rows_in_words(summary, run)))
-    parts.append(_details("What the columns mean", _explanations(columns(summary))))
+    if loads := sentences.of_loads(run):
+        parts.append(_details("Each load", _list([f"{code(name)}: {code(said)}" for name, said in loads.items()])))
+    meant = [*columns(summary), *(column for found in details for column in found.columns if column.explanation)]
+    explained = [f"**{one.heading}**: {escape(one.explanation)} {code(one.formula)}" for one in meant]
+    parts.append(_details("What the columns mean", _list(explained)))
     parts.append(f"Scenario {code(summary.scenario)}, run {code(summary.run)}. {escape(sentences.of_load(run))}")
     return "\n\n".join(parts) + "\n"
 
@@ -63,8 +61,8 @@ def check_item(check: CheckResult) -> str:
 
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
     shown = [column for column in columns(summary) if keys is None or column.key in keys]
-    rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
-    body = [[column.text(line) for column in shown] for line in lines(summary, run)]
+    rule = "|" + "|".join(":---" if column.left else "---:" for column in shown) + "|"
+    body = [[column.of(line) for column in shown] for line in lines(summary, run)]
     return grid([column.heading for column in shown], body, rule)
 
 
@@ -81,22 +79,6 @@ def _verdicts(comparison: Comparison) -> list[str]:
     title = sentences.rest_in_words(word for word, _ in found[sentences.SHOWN :])
     shown = _list([*items, escape(sentences.of_method(comparison))])
     return [shown, _details(title, _list(rest))] if rest else [shown]
-
-
-def _detail(head: Sequence[str], table: DetailTable, rows: Sequence[Sequence[str]]) -> str:
-    """A smaller table; words are on the left, numbers on the right."""
-    left = ("schedule", "limit")
-    rule = "|" + ":---|" * len(head) + "".join(":---|" if c.key in left else "---:|" for c in table.columns)
-    return grid([*head, *(column.title for column in table.columns)], rows, rule)
-
-
-def _rows_in_words(summary: Summary, run: Run) -> str:
-    rows = lines(summary, run)
-    return _list([f"**{escape(line.row.name)}**: {escape(sentences.of_row(line, run))}" for line in rows])
-
-
-def _explanations(columns: Iterable[Meaning]) -> str:
-    return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in columns])
 
 
 def _list(items: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a report says in sentences: the answer first, then each row, the validity, and how the comparison was made.
+"""What a report says in sentences: the answer first, then each load, the validity, and how the comparison was made.
 
 The answer is about the first of these that a run has: checks against a baseline (regression), SLOs, loads measured
 together (interference), rows compared with a baseline row (speedup); else what was measured.
@@ -10,16 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-import msgspec
-
 from harness import units
 from harness.columns import METRIC_WORDS, RATES, WORK
 from harness.errors import HarnessError
 from harness.judge.checks import evaluate
 from harness.judge.verdicts import but_for_concurrency
-from harness.reasons import evidence, number_words, sentence, sentences, speed, verdict_sentence, verdict_text
+from harness.reasons import evidence, number_words, sentence, sentences, speed, verdict_sentence
 from harness.report import words
-from harness.report.table import LIMITED, TableLine
+from harness.report.table import LIMITED
 from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import JUDGED_BY_SLOS, LATENCIES, Check, parse_check
 from harness.scenario.plan import alone, mix_of
@@ -165,13 +163,35 @@ def _capacity(server: str, levels: list[tuple[float, str, Row]], texts: Sequence
 
 def _interference(summary: Summary) -> str:
     """The largest effect of concurrent loads on one of them."""
-    found = [pair for pairs in effects(summary) for pair in pairs if pair[0].ratio is not None]
+    rows = {row.name: row for row in summary.rows}
+    verdicts = summary.comparison.verdicts if summary.comparison is not None else []
+    found = [verdict for verdict in verdicts if verdict.ratio is not None and _is_effect(verdict, rows)]
     if not found:
         return ""
-    verdict, text = max(found, key=lambda pair: (pair[0].word == "slower", -(pair[0].ratio or 1.0)))
-    if verdict.word != "slower":
+    worst = _extreme(found, "slower")
+    if worst is None:
         return "No part of the mix is shown to be slower together than alone."
-    return f"Together, {verdict.side} is slowed most: {METRIC_WORDS[verdict.metric]} {text}."
+    rate = worst.metric in RATES
+    unit = "tok/s" if rate else "s" if worst.metric == "wall_s" else "ms"
+    alone, together = (_value(rows[name], worst.metric) for name in (worst.baseline, worst.side))
+    factor = speed(worst.ratio or 0.0, *(("higher", "lower") if rate else ("shorter", "longer")))
+    metric = METRIC_WORDS[worst.metric]
+    return f"Together, {worst.side} is slowed most: {metric} {alone} → {together} {unit}, {factor}."
+
+
+def _is_effect(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
+    """Whether a verdict is of a part of a mix against the same load alone."""
+    row = rows.get(verdict.side)
+    return row is not None and mix_of(row.load) is not None and verdict.baseline == f"{row.server} / {alone(row.load)}"
+
+
+def _value(row: Row, metric: str) -> str:
+    if metric in WORK:
+        rate: float | None = getattr(row.pooled, metric)
+        return units.significant(rate)
+    latency, _, at = metric.rpartition("_")
+    value: float | None = getattr(getattr(row.pooled, f"{latency}_s"), at)
+    return units.milliseconds(value)
 
 
 def _speedup(comparison: Comparison, rows: Sequence[Row]) -> str:
@@ -245,50 +265,10 @@ def _measured(row: Row) -> str:
     return ", ".join(parts) or f"{numbers.succeeded:,} of {count(numbers.sent, 'request')} succeeded"
 
 
-def of_row(line: TableLine, run: Run) -> str:
-    numbers = line.row.pooled
-    load = run.scenario.loads.get(line.row.load)
-    work = words.load_in_words(load) if load and run.origin is None else ""
-    text = f"{work[0].upper()}{work[1:]}. " if work else ""
-    if not numbers.succeeded:
-        return f"{text}None of {count(numbers.sent, 'request')} succeeded."
-    text += f"{_outcome(line)}{_against_baseline(line)}"
-    ttft = numbers.ttft_s
-    if ttft.p50 is not None:
-        text += f"; median TTFT {units.milliseconds(ttft.p50)}\u00a0ms"
-        if ttft.p95 is not None:
-            text += f", p95 {units.milliseconds(ttft.p95)}\u00a0ms"
-    wrong = numbers.failed + numbers.unfinished
-    if wrong:
-        text += f"; {count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
-    return f"{text}."
-
-
-def _outcome(line: TableLine) -> str:
-    numbers = line.row.pooled
-    if numbers.wall_s is not None:
-        return f"A run took {units.seconds(numbers.wall_s)}"
-    if numbers.output_tok_s is not None:
-        return f"{units.significant(numbers.output_tok_s)} tokens a second in all"
-    if numbers.vectors is not None and numbers.input_tok_s is not None:
-        return f"{units.significant(numbers.input_tok_s)} tokens of prompts a second in all"
-    return "Neither wall time nor rate is known"
-
-
-def _against_baseline(line: TableLine) -> str:
-    if line.baseline:
-        return ", the baseline for the others"
-    verdict = line.verdict
-    if verdict is None or verdict.ratio is None:
-        return ""
-    by = f"by {METRIC_WORDS[verdict.metric]}"
-    base = line.against or "the baseline"
-    factor = f", {by} {speed(verdict.ratio)} than {base}"
-    return {
-        "faster": factor,
-        "slower": factor,
-        "same": f", {by} the same as {base}",
-    }.get(verdict.word, f"{factor}, which is inconclusive")
+def of_loads(run: Run) -> dict[str, str]:
+    """Each load in words; of an imported run none, since its load is what the other tool says of it."""
+    loads = run.scenario.loads if run.origin is None else {}
+    return {name: words.load_in_words(load) for name, load in loads.items()}
 
 
 def of_validity(summary: Summary, run: Run) -> str:
@@ -342,7 +322,7 @@ def of_client(summary: Summary) -> str:
 def of_verdicts(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     """The word and the sentence of each; verdicts that differ in nothing but side or metric as one."""
     sides: dict[str, list[Verdict]] = defaultdict(list)
-    for verdict in by_weight(verdicts):
+    for verdict in _by_weight(verdicts):
         sides[verdict.metric + verdict_sentence(verdict, side="")].append(verdict)
     metrics: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for alike in sides.values():
@@ -351,15 +331,13 @@ def of_verdicts(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
         by = None if first.word != "inconclusive" or first.reason in ("refused", "no_values") else "*"
         name = ", ".join(dict.fromkeys(verdict.side for verdict in alike))
         metrics[name, verdict_sentence(first, side=name, by=by)].append(first)
-    return [(found[0].word, _of_metrics(name, found)) for (name, _), found in metrics.items()]
+    return [
+        (found[0].word, verdict_sentence(found[0], side=name, by=", ".join(METRIC_WORDS[v.metric] for v in found)))
+        for (name, _), found in metrics.items()
+    ]
 
 
-def _of_metrics(name: str, verdicts: Sequence[Verdict]) -> str:
-    by = ", ".join(METRIC_WORDS[verdict.metric] for verdict in verdicts)
-    return verdict_sentence(verdicts[0], side=name, by=by)
-
-
-def by_weight(verdicts: Sequence[Verdict]) -> list[Verdict]:
+def _by_weight(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Verdicts in their order; where a report cannot show all of them, slower and faster first, the largest first."""
     if len(verdicts) <= SHOWN:
         return list(verdicts)
@@ -372,82 +350,6 @@ def rest_in_words(words_: Iterable[str]) -> str:
     counted = Counter(words_)
     parts = ", ".join(f"{number} {word}" for word, number in counted.items())
     return f"{counted.total()} more: {parts}" if counted else ""
-
-
-def in_short(verdict: Verdict, comparison: Comparison) -> str:
-    """A verdict's details, where its side, word and baseline are already shown."""
-    # Only the baseline of all rows is shown with them, and a metric where all verdicts have the same.
-    than = "" if verdict.baseline == comparison.verdicts[0].baseline else f" than {verdict.baseline}"
-    by = "" if comparison.metric is not None else f" by {METRIC_WORDS[verdict.metric]}"
-    factor = "" if verdict.ratio is None else f"{speed(verdict.ratio)}{than}{by}"
-    if verdict.word in ("faster", "slower"):
-        return factor
-    return f"{factor}; {verdict_text(verdict)}" if verdict.word == "inconclusive" and factor else verdict_text(verdict)
-
-
-def in_short_by_side(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """The word, the side, and what one needs to know; verdicts on one side that have the same word as one."""
-    groups: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
-    for verdict in by_weight(comparison.verdicts):
-        groups[verdict.word, verdict.side, verdict.baseline].append(verdict)
-    found = []
-    for (word, side, base), alike in groups.items():
-        if len(alike) == 1 or None in {verdict.ratio for verdict in alike}:
-            found += [(word, side, in_short(verdict, comparison)) for verdict in alike]
-            continue
-        factors = ", ".join(f"{METRIC_WORDS[verdict.metric]} {speed(verdict.ratio or 0)}" for verdict in alike)
-        than = "" if base == comparison.verdicts[0].baseline else f" than {base}"
-        why = {verdict_text(verdict, by="each") for verdict in alike if word == "inconclusive"}
-        found.append((word, side, f"{factors}{than}" + (f"; {why.pop()}" if len(why) == 1 else "")))
-    return found
-
-
-def effects(summary: Summary) -> list[list[tuple[Verdict, str]]]:
-    """The interference in each part of a mix: verdicts against the same load alone, in words."""
-    rows = {row.name: row for row in summary.rows}
-    parts: dict[str, list[tuple[Verdict, str]]] = defaultdict(list)
-    for verdict in summary.comparison.verdicts if summary.comparison is not None else ():
-        if _of_mix(verdict, rows):
-            parts[verdict.side].append((verdict, _effect(verdict, rows)))
-    return list(parts.values())
-
-
-def _of_mix(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
-    row = rows.get(verdict.side)
-    if row is None or mix_of(row.load) is None:
-        return False
-    return verdict.baseline == f"{row.server} / {alone(row.load)}"
-
-
-def but_for_effects(summary: Summary) -> Comparison | None:
-    """The comparison without what `effects` says; None where nothing is left."""
-    if summary.comparison is None:
-        return None
-    rows = {row.name: row for row in summary.rows}
-    left = [verdict for verdict in summary.comparison.verdicts if not _of_mix(verdict, rows)]
-    return msgspec.structs.replace(summary.comparison, verdicts=left) if left else None
-
-
-def _effect(verdict: Verdict, rows: Mapping[str, Row]) -> str:
-    """A number alone, together, the factor, and how sure that is."""
-    alone, together = (_value(rows[name], verdict.metric) for name in (verdict.baseline, verdict.side))
-    rate = verdict.metric in RATES
-    unit = "tok/s" if rate else "s" if verdict.metric == "wall_s" else "ms"
-    numbers = f"{alone} → {together} {unit}" if units.NOTHING not in (alone, together) else "not known"
-    if verdict.ratio is None:
-        return f"{numbers}: {verdict_text(verdict)}."
-    more, less = ("higher", "lower") if rate else ("shorter", "longer")
-    text = f"{numbers}, {speed(verdict.ratio, more, less)}"
-    return text if verdict.word in ("faster", "slower") else f"{text}; {verdict_text(verdict)}"
-
-
-def _value(row: Row, metric: str) -> str:
-    if metric in WORK:
-        rate: float | None = getattr(row.pooled, metric)
-        return units.NOTHING if rate is None else units.significant(rate)
-    latency, _, at = metric.rpartition("_")
-    value: float | None = getattr(getattr(row.pooled, f"{latency}_s"), at)
-    return units.NOTHING if value is None else units.milliseconds(value)
 
 
 def gathered(reasons: Sequence[Reason]) -> list[str]:
@@ -481,27 +383,17 @@ def _of_failed(rows: list[FailedRequests]) -> str:
     return f"{text}: {failed.cause}; to solve it: {failed.fix}{said}"
 
 
-def by_what(comparison: Comparison) -> str:
-    """What speed was judged by, where it is the same for all; else all there are."""
-    kinds = {
-        "wall_s": "wall time",
-        "output_tok_s": "output tokens per second",
-        "input_tok_s": "prompt tokens per second",
-    }
-    if comparison.metric is not None:
-        return kinds.get(comparison.metric, METRIC_WORDS[comparison.metric])
-    found = dict.fromkeys(kinds.get(verdict.metric, METRIC_WORDS[verdict.metric]) for verdict in comparison.verdicts)
-    return f"{' or '.join(found)}, as each line says" if found else "no metric"
-
-
 def of_method(comparison: Comparison) -> str:
+    """What was compared, how many comparisons were corrected for, and what is treated as noise."""
+    found = list(dict.fromkeys(METRIC_WORDS[verdict.metric] for verdict in comparison.verdicts))
+    by = " or ".join(found) + (", as each line says" if len(found) > 1 else "") if found else "no metric"
     correction = (
         ("no comparison could be made", "one comparison")[comparison.comparisons]
         if comparison.comparisons < 2
         else f"{comparison.comparisons} comparisons, p-values corrected for that"
     )
     floor = units.figures(100 * comparison.noise_floor)
-    return f"By {by_what(comparison)}; {correction}. Differences under {floor}\u00a0% are treated as noise." + (
+    return f"By {by}; {correction}. Differences under {floor}\u00a0% are treated as noise." + (
         f" Variation between runs: {'; '.join(sentences(comparison.noise_source))}." if comparison.noise_source else ""
     )
 

@@ -61,30 +61,30 @@ class TableLine(Struct, frozen=True, kw_only=True):
         return f"{METRIC_WORDS[verdict.metric]} " if verdict is not None and verdict.metric not in WORK else ""
 
 
-class Meaning(Struct, frozen=True):
-    """What a column of any table means."""
+class TableColumn(Struct, frozen=True):
+    """One column of a table: what it means, and how its text is made of a line or row; None where it is not known."""
 
     key: str
     title: str
     explanation: str
     formula: str
-
-    @property
-    def heading(self) -> str:
-        return self.title
-
-
-class TableColumn(Meaning, frozen=True):
-    """One column of the main table, and how its text is made."""
-
-    group: Literal["name", "work", "latency", "verdict"]
-    text: Callable[[TableLine], str]
+    text: Callable[[Any], str | None]
+    group: Literal["name", "work", "latency", "verdict", ""] = ""  # of the main table
     field: str = ""  # of Numbers: the text is marked where the load generator limited it
     unit: str = ""  # shown with the title; empty where the values carry it or have none
 
     @property
     def heading(self) -> str:
         return f"{self.title}, {self.unit}" if self.unit else self.title
+
+    @property
+    def left(self) -> bool:
+        """Whether it holds words, which are on the left."""
+        return self.group == "name" or self.key == "verdict"
+
+    def of(self, line: Any) -> str:
+        """The text, and a dash where it is not known."""
+        return self.text(line) or units.NOTHING
 
 
 def lines(summary: Summary, run: Run) -> list[TableLine]:
@@ -139,19 +139,6 @@ def errors(numbers: Numbers) -> str:
     return ", ".join(said) or "0"
 
 
-def error_kinds(summary: Summary) -> list[tuple[Row, str, int, list[str]]]:
-    """Failed and unfinished requests of each row by kind: how many, and what the first of each cause said."""
-    said: dict[tuple[str, str, str], list[str]] = {}
-    for one in summary.failures:
-        said.setdefault((one.server, one.load, one.kind), []).append(one.message)
-    return [
-        (row, kind, number, said.get((*row.key, kind), []))
-        for row in summary.rows
-        for kind, number in row.pooled.errors.items()
-        if kind != "abandoned"
-    ]
-
-
 def _speedup(line: TableLine) -> str:
     if line.baseline:
         return "1 (baseline)"
@@ -169,55 +156,56 @@ def _verdict(line: TableLine) -> str:
 
 _NAMES = (
     TableColumn(
-        "server", "Server", "The server’s name in the scenario.", "servers.NAME", "name", lambda line: line.row.server
+        "server", "Server", "The server’s name in the scenario.", "servers.NAME", lambda line: line.row.server, "name",
     ),
     TableColumn(
         "load", "Load", "The load’s name in the scenario: who sends requests, and how many at once.", "loads.NAME",
-        "name", lambda line: line.row.load,
+        lambda line: line.row.load, "name",
     ),
 )  # fmt: skip
 _WALL = TableColumn(
     "wall", "Wall time",
     "How long the whole work took, from the first request sent to the last one ended. Median over the repeats; none "
     "for a load of fixed duration.",
-    "wall time = last ended − first sent", "work", lambda line: units.seconds(line.row.pooled.wall_s), "wall_s",
+    "wall time = last ended − first sent", lambda line: units.seconds(line.row.pooled.wall_s), "work", "wall_s",
 )  # fmt: skip
 _WORK = (
     TableColumn(
         "tokens", "Completion tokens",
         "Tokens that the server generated in one run, by its own count. Median over the repeats.",
-        "Σ usage.completion_tokens of the run’s successful requests", "work",
-        lambda line: units.NOTHING if line.tokens is None else f"{line.tokens:,.0f}",
+        "Σ usage.completion_tokens of the run’s successful requests",
+        lambda line: None if line.tokens is None else f"{line.tokens:,.0f}", "work",
     ),
     TableColumn(
         "rate", "Aggregate tok/s",
         "Tokens per second of all requests together: what the server achieves. Median over the repeats.",
         "tok/s = tokens generated inside the window ÷ window; for a fixed amount of work the window is the wall time",
-        "work", _rate, "output_tok_s",
+        _rate, "work", "output_tok_s",
     ),
 )  # fmt: skip
 _INPUT = TableColumn(
     "input_rate", "Prompt tok/s",
     "Prompt tokens per second of all requests together: what a server of embeddings achieves. Median over the repeats.",
-    "Σ usage.prompt_tokens of the requests that ended inside the window ÷ window", "work",
-    lambda line: units.significant(line.row.pooled.input_tok_s), "input_tok_s",
+    "Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
+    lambda line: units.significant(line.row.pooled.input_tok_s), "work", "input_tok_s",
 )  # fmt: skip
 _VALID = TableColumn(
     "valid", "Valid answers",
     "Answers that have the form that was asked for, of the successful requests of all repeats. A fast server whose "
     "answers are of no use has won nothing.",
-    "valid ÷ answers", "work", lambda line: _answers(line, "valid", "checked"),
+    "valid ÷ answers", lambda line: _answers(line, "valid", "checked"), "work",
 )  # fmt: skip
 _RIGHT = TableColumn(
     "right", "Right answers", "Answers that are the label that is known to be right.",
-    "right ÷ answers of which the right label is known", "work", lambda line: _answers(line, "right", "labelled"),
+    "right ÷ answers of which the right label is known",
+    lambda line: _answers(line, "right", "labelled"), "work",
 )  # fmt: skip
 _ERRORS_AND_VERDICT = (
     TableColumn(
         "errors", "Errors",
         "Requests that failed, of all that were sent, and how many the end of the run cut: these are no part of the "
         "error rate. They count here and never in a latency.",
-        "errors = failed; error rate = failed ÷ sent", "latency", lambda line: errors(line.row.pooled),
+        "errors = failed; error rate = failed ÷ sent", lambda line: errors(line.row.pooled), "latency",
     ),
     TableColumn(
         "speedup", "Speedup (95 %)",
@@ -225,13 +213,13 @@ _ERRORS_AND_VERDICT = (
         "that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
         "speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the baseline. "
         "Geometric means over the repeats, interval by Welch’s t on logarithms",
-        "verdict", _speedup,
+        _speedup, "verdict",
     ),
     TableColumn(
         "verdict", "Verdict",
         "Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect exceeds 2 %; "
         "“same” only when the interval is within ±2 %; else “inconclusive”.",
-        "exact permutation test on run-level values, corrected for the number of comparisons", "verdict", _verdict,
+        "exact permutation test on run-level values, corrected for the number of comparisons", _verdict, "verdict",
     ),
 )  # fmt: skip
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
@@ -265,7 +253,7 @@ def _marked(column: TableColumn) -> TableColumn:
     """A column whose numbers are marked where the load generator was their limit."""
 
     def text(line: TableLine) -> str:
-        shown = column.text(line)
+        shown = column.of(line)
         limited = column.field in line.row.client_limited and shown != units.NOTHING and not shown.startswith("n/a")
         return f"{shown}{LIMITED}" if limited else shown
 
@@ -278,8 +266,8 @@ def _value(column: ValueColumn) -> TableColumn:
         column.title[0].upper() + column.title[1:],
         f"{column.about} over the repeats.",
         column.formula,
-        "work",
         lambda line: units.significant(column.of(line.row.pooled)),
+        "work",
         column.field,
     )
 
@@ -302,20 +290,14 @@ def _latency(column: LatencyColumn, at: str) -> TableColumn:
         f"{column.title} {at}",
         f"{column.about}: {what}. Over the successful requests of all repeats{enough}.",
         f"{column.formula}; {'maximum' if longest else f'{at[1:]}th percentile'}",
-        "latency",
         text,
+        "latency",
         column.field,
         unit="ms",
     )
 
 
 # Smaller tables: how open loops kept their schedule, where the time of requests went, and the host metrics.
-
-
-class DetailColumn(Meaning, frozen=True):
-    """One column of a smaller table; its text is None where the number is not known."""
-
-    text: Callable[[Any], str | None]
 
 
 class DetailLine(Struct, frozen=True):
@@ -333,28 +315,29 @@ class DetailLine(Struct, frozen=True):
 class DetailTable(Struct, frozen=True):
     """A smaller table: those columns of which some row knows a value."""
 
-    columns: list[DetailColumn] = []
+    title: str
+    columns: list[TableColumn] = []
     rows: list[DetailLine] = []
-    sampling: str = ""  # of host metrics: how many samples, how far apart
+    note: str = ""
 
 
-def _detail_table(columns: Iterable[DetailColumn], found: Sequence[tuple[str, str, Any]]) -> DetailTable:
+def _detail_table(
+    title: str, columns: Iterable[TableColumn], found: Sequence[tuple[str, str, Any]], note: str = ""
+) -> DetailTable:
     """The table of (server, load, what the columns are about)."""
     shown = [column for column in columns if any(column.text(one) is not None for _, _, one in found)]
-    made = [
-        DetailLine(server, load, [column.text(one) or units.NOTHING for column in shown])
-        for server, load, one in found
-        if shown
-    ]
-    return DetailTable(shown, made)
+    made = [DetailLine(server, load, [column.of(one) for column in shown]) for server, load, one in found if shown]
+    return DetailTable(title, shown, made, note)
 
 
 def schedule_table(summary: Summary, run: Run) -> DetailTable:
     """The rows of open loops; none in a run that has only closed ones."""
     loads = run.scenario.loads
-    schedule = DetailColumn("schedule", "Schedule", "", "", lambda row: words.loop(loads[row.load]))
+    schedule = TableColumn("schedule", "Schedule", "", "", lambda row: words.loop(loads[row.load]), "name")
     rows = [row for row in summary.rows if row.pooled.schedule is not None and row.load in loads]
-    return _detail_table((schedule, *SCHEDULE), [(row.server, row.load, row) for row in rows])
+    return _detail_table(
+        "How the schedules were kept", (schedule, *SCHEDULE), [(row.server, row.load, row) for row in rows]
+    )
 
 
 def schedule_numbers(table: DetailTable, line: DetailLine) -> str:
@@ -364,27 +347,31 @@ def schedule_numbers(table: DetailTable, line: DetailLine) -> str:
 
 def time_table(summary: Summary) -> DetailTable:
     """Where the time of each row's requests went; no row where none has anything of it."""
-    return _detail_table(TIME, [(row.server, row.load, row) for row in summary.rows])
+    return _detail_table(
+        "Where the time goes, mean of each request", TIME, [(row.server, row.load, row) for row in summary.rows]
+    )
 
 
 def machine_table(summary: Summary) -> DetailTable:
     """The rows of a summary that have samples, each the median over its runs."""
     loads = [cell.machine_load for cell in summary.cells if cell.machine_load is not None]
-    if not loads:
-        return DetailTable()
     rows = [(row.server, row.load, row.machine_load) for row in summary.rows if row.machine_load is not None]
+    if not loads:
+        return DetailTable("Host metrics")
     took = max((load.took_max_s for load in loads if load.took_max_s is not None), default=None)
     sampling = (
         f"{units.count(sum(load.samples for load in loads), 'sample')} in {units.count(len(loads), 'run')}, "
         f"at most {max(load.gap_max_s for load in loads):.1f} s apart"
     ) + ("" if took is None else f"; reading one took {1000 * took:.1f} ms at most")
-    return msgspec.structs.replace(_detail_table(MACHINE, rows), sampling=sampling)
+    return _detail_table("Host metrics", MACHINE, rows, sampling)
 
 
 def gpu_table(summary: Summary) -> DetailTable:
-    columns = [DetailColumn(title, title, "", "", text) for title, text in GPU.items()]
+    columns = [TableColumn(title, title, "", "", text) for title, text in GPU.items()]
     loads = [(cell.id, cell.machine_load) for cell in summary.cells if cell.machine_load is not None]
-    return _detail_table(columns, [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()])
+    return _detail_table(
+        "Each GPU in each run", columns, [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()]
+    )
 
 
 def raw(found: Struct | None, field: str) -> Any:
@@ -403,10 +390,6 @@ def _unit(value: float | None, unit: str, digits: int = 1) -> str | None:
     return None if value is None else f"{value:,.{digits}f} {unit}"
 
 
-def _percent(value: float | None) -> str | None:
-    return _unit(value, "%", 0)
-
-
 def _gib(value: float | None) -> str | None:
     return None if value is None else _unit(value / units.GIB, "GiB")
 
@@ -415,18 +398,13 @@ def _joules(value: float | None) -> str | None:
     return None if value is None else f"{units.significant(value)} J" if value >= 0.1 else f"{1000 * value:.1f} mJ"
 
 
-def _both(one: str | None, other: str | None) -> str | None:
-    return None if one is None and other is None else f"{one or units.NOTHING}, {other or units.NOTHING}"
-
-
-def _power(load: MachineLoad) -> str | None:
-    text = _both(_unit(load.power_mean_w, "W", 0), _unit(load.power_max_w, "W", 0))
-    return f"{text} (package)" if text is not None and load.package else text
+def _both(one: str | None, other: str | None, after: str = "") -> str | None:
+    return None if one is None and other is None else f"{one or units.NOTHING}, {other or units.NOTHING}{after}"
 
 
 def _host(load: MachineLoad) -> str | None:
     busy = None if load.host_cpu_mean is None else 100 * load.host_cpu_mean
-    return _both(_percent(busy), _gib(load.host_memory_min_bytes))
+    return _both(_unit(busy, "%", 0), _gib(load.host_memory_min_bytes))
 
 
 def _hottest(gpu: GpuLoad) -> str | None:
@@ -458,11 +436,6 @@ def _ms(*values_s: float | None) -> list[str]:
     return ["n/a" if value is None else units.milliseconds(value) for value in values_s]
 
 
-def _lag(row: Row) -> str:
-    lag = row.pooled.send_lag_s
-    return f"{', '.join(_ms(lag.p50, lag.p99, lag.max))} ms"
-
-
 def _from_schedule(latency: str, percentile: str) -> Callable[[Row], str]:
     def text(row: Row) -> str:
         names = (f"{latency}_s", f"{latency}_sched_s")
@@ -481,50 +454,50 @@ def _stage(name: str) -> Callable[[Row], str | None]:
 
 
 TIME = (
-    DetailColumn(
+    TableColumn(
         "connect", "Connect, ms",
         "To open a connection, by the client's clock, spread over all requests. It is in no latency.",
         "Σ connect ÷ requests sent", _stage("connect_s"),
     ),
-    DetailColumn(
+    TableColumn(
         "api", "API, ms",
         "Around the engine: the server's API process (HTTP, tokenizer, detokenizer), the network and the load "
         "generator. Unknown where the server does not report the three stages that follow.",
         "E2E − queue − prefill − decode", _stage("api_s"),
     ),
-    DetailColumn(
+    TableColumn(
         "queue", "Queue, ms",
         "From the engine's receipt of a request to its first turn, by the server's own counters.",
         "Σ queue time ÷ requests, of those that ended in the measured time", _stage("queue_s"),
     ),
-    DetailColumn(
+    TableColumn(
         "prefill", "Prefill, ms", "From its first turn to its first token, by the server's own counters.",
         "Σ prefill time ÷ requests, of those that ended in the measured time", _stage("prefill_s"),
     ),
-    DetailColumn(
+    TableColumn(
         "decode", "Decode, ms",
         "From its first to its last token, by the server's own counters; preemptions are in it.",
         "Σ decode time ÷ requests, of those that ended in the measured time", _stage("decode_s"),
     ),
-    DetailColumn(
+    TableColumn(
         "whole", "E2E, ms",
         "The mean E2E latency by the client's clock, of which the four columns before are parts.",
         "Σ E2E ÷ successful requests", _stage("e2e_s"),
     ),
-    DetailColumn(
+    TableColumn(
         "limit", "Limited by",
         "In more than half of the runs, the first of these that holds: the load generator (self-check); the KV cache "
         "(95 % full while requests wait or are preempted); queueing or the API (20 % of E2E); else the longer one of "
         "prefill and decode. Unknown where the server does not report enough.",
         "“Where the time goes” in docs/method.md",
-        lambda row: None if row.limited_by is None else LIMIT_WORDS[row.limited_by],
+        lambda row: None if row.limited_by is None else LIMIT_WORDS[row.limited_by], "name",
     ),
 )  # fmt: skip
 GPU: dict[str, Callable[[GpuLoad], str | None]] = {
     "Served": lambda gpu: "yes" if gpu.used else "no",
-    "Busy, mean": lambda gpu: _percent(gpu.busy_mean_percent),
-    "Busy, most": lambda gpu: _percent(gpu.busy_max_percent),
-    "Memory busy, mean": lambda gpu: _percent(gpu.memory_busy_mean_percent),
+    "Busy, mean": lambda gpu: _unit(gpu.busy_mean_percent, "%", 0),
+    "Busy, most": lambda gpu: _unit(gpu.busy_max_percent, "%", 0),
+    "Memory busy, mean": lambda gpu: _unit(gpu.memory_busy_mean_percent, "%", 0),
     "VRAM, most": lambda gpu: _gib(gpu.vram_max_bytes),
     "GTT, most": lambda gpu: _gib(gpu.gtt_max_bytes),
     "Power, mean": lambda gpu: _unit(gpu.power_mean_w, "W"),
@@ -537,51 +510,54 @@ GPU: dict[str, Callable[[GpuLoad], str | None]] = {
     "At a power limit": lambda gpu: _unit(gpu.limited_s, "s"),
 }
 MACHINE = (
-    DetailColumn(
+    TableColumn(
         "energy_per_token", "Energy per output token",
         "What the GPUs that served drew for each output token. Of an APU it is the whole package, its CPU included; "
         "never what the wall socket gives. Unknown below 5 samples and where a GPU reports no power.",
         "∫ power dt over the window ÷ output tokens generated inside the window, by the trapezoid rule",
         lambda load: _joules(load.energy_per_token_j),
     ),
-    DetailColumn(
+    TableColumn(
         "power", "Power, mean and most", "Of the GPUs that served together, as their driver reports it.",
-        "hwmon power1_average, else power1_input", _power,
+        "hwmon power1_average, else power1_input",
+        lambda load: _both(
+            _unit(load.power_mean_w, "W", 0), _unit(load.power_max_w, "W", 0), " (package)" if load.package else ""
+        ),
     ),
-    DetailColumn(
+    TableColumn(
         "busy", "GPU busy, mean and most",
         "Share of the time in which the GPU did anything. 100 % means that it always had something to do, not that it "
         "was used well.",
         "gpu_busy_percent, mean over the GPUs that served",
-        lambda load: _both(_percent(load.busy_mean_percent), _percent(load.busy_max_percent)),
+        lambda load: _both(_unit(load.busy_mean_percent, "%", 0), _unit(load.busy_max_percent, "%", 0)),
     ),
-    DetailColumn(
+    TableColumn(
         "memory", "GPU memory, most", "VRAM and GTT of the GPUs that served together, used by any process.",
         "mem_info_vram_used + mem_info_gtt_used", lambda load: _gib(load.memory_max_bytes),
     ),
-    DetailColumn(
+    TableColumn(
         "temperature", "Hottest", "The highest temperature of any sensor of the GPUs that served.",
         "hwmon temp1_input to temp3_input", lambda load: _unit(load.temperature_max_c, "°C", 0),
     ),
-    DetailColumn(
+    TableColumn(
         "heat", "Throttled by heat",
         "How long heat, or a signal from outside such as the power supply’s, held back the clocks of the GPU that it "
         "held back most. More than 5 % of the measured time makes a run INVALID.",
         "gpu_metrics: thermal and PROCHOT bits, or what their counters grew by", lambda load: _unit(load.heat_s, "s"),
     ),
-    DetailColumn(
+    TableColumn(
         "limited", "At a power limit",
         "How long a limit of power or current set the clocks, which is normal at full load.",
         "gpu_metrics: PPT, TDC and EDC bits, or what their counters grew by", lambda load: _unit(load.limited_s, "s"),
     ),
-    DetailColumn(
+    TableColumn(
         "container", "Container: CPU and memory",
         "Cores that the server’s container kept busy on average, and the most memory it used, without page cache that "
         "can be dropped. An APU’s GPU memory is not in it.",
         "control group: CPU time ÷ time, memory",
         lambda load: _both(_unit(load.container_cpu_mean_cores, "cores", 2), _gib(load.container_memory_max_bytes)),
     ),
-    DetailColumn(
+    TableColumn(
         "host", "Host: CPU and free memory",
         "How busy all cores of the machine were on average, the load generator included where it runs there, and the "
         "least memory that was available.",
@@ -589,28 +565,29 @@ MACHINE = (
     ),
 )  # fmt: skip
 SCHEDULE = (
-    DetailColumn(
+    TableColumn(
         "asked", "target", "Requests a second that the schedule asked for.",
         "of a fixed time: due ÷ time; of a fixed number or a trace: (requests − 1) ÷ (last due − first due)",
         _per_second("asked_per_s"),
     ),
-    DetailColumn(
+    TableColumn(
         "achieved", "actual", "Requests a second that were sent, whatever became of them.",
         "of a fixed time: sent ÷ time; else (requests − 1) ÷ (last sent − first sent)", _per_second("achieved_per_s"),
     ),
-    DetailColumn(
+    TableColumn(
         "never", "never sent",
         "Requests that were due while all users were busy until the end. Any makes the run INVALID.", "due − sent",
         _never_sent,
     ),
-    DetailColumn(
+    TableColumn(
         "lag", "send lag p50, p99, most",
         "How late requests went out. A median above 10 ms makes the run INVALID: the load generator was the limit, "
         "which needs more users or processes.",
-        "send lag = sent − scheduled; p50 needs 11 requests, p99 662", _lag,
+        "send lag = sent − scheduled; p50 needs 11 requests, p99 662",
+        lambda row: f"{', '.join(_ms(*(getattr(row.pooled.send_lag_s, at) for at in ('p50', 'p99', 'max'))))} ms",
     ),
     *(
-        DetailColumn(
+        TableColumn(
             f"{key}_{name}", f"{title} {name}",
             f"{title} from send → from schedule. The second counts from the moment at which the schedule wanted it "
             "sent: it includes client queueing and avoids coordinated omission.",

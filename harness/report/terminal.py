@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -16,17 +16,15 @@ from harness.failures.explain import Diagnosis, Scanned
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
-from harness.report.charts.timeline import starts_explained
+from harness.report.charts.timeline import start_sentences
 from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
 from harness.report.table import (
     DetailTable,
-    Meaning,
     TableColumn,
     TableLine,
     columns,
     lines,
     machine_table,
-    schedule_numbers,
     schedule_table,
     time_table,
 )
@@ -58,16 +56,17 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     for table in _tables(columns(summary), lines(summary, run), console.width):
         console.print()
         _show(console, table)
-    _schedules(schedule_table(summary, run), console, explain=explain)
-    _times(time_table(summary), console, explain=explain)
+    for details in (schedule_table(summary, run), time_table(summary), *([machine_table(summary)] if explain else [])):
+        _details(details, console, explain=explain)
     if explain:
         console.print()
         for column in columns(summary):
             _meaning(console, column)
-        for name, text in starts_explained(run):
-            _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
-        _machine(machine_table(summary), console)
-    _verdicts(summary, console, explain=explain)
+        for server, text in start_sentences(run):
+            _item(console, Text(words.one_line(f"{server}: {text}")))
+    if summary.comparison is not None:
+        console.print()
+        _verdicts(summary.comparison, console, None if explain else "--explain shows them")
     console.print()
     console.print(Text(sentences.of_validity(summary, run), _STATES[sentences.state_of(summary, run)]))
     for reason in sentences.gathered(summary.reasons):
@@ -92,11 +91,10 @@ def _tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -
     """One table where it fits, else the work and the latencies one below the other, else a block for each row."""
     work = [column for column in columns if column.group != "latency"]
     latency = [column for column in columns if column.group in ("name", "latency")]
-    for parts in ([columns], [work, latency]):
-        for gap in (2, 1):
-            tables = [_table(part, rows, gap) for part in parts]
-            if all(_fits(table, width) for table in tables):
-                return tables
+    for parts, gap in (([columns], 2), ([columns], 1), ([work, latency], 2), ([work, latency], 1)):
+        tables = [_table(part, rows, gap) for part in parts]
+        if all(_fits(table, width) for table in tables):
+            return tables
     return [_block(columns, line) for line in rows]
 
 
@@ -106,7 +104,7 @@ def _block(columns: Sequence[TableColumn], line: TableLine) -> Group:
     grid.add_column(overflow="fold")
     for column in columns:
         if column.group != "name":
-            grid.add_row(column.heading, Text(column.text(line), _style(column, line)))
+            grid.add_row(column.heading, Text(column.of(line), _style(column, line)))
     return Group(Text(line.row.name, "bold"), grid)
 
 
@@ -117,13 +115,11 @@ def _fits(table: Table, width: int) -> bool:
 def _table(columns: Sequence[TableColumn], rows: list[TableLine], gap: int) -> Table:
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
-        left = column.group == "name" or column.key == "verdict"
+        justify: Literal["left", "right"] = "left" if column.left else "right"
         folds = column.group == "name"  # where the width does not suffice for long ones
-        table.add_column(
-            _heading(column), justify="left" if left else "right", no_wrap=not folds, overflow="fold", vertical="top"
-        )
+        table.add_column(_heading(column), justify=justify, no_wrap=not folds, overflow="fold", vertical="top")
     for line in rows:
-        table.add_row(*(Text(column.text(line), _style(column, line)) for column in columns))
+        table.add_row(*(Text(column.of(line), _style(column, line)) for column in columns))
     return table
 
 
@@ -135,63 +131,40 @@ def _heading(column: TableColumn) -> Text:
 def _style(column: TableColumn, line: TableLine) -> str:
     if column.key == "verdict":
         return STYLES.get("baseline" if line.baseline else line.word, "")
-    return "bold red" if column.key == "errors" and column.text(line) != "0" else ""
+    return "bold red" if column.key == "errors" and column.of(line) != "0" else ""
 
 
-def _machine(table: DetailTable, console: Console) -> None:
-    """The host metrics, a block for each row, since there are many columns; then the meaning of each."""
-    for line in table.rows:
-        console.print()
-        console.print(Text(f"Host metrics under {line.name}", "bold"))
-        for column, text in zip(table.columns, line.texts, strict=True):
-            _item(console, Text(f"{column.title}: ") + Text(text, "bold"))
-    if table.rows:
-        console.print()
-        _item(console, Text(f"Sampled: {table.sampling}"))
-    for column in table.columns:
-        _meaning(console, column)
-
-
-def _schedules(table: DetailTable, console: Console, *, explain: bool) -> None:
-    """How open loops kept their schedule, a block for each row; with `explain` what each number means."""
-    for line in table.rows:
-        console.print()
-        console.print(Text(words.one_line(f"{line.name}: {line.texts[0]}"), "bold"))
-        _item(console, Text(schedule_numbers(table, line)))
-    for column in table.columns[1:] if explain else ():
-        _meaning(console, column)
-
-
-def _times(found: DetailTable, console: Console, *, explain: bool) -> None:
-    """Where the time of requests went; with `explain` what each number means."""
+def _details(found: DetailTable, console: Console, *, explain: bool) -> None:
+    """A smaller table, or where that is too wide a line for each row; with `explain` what each number means."""
     if not found.rows:
         return
     console.print()
-    console.print(Text("Where the time goes, mean of each request", "bold"))
+    console.print(Text(found.title, "bold"))
     titles = [column.title for column in found.columns]
     table = simple_table(["", *titles], ([line.name, *line.texts] for line in found.rows))
-    for number, column in zip(table.columns[1:], found.columns, strict=True):
-        number.justify = "left" if column.key == "limit" else "right"
+    for shown, column in zip(table.columns[1:], found.columns, strict=True):
+        shown.justify = "left" if column.left else "right"
     if _fits(table, console.width):
         _show(console, table)
     else:
         for line in found.rows:
-            shown = "; ".join(f"{title} {text}" for title, text in zip(titles, line.texts, strict=True))
-            _item(console, Text(f"{line.name}: ", "bold") + Text(shown))
+            said = "; ".join(f"{title} {text}" for title, text in zip(titles, line.texts, strict=True))
+            _item(console, Text(f"{line.name}: ", "bold") + Text(words.one_line(said)))
+    if explain and found.note:
+        _item(console, Text(found.note))
     for column in found.columns if explain else ():
         _meaning(console, column)
 
 
-def _verdicts(summary: Summary, console: Console, *, explain: bool) -> None:
-    if summary.comparison is not None:
-        console.print()
-        found = sentences.of_verdicts(summary.comparison.verdicts)
-        shown = found if explain else found[: sentences.SHOWN]
-        for word, said in shown:
-            _item(console, Text(words.one_line(said), STYLES.get(word, "")))
-        if rest := sentences.rest_in_words(word for word, _ in found[len(shown) :]):
-            _item(console, Text(f"{rest} (--explain shows them)"))
-        _item(console, Text(sentences.of_method(summary.comparison), "dim"))
+def _verdicts(comparison: Comparison, console: Console, where: str | None) -> None:
+    """The verdicts and how they were reached. `where`: what shows those that are left out; None: all are shown."""
+    found = sentences.of_verdicts(comparison.verdicts)
+    shown = found if where is None else found[: sentences.SHOWN]
+    for word, said in shown:
+        _item(console, Text(words.one_line(said), STYLES.get(word, "")))
+    if rest := sentences.rest_in_words(word for word, _ in found[len(shown) :]):
+        _item(console, Text(f"{rest} ({where})"))
+    _item(console, Text(sentences.of_method(comparison), "dim"))
 
 
 def check_line(check: CheckResult) -> Text:
@@ -199,8 +172,9 @@ def check_line(check: CheckResult) -> Text:
     return mark + Text(words.one_line(f"{check.check}: {evidence(check.evidence)}"))
 
 
-def _meaning(console: Console, column: Meaning) -> None:
-    _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+def _meaning(console: Console, column: TableColumn) -> None:
+    if column.explanation:
+        _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
 
 
 def _item(console: Console, text: Text) -> None:
@@ -228,14 +202,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print()
     for note in comparison.notes:
         console.print(Text(f"Warning: {words.one_line(sentence(note))}", "bold yellow"))
-    found = sentences.of_verdicts(comparison.verdicts)
-    for word, said in found[: sentences.SHOWN]:
-        console.print(Text(f"- {said}", STYLES.get(word, "")))
-    if rest := sentences.rest_in_words(word for word, _ in found[sentences.SHOWN :]):
-        console.print(Text(f"- {rest}; the table has all of them"))
-    console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
+    _verdicts(comparison, console, "the table has all of them")
     for check in comparison.checks:
-        console.print(Text("- ") + check_line(check))
+        _item(console, check_line(check))
     if comparison.sides:
         console.print()
         print_differences(comparison.differences, comparison.sides, console)

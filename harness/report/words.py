@@ -4,12 +4,14 @@ import re
 import unicodedata
 from typing import Any
 
+import msgspec
+
 from harness import units
+from harness.analysis.schedule import kind_of
 from harness.columns import RATES
-from harness.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
-from harness.scenario.behaviour import Agent, Rag, lengths_in_words
+from harness.scenario import USERS, Arrivals, Load, Trace, at_once
 from harness.summary import NEEDED, Distribution, Reason
-from harness.units import count, milliseconds
+from harness.units import milliseconds
 
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
@@ -42,14 +44,10 @@ def concurrency(load: Load) -> int:
 
 
 def load_in_words(load: Load) -> str:
-    """Who sends what: "1 agent, 5 requests at once, 25 requests of 128 tokens"."""
-    at_most = "" if load.output == "fixed" else "at most "
-    work = "requests" if load.requests is None else count(load.requests, "request")
-    time = "" if load.duration_s is None else f" for {load.duration_s:g} s"
-    if load.endpoint == "embeddings":
-        return f"{_people(load)}, {work} for embeddings{time}"
-    length = "the trace's lengths" if load.trace is not None else f"{at_most}{lengths_in_words(load.output_tokens)}"
-    return f"{_people(load)}, {work} of {length}{time}"
+    """How a load sends requests, and what the scenario sets of it: "bursts: user batch, batch_size 5, requests 25"."""
+    usual = msgspec.to_builtins(Load(user=load.user, output_tokens=-1))
+    given = {key: value for key, value in msgspec.to_builtins(load).items() if value != usual[key]}
+    return f"{kind_of(load)}: user {load.user}" + "".join(f", {key} {setting(value)}" for key, value in given.items())
 
 
 def arrival_rate(arrivals: Arrivals) -> str:
@@ -81,41 +79,14 @@ def loop(load: Load) -> str:
     return f"open loop, {arrival_rate(load.arrivals)}" if load.arrivals is not None else ""
 
 
-def _people(load: Load) -> str:
-    if is_open(load):
-        who = {"chat": "conversations", "batch": "requests" if (load.batch_size or 1) == 1 else "bursts"}
-        more = f" of {load.batch_size} requests" if (load.batch_size or 1) > 1 else ""
-        begun = f"{who.get(load.user, f'{load.user} users')}{more} begin by a schedule ({loop(load)})"
-        return f"{begun}, at most {count(load.users, 'user')} at once"
-    if load.user == "chat":
-        think = f", {load.think_s[0]:g} to {load.think_s[1]:g} s of thinking" if load.think_s else ""
-        if load.think is not None:
-            think = f", {load.think.mean_s:g} s of thinking on average"
-        return count(load.users, "chat user") + think
-    if load.user == "batch":
-        size = load.batch_size or 1
-        how = "one request at a time" if size == 1 else f"{size} requests at once"
-        if load.in_flight is not None:
-            how = f"always {count(load.in_flight, 'request')} in flight"
-            how += f" each, {at_once(load):,} in all" if load.users > 1 else ""
-        return f"{count(load.users, 'agent')}, {how}"
-    if load.user == "agent":
-        agent = load.agent or Agent()
-        helped = f", with {count(agent.sub_agents, 'sub-agent')} each" if agent.sub_agents else ""
-        return f"{count(load.users, 'agent')} with tools{helped}, tasks of {count(agent.steps, 'step')}"
-    if load.user == "rag":
-        rag = load.rag or Rag()
-        documents = f"{count(rag.documents, 'document')} of {rag.document_tokens:,} tokens"
-        return f"{count(load.users, 'user')} who ask about {documents}"
-    return count(load.users, "user") + f" of {load.user}"
-
-
 def setting(value: Any) -> str:
-    """A value of a varied setting, as the scenario writes it."""
+    """A value of a setting, as the scenario writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return "[" + " ".join(map(setting, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {setting(one)}" for key, one in value.items() if one is not None) + "}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

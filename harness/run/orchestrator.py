@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from harness import paths, workload
+from harness import paths
 from harness.errors import HarnessError, RunError
 from harness.files import open_file
-from harness.job import Job, warm_sign, write_job
+from harness.job import Job, warm_sign, workload_of, write_job
 from harness.machine.gpus import gpu_memory, when_free
 from harness.machine.telemetry import Sampler
 from harness.prepare.experiment import Experiment
@@ -477,14 +477,14 @@ def _offline(running: Running, cell: Cell) -> CellRun:
 
 def requests_of(job: Job) -> bytes:
     """Write the requests of the cell, warm-up first, a JSON object a line."""
-    rows = read_rows(job.prompt_file) if job.prompt_file else []
+    work = workload_of(job, read_rows(job.prompt_file) if job.prompt_file else [])
     warmup = [-1 - number for number in range(job.warmup.requests or 0)]
     lines = [
         {
             "index": index,
             "phase": "warmup" if index < 0 else "measured",
-            "messages": workload.messages(job.prompts, job.seed, index, job.salt, rows, job.prompt_lengths, job.words),
-            "max_tokens": workload.output_tokens(job.load, job.seed, index, rows, job.output_lengths),
+            "messages": work.messages(index),
+            "max_tokens": work.output_tokens(index),
             "ignore_eos": job.load.output == "fixed",
         }
         for index in [*warmup, *range(job.load.requests or 0)]
@@ -497,7 +497,7 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
     if len(outcome.lines) != planned:
         raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
-    rows = read_rows(job.prompt_file) if job.prompt_file else []
+    work = workload_of(job, read_rows(job.prompt_file) if job.prompt_file else [])
     return [
         Request(
             id="-".join(part for part in (job.run, job.cell, str(line.index).replace("-", "w")) if part),
@@ -510,7 +510,7 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
             phase="warmup" if line.index < 0 else "measured",
             sent_s=line.began_s,
             ended_s=line.ended_s - line.began_s,
-            asked_tokens=workload.output_tokens(job.load, job.seed, line.index, rows, job.output_lengths),
+            asked_tokens=work.output_tokens(line.index),
             fixed_length=job.load.output == "fixed",
             prompt_tokens=line.prompt_tokens,
             output_tokens=line.output_tokens,

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from harness import __version__, paths
-from harness.analysis.summarize import summarize, write_summary
+from harness.analysis.summarize import Summarized, summarized, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import read_bytes
 from harness.machine.gpus import machine
@@ -41,7 +41,7 @@ from harness.rundir.manifest import (
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
 from harness.serve import engine_version
-from harness.summary import Reason, Summary, because
+from harness.summary import Reason, because
 from harness.workload import workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
@@ -180,13 +180,14 @@ def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: S
         with contextlib.suppress(Exception):
             write_run(folder, msgspec.structs.replace(ended, status=status, reasons=list(reasons)))
         with contextlib.suppress(Exception):
-            _write_results(folder, summarize(folder))
+            _write_results(folder, summarized(folder, charted=True))
         return
     try:
-        summary = summarize(folder)
+        made = summarized(folder, charted=True)
+        summary = made.summary
         verdict: Status = "valid" if summary.valid else "invalid"
         write_run(folder, msgspec.structs.replace(ended, status=verdict, reasons=summary.reasons))
-        _write_results(folder, summary)
+        _write_results(folder, made)
     except OSError as error:
         raise HarnessError(
             f"{folder}: the results cannot be written ({error.strerror})",
@@ -197,9 +198,9 @@ def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: S
         raise
 
 
-def _write_results(folder: Path, summary: Summary) -> None:
-    write_summary(folder, summary)
-    html.write_report(folder)
+def _write_results(folder: Path, made: Summarized) -> None:
+    write_summary(folder, made.summary)
+    html.write_report(folder, made)
 
 
 def _versions() -> dict[str, str]:

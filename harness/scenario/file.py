@@ -415,7 +415,7 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     if base is not None and base.load not in loads:
         yield Problem("$.baseline.load", f"'{base.load}' is not a load; {which_row(base.load, loads)}")
     if scenario.warmup is not None:
-        yield from _warmup_problems(scenario.warmup)
+        yield from warmup_problems(scenario.warmup)
     yield from _prompt_problems(scenario.prompts, folder)
     for name, load in scenario.loads.items():
         yield from (problem.below(f"$.loads.{name}.answer") for problem in _answer_problems(load, scenario.prompts))
@@ -431,7 +431,7 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
             yield Problem(f"$.checks[{number}]", why)
 
 
-def _warmup_problems(warmup: Warmup) -> Iterator[Problem]:
+def warmup_problems(warmup: Warmup) -> Iterator[Problem]:
     if [warmup.requests, warmup.duration_s, warmup.until].count(None) != 2:
         yield Problem("$.warmup", "give exactly one of 'requests', 'duration_s' and 'until'")
     if warmup.until is None:
@@ -481,11 +481,18 @@ _OF_USER = {
 def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
     """Contradictions of one load; paths are below it."""
     yield from _user_problems(load, folder)
-    yield from behaviour_problems(load.think, load.think_s, load.abandon)
-    yield from (problem.below("output_tokens") for problem in length_problems(load.output_tokens, folder))
+    yield from load_problems(load, folder)
     if load.trace is None and not load.stages and (load.requests is None) == (load.duration_s is None):
         keys = ("duration_s", "trace", "stages")
         yield Problem("requests", "give exactly one of 'requests' and 'duration_s'", keys=keys)
+    if load.trace is not None:
+        yield from _trace_problems(load, load.trace, folder)
+
+
+def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
+    """Those that do not depend on its user class and its amount of work."""
+    yield from behaviour_problems(load.think, load.think_s, load.abandon)
+    yield from (problem.below("output_tokens") for problem in length_problems(load.output_tokens, folder))
     if load.abandon is not None and load.abandon.after_tokens is not None and not load.stream:
         text = "without 'stream' an answer comes all at once; use 'after_s'"
         yield Problem("abandon.after_tokens", text, keys=("stream",))
@@ -502,8 +509,6 @@ def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
         yield Problem("in_flight", text, keys=("think",))
     if load.in_flight is not None and load.arrivals is not None:
         yield Problem("in_flight", "arrivals say when requests are sent; give one of the two")
-    if load.trace is not None:
-        yield from _trace_problems(load, load.trace, folder)
     if load.arrivals is not None:
         yield from (problem.below("arrivals") for problem in _arrival_problems(load.arrivals))
 

@@ -115,9 +115,9 @@ class CompletionAnswer:
     `token` is called for every output token, `finish` belongs to the last one. Times are CLOCK_MONOTONIC.
     """
 
-    def __init__(self, http: HttpRequest, asked: wire.Asked, shape: wire.Shape, sent: Sent, faults: Active,
+    def __init__(self, http: HttpRequest, asked: wire.Asked, sent: Sent, faults: Active,
                  number: int, words: list[str] | None = None, vectors: int = 0) -> None:  # fmt: skip
-        self.http, self.asked, self.shape, self.sent, self.faults = http, asked, shape, sent, faults
+        self.http, self.asked, self.sent, self.faults = http, asked, sent, faults
         self.number = number
         self.words = words  # where the answer has to have a form
         self.vectors = vectors  # how many are the answer, in place of text
@@ -155,9 +155,9 @@ class CompletionAnswer:
         if self._breaks():
             return
         if index == 0 and self.asked.chat:
-            self.sent.role_s = self._event(self.shape.chunk({"role": "assistant", "content": ""}))
+            self.sent.role_s = self._event(self.asked.chunk({"role": "assistant", "content": ""}))
         delta = self._delta(channel, text)
-        self._event(self.shape.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
+        self._event(self.asked.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
 
     def word(self, index: int) -> str:
         """Output token `index`: of an answer of a form the words of that, then nothing. A stop string has no text."""
@@ -179,7 +179,7 @@ class CompletionAnswer:
         if self._breaks():
             return
         if usage and self.asked.include_usage:
-            self._event(self.shape.usage_chunk(usage))
+            self._event(self.asked.usage_chunk(usage))
         self._done()
 
     def _channel(self, index: int) -> str:
@@ -285,7 +285,7 @@ class CompletionAnswer:
     def _whole(self, finish: str, usage: dict[str, Any]) -> None:
         if self.vectors:
             vector = [] if "empty" in self.faults else [(self.number * (i + 1) % 2001 - 1000) / 1000 for i in range(16)]
-            self._send_whole(self.shape.embeddings([vector] * self.vectors, usage.get("prompt_tokens", 0)))
+            self._send_whole(self.asked.embeddings([vector] * self.vectors, usage.get("prompt_tokens", 0)))
             return
         message: dict[str, Any] = {}
         for channel, text in self._texts:
@@ -295,7 +295,7 @@ class CompletionAnswer:
                 arguments[0]["function"]["arguments"] += text
             else:
                 message[channel] = message.get(channel, "") + text
-        self._send_whole(self.shape.whole(message, self._finish_name(finish) or finish, usage or None))
+        self._send_whole(self.asked.whole(message, self._finish_name(finish) or finish, usage or None))
 
     def _send_whole(self, body: bytes) -> None:
         struck = next((kind for kind in _BREAKS if kind in self.faults), None)

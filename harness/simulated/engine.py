@@ -144,8 +144,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Compiler:
-    """Makes the first steps of each shape longer."""
-
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._met: Counter[tuple[int, int]] = Counter()  # steps of each shape

@@ -180,17 +180,16 @@ class SimulatedServer:
         body = wire.parse_json(http.body)
         if kind == "embeddings":
             body, vectors = wire.embeddings_as_completion(body)
-        asked = wire.parse_asked(body, chat, config.model, config.engine.max_model_len)
+        request_id = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
+        prefix = {"chat": "chatcmpl-", "text": "cmpl-", "embeddings": "embd-"}[kind]
+        asked = wire.parse_asked(body, chat, config.model, config.engine.max_model_len, prefix + request_id)
         number = wire.prompt_hash(asked.prompt, config.engine.seed)
         form, words = wire.form_of(body), None
         if form is not None:
             text = wire.prompt_text(body, chat)
             words = wire.words_of(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
-        identity = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
-        prefix = {"chat": "chatcmpl-", "text": "cmpl-", "embeddings": "embd-"}[kind]
-        shape = wire.Shape(chat, prefix + identity, int(time.time()), config.model)
-        sent = Sent(identity, http.received_s, len(asked.prompt))
-        answer = CompletionAnswer(http, asked, shape, sent, faults, number, words, vectors)
+        sent = Sent(request_id, http.received_s, len(asked.prompt))
+        answer = CompletionAnswer(http, asked, sent, faults, number, words, vectors)
         if "delay" in faults:
             asyncio.get_running_loop().call_later(faults["delay"], self._begin, answer)
         else:
@@ -208,7 +207,6 @@ class SimulatedServer:
             raise wire.BadRequest(str(error), "X-Simulate-Fault") from None
 
     def _target(self, answer: CompletionAnswer) -> int:
-        """How many tokens the answer has."""
         asked = answer.asked
         if "empty" in answer.faults:
             return 1

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -184,9 +185,15 @@ class BadRequest(Exception):
         self.message, self.param, self.status, self.kind = message, param, status, kind
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """A completion request, understood. `max_tokens` is what the context leaves when the request names none."""
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion request, understood, and the bodies of its answer.
 
+    `max_tokens` is what the context leaves when the request names none.
+    """
+
+    id: str
+    model: str
+    created: int
     chat: bool
     prompt: list[int]
     max_tokens: int
@@ -196,6 +203,35 @@ class Asked(msgspec.Struct, frozen=True):
     include_usage: bool
     tool: tuple[str, str] | None = None  # the first tool that was offered, and its first parameter
     may_call: bool = True  # a tool
+
+    def chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        """One streamed event; for a text completion `delta` is {"content": text}."""
+        text = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        choice = {"index": 0, **text, "logprobs": None, "finish_reason": finish}
+        if finish is not None:
+            choice["stop_reason"] = None
+        return self._body(".chunk", choices=[{**choice, "token_ids": None}])
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        return self._body(".chunk", choices=[], usage=usage, system_fingerprint=FINGERPRINT)
+
+    def whole(self, message: dict[str, Any], finish: str, usage: dict[str, Any] | None) -> bytes:
+        """The answer to a request that did not stream."""
+        answer = {"role": "assistant", "content": None, **message}
+        text = {"message": answer} if self.chat else {"text": message.get("content") or ""}
+        choice = {"index": 0, **text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+        return self._body(choices=[choice], system_fingerprint=FINGERPRINT, usage=usage)
+
+    def embeddings(self, vectors: list[list[float]], prompt: int) -> bytes:
+        data = [{"index": index, "object": "embedding", "embedding": vector} for index, vector in enumerate(vectors)]
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0, "prompt_tokens_details": None}
+        return self._body(object="list", data=data, usage=usage)
+
+    def _body(self, part: str = "", **more: Any) -> bytes:
+        kind = f"chat.completion{part}" if self.chat else "text_completion"
+        return msgspec.json.encode(
+            {"id": self.id, "object": kind, "created": self.created, "model": self.model, **more}
+        )
 
 
 def error_body(message: str, kind: str, code: int, param: str | None = None) -> bytes:
@@ -221,7 +257,7 @@ def embeddings_as_completion(body: dict[str, Any]) -> tuple[dict[str, Any], int]
     return {"model": body.get("model"), "prompt": as_text, "max_tokens": 1, "ignore_eos": True}, len(texts)
 
 
-def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int) -> Asked:
+def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int, id: str) -> Asked:
     """Check a completion request against the model and its context, with vLLM's texts for what is refused."""
     named = body.get("model")
     if named is not None and named != model:
@@ -235,6 +271,9 @@ def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int
         raise _invalid("temperature", temperature, f"temperature must be non-negative, got {temperature}.")
     options = body.get("stream_options") or {}
     return Asked(
+        id=id,
+        model=model,
+        created=int(time.time()),
         chat=chat,
         prompt=prompt,
         max_tokens=_room(asked, len(prompt), max_model_len),
@@ -292,7 +331,6 @@ def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
 
 
 def prompt_text(body: dict[str, Any], chat: bool) -> str:
-    """All that the prompt says."""
     if chat:
         return "\n\n".join(text for _, text in map(_message, body["messages"]))
     return body["prompt"] if isinstance(body["prompt"], str) else ""
@@ -324,47 +362,6 @@ def usage_of(prompt: int, output: int, cached: int) -> dict[str, Any]:
         "completion_tokens": output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-class Shape:
-    """The bodies of one request's answer: its id, time and model are the same in all of them."""
-
-    def __init__(self, chat: bool, identity: str, created: int, model: str) -> None:
-        self.chat = chat
-        kind = "chat.completion" if chat else "text_completion"
-        self._head = {"id": identity, "object": kind, "created": created, "model": model}
-        self._chunk_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
-
-    def chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
-        """One streamed event; for a text completion `delta` is {"content": text}."""
-        if self.chat:
-            choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        else:
-            choice = {"index": 0, "text": delta.get("content", ""), "logprobs": None, "finish_reason": finish}
-        if finish is not None:
-            choice["stop_reason"] = None
-        return msgspec.json.encode({**self._chunk_head, "choices": [{**choice, "token_ids": None}]})
-
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return msgspec.json.encode(
-            {**self._chunk_head, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT}
-        )
-
-    def whole(self, message: dict[str, Any], finish: str, usage: dict[str, Any] | None) -> bytes:
-        """The answer to a request that did not stream."""
-        if self.chat:
-            choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": None, **message}}
-        else:
-            choice = {"index": 0, "text": message.get("content") or ""}
-        choice |= {"logprobs": None, "finish_reason": finish, "stop_reason": None}
-        return msgspec.json.encode(
-            {**self._head, "choices": [choice], "system_fingerprint": FINGERPRINT, "usage": usage}
-        )
-
-    def embeddings(self, vectors: list[list[float]], prompt: int) -> bytes:
-        data = [{"index": index, "object": "embedding", "embedding": vector} for index, vector in enumerate(vectors)]
-        usage = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0, "prompt_tokens_details": None}
-        return msgspec.json.encode({**self._head, "object": "list", "data": data, "usage": usage})
 
 
 def models_body(model: str, max_model_len: int, created: int) -> bytes:

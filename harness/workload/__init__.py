@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
 from harness.errors import HarnessError
 from harness.files import read_text
 from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, taken_together
-from harness.scenario.behaviour import Lengths, Pairs, Structured, length_at, read_pairs
+from harness.scenario.behaviour import Lengths, Pairs, length_at, read_pairs
 from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, replay_of, sha256_of
 
@@ -70,72 +70,85 @@ class Message(TypedDict):
     content: str
 
 
-def messages(
-    prompts: Prompts,
-    seed: int,
-    index: int,
-    salt: str | None,
-    file_rows: Sequence[PromptRow],
-    pairs: Pairs = (),
-    words: Sequence[str] = (),
-) -> list[Message]:
-    """The messages of request `index` (warm-up: below 0). `file_rows` are needed by `kind: file` only.
+class Workload(NamedTuple):
+    """What each request of a load is, by its index in the sequence. The indices of the warm-up are below 0."""
 
-    The salt comes first of all, in front of the system prompt where there is one, so that nothing of the prompt
-    is found in a prefix cache that was filled with another salt. Each prompt of the warm-up has words of its own after
-    the shared system prompt: a row of the file or of the set that comes again in the measurement is new to the cache.
-    `pairs` are the lines of a file of lengths, `words` those that are one token each, where tokens are counted.
-    """
-    result = _prompt(prompts, seed, index, file_rows, pairs, words)
-    if index < 0:
-        result[0] = _behind(text(SALT_WORDS, seed, f"warm-up{index}", words), result[0])
-    if prompts.system_tokens:
-        result.insert(0, {"role": "system", "content": text(prompts.system_tokens, seed, _SYSTEM, words)})
-    if salt:
-        result[0] = _behind(salt, result[0])
-    return result
+    prompts: Prompts
+    load: Load
+    seed: int
+    salt: str | None = None
+    rows: Sequence[PromptRow] = ()  # of a file of prompts
+    prompt_lengths: Pairs = ()  # lines of a file of lengths
+    output_lengths: Pairs = ()
+    words: Sequence[str] = ()  # those that are one token each, where tokens are counted
+    replay: Replay | None = None  # of a trace, of which the warm-up is no part
+
+    def messages(self, index: int) -> list[Message]:
+        """The messages of a request.
+
+        The salt comes first of all, in front of the system prompt where there is one, so that nothing of the prompt is
+        found in a prefix cache that was filled with another salt. Each prompt of the warm-up has words of its own after
+        the shared system prompt: a row of the file or of the set that comes again in the measurement is new to the
+        cache.
+        """
+        prompts, seed, words = self.prompts, self.seed, self.words
+        if self.replay is not None and index >= 0:
+            result = _user(_trace_prompt(self.replay, seed, index, tuple(words)))
+        else:
+            result = self._prompt(index)
+            if index < 0:
+                result[0] = _behind(text(SALT_WORDS, seed, f"warm-up{index}", words), result[0])
+            if prompts.system_tokens:
+                result.insert(0, {"role": "system", "content": text(prompts.system_tokens, seed, _SYSTEM, words)})
+        if self.salt:
+            result[0] = _behind(self.salt, result[0])
+        return result
+
+    def _prompt(self, index: int) -> list[Message]:
+        prompts, seed = self.prompts, self.seed
+        if prompts.kind == "synthetic":
+            tokens = length_at(prompts.tokens, "prompt", seed, index, self.prompt_lengths)
+            return _user(text(tokens, seed, index, self.words))
+        if prompts.kind == "classification":
+            return _user(question(item_at(seed, index)))
+        row = self.rows[index % len(self.rows)]
+        if row.prompt is not None:
+            return _user(row.prompt)
+        return [{"role": message.role, "content": message.content} for message in row.messages or []]
+
+    def prompt_tokens(self, index: int) -> int | None:
+        """How many tokens `messages` have by plan, without what a chat template adds. None: not planned."""
+        salt = SALT_WORDS if self.salt else 0
+        if self.replay is not None and index >= 0:
+            return self.replay.prompt_tokens[index] + salt
+        if self.prompts.kind != "synthetic":
+            return None
+        added = self.prompts.system_tokens + (SALT_WORDS if index < 0 else 0) + salt
+        return length_at(self.prompts.tokens, "prompt", self.seed, index, self.prompt_lengths) + added
+
+    def output_tokens(self, index: int) -> int:
+        """The most tokens of the answer: as the row of a trace or a batch file says, else as the load does."""
+        if self.replay is not None and index >= 0:
+            return self.replay.output_tokens[index]
+        row = self.rows[index % len(self.rows)] if self.rows else None
+        if row is not None and row.max_tokens is not None:
+            return row.max_tokens
+        return length_at(self.load.output_tokens, "output", self.seed, index, self.output_lengths)
+
+    def choices(self, index: int) -> list[str]:
+        """What a request leaves to choose from."""
+        form = self.load.answer
+        if form is not None and form.choice == "auto":
+            return labels_of(item_at(self.seed, index))
+        return [] if form is None else list(form.choice or [])
+
+    def label(self, index: int) -> str | None:
+        """The right label; None where it is unknown."""
+        return item_at(self.seed, index).label if self.prompts.kind == "classification" else None
 
 
-def asked_prompt_tokens(prompts: Prompts, seed: int, index: int, salt: str | None, pairs: Pairs = ()) -> int | None:
-    """How many tokens `messages` have by plan, without what a chat template adds. None: not planned."""
-    if prompts.kind != "synthetic":
-        return None
-    added = prompts.system_tokens + (SALT_WORDS if index < 0 else 0) + (SALT_WORDS if salt else 0)
-    return length_at(prompts.tokens, "prompt", seed, index, pairs) + added
-
-
-def output_tokens(load: Load, seed: int, index: int, file_rows: Sequence[PromptRow] = (), pairs: Pairs = ()) -> int:
-    """The most tokens of the answer to request `index`: as its row of a batch file says, else as the load does."""
-    row = file_rows[index % len(file_rows)] if file_rows else None
-    if row is not None and row.max_tokens is not None:
-        return row.max_tokens
-    return length_at(load.output_tokens, "output", seed, index, pairs)
-
-
-def choices_at(form: Structured, seed: int, index: int) -> list[str]:
-    """What request `index` leaves to choose from."""
-    if form.choice == "auto":
-        return labels_of(item_at(seed, index))
-    return list(form.choice or [])
-
-
-def label_at(prompts: Prompts, seed: int, index: int) -> str | None:
-    """The right label of request `index`; None where it is unknown."""
-    return item_at(seed, index).label if prompts.kind == "classification" else None
-
-
-def _prompt(
-    prompts: Prompts, seed: int, index: int, file_rows: Sequence[PromptRow], pairs: Pairs, words: Sequence[str]
-) -> list[Message]:
-    if prompts.kind == "synthetic":
-        tokens = length_at(prompts.tokens, "prompt", seed, index, pairs)
-        return [{"role": "user", "content": text(tokens, seed, index, words)}]
-    if prompts.kind == "classification":
-        return [{"role": "user", "content": question(item_at(seed, index))}]
-    row = file_rows[index % len(file_rows)]
-    if row.prompt is not None:
-        return [{"role": "user", "content": row.prompt}]
-    return [{"role": message.role, "content": message.content} for message in row.messages or []]
+def _user(content: str) -> list[Message]:
+    return [{"role": "user", "content": content}]
 
 
 def _behind(words: str, message: Message) -> Message:
@@ -147,12 +160,6 @@ _KEPT_TEXTS = 4096  # a block of a trace's prompts comes again and again
 _KEPT_LENGTH = 1024  # tokens; longer ones are made anew, since so many of them would fill the memory
 
 
-def trace_messages(replay: Replay, seed: int, index: int, salt: str | None, words: Sequence[str] = ()) -> list[Message]:
-    """The messages of a trace's row: a prompt of its length, after the salt; `words`: out of these alone."""
-    prompt = _trace_prompt(replay, seed, index, tuple(words))
-    return [{"role": "user", "content": f"{salt} {prompt}" if salt else prompt}]
-
-
 def trace_digest(trace: Trace, seed: int, folder: Path) -> bytes:
     """What a trace makes of the work: its file's content, what is taken of it, and how prompts are made of that.
 
@@ -161,7 +168,7 @@ def trace_digest(trace: Trace, seed: int, folder: Path) -> bytes:
     replay = replay_of(folder / trace.file, trace)
     taken = msgspec.structs.asdict(trace) | {"file": sha256_of(replay.path), "format": replay.format}
     taken = {"most" if key == "max_requests" else key: value for key, value in taken.items()}
-    first = [trace_messages(replay, seed, index, None) for index in range(min(len(replay), _HASHED))]
+    first = [_user(_trace_prompt(replay, seed, index, ())) for index in range(min(len(replay), _HASHED))]
     return msgspec.json.encode([taken, first])
 
 
@@ -309,16 +316,14 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
         if load.trace is not None:
             digest.update(trace_digest(load.trace, scenario.seed, folder))
             continue
+        lengths = pairs_of(load.output_tokens, folder)
+        work = Workload(prompts, load, scenario.seed, None, rows, pairs, lengths, words)
         number, group = load.requests or _TIMED_REQUESTS, taken_together(load)
         for first in range(0, number, group):
-            indices = range(first, min(first + group, number))
-            together = [messages(prompts, scenario.seed, index, None, rows, pairs, words) for index in indices]
+            together = [work.messages(index) for index in range(first, min(first + group, number))]
             digest.update(msgspec.json.encode(together))
         if by_row or not isinstance(load.output_tokens, int):
-            lengths = pairs_of(load.output_tokens, folder)
-            digest.update(
-                msgspec.json.encode([output_tokens(load, scenario.seed, i, rows, lengths) for i in range(number)])
-            )
+            digest.update(msgspec.json.encode([work.output_tokens(index) for index in range(number)]))
     return digest.hexdigest()
 
 

@@ -134,7 +134,7 @@ def test_a_long_word_breaks_instead_of_the_page(browser: webdriver.Chrome, tmp_p
         notes=[because("text", text=f"r1: {long}")],
         valid=False,
     )
-    (tmp_path / "report.html").write_text(render(summary, run, observe(tmp_path, run)))
+    (tmp_path / "report.html").write_text(render(summary, run, observe(tmp_path)))
     show(browser, (tmp_path / "report.html").as_uri(), width=width, phone=width < 500)
     wider = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
     assert script(browser, wider) == 0
@@ -147,7 +147,7 @@ def test_the_verdict_of_structured_answers_needs_no_scrolling(browser: webdriver
     pooled = [msgspec.structs.replace(row.pooled, answers=judged) for row in summary.rows]
     rows = [msgspec.structs.replace(row, pooled=of) for row, of in zip(summary.rows, pooled, strict=True)]
     summary = msgspec.structs.replace(summary, rows=rows)
-    (tmp_path / "report.html").write_text(render(summary, run, observe(tmp_path, run)))
+    (tmp_path / "report.html").write_text(render(summary, run, observe(tmp_path)))
     show(browser, (tmp_path / "report.html").as_uri())
     heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, ".main thead th")]
     assert "Valid answers" in heads and "Verdict" in heads
@@ -279,8 +279,8 @@ def test_paper_has_every_chart_in_light_colours(browser: webdriver.Chrome, page:
 def test_texts_from_outside_do_not_run(browser: webdriver.Chrome, page: str) -> None:
     show(browser, page)
     assert "hacked" not in browser.title
-    said = browser.find_elements(By.CSS_SELECTOR, "#errors .said code")
-    assert HOSTILE in [element.text for element in said]
+    said = browser.find_elements(By.CSS_SELECTOR, "#errors li")
+    assert any(HOSTILE in element.text for element in said)
 
 
 def test_the_policy_of_the_page_forbids_other_scripts(browser: webdriver.Chrome, page: str) -> None:

@@ -9,9 +9,8 @@ import docker
 import msgspec
 import pytest
 
-from harness import workload
 from harness.errors import ExitCode, HarnessError, ServerError
-from harness.job import read_job
+from harness.job import read_job, workload_of
 from harness.paths import ROOT
 from harness.prepare.experiment import prepare
 from harness.rundir.manifest import read_run
@@ -53,7 +52,7 @@ def test_a_run_compares_serving_with_the_offline_bound(client: docker.DockerClie
     }
     # The very prompts of the cell's sequence, salt included, reached the engine.
     job = read_job(folder / "jobs" / "r1-offline-bursts.json")
-    asked = [workload.messages(job.prompts, job.seed, index, job.salt, []) for index in [-1, *range(10)]]
+    asked = [workload_of(job, []).messages(index) for index in [-1, *range(10)]]
     assert [record.prompt_tokens for record in of_job] == [len(prompt[0]["content"].split()) for prompt in asked]
     ends = [record.ended_s for record in of_job if record.index >= 0]
     assert ends[0] == ends[3] < ends[4] == ends[7] < ends[8]  # where vLLM tells a request's end, it counts

@@ -6,7 +6,7 @@ from harness.capacity.result import CapacityReport, MeasuredProbe, ServerCapacit
 from harness.capacity.search import PairState
 from harness.report.capacity import capacity_lines, level_text, probe_head, probe_texts
 from harness.report.charts import NAME, Chart, Figure, colour, plain, scatter, symbol
-from harness.report.charts.sweeps import categories, square
+from harness.report.charts.sweeps import categories, labels, square
 
 _MAX_TICKS = 12
 _SIGNS: dict[PairState, str] = {"meets": "✓", "breaks": "✕", "unresolved": "?"}
@@ -35,21 +35,11 @@ def frontier_chart(found: CapacityReport, server: ServerCapacity) -> Chart:
         for probe in server.probes
         if probe.second is not None
     }
-    data = [
-        scatter(
-            state,
-            [i for i, _ in squares],
-            [j for _, j in squares],
-            f"%{{customdata}}<br><b>{state}</b>{NAME}",
-            "markers+text",
-            text=[_SIGNS[state] + (" ●" if place in probed else "") for place in squares],
-            customdata=[f"{x[i]} and {y[j]}" for i, j in squares],
-            marker={"opacity": 0, "size": 24, "symbol": "square"},
-            textfont={"color": _HUES[state], "size": 13},
-        )
-        for state, squares in places.items()
-        if squares
-    ]
+    data = []
+    for state, squares in places.items():
+        text = [_SIGNS[state] + (" ●" if place in probed else "") for place in squares]
+        names = [f"{x[i]} and {y[j]}: {state}" for i, j in squares]
+        data += [labels(squares, text, names, _HUES[state], "", True)] if squares else []
     shapes = [square(place, _HUES[state], 0.25) for state, squares in places.items() for place in squares]
     layout: Figure = {
         "xaxis": categories(f"{first.load}: {first.unit}", x),

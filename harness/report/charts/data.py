@@ -1,42 +1,25 @@
-"""The data of the charts, reduced from a run's files in one pass over its records.
+"""The data of the charts: rows with their latencies and dots, and each cell over time."""
 
-The size of the page depends on the number of rows and cells, never on the number of requests. See
-harness.rundir.records for how a long file is read.
-"""
-
-import heapq
-from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from harness.analysis import derive
-from harness.analysis.count import together
-from harness.analysis.derive import Latencies, doubles
-from harness.analysis.summarize import places_of
-from harness.analysis.tally import Clock, is_counted
+from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_of, thinned
+from harness.analysis.derive import Latencies
+from harness.analysis.summarize import Summarized, summarized
 from harness.columns import LIVE
-from harness.rundir.manifest import Run
-from harness.rundir.records import Block, Lines, Request, blocks_of, by_cell, read_marks, reader, requests_in
-from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, read_metrics, read_telemetry, serving
+from harness.rundir.manifest import Run, read_run
+from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, serving
 from harness.scenario.plan import plan
 
-FINE_S = 0.1  # width of a bin
-MAX_FINE = 4_000_000  # bins of a cell, over four days: a record with an absurd time falls into the last
 MAX_BINS = 240  # points of a timeline's line
 MAX_POINTS = 200  # points of a distribution's line
 MIN_ARRIVALS = 10  # fine bins of a step of arrivals: a second
 COARSER = 3  # times as long as other steps
-MAX_DOTS = 600  # requests of a row that are drawn at most,
-SLOWEST = 20  # of them the slowest,
-MAX_FAILED = 150  # and failed ones
 MAX_GPUS = 8  # that are drawn; a ninth would have no colour of its own
 GAUGES = ("running", "waiting", "kv_usage")  # of the server, in the order in which they are drawn
 HEAT = ("heat", "prochot")
@@ -47,169 +30,20 @@ Floats = NDArray[np.float64]
 Values = list[float | None]
 
 
-class Dot(Struct, frozen=True):
-    """A measured request."""
-
-    draw: int  # what chooses it: as good as random, and always the same
-    cell: str
-    sent_s: float  # within its cell
-    took_s: float  # until the answer was whole, or until it failed
-    ttft_s: float | None
-    error: str | None
-
-    @property
-    def order(self) -> tuple[int, str, float, float]:
-        """An order of known values, for copies of one record as well."""
-        return self.draw, self.cell, self.sent_s, self.took_s
-
-
 class RowData(Struct):
-    """Measured requests of one row. The dots do not depend on how the file is divided, nor on its order."""
+    """Measured requests of one row."""
 
     latencies: Latencies = field(default_factory=Latencies)  # of the successful ones
-    good: list[Dot] = []
-    slow: list[Dot] = []
-    failed: list[Dot] = []
+    dots: list[Dot] = []
     count: int = 0  # successful ones with a known time of sending
     failures: int = 0  # failed ones likewise
 
-    def add_dot(self, request: Request, sent_s: float) -> None:
-        draw = crc32(request.id.encode()) * 2654435761 & 0xFFFFFFFF
-        took_s = request.ended_s if request.error is not None else derive.e2e_s(request) or 0.0
-        dot = Dot(draw, request.cell, sent_s, took_s, derive.ttft_s(request), request.error)
-        if request.error is not None:
-            self.failures += 1
-            self.failed.append(dot)
-        else:
-            self.count += 1
-            self.good.append(dot)
-        if len(self.good) > 8 * MAX_DOTS or len(self.failed) > 8 * MAX_FAILED:
-            self.thin()
 
-    def thin(self) -> None:
-        slow = {*self.slow, *self.good}
-        self.slow = heapq.nlargest(SLOWEST, slow, key=lambda dot: (dot.took_s, *dot.order))
-        self.good = heapq.nsmallest(MAX_DOTS, self.good, key=lambda dot: dot.order)
-        self.failed = heapq.nsmallest(MAX_FAILED, self.failed, key=lambda dot: dot.order)
-
-    def merge(self, other: "RowData") -> None:
-        """Add the data of a later part of the file."""
-        for name in ("good", "slow", "failed"):
-            getattr(self, name).extend(getattr(other, name))
-        self.latencies.merge(other.latencies)
-        self.count += other.count
-        self.failures += other.failures
-        self.thin()
-
-    def chosen(self, max_dots: int) -> list[Dot]:
-        """Choose dots, in the order of sending: the slowest, some failed ones, the others at random."""
-        self.thin()
-        kept = {*self.slow, *self.failed[: max_dots // 4]}
-        for dot in self.good:
-            if len(kept) >= max_dots:
-                break
-            kept.add(dot)
-        return sorted(kept, key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
-
-
-class BinCounts(Struct):
-    """How much fell into each bin of FINE_S, from bin `first` on."""
-
-    first: int = 0
-    values: Floats = field(default_factory=lambda: np.zeros(0))
-
-    def add(self, first: int, values: Floats) -> None:
-        low = min(self.first, first) if len(self.values) else first
-        both = np.zeros(max(self.first + len(self.values), first + len(values)) - low)
-        for start, some in ((self.first, self.values), (first, values)):
-            both[start - low : start - low + len(some)] += some
-        self.first, self.values = low, both
-
-    def between(self, low: int, high: int) -> Floats:
-        found = np.zeros(high - low)
-        first, end = max(low, self.first), min(high, self.first + len(self.values))
-        if first < end:
-            found[first - low : end - low] = self.values[first - self.first : end - self.first]
-        return found
-
-
-class ChartFailures(Struct):
-    """How often one kind of failure came in a cell, and when first (seconds of the cell)."""
+class ChartFailures(Struct, frozen=True):
+    """How often one kind of failure came in a cell, and when first."""
 
     count: int
     first_s: float
-
-
-class CellData(Struct):
-    """Requests of one cell over time, in bins. Seconds count from the start of the cell's first load process."""
-
-    # By what is counted: "sent", "ended", "tokens"; measured requests of an open loop: when each was "due" and "gone".
-    bins: dict[str, BinCounts] = {}
-    failures: dict[str, ChartFailures] = {}  # measured, by kind
-    first_measured_s: float = float("inf")
-    first_sent_s: float = float("inf")
-    last_ended_s: float = 0.0
-
-    @property
-    def zero_s(self) -> float:
-        """The first measured request, or the first of all where none was measured."""
-        return self.first_measured_s if self.first_measured_s < float("inf") else self.first_sent_s
-
-    def note_failure(self, kind: str, more: ChartFailures) -> None:
-        known = self.failures.setdefault(kind, ChartFailures(0, more.first_s))
-        known.count += more.count
-        known.first_s = min(known.first_s, more.first_s)
-
-    def merge(self, other: "CellData") -> None:
-        for name, more in other.bins.items():
-            self.bins.setdefault(name, BinCounts()).add(more.first, more.values)
-        for kind, failures in other.failures.items():
-            self.note_failure(kind, failures)
-        self.first_measured_s = min(self.first_measured_s, other.first_measured_s)
-        self.first_sent_s = min(self.first_sent_s, other.first_sent_s)
-        self.last_ended_s = max(self.last_ended_s, other.last_ended_s)
-
-    def between(self, name: str, low: int, high: int) -> Floats:
-        return self.bins.get(name, BinCounts()).between(low, high)
-
-
-class CellTimes:
-    """The times of one cell in one block of the file, which become bins at its end."""
-
-    def __init__(self) -> None:
-        self.data = CellData()
-        self.times: dict[str, array[float]] = defaultdict(doubles)
-        self.streams: list[tuple[float, int, float]] = []  # of each request: sent, number of chunks, tokens of each
-
-    def add(self, request: Request, sent: float) -> None:
-        """Count a request that was sent in that second of the cell."""
-        sent = max(0.0, sent)
-        ended = sent + request.ended_s
-        self.times["sent"].append(sent)
-        self.times["ended"].append(ended)
-        self.data.first_sent_s = min(sent, self.data.first_sent_s)
-        self.data.last_ended_s = max(ended, self.data.last_ended_s)
-        if request.phase == "measured":
-            self.data.first_measured_s = min(sent, self.data.first_measured_s)
-            if request.scheduled_s is not None:
-                self.times["due"].append(max(0.0, sent + request.scheduled_s))
-                self.times["gone"].append(sent)
-        # Without streaming all tokens come at the end; the tokens of a failed request are known by its chunks.
-        arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
-        if request.output_tokens and arrivals:
-            self.times["tokens"].fromlist(arrivals)
-            self.streams.append((sent, len(arrivals), request.output_tokens / len(arrivals)))
-
-    def binned(self) -> CellData:
-        for name, times in self.times.items():
-            at, weights = np.array(times), None
-            if name == "tokens":
-                sent, sizes, each = (np.array(column) for column in zip(*self.streams, strict=True))
-                at, weights = at + np.repeat(sent, sizes), np.repeat(each, sizes)
-            places = np.clip((at / FINE_S).astype(np.int64), 0, MAX_FINE - 1)
-            first = int(places.min())
-            self.data.bins[name] = BinCounts(first, np.bincount(places - first, weights=weights).astype(np.float64))
-        return self.data
 
 
 class ServerSamples(Struct):
@@ -255,59 +89,34 @@ class ChartData(Struct, frozen=True, kw_only=True):
     timelines: list[Timeline]
 
 
-def observe(folder: Path, run: Run) -> ChartData:
-    """Read requests.jsonl, processes.jsonl, metrics.jsonl and telemetry.jsonl of a run, whatever state they are in."""
-    # A cell that shows drift belongs to no row.
-    keys = {cell.id: (cell.server, cell.load if cell.again is None else cell.id) for cell in plan(run.scenario)}
-    marks = by_cell(read_marks(folder / "processes.jsonl"))
-    windows = together(folder / "requests.jsonl", places_of(run, marks))
-    clocks = {cell: Clock(marks.get(cell, [])) for cell in keys}
-    rows: dict[RowKey, RowData] = {key: RowData() for key in keys.values()}
-    cells: dict[str, CellData] = {}
-    with reader(blocks_of(folder / "requests.jsonl")) as parts_of:
-        for part_rows, part_cells in parts_of(partial(_observe, keys=keys, clocks=clocks, windows=windows)):
-            for key, row in part_rows.items():
-                rows[key].merge(row)
-            for name, cell in part_cells.items():
-                cells.setdefault(name, CellData()).merge(cell)
-    for row in rows.values():
-        for dots in (row.good, row.slow, row.failed):
-            dots[:] = [structs.replace(dot, sent_s=dot.sent_s - cells[dot.cell].first_measured_s) for dot in dots]
-    scraped, watched = read_metrics(folder / "metrics.jsonl"), read_telemetry(folder / "telemetry.jsonl")
-    timelines = []
-    for name in keys:
-        if name in cells:
-            zero_s = clocks[name].wall_s(clocks[name].start_s + cells[name].zero_s) or 0.0
-            server = server_samples(scraped.get(name, []), zero_s)
-            timelines.append(_timeline(name, cells[name], server, machine_samples(watched.get(name, []), zero_s)))
-    return ChartData(rows=rows, timelines=timelines)
+def observe(folder: Path) -> ChartData:
+    """What the charts of a run draw, whatever state its files are in."""
+    return chart_data(read_run(folder), summarized(folder, charted=True))
 
 
-def _observe(
-    block: Block, keys: dict[str, RowKey], clocks: dict[str, Clock], windows: dict[str, Span]
-) -> tuple[dict[RowKey, RowData], dict[str, CellData]]:
+def chart_data(run: Run, made: Summarized) -> ChartData:
+    """What the charts of a run draw, of the counts that its summary was made of."""
     rows: dict[RowKey, RowData] = {}
-    cells: dict[str, CellTimes] = {}
-    for request in requests_in(block, Lines()):
-        name, key = request.cell, keys.get(request.cell)
-        if key is None:
+    timelines = []
+    for cell in plan(run.scenario):
+        counted = made.tallies.get(cell.id)
+        if counted is None or counted.chart is None:
             continue
-        axis_s = request.sent_s + clocks[name].offset_s(request.process)
-        joined, sent_s = clocks[name].knows(request.process), axis_s - clocks[name].start_s
-        if joined:
-            cells.setdefault(name, CellTimes()).add(request, sent_s)
-        if not is_counted(request, axis_s, windows.get(name)) or request.error == "abandoned":
-            continue
-        row = rows.setdefault(key, RowData())
-        if joined:
-            row.add_dot(request, sent_s)
-            if request.error is not None and request.error != "unfinished":
-                cells[name].data.note_failure(request.error, ChartFailures(1, sent_s + request.ended_s))
-        if request.error is None:
-            row.latencies.add(request, [column.field for column in LIVE])
-    for row in rows.values():
-        row.thin()
-    return rows, {name: cell.binned() for name, cell in cells.items()}
+        chart, clock = counted.chart, counted.clock
+        if chart.last_ended_s:
+            zero_s = clock.wall_s(clock.start_s + chart.zero_s) or 0.0
+            server = server_samples(made.metrics.get(cell.id, []), zero_s)
+            machine = machine_samples(made.telemetry.get(cell.id, []), zero_s)
+            timelines.append(_timeline(cell.id, chart, server, machine))
+        if cell.again is None:  # one that shows drift belongs to no row
+            row = rows.setdefault((cell.server, cell.load), RowData())
+            for column in LIVE:
+                row.latencies[column.field].extend(counted.latencies[column.field])
+            dots = (dot._replace(sent_s=dot.sent_s - chart.first_measured_s) for dot in chart.dots)
+            row.dots = thinned([*row.dots, *dots])
+            row.count += chart.succeeded
+            row.failures += chart.failures
+    return ChartData(rows=rows, timelines=timelines)
 
 
 def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
@@ -324,9 +133,9 @@ def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
     return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
 
 
-def _timeline(name: str, cell: CellData, server: ServerSamples, machine: MachineSamples) -> Timeline:
+def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: MachineSamples) -> Timeline:
     start, zero = cell.first_sent_s, cell.zero_s
-    low, high = _bin(start), _bin(cell.last_ended_s) + 1
+    low, high = bin_of(start), bin_of(cell.last_ended_s) + 1
     group = _bins_per_step(high - low)
     edges, lengths, middles = _steps(low, high, group, zero)
     in_flight = np.cumsum(cell.between("sent", low, high) - cell.between("ended", low, high))
@@ -343,17 +152,17 @@ def _timeline(name: str, cell: CellData, server: ServerSamples, machine: Machine
         server=server,
         machine=machine,
         failures={
-            kind: ChartFailures(found.count, round(found.first_s - zero, 2))
-            for kind, found in sorted(cell.failures.items(), key=lambda item: item[1].first_s)
+            kind: ChartFailures(len(times), round(min(times) - zero, 2))
+            for kind, times in sorted(cell.failed_s.items(), key=lambda item: min(item[1]))
         },
         warmup_until_s=None if zero == start else round(start - zero, 2),
         ends_s=round(cell.last_ended_s - zero, 2),
     )
 
 
-def _arrivals(cell: CellData, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
+def _arrivals(cell: ChartCounts, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
     """Middles of steps, requests due and sent a second in each; nothing in a closed loop. A step has some arrivals."""
-    if "due" not in cell.bins:
+    if not any(what == "due" for what, _ in cell.bins):
         return [], [], []
     group = max(MIN_ARRIVALS, _bins_per_step(COARSER * (high - low)))
     edges, lengths, middles = _steps(low, high, group, zero)
@@ -362,10 +171,6 @@ def _arrivals(cell: CellData, low: int, high: int, zero: float) -> tuple[list[fl
         for name in ("due", "gone")
     )
     return middles, due, gone
-
-
-def _bin(at_s: float) -> int:
-    return max(0, min(int(at_s / FINE_S), MAX_FINE - 1))
 
 
 def _steps(low: int, high: int, group: int, zero: float) -> tuple[NDArray[np.int64], Floats, list[float]]:

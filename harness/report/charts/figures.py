@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from harness import units
+from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thinned
 from harness.columns import FORMULAS, LIVE, LatencyColumn
 from harness.judge.verdicts import but_for_concurrency
 from harness.report import words
@@ -25,7 +26,7 @@ from harness.report.charts import (
     symbol,
     whiskers,
 )
-from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, Dot, RowData, distribution
+from harness.report.charts.data import ChartData, RowData, distribution
 from harness.report.charts.sweeps import pareto
 from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
@@ -316,7 +317,7 @@ def _distributions(summary: Summary, observed: ChartData, column: LatencyColumn)
     return Chart(
         id=f"cdf-{column.name}",
         title=f"{column.about} ({column.title})",
-        caption=column.caption,
+        caption=f"Share of requests that {column.outcome}.",
         formula=f"{column.formula}; share(t) = successful requests that took ≤ t ÷ successful requests",
         figure={
             "data": curves,
@@ -335,7 +336,10 @@ def scatters(summary: Summary, observed: ChartData) -> list[Chart]:
     """TTFT and E2E of requests over the second in which they were sent, thinned for long runs."""
     each = max(30, min(MAX_DOTS, MAX_CHART_DOTS // max(1, len(summary.rows))))
     rows = [(row, observed.rows.get(row.key, RowData())) for row in summary.rows]
-    dots = [(row, data, data.chosen(each)) for row, data in rows]
+    dots = [
+        (row, data, sorted(thinned(data.dots, each), key=lambda dot: (dot.cell, dot.sent_s, dot.draw)))
+        for row, data in rows
+    ]
     return [
         _scatter(summary, dots, "ttft", "Time to first token of single requests"),
         _scatter(summary, dots, "e2e", "Whole answers of single requests"),

@@ -29,11 +29,18 @@ class Measure(NamedTuple):
     more_is_better: bool
 
     def of(self, row: Row) -> float | None:
+        if row.failed is not None:
+            return None
         if self.id == "rate":
             rates = row.output_tok_s or row.input_tok_s
             return statistics.median(rates) if rates else None
         found = row.pooled.ttft_s.p50 if self.id == "ttft" else row.pooled.e2e_s.p50
         return None if found is None else 1000 * found
+
+    def rank(self, row: Row) -> tuple[bool, float]:
+        """The better row has the higher one."""
+        value = self.of(row)
+        return value is not None, (value or 0.0) * (1 if self.more_is_better else -1)
 
 
 RATE = Measure("rate", "Throughput", "tok/s", True)
@@ -108,37 +115,26 @@ def _setting(row: Row, swept: Sweep, key: str) -> Any:
 def _heat_map(summary: Summary, swept: Sweep, settings: list[str], measure: Measure) -> Chart:
     down, across = settings[0], settings[-1]
     x, y = _values(summary.rows, swept, across), _values(summary.rows, swept, down)
-    cells: dict[tuple[int, int], Row] = {}
-    failed: dict[tuple[int, int], Row] = {}
+    rows: dict[tuple[int, int], Row] = {}  # the best of each place
     for row in summary.rows:
         at = (_setting(row, swept, across), _setting(row, swept, down))
-        if _ABSENT in at:
-            continue
-        place = (x.index(at[0]), y.index(at[1]))
-        value, known = measure.of(row), cells.get(place)
-        if row.failed is not None or value is None:
-            failed.setdefault(place, row)
-        elif known is None or (value > (measure.of(known) or 0.0)) == measure.more_is_better:
-            cells[place] = row
-    values = {place: measure.of(row) or 0.0 for place, row in cells.items()}
+        if _ABSENT not in at:
+            place = (x.index(at[0]), y.index(at[1]))
+            rows[place] = max(rows.get(place, row), row, key=measure.rank)
+    values = {place: value for place, row in rows.items() if (value := measure.of(row)) is not None}
     low, high = min(values.values(), default=0.0), max(values.values(), default=0.0)
     shapes = [
         square(place, "@s1", _FAINT + (_STRONG - _FAINT) * _share(value, low, high)) for place, value in values.items()
     ]
-    empty = {place: row for place, row in failed.items() if place not in cells}
-    data = []
-    if cells:
+    roomy, data = len(x) <= _ROOMY, []
+    if values:
         text = [units.significant(value) for value in values.values()]
-        data.append(
-            _labels(
-                list(values), text, [row.name for row in cells.values()], "@ink", measure.unit, small=len(x) > _ROOMY
-            )
-        )
-    if empty:
-        why = [words.failed(row.failed) if row.failed is not None else "no value" for row in empty.values()]
-        said = [f"✕ {one}" if len(x) <= _ROOMY else "✕" for one in why]
-        names = [f"{row.name}: {one}" for row, one in zip(empty.values(), why, strict=True)]
-        data.append(_labels(list(empty), said, names, "@bad", "", small=len(x) > _ROOMY))
+        data.append(labels(list(values), text, [rows[at].name for at in values], "@ink", measure.unit, roomy))
+    if missing := {place: row for place, row in rows.items() if place not in values}:
+        why = [words.failed(row.failed) if row.failed is not None else "no value" for row in missing.values()]
+        said = [f"✕ {one}" if roomy else "✕" for one in why]
+        names = [f"{row.name}: {one}" for row, one in zip(missing.values(), why, strict=True)]
+        data.append(labels(list(missing), said, names, "@bad", "", roomy))
     others = [key for key in settings if key not in (down, across)]
     best = f" Of several rows with the same two values ({', '.join(others)} differ) the best." if others else ""
     layout: Figure = {"xaxis": categories(across, x), "yaxis": categories(down, y), "shapes": shapes}
@@ -152,8 +148,8 @@ def _heat_map(summary: Summary, swept: Sweep, settings: list[str], measure: Meas
         figure={"data": data, "layout": layout},
         head=["Row", down, across, f"{measure.title}, {measure.unit}"],
         body=_body(summary, swept, [down, across], measure),
-        findings=_best(cells.values(), measure),
-        empty="" if cells else "No row has this number.",
+        findings=_best(list(rows.values()), measure),
+        empty="" if values else "No row has this number.",
     )
 
 
@@ -173,13 +169,14 @@ def square(place: tuple[int, int], hue: str, opacity: float) -> Figure:
     }  # fmt: skip
 
 
-def _labels(
-    places: list[tuple[int, int]], text: list[str], names: list[str], hue: str, unit: str, *, small: bool
+def labels(
+    places: list[tuple[int, int]], text: list[str], names: list[str], hue: str, unit: str, roomy: bool
 ) -> Figure:
+    """The texts of squares of a heat map; `roomy`: they have room for words."""
     x, y = [place[0] for place in places], [place[1] for place in places]
     hover = f"%{{customdata}}<br><b>%{{text}}</b> {unit}<extra></extra>"
     marker = {"opacity": 0, "size": 30, "symbol": "square"}
-    font = {"color": hue, "size": 10 if small else 13}
+    font = {"color": hue, "size": 13 if roomy else 10}
     return scatter(
         "", x, y, hover, "markers+text", text=text, customdata=list(map(plain, names)), marker=marker, textfont=font
     )
@@ -204,7 +201,7 @@ def _lines(summary: Summary, swept: Sweep, key: str, measure: Measure) -> Chart:
     lines: dict[str, list[tuple[float, Row, float]]] = {}
     for row in summary.rows:
         value, found = _setting(row, swept, key), measure.of(row)
-        if value is not _ABSENT and found is not None and row.failed is None:
+        if value is not _ABSENT and found is not None:
             x = value if numbers else values.index(value)
             lines.setdefault(row.load if of_server else row.server, []).append((x, row, found))
     data = [_line(place, name, sorted(points, key=lambda one: one[0]), measure)
@@ -256,10 +253,9 @@ def _body(summary: Summary, swept: Sweep, keys: list[str], measure: Measure) -> 
     return body
 
 
-def _best(rows: Any, measure: Measure) -> list[str]:
-    known = [(value, row.name) for row in rows if (value := measure.of(row)) is not None]
-    if not known:
+def _best(rows: Sequence[Row], measure: Measure) -> list[str]:
+    best = max(rows, key=measure.rank, default=None)
+    if best is None or measure.of(best) is None:
         return []
-    value, name = (max if measure.more_is_better else min)(known)
     word = "highest" if measure.more_is_better else "lowest"
-    return [f"{word} measured: {units.significant(value)} {measure.unit} with {name}"]
+    return [f"{word} measured: {units.significant(measure.of(best))} {measure.unit} with {best.name}"]

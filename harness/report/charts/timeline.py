@@ -1,9 +1,12 @@
 """Charts over time: the timeline of one cell with its events, and the start of each server by phase."""
 
+import operator
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from harness import units
@@ -15,7 +18,7 @@ from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.summary import CellSummary
 
 MAX_ALIKE = 12  # about so many of one kind in a cell: closer events become one
-Span = tuple[float, float, float]  # start, end, the peak within it
+Span = tuple[float, float, float]  # start, end, and how many: the most within it, or their sum
 
 _BROKEN = ("connect", "disconnect", "truncated")  # what a client sees first of a server that is gone
 
@@ -44,9 +47,8 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
         lasted = units.figures(end - start)
         found.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {peak:,.0f} at most"))
     found += [TimelineEvent(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
-    found += [
-        TimelineEvent(at, units.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)
-    ]
+    preempted = _joined([(at, at, many) for at, many in line.server.preempted], near_s, operator.add)
+    found += [TimelineEvent(at, units.count(int(many), "preemption")) for at, _, many in preempted]
     return sorted(found)
 
 
@@ -84,27 +86,16 @@ def _heat(machine: MachineSamples, near_s: float) -> Iterator[tuple[float, str]]
             yield start, f"heat throttles the GPU {name}, last seen at {end:.1f} s"
 
 
-def _joined(spans: Iterable[Span], near_s: float) -> list[Span]:
+def _joined(spans: Iterable[Span], near_s: float, both: Callable[[float, float], float] = max) -> list[Span]:
     """Spans of which each begins at least so long after the one before it; those between belong to that one."""
     joined: list[Span] = []
     for start, end, peak in spans:
         if joined and start - joined[-1][0] < near_s:
             first, _, before = joined[-1]
-            joined[-1] = first, end, max(before, peak)
+            joined[-1] = first, end, both(before, peak)
         else:
             joined.append((start, end, peak))
     return joined
-
-
-def _summed(counts: Iterable[tuple[float, float]], near_s: float) -> list[tuple[float, float]]:
-    """Counts that lie closer together than that as one."""
-    summed: list[tuple[float, float]] = []
-    for at, many in counts:
-        if summed and at - summed[-1][0] < near_s:
-            summed[-1] = summed[-1][0], summed[-1][1] + many
-        else:
-            summed.append((at, many))
-    return summed
 
 
 # Panels of the samples other than requests and tokens: title, factor to what is shown, hover text, colour of a single
@@ -386,48 +377,7 @@ def _start_sentence(starts: Sequence[ServedBy]) -> str:
     return "; ".join(parts)
 
 
-def starts_explained(run: Run) -> list[tuple[str, str]]:
-    """The same with every phase, and what the phases mean, for a terminal."""
-    starts = starts_of(run)
-    result = []
-    for server, text in start_sentences(run):
-        found = phases_of(starts[server])
-        phases = ", ".join(f"{name} {statistics.median(seconds):,.2f}" for name, seconds in found.items())
-        result.append((f"Start of {server}", f"{text}; in seconds: {phases}"))
-    order = phases_of(chain.from_iterable(starts.values()))
-    return result + [(name, PHASES[name]) for name in order if name in PHASES]
-
-
-def startup_facts(served: ServedBy) -> list[tuple[str, str | None]]:
-    """The facts that a server reported of itself, as names and values; None where it did not."""
-    known = served.startup
-    if known is None:
-        return []
-    graphs, kv_cache = (_formatted("{:,.4g} GiB", size) for size in (known.graphs_gib, known.kv_cache_gib))
-    weights, loading_s = _formatted("{:,.4g} GiB", known.weights_gib), known.model_load_s or known.weights_s
-    return [
-        ("Engine", _all_of(" ", known.engine, known.version)),
-        ("Architecture", known.architecture),
-        ("Longest request", _formatted("{:,} tokens", known.max_model_len)),
-        ("Attention", known.attention_backend),
-        ("Layers on a GPU", known.offloaded_layers),
-        ("Weights", _all_of(" in ", weights, _took(loading_s))),
-        ("Downloaded in", _took(known.download_s)),
-        ("Compiled in", _all_of(", ", _took(known.compile_s), _formatted("{} cache", known.compile_cache))),
-        ("Graphs", _all_of(" in ", graphs, _took(known.graphs_s))),
-        ("KV cache", _all_of(", ", _formatted("{:,} tokens", known.kv_cache_tokens), kv_cache)),
-        ("Requests that it holds", _formatted("{:,.4g}", known.max_concurrency)),
-        ("ROCm of the image", served.contents.rocm if served.contents is not None else None),
-    ]
-
-
-def _formatted(form: str, value: float | str | None) -> str | None:
-    return None if value is None else form.format(value)
-
-
-def _took(seconds: float | None) -> str | None:
-    return None if seconds is None else units.seconds(seconds)
-
-
-def _all_of(by: str, *texts: str | None) -> str | None:
-    return by.join(filter(None, texts)) or None
+def startup_facts(served: ServedBy) -> dict[str, Any]:
+    """What a server reported of its start, by the names of run.json."""
+    facts = {} if served.startup is None else msgspec.structs.asdict(served.startup)
+    return facts | {"rocm": None if served.contents is None else served.contents.rocm}
