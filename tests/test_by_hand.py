@@ -96,12 +96,13 @@ def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: P
          ["--abandon: without 'stream' an answer comes all at once"]),
         (
             ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--slos", "x"]
-            + ["--output-tokens", "{uniform: [9, 5]}", "--abandon", "{share: 5, after_s: 3}"],
+            + ["--output-tokens", "many", "--abandon", "{share: 5, after_s: 3}"],
             ["7 problems:", "--slos: SLOs such as", "--turns: a whole number is expected, got 'few'",
              "--think: a number is expected, got 'soon'", "--steps: a whole number of at least 1 is expected, got 0",
-             "--output-tokens: two numbers are expected, the minimum and the", "--timeout: a number above 0 is",
+             "--output-tokens: a whole number is expected, got 'many'", "--timeout: a number above 0 is",
              "--abandon: a number of at most 1 is expected, got 5"],
         ),
+        (["--output-tokens", "{uniform: [9, 5]}"], ["--output-tokens: two numbers are expected, the minimum and the"]),
         (["--endpoint", "embeddings"], ["--endpoint: ChatUser supports only chat and completions (got embeddings)"]),
         (["--in-flight", "4", "--batch-size", "2"], ["--in-flight: give one of 'batch_size' (bursts)"]),
         (["--prompts", "bad.jsonl"], ["bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "]),

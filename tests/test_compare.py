@@ -528,6 +528,7 @@ def test_a_run_that_is_invalid_or_has_not_ended_is_refused(tmp_path: Path) -> No
     with pytest.raises(RunError, match="two: only a VALID run is compared: r5-b-x: load process 109 sent 5") as it:
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
     assert it.value.exit_code == ExitCode.INVALID
+    write_lines(tmp_path / "two" / "requests.jsonl", records)
     write_run(tmp_path / "two", msgspec.structs.replace(run, status="running"))
     with pytest.raises(RunError, match="two: only a VALID run is compared: it is running"):
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
