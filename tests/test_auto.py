@@ -32,25 +32,24 @@ def filled(found: Experiment) -> dict[str, Any]:
 
 def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     said: list[str] = []
-    root = strix_halo_carve_out(tmp_path / "root")
-    qwen3(tmp_path / "m")
-    fill_in(experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m"))), said.append, root)
-    assert said[1:] == ["  left for the KV cache: about 788,480 to 802,528 tokens, 96.2 to 98.0 requests of 8,192"]
-    found = fill_in(experiment(tmp_path, vllm=ROCM), said.append, root)
+    found = fill_in(experiment(tmp_path, vllm=ROCM), said.append, strix_halo_carve_out(tmp_path / "root"))
     assert filled(found) == {"vllm": 0.92}
     why = "0.92 = (94.50 GiB free - 2.89 GiB reserve) / 96.00 GiB total = 0.9543, down to hundredths, at most 0.92"
     (formula,) = found.computed.values()
     assert list(found.computed) == ["servers.vllm.gpu_memory_utilization"] and formula.values["max_share"] == 0.92
     assert f"0.92 = {sentence(formula)}" == f"{why} (the engine's default)"
-    assert said[0] == said[-1] == f"server 'vllm': gpu_memory_utilization {why} (the engine's default)"
+    assert said == [f"server 'vllm': gpu_memory_utilization {why} (the engine's default)"]
     assert '"--gpu-memory-utilization"\n      - "0.92"' in composed(found.scenario, "vllm")
 
 
-def test_numbers_and_a_server_that_already_runs_are_left_alone(tmp_path: Path) -> None:
-    number = experiment(tmp_path, vllm=rocm(gpu_memory_utilization=0.6), other={"template": "vllm-rocm"})
-    running = prepare(write(tmp_path, servers={"vllm": ROCM}), Target("http://127.0.0.1:1"))
-    for before in (number, running):
-        assert fill_in(before, pytest.fail, tmp_path) is before
+def test_numbers_stay_and_nothing_is_looked_at(tmp_path: Path) -> None:
+    before = experiment(tmp_path, vllm=rocm(gpu_memory_utilization=0.6), other={"template": "vllm-rocm"})
+    assert fill_in(before, pytest.fail, tmp_path) is before
+
+
+def test_a_server_that_already_runs_is_left_alone(tmp_path: Path) -> None:
+    before = prepare(write(tmp_path, servers={"vllm": ROCM}), Target("http://127.0.0.1:1"))
+    assert fill_in(before, pytest.fail, tmp_path) is before
 
 
 def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
@@ -75,13 +74,6 @@ def test_pages_of_the_host(tmp_path: Path) -> None:
     assert said[1:] == ["  doubt: what is in use of GTT may lag behind what programs have just allocated"]
 
 
-def gpus(folder: Path, *used_gib: float) -> Path:
-    root = host(folder, name="four", kernel="6.8", ram_gib=256, available_gib=200)
-    for number, used in enumerate(used_gib):
-        gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
-    return root
-
-
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -97,20 +89,22 @@ def gpus(folder: Path, *used_gib: float) -> Path:
     ],
 )
 def test_the_gpus_that_the_server_is_given_count(tmp_path: Path, variables: dict[str, Any], expected: float) -> None:
-    root = gpus(tmp_path / "root", 0, 3, 10, 18)
+    root = host(tmp_path / "root", name="four", kernel="6.8", ram_gib=256, available_gib=200)
+    for number, used in enumerate((0, 3, 10, 18)):
+        gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
     found = fill_in(experiment(tmp_path, vllm=rocm(**variables)), lambda _line: None, root)
     assert filled(found) == {"vllm": expected}
 
 
-def test_vllm_on_the_processor_takes_the_hosts_memory(tmp_path: Path) -> None:
-    root = host(tmp_path / "root", name="h", kernel="6.1", ram_gib=64, available_gib=60)
-    given = {"gpu_memory_utilization": "auto", "kv_cache_gib": None}
-    servers = {
-        "whole": {"template": "vllm-cpu", "variables": given},
-        "limited": {"template": "vllm-cpu", "variables": given | {"mem_limit": "8g"}},
-    }
-    found = fill_in(experiment(tmp_path, **servers), lambda _line: None, root)
-    assert filled(found) == {"whole": 0.87, "limited": 0.5}
+def test_what_is_left_for_a_model_that_is_here(tmp_path: Path) -> None:
+    said: list[str] = []
+    qwen3(tmp_path / "m")
+    fill_in(
+        experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m"))),
+        said.append,
+        strix_halo_carve_out(tmp_path / "root"),
+    )
+    assert said[1:] == ["  left for the KV cache: about 788,480 to 802,528 tokens, 96.2 to 98.0 requests of 8,192"]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +121,16 @@ def test_behind_lemonade_it_stands_in_the_arguments(tmp_path: Path, given: str, 
     found = fill_in(experiment(tmp_path, lemonade=server), lambda _line: None, root)
     assert found.scenario.servers["lemonade"].variables == {"vllm_args": expected}
     assert list(found.computed) == ([] if given == expected else ["servers.lemonade.vllm_args"])
-    # The GPUs that vLLM behind Lemonade takes count.
-    two = {"template": "lemonade", "variables": {"vllm_args": f"--tensor-parallel-size 2 {given}"}}
-    found = fill_in(experiment(tmp_path, two=two), lambda _line: None, gpus(tmp_path / "two", 0, 18))
-    arguments = f"--tensor-parallel-size 2 {expected}".replace("0.92", "0.12")
-    assert found.scenario.servers["two"].variables["vllm_args"] == arguments
+
+
+def test_the_gpus_that_vllm_behind_lemonade_takes_count(tmp_path: Path) -> None:
+    root = host(tmp_path / "root", name="two", kernel="6.8", ram_gib=256, available_gib=200)
+    for number, used in enumerate((0, 18)):
+        gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
+    text = "--tensor-parallel-size 2 --gpu-memory-utilization auto"
+    servers = {"two": {"template": "lemonade", "variables": {"vllm_args": text}}}
+    found = fill_in(experiment(tmp_path, **servers), lambda _line: None, root)
+    assert found.scenario.servers["two"].variables["vllm_args"] == text.replace("auto", "0.12")
 
 
 def test_gpus_that_are_named_otherwise_than_by_number_are_refused(tmp_path: Path) -> None:
@@ -141,23 +140,32 @@ def test_gpus_that_are_named_otherwise_than_by_number_are_refused(tmp_path: Path
     assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75.")
 
 
-def test_the_memory_of_another_machine_is_not_known_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.7:2376")
-    cpu = {"template": "vllm-cpu", "variables": {"gpu_memory_utilization": "auto"}}
+@pytest.mark.parametrize("docker_host", ["tcp://192.0.2.7:2376"])
+def test_the_memory_of_another_machine_is_not_known_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, docker_host: str
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", docker_host)
     with pytest.raises(HarnessError, match="the Docker Engine is on 192.0.2.7, whose memory is not known here"):
-        fill_in(experiment(tmp_path, vllm=cpu), pytest.fail)
-    assert predict_shares(experiment(tmp_path, vllm=ROCM)) == [
-        "note: gpu_memory_utilization is auto: the runtime in the server's image is asked on 192.0.2.7 before the run"
+        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail)
+
+
+def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError) as caught:
+        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail, tmp_path)
+    assert caught.value.what == (
+        "server 'vllm': gpu_memory_utilization is auto, and it cannot be computed: "
+        "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
+    )
+    assert caught.value.next_step.startswith(
+        "Set gpu_memory_utilization to a number such as 0.75. `harness memory --free"
+    )
+    assert predict_shares(experiment(tmp_path, vllm=ROCM), tmp_path) == [
+        f"note: {caught.value.what}",
+        f"  next: {caught.value.next_step}",
     ]
 
 
-def test_without_a_gpu_or_memory_nothing_is_started(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError) as caught:
-        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail, tmp_path)
-    assert caught.value.what.startswith("server 'vllm': gpu_memory_utilization is auto, and it cannot be computed: no ")
-    assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75. Ask the runtime")
-    noted = [f"note: {caught.value.what}", f"  next: {caught.value.next_step}"]
-    assert predict_shares(experiment(tmp_path, vllm=ROCM), tmp_path) == noted
+def test_where_nothing_is_left_nothing_is_started(tmp_path: Path) -> None:
     root = gpu(tmp_path / "root", 110501, vram_gib=96, gtt_gib=15, vram_used_gib=95)
     with pytest.raises(HarnessError, match="is auto, and no memory is left for vLLM"):
         fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail, root)

@@ -266,9 +266,9 @@ class OfflineEngine(Handler):
     [
         pytest.param(
             {"template": "vllm-cpu", "variables": {"image": "example/engine:1"}},
-            "the image example/engine:1 is not on this machine and its registry cannot be reached",
+            "the image example/engine:1 is not on this machine and cannot be pulled: its registry cannot be reached",
             marks=fault("engine", "the image is not there and its registry cannot be reached",
-                        seen="is not on this machine and its registry cannot be reached", code=2,
+                        seen="is not on this machine and cannot be pulled: its registry cannot be reached", code=2,
                         kept="a run marked failed"),
         ),
         ({"template": "simulated"}, "the project's image amd-llm-load:local was not built yet"),

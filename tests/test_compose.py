@@ -281,7 +281,7 @@ def test_a_secret_that_is_written_out_is_refused_and_not_shown(given: dict[str, 
 @pytest.mark.parametrize(
     "given",
     [
-        {"extra_args": ["--api-key", "${A}", "--hf-token=$HF_TOKEN", "--header", "Bearer ${API_KEY:?it is needed}"]},
+        {"extra_args": ["--api-key", "${A}", "--hf-token=$HF_TOKEN", "--header", "Bearer ${API_KEY:-}"]},
         {"extra_args": ["--max-num-partial-prefills", 2, "--long-prefill-token-threshold=128", "--tokenizer", "a/b"]},
         {"extra_args": ["--ssl-keyfile", "/keys/a", "--api-key-file=/keys/b", "--api-key-env", "MY_KEY", "--hf-token"]},
         {"extra_args": ["--use-key", "--other"], "volumes": ["/tmp:/models/hf_transformers_cache:ro"]},
@@ -398,9 +398,9 @@ def test_an_interpolated_value_is_checked_like_any_other() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("$A ${A} ${A-x} ${A:-x} ${A?e} ${A:?e} ${A+x} ${A:+x}", "1 1 1 1 1 1 x x"),
-        ("${E-x}|${E:-x}|${E+x}|${E:+x}|$E", "|x|x||"),
-        ("${U-x}|${U:-x}|${U+x}|${U:+x}|${U-}", "x|x|||"),
+        ("$A ${A} ${A-x} ${A:-x}", "1 1 1 1"),
+        ("${E-x}|${E:-x}|$E", "|x|"),
+        ("${U-x}|${U:-x}|${U-}", "x|x|"),
         ("$$A costs $$5", "$A costs $5"),
         ("$${A}", "${A}"),
     ],
@@ -415,11 +415,10 @@ def test_interpolation(text: str, expected: str) -> None:
     ("text", "problem"),
     [
         ("$U", "$.k: the environment variable U is not set; export it, or write ${U-} where it may be missing"),
-        ("${U:?it is the key}", "$.k: the environment variable U is not set; it is the key"),
-        ("${E:?it is empty}", "$.k: the environment variable E is not set; it is empty"),
-        ("5$", "$.k: a dollar sign that starts no ${NAME}; write $$ for a plain one"),
-        ("${A", "$.k: a dollar sign that starts no ${NAME}; write $$ for a plain one"),
-        ("${A:-${B}}", "$.k: a dollar sign that starts no ${NAME}; write $$ for a plain one"),
+        ("5$", "$.k: a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"),
+        ("${A", "$.k: a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"),
+        ("${A:+x}", "$.k: a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"),
+        ("${A:-${B}}", "$.k: a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"),
     ],
 )
 def test_what_cannot_be_interpolated_is_said(text: str, problem: str) -> None:

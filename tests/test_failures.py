@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.engines import safe_from_printed, vllm_accepts
 from harness.failures.explain import (
     BLOCK_BYTES,
     MAX_FINDINGS,
@@ -27,7 +28,6 @@ from harness.failures.explain import (
     scan_text,
 )
 from harness.failures.table import RANKS, Pattern, Rule, patterns, rules
-from harness.utilization import safe_from_printed, vllm_accepts
 
 VLLM = "(EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] "
 SAMPLES = [(rule, sample) for rule in rules() for sample in rule.samples]

@@ -13,11 +13,11 @@ import yaml
 from harness.failures.table import replacements
 from harness.job import job_of_text
 from harness.scenario import Gateway, Load, Scenario, Server
-from harness.serve.arguments import hints, vllm_problems
 from harness.serve.compose_file import parse
 from harness.serve.document import server_document
 from harness.serve.lemonade import pool_size
-from tests.command import harness, write
+from harness.serve.lint import notes, vllm_problems
+from tests.command import harness
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
@@ -46,6 +46,9 @@ def test_what_lemonade_sets_itself_is_refused_with_the_reason(flag: str) -> None
     assert problem == (f"vllm_args: {flag}: Lemonade sets it itself and refuses it; {replacements().protected[flag]}")
     with pytest.raises(double.BadArgument, match="is managed by Lemonade"):
         double.checked(f"--max-num-seqs 8 {flag} 1")
+
+
+def test_the_protected_flags_are_those_of_the_double() -> None:
     assert set(replacements().protected) == set(double.PROTECTED)
 
 
@@ -54,12 +57,8 @@ def test_what_lemonade_sets_itself_is_refused_with_the_reason(flag: str) -> None
     [
         ('--speculative-config \'{"method": "ngram"}\'', "Lemonade strips quotes, so JSON does not reach vLLM"),
         ("-cc.mode=3 --x {}", "Lemonade strips quotes"),
-        ("max-num-seqs 10", "'max-num-seqs': a flag that begins with '-' is expected"),
         ("–gpu-memory-utilization 0.78", "'–gpu-memory-utilization' starts with a printed dash"),
         ("--gpu-memory-utilization 0.78 –max-num-seqs 10", "not with hyphens: type --max-num-seqs"),
-        ("--enforce-eager --no-enforce-eager", "--enforce-eager and --no-enforce-eager contradict each other"),
-        ("--max-num-seqs 8 --max_num_seqs=9", "--max-num-seqs: is given twice"),
-        ("--gpu-memory-utilization 0.7 --kv-cache-memory-bytes 4G", "has no effect on the KV cache"),
         ("--swap-space 4", "--swap-space: vLLM does not know it any more since 0.18.0"),
         ("--max_model_len=4096", "--max-model-len: Lemonade sets it itself and refuses it; set the variable ctx_size"),
     ],
@@ -103,9 +102,15 @@ def test_a_model_that_lemonade_knows() -> None:
     assert found["user_models"] == {}
     assert found["recipe_options"] == {"builtin.Qwen-vLLM": asked.options}
     assert found["defaults"] == {
-        "auto_check_model_updates": False, "broadcast": False, "ctx_size": 8192, "global_timeout": 1800,
-        "log_level": "info", "max_loaded_models": 1, "no_fetch_executables": False, "offline": True,
-    }  # fmt: skip
+        "auto_check_model_updates": False,
+        "broadcast": False,
+        "ctx_size": 8192,
+        "global_timeout": 1800,
+        "log_level": "info",
+        "max_loaded_models": 1,
+        "no_fetch_executables": False,
+        "offline": True,
+    }
 
 
 @pytest.mark.parametrize("model", ["Mine", "user.Mine"])
@@ -117,8 +122,11 @@ def test_a_checkpoint_is_registered_under_its_canonical_name(model: str) -> None
     found = contents(model, **given)
     assert found["user_models"] == {"Mine": {"checkpoint": "org/repo", "recipe": "vllm", "labels": ["chat"]}}
     assert found["recipe_options"] == {"user.Mine": {"ctx_size": 4096, "vllm_backend": "rocm"}}
-    path = contents(model, checkpoint="/models/m.gguf", recipe="llamacpp")
-    assert path["user_models"]["Mine"]["source"] == "local_path"
+
+
+def test_a_path_is_used_as_it_is() -> None:
+    found = contents("Mine", checkpoint="/models/m.gguf", recipe="llamacpp")
+    assert found["user_models"]["Mine"]["source"] == "local_path"
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "llamacpp_args"])
@@ -140,10 +148,6 @@ def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
     assert environment["TRITON_CACHE_DIR"].startswith("/opt/lemonade/.cache/lemonade/")
     assert environment["VLLM_CACHE_ROOT"].startswith("/opt/lemonade/.cache/lemonade/")
     assert [mount.target for mount in server.configs] == [environment["LEMONADE_DEFAULTS_PATH"]]
-    # A folder of the host keeps its owner.
-    given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
-    command = parse(server_document(given, "s")).services["prepare"].command
-    assert command is not None and "chown -R" not in command[0]
 
 
 def prepared(tmp_path: Path, **variables: Any) -> Path:
@@ -201,6 +205,12 @@ def test_the_load_by_hand_asks_for_the_name_that_vllm_knows(model: str, variable
     assert job_of_text(command[command.index("--job") + 1]).model == sent
 
 
+def test_a_folder_of_the_host_keeps_its_owner() -> None:
+    given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
+    command = parse(server_document(given, "s")).services["prepare"].command
+    assert command is not None and "chown -R" not in command[0]
+
+
 def test_a_gateway_needs_the_name_that_vllm_knows() -> None:
     variables = {"checkpoint": "org/m", "recipe": "vllm"}
     server = Server(template="lemonade", variables=variables, gateway=Gateway(template="litellm"))
@@ -222,42 +232,41 @@ def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: s
 
 
 def hints_of(load: Load, threads: int | None = 8, **variables: Any) -> list[str]:
-    return hints(msgspec.structs.replace(scenario(**variables), loads={"l": load}), threads)
+    return notes(msgspec.structs.replace(scenario(**variables), loads={"l": load}), threads)
 
 
 def test_a_load_above_the_pool_is_reported_before() -> None:
     load = Load(user="batch", users=2, batch_size=20, requests=80)
     assert hints_of(load) == [
-        "s under l: 40 requests will be in flight, and Lemonade serves 32 at once on this machine: "
+        "server 's' under l: 40 requests will be in flight, and Lemonade serves 32 at once on this machine: "
         "above that its own queue is measured, not the engine's"
     ]
     assert hints_of(load, threads=16) == hints_of(load, threads=None) == []
-    assert "serves 8 at once" in hints_of(load, image="ghcr.io/lemonade-sdk/lemonade-server:v10.9.0")[0]
     assert "serves 256 at once at most" in hints_of(Load(user="chat", users=300, requests=1), threads=None)[0]
 
 
-def test_hints_are_shown_before_a_run(tmp_path: Path) -> None:
-    load = {"user": "chat", "users": 300, "requests": 300, "output_tokens": 8192}
-    write(tmp_path, servers={"a": {"template": "lemonade"}}, loads={"many": load})
-    done = harness("check", "small.yaml", cwd=tmp_path)
+def test_harness_check_shows_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "version: 1\nquestion: q\nmodel: m\nservers: {a: {template: lemonade}}\nrepeats: 1\n"
+        "loads: {many: {user: chat, users: 300, requests: 300}}\n"
+    )
+    done = harness("check", str(path), cwd=tmp_path)
     assert done.code == 0
-    said = " ".join(done.out.split())
-    assert "note: a under many: 300 requests will be in flight, and Lemonade serves" in said
-    assert "every request will fail" in said
-    assert "count each prompt first" in hints_of(Load(user="chat", requests=1, output_tokens=8193), ctx_size=32768)[0]
-    assert hints_of(Load(user="chat", requests=1, output_tokens=8192), ctx_size=32768) == []
+    assert "note: server 'a' under many: 300 requests will be in flight, and Lemonade serves" in " ".join(
+        done.out.split()
+    )
 
 
-@pytest.mark.parametrize(
-    ("threads", "version", "size"),
-    [
-        (2, "11.7.0", 32),
-        (8, "11.0.0", 32),
-        (32, "11.9.0", 128),
-        (64, None, 256),
-        (192, "v12.0", 256),
-        (32, "10.9.0", 8),
-    ],
-)
-def test_how_many_requests_lemonade_serves_at_once(threads: int, version: str | None, size: int) -> None:
-    assert pool_size(threads, version) == size
+def test_long_answers_are_told_before() -> None:
+    assert (
+        "count each prompt first"
+        in hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8193), ctx_size=32768)[0]
+    )
+    assert "ctx_size is 8,192" in hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8192))[0]
+    assert hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8192), ctx_size=32768) == []
+
+
+@pytest.mark.parametrize(("threads", "size"), [(2, 32), (8, 32), (32, 128), (64, 256), (192, 256)])
+def test_how_many_requests_lemonade_serves_at_once(threads: int, size: int) -> None:
+    assert pool_size(threads) == size

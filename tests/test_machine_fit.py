@@ -42,7 +42,7 @@ def test_a_share_that_vllm_will_refuse_is_refused_before_the_pull(tmp_path: Path
     asks = experiment(tmp_path, gpu_memory_utilization=0.9)
     (short,) = shortages(asks, root)
     assert short.fact == (
-        "gpu_memory_utilization 0.9 asks for 86.40 of 96.00 GiB of /dev/dri/renderD128 (gfx1151), and 76.45 GiB are "
+        "gpu_memory_utilization 0.9 asks for 86.40 of 96.00 GiB of /dev/dri/renderD128, and 76.45 GiB are "
         "free: vLLM refuses to start"
     )
     assert short.certain
@@ -89,8 +89,6 @@ def test_memory_is_checked_with_the_number_that_auto_became(tmp_path: Path, monk
         ("lemonade", {}, []),
         ("llamacpp", {"model_path": "/m.gguf"}, []),
         ("vllm-cpu", {}, []),
-        ("vllm-cpu", {"gpu_memory_utilization": 0.5, "kv_cache_gib": None}, []),
-        ("vllm-cpu", {"gpu_memory_utilization": 0.9, "kv_cache_gib": None}, [("0.9 asks for 27.90 of 31.00 G", True)]),
     ],
 )
 def test_what_is_asked_and_what_is_there(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from harness.scenario import Gateway, Load, Scenario, Server
-from harness.serve.compose_file import parse_vllm_bytes
 from tests.made_runs import server_problems_of
 
 LOAD = Load(user="batch", requests=10)
@@ -36,7 +35,6 @@ def problems(template: str, model: str = "org/model", gateway: Gateway | None = 
         ("llamacpp", "--n-gpu-layers", f"--n-gpu-layers: {TEMPLATE_SETS}set the variable 'gpu_layers'"),
         ("llamacpp", "--metrics", f"--metrics: {TEMPLATE_SETS}remove it"),
         ("localai", "--context-size=4", f"--context-size: {TEMPLATE_SETS}set the variable 'context_size'"),
-        ("localai", "--address", f"--address: {TEMPLATE_SETS}set the variable 'port'"),
         ("lemonade", "--no-broadcast", "--no-broadcast (--broadcast): "),
         ("simulated", "--max-num-seqs", f"--max-num-seqs: {TEMPLATE_SETS}set the variable 'max_num_seqs'"),
     ],
@@ -74,23 +72,6 @@ def test_a_gateway_s_arguments_are_looked_at_too() -> None:
     ]
 
 
-def test_a_setting_that_is_a_variable_is_not_set_in_the_environment() -> None:
-    given = {"OLLAMA_NUM_PARALLEL": 3, "OLLAMA_VULKAN": 1}
-    assert problems("ollama", environment=given) == [
-        f"variables.environment.OLLAMA_NUM_PARALLEL: {TEMPLATE_SETS}set the variable 'num_parallel'"
-    ]
-    assert problems("vllm-offline", environment={"VLLM_CPU_KVCACHE_SPACE": 1}) == []  # it has no such variable
-
-
-def test_fewer_tokens_in_a_step_than_requests() -> None:
-    (problem,) = problems("vllm-rocm", max_num_seqs=1024, max_num_batched_tokens=256)
-    assert problem.startswith("variables: max_num_batched_tokens is 256, and max_num_seqs 1024: vLLM refuses")
-    (problem,) = problems("vllm-offline", max_num_seqs=8193)  # against the template's own 8192
-    assert problem.startswith("variables: max_num_batched_tokens is 8192, and max_num_seqs 8193")
-    assert problems("vllm-rocm", max_num_seqs=256, max_num_batched_tokens=256) == []
-    assert problems("vllm-rocm", max_num_seqs=1024, max_num_batched_tokens=None) == []
-
-
 @pytest.mark.parametrize(
     ("template", "image", "program"),
     [
@@ -122,21 +103,11 @@ def test_a_number_beyond_reason_and_a_size_that_is_none() -> None:
     assert problems("vllm-rocm", max_num_seqs=10**30) == [
         f"variables.max_num_seqs: {10**30} is larger than any server takes (2,147,483,647)"
     ]
-    assert problems("vllm-rocm", kv_cache_memory_bytes="4 elephants") == [
-        "variables.kv_cache_memory_bytes: '4 elephants' is not a size; write it like 4G or 4096M"
-    ]
     assert problems("vllm-rocm", kv_cache_memory_bytes="4G", mem_limit="${MEM}") == []
     # One mistake, one sentence: nobody wrote memswap_limit.
     assert problems("vllm-rocm", mem_limit="lots") == [
         "variables.mem_limit: 'lots' is not a size; write it like 16g or 512m"
     ]
-
-
-def test_sizes_as_vllm_reads_them() -> None:
-    assert [parse_vllm_bytes(text) for text in ("4G", "4g", "1.5k", "100")] == [4 << 30, 4 * 10**9, 1500, 100]
-    for text in ("1.5G", "4 G", "4GiB", "", "-1G", "G"):
-        with pytest.raises(ValueError, match="is not a size"):
-            parse_vllm_bytes(text)
 
 
 def test_groups_are_numbers() -> None:
@@ -195,25 +166,6 @@ def test_what_lemonade_sets_for_llama_server(argument: str, advice: str) -> None
     (problem,) = problems("lemonade", **given, llamacpp_args=f"--parallel 10 {argument}")
     assert problem.startswith("variables.llamacpp_args: ") and advice in problem
     assert problems("lemonade", **given, llamacpp_args="--parallel 10 -ub 512 --threads 4") == []
-
-
-def test_lemonade_s_vllm_refuses_fewer_tokens_than_requests_too() -> None:
-    (problem,) = problems("lemonade", vllm_args="--max-num-seqs 512 --max-num-batched-tokens=256")
-    assert problem.startswith("variables.vllm_args: max_num_batched_tokens is 256, and max_num_seqs 512")
-
-
-def test_a_lemonade_too_old() -> None:
-    image = "ghcr.io/lemonade-sdk/lemonade-server"
-    kinds: list[dict[str, Any]] = [{"vllm_args": "--max-num-seqs 10"}, {"recipe": "vllm", "checkpoint": "a/b"}, {}]
-    for given in kinds:
-        model = "m" if given else "Qwen3.5-0.8B-FP16-vLLM"
-        (problem,) = problems("lemonade", model, image=f"{image}:v11.4.9", **given)
-        assert problem.startswith(f"variables.image: {image}:v11.4.9 is older than v11.5.0, and lacks the compiler")
-        assert problems("lemonade", model, image=f"{image}:v11.5.0", **given) == []
-        assert problems("lemonade", model, image=f"{image}:edge", **given) == []
-    assert problems("lemonade", "m", image=f"{image}:v11.4.9") == []
-    (problem,) = problems("lemonade", "m", image=f"{image}:v10.8.0")
-    assert problem.startswith(f"variables.image: {image}:v10.8.0 is older than v11.0.0")
 
 
 def test_a_gateway_before_lemonade_with_llama_server_takes_either_name() -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docker.errors import DockerException
 
 from harness.errors import HarnessError, ServerError
 from harness.paths import ROOT
 from harness.scenario import Load, Scenario, Server
 from harness.serve import engine_version, serve
-from harness.serve.engine import cannot_pull, connect
+from harness.serve.engine import connect, docker_error
 from harness.serve.lifecycle import reached
 from harness.serve.location import engine_location
 
@@ -217,11 +218,11 @@ def test_a_loopback_port_of_an_engine_over_tcp_is_refused(tmp_path: Path, monkey
         ("Get https://x/v2/: net/http: TLS handshake timeout", "be reached"),
         ("pull access denied for x, repository does not exist or may require 'docker login'", "it needs a login"),
         ("Head https://ghcr.io/v2/x/manifests/y: unauthorized", "it needs a login"),
-        ("manifest for vllm/vllm:v9 not found: manifest unknown: manifest unknown", "the registry has no image x"),
-        ("something new", "the image x cannot be pulled: something new"),
+        ("manifest for vllm/vllm:v9 not found: manifest unknown: manifest unknown", "there is no image"),
+        ("something new", "the image x: something new"),
     ],
 )
 def test_why_an_image_cannot_be_pulled(said: str, words: str) -> None:
-    error: HarnessError = cannot_pull("x", said)
+    error: HarnessError = docker_error("the image x", DockerException(said))
     assert words in error.what
     assert error.next_step

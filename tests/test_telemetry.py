@@ -6,7 +6,6 @@ import socket
 import subprocess
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -341,17 +340,10 @@ def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytes
         {"sys/fs/cgroup/memory.current": "5000\n", "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 1000\n"},
     )
     write(tmp_path, {"sys/fs/cgroup/cpu.stat": "usage_usec 9000000\nuser_usec 1\n"})
-    shell = subprocess.Popen(["sh", "-c", container_commands._script(str(tmp_path), 0.05)], stdout=subprocess.PIPE)
-    assert shell.stdout is not None
-    lines = container_commands._lines(iter(partial(os.read, shell.stdout.fileno(), 65536), b""))
-    assert int(next(lines).removeprefix(b"pid ")) == shell.pid
-    readings = container_commands.readings_of(lines)
-    first = next(readings)
-    shell.terminate()
-    rest = list(readings)
-    shell.stdout.close()
-    assert (shell.wait(), len(rest)) == (0, 1)  # told to end, it prints once more
-    assert (first.clock_s, first.took_s) == (1000.0, None)
+    script = f"{container_commands.find_script(str(tmp_path))}\n{container_commands.READ}"
+    printed = subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, check=False).stdout
+    first = container_commands.reading_of(printed)
+    assert first is not None and (first.clock_s, first.took_s) == (1000.0, None)
     gpus, machine, container = Meter().sample(first)
     there = sampled(Meter(), tmp_path, 0)
     assert (gpus, machine) == (there.gpus, there.host)
@@ -359,8 +351,8 @@ def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytes
     assert container == ContainerSample(memory_bytes=4000)
 
 
-def test_half_a_reading_is_none() -> None:
-    assert list(container_commands.readings_of([b"/proc/uptime:5.00 1.00", b"/proc/stat:cpu  1 2 3 4 5 6"])) == []
+def test_nothing_printed_is_no_reading() -> None:
+    assert container_commands.reading_of(b"") is None
 
 
 def test_whose_telemetry_can_be_had() -> None:

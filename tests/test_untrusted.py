@@ -26,7 +26,7 @@ from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requ
 from harness.rundir.samples import MetricsSample, Scraper
 from harness.scenario import Load
 from harness.scenario.behaviour import AnswerCheck, Structured, check_answer
-from harness.serve import lemonade, probe, ready
+from harness.serve import lemonade, probe
 from harness.serve.facts import recorded
 from harness.serve.lemonade import Api, LemonadeMonitor, attached, download
 from harness.trust import open_session
@@ -492,7 +492,7 @@ NASTY = [
 
 def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     """What asks a server anything before, during and after the load."""
-    session, api, say = open_session(None), Api(url), list[str]().append
+    session, api = open_session(None), Api(url)
     yield lambda: probe.find_model(url, "m", session)
     yield lambda: probe.find_model(url, None, session)
     yield lambda: probe.attach(url, "m")
@@ -510,8 +510,6 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: LemonadeMonitor(api, "m", None, None).effective()
     yield lambda: LemonadeMonitor(api, "m", None, None).fetch("/props")
     yield lambda: LemonadeMonitor(api, "m", None, None).problems()
-    yield lambda: ready.FETCH["ollama"](url, "m", None, session, time.monotonic() + 1, say)
-    yield lambda: ready.FETCH["localai"](url, "m", None, session, time.monotonic() + 0.1, say)
     yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.of(url))
     yield lambda: kept(url, "ollama", None)
     yield lambda: kept(url, "llama-cpp", LemonadeMonitor(api, "m", None, None))
@@ -530,7 +528,6 @@ def test_whatever_a_probe_is_reported_is_an_error_of_ours_at_most(
     tmp_path: Path, status: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "RETRY_S", 0.0)
-    monkeypatch.setattr(ready, "JOB_POLL_S", 0.05)
     told = [b""]
 
     def handler(connection: Any, number: int) -> None:

@@ -8,18 +8,22 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from harness.units import GIB
-from harness.utilization import (
+from harness.engines import (
     HOST_BYTES,
     VLLM_DEFAULT,
     default_reserve,
-    driver_reserve,
     safe_from_printed,
     safe_utilization,
     vllm_accepts,
 )
+from harness.units import GIB
 
 SIZES = st.integers(1, 2 * 1024 * GIB)
+
+
+def safe(free: int, total: int, gpus: int = 1, host_available: int | None = None) -> Decimal | None:
+    reserve = default_reserve(min(free, total), gpus)
+    return safe_utilization(free, total, reserve=reserve, host_available=host_available)
 
 
 def refused_by_vllm(free: int, total: int, utilization: str) -> bool:
@@ -43,7 +47,7 @@ def refused_by_vllm(free: int, total: int, utilization: str) -> bool:
     ],
 )
 def test_known_cases(free: str, total: str, expected: str | None) -> None:
-    in_bytes = safe_utilization(int(Decimal(free) * GIB), int(Decimal(total) * GIB))
+    in_bytes = safe(int(Decimal(free) * GIB), int(Decimal(total) * GIB))
     assert in_bytes == safe_from_printed(free, total) == (None if expected is None else Decimal(expected))
 
 
@@ -51,24 +55,24 @@ def test_known_cases(free: str, total: str, expected: str | None) -> None:
 @example(free=int(76.45 * GIB), total=96 * GIB)
 @example(free=2 * 1024 * GIB, total=100 * GIB)  # free above total
 def test_vllm_never_refuses_it(free: int, total: int) -> None:
-    found = safe_utilization(free, total)
+    found = safe(free, total)
     if found is not None:
         assert not refused_by_vllm(min(free, total), total, str(found))
         assert Decimal("0.01") <= found <= VLLM_DEFAULT
 
 
-@given(free=SIZES, total=SIZES, reserve=st.integers(0, 8 * GIB), cap=st.sampled_from(["0.5", "0.92", "0.97", "1.00"]))
-def test_the_next_hundredth_would_be_too_much(free: int, total: int, reserve: int, cap: str) -> None:
-    found = safe_utilization(free, total, reserve=reserve, cap=Decimal(cap))
+@given(free=SIZES, total=SIZES, reserve=st.integers(0, 8 * GIB))
+def test_the_next_hundredth_would_be_too_much(free: int, total: int, reserve: int) -> None:
+    found = safe_utilization(free, total, reserve=reserve)
     more = (found or Decimal(0)) + Decimal("0.01")
-    if more <= Decimal(cap):
+    if more <= VLLM_DEFAULT:
         assert not vllm_accepts(min(free, total) - reserve, total, more)
 
 
 @given(free=SIZES, total=SIZES, available=SIZES, gpus=st.integers(1, 8))
 def test_shared_pages_and_several_gpus_only_make_it_smaller(free: int, total: int, available: int, gpus: int) -> None:
-    alone = safe_utilization(free, total) or Decimal(0)
-    found = safe_utilization(free, total, host_available=available, gpus=gpus)
+    alone = safe(free, total) or Decimal(0)
+    found = safe(free, total, gpus, available)
     if found is not None:
         assert found <= alone
         assert not refused_by_vllm(min(free, available - HOST_BYTES), total, str(found))
@@ -83,23 +87,13 @@ def test_printed_numbers_are_as_safe_as_bytes(free: int, total: int, off: float)
         assert not refused_by_vllm(true_free, true_total, str(found))
 
 
-@given(free=SIZES, total=SIZES, taken=st.integers(0, 2 * GIB))
-def test_what_the_runtime_and_others_take_meanwhile_is_in_the_drivers_reserve(
-    free: int, total: int, taken: int
-) -> None:
-    free = min(free, total)
-    found = safe_utilization(free, total, reserve=driver_reserve(free))
-    if found is not None:
-        assert vllm_accepts(free - taken, total, found)
-
-
 def test_two_hundred_thousand_random_pairs() -> None:
     made = random.Random(20261121)
     answered = 0
     for _ in range(200_000):
         total = made.randrange(GIB, 300 * GIB)
         free = made.randrange(0, total + GIB)
-        found = safe_utilization(free, total)
+        found = safe(free, total)
         if found is not None:
             answered += 1
             assert math.ceil(total * float(str(found))) <= min(free, total) - default_reserve(min(free, total))
@@ -110,14 +104,13 @@ def test_the_reserve_grows_with_memory_and_with_gpus() -> None:
     assert default_reserve(20 * GIB) == GIB
     assert default_reserve(100 * GIB) == 2 * GIB
     assert default_reserve(20 * GIB, gpus=8) == 2 * GIB
-    assert safe_utilization(192 * GIB, 192 * GIB, gpus=8, cap=Decimal(1)) == Decimal("0.98")
 
 
 def test_pages_of_the_host_leave_the_host_its_own() -> None:
-    assert safe_utilization(122 * GIB, 124 * GIB, host_available=90 * GIB) == Decimal("0.69")  # (90 - 4) / 124
-    assert safe_utilization(122 * GIB, 124 * GIB, host_available=4 * GIB) is None
+    assert safe(122 * GIB, 124 * GIB, host_available=90 * GIB) == Decimal("0.69")  # (90 - 4) / 124
+    assert safe(122 * GIB, 124 * GIB, host_available=4 * GIB) is None
 
 
 def test_without_memory_there_is_no_answer() -> None:
-    assert safe_utilization(0, 0) is None
-    assert safe_utilization(GIB, 96 * GIB) is None
+    assert safe(0, 0) is None
+    assert safe(GIB, 96 * GIB) is None

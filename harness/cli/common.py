@@ -39,7 +39,6 @@ EXCLUDES = {
     "resume": ("model", "repeats", "checks", "workers", "bind", "ui"),
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),
-    "image": ("free", "total"),
 }  # fmt: skip
 _KINDS = {"int": "a whole number", "float": "a number", "finite": "a number"}
 _BOUNDS = {"ge": "a number of at least", "le": "a number of at most"}

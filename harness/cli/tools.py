@@ -107,9 +107,6 @@ def memory(
         float | None, typer.Option(min=0, metavar="GIB", help="Instead of this machine's: as vLLM's log has it.")
     ] = None,
     total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Ask the runtime in a container of this image; the surest source.")
-    ] = None,
     as_json: cli.JsonOpt = False,
     root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.root_folder)] = Path("/"),
 ) -> None:
@@ -132,7 +129,7 @@ def memory(
     if free is not None and total is not None:
         share = _given(free, total, tensor_parallel)
     else:
-        pools, share = _found(image, root, tensor_parallel, needed=read is None)
+        pools, share = _found(root, tensor_parallel, needed=read is None)
     answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
     if as_json:
         cli.print_json(answer)
@@ -155,14 +152,10 @@ def _given(free: float, total: float, gpus: int) -> "Share":
     return share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
 
 
-def _found(image: str | None, root: Path, gpus: int, *, needed: bool) -> "tuple[list[Pool], Share | None]":
+def _found(root: Path, gpus: int, *, needed: bool) -> "tuple[list[Pool], Share | None]":
     """This machine's pools and their share; no share without a GPU, where it is not needed."""
     from harness.machine.memory import pools, share_of
-    from harness.serve.container_commands import ask_image
 
-    if image is not None:
-        reported = ask_image(image, lambda line: print(line, file=sys.stderr))
-        return reported, share_of(reported, source="container", tensor_parallel=gpus)
     found = pools(root)
     # What a model needs is known without a GPU.
     return found, share_of(found, tensor_parallel=gpus) if found or needed else None

@@ -3,7 +3,9 @@
 Nothing else in harness/ names a server type; tests/test_architecture.py holds the few exceptions, with reasons.
 """
 
+import math
 import re
+from decimal import ROUND_FLOOR, Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +15,7 @@ import yaml
 from msgspec import Struct
 
 from harness.errors import HarnessError
+from harness.units import GIB
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, and every command reads these files
 Standing = Literal["validated", "supported", "code", "wheels", "prepared", "unsupported"]
@@ -63,12 +66,8 @@ class Command(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The command line and the environment of a server's program."""
 
     short: dict[str, str] = {}  # other names of a flag
-    settings: dict[str, str] = {}  # environment variables that the templates set, by variable of a template
-    settings_as_flags: str | None = None  # settings with this prefix are flags as well
-    verbose: dict[str, str] = {}  # environment variable: the value with which it writes lines for each step
     without_metrics: dict[str, str] = {}  # flag: what is lost with it
     protected: list[ProtectedFlags] = []
-    hub_cache: bool = False  # its templates keep the hub's downloads at /root/.cache/huggingface
     shells: list[str] = []  # names of images that start a shell, as regular expressions
     environment: list[str] = []  # prefixes of environment variables of its images that decide about speed
 
@@ -194,3 +193,49 @@ def listed_names(model: str) -> set[str]:
 def any_of(expressions: list[str]) -> re.Pattern[str]:
     """One expression for a whole text that is any of these; none matches nothing."""
     return re.compile(f"(?:{'|'.join(expressions) or '(?!)'})$")
+
+
+# The largest gpu_memory_utilization with which vLLM starts, exact on bytes. vLLM refuses to start when
+# `free < ceil(total * utilization)` (v1/worker/utils.py, request_memory; the same on the CPU).
+VLLM_DEFAULT = Decimal("0.92")  # since vLLM 0.20; a larger value is only taken when somebody asks for it
+_STEP = Decimal("0.01")
+SEVERAL_GPUS_BYTES = 2 * GIB  # RCCL's buffers, allocated before vLLM looks
+HOST_BYTES = 4 * GIB  # left to the system where the GPU's memory is the host's
+_HALF_PRINTED = Decimal("0.005")  # GiB; vLLM prints them rounded to hundredths
+
+
+def vllm_accepts(free: int, total: int, utilization: Decimal) -> bool:
+    """vLLM's own check at start, in bytes, with the number as it reads it from the command line."""
+    return 0 < utilization <= 1 and not free < math.ceil(total * float(utilization))
+
+
+def default_reserve(free: int, gpus: int = 1) -> int:
+    """Bytes to leave free: 1 GiB or 2 % for what others allocate until vLLM looks, more where GPUs work together."""
+    return max(GIB if gpus == 1 else SEVERAL_GPUS_BYTES, free // 50)
+
+
+def safe_utilization(free: int, total: int, *, reserve: int, host_available: int | None = None) -> Decimal | None:
+    """The largest utilization in hundredths that leaves the reserve; None where not even 0.01 is left.
+
+    All in bytes. `free` above `total`, which HIP reports on some APUs, counts as `total`. `host_available` is given for
+    a pool whose pages are the host's memory: then the host keeps HOST_BYTES. Never more than VLLM_DEFAULT.
+    """
+    usable = min(free, total) - reserve
+    if host_available is not None:
+        usable = min(usable, host_available - HOST_BYTES)
+    if usable <= 0 or total <= 0:
+        return None
+    found = min((Decimal(usable) / total).quantize(_STEP, ROUND_FLOOR), VLLM_DEFAULT)
+    while found > 0 and not vllm_accepts(usable, total, found):
+        found -= _STEP  # the nearest float may be above the decimal, and vLLM rounds the bytes up
+    return found if found > 0 else None
+
+
+def safe_from_printed(free_gib: str | float, total_gib: str | float) -> Decimal | None:
+    """The same from the two numbers that vLLM prints, taken at the worse end of what was rounded to them.
+
+    vLLM saw them itself, after its runtime had taken its share.
+    """
+    total = math.ceil((Decimal(str(total_gib)) + _HALF_PRINTED) * GIB)
+    free = min(int((Decimal(str(free_gib)) - _HALF_PRINTED) * GIB), total)
+    return safe_utilization(free, total, reserve=default_reserve(free))

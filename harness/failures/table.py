@@ -12,9 +12,8 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from harness.engines import engines
+from harness.engines import engines, safe_from_printed
 from harness.redact import masked
-from harness.utilization import safe_from_printed
 
 # Files in the order of preference for one line; within a file the first row that matches decides.
 FILES = ("docker", "memory", "gpu", "*", "host", "requests", "arguments", "exits", "engine")  # *: rows of the engines

@@ -5,21 +5,27 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Collection, Iterator
+from decimal import Decimal
 from pathlib import Path
 
 from msgspec import Struct
 
-from harness.engines import Standing
-from harness.machine.doctor_memory import memory_findings, process_findings
+from harness.engines import VLLM_DEFAULT, Standing, vllm_accepts
 from harness.machine.findings import Finding, Level, finding
 from harness.machine.gpus import (
     AMD,
     NVIDIA,
     WORDS,
+    Card,
     GfxTarget,
+    Holder,
+    Holders,
     columns,
     device_groups,
+    engine_processes,
     gpus,
+    holders,
+    meminfo,
     number,
     pci_cards,
     table,
@@ -27,6 +33,8 @@ from harness.machine.gpus import (
     text,
     working,
 )
+from harness.machine.memory import PAGE_BYTES, Pool, of_pool, pools, share_of
+from harness.units import GIB, gib
 
 _READY: tuple[Standing, ...] = ("validated", "supported", "code")
 
@@ -40,11 +48,6 @@ def gpu_findings(root: Path) -> Iterator[Finding]:
     yield finding("gpu.present", "ok", _present(root, counts))
     for target in dict.fromkeys(str(card["target"]) for card in working(list(gpus(root)))):
         yield _standing(target)
-    if len(counts) > 1:
-        many = " and ".join(f"{count} x {target}" for target, count in counts.items())
-        node = str(max(gpus(root), key=lambda gpu: gpu["compute_units"] or 0)["render_node"])
-        fact = f"{many} are in one machine, and servers may take the wrong one"
-        yield finding("gpu.mixed", "warning", fact, node=node)
 
 
 def _present(root: Path, counts: Counter[str]) -> str:
@@ -111,7 +114,6 @@ class DockerEngine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     remedy: str = ""
     rootless: bool = False
     desktop: bool = False
-    podman: bool = False
     image_folder: str | None = None  # where it keeps images
     free_bytes: int | None = None  # on that folder's disk, on this machine
     stale: list[str] = []  # leftovers of killed runs
@@ -127,8 +129,6 @@ def engine_findings(engine: DockerEngine, *, gpus: int) -> Iterator[Finding]:
         yield finding("docker.reachable", "blocker", fact, case, remedy=engine.remedy)
         return
     yield finding("docker.reachable", "ok", "the Docker Engine answers")
-    if engine.podman:
-        yield finding("docker.podman", "warning", "Podman answers in Docker's place")
     if engine.desktop and gpus:
         yield finding("docker.desktop", "blocker", "the engine of Docker Desktop has no access to this machine's GPU")
     if engine.rootless:
@@ -158,24 +158,17 @@ def _disk(engine: DockerEngine) -> Iterator[Finding]:
         yield finding("docker.disk", "ok", fact)
 
 
-class User(Struct, frozen=True, forbid_unknown_fields=True):
-    """The user that needs the device nodes."""
-
-    uid: int
-    groups: frozenset[int]
-
-
-def access_findings(root: Path, user: User | None = None, *, rootless: bool = False) -> Iterator[Finding]:
+def access_findings(root: Path, *, rootless: bool = False) -> Iterator[Finding]:
     """Findings about device nodes; none without a GPU.
 
     Containers of an engine that runs as root open them whatever the user; those of a rootless engine open them as
-    the user. `user` None is this one, access lists of the file system included.
+    the user, access lists of the file system included.
     """
     nodes = [str(gpu["render_node"]) for gpu in gpus(root) if gpu["render_node"]]
     if next(gpus(root), None) is None:
         return
-    yield from _node(root, "access.kfd", "/dev/kfd", user, rootless)
-    yield from _render(root, nodes, user, rootless)
+    yield from _node(root, "access.kfd", "/dev/kfd", rootless)
+    yield from _render(root, nodes, rootless)
     if groups := device_groups(root):
         names = _names(root)
         fact = ", ".join(f"{group} ({names[group]})" if group in names else str(group) for group in groups)
@@ -184,13 +177,13 @@ def access_findings(root: Path, user: User | None = None, *, rootless: bool = Fa
         yield finding("access.groups", "warning", "the device nodes belong to the group root")
 
 
-def _node(root: Path, id: str, name: str, user: User | None, rootless: bool) -> Iterator[Finding]:
+def _node(root: Path, id: str, name: str, rootless: bool) -> Iterator[Finding]:
     path = root / name.lstrip("/")
     if not path.exists():
         yield finding(id, "blocker", f"there is no {name}", "missing")
         return
     owner = f"{name}: mode {path.stat().st_mode & 0o777:04o}, group {_group(root, path)}"
-    if may_open(path, user):
+    if may_open(path):
         yield finding(id, "ok", owner)
         return
     group = _names(root).get(path.stat().st_gid, str(path.stat().st_gid))
@@ -202,29 +195,23 @@ def _node(root: Path, id: str, name: str, user: User | None, rootless: bool) -> 
         yield finding(id, "warning", f"this user may not open {owner}; {rest}", "denied", groups=group)
 
 
-def _render(root: Path, nodes: list[str], user: User | None, rootless: bool) -> Iterator[Finding]:
+def _render(root: Path, nodes: list[str], rootless: bool) -> Iterator[Finding]:
     gone = [node for node in nodes if not (root / node.lstrip("/")).exists()]
     if gone or not nodes:
         what = f"there is no {', '.join(gone)}" if gone else "no GPU has a render node"
         yield finding("access.render", "blocker", what, "missing")
         return
-    closed = [node for node in nodes if not may_open(root / node.lstrip("/"), user)]
+    closed = [node for node in nodes if not may_open(root / node.lstrip("/"))]
     if len(nodes) == 1 or closed:
-        yield from _node(root, "access.render", closed[0] if closed else nodes[0], user, rootless)
+        yield from _node(root, "access.render", closed[0] if closed else nodes[0], rootless)
     else:
         group = _group(root, root / nodes[0].lstrip("/"))
         yield finding("access.render", "ok", f"{len(nodes)} render nodes from {nodes[0]} on, group {group}")
 
 
-def may_open(path: Path, user: User | None) -> bool:
-    """Whether the user may read and write it."""
-    if user is None:
-        return os.access(path, os.R_OK | os.W_OK)
-    if user.uid == 0:
-        return True
-    facts = path.stat()
-    shift = 6 if facts.st_uid == user.uid else 3 if facts.st_gid in user.groups else 0
-    return (facts.st_mode >> shift) & 0o6 == 0o6
+def may_open(path: Path) -> bool:
+    """Whether this user may read and write it."""
+    return os.access(path, os.R_OK | os.W_OK)
 
 
 def _group(root: Path, path: Path) -> str:
@@ -239,23 +226,20 @@ def _names(root: Path) -> dict[int, str]:
     return {int(number): name for name, number in found}
 
 
-_RDNA_3_5 = ("gfx1150", "gfx1151", "gfx1152")
 _HEX = re.compile(r"(?:0x)?[0-9a-f]+", re.IGNORECASE)
 _CWSR, _HANGS = "cwsr_size and ctl_stack_size", "ROCm crashes or hangs"
 _CWSR_SINCE = (6, 18, 4)
-_BAD_FIRMWARE, _BAD_MES = "20251125", 0x83
-_FIRMWARE_PACKAGES = ("linux-firmware", "linux-firmware-amdgpu", "firmware-amd-graphics", "amd-gpu-firmware")
+_BAD_MES = 0x83
 
 
 def kernel_findings(root: Path) -> Iterator[Finding]:
     """Findings about kernel and power."""
-    targets = {str(gpu["target"]) for gpu in gpus(root)}
     yield from cwsr(root)
-    yield from _driver(root, targets)
-    yield from _firmware(root, targets)
-    yield from _numa(root, targets)
-    if targets:
-        yield from _power(root)
+    yield from _firmware(root)
+    profile = text(root / "sys/firmware/acpi/platform_profile")
+    if profile and next(gpus(root), None) is not None:
+        level: Level = "ok" if profile == "performance" else "warning"
+        yield finding("kernel.profile", level, f"the power profile is {profile}")
 
 
 def cwsr(root: Path) -> Iterator[Finding]:
@@ -277,81 +261,155 @@ def cwsr(root: Path) -> Iterator[Finding]:
     yield finding("kernel.cwsr", "blocker", f"{fact}, and {_HANGS}", "replaced")
 
 
-def _driver(root: Path, targets: set[str]) -> Iterator[Finding]:
-    version = text(root / "sys/module/amdgpu/version")  # the kernel's own driver has none
-    if version and targets & set(_RDNA_3_5):
-        yield finding("kernel.dkms", "warning", f"amdgpu {version} of amdgpu-dkms has replaced the kernel's own driver")
-
-
-def _firmware(root: Path, targets: set[str]) -> Iterator[Finding]:
-    if not targets & {"gfx1150", "gfx1151"}:
-        return
-    packages = list(_packages(root))
-    bad = [package for package in packages if _BAD_FIRMWARE in package]
-    mes = [int(version, 16) for gpu in gpus(root) if _HEX.fullmatch(version := gpu["firmware"].get("mes", ""))]
+def _firmware(root: Path) -> Iterator[Finding]:
+    of_apus = [gpu["firmware"].get("mes", "") for gpu in gpus(root) if gpu["target"] in ("gfx1150", "gfx1151")]
+    mes = sorted({int(version, 16) for version in of_apus if _HEX.fullmatch(version)})
     if _BAD_MES in mes:
         yield finding("kernel.firmware", "warning", "MES firmware 0x83 is loaded, that of linux-firmware 20251125")
-    elif bad:
-        yield finding("kernel.firmware", "warning", f"{bad[0]} is installed")
-    elif mes or packages:
-        fact = [f"MES firmware {version:#x}" for version in sorted(set(mes))] + packages
-        yield finding("kernel.firmware", "ok", ", ".join(fact))
+    elif mes:
+        yield finding("kernel.firmware", "ok", ", ".join(f"MES firmware {version:#x}" for version in mes))
 
 
-def _packages(root: Path) -> Iterator[str]:
-    """Firmware packages and versions, from the files of dpkg and pacman."""
-    for entry in (text(root / "var/lib/dpkg/status") or "").split("\n\n"):
-        fields = dict(re.findall(r"^(Package|Status|Version): (.+)$", entry, re.MULTILINE))
-        if fields.get("Package") in _FIRMWARE_PACKAGES and fields.get("Status", "").endswith(" installed"):
-            yield f"{fields['Package']} {fields.get('Version', '')}".strip()
-    for path in sorted((root / "var/lib/pacman/local").glob("linux-firmware*")):
-        name, _, version = path.name.rpartition("-")[0].rpartition("-")
-        if name in _FIRMWARE_PACKAGES:
-            yield f"{name} {version}"
-
-
-def _numa(root: Path, targets: set[str]) -> Iterator[Finding]:
-    rows = [row for target in targets if (row := target_of(target)) is not None]
-    balancing = number(root / "proc/sys/kernel/numa_balancing")
-    if balancing is None or not any(row.instinct for row in rows):
-        return
-    if balancing:
-        yield finding("kernel.numa", "warning", f"automatic NUMA balancing is on (numa_balancing is {balancing})")
+def process_findings(root: Path) -> Iterator[Finding]:
+    """Findings about engines that run on this machine."""
+    serving = engine_processes(root)
+    orphaned = [process for process in serving if process.orphaned]
+    held = {holder.pid: holder.bytes for holder in holders(root).found} if orphaned else {}
+    if orphaned:
+        named = [
+            f"{one.name} (pid {one.pid}{f', holds {gib(held[one.pid])}' if one.pid in held else ''})"
+            for one in orphaned
+        ]
+        listed = " ".join(str(process.pid) for process in orphaned)
+        yield finding("processes.orphans", "warning", f"orphaned engine: {', '.join(named)}", pids=listed)
     else:
-        yield finding("kernel.numa", "ok", "automatic NUMA balancing is off")
+        yield finding("processes.orphans", "ok", "no orphaned engine")
+    others = [process for process in serving if process not in orphaned]
+    if others:
+        named = [f"{process.name} (pid {process.pid})" for process in others]
+        more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+        yield finding("processes.engines", "warning", f"run already: {', '.join(named[:4])}{more}")
 
 
-def _power(root: Path) -> Iterator[Finding]:
-    if profile := text(root / "sys/firmware/acpi/platform_profile"):
-        level: Level = "ok" if profile == "performance" else "warning"
-        yield finding("kernel.profile", level, f"the power profile is {profile}")
-    cpu = root / "sys/devices/system/cpu/cpu0/cpufreq"
-    if governor := text(cpu / "scaling_governor"):
-        preference = text(cpu / "energy_performance_preference")
-        fast = "performance" in (governor, preference)
-        fact = f"the CPU's governor is {governor}" + (f", its energy preference {preference}" if preference else "")
-        yield finding("kernel.governor", "ok" if fast else "warning", fact)
-    slow = {str(gpu["render_node"]): gpu["performance_level"] for gpu in gpus(root)}
-    slow = {node: level for node, level in slow.items() if level in ("low", "profile_min_sclk", "profile_min_mclk")}
-    for node, level in slow.items():
-        yield finding("kernel.performance_level", "warning", f"{node} is held at '{level}'", node=Path(node).name)
+TEMPLATE_SHARE = Decimal("0.75")  # gpu_memory_utilization of the template vllm-rocm
+_SMALL_CARVE_OUT = 8 * GIB
+_MUCH = GIB  # held by one process
+_SHOWN = 64 << 20
 
 
-def diagnose(
-    root: Path = Path("/"),
-    docker: DockerEngine | None = None,
-    user: User | None = None,
-) -> list[Finding]:
+def memory_findings(root: Path) -> Iterator[Finding]:
+    """Findings about the memory of the GPUs that work; none without a GPU."""
+    cards = working(list(gpus(root)))
+    found = pools(root, cards)
+    if not found:
+        return
+    seen = holders(root)
+    level: Level = "ok" if all(pool.free_bytes is not None for pool in found) else "warning"
+    yield finding("memory.pool", level, "; ".join(map(of_pool, found)))
+    yield from _fractions(found)
+    yield from _holders(root, seen, found)
+    for pool, card in zip(found, cards, strict=True):
+        if card["integrated"]:
+            yield from _sizes(root, pool, card)
+
+
+def _fractions(found: list[Pool]) -> Iterator[Finding]:
+    """The largest share that is safe on all known pools, and whether the defaults of vLLM and the templates fit."""
+    known = [pool for pool in found if pool.free_bytes is not None]
+    if not known:
+        return
+    safe = min(share_of([pool]).utilization or Decimal(0) for pool in known)
+    fact = f"gpu_memory_utilization is safe up to {safe}"
+    if not safe:
+        fact = "no gpu_memory_utilization is safe: nothing is left for vLLM"
+    default = f"vLLM's default of {VLLM_DEFAULT}"
+    if all(_accepts(pool, VLLM_DEFAULT) for pool in known):
+        fits = "fits" if safe >= VLLM_DEFAULT else "is more, and may just start"
+        yield finding("memory.fraction", "ok", f"{fact}; {default} {fits}")
+        return
+    neither = not all(_accepts(pool, TEMPLATE_SHARE) for pool in known)
+    fact += f"; {default} and the templates' {TEMPLATE_SHARE} do not fit" if neither else f"; {default} does not fit"
+    yield finding("memory.fraction", "warning", fact, "less" if safe else "none", fraction=safe)
+
+
+def _accepts(pool: Pool, share: Decimal) -> bool:
+    free, available, total = pool.free_bytes, pool.host_available_bytes, pool.total_bytes
+    assert free is not None and total is not None
+    return vllm_accepts(free if available is None else min(free, available), total, share)
+
+
+def _holders(root: Path, seen: Holders, found: list[Pool]) -> Iterator[Finding]:
+    orphaned = {
+        process.pid for process in engine_processes(root) if process.orphaned
+    }  # those have a finding of their own
+    shown = [holder for holder in seen.found if holder.bytes >= _SHOWN and holder.pid not in orphaned][:5]
+    unseen = f"; {seen.unseen} processes of other users cannot be seen (sudo shows them)" if seen.unseen else ""
+    much = [holder for holder in shown if holder.bytes >= _MUCH]
+    if much:
+        names = ", ".join(f"{holder.name} (pid {holder.pid})" for holder in much)
+        yield finding("memory.holders", "warning", f"held by {_list(shown)}{unseen}", names=names)
+        return
+    used = sum(pool.used_bytes or 0 for pool in found)
+    if shown:
+        yield finding("memory.holders", "ok", f"held by {_list(shown)}{unseen}")
+    else:
+        unknown = f"{gib(used)} in use, by no process that can be seen" if used > _MUCH else "no process holds much"
+        yield finding("memory.holders", "ok", f"{unknown}{unseen}")
+
+
+def _list(shown: list[Holder]) -> str:
+    return ", ".join(f"{holder.name} (pid {holder.pid}) {gib(holder.bytes)}" for holder in shown)
+
+
+def _sizes(root: Path, pool: Pool, card: Card) -> Iterator[Finding]:
+    """Settings of an APU that give too little or too much memory."""
+    ram, vram, stated = meminfo(root / "proc/meminfo").get("MemTotal"), card["vram_bytes"], card["gtt_bytes"]
+    max_gib = None if ram is None else _max_gtt_gib(ram)
+    limit = number(root / "sys/module/ttm/parameters/pages_limit")
+    gtt = stated if limit is None or stated is None else min(stated, limit * PAGE_BYTES)
+    if stated is not None and gtt is not None and gtt < stated:
+        wanted = re.search(r"\bamdgpu\.gttsize=(\d+)", text(root / "proc/cmdline") or "")
+        asked = f"amdgpu.gttsize={wanted[1]}" if wanted else "the driver"
+        size = stated if max_gib is None else min(stated, max(gtt, max_gib * GIB))  # never more than there is
+        yield finding(
+            "memory.gttsize",
+            "warning",
+            f"{asked} promises a GTT of {gib(stated)}, but ttm.pages_limit gives out {gib(gtt)}: "
+            "programs see more free memory than there is",
+            pages=size // PAGE_BYTES,
+        )
+    if ram is None or max_gib is None or vram is None or gtt is None or not pool.unified:
+        return
+    if vram < _SMALL_CARVE_OUT and gtt < 0.55 * ram and gtt < max_gib * GIB:
+        yield finding(
+            "memory.half",
+            "warning",
+            f"the GPU gets {gib(gtt)} of {gib(ram)}: "
+            f"GTT has {'a limit' if gtt < (stated or 0) else 'its default size'} of half the RAM, "
+            f"the carve-out is {gib(vram)}",
+            pages=max_gib * GIB // PAGE_BYTES,
+            size=f"{max_gib} GiB",
+            left=gib(ram - max_gib * GIB),
+            gib=max_gib,
+        )
+
+
+def _max_gtt_gib(ram: int) -> int:
+    """The GTT that leaves an eighth of the RAM, at least 4 and at most 8 GiB, to everything else."""
+    return (ram - min(8 * GIB, max(4 * GIB, ram // 8))) // GIB
+
+
+def diagnose(root: Path = Path("/"), docker: DockerEngine | None = None) -> list[Finding]:
     """All findings under `root`, by topic.
 
     `docker` is what the engine says of itself; None when it was not asked. With an engine on another machine there
-    are only findings about that engine. `user` None is this one.
+    are only findings about that engine.
     """
     if docker is not None and docker.host is not None:
         return list(engine_findings(docker, gpus=0))
     rootless = docker is not None and docker.rootless
     found = [*gpu_findings(root), *memory_findings(root), *kernel_findings(root)]
-    found += access_findings(root, user, rootless=rootless)
+    found += access_findings(root, rootless=rootless)
     if docker is not None:
         found += engine_findings(docker, gpus=sum(1 for _ in gpus(root)))
     return [*found, *process_findings(root)]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import yaml
 from msgspec import Struct
 
-from harness.engines import Column, Standing, engines
+from harness.engines import Column, Standing, any_of, engines
 from harness.errors import HarnessError
 from harness.files import read_bytes
 from harness.rundir.manifest import GpuMemory, Machine
@@ -248,6 +248,115 @@ def shown(cards: Sequence[Card], devices: Sequence[str], environment: Mapping[st
             raise HarnessError(f"{name} names '{missing[0]}', and there are {len(found)} GPUs here, counted from 0")
         found = [found[int(number)] for number in numbers]
     return found if named else working(found)
+
+
+_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_AMOUNT = re.compile(r"^drm-(?:memory|resident)-(vram|gtt):\s*(\d+)\s*([kmg]ib)?\s*$", re.IGNORECASE | re.MULTILINE)
+
+
+class Holder(NamedTuple):
+    """A process that holds GPU memory."""
+
+    pid: int
+    name: str  # as in /proc/PID/comm, which cuts it to 15 characters
+    bytes: int
+
+
+class Holders(NamedTuple):
+    """The processes that hold GPU memory, the largest first."""
+
+    found: list[Holder]
+    unseen: int  # processes of other users, which are not readable
+
+
+def holders(root: Path = Path("/")) -> Holders:
+    """Find the processes that hold memory of an AMD GPU.
+
+    Two sources, of which the larger counts: the DRM clients of a process (fdinfo; drm-usage-stats in the kernel's
+    documentation), and what the compute driver counts for it (/sys/class/kfd/kfd/proc), which other users may read.
+    """
+    clients: set[tuple[str, str]] = set()
+    found, unseen = [], 0
+    for pid in pids(root):
+        vram, gtt, seen = _of_clients(root / f"proc/{pid}/fdinfo", clients)
+        unseen += not seen and bool(text(root / f"proc/{pid}/cmdline"))  # a kernel thread has no command line
+        vram = max(vram, sum(_of_compute(root, pid)))
+        if vram or gtt:
+            found.append(Holder(pid, text(root / f"proc/{pid}/comm") or "?", vram + gtt))
+    return Holders(sorted(found, key=lambda holder: (-holder.bytes, holder.pid)), unseen)
+
+
+def pids(root: Path) -> list[int]:
+    """All processes; none where there is no /proc."""
+    try:
+        return sorted(int(name) for name in os.listdir(root / "proc") if name.isdigit())
+    except OSError:
+        return []
+
+
+def _of_clients(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, bool]:
+    """VRAM and GTT of the process's DRM clients that no earlier process had, and whether they are readable."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return 0, 0, True  # it has ended
+    except OSError:
+        return 0, 0, False
+    vram = gtt = 0
+    for name in names:
+        fdinfo = text(folder / name) or ""
+        if "drm-driver:\tamdgpu" not in fdinfo:
+            continue
+        client = (_value(fdinfo, "drm-pdev"), _value(fdinfo, "drm-client-id"))
+        if client in clients:
+            continue  # a duplicate of a descriptor, in this process or in one that inherited it
+        clients.add(client)
+        sizes = {"vram": 0, "gtt": 0}
+        for kind, amount, unit in _AMOUNT.findall(fdinfo):
+            sizes[kind] = max(sizes[kind], int(amount) * _UNITS[unit.lower()])
+        vram, gtt = vram + sizes["vram"], gtt + sizes["gtt"]
+    return vram, gtt, True
+
+
+def _of_compute(root: Path, pid: int) -> Iterator[int]:
+    for path in (root / f"sys/class/kfd/kfd/proc/{pid}").glob("vram_*"):
+        yield number(path) or 0
+
+
+def _value(fdinfo: str, key: str) -> str:
+    match = re.search(rf"^{key}:\s*(\S+)", fdinfo, re.MULTILINE)
+    return match[1] if match else ""
+
+
+# Process names of the kernel, cut to 15 characters.
+_CHILDREN = any_of([name for engine in engines() for name in engine.children])
+_ENGINES = any_of([name for engine in engines() for name in engine.processes])
+# Processes that adopt orphans: the first process, a user's systemd, the first one of a container.
+_ADOPTERS = {"systemd", "init", "docker-init", "tini", "dumb-init", "catatonit", "lemond", "bash", "sh"}
+
+
+class EngineProcess(NamedTuple):
+    """A process of an inference engine."""
+
+    pid: int
+    name: str
+    orphaned: bool  # its server is gone
+
+
+def engine_processes(root: Path) -> list[EngineProcess]:
+    """The processes of inference engines on this machine."""
+    running: dict[int, tuple[str, int]] = {}  # name and parent
+    for pid in pids(root):
+        # The name is in parentheses and may contain some itself; after it come the state and the parent.
+        match = re.match(r"\d+ \((.*)\) (\S) (\d+)", text(root / f"proc/{pid}/stat") or "", re.DOTALL)
+        if match and match[2] != "Z":
+            running[pid] = match[1], int(match[3])
+    found = []
+    for pid, (name, parent) in running.items():
+        if _ENGINES.match(name):
+            adopted = parent <= 1 or parent not in running or running[parent][0] in _ADOPTERS
+            found.append(EngineProcess(pid, name, adopted and _CHILDREN.match(name) is not None))
+    return found
 
 
 WORDS: dict[Standing, str] = {

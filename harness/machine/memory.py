@@ -7,20 +7,13 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
+from harness.engines import HOST_BYTES, VLLM_DEFAULT, default_reserve, safe_utilization
 from harness.errors import HarnessError
-from harness.machine.gpus import Card, gpus, has_fp8, meminfo, number, working
+from harness.machine.gpus import Card, gpus, meminfo, number, working
 from harness.machine.model import DTYPE_BYTES, Capacity, Layout, ModelShape, capacity, layout_of, weight_bytes
 from harness.reasons import sentence
 from harness.summary import Reason, because
 from harness.units import GIB, gib
-from harness.utilization import (
-    ENGINE_BYTES,
-    HOST_BYTES,
-    VLLM_DEFAULT,
-    default_reserve,
-    driver_reserve,
-    safe_utilization,
-)
 
 PAGE_BYTES = 4096  # of x86-64, as every APU
 
@@ -34,10 +27,14 @@ class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     total_bytes: int | None
     used_bytes: int | None
     free_bytes: int | None  # of this pool alone: see host_available_bytes
-    unified: bool  # its pages are host memory, shared by all programs
     host_available_bytes: int | None = None  # of a unified pool: free host memory
     overstated: bool = False  # the driver reports more than its limit, and the runtime may report that
     doubts: list[str] = []  # why the GPU's runtime may see other numbers
+
+    @property
+    def unified(self) -> bool:
+        """Whether its pages are host memory, shared by all programs."""
+        return self.kind == "gtt"
 
 
 def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[Pool]:
@@ -62,42 +59,28 @@ def _pool(gpu: Card, device: Path | None, limit: int | None, available: int | No
     def size(name: str) -> int | None:
         return number(device / f"mem_info_{name}") if device is not None else None
 
-    vram, gtt = size("vram_total"), size("gtt_total")
-    kind = _kind(gpu["integrated"], vram, gtt)
-    unified = kind == "gtt"
-    stated, used = (gtt, size("gtt_used")) if unified else (vram, size("vram_used"))
-    total, doubts, overstated = (stated or None) if kind else None, [], False
-    if kind is None:
-        doubts.append("the driver does not tell the sizes of carve-out and GTT, of which the larger counts")
-    elif total is None:
-        doubts.append(f"the driver does not tell the size of its {kind.upper()}")
-    elif unified and limit is not None and limit < total:
+    kind = _kind(gpu["integrated"], size("vram_total"), size("gtt_total"))
+    total, used = (size(f"{kind}_total") or None, size(f"{kind}_used")) if kind else (None, None)
+    doubts, overstated = [], False
+    if total is None or used is None or used > total:
+        doubts.append("the driver does not tell its size, or how much of it is in use")
+        used = None
+    if kind == "gtt" and limit is not None and total is not None and limit < total:
         doubts.append(
             f"the driver states a GTT of {gib(total, 2)}, but ttm.pages_limit allows {gib(limit, 2)}: "
             "the runtime may report more free memory than there is in total"
         )
         total, overstated = limit, True
-    if total is not None and kind is not None and used is None:
-        doubts.append(f"the driver does not tell how much of its {kind.upper()} is in use")
-    elif total is not None and kind is not None and used is not None and used > (stated or 0):
-        doubts.append(
-            f"the driver tells {gib(used, 2)} of its {kind.upper()} in use, more than the {gib(total, 2)} of it"
-        )
-        used = None
-    if unified:
+    if kind == "gtt":
         doubts.append("what is in use of GTT may lag behind what programs have just allocated")
-        if available is None:
-            doubts.append("the host's available memory, which limits GTT, is not known")
-    free = max(0, total - used) if total is not None and used is not None else None
     return Pool(
         render_node=str(gpu["render_node"]) if gpu["render_node"] else None,
         target=str(gpu["target"]),
         kind=kind,
         total_bytes=total,
         used_bytes=used,
-        free_bytes=free,
-        unified=unified,
-        host_available_bytes=available if unified else None,
+        free_bytes=max(0, total - used) if total is not None and used is not None else None,
+        host_available_bytes=available if kind == "gtt" else None,
         overstated=overstated,
         doubts=doubts,
     )
@@ -115,11 +98,11 @@ def _kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal
 # Halo at common settings; only its own profiling at start knows.
 OTHER_BYTES = (int(1.1 * GIB), int(2.6 * GIB))
 
-Source = Literal["driver", "container", "given", "host"]
+CONTEXT_BYTES = GIB  # what the HIP runtime takes for itself before vLLM looks
+
+Source = Literal["driver", "given"]
 NO_GPU = "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
-ELSEWHERE = (
-    "Ask the runtime itself with `harness memory --image IMAGE`, or give --free and --total in GiB as vLLM's log tells."
-)
+ELSEWHERE = "`harness memory --free GIB --total GIB` computes it from the two numbers that vLLM's log tells."
 
 
 class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,7 +116,6 @@ class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     reserve_bytes: int
     host_available_bytes: int | None = None
     node: str | None = None  # the deciding GPU, such as /dev/dri/renderD128
-    targets: list[str] = []  # of its GPUs; empty: unknown
     formula: Reason  # with the numbers in it
     doubts: list[str] = []
 
@@ -179,7 +161,7 @@ class Wish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kv_cache_dtype: str = "auto"
 
 
-def share_of(pools: list[Pool], *, source: Source = "driver", tensor_parallel: int = 1) -> Share:
+def share_of(pools: list[Pool], *, tensor_parallel: int = 1) -> Share:
     """The share for the first `tensor_parallel` GPUs: the smallest one, since vLLM has one number for all.
 
     Raises HarnessError where there are not so many, or where one does not tell its memory.
@@ -189,46 +171,17 @@ def share_of(pools: list[Pool], *, source: Source = "driver", tensor_parallel: i
             f"{tensor_parallel} GPUs are asked for, and there are {len(pools)}" if pools else NO_GPU,
             next_step=ELSEWHERE,
         )
-    shares = [_of_pool(pool, source, tensor_parallel) for pool in pools[:tensor_parallel]]
-    targets = list(dict.fromkeys(pool.target for pool in pools[:tensor_parallel]))
-    found = structs.replace(smallest_share(shares), targets=targets)
-    others = [pool for pool in pools[tensor_parallel:] if pool.free_bytes is not None and pool.total_bytes is not None]
-    doubts_of_gpus = _unlike_others(found, [_of_pool(pool, source, 1) for pool in others])
-    return structs.replace(found, doubts=[*found.doubts, *doubts_of_gpus])
-
-
-def _unlike_others(found: Share, others: list[Share]) -> list[str]:
-    """A doubt if another GPU would have a different share."""
-    differing = [share for share in others if share.utilization != found.utilization]
-    if not differing:
-        return []
-    ends = sorted(differing, key=_size)
-    other = ends[0] if _size(ends[0]) < _size(found) else ends[-1]
-    first = "the first GPU" if found.gpus == 1 else f"the first {found.gpus} GPUs"
-    by = f" ({found.node})" if found.gpus == 1 and found.node is not None else ""
-    return [f"it is for {first}{by}; {other.node or 'another'} has room for {other.utilization or 'nothing'}"]
-
-
-def _of_pool(pool: Pool, source: Source, gpus: int) -> Share:
-    free, total = pool.free_bytes, pool.total_bytes
-    if free is None or total is None:
-        raise HarnessError(
-            f"{pool.render_node or pool.target}: how much of its memory is free is not known ({pool.doubts[0]})",
-            next_step=ELSEWHERE,
-        )
-    host = pool.host_available_bytes
-    found = share(free, total, source=source, gpus=gpus, host_available=host, doubts=pool.doubts)
-    return structs.replace(found, node=pool.render_node)
-
-
-def smallest_share(shares: list[Share]) -> Share:
-    """The smallest of the shares, with the doubts of all."""
+    shares = []
+    for pool in pools[:tensor_parallel]:
+        free, total = pool.free_bytes, pool.total_bytes
+        if free is None or total is None:
+            raise HarnessError(f"{pool.render_node or pool.target}: {pool.doubts[0]}", next_step=ELSEWHERE)
+        host = pool.host_available_bytes
+        one = share(free, total, source="driver", gpus=tensor_parallel, host_available=host, doubts=pool.doubts)
+        shares.append(structs.replace(one, node=pool.render_node))
     doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
-    return structs.replace(min(shares, key=_size), doubts=doubts)
-
-
-def _size(share: Share) -> tuple[Decimal, int]:
-    return share.utilization or Decimal(0), share.free_bytes
+    smallest = min(shares, key=lambda one: (one.utilization or Decimal(0), one.free_bytes))
+    return structs.replace(smallest, doubts=doubts)
 
 
 def share(
@@ -241,8 +194,9 @@ def share(
     doubts: Sequence[str] = (),
 ) -> Share:
     """Compute the share of one pool from its bytes."""
-    reserve = _reserve(source, min(free, total), gpus)
-    found = safe_utilization(free, total, gpus=gpus, reserve=reserve, host_available=host_available)
+    used = min(free, total)  # HIP reports more free memory than there is on some APUs
+    reserve = default_reserve(used, gpus) + (CONTEXT_BYTES if source == "driver" else 0)
+    found = safe_utilization(free, total, reserve=reserve, host_available=host_available)
     lies = [f"{gib(free, 2)} of {gib(total, 2)} are reported as free; the total is the limit"] if free > total else []
     return Share(
         utilization=found,
@@ -252,15 +206,9 @@ def share(
         total_bytes=total,
         reserve_bytes=reserve,
         host_available_bytes=host_available,
-        formula=_formula(min(free, total), total, reserve, host_available, found),
+        formula=_formula(used, total, reserve, host_available, found),
         doubts=[*lies, *doubts],
     )
-
-
-def _reserve(source: Source, free: int, gpus: int) -> int:
-    if source == "driver":
-        return driver_reserve(free, gpus)
-    return default_reserve(free, gpus) + (ENGINE_BYTES if source == "host" else 0)
 
 
 def _formula(free: int, total: int, reserve: int, host: int | None, found: Decimal | None) -> Reason:
@@ -281,7 +229,6 @@ def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room
             f"{model.name}: its config.json does not tell the greatest length of a request",
             next_step="Give it: --max-model-len N.",
         )
-    _refuse(model, share, wish)
     unknown = list(model.unknown)
     weights, weights_from = weight_bytes(model.folder, quantized=model.quantized)
     if weights is None:
@@ -309,28 +256,7 @@ def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room
         capacity=held,
         unknown=unknown,
     )
-    return structs.replace(room, fits=_fits(room), advice=_advice(model, room, share, wish))
-
-
-def _refuse(model: ModelShape, share: Share | None, wish: Wish) -> None:
-    """Raise HarnessError for settings that vLLM refuses, however much memory there is."""
-    ranks = wish.tensor_parallel
-    if model.heads is not None and model.heads % ranks:
-        even = [str(number) for number in range(1, model.heads + 1) if model.heads % number == 0]
-        raise HarnessError(
-            f"{model.name}: its {model.heads} attention heads cannot be divided among {ranks} GPUs",
-            next_step=f"--tensor-parallel may be {', '.join(even)}.",
-        )
-    lacking = _without_fp8(share)
-    if wish.kv_cache_dtype.startswith("fp8") and lacking:
-        raise HarnessError(
-            f"--kv-cache-dtype is {wish.kv_cache_dtype}, and {', '.join(lacking)} has no FP8",
-            next_step="Leave it at auto; FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201).",
-        )
-
-
-def _without_fp8(share: Share | None) -> list[str]:
-    return [] if share is None else [target for target in share.targets if not has_fp8(target)]
+    return structs.replace(room, fits=_fits(room), advice=_advice(model, room, wish))
 
 
 def _fits(room: Room) -> bool | None:
@@ -363,7 +289,7 @@ def _layout(model: ModelShape, wish: Wish, unknown: list[str]) -> Layout | None:
     )
 
 
-def _advice(model: ModelShape, room: Room, share: Share | None, wish: Wish) -> list[str]:
+def _advice(model: ModelShape, room: Room, wish: Wish) -> list[str]:
     """The advice if the model, or the wanted number of concurrent requests, does not fit."""
     if room.kv_bytes is None:
         return []
@@ -382,7 +308,7 @@ def _advice(model: ModelShape, room: Room, share: Share | None, wish: Wish) -> l
         longest = min(held.longest, model.longest or held.longest)
         shorter = f"--max-model-len {longest}" if longest else "a smaller model"
         advice.append(f"a request of {room.max_model_len:,} tokens does not fit for sure: set {shorter}")
-        if wish.kv_cache_dtype == "auto" and not _without_fp8(share):
+        if wish.kv_cache_dtype == "auto":
             advice.append("--kv-cache-dtype fp8 halves the KV cache (gfx942, gfx950 and gfx120x have fp8)")
     elif room.max_num_seqs is not None and held.concurrency < room.max_num_seqs:
         each = int(room.max_model_len * held.concurrency / room.max_num_seqs)
@@ -396,10 +322,7 @@ def _advice(model: ModelShape, room: Room, share: Share | None, wish: Wish) -> l
 
 SOURCES = {
     "driver": "as the kernel's driver tells; 1 GiB of the reserve is for the runtime, which has not started yet",
-    "container": "as the runtime in a container of the image tells",
     "given": "as given",
-    "host": "as the kernel tells of the host's memory; 3 GiB of the reserve are for vLLM's processes, which have not "
-    "started yet",
 }
 
 
@@ -474,29 +397,3 @@ def _gib(size: int | None) -> str:
 def _from_to(values: Iterable[str]) -> str:
     first, last = values
     return first if first == last else f"{first} to {last}"
-
-
-_FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # vLLM adds them up
-
-
-def host_share(root: Path = Path("/"), *, limit: int | None = None) -> Share:
-    """The share of a memory node that is safe for vLLM on the CPU; `limit` is the container's mem_limit in bytes.
-
-    Source: vllm/utils/cpu_resource_utils.py, get_memory_node_info. With several nodes, the one that has least.
-    Raises HarnessError where the kernel does not tell.
-    """
-    whole = meminfo(root / "proc/meminfo")
-    nodes = [meminfo(path) for path in sorted(root.glob("sys/devices/system/node/node*/meminfo"))]
-    nodes = [node for node in nodes if node.get("MemTotal") and all(name in node for name in _FREE)]
-    pairs = [(sum(node[name] for name in _FREE), node["MemTotal"]) for node in nodes]
-    if not pairs and {"MemAvailable", "MemTotal"} <= whole.keys():
-        pairs = [(whole["MemAvailable"], whole["MemTotal"])]
-    if not pairs:
-        raise HarnessError(
-            f"how much memory of this host is free is not known ({root / 'proc/meminfo'})",
-            next_step="Set gpu_memory_utilization to a number.",
-        )
-    if limit is not None:
-        pairs = [(min(free, limit), min(total, limit)) for free, total in pairs]
-    available = whole.get("MemAvailable")
-    return smallest_share([share(free, total, source="host", host_available=available) for free, total in pairs])

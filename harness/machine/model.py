@@ -56,7 +56,6 @@ class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     longest: int | None = None  # max_position_embeddings
     kv_bytes: int | None = None  # of a number in the KV cache, where --kv-cache-dtype is auto
     quantized: bool = False
-    heads: int | None = None  # of queries
     unknown: list[str] = []  # why something above is None
 
 
@@ -124,7 +123,6 @@ def read_model(folder: Path, name: str | None = None) -> ModelShape:
         longest=longest if isinstance(longest, int) else None,
         kv_bytes=kv_bytes,
         quantized=bool(quantization),
-        heads=heads if isinstance(heads := text.get("num_attention_heads"), int) and heads > 0 else None,
         unknown=unknown,
     )
 

@@ -1,7 +1,7 @@
 """Telemetry of the host and its GPUs: files of /proc and /sys, read and converted once per second.
 
 Which files there are is found once. What a driver refuses to answer (EPERM, EBUSY, ENODATA) is missing from the
-sample, and never 0. The same files may also come from within a container, see `harness.serve.remote_telemetry`.
+sample, and never 0. The same files may also come from within a container, see `harness.serve.container_commands`.
 """
 
 import math
@@ -93,14 +93,14 @@ def cgroup_files(root: Path, pid: int, container: str) -> list[str]:
     return list(unique.values())
 
 
-def local_readings(root: Path, paths: list[str], interval_s: float, enough: Event) -> Iterator[HostReading]:
-    """Read the files now, at each interval, and once more when there is `enough`."""
+def readings_each(read: Callable[[], HostReading | None], interval_s: float, enough: Event) -> Iterator[HostReading]:
+    """Read now, at each interval, and once more when there is `enough`."""
     due = time.monotonic()
-    while True:
+    last = False
+    while not last:
         last = enough.wait(max(0.0, due - time.monotonic()))
-        yield read_now(root, paths)
-        if last:
-            return
+        if (found := read()) is not None:
+            yield found
         due = max(due + interval_s, time.monotonic())  # after a slow reading do not catch up
 
 
@@ -405,7 +405,7 @@ def root() -> Path:
 def local_source(container: list[str] | None = None, interval_s: float = INTERVAL_S) -> Source:
     """This machine's files; `container`: those of the control group of the server's container."""
     here = root()
-    return partial(local_readings, here, find_files(here, container), interval_s)
+    return partial(readings_each, partial(read_now, here, find_files(here, container)), interval_s)
 
 
 class Sampler:

@@ -5,7 +5,7 @@ Nothing is known of an engine on another machine, nor of a server that already r
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -13,26 +13,24 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from harness.engines import template_of
+from harness.engines import VLLM_DEFAULT, template_of, vllm_accepts
 from harness.errors import HarnessError, ServerError
 from harness.machine.doctor import DockerEngine, device_blockers, engine_blockers
 from harness.machine.findings import Finding
-from harness.machine.gpus import VISIBLE, gpus, shown, table, without_code
-from harness.machine.memory import Share, Wish, brief, host_share, pools, room_of, share_of
+from harness.machine.gpus import VISIBLE, Card, gpus, has_fp8, shown, table, without_code
+from harness.machine.memory import Share, Wish, brief, pools, room_of, share_of
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
 from harness.scenario import Server
 from harness.serve import PreparedServer, prepared
-from harness.serve.arguments import ranks_of, refuse_unfit, shown_to, value_of
-from harness.serve.compose_file import Service, parse_bytes, parse_device
-from harness.serve.container_commands import PROBED, ask_image
+from harness.serve.compose_file import Service, parse_device
 from harness.serve.engine import digests_here, engine_facts
+from harness.serve.lint import ranks_of, value_of
 from harness.serve.location import engine_location
-from harness.serve.template import AUTO, variable_of, variables
+from harness.serve.template import AUTO, variable_of
 from harness.summary import Reason
 from harness.units import GIB, gib
-from harness.utilization import VLLM_DEFAULT, vllm_accepts
 
 SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever this machine looks like
 
@@ -51,9 +49,45 @@ def refuse_impossible(experiment: Experiment, root: Path = Path("/")) -> None:
     cards = list(gpus(root))
     for one in _vllm(experiment):
         try:
-            refuse_unfit(one.service, cards, one.engine_arguments)
+            refuse_unfit(shown_to(one.service, cards), len(cards), one.engine_arguments)
         except HarnessError as error:
             raise HarnessError(f"server '{one.name}': {error.what}", next_step=error.next_step) from None
+
+
+def refuse_unfit(given: Sequence[Card], of_all: int, words: Sequence[str]) -> None:
+    """Raise HarnessError for what the given GPUs, of all that this machine has, cannot do. `words`: of vLLM."""
+    if not given:
+        return
+    ranks = ranks_of(words)
+    if ranks > len(given):
+        targets = ", ".join(sorted({str(card["target"]) for card in given}))
+        has, more = "this machine has", ""
+        if left_out := of_all - len(given):
+            has, more = "it is given", f"; {left_out} more {'is' if left_out == 1 else 'are'} left out"
+        raise HarnessError(
+            f"tensor_parallel_size is {ranks}, and {has} {len(given)} AMD GPU{'s' if len(given) > 1 else ''} "
+            f"({targets}){more}",
+            next_step="Lower tensor_parallel_size.",
+        )
+    lacking = ", ".join(sorted({str(card["target"]) for card in given[:ranks] if not has_fp8(str(card["target"]))}))
+    for flag, names in (("quantization", ("--quantization", "-q")), ("kv_cache_dtype", ("--kv-cache-dtype",))):
+        value = value_of(words, *names) or ""
+        if "fp8" in value.lower() and lacking:
+            raise HarnessError(
+                f"{flag} is {value}, and {lacking} has no FP8",
+                next_step="FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201); take a model in FP16 or AWQ"
+                + (" and kv_cache_dtype: auto." if flag == "kv_cache_dtype" else "."),
+            )
+
+
+def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
+    """The GPUs that the service is given; none where it has no device of them, or where a variable decides."""
+    if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
+        return []
+    numbers = [number for name in VISIBLE for number in service.environment.get(name, "0").split(",")]
+    if not cards or not all(number.strip().isdigit() for number in numbers):
+        return []  # ids of GPUs, or a variable of the shell
+    return shown(cards, service.devices, service.environment)
 
 
 def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shortage]:
@@ -70,28 +104,21 @@ def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shorta
 
 
 def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Shortage | None:
-    ranks, limit = ranks_of(one.engine_arguments), one.service.mem_limit
-    memory: list[tuple[str, int, int, bool]] = []  # where, free and total bytes, and whether vLLM sees the same
-    if on_host(one.server):
-        share = host_share(root, limit=None if limit is None or "$" in limit else parse_bytes(limit))
-        memory.append(("the host's memory", share.free_bytes, share.total_bytes, True))
-    else:
-        given = pools(root, shown_to(one.service, list(gpus(root))))
-        share = share_of(given, tensor_parallel=ranks)
-        # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
-        for pool in given[:ranks]:
-            where = f"{pool.render_node or 'the GPU'} ({pool.target})"
-            memory.append((where, pool.free_bytes or 0, pool.total_bytes or 0, not pool.overstated))
+    ranks = ranks_of(one.engine_arguments)
+    given = pools(root, shown_to(one.service, list(gpus(root))))
+    share = share_of(given, tensor_parallel=ranks)
     safe, named = share.utilization, f"gpu_memory_utilization {asked}{whose}"
     fix = f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
     if safe is None:
         fix = "Stop what holds the memory (`harness doctor` names it)."
-    for where, free, total, certain in memory:
-        if not vllm_accepts(free, total, asked):
-            asks = f"{named} asks for {int(total * asked) / GIB:.2f} of {gib(total, 2)} of {where}"
-            fact = f"{asks}, and {gib(free, 2)} are free: vLLM refuses to start"
-            return Shortage(server=one.name, fact=fact, fix=fix, certain=certain and whose == "")
-    if on_host(one.server) or (safe is not None and asked <= safe):
+    if not vllm_accepts(share.free_bytes, share.total_bytes, asked):
+        wanted = int(share.total_bytes * asked) / GIB
+        asks = f"{named} asks for {wanted:.2f} of {gib(share.total_bytes, 2)} of {share.node or 'the GPU'}"
+        fact = f"{asks}, and {gib(share.free_bytes, 2)} are free: vLLM refuses to start"
+        # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
+        certain = whose == "" and not any(pool.overstated for pool in given[:ranks])
+        return Shortage(server=one.name, fact=fact, fix=fix, certain=certain)
+    if safe is not None and asked <= safe:
         return None
     fact = f"{named} is above what is safe now: vLLM may refuse to start"
     return Shortage(server=one.name, fact=fact, fix=fix, certain=False)
@@ -112,17 +139,11 @@ def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
 
 
 def _vllm(experiment: Experiment) -> Iterator[PreparedServer]:
-    """The servers with vLLM in containers of this machine."""
+    """The servers with vLLM on a GPU, in containers of this machine."""
     for one in servers_here(experiment):
         known = template_of(one.server.template)
-        if known is not None and known.utilization is not None:
+        if known is not None and known.utilization == "gpu":
             yield one
-
-
-def on_host(server: Server) -> bool:
-    """Whether its gpu_memory_utilization rules the host's memory."""
-    known = template_of(server.template)
-    return known is not None and known.utilization == "host"
 
 
 def servers_here(experiment: Experiment) -> Iterator[PreparedServer]:
@@ -155,11 +176,9 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
         one = prepared(experiment.scenario, name)
         service, ranks = one.service, ranks_of(one.engine_arguments)
         # Servers that are compared get equal numbers, though free memory changes between two looks at it.
-        basis = [on_host(server), ranks, service.devices, service.mem_limit]
-        basis += [service.environment.get(variable) for variable in VISIBLE]
-        basis += [] if engine_location().is_here else [service.image, service.environment]
+        basis = [ranks, service.devices, *(service.environment.get(variable) for variable in VISIBLE)]
         share = next((share for other, share in known if other == basis), None)
-        share = share or _share(name, server, service, ranks, say, root)
+        share = share or _share(name, service, ranks, root)
         known.append((basis, share))
         if share.utilization is None:
             raise HarnessError(
@@ -194,11 +213,7 @@ def _with(server: Server, where: str, value: Decimal) -> Server:
 
 
 def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
-    """Return what `fill_in` would compute now, for a plan: it starts nothing, and what is unknown is a note."""
-    servers = [] if experiment.target is not None else list(experiment.scenario.servers.values())
-    remote = engine_location().host
-    if remote is not None and any(_where(server) is not None for server in servers):
-        return [f"note: {UTILIZATION} is auto: the runtime in the server's image is asked on {remote} before the run"]
+    """Return what `fill_in` would compute now, for a plan; what is unknown is a note."""
     lines: list[str] = []
     try:
         fill_in(experiment, lines.append, root)
@@ -207,35 +222,25 @@ def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     return lines
 
 
-def _share(name: str, server: Server, service: Service, ranks: int, say: Callable[[str], None], root: Path) -> Share:
+def _share(name: str, service: Service, ranks: int, root: Path) -> Share:
     location = engine_location()
     try:
-        if on_host(server):
-            if not location.is_here:
-                raise HarnessError(
-                    location.problem or f"the Docker Engine is on {location.host}, whose memory is not known here"
-                )
-            limit = service.mem_limit
-            return host_share(root, limit=None if limit is None else parse_bytes(limit))
         if not location.is_here:
-            known = variables(PROBED).keys() - {"image", UTILIZATION}
-            given = {key: value for key, value in server.variables.items() if key in known}
-            reported = ask_image(variable_of(server, "image"), say, given)
-            return share_of(reported, source="container", tensor_parallel=ranks)
+            raise HarnessError(
+                location.problem or f"the Docker Engine is on {location.host}, whose memory is not known here",
+                next_step="`harness memory` computes it over there.",
+            )
         cards = shown(list(gpus(root)), service.devices, service.environment)
         return share_of(pools(root, cards), tensor_parallel=ranks)
     except HarnessError as error:
-        raise type(error)(
+        raise HarnessError(
             f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
             next_step=f"Set {UTILIZATION} to a number such as 0.75. {error.next_step}".rstrip(),
-            detail=error.detail,
         ) from None
 
 
 def _room(server: Server, model: str, share: Share) -> list[str]:
     """A line on what is left for the model, where this machine has its files."""
-    if on_host(server):
-        return []
     try:
         cache = str(variable_of(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None

@@ -19,7 +19,6 @@ from harness.report import words
 from harness.scenario import Baseline, Load, Scenario, Sweep, at_once, taken_together, warmup_of
 from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
 from harness.scenario.plan import WINDOWS, Schedule, baseline_of, plan, start_of, starts, steadiness, steady_arrivals
-from harness.serve.arguments import hints
 from harness.serve.lint import notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS
@@ -80,7 +79,7 @@ def preview(experiment: Experiment) -> Preview:
         estimated_s=estimate_s(scenario, experiment.folder),
         assumed=f"{ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
         f"{_starts(scenario)}{_first_starts(scenario)}",
-        notes=[*_of_plan(experiment), *check_notes(scenario), *notes(scenario), *_hints(experiment)],
+        notes=[*_of_plan(experiment), *check_notes(scenario), *notes(scenario, _threads())],
     )
 
 
@@ -144,9 +143,8 @@ def _of_plan(experiment: Experiment) -> Iterator[str]:
             )
 
 
-def _hints(experiment: Experiment) -> list[str]:
-    threads = os.cpu_count() if engine_location().is_here else None
-    return hints(experiment.scenario, threads)
+def _threads() -> int | None:
+    return os.cpu_count() if engine_location().is_here else None
 
 
 def _row_table(scenario: Scenario, base: Baseline) -> Table:

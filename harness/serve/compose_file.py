@@ -85,14 +85,7 @@ class LoadCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     path: str
     body: dict[str, Any]
-
-
-class Fetch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A model that the server gets through its own API before it is loaded."""
-
-    protocol: str  # of harness.serve.ready
-    model: str
-    source: str | None = None  # address of its configuration
+    fetch: "LoadCall | None" = None  # sent first where the answer is 404: it makes the server get the model
 
 
 class Managed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -116,7 +109,6 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     simulated: bool = False
     offline: bool = False  # a job over a cell's requests, no API
     version: str = "/version"  # where it tells its version
-    fetch: Fetch | None = None
     load: LoadCall | None = None
     lemonade: Managed | None = None
     vllm: bool = False  # its command line is that of `vllm serve`
@@ -150,7 +142,7 @@ def read(text: str) -> tuple[ComposeFile | None, list[Problem]]:
     raw, lines = load_yaml(text, problems)
     compose = None if problems else decode(raw, ComposeFile, lines, problems)
     if compose is not None:
-        problems += _service_names(compose) or _value_problems(compose, may_interpolate=True)
+        problems += _service_names(compose) or _value_problems(compose, os.environ)
     return compose, problems
 
 
@@ -160,7 +152,7 @@ def filled_in(compose: ComposeFile, environment: Mapping[str, str]) -> ComposeFi
     raw = interpolate(msgspec.to_builtins(compose), environment, problems)
     filled = decode(raw, ComposeFile, {}, problems)
     if filled is not None:
-        problems += _value_problems(filled, may_interpolate=False)
+        problems += _value_problems(filled, None)
     return checked(filled, problems)
 
 
@@ -190,23 +182,23 @@ def _service_names(compose: ComposeFile) -> list[Problem]:
     ]
 
 
-def _known(text: str, may_interpolate: bool) -> str | None:
-    """A text with its variables filled in; None: one of them is not set yet."""
-    if not may_interpolate:
-        return text
-    problems: list[Problem] = []
-    filled: str = interpolate(text, os.environ, problems)
-    return None if problems else filled
-
-
-def _value_problems(compose: ComposeFile, *, may_interpolate: bool) -> Iterator[Problem]:
-    """Values that Docker would misread or refuse later. (Its SDK takes much of it without a word.)"""
+def _value_problems(compose: ComposeFile, environment: Mapping[str, str] | None) -> Iterator[Problem]:
+    """Values that Docker would misread or refuse later, without a word by its SDK; None: they are filled in."""
     for name, service in compose.services.items():
-        for problem in (*_service_problems(service, may_interpolate), *_mount_problems(compose, name, may_interpolate)):
+        for problem in (*_service_problems(service, environment), *_mount_problems(compose, service, environment)):
             yield problem.below(f"$.services.{name}")
 
 
-def _service_problems(service: Service, may_interpolate: bool) -> Iterator[Problem]:
+def _known(text: str, environment: Mapping[str, str] | None) -> str | None:
+    """A text with its variables filled in; None: one of them is not set yet."""
+    if environment is None:
+        return text
+    problems: list[Problem] = []
+    filled: str = interpolate(text, environment, problems)
+    return None if problems else filled
+
+
+def _service_problems(service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
     checks: list[tuple[str, Sequence[str | None], Callable[[str], object]]] = [
         ("volumes", service.volumes, parse_volume),
         ("devices", service.devices, parse_device),
@@ -219,12 +211,9 @@ def _service_problems(service: Service, may_interpolate: bool) -> Iterator[Probl
         ("image", [service.image], _parse_image),
         ("ipc", [service.ipc], _parse_ipc),
     ]
-    if service.healthcheck is not None:
-        times = [service.healthcheck.interval, service.healthcheck.timeout, service.healthcheck.start_period]
-        checks.append(("healthcheck", times, parse_seconds))
     for key, values, check in checks:
         for value in values:
-            if value is None or (known := _known(value, may_interpolate)) is None:
+            if value is None or (known := _known(value, environment)) is None:
                 continue
             try:
                 check(known)
@@ -245,13 +234,9 @@ def _service_problems(service: Service, may_interpolate: bool) -> Iterator[Probl
         )
 
 
-def _mount_problems(compose: ComposeFile, name: str, may_interpolate: bool) -> Iterator[Problem]:
-    service = compose.services[name]
+def _mount_problems(compose: ComposeFile, service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
     for text in service.volumes:
-        known = _known(text, may_interpolate)
-        if known is None:
-            continue
-        source = known.split(":")[0]
+        source = (_known(text, environment) or "").split(":")[0]
         # What is no name of a volume either was said already.
         if is_volume_name(source) and source not in compose.volumes:
             text = f"there is no volume '{source}' in this file; ${{NAME}} must expand to an absolute host path"
@@ -259,8 +244,6 @@ def _mount_problems(compose: ComposeFile, name: str, may_interpolate: bool) -> I
     for mount in service.configs:
         if mount.source not in compose.configs:
             yield Problem(".configs", f"'{mount.source}' is not defined under the file's own 'configs'")
-        if not mount.target.startswith("/"):
-            yield Problem(".configs", f"'{mount.target}' is not an absolute path")
 
 
 def _has_nul(value: Any) -> bool:
@@ -318,20 +301,6 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"'{text}' is not a size; write it like 16g or 512m")
     return int(match[1]) * _UNITS[match[2]]
-
-
-def parse_vllm_bytes(text: str) -> int:
-    """`4G` or `4096M` as vLLM reads sizes: capital letters count in powers of two, small ones in powers of ten."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text)
-    if match is None or (match[2] in "KMGT" and "." in match[1]) or (not match[2] and "." in match[1]):
-        raise ValueError(f"'{text}' is not a size; write it like 4G or 4096M")
-    power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
-    return int(float(match[1]) * (1000 if match[2].islower() else 1024) ** power)
-
-
-def tag_of(image: str) -> str:
-    """The tag of an image's name; empty where it has none."""
-    return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
 
 
 def is_volume_name(text: str) -> bool:
@@ -397,16 +366,15 @@ def parse_device(text: str) -> Device:
 
 _PART = re.compile(
     r"\$(?:(?P<escaped>\$)|(?P<plain>[A-Za-z_][A-Za-z0-9_]*)"
-    r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<operator>:?[-?+])(?P<word>[^${}]*))?\}|(?P<bad>))"
+    r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<operator>:?-)(?P<word>[^${}]*))?\}|(?P<bad>))"
 )
 
 
 def interpolate(value: Any, environment: Mapping[str, str], problems: list[Problem], path: str = "$") -> Any:
     """`value` with every text in it filled in; what cannot be filled in goes to `problems`.
 
-    The forms are those of Compose: $NAME, ${NAME}, ${NAME-default}, ${NAME:-default}, ${NAME?error},
-    ${NAME:?error}, ${NAME+other}, ${NAME:+other}, and $$ for a dollar sign. Stricter than Compose in one point:
-    a plain ${NAME} that is not set is an error, where Compose warns and uses nothing.
+    The forms are those of Compose: $NAME, ${NAME}, ${NAME-default}, ${NAME:-default}, and $$ for a dollar sign. A plain
+    ${NAME} that is not set is an error, where Compose warns and uses nothing.
     """
     if isinstance(value, str):
         return _PART.sub(lambda match: _filled(match, environment, problems, path), value)
@@ -429,7 +397,7 @@ def literal_of(text: str) -> str:
 
 def _literal(match: re.Match[str]) -> str:
     if match["plain"] or match["name"]:
-        return (match["word"] if (match["operator"] or "")[-1:] in ("-", "+") else "") or "\0"
+        return match["word"] or "\0"
     return "$"
 
 
@@ -437,19 +405,14 @@ def _filled(match: re.Match[str], environment: Mapping[str, str], problems: list
     if match["escaped"]:
         return "$"
     if match["bad"] is not None:
-        problems.append(Problem(path, "a dollar sign that starts no ${NAME}; write $$ for a plain one"))
+        problems.append(Problem(path, "a dollar sign that starts no ${NAME} or ${NAME:-default}; write $$ for it"))
         return ""
-    name = match["plain"] or match["name"]
-    operator, word = match["operator"] or "", match["word"] or ""
+    name, operator = match["plain"] or match["name"], match["operator"]
     found = environment.get(name)
-    given = bool(found) if operator.startswith(":") else found is not None
-    match operator[-1:]:
-        case "-":
-            return found if given and found is not None else word
-        case "+":
-            return word if given else ""
-    if not given or found is None:
-        advice = word or f"export it, or write ${{{name}-}} where it may be missing"
+    if operator is not None and (found is None or (operator == ":-" and not found)):
+        return match["word"] or ""
+    if found is None:
+        advice = f"export it, or write ${{{name}-}} where it may be missing"
         problems.append(Problem(path, f"the environment variable {name} is not set; {advice}"))
         return ""
     return found

@@ -147,35 +147,10 @@ def start(client: docker.DockerClient, compose: ComposeFile, name: str, owner: d
     return container
 
 
-def run_once(
-    client: docker.DockerClient, service: Service, name: str, owner: dict[str, str], timeout_s: float
-) -> tuple[int, str]:
-    """Exit code and output of a container that ends by itself, without a network. Raises ServerError.
-
-    It is removed here; should that not be reached, `remove` finds it by its labels.
-    """
-    container = None
-    try:
-        container = client.containers.create(
-            service.image,
-            **_arguments(service),
-            name=f"{network_name(owner)}-{name}",
-            labels=owner,
-            network_mode="none",
-        )
-        container.start()
-        return _output_of(container, timeout_s)
-    except DOCKER_ERRORS as error:
-        raise docker_error(f"a container of {service.image} cannot be run", error) from None
-    finally:
-        if container is not None:
-            with contextlib.suppress(*DOCKER_ERRORS):
-                container.remove(v=True, force=True)
-
-
 def _run_to_its_end(container: Container, name: str) -> None:
     try:
-        code, said = _output_of(container, PREPARE_S)
+        code = int(container.wait(timeout=PREPARE_S)["StatusCode"])
+        said = container.logs().decode("utf-8", "replace")
         container.remove(v=True, force=True)
     except DOCKER_ERRORS as error:
         raise docker_error(f"the preparation '{name}' did not end within {PREPARE_S} s", error) from None
@@ -185,12 +160,6 @@ def _run_to_its_end(container: Container, name: str) -> None:
             next_step="Look at its output, and at the volumes that the server's variables name.",
             detail=said.strip()[-2000:],
         )
-
-
-def _output_of(container: Container, timeout_s: float) -> tuple[int, str]:
-    """Exit code and output, once it has ended. Raises as the SDK does."""
-    code = int(container.wait(timeout=timeout_s)["StatusCode"])
-    return code, container.logs().decode("utf-8", "replace")
 
 
 def _archive(compose: ComposeFile, service: Service) -> bytes:

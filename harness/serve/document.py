@@ -1,18 +1,18 @@
 """The Compose file for `docker compose up`: a server with a load generator in front, and Prometheus and Grafana."""
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
+
+import yaml
 
 from harness.engines import engines
 from harness.errors import HarnessError
+from harness.files import read_text
+from harness.paths import COMPOSE
 from harness.scenario import Scenario
-from harness.serve.compose_file import (
-    GATEWAY,
-    SERVER,
-    parse,
-    parse_port,
-    url_of,
-)
+from harness.serve.compose_file import GATEWAY, SERVER, parse, parse_port, url_of
 from harness.serve.engine import digests_here
 from harness.serve.lemonade import served_name
 from harness.serve.template import port_inside, prepared, rendered, server_of, with_services
@@ -77,15 +77,8 @@ def compose_document(
     return "".join(f"# {line}\n" for line in head) + text
 
 
-PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
-GRAFANA_IMAGE = "grafana/grafana:12.1.1"
 METRICS_PORT = 9646  # of the load generator, in the network of the Compose file only
 GRAFANA_PORT = 3000
-_LIVE = "amd_llm_load_live"
-_TTFT = "gen_ai_client_operation_time_to_first_chunk_seconds_bucket"
-_TPOT = f"{_LIVE}_time_per_output_token_seconds_bucket"
-_E2E = "gen_ai_client_operation_duration_seconds_bucket"
-_TOKENS = "gen_ai_client_token_usage_sum"
 
 
 class MonitoringTarget(NamedTuple):
@@ -95,63 +88,32 @@ class MonitoringTarget(NamedTuple):
     path: str
 
 
-def _quantiles(buckets: str) -> dict[str, str]:
-    return {
-        at: f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
-        for at, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
-    }
-
-
-def _of_server(name: str, *, rate: bool = False) -> str:
-    """A metric under the names that the known servers give it."""
-    names = sorted({one for engine in engines() for one in engine.metrics.get(name, [])})
-    found = f'{{__name__=~"{"|".join(names)}",job="server"}}'
-    return f"sum(rate({found}[1m]))" if rate else f"sum({found})"
+@cache
+def _monitoring() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(read_text(COMPOSE / "monitoring.yaml"))
+    return found
 
 
 def panels() -> list[tuple[str, str, dict[str, str]]]:
     """Title, Grafana's unit, and the queries by legend, two panels a line."""
-    return [
-        ("TTFT (client)", "s", _quantiles(_TTFT)),
-        ("TPOT (client)", "s", _quantiles(_TPOT)),
-        ("E2E latency (client)", "s", _quantiles(_E2E)),
-        (
-            "Requests/s and goodput",
-            "reqps",
-            {
-                "ended": f"sum(rate({_LIVE}_requests_total[1m]))",
-                "met every SLO": f"sum(rate({_LIVE}_slo_met_requests_total[1m]))",
-            },
-        ),
-        (
-            "Requests: client and server",
-            "short",
-            {
-                "users": f"sum({_LIVE}_users)",
-                "in flight (client)": f"sum({_LIVE}_requests_in_flight)",
-                "running (server)": _of_server("running"),
-                "waiting (server)": _of_server("waiting"),
-            },
-        ),
-        (
-            "Tokens/s: client and server",
-            "short",
-            {
-                "output (client, at the end of requests)": f'sum(rate({_TOKENS}{{gen_ai_token_type="output"}}[1m]))',
-                "prompt (client)": f'sum(rate({_TOKENS}{{gen_ai_token_type="input"}}[1m]))',
-                "output (server)": _of_server("generated_tokens", rate=True),
-            },
-        ),
-        ("KV cache in use (server)", "percentunit", {"KV cache": _of_server("kv_usage")}),
-        (
-            "Errors/s by kind, and client limits",
-            "short",
-            {
-                "{{error_type}}": f"sum by (error_type) (rate({_LIVE}_errors_total[1m]))",
-                "load generator is the limit (1)": f"max({_LIVE}_client_limited)",
-            },
-        ),
-    ]
+    return [(one["title"], one["unit"], dict(_queries(one))) for one in _monitoring()["panels"]]
+
+
+def _queries(panel: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if buckets := panel.get("quantiles"):
+        for at, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+            yield at, f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
+    yield from panel.get("queries", {}).items()
+    for legend, name in panel.get("server", {}).items():
+        yield legend, f"sum({_of_server(name)})"
+    for legend, name in panel.get("server_rate", {}).items():
+        yield legend, f"sum(rate({_of_server(name)}[1m]))"
+
+
+def _of_server(name: str) -> str:
+    """A metric under the names that the known servers give it."""
+    names = sorted({one for engine in engines() for one in engine.metrics.get(name, [])})
+    return f'{{__name__=~"{"|".join(names)}",job="server"}}'
 
 
 def dashboard() -> dict[str, Any]:
@@ -171,14 +133,7 @@ def dashboard() -> dict[str, Any]:
         }
         for number, (title, unit, queries) in enumerate(panels())
     ]
-    return {
-        "uid": "amd-llm-load",
-        "title": "LLM load",
-        "schemaVersion": 39,
-        "refresh": "5s",
-        "time": {"from": "now-15m", "to": "now"},
-        "panels": found,
-    }
+    return {**_monitoring()["files"]["grafana-dashboard"], "panels": found}
 
 
 def prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[str, Any]:
@@ -192,51 +147,14 @@ def prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[s
 
 
 def monitoring(server: MonitoringTarget | None) -> dict[str, Any]:
-    """Services and configs to add to a Compose file. Everything is in the file; nothing is kept after `down`."""
-    source = {"name": "Prometheus", "uid": "prometheus", "type": "prometheus", "url": "http://prometheus:9090"}
-    provider = {"name": "files", "type": "file", "options": {"path": "/etc/grafana/dashboards"}}
-    files = {
+    """Services and configs to add to a Compose file."""
+    files = _monitoring()["files"] | {
         "prometheus": prometheus_config(f"locust:{METRICS_PORT}", server),
-        "grafana-source": {"apiVersion": 1, "datasources": [{**source, "access": "proxy", "isDefault": True}]},
-        "grafana-provider": {"apiVersion": 1, "providers": [provider]},
         "grafana-dashboard": dashboard(),
     }
-    locked = {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"], "init": True}
+    # JSON is YAML as well. Compose replaces $NAME in contents; `$$` stands for `$`.
+    contents = {name: json.dumps(value, indent=1).replace("$", "$$") + "\n" for name, value in files.items()}
     return {
-        "services": {
-            "prometheus": {
-                "image": PROMETHEUS_IMAGE,
-                "command": ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"],
-                "configs": [{"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"}],
-                "tmpfs": ["/prometheus"],
-                **locked,
-            },
-            "grafana": {
-                "image": GRAFANA_IMAGE,
-                # On loopback only, to look at: there is no login, so no default password.
-                "ports": [f"127.0.0.1:{GRAFANA_PORT}:3000"],
-                "environment": {
-                    "GF_AUTH_ANONYMOUS_ENABLED": "true",
-                    "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
-                    "GF_AUTH_BASIC_ENABLED": "false",
-                    "GF_AUTH_DISABLE_LOGIN_FORM": "true",
-                    "GF_ANALYTICS_REPORTING_ENABLED": "false",
-                    "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
-                    "GF_ANALYTICS_CHECK_FOR_PLUGIN_UPDATES": "false",
-                    "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": "/etc/grafana/dashboards/load.json",
-                },
-                "configs": [
-                    {"source": "grafana-source", "target": "/etc/grafana/provisioning/datasources/prometheus.yaml"},
-                    {"source": "grafana-provider", "target": "/etc/grafana/provisioning/dashboards/files.yaml"},
-                    {"source": "grafana-dashboard", "target": "/etc/grafana/dashboards/load.json"},
-                ],
-                "depends_on": ["prometheus"],
-                "tmpfs": ["/var/lib/grafana"],
-                **locked,
-            },
-        },
-        # JSON is YAML as well. Compose replaces $NAME in contents; `$$` stands for `$`.
-        "configs": {
-            name: {"content": json.dumps(value, indent=1).replace("$", "$$") + "\n"} for name, value in files.items()
-        },
+        "services": _monitoring()["services"],
+        "configs": {name: {"content": content} for name, content in contents.items()},
     }

@@ -129,7 +129,7 @@ def engine_facts() -> DockerEngine:
 
 
 def _facts(client: docker.DockerClient, known: DockerEngine, location: EngineLocation) -> DockerEngine:
-    info, version = client.info(), client.version()
+    info = client.info()
     folder = _image_folder(info)
     free_bytes = None
     with contextlib.suppress(OSError):  # such as Docker Desktop's, which is not on this machine
@@ -138,7 +138,6 @@ def _facts(client: docker.DockerClient, known: DockerEngine, location: EngineLoc
         known,
         rootless=any("rootless" in option for option in info.get("SecurityOptions") or []),
         desktop="Docker Desktop" in (info.get("OperatingSystem") or ""),
-        podman="Podman Engine" in {part.get("Name") for part in version.get("Components") or []},
         image_folder=folder,
         free_bytes=free_bytes,
         stale=[
@@ -185,7 +184,7 @@ def ensure_image(client: docker.DockerClient, name: str, on_progress: Callable[[
         _pull(client, name, repository, tag or "latest", on_progress)
         return client.images.get(name)
     except DOCKER_ERRORS as error:
-        raise docker_error(f"image {name}", error) from None
+        raise docker_error(f"the image {name} is not on this machine and cannot be pulled", error) from None
 
 
 def digest_of(image: Image) -> str:
@@ -210,52 +209,16 @@ def _pull(
     on_progress(f"pulling {name}")
     layers: dict[str, tuple[int, int]] = {}
     shown = time.monotonic()
-    try:
-        for event in client.api.pull(repository, tag=tag, stream=True, decode=True):
-            if "error" in event:
-                raise cannot_pull(name, str(event["error"]))
-            detail = event.get("progressDetail") or {}
-            if event.get("status") == "Downloading" and detail.get("total"):
-                layers[event["id"]] = (int(detail["current"]), int(detail["total"]))
-            if layers and time.monotonic() - shown > _PROGRESS_EVERY_S:
-                shown = time.monotonic()
-                on_progress(f"pulling {name}: {amount(layers)}")
-    except DOCKER_ERRORS as error:
-        raise cannot_pull(name, str(getattr(error, "explanation", None) or error)) from None
-
-
-def amount(layers: dict[str, tuple[int, int]]) -> str:
-    """Of bytes, got and in all by layer: "0.52 of 1.90 GB"."""
-    got, total = (sum(layer[i] for layer in layers.values()) / 1e9 for i in (0, 1))
-    return f"{got:.2f} of {total:.2f} GB"
-
-
-_NO_PULL: tuple[tuple[tuple[str, ...], str, str], ...] = (  # words of the engine, what they mean, what to do
-    (
-        ("no such host", "name resolution", "connection refused", "i/o timeout", "deadline exceeded", "tls handshake",
-         "network is unreachable", "no route to host", "x509", "client.timeout", "connection reset", "eof"),
-        "the image {name} is not on this machine and its registry cannot be reached",
-        "Connect the machine, or bring the image: `docker save {name}` there, `docker load` here.",
-    ),
-    (
-        ("unauthorized", "authentication required", "access denied", "access to the resource is denied", "forbidden"),
-        "the registry refuses the image {name}: it does not exist, or it needs a login",
-        "Check the image's name, or `docker login` first.",
-    ),
-    (
-        ("not found", "manifest unknown", "no such image", "name unknown", "repository does not exist"),
-        "the registry has no image {name}",
-        "Check its name and tag (or digest).",
-    ),
-)  # fmt: skip
-
-
-def cannot_pull(name: str, text: str) -> ServerError:
-    """The error for a pull that the engine refused with `text`."""
-    for words, what, next_step in _NO_PULL:
-        if any(word in text.lower() for word in words):
-            return ServerError(what.format(name=name), next_step=next_step.format(name=name), detail=text)
-    return ServerError(f"the image {name} cannot be pulled: {text}", next_step="This is what the Docker Engine said.")
+    for event in client.api.pull(repository, tag=tag, stream=True, decode=True):
+        if "error" in event:
+            raise DockerException(str(event["error"]))
+        detail = event.get("progressDetail") or {}
+        if event.get("status") == "Downloading" and detail.get("total"):
+            layers[event["id"]] = (int(detail["current"]), int(detail["total"]))
+        if layers and time.monotonic() - shown > _PROGRESS_EVERY_S:
+            shown = time.monotonic()
+            got, total = (sum(layer[i] for layer in layers.values()) / 1e9 for i in (0, 1))
+            on_progress(f"pulling {name}: {got:.2f} of {total:.2f} GB")
 
 
 def sweep(

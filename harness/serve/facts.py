@@ -19,7 +19,7 @@ from docker.models.containers import Container
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.engines import FactSource, Start, engines
+from harness.engines import FactSource, Start, engine_of, engines
 from harness.failures.unexpected_response import decoded
 from harness.files import open_file
 from harness.redact import masked
@@ -28,7 +28,6 @@ from harness.serve.containers import unpacked
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.probe import good_text
-from harness.serve.ready import LOADED
 from harness.trust import open_session
 
 
@@ -78,16 +77,14 @@ def _asked(
         def answer(path: str) -> dict[str, Any]:
             return _decoded(good_text(session, served.url + path) if behind is None else behind.fetch(path))
 
+        own = None if served.template is None else engine_of(served.template)
         for name, source in _fact_sources():
-            if source.path is not None and facts["engine"] in (None, name):
+            if source.path is not None and (facts["engine"] in (None, name) or (own is not None and own.name == name)):
                 facts, effective = _read(name, source, answer(source.path), facts, effective)
         if behind is not None:
             effective |= behind.effective()
             own = answer("/version").get("version")
             facts["version"] = own if isinstance(own, str) else facts["version"]
-        if served.template in LOADED:
-            path, loaded = LOADED[served.template]
-            effective |= loaded(answer(path), served.model)
         text = "" if behind is None else behind.fetch("/metrics")
         if metrics_url is not None and not text:
             text = good_text(session, metrics_url)
@@ -122,10 +119,13 @@ def _read(
 
 
 def _at(reported: dict[str, Any], key: str) -> Any:
-    """The value at a key such as a.b, or None."""
+    """The value at a key such as a.b, or a.0.b with a list in it; or None."""
     value: Any = reported
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, list) and name.isdigit():
+            value = dict(enumerate(value)).get(int(name))
+        else:
+            value = value.get(name) if isinstance(value, dict) else None
     return value
 
 

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct, field
 
 from harness.engines import engines
 from harness.errors import ServerError, StartError, did_you_mean
-from harness.failures.unexpected_response import decoded, model_ids
+from harness.failures.unexpected_response import decoded, message, model_ids
 from harness.files import UNDECODABLE
 from harness.serve.compose_file import Managed
 from harness.serve.container_commands import FETCH_S, Shell, command_inside
@@ -33,7 +33,6 @@ NAME = "Lemonade"
 PREFIXES = tuple(prefix for engine in engines() for prefix in engine.model_prefixes)
 # Each request occupies a thread of Lemonade's HTTP server from its first to its last byte. Above that, connections wait
 # before Lemonade, and what is measured is its queue (src/cpp/server/server.cpp; pull request 2618, v11.0.0).
-BEFORE_V11 = 8
 PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 32, 256
 
 
@@ -47,11 +46,8 @@ def served_name(canonical: str) -> str:
     return canonical.removeprefix("builtin.")
 
 
-def pool_size(threads: int, version: str | None) -> int:
-    """Threads of the HTTP server on a machine whose processor has so many; an unknown version counts as new."""
-    numbers = re.match(r"v?(\d+)\.", version or "")
-    if numbers is not None and int(numbers[1]) < 11:
-        return BEFORE_V11
+def pool_size(threads: int) -> int:
+    """Threads of the HTTP server on a machine whose processor has so many."""
     return min(MAX_THREADS, max(MIN_THREADS, PER_THREAD * threads))
 
 
@@ -208,7 +204,7 @@ def find_listed(api: Api, model: str) -> ListedModel | ServerError:
             return ServerError(f"Lemonade gave no answer about '{model}': {reason(error)}")
         except UNDECODABLE:
             pass
-        refused = refused or words_of(response)
+        refused = refused or message(response.content)
     listed = api.read(f"{PREFIX}/models?show_all=true", _ModelList) or _ModelList()
     meant = did_you_mean(bare_name(model), [one.id for one in listed.data[:_MAX_MODELS]])
     meant = f" D{meant[1:]}" if meant.startswith("did") else ""
@@ -236,23 +232,6 @@ def load_limit_s(api: Api, global_timeout_s: float) -> float:
     return 2 * (config.global_timeout or global_timeout_s) + BEYOND_S
 
 
-def _error_of(raw: bytes) -> str:
-    """Lemonade's words: {"error": {"message": ...}}, or {"error": "..."}; empty for anything else."""
-    try:
-        inner = decoded(raw)["error"]
-        inner = inner["message"] if isinstance(inner, dict) else inner
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return inner[:600] if isinstance(inner, str) else ""
-
-
-def words_of(response: requests.Response) -> str:
-    """What an answer says of an error, whatever came."""
-    plain = response.content[:200].decode("utf-8", "replace").strip() or "no text"
-    return _error_of(response.content) or f"HTTP {response.status_code}: {plain}"
-
-
-REPORT_EVERY_S = 1.0
 BEYOND_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
 RETRIED = "evicting all models and retrying"
 KERNEL = (
@@ -345,7 +324,7 @@ def _not_installed(answer: requests.Response, name: str) -> ServerError | None:
         action = None
     if answer.status_code == 200 and not action:
         return None
-    said = action or words_of(answer)
+    said = action or message(answer.content)
     if action or "kernel" in said:
         return ServerError(
             f"Lemonade does not install {name}: this machine's Linux kernel lacks what gfx1151 needs (CWSR)",
@@ -383,14 +362,14 @@ def as_loaded(api: Api, model: str, running: RunningModel, version: str | None) 
     names = f"Lemonade {version or '(unknown version)'}, {':'.join(filter(None, (running.recipe, name)))}"
     if running.recipe == "vllm":  # which knows one name alone; llama-server answers to any
         model = running.argument("--served-model-name") or served_name(canonical_name(api, model))
-    return Loaded(model, names, None if threads is None else pool_size(threads, version))
+    return Loaded(model, names, None if threads is None else pool_size(threads))
 
 
 def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:
     left = waiting.orphans()
     more = f" It left {', '.join(left)}, which held GPU memory until the container was removed." if left else ""
     what = f"Lemonade could not load '{model}': HTTP {answer.status_code}"
-    return refused_load(what, words_of(answer), waiting.log, more)
+    return refused_load(what, message(answer.content), waiting.log, more)
 
 
 def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> requests.Response:
@@ -403,24 +382,9 @@ def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> reques
 
 
 def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: list[str]) -> T:
-    """The result of `call`, while the server's life is watched. Shown is the last of `doing`, which may grow."""
-    begin = reported_s = time.monotonic()
-
-    def look() -> None:
-        nonlocal reported_s
-        now = time.monotonic()
-        if now - reported_s >= REPORT_EVERY_S:
-            reported_s = now
-            waiting.on_progress(f"{doing[-1]}, {now - begin:.0f} s: {waiting.log.last_line()}")
-        if now > until:
-            raise ServerError(
-                f"the server did not become ready within {waiting.timeout_s:g} s; last: {doing[-1]}",
-                next_step="If it only needs longer, raise startup_timeout_s in the scenario.",
-                detail=waiting.log.tail(),
-            )
-
+    """As `watched`; a request that breaks while the server dies is explained by its death."""
     try:
-        return watched(call, waiting, look)
+        return watched(call, waiting, until, doing)
     except requests.RequestException as error:
         raise death(waiting) or ServerError(f"Lemonade gave no answer while {doing[-1]} ({reason(error)})") from None
     except ServerError as error:
@@ -455,7 +419,7 @@ def download(api: Api, body: dict[str, Any], progress: list[str], until: float) 
     try:
         with api.post(f"{PREFIX}/pull", body, SILENCE_S, stream=True) as response:
             if response.status_code != 200:
-                said = words_of(response)
+                said = message(response.content)
                 step = OFFLINE if "offline" in said else "Check its name, and that the machine reaches the hub."
                 raise ServerError(f"Lemonade cannot download '{name}': {said}", next_step=step)
             for kind, data in events(lines_of(response)):
@@ -496,9 +460,8 @@ def _progress(data: bytes) -> DownloadProgress:
 
 
 def _failed(name: str, data: bytes) -> ServerError:
-    said = (_error_of(data) or data.decode("utf-8", "replace"))[:300]
     return ServerError(
-        f"Lemonade could not download '{name}': {said}",
+        f"Lemonade could not download '{name}': {message(data)}",
         next_step="Check the network of the container, the model's name, and HF_TOKEN for a gated model.",
     )
 
@@ -535,7 +498,7 @@ def _load_as_saved(api: Api, model: str) -> None:
     except requests.RequestException as error:
         raise ServerError(f"Lemonade gave no answer while loading '{model}' ({reason(error)})") from None
     if answer.status_code != 200:
-        said = words_of(answer)
+        said = message(answer.content)
         # The reason is in a log that only its owner has.
         log = f" Its log has the reason: {LOG}" if "failed to start" in said else ""
         raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advice(said) + log)

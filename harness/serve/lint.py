@@ -1,34 +1,92 @@
-"""The problems of a scenario's servers that can be found before anything starts, and notes for `harness check`."""
+"""The problems of a scenario's servers that can be found before anything starts, and notes for `harness check`.
+
+Names of flags are read as vLLM's parser reads them: `_` means `-` in a name, `--flag=value`, `--config.key value`.
+"""
 
 import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from harness.engines import Command, Context, engine_of, engines, template_of
+from harness.engines import Context, engine_of, engines, template_of
 from harness.errors import Problem
 from harness.failures.table import removed_flags, replacements
 from harness.reasons import sentence
-from harness.scenario import TURNS, Load, Prompts, Scenario, Server
+from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, at_once
 from harness.scenario.behaviour import Agent, Rag, max_of, unread
-from harness.serve.arguments import (
-    container_problems,
-    flags_in,
-    printed_dashes,
-    removed_in,
-    value_of,
-    version_of,
-    vllm_refuses,
-)
-from harness.serve.arguments import server_problems as lemonade_problems
-from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in, read
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in
+from harness.serve.lemonade import MAX_THREADS, PREFIXES, bare_name, pool_size
 from harness.serve.location import engine_location
 from harness.serve.security import allowed, missing
-from harness.serve.template import port_inside, prepared, rendered, server_problems, variable_of, variables
+from harness.serve.template import prepared, server_problems, variable_of, variables
+
+_NEGATIVE = re.compile(r"-[\d.]")
+_DASHES = re.compile(r"-*[\u2010-\u2015\u2212][-\u2010-\u2015\u2212]*")  # hyphens as web pages print them
+_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+def removed_in(words: Sequence[str], image: str) -> list[str]:
+    """What of a command line the vLLM in an image cannot know, as far as the image's tag tells its version."""
+    version = version_of(image)
+    gone = [row for flag in flags_in(words) if (row := removed_flags().get(flag)) is not None]
+    return [
+        f"{row.flag}: {row.advice}"
+        for row in gone
+        if version is not None and row.gone_in is not None and version >= tuple(map(int, row.gone_in.split(".")))
+    ]
+
+
+def flags_in(words: Sequence[str]) -> list[str]:
+    """The names of the options in a command line, as the parser reads them: `--max_num_seqs=4` is `--max-num-seqs`."""
+    names = []
+    for word in takewhile(lambda word: word != "--", words):
+        if word.startswith("--"):
+            name = word.partition("=")[0].partition(".")[0]
+            names.append("--" + name[2:].replace("_", "-"))
+        elif word.startswith("-") and len(word) > 1 and not _NEGATIVE.match(word):
+            names.append(word.partition("=")[0].partition(".")[0])
+    return names
+
+
+def printed_dashes(words: Iterable[str]) -> list[str]:
+    """Flags that were copied from where two hyphens are shown as one dash, which no parser takes for hyphens."""
+    found = [(word, dash) for word in words if (dash := _DASHES.match(word)) is not None]
+    return [
+        f"'{word}' starts with a printed dash, not with hyphens: type --{word[dash.end() :].partition(' ')[0]}"
+        for word, dash in found
+    ]
+
+
+def value_of(words: Sequence[str], *names: str) -> str | None:
+    """The value of an option in a command line, as `--name value` or `--name=value`; the last one counts."""
+    found = None
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if equals else following
+    return found
+
+
+def ranks_of(words: Sequence[str]) -> int:
+    """How many GPUs a command line of vLLM asks for."""
+    value = value_of(words, "--tensor-parallel-size", "-tp")
+    return int(value) if value and value.isdigit() else 1
+
+
+def version_of(image: str) -> tuple[int, int, int] | None:
+    """The version of vLLM that an image's tag names, such as v0.25.0 or ..._vllm_0.23.0; None where it names none."""
+    name, _, tag = image.partition("@")[0].rpartition(":")
+    _, marked, after = tag.rpartition("vllm_")
+    if not marked and "vllm" not in name:
+        return None
+    match = _VERSION.match(after if marked else tag)
+    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
+
 
 # What may be said of a load whose requests are all given at once; of the rest nothing but its default.
 _OFFLINE = {"user", "users", "processes", "requests", "batch_size", "think_s", "output_tokens", "output", "stream",
@@ -40,8 +98,8 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[Proble
     """Return the problems of the servers. `lines`: the line of each path of the scenario."""
     found = list(_model_problems(scenario))
     for name, server in scenario.servers.items():
-        wrong = [*server_problems(server), *lemonade_problems(server, scenario.model)]
-        wrong = wrong or [*_managed(server, scenario.model), *_prepared_problems(scenario, name)]
+        wrong = [*server_problems(server), *_lemonade_problems(server, scenario.model)]
+        wrong = wrong or list(_prepared_problems(scenario, name))
         found += [one if one.path.startswith("$") else one.below(f"$.servers.{name}") for one in wrong]
     return [problem.located(lines) for problem in found]
 
@@ -64,6 +122,9 @@ def _prepared_problems(scenario: Scenario, name: str) -> Iterator[Problem]:
     yield from (_in_scenario(problem, server) for problem in one.problems)
     if compose is None:
         return
+    yield from _repeated_flags(server, compose, SERVER, ".variables")
+    if server.gateway is not None:
+        yield from _repeated_flags(server.gateway, compose, GATEWAY, ".gateway.variables")
     yield from _command_problems(server, compose)
     yield from _folder_problems(server, compose)
     for problem in missing(server, compose, os.environ):
@@ -72,38 +133,24 @@ def _prepared_problems(scenario: Scenario, name: str) -> Iterator[Problem]:
         yield from _offline_problems(server, scenario)
 
 
-def _managed(server: Server, model: str) -> Iterator[Problem]:
-    """Arguments and settings that are the template's own, of the server and of its gateway."""
-    parts: list[tuple[str, str, dict[str, Any], str]] = [(SERVER, server.template, server.variables, ".variables")]
-    if (gateway := server.gateway) is not None:
-        parts.append((GATEWAY, gateway.template, gateway.variables, ".gateway.variables"))
-    for service, template, given, at in parts:
-        declared = [name for name in variables(template) if name != "model"]
-        yield from (one.below(f"{at}.environment") for one in managed_settings(given.get("environment"), declared))
-        if not given.get("extra_args"):
-            continue
-        bare = msgspec.structs.replace(server, variables={**server.variables, "extra_args": []})
-        if gateway is not None:
-            front = msgspec.structs.replace(gateway, variables={**gateway.variables, "extra_args": []})
-            bare = msgspec.structs.replace(bare, gateway=front)
-        compose, _ = read(rendered(bare, model, port=port_inside(server)))
-        own = [] if compose is None else compose.services[service].command or []
-        for text in managed_flags(template, given["extra_args"], own, declared):
+def _repeated_flags(server: Server | Gateway, compose: ComposeFile, name: str, at: str) -> Iterator[Problem]:
+    """Arguments that the template itself sets; its command line ends with those that the scenario adds."""
+    extra = [str(word) for word in server.variables.get("extra_args") or []]
+    if extra:
+        own = (compose.services[name].command or [])[: -len(extra)]
+        for text in managed_flags(server.template, extra, own):
             yield Problem(f"{at}.extra_args", text)
 
 
 def _command_problems(server: Server, compose: ComposeFile) -> Iterator[Problem]:
     """What the server's program or its image would refuse."""
-    service, serving = compose.server, compose.serving
+    service = compose.server
     if (program := _program_missing(server.template, service)) is not None:
         text = f"{service.image} starts a shell, not the server; add to the variables: entrypoint: {program}"
         yield Problem(".variables.entrypoint", text)
-    yield from (Problem(".variables", text) for text in container_problems(service))
-    words = service.command or []
-    if serving.vllm:
+    if compose.serving.vllm:
+        words = service.command or []
         yield from (Problem(".variables.extra_args", text) for text in removed_in(words, service.image))
-    if serving.vllm or serving.offline:
-        yield from (Problem(".variables", text) for text in vllm_refuses(words))
 
 
 def _program_missing(template: str, service: Service) -> str | None:
@@ -177,6 +224,77 @@ def _in_scenario(problem: Problem, server: Server) -> Problem:
     return Problem("", f"{place}: {problem.text}" if place else problem.text)
 
 
+# Lemonade takes `vllm_args` apart at spaces, strips quotes, refuses the flags that it sets itself, and appends the rest
+# to the command line of vllm-server (src/cpp/server/backends/vllm/vllm_arg_resolver.cpp, since v10.9.0).
+_ITSELF = "Lemonade sets it itself and refuses it"
+_QUOTES = (
+    "Lemonade strips quotes, so JSON does not reach vLLM (lemonade-sdk/lemonade#1912); "
+    "leave it out, or measure it with the template vllm-rocm"
+)
+
+
+def _lemonade_problems(server: Server, model: str) -> Iterator[Problem]:
+    """What is wrong with a server, if its template is `lemonade`; paths are below the server's, or $.model."""
+    if server.template != "lemonade":
+        return
+    given = server.variables
+    for problem in _lemonade_variables({name: value for name, value in given.items() if value is not None}):
+        yield problem.below(".variables")
+    if given.get("checkpoint") is not None and model.startswith(PREFIXES) and not model.startswith("user."):
+        bare = bare_name(model)
+        text = f"Lemonade registers a checkpoint as user.NAME only (got '{model}'). Write {bare} or user.{bare}."
+        yield Problem("$.model", text)
+    # llama-server answers to any name; vLLM to its own alone.
+    named = server.gateway is not None and given.get("checkpoint") is not None and given.get("recipe") != "llamacpp"
+    if named and bare_name(model) == model:
+        yield Problem(
+            ".gateway",
+            f"it asks for '{model}', and vLLM behind Lemonade knows it as 'user.{model}' only; "
+            f"write the scenario's model as user.{model}",
+        )
+
+
+def _lemonade_variables(given: dict[str, Any]) -> Iterator[Problem]:
+    """What is wrong with a server's variables beyond their types. `given`: those that are not null."""
+    recipe = given.get("recipe")
+    for name, check in (("vllm_args", vllm_problems), ("llamacpp_args", llamacpp_problems)):
+        if isinstance(given.get(name), str):
+            yield from (Problem(f".{name}", text) for text in check(given[name]))
+    for name, of in (("vllm_args", "vllm"), ("llamacpp_args", "llamacpp"), ("llamacpp_backend", "llamacpp")):
+        if name in given and recipe is not None and recipe != of:
+            yield Problem(f".{name}", f"has no effect with the recipe {recipe}; remove it")
+    if {"vllm_args", "llamacpp_args"} <= given.keys() and recipe is None:
+        yield Problem(".llamacpp_args", "a model has one recipe; give vllm_args or llamacpp_args, not both")
+    if "checkpoint" in given and recipe is None:
+        yield Problem(".recipe", "is needed with 'checkpoint': vllm or llamacpp")
+    if "checkpoint" not in given and recipe is not None:
+        yield Problem(".recipe", "belongs to 'checkpoint'; a model that Lemonade knows has its own; remove it")
+
+
+def vllm_problems(text: str) -> list[str]:
+    """What Lemonade or vLLM would refuse in `vllm_args`, each with advice."""
+    if re.search(r"[\"'{}]", text):
+        return [f"{text!r}: {_QUOTES}"]
+    words = text.split()
+    if dashes := printed_dashes(words):
+        return dashes
+    flags = flags_in(words)
+    protected = replacements().protected
+    problems = [f"{flag}: {_ITSELF}; {protected[flag]}" for flag in dict.fromkeys(flags) if flag in protected]
+    return problems + [
+        f"{flag}: {removed_flags()[flag].advice}" for flag in dict.fromkeys(flags) if flag in removed_flags()
+    ]
+
+
+def llamacpp_problems(text: str) -> list[str]:
+    """What Lemonade would refuse in `llamacpp_args`, each with advice."""
+    flags = dict.fromkeys(word.partition("=")[0] for word in text.split() if word.startswith("-"))
+    rows = [row for engine in engines() for row in engine.command.protected]
+    advice = {flag: row.advice for row in rows for flag in row.flags}
+    found = [f"{flag}: {_ITSELF}; {advice[flag]}" for flag in flags if flag in advice]
+    return printed_dashes(text.split()) + found
+
+
 _ADVICE = {
     "--host": "the server listens inside its container only; `publish` is the host's address",
     "--served-model-name": "the scenario's `model` is the name for clients",
@@ -186,22 +304,17 @@ _ADVICE = {
 }
 
 
-def managed_flags(template: str, extra: Sequence[Any], own: Sequence[str], variables: Iterable[str]) -> list[str]:
-    """What of `extra` the template sets itself, each with what to do instead.
-
-    `own`: the command line that the template makes without it. `variables`: those that the template declares.
-    """
-    names = {f"--{name.replace('_', '-')}": name for name in variables}
-    command = _command(template)
-    if (prefix := command.settings_as_flags) is not None:
-        names |= {_as_flag(setting): name for setting, name in command.settings.items() if setting.startswith(prefix)}
+def managed_flags(template: str, extra: Sequence[str], own: Sequence[str]) -> list[str]:
+    """What of `extra` the template sets itself, each with what to do instead. `own`: the command line without it."""
+    names = {f"--{name.replace('_', '-')}": name for name in variables(template) if name != "model"}
+    engine = engine_of(template)
+    short = {} if engine is None else engine.command.short
     # An offline job's own options end with `--`, the options after it are the engine's.
     behind = own[own.index("--") + 1 :] if "--" in own else own
-    set_by_it = {_plain(flag) for flag in flags_in(behind)} | names.keys() | ({"--model"} if own else set())
-    words = [str(word) for word in extra]
-    problems = printed_dashes(words)
-    for flag in dict.fromkeys(flags_in(words)):
-        found = _plain(command.short.get(flag, flag))
+    set_by_it = {_plain(flag) for flag in flags_in(behind)} | names.keys() | {"--model"}
+    problems = printed_dashes(extra)
+    for flag in dict.fromkeys(flags_in(extra)):
+        found = _plain(short.get(flag, flag))
         if found in set_by_it:
             said = flag if flag == found else f"{flag} ({found})"
             known = f"set the variable '{names[found]}'" if found in names else "remove it"
@@ -209,45 +322,25 @@ def managed_flags(template: str, extra: Sequence[Any], own: Sequence[str], varia
     return problems
 
 
-def managed_settings(environment: Any, variables: Iterable[str]) -> Iterator[Problem]:
-    """The names in a server's `environment` that variables of its template set."""
-    declared = set(variables)
-    settings = {name: own for engine in engines() for name, own in engine.command.settings.items()}
-    for name in environment if isinstance(environment, dict) else ():
-        if settings.get(name) in declared:
-            yield Problem(f".{name}", f"the template sets it already; set the variable '{settings[name]}'")
-
-
-def _command(template: str) -> Command:
-    engine = engine_of(template)
-    return Command() if engine is None else engine.command
-
-
 def _plain(flag: str) -> str:
     """A flag without the `no-` that switches it off."""
     return f"--{flag[5:]}" if flag.startswith("--no-") else flag
-
-
-def _as_flag(setting: str) -> str:
-    return "--" + setting.partition("_")[2].lower().replace("_", "-")
 
 
 _FORCED_TARGET = (
     "overrides GPU detection; images with code for yours do not need it, and wrong code crashes or "
     "computes wrongly: leave it out"
 )
-_HUB = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")  # guides set them to folders that their `docker run` mounts
-_CACHE = "/root/.cache/huggingface"  # where the templates mount the volume
 
 
-def notes(scenario: Scenario) -> list[str]:
-    """Sentences for `harness check`."""
+def notes(scenario: Scenario, threads: int | None = None) -> list[str]:
+    """Sentences for `harness check`; `threads` of the processor that the servers will run on, None where not known."""
     found = []
     for name, server in scenario.servers.items():
         found += [f"server '{name}': {note}" for note in (*_of_environment(server), *_of_arguments(server))]
         for load_name, load in scenario.loads.items():
-            if (note := _of_length(server, load, scenario.prompts)) is not None:
-                found.append(f"server '{name}' under {load_name}: {note}")
+            of_load = [_of_length(server, load, scenario.prompts), *_of_lemonade(server, load, threads)]
+            found += [f"server '{name}' under {load_name}: {note}" for note in of_load if note is not None]
         compose = prepared(scenario, name).compose if server.allow else None
         found += [f"server '{name}': {sentence(note)}" for note in ([] if compose is None else allowed(compose))]
     return found
@@ -261,30 +354,27 @@ def _of_environment(server: Server) -> list[str]:
     found = [f"{name} has no effect any more: {gone[name]}" for name in given if name in gone]
     if "HSA_OVERRIDE_GFX_VERSION" in given:
         found.append(f"HSA_OVERRIDE_GFX_VERSION {_FORCED_TARGET}")
-    verbose = {name: level for engine in engines() for name, level in engine.command.verbose.items()}
-    found += [
-        f"{name}={level} writes lines for each step, which is measured with it: leave it out"
-        for name, level in verbose.items()
-        if str(given.get(name, "")).upper() == level
-    ]
-    engine = engine_of(server.template)
-    if engine is not None and engine.command.hub_cache:
-        lost = [name for name in _HUB if _is_lost(server, given.get(name))]
-        found += [
-            f"{name}={given[name]} is on no volume: each start downloads the model again; leave it out, or mount a "
-            "folder there with `volumes`"
-            for name in lost
-        ]
     return found
 
 
-def _is_lost(server: Server, folder: Any) -> bool:
-    """Whether what is written to a folder of the container is gone with it."""
-    if not isinstance(folder, str) or not folder.startswith("/"):
-        return False
-    kept = [path for volume in variable_of(server, "volumes") for path in str(volume).split(":")[1:2]]
-    kept += [_CACHE] if variable_of(server, "huggingface_cache") else []
-    return not any(f"{folder}/".startswith(f"{path.rstrip('/')}/") for path in kept)
+MAX_TOKENS = 8192  # a request that asks for more makes Lemonade count its prompt first
+
+
+def _of_lemonade(server: Server, load: Load, threads: int | None) -> Iterator[str]:
+    if server.template != "lemonade":
+        return
+    size = MAX_THREADS if threads is None else pool_size(threads)
+    if at_once(load) > size:
+        yield (
+            f"{at_once(load):,} requests will be in flight, and Lemonade serves {size} at once"
+            f"{' at most' if threads is None else ' on this machine'}: above that its own queue is measured, "
+            "not the engine's"
+        )
+    if load.endpoint != "embeddings" and not unread(load.output_tokens) and max_of(load.output_tokens) > MAX_TOKENS:
+        yield (
+            f"for answers of more than {MAX_TOKENS:,} tokens Lemonade has vLLM count each prompt first, "
+            "which is measured with it"
+        )
 
 
 def _of_arguments(server: Server) -> list[str]:
@@ -316,8 +406,6 @@ def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
     prompt = _prompt(load, prompts, answer)
     if limit is None or prompt is None or prompt + answer <= limit:
         return None
-    if context.arguments is not None and answer >= variable_of(server, context.size):
-        return None  # `hints` of harness.serve.lemonade reports it
     return (
         f"a request has up to {prompt:,} tokens of prompt and {answer:,} of answer, and {which} is {limit:,}: "
         f"{context.too_long}"

@@ -6,9 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import requests
 from msgspec import Struct
 
@@ -312,21 +314,14 @@ def counter(
     session = open_session(api_key)
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
-        found, why = None, "the engine behind it does not count tokens"
-        try:
-            if ask_engine is not None:
-                found = decoded(ask_engine(PATH, body))
-            else:
-                response = session.post(address, json=body, timeout=TIMEOUT_S)
-                why = f"the server answers with status {response.status_code}"
-                found = decoded(response.content) if response.status_code == 200 else None
-        except requests.RequestException as error:
-            why = reason(error)
-        except ValueError:
-            pass
-        if not isinstance(found, dict):
-            raise ServerError(f"{address}: tokens cannot be counted, {why}", next_step=_ADVICE)
-        return found
+        if ask_engine is not None:
+            text = ask_engine(PATH, body)
+        else:
+            text = good_text(session, address, TIMEOUT_S, msgspec.json.encode(body).decode())
+        with suppress(ValueError):
+            if isinstance(found := decoded(text), dict):
+                return found
+        raise ServerError(f"{address}: tokens cannot be counted, the server does not do it", next_step=_ADVICE)
 
     of_llamacpp = False  # learned: a word list takes a thousand counts, each a process where a container is asked
 
@@ -352,6 +347,7 @@ def counter(
 
 
 POLL_S = 0.2
+REPORT_EVERY_S = 1.0
 DEATH_S = 1.0  # the connections of a process that dies break before its supervisor notices
 
 
@@ -389,11 +385,11 @@ class Phases:
             self._on_progress(f"{name} after {now - self._began:.1f} s")
 
 
-def watched(call: Callable[[], T], waiting: Waiting, look: Callable[[], None] = lambda: None) -> T:
-    """The result of `call`, which may take minutes; raises what it raises, and why the server died, when it does.
+def watched(call: Callable[[], T], waiting: Waiting, until: float, doing: list[str]) -> T:
+    """The result of `call`, which may take minutes, while the server lives. Raises what it raises.
 
-    It runs in a daemon thread, so Ctrl-C ends the wait at once. `look` is called all the time and
-    may raise, too.
+    Raises ServerError when the server dies or `until` passes. Shown is the last of `doing`, which may grow. The call
+    runs in a daemon thread, so Ctrl-C ends the wait at once.
     """
     results: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
 
@@ -404,15 +400,24 @@ def watched(call: Callable[[], T], waiting: Waiting, look: Callable[[], None] = 
             results.put(error)
 
     threading.Thread(target=work, name="waiting for the server", daemon=True).start()
+    begin = reported_s = time.monotonic()
     while True:
         try:
             result = results.get(timeout=POLL_S)
             break
         except queue.Empty:
-            dead = waiting.dead()
+            dead, now = waiting.dead(), time.monotonic()
         if dead is not None:
             raise dead
-        look()
+        if now - reported_s >= REPORT_EVERY_S:
+            reported_s = now
+            waiting.on_progress(f"{doing[-1]}, {now - begin:.0f} s: {waiting.log.last_line()}")
+        if now > until:
+            raise ServerError(
+                f"the server did not become ready within {waiting.timeout_s:g} s; last: {doing[-1]}",
+                next_step="If it only needs longer, raise startup_timeout_s in the scenario.",
+                detail=waiting.log.tail(),
+            )
     if isinstance(result, Exception):
         raise result
     return result[0]

@@ -35,7 +35,6 @@ from harness.serve.compose_file import (
     parse,
     parse_bytes,
     parse_device,
-    parse_vllm_bytes,
     read,
 )
 from harness.serve.location import engine_location
@@ -48,7 +47,6 @@ GATEWAYS = tuple(name for engine in engines() if engine.gateway for name in engi
 NOT_SERVERS = ("locust", "volumes", *GATEWAYS)  # nor what begins with `_`, which templates include
 _INCLUDED = re.compile(r'{% include "(_\w+)\.yaml\.j2" %}')
 
-_FORMATS = {"size": parse_bytes, "vllm-size": parse_vllm_bytes}
 _MAX_VALUE = 2**31 - 1  # of a whole number without a limit of its own: what 32 bits hold
 _EXPECTED = {
     "string": "a text",
@@ -69,7 +67,7 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min: int | float | None = None
     max: int | float | None = None
     choices: list[str] | None = None
-    format: Literal["size", "vllm-size"] | None = None  # of a text, unless `${NAME}` is in it
+    format: Literal["size"] | None = None  # of a text, unless `${NAME}` is in it
     auto: bool = False  # it may also be AUTO, which `harness.prepare.machine_fit` replaces
 
     @property
@@ -154,7 +152,7 @@ def _value_problem(variable: Variable, value: Any) -> str | None:
         return f"there is no '{value}'; {did_you_mean(str(value), variable.choices)}"
     if variable.format is not None and "$" not in value:
         try:
-            _FORMATS[variable.format](value)
+            parse_bytes(value)
         except ValueError as error:
             return str(error)
     minimum, maximum = variable.min, variable.max

@@ -15,22 +15,19 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-LIBRARY = ("qwen3:0.6b", "qwen3:latest", "qwen3-0.6b")
-LAYERS = {"sha256:aa": 2_000_000_000, "sha256:bb": 1_000}
+LIBRARY = ("qwen3:0.6b", "qwen3:latest")
 
 
 class Puller(ThreadingHTTPServer):
-    """State of a double. `broken` makes its next installation fail the way that it says."""
+    """State of a double."""
 
     daemon_threads = True
 
-    def __init__(self, kind: str, address: tuple[str, int], broken: str = "") -> None:
+    def __init__(self, kind: str, address: tuple[str, int], *models: str) -> None:
         super().__init__(address, Ollama if kind == "ollama" else LocalAI)
-        self.models: list[str] = []
+        self.models = list(models)
         self.loaded: list[str] = []
-        self.jobs: dict[str, dict[str, Any]] = {}
         self.asked: list[str] = []
-        self.broken = broken
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -121,79 +118,34 @@ class Ollama(Answers):
     def own_post(self, body: dict[str, Any]) -> None:
         name = str(body.get("model", ""))
         name = name if ":" in name else f"{name}:latest"
-        if self.path == "/api/pull":
-            self.stream("application/x-ndjson", (json.dumps(event) + "\n" for event in self.pulling(name)))
+        if self.path == "/api/pull" and body.get("stream") is False and name not in LIBRARY:
+            self.say({"error": "pull model manifest: file does not exist"}, 500)
+        elif self.path == "/api/pull" and body.get("stream") is False:
+            self.server.models.append(name)
+            self.say({"status": "success"})
         elif self.path == "/api/generate" and name in self.server.models:
             self.server.loaded = [name]
             self.say({"model": name, "response": "", "done": True, "done_reason": "load"})
         else:
             self.say({"error": f"model '{name}' not found"}, 404)
 
-    def pulling(self, name: str) -> Iterator[dict[str, Any]]:
-        yield {"status": "pulling manifest"}
-        if name not in LIBRARY:
-            yield {"error": "pull model manifest: file does not exist"}
-            return
-        for digest, total in LAYERS.items():
-            yield {"status": f"pulling {digest}", "digest": digest, "total": total}  # `completed` may lack at first
-            yield {"status": f"pulling {digest}", "digest": digest, "total": total, "completed": total}
-        if self.server.broken == "half":
-            return
-        for status in ("verifying sha256 digest", "writing manifest"):
-            yield {"status": status}
-        self.server.models.append(name)
-        yield {"status": "success"}
-
 
 class LocalAI(Answers):
-    """The model gallery's API of mudler/LocalAI: apply, jobs; readyz, version."""
+    """Of mudler/LocalAI: readyz, version."""
 
     def own_get(self) -> None:
         if self.path == "/readyz":
             self.say("OK")
         elif self.path == "/version":
             self.say({"version": "v3.10.0 (0123abcd)"})
-        elif self.path.startswith("/models/jobs/"):
-            self.say(self.job(self.path.rpartition("/")[2]))
         else:
             super().own_get()
 
-    def own_post(self, body: dict[str, Any]) -> None:
-        if self.path != "/models/apply":
-            super().own_post(body)
-            return
-        uuid = f"job-{len(self.server.jobs)}"
-        name = str(body.get("name") or body.get("id"))
-        known = "url" in body or name in LIBRARY
-        error = "" if known else f"no model found with name {name!r}"
-        self.server.jobs[uuid] = {"name": name, "asked": 0, "error": error}
-        self.say({"uuid": uuid, "status": f"http://localhost:8080/models/jobs/{uuid}"})
-
-    def job(self, uuid: str) -> dict[str, Any]:
-        job = self.server.jobs[uuid]
-        job["asked"] += 1
-        status = {"deletion": False, "file_name": "", "processed": False, "message": "processing", "progress": 0.0,
-                  "file_size": "", "downloaded_size": "", "cancelled": False}  # fmt: skip
-        if job["error"] and self.server.broken == "old":
-            return status | {"processed": True, "error": {}, "message": job["error"]}
-        if job["error"]:
-            return status | {"processed": True, "error": job["error"], "message": f"error: {job['error']}"}
-        if job["asked"] < 3:
-            return status | {
-                "file_name": "qwen.gguf",
-                "file_size": "600 MiB",
-                "downloaded_size": "300 MiB",
-                "progress": 50,
-            }
-        if job["name"] not in self.server.models:
-            self.server.models.append(job["name"])
-        return status | {"processed": True, "message": "completed", "progress": 100}
-
 
 @contextlib.contextmanager
-def serving(kind: str, broken: str = "") -> Iterator[tuple[str, Puller]]:
+def serving(kind: str) -> Iterator[tuple[str, Puller]]:
     """A double on a free port of this host, and its address."""
-    double = Puller(kind, ("127.0.0.1", 0), broken)
+    double = Puller(kind, ("127.0.0.1", 0))
     thread = threading.Thread(target=double.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -208,7 +160,8 @@ def main() -> None:
     kind = sys.argv[1]
     address = os.environ["OLLAMA_HOST" if kind == "ollama" else "LOCALAI_ADDRESS"]
     print(f"double of {kind}: {json.dumps(dict(sorted(os.environ.items())))}", flush=True)
-    Puller(kind, ("0.0.0.0", int(address.rpartition(":")[2]))).serve_forever()
+    models = [word for word in sys.argv[2:] if word != "serve"]  # LocalAI installs what it is given
+    Puller(kind, ("0.0.0.0", int(address.rpartition(":")[2])), *models).serve_forever()
 
 
 if __name__ == "__main__":
