@@ -31,10 +31,10 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     from harness.errors import HarnessError
     from harness.failures.explain import explain_message, scan
     from harness.failures.table import patterns
+    from harness.files import ROOT, SCENARIOS
     from harness.imports.write import FORMATS, read_file
     from harness.load.exchange import Collector, Exchange, Failure
     from harness.load.sse import EventTooLong, Parser
-    from harness.paths import ROOT, SCENARIOS
     from harness.rundir.manifest import read_run
     from harness.rundir.records import read_marks, read_requests
     from harness.scenario import Trace

@@ -89,7 +89,8 @@ def compare(
     is the folder in which `harness noise` stored how far equal runs differ. Raises HarnessError for sides that are not
     alike, and RunError for a run that is not VALID.
     """
-    sides = [_folders(side) for side in (baseline, *others)]
+    groups = [[side] if isinstance(side, LoadedRun | str | os.PathLike) else side for side in (baseline, *others)]
+    sides = [[_loaded(run).path for run in group] for group in groups]
     return compare_runs(sides, about=about, results=None if results is None else Path(results), checks=checks)
 
 
@@ -119,8 +120,3 @@ def plan(
 
 def _loaded(run: AnyRun) -> LoadedRun:
     return run if isinstance(run, LoadedRun) else load_run(run)
-
-
-def _folders(side: AnyRun | Sequence[AnyRun]) -> list[Path]:
-    runs = [side] if isinstance(side, LoadedRun | str | os.PathLike) else side
-    return [_loaded(run).path for run in runs]

@@ -2,7 +2,7 @@
 
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
- +- UnlikeError        runs that are not compared             exit 1 (harness.rundir.origin)
+ +- UnlikeError        runs that are not compared             exit 1 (harness.rundir.manifest)
  +- SeveralErrors      more than one of these                 the least of theirs
  +- ServerError        the server did not become ready        exit 2
  |   +- StartError     for a reason of its own, not its host's
@@ -26,8 +26,6 @@ _MAX_LINES = 1000  # after so many nothing more is read
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of every command."""
-
     OK = 0
     USAGE = 1  # usage, scenario or input file
     SERVER = 2  # a server did not become ready
@@ -57,8 +55,6 @@ class HarnessError(Exception):
 
 
 class Problem(NamedTuple):
-    """What is wrong at one place of a file."""
-
     path: str  # such as $.loads.chat.users, or below another one: .users; "": the whole file
     text: str
     line: int | None = None
@@ -100,8 +96,6 @@ def shortened(problem: str) -> str:
 
 
 class ServerError(HarnessError):
-    """A server could not be started or did not become ready."""
-
     exit_code = ExitCode.SERVER
 
 
@@ -167,20 +161,17 @@ class Mistakes:
         self.found: list[HarnessError] = []
 
     def add(self, error: HarnessError) -> None:
-        """Add an error, unless it was reported already."""
         errors = error.errors if isinstance(error, SeveralErrors) else [error]
         self.found += [one for one in errors if one.what not in [known.what for known in self.found]]
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Keep a HarnessError for later."""
         try:
             yield
         except HarnessError as error:
             self.add(error)
 
     def refuse(self) -> None:
-        """Raise what was noted: the one error itself, or SeveralErrors."""
         if self.found:
             raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
 
@@ -195,7 +186,6 @@ class BadLines:
         self._count = 0
 
     def add(self, line: int, problem: str) -> None:
-        """One more. Raises as `refuse` does when there are so many that the file is not what it was taken for."""
         self._count += 1
         if self._count <= _SHOWN_LINES:
             self._told.append(f"{self._path}:{line}: {problem}")
@@ -203,7 +193,6 @@ class BadLines:
             self.refuse()
 
     def refuse(self) -> None:
-        """Raise HarnessError if there are any."""
         if self._count == 1:
             raise HarnessError(self._told[0], next_step=self._next_step)
         if self._count:

@@ -1,4 +1,7 @@
-"""How files are read and written: regular files only, JSON that people can read, and each replaced in one step."""
+"""Where the project's own files are, and how files are read and written.
+
+Regular files only, JSON that people can read, and each replaced in one step.
+"""
 
 import errno
 import io
@@ -12,6 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from harness.errors import HarnessError
+
+# Next to the package in a checkout and in the image, inside it when installed.
+PACKAGE = Path(__file__).resolve().parent
+INSTALLED = PACKAGE / "shipped"  # setup.py copies the folders there when it builds a wheel
+ROOT = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
+LOCUSTFILES = ROOT / "locustfiles"
+COMPOSE = ROOT / "compose"
+SCENARIOS = ROOT / "scenarios"
+RESULTS = ROOT / "results"  # the third-party figures that ship
 
 T = TypeVar("T")
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises for damaged JSON
@@ -43,7 +55,6 @@ def _refuse_irregular(mode: int, path: str | Path) -> None:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """The content of a regular file. Raises OSError."""
     with open_file(path) as file:
         return file.read()
 
@@ -60,7 +71,6 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict",
 
 
 def pretty_json(value: Any) -> bytes:
-    """Indented, and with the end of its last line."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
@@ -141,13 +151,11 @@ def _upgraded(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], ne
 
 
 def in_words(error: Exception) -> str:
-    """Why JSON cannot be decoded, in one short line."""
     said = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
     return said if len(said) <= 300 else f"{said[:300]}..."
 
 
 def _line_of(raw: bytes, said: str) -> str:
-    """The line, from 1 on, that a message of msgspec is about; empty where it names no place."""
     if (byte := re.search(r"\(byte (\d+)\)", said)) is not None:
         return str(raw.count(b"\n", 0, int(byte[1])) + 1)
     if "truncated" in said:

@@ -152,5 +152,4 @@ def read_job(path: Path) -> Job:
 
 
 def job_of_text(text: bytes | str) -> Job:
-    """Raises msgspec.DecodeError."""
     return msgspec.json.decode(text, type=Job)

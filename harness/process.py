@@ -24,7 +24,6 @@ STOPS = (signal.SIGTERM, signal.SIGHUP)  # as well as Ctrl-C; SIGHUP: the termin
 
 
 def raise_file_limit() -> int:
-    """Let this process, and those that it starts, have as many files open as the system allows; return that number."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS refuses what its kernel does not have
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -69,7 +68,6 @@ def _follow_parent() -> Callable[[], None] | None:
 
 
 def stop(child: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
-    """End a child and its group: SIGTERM first, SIGKILL after `grace_s`. Returns its exit code."""
     try:
         if child.poll() is None:
             child.terminate()
@@ -139,7 +137,6 @@ MACHINE_ID = Path("/etc/machine-id")
 
 
 def owner() -> dict[str, str]:
-    """The labels of this process."""
     pid = os.getpid()
     return {
         HOST: socket.gethostname(),

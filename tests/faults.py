@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from harness.paths import ROOT
+from harness.files import ROOT
 
 AREAS = {
     "server": "Server", "network": "Network", "harness": "Harness", "load process": "Load process",

@@ -23,7 +23,7 @@ from harness.capacity.knee import (
     throughput_of,
     unimodal,
 )
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.simulated.engine import EngineConfig
 from tests.virtual import VirtualRequest, VirtualWork, closed_loop
 

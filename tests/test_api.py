@@ -13,7 +13,7 @@ import harness
 from harness import Comparison, HarnessError, LoadedRun, Summary, compare, load_run, summarize
 from harness.analysis.summarize import summarize as summarize_folder
 from harness.errors import RunError
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.report.export import columns
 
 BEFORE, AFTER = ROOT / "examples" / "before", ROOT / "examples" / "after"

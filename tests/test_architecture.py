@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.mutations import misplaced
 from harness.engines import engines
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.serve.template import GATEWAYS, templates
 
 # Which others of harness's rooms a room may import: the whole table, in the order of the arrows.
@@ -21,9 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "redact": set(),
     "errors": {"redact"},
     "files": {"errors"},
-    "paths": set(),
     "units": set(),
-    "data": set(),
     "engines": {"units"},
     "summary": set(),
     "columns": {"summary"},
@@ -31,8 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "simulated": set(),
     "process": set(),
     "trust": set(),
-    "scenario": {"paths", "summary"},
-    "workers": {"scenario"},
+    "scenario": {"summary"},
+    "workers": {"process", "scenario"},
     "job": {"scenario", "workers", "workload"},
     "rundir": {"engines", "failures", "scenario", "summary", "trust", "workers"},
     "workload": {"rundir", "scenario"},
@@ -50,21 +48,20 @@ ALLOWED: dict[str, set[str]] = {
         "__version__", "failures.explain", "failures.unexpected_response", "job", "process", "rundir.records",
         "scenario", "analysis.derive", "workers", "workload",
     },
-    "serve": {"engines", "failures", "job", "machine", "paths", "process", "rundir", "scenario", "trust", "units"},
+    "serve": {"engines", "failures", "job", "machine", "process", "rundir", "scenario", "trust", "units"},
     "prepare": {
         "engines", "failures", "judge", "machine", "report", "scenario", "serve", "units", "workers",
         "workload",
     },
     "run": {
-        "__version__", "capacity", "failures", "job", "judge", "machine", "paths", "prepare", "process", "report",
-        "rundir", "scenario", "serve", "simulated", "analysis", "summary", "units", "workers", "workload",
+        "__version__", "capacity", "failures", "job", "judge", "machine", "prepare", "process", "report", "rundir",
+        "scenario", "serve", "simulated", "analysis", "summary", "units", "workers", "workload",
     },
     "api": {"analysis", "comparison", "report", "rundir", "summary"},
     "cli": {
-        "__version__", "capacity", "comparison", "failures", "imports", "judge", "machine", "paths", "prepare",
-        "process", "report", "run", "rundir", "scenario", "serve", "analysis", "summary", "trust", "units", "workers",
+        "__version__", "capacity", "comparison", "failures", "imports", "judge", "machine", "prepare", "process",
+        "report", "run", "rundir", "scenario", "serve", "analysis", "summary", "trust", "units", "workers",
     },
-    "docs": {"engines", "failures", "machine", "paths", "report", "rundir", "serve", "analysis"},
     "__main__": {"cli", "errors", "process"},
 }  # fmt: skip
 
@@ -136,7 +133,6 @@ NAMED_IN = {
     "failures/table.py": "flags that vLLM removed",
     "imports": "formats of other tools",
     "simulated": "the embedded engine answers as vLLM does",
-    "docs.py": "an example, and the flags that vLLM removed and Lemonade protects",
 }
 SERVERS = re.compile("vllm|llama|lemonade|ollama|local-?ai|litellm|sglang", re.IGNORECASE)
 

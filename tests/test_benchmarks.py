@@ -13,7 +13,7 @@ from benchmarks.instrument.neighbours import read_genai_bench, read_inference_pe
 from benchmarks.instrument.ours import in_c
 from benchmarks.instrument.reading import reading_of
 from benchmarks.instrument.server import Schedule, Sent, Truth, read_log
-from harness.paths import ROOT
+from harness.files import ROOT
 from tests.made_runs import request
 
 DATA = ROOT / "tests" / "data"

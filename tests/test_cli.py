@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from harness import __version__
-from harness.paths import SCENARIOS
+from harness.files import SCENARIOS
 from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
@@ -77,7 +77,7 @@ def test_an_empty_variable_is_no_model(tmp_path: Path, command: str, name: str) 
         (["report", "some", "--about", "image"], "--about needs --baseline"),
         (["run", "S", "--workers", ""], "--workers: "),
         (["run", "S", "--workers", "1", "--bind", "1/2"], "--bind: '1/2' is not an address"),
-        (["run", "S", "--check", "foo < 1"], "--check 'foo < 1': check 'foo < 1', at character 1: 'foo' is not a"),
+        (["run", "S", "--check", "foo < 1"], "--check 'foo < 1': check 'foo < 1': 'foo' is not a metric"),
         (["run", "S", "--check", "two/burst: wall < 1 s"], "--check 'two/burst: wall < 1 s': 'two' is not a server"),
         (["run", "S", "--baseline", "gone"], "gone: neither a run directory nor the id of a run in runs"),
     ],

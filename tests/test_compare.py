@@ -20,8 +20,7 @@ from harness.judge.stats import Variation
 from harness.judge.verdicts import ComparedSides, Noise, compare_rows, metric_of, speeds, verdicts
 from harness.reasons import verdict_sentence
 from harness.report import sentences
-from harness.rundir.manifest import Machine, Origin, ServedBy, write_run
-from harness.rundir.origin import UnlikeError
+from harness.rundir.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
 from harness.rundir.records import read_requests
 from harness.scenario import Arrivals, Load, Scenario, Server
 from harness.scenario import Pair as Wanted

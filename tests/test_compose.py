@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jinja2 import Environment, meta
 
 from harness.errors import HarnessError, Problem, ServerError
-from harness.paths import COMPOSE
+from harness.files import COMPOSE
 from harness.scenario import Gateway, Load, Scenario, Server
 from harness.scenario.file import load_yaml
 from harness.serve import server_document, templates, variables

@@ -16,10 +16,9 @@ from harness.analysis.summarize import summarize, write_summary
 from harness.errors import HarnessError
 from harness.failures.explain import scan_text
 from harness.failures.table import patterns
-from harness.files import open_file
+from harness.files import ROOT, open_file
 from harness.imports.write import read_file
 from harness.load.live_metrics import unpacked
-from harness.paths import ROOT
 from harness.reasons import sentences
 from harness.redact import csv_field
 from harness.report.html import write_report

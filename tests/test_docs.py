@@ -12,9 +12,8 @@ import typer
 from harness import __version__
 from harness.cli import app
 from harness.cli.actions import check
-from harness.docs import MADE, made
 from harness.errors import ExitCode
-from harness.paths import ROOT, SCENARIOS
+from harness.files import ROOT, SCENARIOS
 from harness.rundir.manifest import Status, read_run
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import Scenario
@@ -24,6 +23,7 @@ from harness.simulated.answer import KINDS
 from harness.simulated.engine import PRESETS, EngineConfig
 from tests import faults
 from tests.command import harness, write
+from tests.made_docs import MADE, made
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def test_every_metric_of_a_check_is_documented() -> None:
 
 @pytest.mark.parametrize("path", MADE)
 def test_the_tables_of_the_pages_are_up_to_date(path: str) -> None:
-    assert page(path) == made(path), "python -m harness.docs"
+    assert page(path) == made(path), "python -m tests.made_docs"
     assert all(f"<!-- {name} -->" in page(path) for name in MADE[path])
 
 

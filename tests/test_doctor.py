@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.files import ROOT
 from harness.machine.doctor import DockerEngine, diagnose
 from harness.machine.findings import Finding, finding, known, worst
 from harness.machine.gpus import PciCard, columns, pci_cards, table, target_of
-from harness.paths import ROOT
 from harness.units import GIB
 from tests import machines
 from tests.machines import drm, write

@@ -9,13 +9,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import paths
 from harness.errors import HarnessError, RunError, SeveralErrors
+from harness.files import LOCUSTFILES
 from harness.job import Job, WaitsForWorkers, report, report_error, status_file, write_job
 from harness.prepare import experiment as preparing
 from harness.reasons import sentences
 from harness.run import drive as driving
-from harness.run.drive import Count, LocalChild, Monitor, drive, gave_up, killed_processes, locust_arguments
+from harness.run.drive import (
+    LocalChild,
+    Monitor,
+    drive,
+    exceptions_in,
+    gave_up,
+    killed_processes,
+    locust_arguments,
+    tail,
+)
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ErrorKind, ProcessMark, Request
 from harness.scenario import Load, Warmup
@@ -26,25 +35,24 @@ from tests.faults import fault
 from tests.load_runs import make_job
 
 
-def job(folder: Path, warmup: Warmup | None = None, **load: Any) -> Job:
-    return make_job(folder, Load(user="batch", requests=4, **load), warmup or Warmup(requests=1))
+def job(folder: Path, **load: Any) -> Job:
+    return make_job(folder, Load(user="batch", requests=4, **load), Warmup(requests=1))
 
 
-def run(
-    folder: Path, program: str, alive: Any = lambda: None, made: Job | None = None, **load: Any
-) -> tuple[driving.Driven, list[Count]]:
-    """What watching a Python program as load generator gives."""
-    seen: list[Count] = []
-    log = folder / "log"
-    child = [sys.executable, "-c", program]
-    given = made or job(folder, **load)
-    driven = drive(lambda: LocalChild(child, log), given, log_path=log, alive=alive, progress=seen.append)
-    return driven, seen
+def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> tuple[driving.Driven, Monitor]:
+    monitor, log = Monitor(job(folder, **load)), folder / "log"
+    start = lambda: LocalChild([sys.executable, "-c", program], log)  # noqa: E731
+    return drive(start, monitor, log_path=log, alive=alive), monitor
 
 
-def test_a_total_is_reported_where_it_is_known(tmp_path: Path) -> None:
-    _, seen = run(tmp_path, "", made=job(tmp_path, Warmup(duration_s=1)))
-    assert (seen[-1].total, seen[-1].warmup) == (None, 0)
+@pytest.mark.parametrize(
+    ("warmup", "total", "of_warmup"), [(Warmup(requests=3), 7, 3), (Warmup(duration_s=1), None, 0)]
+)
+def test_a_total_is_reported_where_it_is_known(
+    tmp_path: Path, warmup: Warmup, total: int | None, of_warmup: int
+) -> None:
+    monitor = Monitor(make_job(tmp_path, Load(user="batch", requests=4), warmup))
+    assert (monitor.total, monitor.warmup) == (total, of_warmup)
 
 
 def test_counts_what_comes(tmp_path: Path) -> None:
@@ -54,14 +62,18 @@ for _ in range(4):  # of the fifth on they would have to be records
     with open({str(tmp_path / "requests.jsonl")!r}, "a") as file: file.write("{{}}\\n")
     time.sleep(0.1)
 """
-    driven, seen = run(tmp_path, program)
+    driven, monitor = run(tmp_path, program)
     assert driven.problems == []
-    assert (seen[-1].recorded, seen[-1].total, seen[-1].warmup) == (4, 5, 1)  # a warm-up and four
+    assert (monitor.recorded, monitor.total) == (4, 5)  # a warm-up and four
     assert driven.started_wall_s < driven.ended_wall_s
 
 
-@fault("load process", "Locust cannot start", seen="Locust could not start the load (exit code ...)",
-       kept="a run marked failed")  # fmt: skip
+@fault(
+    "load process",
+    "Locust cannot start",
+    seen="Locust could not start the load (exit code ...)",
+    kept="a run marked failed",
+)
 def test_a_generator_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         run(tmp_path, "import sys; print('no'); sys.exit(2)")
@@ -90,6 +102,8 @@ def test_workers_that_do_not_come_are_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(driving, "WORKERS_S", 2)
     monkeypatch.setattr(driving, "LOOK_S", 0.1)
     monkeypatch.setattr(driving, "_patience_s", lambda job: 1.0)
+    log = tmp_path / "log"
+    said = "waiting for workers: 1 of 2 connected; missing: b"
     program = f"""
 import sys, time
 from pathlib import Path
@@ -100,11 +114,18 @@ sys.exit(1)
 """
     write_job(job(tmp_path), tmp_path / "job.json")
     workers = Workers(names=["a", "b"], machines=2, bind="10.0.0.1")
+    monitor = Monitor(msgspec.structs.replace(job(tmp_path), workers=workers))
+    seen: list[str] = []
     with pytest.raises(RunError) as caught:
-        run(tmp_path, program, made=msgspec.structs.replace(job(tmp_path), workers=workers))
-    said = "the load could not start: 2 s of waiting for workers: 1 of 2 connected; missing: b"
-    assert caught.value.what == f"cell r1-a-b: {said}"
-    assert caught.value.next_step.startswith("On each machine: harness worker --master 10.0.0.1:5557. ")
+        drive(
+            lambda: LocalChild([sys.executable, "-c", program], log),
+            monitor,
+            log_path=log,
+            progress=lambda: seen.append(monitor.awaited),
+        )
+    assert caught.value.what == f"cell r1-a-b: the load could not start: 2 s of {said}"
+    assert caught.value.next_step == f"On each machine: harness worker --master 10.0.0.1:5557. The log is {log}."
+    assert seen[-2] == said
 
 
 def test_a_generator_that_fails_later(tmp_path: Path) -> None:
@@ -118,8 +139,11 @@ def test_a_dead_server_ends_the_load(tmp_path: Path) -> None:
     assert driven.problems == [because("server_exit", exit_code=1)]
 
 
-@fault("load process", "no request ends for longer than every time limit",
-       seen="no request ended for ... s although each may take ... s")  # fmt: skip
+@fault(
+    "load process",
+    "no request ends for longer than every time limit",
+    seen="no request ended for ... s although each may take ... s",
+)
 def test_a_load_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "QUIET_S", 0.3)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
@@ -213,6 +237,24 @@ def test_the_records_of_one_part_of_a_mix_are_counted_alone(tmp_path: Path) -> N
     assert (monitor.recorded, monitor.failed) == (2, 1)
 
 
+def test_what_was_cut_or_left_did_not_fail(tmp_path: Path) -> None:
+    cell = job(tmp_path)
+    monitor = Monitor(cell)
+    errors: list[ErrorKind | None] = ["unfinished", "timeout", "abandoned", None, "unfinished"]
+    append(cell.requests_path, b"".join(recorded(error=error) for error in errors))
+    monitor.update()
+    assert (monitor.recorded, monitor.failed) == (5, 1)
+
+
+def test_the_exceptions_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert exceptions_in(log) == []
+    log.write_text("fine\nValueError: only a word\n")
+    assert exceptions_in(log) == []
+    log.write_text('Traceback (most recent call last):\n  File "x", line 1\n    f()\nKeyError: 1\n\nmore\n')
+    assert exceptions_in(log) == ["KeyError: 1"]
+
+
 def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
     """Several load processes report the same; a line that is being written is left out."""
     cell = job(tmp_path)
@@ -228,6 +270,12 @@ def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
     assert gave_up(cell) == "worker a: no key. Set it.\nno model.\nno prompts.\ndisk."
 
 
+def test_tail(tmp_path: Path) -> None:
+    assert tail(tmp_path / "none") == ""
+    (tmp_path / "log").write_text("".join(f"{n}\n" for n in range(30)))
+    assert tail(tmp_path / "log", 2) == "28\n29"
+
+
 def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "IMPORT_S", 1.5)
     path = tmp_path / "mine.py"
@@ -239,17 +287,25 @@ def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_arguments_are_stock_locust(tmp_path: Path) -> None:
-    def given(form: tuple[str, int] | None = None, **load: Any) -> tuple[dict[str, str], bool]:
-        made = job(tmp_path, **load)
-        found = locust_arguments(made, tmp_path / "job.json", tmp_path / "f.py", "http://h:1", form)
-        return dict(zip(found, found[1:], strict=False)), "--headless" in found
+    arguments = locust_arguments(
+        job(tmp_path, users=4, processes=2, ramp_s=2), tmp_path / "job.json", tmp_path / "f.py", "http://h:1"
+    )
+    given = dict(zip(arguments, arguments[1:], strict=False))
+    assert (given["-f"], given["--host"], given["--users"]) == (str(tmp_path / "f.py"), "http://h:1", "4")
+    assert (given["--spawn-rate"], given["--processes"]) == ("2", "2")
+    assert "--headless" in arguments
 
-    options, headless = given(users=4, processes=2, ramp_s=2)
-    assert (options["-f"], options["--host"], options["--users"]) == (str(tmp_path / "f.py"), "http://h:1", "4")
-    assert (options["--spawn-rate"], options["--processes"], headless) == ("2", "2", True)
-    # The form proposes no rate that Locust warns of.
-    rates = [given(("127.0.0.1", 8089), users=8, ramp_s=ramp_s)[0]["--spawn-rate"] for ramp_s in (0.0, 4.0)]
-    assert rates == ["100", "2"]
+
+@pytest.mark.parametrize(("ramp_s", "rate"), [(0.0, "100"), (4.0, "2")])
+def test_the_form_proposes_no_rate_that_locust_warns_of(tmp_path: Path, ramp_s: float, rate: str) -> None:
+    arguments = locust_arguments(
+        job(tmp_path, users=8, ramp_s=ramp_s),
+        tmp_path / "job.json",
+        tmp_path / "f.py",
+        "http://h:1",
+        ("127.0.0.1", 8089),
+    )
+    assert arguments[arguments.index("--spawn-rate") + 1] == rate
 
 
 def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tmp_path: Path) -> None:
@@ -267,9 +323,9 @@ def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tm
     for name, text in written.items():
         (tmp_path / name).write_text(text)
     used = sorted(tmp_path / name for name in written if name not in ("other.py", "words/unused.py"))
-    found = preparing.sources_of(tmp_path / "mine.py", paths.LOCUSTFILES)
-    assert found == sorted([*used, paths.LOCUSTFILES / "chat.py"])
-    assert preparing.sources_of(paths.LOCUSTFILES / "agent.py", paths.LOCUSTFILES) == [paths.LOCUSTFILES / "agent.py"]
+    found = preparing.sources_of(tmp_path / "mine.py", LOCUSTFILES)
+    assert found == sorted([*used, LOCUSTFILES / "chat.py"])
+    assert preparing.sources_of(LOCUSTFILES / "agent.py", LOCUSTFILES) == [LOCUSTFILES / "agent.py"]
 
 
 def test_only_the_user_class_that_ran_is_in_the_manifest(tmp_path: Path) -> None:

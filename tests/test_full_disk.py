@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.rundir.manifest import RESERVE, read_run
+from harness.rundir.directory import RESERVE
+from harness.rundir.manifest import read_run
 from tests.command import HARNESS, SMALL, harness, write
 from tests.faults import fault
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from harness.analysis.summarize import read_summary, summarize
 from harness.errors import HarnessError
 from harness.failures.explain import MAX_FINDINGS, scan
+from harness.files import ROOT, SCENARIOS
 from harness.imports.write import read_file
-from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
 from harness.rundir.samples import read_metrics, read_telemetry

@@ -12,10 +12,9 @@ import pytest
 
 from harness.analysis.summarize import read_summary
 from harness.errors import HarnessError
-from harness.files import with_new_names
+from harness.files import ROOT, with_new_names
 from harness.judge.noise_floors import FORMAT_VERSION as NOISE_VERSION
 from harness.judge.noise_floors import read_noise
-from harness.paths import ROOT
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
 from harness.summary import FORMAT_VERSION

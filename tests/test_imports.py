@@ -12,14 +12,13 @@ import pytest
 from harness.analysis.summarize import summarize
 from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
+from harness.files import ROOT
 from harness.imports import Source, lemonade
 from harness.imports.write import FORMATS, import_file, read_file
-from harness.paths import ROOT
 from harness.reasons import evidence, sentences, verdict_sentence
 from harness.report import export, html, junit, markdown
 from harness.report import sentences as of_report
-from harness.rundir.manifest import Run, read_run
-from harness.rundir.origin import DEFINITIONS, definition, refuse_other_definitions
+from harness.rundir.manifest import DEFINITIONS, Run, definition, read_run, refuse_other_definitions
 from harness.rundir.records import Request, read_requests
 from harness.summary import Numbers, Summary
 from tests.command import harness
@@ -61,7 +60,7 @@ def pooled(summary: Summary, load: str) -> Numbers:
 @pytest.mark.parametrize("name", GOOD)
 def test_every_sample_is_recognised_and_gives_a_valid_run(name: str, tmp_path: Path) -> None:
     value = read_file(DATA / name)[0].value
-    assert [known for known, form in FORMATS.items() if form.is_it(value)] == [GOOD[name]]
+    assert [known for known, form in FORMATS.items() if form.is_of(value)] == [GOOD[name]]
     run, summary, _ = imported(name, tmp_path)
     assert (run.status, run.reasons, summary.valid) == ("unchecked", [], None)
     assert run.origin is not None and set(run.origin.definitions) <= set(DEFINITIONS)
@@ -338,7 +337,7 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
         (lambda raw: raw["itls"].__setitem__(0, [-1.0]), r"\$\.itls\[0\]\[0\]: Expected `float` >= 0"),
         (lambda raw: raw["errors"].pop(), "the lists are not equally long: .*errors 11"),
         (lambda raw: raw.pop("duration"), "missing required field `duration`"),
-        (lambda raw: raw.update(date="yesterday"), "a date such as 20260131-235959 is expected, got 'yesterday'"),
+        (lambda raw: raw.update(date="yesterday"), "a time such as 20260131-235959 is expected, got 'yesterday'"),
         (lambda raw: raw.update(num_prompts="12"), r"\$\.num_prompts: Expected `int`, got `str`"),
         (lambda raw: raw.update(total_output_tokens=10**400), r"\$\.total_output_tokens: Expected `int` <= "),
     ],
@@ -435,8 +434,9 @@ def test_a_format_that_was_asked_for_must_be_it(tmp_path: Path) -> None:
         import_file(DATA / "vllm-chat.json", tmp_path, "aiperf")
     with pytest.raises(HarnessError, match="there is no format 'vlm'; did you mean 'vllm'?"):
         import_file(DATA / "vllm-chat.json", tmp_path, "vlm")
-    with pytest.raises(HarnessError, match="AIPerf's summary, not its records"):
+    with pytest.raises(HarnessError, match="not a file of any tool that is known") as caught:
         import_file(DATA / "aiperf" / "profile_export_aiperf.json", tmp_path)
+    assert "profile_export.jsonl, not profile_export_aiperf.json" in caught.value.detail
 
 
 def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from harness.paths import LOCUSTFILES, ROOT
+from harness.files import LOCUSTFILES, ROOT
 
 FOLDER = ROOT / "docs" / "kubernetes"
 OPERATOR = json.loads((Path(__file__).parent / "data" / "locusttest-v1.schema.json").read_text())

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from harness.job import Job
-from harness.run.drive import Count, Glance, Gpu, Monitor
+from harness.run.drive import Glance, Monitor
 from harness.run.progress import Progress, table
 from harness.rundir.records import Request
+from harness.rundir.samples import GpuSample
 from harness.scenario import Load, Warmup
 from harness.scenario.plan import Cell
 from tests.load_runs import make_job
@@ -32,10 +33,10 @@ FULL = Glance(
     running=256.0,
     waiting=744.0,
     kv_usage=1.0,
-    gpus=[
-        Gpu(name=f"renderD{128 + number}", busy_percent=99.0, memory_bytes=185 * 2**30, power_w=749.6)
+    gpus={
+        f"renderD{128 + number}": GpuSample(busy_percent=99.0, vram_used_bytes=185 * 2**30, power_w=749.6)
         for number in range(8)
-    ],
+    },
     left_s=125.0,
 )
 
@@ -79,13 +80,14 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.done, found.warmup, found.failed, found.in_flight) == (5, 1, {"timeout": 1}, 3)
     assert found.ttft_s == pytest.approx((0.25, 0.385)) and found.tpot_s == pytest.approx((0.02, 0.02))
     assert (found.running, found.waiting, found.kv_usage) == (3.0, 2.0, 0.25)
-    assert found.gpus == [Gpu(name="renderD128", busy_percent=50.0, memory_bytes=3)]
+    assert found.gpus == {"renderD128": msgspec.convert(gpu, GpuSample)}
+    assert "renderD128 50 % 0.0 GiB" in in_words(found)
     # The first was sent a second before it was seen to have ended.
     assert (found.req_s, found.tok_s, found.left_s) == (5.0, 44.0, 3.0)
     monkeypatch.setattr(time, "time", lambda: 1e12)
     clock[0] = 130.0
     late = watch.look()
-    assert (late.running, late.gpus, late.req_s, late.done) == (None, [], 0.0, 5)  # what is old is not shown
+    assert (late.running, late.gpus, late.req_s, late.done) == (None, {}, 0.0, 5)  # what is old is not shown
 
 
 def test_latencies_are_those_of_the_newest_requests_so_that_a_long_run_does_not_grow(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_terminal_too_narrow_for_a_table_has_words_and_no_number_is_cut(width:
     assert max(len(line) for line in shown) <= width - 2
     words = " ".join(out.getvalue().split())
     assert "…" not in words and "left" not in words  # which the line above it says
-    for word in ("TTFT 12.3 s (p95 123 s)", "12345 tok/s", "KV 100%", "failed: 2 timeout, 1 http"):
+    for word in ("TTFT p95 123 s", "tok/s 12345", "KV 100%", "failed: 2 timeout, 1 http"):
         assert word in words
     assert out.getvalue().count(" 99 % 185.0 GiB 750 W") == 8
 
@@ -203,19 +205,24 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     progress = Progress(Console(file=out, force_terminal=True, width=120, color_system=None))
     with progress.live():
         progress.cell(1, 2, Cell(id=CELL, server="[one]", load="burst", repeat=1), None)
-        progress.load(cell := job(tmp_path, requests=4), Monitor(cell))
-        progress.count(Count(0, 4, 1.0, awaited="waiting for workers: 1 of 2 connected; missing: b"))
+        monitor = Monitor(job(tmp_path, requests=4))
+        monitor.started_s -= 1.0
+        progress.load(monitor)
+        monitor.awaited = "waiting for workers: 1 of 2 connected; missing: b"
+        progress.count()
         time.sleep(0.5)
         append(tmp_path / "requests.jsonl", *(record(index) for index in range(3)))
-        progress.count(Count(3, 4, 2.0))
+        monitor.awaited = ""
+        progress.count()
         time.sleep(0.5)
-        progress.count(Count(3, 34, 3.0, failed=1, warmup=30))
+        monitor.failed, monitor.total, monitor.warmup = 1, 34, 30
+        progress.count()
         progress.line("said meanwhile")
     shown = out.getvalue()
     assert "[1/2] [one] / burst, repeat 1: 1 s of waiting for workers: 1 of 2 connected; missing: b" in shown
-    assert "[1/2] [one] / burst, repeat 1: 3 of 4 requests, 2 s" in shown  # brackets are no markup
+    assert "[1/2] [one] / burst, repeat 1: 3 of 5 requests, 1 of them warm-up, 2 s" in shown  # brackets are no markup
     assert "TTFT p50" in shown and "200 ms" in shown
-    assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 3 s" in shown
+    assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 2 s" in shown
     assert "said meanwhile\n" in shown
 
 
@@ -227,11 +234,12 @@ def test_a_warm_up_of_which_no_user_knows_how_long_it_is_is_reported(
     out = io.StringIO()
     progress = Progress(Console(file=out, width=200, color_system=None))
     progress.cell(2, 2, Cell(id=CELL, server="one", load="people@5", repeat=1), None)
-    progress.load(cell := job(tmp_path, user="chat", duration_s=9.0), Monitor(cell))
+    progress.load(monitor := Monitor(job(tmp_path, user="chat", duration_s=9.0)))
+    monitor.started_s -= 2.0
     append(tmp_path / "requests.jsonl", *(record(index, phase="warmup") for index in (0, 1)))
-    progress.count(Count(12, None, 2.0))
+    progress.count()
     append(tmp_path / "requests.jsonl", record(0))
-    progress.count(Count(13, None, 3.0))
+    progress.count()
     before, after = out.getvalue().splitlines()[-2:]
-    assert before == "[2/2] one / people@5, repeat 1: 12 requests, 2 s, warm-up until now: 2 requests"
-    assert after.startswith("[2/2] one / people@5, repeat 1: 13 requests, 3 s, TTFT 100 ms")
+    assert before == "[2/2] one / people@5, repeat 1: 2 requests, 2 s, warm-up until now: 2 requests"
+    assert after.startswith("[2/2] one / people@5, repeat 1: 3 requests, 2 s, TTFT p50 100 ms")

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError, ServerError
+from harness.files import SCENARIOS
 from harness.machine.gpus import gpus, shown, working
 from harness.machine.memory import pools
-from harness.paths import SCENARIOS
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import fill_in, notes, preflight, refuse_impossible, shortages
 from harness.units import GIB

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from harness.failures.table import rules
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.reasons import SENTENCES
 
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
@@ -23,6 +23,7 @@ ERRORS = (
     "RunError",
     "ScenarioError",
     "UnlikeError",
+    "CheckError",
     "Problem",
     "wrong",
     "problem",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.paths import ROOT
+from harness.files import ROOT
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from harness import plan, summarize
 from harness.analysis.forecast import Forecast, forecast, read_duration, read_price
 from harness.errors import HarnessError, RunError
+from harness.files import ROOT
 from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
-from harness.paths import ROOT
 from harness.report.terminal import headline, of_deadline
 from harness.rundir.manifest import CellRun, Machine, Run, write_run
 from harness.rundir.records import ProcessMark, Request

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
+from harness.files import ROOT
 from harness.judge import stats, verdicts
 from harness.judge.verdicts import ComparedSides
-from harness.paths import ROOT
 from harness.summary import ALPHA
 
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")

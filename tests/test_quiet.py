@@ -16,7 +16,7 @@ from harness.job import Job, write_job
 from harness.load.sequencer import Part, Plan, Sequencer
 from harness.reasons import sentences
 from harness.run import drive as driving
-from harness.run.drive import LocalChild, drive, locust_arguments
+from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.plan import Schedule
@@ -67,7 +67,7 @@ def driven(folder: Path, url: str, job: Job, locustfile: Path | None = None) -> 
     file = locustfile or ROOT / "locustfiles" / f"{job.load.user}.py"
     command = [sys.executable, "-m", "locust", *locust_arguments(job, folder / "job.json", file, url)]
     log = folder / "locust.log"
-    found = drive(lambda: LocalChild(command, log), job, log_path=log, alive=lambda: None, progress=lambda count: None)
+    found = drive(lambda: LocalChild(command, log), Monitor(job), log_path=log)
     return sentences(found.problems)
 
 

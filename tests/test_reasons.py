@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.reasons import SENTENCES, documented, sentence, sentences
 from harness.summary import Reason, because, upgrade_reasons
 

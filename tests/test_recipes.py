@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.process import free_port
 from tests.command import harness
 from tests.load_runs import end, log_of, start

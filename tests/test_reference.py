@@ -148,7 +148,7 @@ def test_mistakes_are_found_before_anything_is_started(tmp_path: Path) -> None:
     assert [line.partition(" is not ")[0] for line in done.err.splitlines()[:3]] == [
         "error: 2 problems",
         "--check 'two/burst: wall < 1 s': 'two'",
-        "--check 'foo': check 'foo', at character 1: 'foo'",
+        "--check 'foo': check 'foo': 'foo'",
     ]
     done = harness("run", path.name, "--baseline", "nothing", cwd=tmp_path)
     assert (done.code, done.err.splitlines()[0]) == (

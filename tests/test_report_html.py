@@ -15,7 +15,7 @@ import pytest
 
 from harness.analysis.summarize import read_summary, summarize, write_summary
 from harness.errors import HarnessError
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution, observe
 from harness.report.html import LIBRARY, Forest, render, write_report
 from harness.rundir.manifest import read_run, write_run

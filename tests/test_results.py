@@ -10,8 +10,8 @@ import pytest
 
 from harness.analysis.summarize import read_summary, summarize, write_summary
 from harness.errors import ExitCode, HarnessError, RunError
+from harness.files import RESULTS
 from harness.judge.noise_floors import folder_name
-from harness.paths import RESULTS
 from harness.report import board as boards
 from harness.report.board import Figure, collect, publish, read_figures
 from harness.rundir.manifest import Machine, read_run, write_run

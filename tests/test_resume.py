@@ -17,7 +17,8 @@ import numpy as np
 from harness.analysis.summarize import read_summary
 from harness.analysis.validity import of_sessions, sessions_of
 from harness.judge.verdicts import ComparedSides, are_apart, verdicts
-from harness.rundir.manifest import LINES, CellRun, Machine, Resumption, Run, locked, read_run, set_aside, write_run
+from harness.rundir.directory import LINES, locked, set_aside
+from harness.rundir.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
 from harness.rundir.records import read_requests
 from harness.scenario import Server
 from harness.scenario.plan import plan

@@ -21,9 +21,8 @@ import msgspec
 import pytest
 
 from harness.analysis.summarize import summarize
-from harness.files import OLD_NAMES
+from harness.files import OLD_NAMES, ROOT
 from harness.imports.write import import_file
-from harness.paths import ROOT
 from harness.report import markdown
 from harness.rundir.manifest import read_run
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from harness.errors import HarnessError, ScenarioError
-from harness.paths import SCENARIOS
+from harness.files import SCENARIOS
 from harness.prepare.preview import estimate_s, work
 from harness.scenario import Arrivals, Load, Scenario, Server, Trace, Warmup, warmup_of
 from harness.scenario.behaviour import Agent, Pause

@@ -13,7 +13,7 @@ import pytest
 from docker.errors import DockerException
 
 from harness.errors import HarnessError, ServerError
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
 from harness.serve import engine_version, serve
 from harness.serve.engine import connect, docker_error

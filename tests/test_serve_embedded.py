@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from harness.errors import ServerError
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.reasons import sentence
 from harness.redact import know
 from harness.scenario import Load, Scenario, Server

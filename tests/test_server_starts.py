@@ -18,8 +18,7 @@ from harness.report.charts.timeline import starts_of, startup
 from harness.report.html import write_report
 from harness.report.markdown import of_comparison
 from harness.report.terminal import print_report
-from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, read_run
-from harness.rundir.origin import UnlikeError
+from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.scenario import Server
 from harness.scenario.plan import Cell
 from harness.summary import because

@@ -16,7 +16,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as OtlpStatus
 
 from harness.errors import HarnessError
-from harness.imports.write import run_of_records
+from harness.imports.write import import_file
 from harness.process import free_port
 from harness.report import spans
 from harness.rundir.manifest import Startup
@@ -184,7 +184,7 @@ def test_a_second_export_sends_the_same_ids(run: Path, otlp: Received, monkeypat
 
 def test_records_of_stock_locust_have_a_time_of_day(tmp_path: Path, otlp: Received) -> None:
     write_lines(tmp_path / "r.jsonl", [request(id=str(number), sent_s=5.0 + number) for number in range(3)])
-    folder = run_of_records(tmp_path / "r.jsonl", tmp_path / "runs")
+    folder = import_file(tmp_path / "r.jsonl", tmp_path / "runs", again=True)
     assert spans.send_spans(folder) == (3, 0)
     starts = [one.start_time_unix_nano for one in otlp.spans]
     assert [round((start - starts[0]) / 1e9, 3) for start in starts] == [0, 1, 2]

@@ -135,7 +135,7 @@ def test_several_machines_part_the_users_of_each_stage() -> None:
     stages = {f"p@{users}": Load(user="chat", users=users, duration_s=5.0) for users in (4, 3)}
     with pytest.raises(HarnessError) as caught:
         parse_workers("2", "127.0.0.1", stages)
-    assert caught.value.what == "$.loads.p.stages[1].users: 3 users cannot be parted among 2 load processes"
+    assert caught.value.what == "$.loads.p@3: 3 users cannot be parted among 2 load processes"
 
 
 def course(folder: Path, *durations_s: float, **more: Any) -> StageSequencer:

@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.analysis.summarize import summarize
-from harness.imports.write import run_of_records
+from harness.imports.write import import_file
 from harness.load.live_metrics import ALL, LiveNumbers, Observed
 from harness.load.live_outputs import (
     LATENCIES,
@@ -163,7 +163,7 @@ def test_what_stock_locust_writes_is_what_was_recorded(tmp_path: Path, engine: s
     assert (tmp_path / "out/x_llm_history.csv").read_text().startswith("wall_s,t_s,user_class,")
     (line,) = [line for line in log_of(tmp_path).splitlines() if line.startswith("BatchAgent ")]
     assert line.split()[1:4] == [str(len(records)), "0", "0"]
-    summary = summarize(run_of_records(tmp_path / "r.jsonl", tmp_path / "runs"))
+    summary = summarize(import_file(tmp_path / "r.jsonl", tmp_path / "runs", again=True))
     (row,) = summary.rows
     assert (row.load, row.pooled.sent, row.pooled.succeeded) == ("batchagent", len(records), len(records))
     assert summary.valid is None  # no file shows whether the load generator kept up

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.paths import ROOT
+from harness.files import ROOT
 
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 

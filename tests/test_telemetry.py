@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.summarize import read_summary
+from harness.files import ROOT
 from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_now
-from harness.paths import ROOT
 from harness.rundir.manifest import ServedBy
 from harness.rundir.samples import (
     ContainerSample,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.paths import COMPOSE, LOCUSTFILES, RESULTS, ROOT, SCENARIOS
+from harness.files import COMPOSE, LOCUSTFILES, RESULTS, ROOT, SCENARIOS
 from tests.command import write
 
 

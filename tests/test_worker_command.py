@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from harness import workers as lending
+from harness.files import ROOT
 from harness.job import write_job
-from harness.paths import ROOT
 from harness.process import free_port
 from harness.run import drive as driving
-from harness.run import worker as lending
-from harness.run.drive import LocalChild, drive, locust_arguments
+from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
 from harness.rundir.records import read_requests
 from harness.scenario import Load
 from harness.simulated import Spawned
@@ -105,7 +105,7 @@ def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine_process: 
 def test_a_master_that_is_not_there_for_long_is_waited_for_in_silence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lives = iter([lending._Life(1, True, None), lending._Life(1, True, None), lending._Life(0, False, None)])
+    lives = iter([(1, False, None), (1, False, None), (0, True, None)])
     monkeypatch.setattr(lending, "_live", lambda _: next(lives))
     lending.lend("127.0.0.1:5557", 1, once=True)
     assert capsys.readouterr().out == "waiting for a load from 127.0.0.1:5557\n"
@@ -146,9 +146,7 @@ def test_workers_that_are_quiet_by_schedule_go_on(
     with ExitStack() as stack:
         worker = ("worker", "--master", f"127.0.0.1:{workers.port}", "--once")
         lent = [stack.enter_context(going(*worker, cwd=tmp_path)) for _ in range(2)]
-        driven = drive(
-            lambda: LocalChild(command, log), job, log_path=log, alive=lambda: None, progress=lambda count: None
-        )
+        driven = drive(lambda: LocalChild(command, log), Monitor(job), log_path=log)
         assert [one.end().code for one in lent] == [0, 0]
     assert driven.problems == []
     assert [one.error for one in read_requests(tmp_path / "requests.jsonl")] == [None] * 4

@@ -16,12 +16,12 @@ import zmq
 from harness import __version__
 from harness.analysis.summarize import summarize
 from harness.errors import RunError
+from harness.files import ROOT
 from harness.job import write_job
-from harness.paths import ROOT
 from harness.process import free_port, is_free
 from harness.reasons import sentences
 from harness.run import drive as driving
-from harness.run.drive import Count, LocalChild, drive, locust_arguments
+from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
 from harness.scenario import Load
@@ -177,14 +177,14 @@ def test_a_load_that_waits_says_who_is_missing(
     job, log = make_job(tmp_path, load, workers=workers), tmp_path / "log"
     write_job(job, tmp_path / "job.json")
     arguments = locust_arguments(job, tmp_path / "job.json", ROOT / "locustfiles" / "chat.py", engine_process.url)
-    seen: list[Count] = []
+    monitor, seen = Monitor(job), list[str]()
     with going("worker", "--master", f"127.0.0.1:{port}", cwd=tmp_path), pytest.raises(RunError) as caught:
         drive(
-            lambda: LocalChild([sys.executable, "-m", "locust", *arguments], log), job, log_path=log,
-            alive=lambda: None, progress=seen.append,
+            lambda: LocalChild([sys.executable, "-m", "locust", *arguments], log), monitor, log_path=log,
+            progress=lambda: seen.append(monitor.awaited),
         )  # fmt: skip
     said = "waiting for workers: 1 of 2 connected; missing: gen2"
-    assert seen[-2].awaited == said
+    assert seen[-2] == said
     assert caught.value.what == f"cell r1-a-b: the load could not start: 5 s of {said}"
     assert caught.value.next_step == (f"On each machine: harness worker --master 127.0.0.1:{port}. The log is {log}.")
 

@@ -16,7 +16,7 @@ import yaml
 from junitparser import JUnitXml
 
 from harness.cli import app
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.rundir.records import read_marks
 from tests.command import harness, only_run, server, write
 from tests.made_runs import write_lines

@@ -6,14 +6,14 @@ from typing import Literal
 import msgspec
 import pytest
 
-import harness.data
 from harness.errors import HarnessError
+from harness.files import PACKAGE
 from harness.scenario import Load, Prompts, Scenario, Server
 from harness.workload import Workload, salt_words, text, workload_sha256
 from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
 from tests.make_classification import items
 
-DATA = Path(harness.data.__file__).parent
+DATA = PACKAGE / "data"
 LOAD = Load(user="batch")
 
 

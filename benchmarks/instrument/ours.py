@@ -6,8 +6,8 @@ import msgspec
 
 from benchmarks.instrument.client import Failed, Said, Work
 from benchmarks.instrument.server import compiled
+from harness.files import LOCUSTFILES
 from harness.job import Job, write_job
-from harness.paths import LOCUSTFILES
 from harness.run.drive import locust_arguments
 from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load, Prompts, Warmup

@@ -19,8 +19,7 @@ from harness.failures.explain import ErrorMessages, grouped
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
 from harness.judge.verdicts import compare_rows, of_sweep
-from harness.rundir import origin
-from harness.rundir.manifest import Run, read_run
+from harness.rundir.manifest import FORMULAS, Run, given_numbers, known_numbers, origin_notes, read_run
 from harness.rundir.records import ProcessMark, by_cell, read_marks
 from harness.rundir.samples import (
     MetricsSample,
@@ -89,7 +88,7 @@ def summarized(
     }
     samples = read_metrics(folder / "metrics.jsonl")
     watched = read_telemetry(folder / "telemetry.jsonl")
-    given = origin.given_numbers(folder, run)
+    given = given_numbers(folder, run)
     session = validity.sessions_of(run)
     summaries = [
         _cell(
@@ -139,7 +138,7 @@ def summarized(
         notes=[
             *validity.of_failed_settings(rows),
             *of_sweep(summaries, run.scenario),
-            *origin.notes(run.origin),
+            *origin_notes(run.origin),
             *validity.of_sessions(run),
             *comparable.notes(run),
             *validity.of_host_cpu(measured, (mark for found in marks.values() for mark in found)),
@@ -301,7 +300,7 @@ def _cell(
     given: Numbers | None,
 ) -> CellSummary:
     ran, (cell_load, seed) = run.ran.get(cell.id), load_of(run, cell)
-    numbers = given or origin.known(numbers_of([counted]), run.origin)
+    numbers = given or known_numbers(numbers_of([counted]), run.origin)
     if run.origin is None:
         schedule = kept_of(counted.schedule, cell_load, seed, numbers.window_s, counted.part_s())
         numbers = replace(numbers, schedule=schedule)
@@ -392,7 +391,7 @@ def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Ce
         cells=[cell.id for cell in cells],
         **values,
         pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
-        formulas=origin.FORMULAS,
+        formulas=FORMULAS,
         machine_load=median_load([cell.machine_load for cell in cells]),
         time=mean_split([cell.time for cell in cells]),
         limited_by=common_limit([cell.limited_by for cell in cells]),

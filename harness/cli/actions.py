@@ -44,17 +44,11 @@ def run(
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES", help="With --url: machines that send the load, or how many.", callback=cli.worker_names
-        ),
+        typer.Option(metavar="NAMES", help="With --url: machines that send the load, or how many."),
     ] = None,
     bind: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="With --workers: where they find this machine (port 5557).",
-            callback=cli.listening_address,
-        ),
+        typer.Option(metavar="ADDRESS", help="With --workers: where they find this machine (port 5557)."),
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
@@ -71,14 +65,17 @@ def run(
     After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
     """
     from harness.analysis.forecast import read_duration
+    from harness.analysis.summarize import read_summary
     from harness.comparison.compare import reference_to, write_reference
     from harness.prepare import experiment as experiments
     from harness.prepare.preview import check_notes
+    from harness.report import junit as junit_xml
+    from harness.report import terminal
     from harness.run import resume as resuming
     from harness.run.budget import within
-    from harness.run.calibrate import trust_notes
     from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
+    from harness.run.running import write_results
     from harness.rundir.manifest import read_run
 
     if ui and scenario is not None:
@@ -97,15 +94,20 @@ def run(
         experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
-        notes = [f"note: {note}" for note in check_notes(experiment.scenario)]
-        for note in notes + ([] if workers else trust_notes(experiment.scenario)):
-            cli.console().print(note)
+        for note in check_notes(experiment.scenario):
+            cli.console().print(f"note: {note}")
         with cli.junit_of_failure(junit, scenario.stem):
-            make_steps = None if budget_s is None else within(budget_s)
-            folder = run_experiment(experiment, runs, Progress(cli.console()), make_steps)
+            steps = None if budget_s is None else within(budget_s)
+            folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
+    manifest = read_run(folder)
     if base is not None:
-        write_reference(folder, reference_to(base, read_run(folder), about=about))
-    cli.show(folder, explain=explain, junit=junit)
+        write_reference(folder, reference_to(base, manifest, about=about))
+        write_results(folder)
+    summary = read_summary(folder)
+    terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
+    if junit is not None:
+        junit_xml.write(junit, junit_xml.render(summary, manifest))
+    cli.end_as(summary)
 
 
 @cli.command(short_help="Find how many users a server holds.")
@@ -215,11 +217,10 @@ def check(
     from harness.prepare import experiment as experiments
     from harness.prepare.machine_fit import notes, predict_shares, refuse_impossible
     from harness.prepare.preview import preview, show_plan
-    from harness.run.calibrate import trust_notes
 
     experiment = experiments.prepare(scenario, None, model, repeats, checks or [])
     shown = preview(experiment)
-    of_machine = [*notes(experiment), *predict_shares(experiment), *trust_notes(experiment.scenario)]
+    of_machine = [*notes(experiment), *predict_shares(experiment)]
     if as_json:
         cli.print_json(msgspec.structs.replace(shown, notes=shown.notes + of_machine))
     else:

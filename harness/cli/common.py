@@ -3,7 +3,7 @@
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -133,8 +133,7 @@ command = partial(app.command, cls=CliCommand)
 
 
 def scenario_path(given: Path | None) -> Path | None:
-    """The path of a scenario given by path or by the name of one that ships. Raises HarnessError."""
-    from harness.paths import SCENARIOS
+    from harness.files import SCENARIOS
 
     if given is None or given.exists():
         return given
@@ -156,36 +155,11 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
     return given
 
 
-def authority(given: Path | None) -> Path | None:
-    from harness.trust import refuse_no_authority
-
-    if given is not None:
-        refuse_no_authority(given)
-    return given
-
-
 def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
-    """A model's name, and not the empty one of a variable that is not set. Raises HarnessError."""
     if given is not None and (not given.strip() or given.startswith("-")):
         raise HarnessError(
             f"{param.opts[0]}: '{given}' is no model's name", next_step="Write it as the server knows it."
         )
-    return given
-
-
-def worker_names(given: str | None) -> str | None:
-    from harness.workers import parse_names
-
-    if given is not None:
-        parse_names(given)
-    return given
-
-
-def listening_address(param: typer.CallbackParam, given: str | None) -> str | None:
-    from harness.workers import parse_address
-
-    if given is not None:
-        parse_address(param.opts[0], given)
     return given
 
 
@@ -197,7 +171,7 @@ def root_folder(given: Path) -> Path:
 
 def scenario_names(incomplete: str) -> list[str]:
     """For the shell: names of scenarios that ship."""
-    from harness.paths import SCENARIOS
+    from harness.files import SCENARIOS
 
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem.startswith(incomplete))
 
@@ -238,10 +212,7 @@ UrlOpt = Annotated[
     str | None, typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address)
 ]
 CaOpt = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="With --url https://...: the authority that signed its certificate.", callback=authority
-    ),
+    Path | None, typer.Option(metavar="FILE", help="With --url https://...: the authority that signed its certificate.")
 ]
 ModelOpt = Annotated[str | None, typer.Option(help="Use this model instead of the scenario's.", callback=model_name)]
 ResultsDir = Annotated[
@@ -305,8 +276,18 @@ def print_json(data: Any) -> None:
     print(pretty_json(data).decode(), end="")
 
 
+def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: Callable[[], str]) -> None:
+    """Print a value in the wanted format: JSON, for the terminal, or one of the texts."""
+    if output == "terminal":
+        terminal()
+    elif output == "json":
+        print_json(value)
+    else:
+        text = texts[output]()
+        print(text, end="" if text.endswith("\n") else "\n")
+
+
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
-    """The server that already runs, given on the command line; None without --url. Raises HarnessError."""
     from harness.prepare.experiment import Target
     from harness.trust import trust
 
@@ -316,7 +297,6 @@ def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None =
 
 
 def find_run(given: Path, runs: Path) -> Path:
-    """A run directory given by its path or by the id of a run below `runs`."""
     for folder in (given, runs / given):
         # `read_run` explains a run.json that is no regular file, or that this user may not read.
         if os.path.lexists(folder / "run.json"):
@@ -331,7 +311,6 @@ def find_run(given: Path, runs: Path) -> Path:
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
-    """The directory of a run that may be a baseline, before anything is measured. Raises HarnessError."""
     from harness.comparison.compare import usable_baseline
 
     folder = find_run(given, runs)
@@ -352,32 +331,6 @@ def junit_of_failure(path: Path | None, scenario: str) -> Iterator[None]:
         if path is not None:
             junit.write(path, junit.of_error(scenario, error))
         raise
-
-
-def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> None:
-    """Print a run's table and verdicts, write its summary and page, and end with the run's exit code."""
-    from harness.analysis.summarize import summarized, write_summary
-    from harness.report import html, terminal
-    from harness.report import junit as junit_xml
-    from harness.rundir.manifest import read_run
-
-    manifest, made = read_run(folder), summarized(folder, charted=True)
-    summary = made.summary
-    full: OSError | None = None
-    try:
-        write_summary(folder, summary)
-        html.write_report(folder, made)
-    except OSError as error:  # such as a full disk, which must not cost the user the table
-        full = error
-    terminal.print_report(summary, manifest, folder, console(), explain=explain)
-    if full is not None:
-        raise HarnessError(
-            f"{folder}: the page and the summary cannot be written ({full.strerror})",
-            next_step=f"The records are complete. Free some space, then: harness report {folder}",
-        )
-    if junit is not None:
-        junit_xml.write(junit, junit_xml.render(summary, manifest))
-    end_as(summary)
 
 
 def capacity_end(folder: Path, found: "CapacityReport") -> None:

@@ -64,29 +64,28 @@ def report(
     summary = read_summary(folder) if made is None else made.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)
-    if output == "terminal":
-        if not checked_anew:
-            html.write_report(folder, made)
-        terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
-    elif output == "html":
-        print(html.write_report(folder, made))
-    elif output == "json":
-        cli.print_json(summary)
-    else:
-        render = {
-            "markdown": markdown.render, "junit": junit.render, "csv": export.csv_table,
-            "openmetrics": export.openmetrics,
-        }[output]  # fmt: skip
-        print(render(summary, manifest), end="" if output != "markdown" else "\n")
+    drawn = output == "html" or (output == "terminal" and not checked_anew)
+    page = html.write_report(folder, made) if drawn else None
+    cli.print_as(
+        output,
+        summary,
+        terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
+        html=lambda: str(page),
+        markdown=lambda: markdown.render(summary, manifest),
+        junit=lambda: junit.render(summary, manifest),
+        csv=lambda: export.csv_table(summary, manifest),
+        openmetrics=lambda: export.openmetrics(summary, manifest),
+    )
     cli.end_as(summary)
 
 
 def _run_of(given: Path, runs: Path) -> Path:
-    """The directory of a run; of records of stock Locust it is made. Raises HarnessError."""
-    from harness.imports.write import run_of_records
+    from harness.imports.write import import_file
 
     file = given / "requests.jsonl" if given.is_dir() and not (given / "run.json").exists() else given
-    return run_of_records(file, runs) if file.is_file() and file.suffix == ".jsonl" else cli.find_run(given, runs)
+    if file.is_file() and file.suffix == ".jsonl":
+        return import_file(file, runs, "records", again=True)
+    return cli.find_run(given, runs)
 
 
 @cli.command(short_help="Compare runs of the same work.")
@@ -128,8 +127,7 @@ def compare(
     from harness.report import junit
     from harness.report.markdown import of_comparison
     from harness.report.terminal import print_comparison
-    from harness.rundir.manifest import read_run
-    from harness.rundir.origin import UnlikeError
+    from harness.rundir.manifest import UnlikeError, read_run
 
     refuse_misplaced(checks or [])
     if history and len(run_folders) != 1:
@@ -150,14 +148,13 @@ def compare(
             command = shlex.join(["harness", *sys.argv[1:], "--about", error.about])
             error.next_step = f"If the comparison is about just that: {command}"
         raise
-    if output == "terminal":
-        print_comparison(comparison, cli.console())
-    elif output == "junit":
-        print(junit.of_comparison(comparison), end="")
-    elif output == "markdown":
-        print(of_comparison(comparison))
-    else:
-        cli.print_json(comparison)
+    cli.print_as(
+        output,
+        comparison,
+        terminal=lambda: print_comparison(comparison, cli.console()),
+        junit=lambda: junit.of_comparison(comparison),
+        markdown=lambda: of_comparison(comparison),
+    )
     if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     cli.end_as_checks(comparison.checks)
@@ -169,14 +166,13 @@ def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) 
     from harness.report.history import gate_markdown, print_gate
 
     gate = check_against_history(folder, runs, results)
-    if output == "terminal":
-        print_gate(gate, cli.console())
-    elif output == "junit":
-        print(junit.of_gate(gate), end="")
-    elif output == "markdown":
-        print(gate_markdown(gate))
-    else:
-        cli.print_json(gate)
+    cli.print_as(
+        output,
+        gate,
+        terminal=lambda: print_gate(gate, cli.console()),
+        junit=lambda: junit.of_gate(gate),
+        markdown=lambda: gate_markdown(gate),
+    )
     if gate.slower:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -204,12 +200,7 @@ def history(
 
     name = scenario.stem if scenario.suffix in (".yaml", ".yml") else str(scenario)
     found = history_of(name, runs, results, machine)
-    if output == "terminal":
-        print_history(found, cli.console())
-    elif output == "html":
-        print(html(found))
-    else:
-        cli.print_json(found)
+    cli.print_as(output, found, terminal=lambda: print_history(found, cli.console()), html=lambda: html(found))
 
 
 @cli.command(short_help="Predict how long a number of items takes.")
@@ -274,12 +265,12 @@ def diff(
 
     both = [read_run(cli.find_run(folder, runs)) for folder in (one, other)]
     found, sides = differences_of(both), [run.id for run in both]
-    if output == "terminal":
-        print_differences(found, sides, cli.console())
-    elif output == "markdown":
-        print(differences_markdown(found, sides))
-    else:
-        cli.print_json({"sides": sides, "differences": found})
+    cli.print_as(
+        output,
+        {"sides": sides, "differences": found},
+        terminal=lambda: print_differences(found, sides, cli.console()),
+        markdown=lambda: differences_markdown(found, sides),
+    )
 
 
 @cli.command(short_help="File a VALID run by machine and scenario.")
@@ -307,7 +298,7 @@ def leaderboard(
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Rank what is published: machines by scenarios, as one HTML page and as Markdown next to it."""
-    from harness.paths import RESULTS as SHIPPED
+    from harness.files import RESULTS as SHIPPED
     from harness.report.board import collect, write_board
 
     if results != cli.RESULTS and not results.is_dir():
@@ -456,7 +447,7 @@ def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
 @cli.command(short_help="List the scenarios that ship.")
 def scenarios(as_json: cli.JsonOpt = False) -> None:
     """List the scenarios that ship, each with its question."""
-    from harness.paths import ROOT, SCENARIOS
+    from harness.files import ROOT, SCENARIOS
     from harness.scenario.file import load_scenario
 
     shipped = [(path, " ".join(load_scenario(path).question.split())) for path in sorted(SCENARIOS.glob("*.yaml"))]

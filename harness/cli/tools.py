@@ -1,15 +1,12 @@
 """Commands without a run of their own: explain a log, estimate memory, run load workers."""
 
-import codecs
-import gzip
 import math
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -46,7 +43,6 @@ def explain(
 
 @contextmanager
 def _opened(log: str) -> Iterator[BinaryIO]:
-    """The log, unpacked where it was packed when it was put away."""
     if log == "-":
         yield sys.stdin.buffer
         return
@@ -64,16 +60,7 @@ def _opened(log: str) -> Iterator[BinaryIO]:
     except OSError as error:
         raise HarnessError(f"{path}: cannot be read ({error.strerror})", next_step="To read a pipe, give -.") from None
     with file:
-        start = file.peek(2)[:2]
-        packed = start == b"\x1f\x8b"
-        if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise HarnessError(
-                f"{path}: is in UTF-16", next_step=f"Convert it: iconv -f UTF-16 -t UTF-8 {path} | harness explain -"
-            )
-        try:
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise HarnessError(f"{path}: cannot be unpacked ({error})", next_step="Pack the log again.") from None
+        yield file
 
 
 if TYPE_CHECKING:
@@ -81,13 +68,6 @@ if TYPE_CHECKING:
 
 
 MAX_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
-
-
-def _dtype(given: str) -> str:
-    from harness.machine.model import known_dtype
-
-    known_dtype(given)
-    return given
 
 
 @cli.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
@@ -100,9 +80,7 @@ def memory(
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests that are to run at once.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="As vLLM's: auto, bfloat16, float16, fp8.", callback=_dtype)
-    ] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As vLLM's: auto, bfloat16, float16, fp8.")] = "auto",
     free: Annotated[
         float | None, typer.Option(min=0, metavar="GIB", help="Instead of this machine's: as vLLM's log has it.")
     ] = None,
@@ -115,8 +93,9 @@ def memory(
     Exit code 4 when the model does not fit, or when nothing is left.
     """
     from harness.machine.memory import MemoryEstimate, Wish, of_answer, room_of
-    from harness.machine.model import find_model, read_model
+    from harness.machine.model import find_model, known_dtype, read_model
 
+    known_dtype(kv_cache_dtype)
     read = None if model is None else read_model(find_model(model), model)
     wish = Wish(
         max_model_len=max_model_len,
@@ -124,12 +103,8 @@ def memory(
         tensor_parallel=tensor_parallel,
         kv_cache_dtype=kv_cache_dtype,
     )
-    pools: list[Pool] = []
-    share: Share | None
-    if free is not None and total is not None:
-        share = _given(free, total, tensor_parallel)
-    else:
-        pools, share = _found(root, tensor_parallel, needed=read is None)
+    given = None if free is None or total is None else (free, total)
+    pools, share = _shared(root, tensor_parallel, given, needed=read is None)
     answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
     if as_json:
         cli.print_json(answer)
@@ -139,25 +114,26 @@ def memory(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _given(free: float, total: float, gpus: int) -> "Share":
-    from harness.machine.memory import share
+def _shared(
+    root: Path, gpus: int, given: tuple[float, float] | None, *, needed: bool
+) -> "tuple[list[Pool], Share | None]":
+    """The pools of memory and their share: as given (free and total, GiB), or of this machine.
+
+    No share without a GPU, where it is not needed: what a model needs is known without one.
+    """
+    from harness.machine.memory import pools, share, share_of
     from harness.units import GIB
 
-    if not (math.isfinite(free) and math.isfinite(total) and free <= MAX_GIB and 0 < total <= MAX_GIB):
-        raise HarnessError(
-            f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",
-            next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
-        )
-    sizes = [int(Decimal(str(size)) * GIB) for size in (free, total)]
-    return share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
-
-
-def _found(root: Path, gpus: int, *, needed: bool) -> "tuple[list[Pool], Share | None]":
-    """This machine's pools and their share; no share without a GPU, where it is not needed."""
-    from harness.machine.memory import pools, share_of
-
+    if given is not None:
+        free, total = given
+        if not (math.isfinite(free) and math.isfinite(total) and free <= MAX_GIB and 0 < total <= MAX_GIB):
+            raise HarnessError(
+                f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",
+                next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
+            )
+        sizes = [int(Decimal(str(size)) * GIB) for size in given]
+        return [], share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
     found = pools(root)
-    # What a model needs is known without a GPU.
     return found, share_of(found, tensor_parallel=gpus) if found or needed else None
 
 
@@ -165,11 +141,7 @@ def _found(root: Path, gpus: int, *, needed: bool) -> "tuple[list[Pool], Share |
 def worker(
     master: Annotated[
         str,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Where `harness run --workers` was started (port 5557).",
-            callback=cli.listening_address,
-        ),
+        typer.Option(metavar="ADDRESS", help="Where `harness run --workers` was started (port 5557)."),
     ],
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Load processes on this machine.")] = 1,
     once: Annotated[bool, typer.Option("--once", help="End after one load instead of waiting for the next.")] = False,
@@ -179,6 +151,6 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.run.worker import lend
+    from harness.workers import lend
 
     lend(master, processes, once=once)

@@ -18,8 +18,7 @@ from harness.judge.comparable import differences, facts_of, refuse_unlike
 from harness.judge.noise_floors import noise_for
 from harness.judge.verdicts import Measured, Noise, fields_of, metrics_of, pairs_of, verdicts
 from harness.reasons import sentences
-from harness.rundir.manifest import Run, read_run
-from harness.rundir.origin import DEFINITIONS, UnlikeError, refuse_other_definitions
+from harness.rundir.manifest import DEFINITIONS, Run, UnlikeError, read_run, refuse_other_definitions
 from harness.scenario.check_syntax import parse_check
 from harness.summary import Answers, CheckResult, Comparison, Reason, Reference, Row, Summary, because
 

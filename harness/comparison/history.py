@@ -17,8 +17,7 @@ from harness.judge.comparable import NOTED, differences, facts_of
 from harness.judge.noise_floors import RESERVED, is_noise_run
 from harness.judge.stats import Shift, gate, levels_of
 from harness.judge.verdicts import Measured, fields_of, metrics_of, speeds, values_of
-from harness.rundir.manifest import Run, read_run
-from harness.rundir.origin import unlike_rows
+from harness.rundir.manifest import Run, read_run, unlike_rows
 from harness.summary import Difference, Row, Summary
 
 # In this order: a run is left out for the first that applies.

@@ -3,8 +3,10 @@
 This module reads a file and gives strict access to its values: a number is read or refused, never guessed.
 """
 
+import datetime
 import hashlib
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -56,6 +58,18 @@ class Source(Struct, frozen=True):
             next_step="docs/imports.md says which versions of which tool are read; nothing was written.",
         )
 
+    def time(self, place: str, text: str, form: str, such_as: str) -> float:
+        """Return a time in UTC as Unix time. Raise HarnessError unless it has the form (of strptime)."""
+        try:
+            return datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
+        except ValueError:
+            raise self.wrong(place, f"a time such as {such_as} is expected, got {text!r}") from None
+
+    def beside(self, name: str) -> "Source | None":
+        """Return another file of the same folder; None where it is not there."""
+        path = self.path.with_name(name)
+        return read_source(path) if path.exists() else None
+
     def must_be(self, place: str, stated: float | None, counted: float, what: str, rounded: float = 0.0) -> None:
         """Raise HarnessError unless a stated number, if there is one, is what the file's own records come to."""
         if stated is not None and not math.isclose(stated, counted, rel_tol=rounded):
@@ -91,10 +105,20 @@ class Imported(Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}  # likewise
     parts: list[ImportedPart]
     work: Any  # what names the work: equal for two files, the work was the same as far as they can show
-    definitions: dict[str, str]  # by field of Numbers, where it is not ours
-    missing: dict[str, str]  # by field of Numbers: why it is not known
+    definitions: dict[str, str] = {}  # by field of Numbers, where it is not ours
+    missing: dict[str, str] = {}  # by field of Numbers: why it is not known
     notes: list[Reason] = []
-    other_files: list[Source] = []  # other files that were read
+    other_file: Source | None = None  # that was read, too
+
+
+class Format(Struct, frozen=True):
+    written_by: str  # the command that writes it
+    keys: tuple[str, ...]  # which the document has, or the first of its lines; paths
+    read: Callable[[Source], Imported]
+
+    def is_of(self, value: Any) -> bool:
+        first = value[0] if isinstance(value, list) and value else value
+        return all(_below(first, key) is not None for key in self.keys)
 
 
 def _below(value: Any, path: str) -> Any:
@@ -107,7 +131,6 @@ def _below(value: Any, path: str) -> Any:
 
 
 def read_source(path: Path) -> Source:
-    """Read a file of JSON or JSON Lines. Raises HarnessError when it is neither."""
     try:
         raw = read_bytes(path)
     except OSError as error:
@@ -144,21 +167,19 @@ def _lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
 
 
 def last_line(text: str) -> str:
-    """The last line of an error text (of a traceback the one that says what it was), shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else ""
 
 
-def has(value: Any, *keys: str) -> bool:
-    return isinstance(value, dict) and all(key in value for key in keys)
+def end_s(records: list[Request]) -> float:
+    return max(one.sent_s + one.ended_s for one in records)
 
 
 # A record of another tool; `write` puts its cell and its load's name in.
 imported_request = partial(Request, cell="", load="", user_class="imported", user=0, process=0)
 
-NO_GAPS = "the file keeps the first and the last token's time of a request, not those between"
-NO_RECORDS = "the file has no line for each request"
-WITHOUT_GAPS = {"chunk_gap_s": NO_GAPS, "tokens_per_chunk": NO_GAPS}
+_NO_GAPS = "the file keeps the first and the last token's time of a request, not those between"
+WITHOUT_GAPS = {"chunk_gap_s": _NO_GAPS, "tokens_per_chunk": _NO_GAPS}
 
 
 def load_name(rate: float | None, concurrency: int | None, otherwise: str) -> str:

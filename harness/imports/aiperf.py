@@ -5,25 +5,22 @@ from typing import Any, Generic, Literal, TypeVar
 
 from msgspec import Struct, field
 
-from harness.errors import HarnessError
 from harness.imports import (
     WITHOUT_GAPS,
     Count,
     Duration,
+    Format,
     Imported,
     ImportedPart,
     Source,
-    has,
+    end_s,
     imported_request,
     last_line,
     load_name,
-    read_source,
 )
 from harness.rundir.records import ErrorKind, Request
 from harness.summary import because
 
-WRITTEN_BY = "aiperf profile --export-level records: profile_export.jsonl"
-TOOL = "aiperf"
 SUMMARY = "profile_export_aiperf.json"
 _SENT = "sent, from before the connection is opened"
 _WALL = "first sent, from before its connection is opened, to last ended"
@@ -50,10 +47,6 @@ Value = TypeVar("Value")
 class AiperfTime(Struct, Generic[Value], frozen=True, kw_only=True):
     value: Value
     unit: Literal["ns", "us", "ms", "s", "sec"]
-
-    @property
-    def scale(self) -> float:
-        return _TO_SECONDS[self.unit]
 
 
 class AiperfRecord(Struct, frozen=True, kw_only=True):
@@ -83,8 +76,6 @@ class AiperfRecord(Struct, frozen=True, kw_only=True):
 
 
 class AiperfSummary(Struct, frozen=True, kw_only=True):
-    """profile_export_aiperf.json."""
-
     version: str | None = field(name="aiperf_version", default=None)
     model: str | None = field(name="input_config.models.items.0.name", default=None)
     url: str | None = field(name="input_config.endpoint.urls.0", default=None)
@@ -96,11 +87,6 @@ class AiperfSummary(Struct, frozen=True, kw_only=True):
 class AiperfPhase(Struct, frozen=True, kw_only=True):
     concurrency: Count | None = None
     rate: float | None = None
-
-
-def is_it(value: Any) -> bool:
-    lines = value if isinstance(value, list) else [value]
-    return bool(lines) and all(has(line, "metadata") and has(line["metadata"], "request_start_ns") for line in lines)
 
 
 def read(source: Source) -> Imported:
@@ -118,14 +104,16 @@ def read(source: Source) -> Imported:
         except ValueError as error:
             raise source.wrong(f"line {number}", str(error)) from None
     measured = [record for record in records if record.phase == "measured"]
-    totals = _summary_file(source)
+    totals = source.beside(SUMMARY) if source.path.name == "profile_export.jsonl" else None
     summary = AiperfSummary() if totals is None else totals.read(AiperfSummary)
-    good = sum(record.error is None for record in measured)
-    (totals or source).must_be("$.request_count.avg", summary.succeeded, good, "records of successful requests are")
-    failed = len(measured) - good
-    (totals or source).must_be("$.error_request_count.avg", summary.failed, failed, "records of failed requests are")
-    last = summary.phases[-1] if summary.phases else {}  # the measured one
-    phase = (totals or source).read(AiperfPhase, last, "$.input_config.phases[-1]")
+    phase = AiperfPhase()
+    if totals is not None:
+        good = sum(record.error is None for record in measured)
+        totals.must_be("$.request_count.avg", summary.succeeded, good, "records of successful requests are")
+        failed = len(measured) - good
+        totals.must_be("$.error_request_count.avg", summary.failed, failed, "records of failed requests are")
+        if summary.phases:
+            phase = totals.read(AiperfPhase, summary.phases[-1], "$.input_config.phases[-1]")  # the measured one
     load = load_name(phase.rate, phase.concurrency, "aiperf")
     part = ImportedPart(
         load=load,
@@ -133,12 +121,12 @@ def read(source: Source) -> Imported:
         planned=len(measured),
         records=records,
         started_wall_s=zero / 1e9,
-        ended_wall_s=zero / 1e9 + max(record.sent_s + record.ended_s for record in records),
+        ended_wall_s=zero / 1e9 + end_s(records),
     )
     whole = all(line.gaps is not None for line, _ in found if _streamed(line))
     lengths = sorted(-1 if line.client_prompt is None else line.client_prompt for line, _ in found)
     return Imported(
-        tool=TOOL,
+        tool="aiperf",
         version=summary.version,
         model=summary.model,
         url=summary.url,
@@ -149,18 +137,8 @@ def read(source: Source) -> Imported:
         notes=[]
         if totals
         else [because("import_file_missing", file=SUMMARY, unknown="version, model and concurrency")],
-        other_files=[totals] if totals else [],
+        other_file=totals,
     )
-
-
-def _summary_file(source: Source) -> Source | None:
-    path = source.path.with_name(SUMMARY)
-    if source.path.name != "profile_export.jsonl" or not path.exists():
-        return None
-    found = read_source(path)
-    if not has(found.value, "aiperf_version"):
-        raise found.wrong("$", "not AIPerf's summary")
-    return found
 
 
 def _streamed(line: AiperfRecord) -> bool:
@@ -177,7 +155,7 @@ def _record(line: AiperfRecord, index: int, zero: int, counted: bool) -> Request
         raise ValueError("neither an error nor a request_latency")
     chunks: list[float] = []
     if first is not None and (gaps := line.gaps) is not None:
-        chunks = list(accumulate((gap * gaps.scale for gap in gaps.value), initial=first))
+        chunks = list(accumulate((gap * _TO_SECONDS[gaps.unit] for gap in gaps.value), initial=first))
     elif first is not None:
         chunks = [first] if latency is None or latency <= first else [first, latency]
     ended = (line.end_ns - line.start_ns) / 1e9
@@ -213,14 +191,11 @@ def _error(line: AiperfRecord) -> ErrorKind | None:
 
 
 def _seconds(metric: AiperfTime[float] | None) -> float | None:
-    return None if metric is None else metric.value * metric.scale
+    return None if metric is None else metric.value * _TO_SECONDS[metric.unit]
 
 
-def refuse_aggregate(source: Source) -> None:
-    """Its summary alone is a common mistake: the records next to it are needed."""
-    if has(source.value, "aiperf_version"):
-        raise HarnessError(
-            f"{source.path}: this is AIPerf's summary, not its records",
-            next_step=f"Import profile_export.jsonl of the same folder (written with --export-level records); "
-            f"{SUMMARY} next to it is read, too.",
-        )
+FORMAT = Format(
+    "aiperf profile --export-level records: profile_export.jsonl, not profile_export_aiperf.json",
+    ("metadata.request_start_ns",),
+    read,
+)

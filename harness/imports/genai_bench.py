@@ -10,11 +10,9 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from harness.analysis.tally import distribution
-from harness.imports import Count, Duration, Imported, ImportedPart, Source, has, read_source
+from harness.imports import Count, Duration, Format, Imported, ImportedPart, Source
 from harness.summary import Distribution, Numbers, because
 
-WRITTEN_BY = "genai-bench benchmark: the file of one run, *_num_concurrency_*.json"
-TOOL = "genai-bench"
 METADATA = "experiment_metadata.json"
 _SENT = "sent, from before the connection is opened (each request opens one)"
 _RUN = "the run's duration, ramp-up and draining included; requests cut at its end are not in the file"
@@ -55,23 +53,16 @@ class GenaiRun(Struct, frozen=True, kw_only=True):
 
 
 class GenaiExperiment(Struct, frozen=True, kw_only=True):
-    """experiment_metadata.json."""
-
     task: str | None = None
     benchmark_version: str | None = None
     model: str | None = None
     api_base: str | None = None
 
 
-def is_it(value: Any) -> bool:
-    return has(value, "aggregated_metrics", "individual_request_metrics")
-
-
 def read(source: Source) -> Imported:
     """Raise HarnessError for another task than text generation, or a unit that is not known."""
     run = source.read(GenaiRun)
-    path = source.path.with_name(METADATA)
-    metadata = read_source(path) if path.exists() else None
+    metadata = source.beside(METADATA)
     about = GenaiExperiment() if metadata is None else metadata.read(GenaiExperiment)
     if metadata is not None and about.task is not None and not about.task.endswith("-to-text"):
         raise metadata.wrong("$.task", f"only tasks that generate text are read, got {about.task!r}")
@@ -83,7 +74,7 @@ def read(source: Source) -> Imported:
         notes.append(because("import_file_missing", file=METADATA, unknown="version and model"))
     raw = source.value["aggregated_metrics"]
     return Imported(
-        tool=TOOL,
+        tool="genai-bench",
         version=about.benchmark_version,
         model=about.model,
         url=about.api_base,
@@ -107,7 +98,7 @@ def read(source: Source) -> Imported:
             "tokens_per_chunk": _NOT_KEPT,
         },
         notes=notes,
-        other_files=[metadata] if metadata else [],
+        other_file=metadata,
     )
 
 
@@ -153,3 +144,10 @@ def _sum(requests: list[GenaiRequest], name: str) -> int | None:
 def _latency(requests: list[GenaiRequest], name: str, scale: float) -> Distribution:
     values = [value * scale for request in requests if (value := getattr(request, name)) is not None]
     return distribution([array("d", values)])
+
+
+FORMAT = Format(
+    "genai-bench benchmark: the file of one run, *_num_concurrency_*.json",
+    ("aggregated_metrics", "individual_request_metrics"),
+    read,
+)

@@ -6,11 +6,19 @@ from typing import Any
 from msgspec import Struct, field
 
 from harness.errors import HarnessError
-from harness.imports import WITHOUT_GAPS, Count, Imported, ImportedPart, Source, has, imported_request, last_line
+from harness.imports import (
+    WITHOUT_GAPS,
+    Count,
+    Format,
+    Imported,
+    ImportedPart,
+    Source,
+    end_s,
+    imported_request,
+    last_line,
+)
 from harness.rundir.records import ErrorKind, Request
 
-WRITTEN_BY = "guidellm run --output kind=json,path=FILE"
-TOOL = "guidellm"
 _SENT = "sent, from before the connection is opened, on the wall clock"
 _WALL = "first sent, from before its connection is opened, to last ended, on the wall clock"
 DEFINITIONS = {
@@ -71,10 +79,6 @@ class GuidellmReport(Struct, frozen=True, kw_only=True):
 Requests = list[tuple[ErrorKind | None, GuidellmRequest]]
 
 
-def is_it(value: Any) -> bool:
-    return has(value, "metadata", "benchmarks") and has(value["metadata"], "guidellm_version")
-
-
 def read(source: Source) -> Imported:
     """Return one load for each benchmark of the report. Raise HarnessError for a report without requests."""
     report = source.read(GuidellmReport)
@@ -93,14 +97,9 @@ def read(source: Source) -> Imported:
         # The requests themselves where the report has them, else what it says of how they were made.
         asked = sorted(str(request.request_args) for _, request in requests)
         work.append({"strategy": benchmark.strategy, "constraints": benchmark.constraints, "asked": asked})
-    if len({part.load for part in parts}) < len(parts):
-        raise HarnessError(
-            f"{source.path}: two benchmarks of the report have the same load, {parts[0].load}",
-            next_step="Import reports of one run each.",
-        )
     first = source.read(GuidellmBenchmark, report.benchmarks[0])
     return Imported(
-        tool=TOOL,
+        tool="guidellm",
         version=report.version,
         model=first.model,
         url=first.target,
@@ -141,7 +140,7 @@ def _part(source: Source, place: str, benchmark: GuidellmBenchmark, requests: Re
         planned=len(records),
         records=records,
         started_wall_s=zero,
-        ended_wall_s=zero + max(record.sent_s + record.ended_s for record in records),
+        ended_wall_s=zero + end_s(records),
     )
 
 
@@ -176,3 +175,6 @@ def _record(
         error=kind,
         message=last_line(request.error) if request.error else None,
     )
+
+
+FORMAT = Format("guidellm run --output kind=json,path=FILE", ("metadata.guidellm_version", "benchmarks"), read)

@@ -1,16 +1,13 @@
 """`lemonade bench --json` (or --output FILE). Read against the source of Lemonade 11; means and percentiles only."""
 
-import datetime
 import math
 from typing import Any
 
 from msgspec import UNSET, Struct, field
 
-from harness.imports import NO_RECORDS, Count, Duration, Imported, ImportedPart, Source, has
+from harness.imports import Count, Duration, Format, Imported, ImportedPart, Source
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, because
 
-WRITTEN_BY = "lemonade bench --json --output FILE"
-TOOL = "lemonade bench"
 DEFINITIONS = {
     "ttft_s": "the server's own time for the prompt (timings.prompt_ms or usage.prefill_duration_ttft); not streamed, "
     "nothing of the network in it",
@@ -33,6 +30,7 @@ UNTOLD = (
 )
 _EXACT = 1e-6  # the file has numbers as the tool computed them
 _ROUNDING = 0.01
+_NO_RECORDS = "the file has no line for each request"
 _CATEGORIES_WITHOUT_TOKENS = ("embed", "imagegen", "transcription", "tts", "audio-generation")
 
 
@@ -64,10 +62,6 @@ class LemonadeResult(Struct, frozen=True, kw_only=True):
     backend_args: str
     scenarios: list[Any]
 
-    @property
-    def name(self) -> str:
-        return f"{self.recipe}-{self.backend}"
-
 
 class LemonadeModel(Struct, frozen=True, kw_only=True):
     model: str
@@ -83,20 +77,18 @@ class LemonadeBench(Struct, frozen=True, kw_only=True):
     models: list[Any]
 
 
-def is_it(value: Any) -> bool:
-    if not has(value, "timestamp", "hardware", "models") or not isinstance(value["models"], list):
-        return False
-    return all(has(model, "model", "results") for model in value["models"])
-
-
 def read(source: Source) -> Imported:
     """Return one server for each backend, one load for each scenario. Raise HarnessError for several models."""
     bench = source.read(LemonadeBench)
     if len(bench.models) != 1:
         raise source.wrong("$.models", f"a file of one model is expected, got {len(bench.models)}")
     model = source.read(LemonadeModel, bench.models[0], "$.models[0]")
-    wall_s = _wall_s(source, bench.timestamp)
-    servers = _servers(model.results)
+    wall_s = source.time("$.timestamp", bench.timestamp, "%Y-%m-%dT%H:%M:%SZ", "2026-01-31T23:59:59Z")
+    names = [f"{result.recipe}-{result.backend}" for result in model.results]
+    # By recipe and backend, with a number where several have the same.
+    servers = [
+        name if names.count(name) == 1 else f"{name}-{names[: i + 1].count(name)}" for i, name in enumerate(names)
+    ]
     parts = []
     for i, result in enumerate(model.results):
         for j, raw in enumerate(result.scenarios):
@@ -108,7 +100,7 @@ def read(source: Source) -> Imported:
         raise source.wrong("$.models[0]", "there is no scenario that generates text")
     by_server = dict(zip(servers, model.results, strict=True))
     return Imported(
-        tool=TOOL,
+        tool="lemonade bench",
         version=bench.version,
         versions={server: _version(bench, result) for server, result in by_server.items()} if bench.version else {},
         model=model.model,
@@ -122,28 +114,13 @@ def read(source: Source) -> Imported:
         missing={
             "wall_s": "a model is loaded anew for every run, and the time of all is not in the file",
             "tpot_s": "only the mean, least and most of the speed are in the file",
-            "chunk_gap_s": NO_RECORDS,
-            "tokens_per_chunk": NO_RECORDS,
-            "ttfo_s": NO_RECORDS,
+            "chunk_gap_s": _NO_RECORDS,
+            "tokens_per_chunk": _NO_RECORDS,
+            "ttfo_s": _NO_RECORDS,
             "requests_per_s": "one request at a time, between loads of the model",
         },
         notes=[because("import_local_time"), because("import_one_user")],
     )
-
-
-def _wall_s(source: Source, timestamp: str) -> float:
-    try:
-        found = datetime.datetime.strptime(timestamp, "%Y-%m-%dT%H:%M:%SZ")
-    except ValueError:
-        what = f"a time such as 2026-01-31T23:59:59Z is expected, got {timestamp!r}"
-        raise source.wrong("$.timestamp", what) from None
-    return found.replace(tzinfo=datetime.UTC).timestamp()
-
-
-def _servers(results: list[LemonadeResult]) -> list[str]:
-    """Name each result by recipe and backend, with a number where several have the same."""
-    names = [result.name for result in results]
-    return [name if names.count(name) == 1 else f"{name}-{names[: i + 1].count(name)}" for i, name in enumerate(names)]
 
 
 def _version(bench: LemonadeBench, result: LemonadeResult) -> str:
@@ -216,3 +193,6 @@ def _latency(stats: LemonadeStats | None, n: int) -> Distribution:
     found = {key: getattr(stats, key) for key in NEEDED}
     percentiles = {key: ms / 1000 for key, ms in found.items() if n >= NEEDED[key] and ms is not None}
     return Distribution(n=n, mean=stats.mean / 1000, min=stats.min / 1000, max=stats.max / 1000, **percentiles)
+
+
+FORMAT = Format("lemonade bench --json --output FILE", ("timestamp", "hardware", "models"), read)

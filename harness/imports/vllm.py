@@ -1,18 +1,25 @@
 """`vllm bench serve --save-result`, with and without --save-detailed. Read against vLLM 0.32."""
 
-import datetime
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.imports import Count, Duration, Imported, ImportedPart, Source, has, imported_request, last_line, load_name
+from harness.imports import (
+    Count,
+    Duration,
+    Format,
+    Imported,
+    ImportedPart,
+    Source,
+    imported_request,
+    last_line,
+    load_name,
+)
 from harness.rundir.records import Request
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, because
 
-WRITTEN_BY = "vllm bench serve --save-result [--save-detailed]"
-TOOL = "vllm bench serve"
 _FIRST = "from before the request is handed to the HTTP client (a connection may still have to be opened)"
 DEFINITIONS = {
     "ttft_s": f"first data event that has `choices`, even one without a token - sent, {_FIRST}",
@@ -73,10 +80,6 @@ class VllmDetail(Struct, frozen=True, kw_only=True):
     errors: list[str]
 
 
-def is_it(value: Any) -> bool:
-    return has(value, "model_id", "num_prompts", "request_throughput", "total_input_tokens", "endpoint_type")
-
-
 def read(source: Source) -> Imported:
     """Raise HarnessError for a file that lacks what is needed, such as one of an embedding benchmark."""
     if source.value.get("output_throughput") is None:
@@ -84,7 +87,7 @@ def read(source: Source) -> Imported:
     result = source.read(VllmResult)
     records = _records(source, source.read(VllmDetail)) if "ttfts" in source.value else []
     _refuse_contradictions(source, result, records)
-    ended = _ended(source, result)
+    ended = source.time("$.date", result.date, "%Y%m%d-%H%M%S", "20260131-235959")  # written at the end
     rate = None if result.request_rate == "inf" else result.request_rate
     part = ImportedPart(
         load=load_name(rate, result.max_concurrency, "all-at-once"),
@@ -100,7 +103,7 @@ def read(source: Source) -> Imported:
         notes.append(because("import_failed_end"))
     none = "the file was saved without --save-detailed, so it has no line for each request"
     return Imported(
-        tool=TOOL,
+        tool="vllm bench serve",
         version=None,  # the file does not carry it
         model=result.model_id,
         parts=[part],
@@ -109,15 +112,6 @@ def read(source: Source) -> Imported:
         missing={} if records else {"chunk_gap_s": none, "tokens_per_chunk": none},
         notes=notes,
     )
-
-
-def _ended(source: Source, result: VllmResult) -> float:
-    """When the benchmark ended, Unix time: `date` is written then."""
-    try:
-        return datetime.datetime.strptime(result.date, "%Y%m%d-%H%M%S").replace(tzinfo=datetime.UTC).timestamp()
-    except ValueError:
-        what = f"a date such as 20260131-235959 is expected, got {result.date!r}"
-        raise source.wrong("$.date", what) from None
 
 
 def _records(source: Source, detail: VllmDetail) -> list[Request]:
@@ -199,3 +193,10 @@ def _latency(source: Source, name: str, n: int) -> Distribution:
     found = source.read(VllmLatency, given, f"$.*_{name}_ms")
     values = {key: ms / 1000 for key in NEEDED if n >= NEEDED[key] and (ms := getattr(found, key)) is not None}
     return Distribution(n=n, mean=found.mean / 1000, **values)
+
+
+FORMAT = Format(
+    "vllm bench serve --save-result [--save-detailed]",
+    ("model_id", "num_prompts", "request_throughput", "total_input_tokens", "endpoint_type"),
+    read,
+)

@@ -4,9 +4,7 @@ import datetime
 import hashlib
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,28 +13,23 @@ from harness.analysis.summarize import summarize, write_summary
 from harness.errors import HarnessError, did_you_mean
 from harness.files import UNDECODABLE, pretty_json
 from harness.imports import (
+    Format,
     Imported,
     ImportedPart,
     Source,
     aiperf,
+    end_s,
     genai_bench,
     guidellm,
-    has,
     lemonade,
     read_source,
     vllm,
 )
-from harness.rundir.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
-from harness.rundir.origin import NUMBERS_FILE
+from harness.rundir.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run
 from harness.rundir.records import Request, read_marks
 from harness.scenario import Load, Scenario, Server, Warmup
 
 UNKNOWN = "unknown"  # what a name must be where the file has none
-
-
-def _are_records(value: Any) -> bool:
-    lines = value if isinstance(value, list) else [value]  # a file of one line is that document
-    return bool(lines) and has(lines[0], "cell", "user_class", "phase", "sent_s")
 
 
 def _read_records(source: Source) -> Imported:
@@ -59,50 +52,33 @@ def _read_records(source: Source) -> Imported:
             f"{source.path}: its records are from several machines, or from before and after a restart",
             next_step="Record to a file for each machine and each load.",
         )
-    wall_s = marks[0].wall_s - marks[0].monotonic_s if marks else source.path.stat().st_mtime - _end_s(records)
+    wall_s = marks[0].wall_s - marks[0].monotonic_s if marks else source.path.stat().st_mtime - end_s(records)
     groups: dict[str, list[Request]] = {}
     for one in records:
         groups.setdefault(one.load or one.user_class, []).append(one)
-    return Imported(
-        tool="locust",
-        version=None,
-        model=None,
-        parts=[_records_part(name, found, wall_s) for name, found in groups.items()],
-        work=sorted(groups),
-        definitions={},
-        missing={},
-    )
-
-
-def _records_part(name: str, records: list[Request], wall_s: float) -> ImportedPart:
-    began_s = min(one.sent_s for one in records)
-    return ImportedPart(
-        load=name,
-        planned=sum(one.phase == "measured" for one in records),
-        # All processes of one machine share its monotonic clock.
-        records=[msgspec.structs.replace(one, sent_s=one.sent_s - began_s) for one in records],
-        started_wall_s=wall_s + began_s,
-        ended_wall_s=wall_s + _end_s(records),
-    )
-
-
-def _end_s(records: list[Request]) -> float:
-    return max(one.sent_s + one.ended_s for one in records)
-
-
-class Format(NamedTuple):
-    written_by: str  # the command that writes it
-    is_it: Callable[[Any], bool]  # takes the document
-    read: Callable[[Source], Imported]
+    parts = []
+    for name, found in groups.items():
+        began_s = min(one.sent_s for one in found)  # all processes of one machine share its monotonic clock
+        part = ImportedPart(
+            load=name,
+            planned=sum(one.phase == "measured" for one in found),
+            records=[msgspec.structs.replace(one, sent_s=one.sent_s - began_s) for one in found],
+            started_wall_s=wall_s + began_s,
+            ended_wall_s=wall_s + end_s(found),
+        )
+        parts.append(part)
+    return Imported(tool="locust", version=None, model=None, parts=parts, work=sorted(groups))
 
 
 FORMATS = {
-    "vllm": Format(vllm.WRITTEN_BY, vllm.is_it, vllm.read),
-    "guidellm": Format(guidellm.WRITTEN_BY, guidellm.is_it, guidellm.read),
-    "aiperf": Format(aiperf.WRITTEN_BY, aiperf.is_it, aiperf.read),
-    "genai-bench": Format(genai_bench.WRITTEN_BY, genai_bench.is_it, genai_bench.read),
-    "lemonade": Format(lemonade.WRITTEN_BY, lemonade.is_it, lemonade.read),
-    "records": Format("locust -f locustfiles/chat.py --records FILE", _are_records, _read_records),
+    "vllm": vllm.FORMAT,
+    "guidellm": guidellm.FORMAT,
+    "aiperf": aiperf.FORMAT,
+    "genai-bench": genai_bench.FORMAT,
+    "lemonade": lemonade.FORMAT,
+    "records": Format(
+        "locust -f locustfiles/chat.py --records FILE", ("cell", "user_class", "phase", "sent_s"), _read_records
+    ),
 }
 
 
@@ -114,15 +90,14 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
     if given is not None and given not in FORMATS:
         raise HarnessError(f"--format: there is no format '{given}'; {did_you_mean(given, FORMATS)}")
     source = read_source(path)
-    found = [name for name, form in FORMATS.items() if form.is_it(source.value)]
+    found = [name for name, form in FORMATS.items() if form.is_of(source.value)]
     if given is not None and given not in found:
         hint = f"; it looks like {found[0]}" if found else ""
         raise HarnessError(
             f"{path}: not what {given} writes{hint}", next_step=f"{given} is read from: {FORMATS[given].written_by}"
         )
     if not found:
-        aiperf.refuse_aggregate(source)
-        keys = ", ".join(map(str, list(source.value)[:6])) if has(source.value) and source.value else ""
+        keys = ", ".join(list(source.value)[:6]) if isinstance(source.value, dict) else ""
         raise HarnessError(
             f"{path}: not a file of any tool that is known" + (f" (its keys: {keys})" if keys else ""),
             next_step="Known are the files below; docs/imports.md says more.",
@@ -131,24 +106,15 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
     return source, FORMATS[given or found[0]].read(source)
 
 
-def import_file(path: Path, runs: Path, given: str | None = None, machine: str | None = None) -> Path:
+def import_file(
+    path: Path, runs: Path, given: str | None = None, machine: str | None = None, *, again: bool = False
+) -> Path:
     """Make a run directory of a tool's file and return it; the directory has the file's sum in its name.
 
     `machine`: the name of the machine that was measured; tools do not write it. Raises HarnessError for a file that
-    cannot be read, or that was imported before.
+    cannot be read, or that was imported before; `again`: then its run directory is returned.
     """
-    return _made(*read_file(path, given), runs, machine)
-
-
-def run_of_records(path: Path, runs: Path) -> Path:
-    """The run directory of a file of records, made at the first call for this content. Raises HarnessError."""
-    source, imported = read_file(path, "records")
-    return _made(source, imported, runs, None, again=True)
-
-
-def _made(source: Source, imported: Imported, runs: Path, machine: str | None, *, again: bool = False) -> Path:
-    """Make the run directory. `again`: return the one that there is already instead of a refusal."""
-    path = source.path
+    source, imported = read_file(path, given)
     started = min(part.started_wall_s for part in imported.parts)
     moment = datetime.datetime.fromtimestamp(started, datetime.UTC)
     name = _name(f"{imported.tool}-{path.stem}")
@@ -161,10 +127,15 @@ def _made(source: Source, imported: Imported, runs: Path, machine: str | None, *
             f"{path}: was imported before, as {run_id}",
             next_step=f"`harness report {run_id}` shows it; remove it first.",
         )
-    parts = [msgspec.structs.replace(part, server=_name(part.server), load=_name(part.load)) for part in imported.parts]
-    cells = {_cell(part): part for part in parts}
-    if len(cells) < len(parts):
-        raise HarnessError(f"{path}: two of its loads have the same name: {', '.join(sorted(map(_cell, parts)))}")
+    cells: dict[str, ImportedPart] = {}
+    for part in imported.parts:
+        part = msgspec.structs.replace(part, server=_name(part.server), load=_name(part.load))
+        cell = f"r1-{part.server}-{part.load}"
+        if cell in cells:
+            raise HarnessError(
+                f"{path}: two of its loads have the same name: {cell}", next_step="Import a file of one run each."
+            )
+        cells[cell] = part
     run = _run(run_id, name, source, imported, cells, machine)
     try:
         folder.mkdir(parents=True)
@@ -178,12 +149,8 @@ def _made(source: Source, imported: Imported, runs: Path, machine: str | None, *
             (folder / NUMBERS_FILE).write_bytes(pretty_json(numbers))
         write_run(folder, run)
         summary = summarize(folder)
-        write_run(
-            folder,
-            msgspec.structs.replace(
-                run, status="unchecked" if summary.valid is None else "invalid", reasons=summary.reasons
-            ),
-        )
+        status: Status = "unchecked" if summary.valid is None else "invalid"
+        write_run(folder, msgspec.structs.replace(run, status=status, reasons=summary.reasons))
         write_summary(folder, summary)
     except OSError as error:
         raise HarnessError(
@@ -209,19 +176,39 @@ def _run(
             question=f"What did {tool} measure?",
             model=imported.model or UNKNOWN,
             servers={server: Server(template="running") for server in servers},
-            loads={part.load: _load(part) for part in cells.values()},
+            loads={
+                # Never fixed: no file says that every answer had to have a certain length.
+                part.load: Load(user="imported", users=_at_once(part), requests=max(part.planned, 1), output="natural")
+                for part in cells.values()
+            },
             repeats=1,
             warmup=Warmup(requests=0),
         ),
         workload_sha256=hashlib.sha256(msgspec.json.encode([imported.tool, imported.work], order="sorted")).hexdigest(),
         order=list(cells),
-        cells=[_cell_run(cell, part, imported) for cell, part in cells.items()],
+        cells=[
+            CellRun(
+                id=cell,
+                server=part.server,
+                load=part.load,
+                repeat=1,
+                started_wall_s=part.started_wall_s,
+                ended_wall_s=part.ended_wall_s,
+                served_by=ServedBy(
+                    url=imported.url or UNKNOWN,
+                    model=imported.model,
+                    version=imported.versions.get(part.server),
+                    arguments=imported.arguments.get(part.server, []),
+                ),
+            )
+            for cell, part in cells.items()
+        ],
         machine=Machine(name=machine or UNKNOWN),
         versions={imported.tool: imported.version or UNKNOWN},
         origin=Origin(
             tool=imported.tool,
             version=imported.version,
-            files={one.path.name: one.sha256 for one in [source, *imported.other_files]},
+            files={one.path.name: one.sha256 for one in (source, imported.other_file) if one is not None},
             imported_wall_s=time.time(),
             importer=__version__,
             definitions=imported.definitions,
@@ -236,11 +223,6 @@ def _run(
     )
 
 
-def _load(part: ImportedPart) -> Load:
-    # Never fixed: no file says that every answer had to have a certain length.
-    return Load(user="imported", users=_at_once(part), requests=max(part.planned, 1), output="natural")
-
-
 def _at_once(part: ImportedPart) -> int:
     """How many requests were in flight at most: as asked for, else as the records show; 1 where neither is known."""
     if part.at_once is not None:
@@ -251,27 +233,6 @@ def _at_once(part: ImportedPart) -> int:
         now += step
         peak = max(peak, now)
     return max(peak, 1)
-
-
-def _cell_run(cell: str, part: ImportedPart, imported: Imported) -> CellRun:
-    return CellRun(
-        id=cell,
-        server=part.server,
-        load=part.load,
-        repeat=1,
-        started_wall_s=part.started_wall_s,
-        ended_wall_s=part.ended_wall_s,
-        served_by=ServedBy(
-            url=imported.url or UNKNOWN,
-            model=imported.model,
-            version=imported.versions.get(part.server),
-            arguments=imported.arguments.get(part.server, []),
-        ),
-    )
-
-
-def _cell(part: ImportedPart) -> str:
-    return f"r1-{part.server}-{part.load}"
 
 
 def _name(text: str) -> str:

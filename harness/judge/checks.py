@@ -17,7 +17,7 @@ from harness.columns import VALUES, WORK
 from harness.judge import stats
 from harness.judge.stats import Estimate
 from harness.judge.verdicts import not_valid
-from harness.rundir.origin import unlike_rows
+from harness.rundir.manifest import unlike_rows
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from harness.rundir.manifest import CellRun, Run, ServedBy
-from harness.rundir.origin import UnlikeError
+from harness.rundir.manifest import CellRun, Run, ServedBy, UnlikeError
 from harness.summary import Difference, Reason, because
 
 # What differs with one thing by nature: who compares images also gets their versions.

@@ -11,7 +11,7 @@ from msgspec import Struct
 from harness.columns import RATES, WORK
 from harness.judge import stats
 from harness.judge.stats import Effect, Variation
-from harness.rundir.origin import unlike_rows
+from harness.rundir.manifest import unlike_rows
 from harness.scenario import Load, Scenario, is_open
 from harness.scenario.plan import alone, mix_of
 from harness.summary import (

@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import socket
 import time
 from collections import Counter, deque
@@ -20,7 +19,7 @@ from harness.files import UNDECODABLE, open_file
 from harness.job import Job
 from harness.load.reader import IdleQueue
 from harness.load.sequencer import Phase
-from harness.redact import known, masked
+from harness.redact import masked
 from harness.rundir.records import ProcessMark, Request
 from harness.workers import MACHINE
 
@@ -313,8 +312,7 @@ def this_host() -> str:
 
 PIECE = 262_144  # bytes at once, so that Locust's messages are not delayed
 
-# Texts of a server in a record: a message, a finish reason of its own.
-_SERVER_TEXT = re.compile(rb'"message":"|"finish":"(?!stop"|length"|tool_calls")')
+_FINISHES = (None, "stop", "length", "tool_calls")  # no texts of a server
 
 FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}
 
@@ -355,38 +353,26 @@ class RecordReceiver:
     def take(self, offset: int, data: bytes) -> int:
         """Append a piece, unless it came before. Return the bytes received. Raises OSError, with nothing appended."""
         if offset == self.taken:
-            lines = data.splitlines(keepends=True)
-            readable = [line for line in lines if self._is_readable(line)]
-            _append(self._path, _clean(b"".join(readable)))
-            self.left_out += len(lines) - len(readable)
+            lines = [self._clean(line) for line in data.splitlines(keepends=True)]
+            _append(self._path, b"".join(filter(None, lines)))
+            self.left_out += lines.count(None)
             self.taken += len(data)
         return self.taken
 
-    def _is_readable(self, line: bytes) -> bool:
+    def _clean(self, line: bytes) -> bytes | None:
+        """A line without secrets of this machine that a server may have quoted; None: it cannot be read."""
         try:
-            self._decoder.decode(line)
+            record = self._decoder.decode(line)
         except UNDECODABLE:
-            return False
-        return line.endswith(b"\n")
-
-
-def _clean(lines: bytes) -> bytes:
-    """Mask secrets of this machine that a server may have quoted in whole lines."""
-    if not known() or _SERVER_TEXT.search(lines) is None:
-        return lines
-    return b"".join(
-        _clean_line(line) if _SERVER_TEXT.search(line) else line for line in lines.splitlines(keepends=True)
-    )
-
-
-def _clean_line(line: bytes) -> bytes:
-    try:
-        record = msgspec.json.decode(line)
-        texts = {name: record[name] for name in ("message", "finish") if record.get(name)}
-    except (*UNDECODABLE, AttributeError):  # damaged by its writer: its reader reports it
-        return line
-    clean = {name: masked(text, "known" if name == "message" else "sure") for name, text in texts.items()}
-    return line if clean == texts else msgspec.json.encode(record | clean) + b"\n"
+            return None
+        if not line.endswith(b"\n"):
+            return None
+        if not isinstance(record, Request) or (record.message is None and record.finish in _FINISHES):
+            return line
+        clean = msgspec.structs.replace(
+            record, message=masked(record.message, "known"), finish=masked(record.finish, "sure")
+        )
+        return line if clean == record else msgspec.json.encode(clean) + b"\n"
 
 
 def _append(path: Path, data: bytes) -> None:

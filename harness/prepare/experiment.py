@@ -171,20 +171,15 @@ def _refuse_unset(name: str | None) -> None:
 
 def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:
     """The experiment with its load sent by other machines. Raises HarnessError where they could not."""
-    wrong = Mistakes()
+    workers = parse_workers(given, bind, experiment.scenario.loads)
     if experiment.target is None:
-        wrong.found.append(
-            HarnessError(
-                "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine "
-                "reaches it",
-                next_step="Start the server where it is to run (`harness compose` prints the file; its variable "
-                "`publish` is the address) and give its --url.",
-            )
+        raise HarnessError(
+            "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine "
+            "reaches it",
+            next_step="Start the server where it is to run (`harness compose` prints the file; its variable "
+            "`publish` is the address) and give its --url.",
         )
-    with wrong.noted():
-        workers = parse_workers(given, bind, experiment.scenario.loads)
-        workers.refuse_unusable()
-    wrong.refuse()
+    workers.refuse_unusable()
     return msgspec.structs.replace(experiment, workers=workers)
 
 

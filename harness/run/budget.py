@@ -2,16 +2,17 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 
 import msgspec
 
 from harness.analysis.summarize import summarize
 from harness.errors import RunError
-from harness.run.orchestrator import Note, Steps, steps_of
+from harness.run.orchestrator import Steps, run_cells
 from harness.run.running import OUT_OF_TIME, OutOfTime, Running
-from harness.rundir.manifest import Budget, CellRun, set_aside
+from harness.rundir.directory import set_aside
+from harness.rundir.manifest import Budget, CellRun
 from harness.scenario.plan import Cell, plan
 from harness.summary import MAX_REPEATS, OPEN, Summary
 from harness.units import count, duration
@@ -20,13 +21,10 @@ Row = tuple[str, str]  # server and load
 END_S = 10.0  # for taking the last server down, and for the report
 
 
-def within(seconds: float, known: Budget | None = None) -> Callable[[list[Cell]], Steps]:
-    """Return what makes the steps of a run of its planned cells, so that it takes so many seconds at most.
-
-    `known`: the budget of a run that is resumed.
-    """
-    ends_s = time.monotonic() + seconds
-    return lambda cells: lambda running, note: _Spending(running, note, seconds, ends_s, known).steps(cells)
+def within(seconds: float, known: Budget | None = None) -> Steps:
+    """Return the steps of a run that takes so many seconds at most. `known`: the budget of a run that is resumed."""
+    ends_s = time.monotonic() + seconds - END_S
+    return lambda running, cells: _Spending(running, seconds, ends_s, known).steps(cells)
 
 
 class _Spending:
@@ -37,13 +35,13 @@ class _Spending:
     tests allow for these looks, see `harness.judge.verdicts.level_parts`.
     """
 
-    def __init__(self, running: Running, note: Note, seconds: float, ends_s: float, known: Budget | None) -> None:
-        self.running = msgspec.structs.replace(running, ends_s=ends_s - END_S)
-        self.note = note
-        self.ends_s = ends_s - END_S
+    def __init__(self, running: Running, seconds: float, ends_s: float, known: Budget | None) -> None:
+        self.running = msgspec.structs.replace(running, ends_s=ends_s)
+        self.note = running.file.note
+        self.ends_s = ends_s
         repeats = running.scenario.repeats if known is None else known.repeats
         self.budget = Budget(seconds=seconds, repeats=repeats, looks=[] if known is None else known.looks)
-        self.done = {cell.id: cell for cell in running.kept}
+        self.done = {cell.id: cell for cell in running.file.manifest.cells}
         self.took: dict[str, float] = {}  # by "server/load": seconds of the last cell, with the start of its server
         self.over = False
 
@@ -78,7 +76,7 @@ class _Spending:
             )
         self._end(cells)
 
-    def _run(self, chunk: list[Cell]) -> Generator[CellRun, None, None]:
+    def _run(self, chunk: list[Cell]) -> Iterator[CellRun]:
         """Run cells, unless the time is too short for them; cells that are cut are left out."""
         if self.over or not self._fits(chunk):
             self.over = True
@@ -86,10 +84,9 @@ class _Spending:
         about_s = self._about_s(chunk)
         about = f", about {duration(about_s)}" if about_s else ""
         self._say(f"repeat {chunk[0].repeat} of {count(len({cell.group for cell in chunk}), 'row')}{about}")
-        running = msgspec.structs.replace(self.running, kept=list(self.done.values()))
         begun_s = time.monotonic()
         try:
-            with contextlib.closing(_generator(steps_of(chunk)(running, self.note))) as results:
+            with contextlib.closing(run_cells(self.running, chunk)) as results:
                 for cell_run in results:
                     if any(reason.code == OUT_OF_TIME for reason in cell_run.problems):
                         self.over = True
@@ -157,7 +154,3 @@ def _of_rows(cells: list[Cell], rows: set[Row]) -> list[Cell]:
 
 def _row(cell: Cell | CellRun) -> str:
     return f"{cell.server}/{cell.load}"
-
-
-def _generator(results: Iterable[CellRun]) -> Generator[CellRun, None, None]:
-    yield from results

@@ -6,11 +6,9 @@ server and load generator do in most runs; with the server elsewhere, there is m
 runs with one server under two names (A/A).
 """
 
-import datetime
 import itertools
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,15 +19,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import psutil
-from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from harness import __version__, paths
 from harness.analysis.summarize import summarize
 from harness.columns import METRIC_WORDS
 from harness.errors import HarnessError, RunError
-from harness.files import UNDECODABLE, pretty_json, read_bytes
+from harness.files import LOCUSTFILES, pretty_json, read_bytes
 from harness.job import Job, write_job
 from harness.judge import stats
 from harness.judge.noise_floors import (
@@ -43,7 +39,6 @@ from harness.judge.noise_floors import (
     read_noise,
     write_noise,
 )
-from harness.paths import LOCUSTFILES
 from harness.prepare.experiment import Experiment, server_name
 from harness.reasons import sentence
 from harness.run.drive import locust_arguments
@@ -51,7 +46,7 @@ from harness.run.orchestrator import run
 from harness.run.progress import Progress
 from harness.rundir.manifest import read_run
 from harness.rundir.records import MAX_CPU, Request, read_marks, read_requests
-from harness.scenario import Baseline, Load, Prompts, Scenario, Warmup, at_once
+from harness.scenario import Baseline, Load, Prompts, Warmup
 from harness.simulated import spawned
 from harness.simulated.answer import Sent
 from harness.summary import MARGIN, MAX_REPEATS
@@ -75,8 +70,6 @@ _COLUMNS = (
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The accuracy of the load generator at one number of streams."""
-
     streams: int
     processes: int
     chunks_per_s: float
@@ -92,13 +85,7 @@ class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
         return not self.doubts
 
     @property
-    def others_busy(self) -> bool:
-        """Whether other programs used the CPU, and may be the cause of doubts."""
-        return self.others is not None and self.others > BUSY
-
-    @property
     def doubts(self) -> list[str]:
-        """Reasons not to trust this number of streams."""
         found = []
         if self.error_p99_s > MAX_ERROR_S:
             found.append(f"1 % of the chunk times are off by more than {MAX_ERROR_S * 1000:g} ms")
@@ -115,23 +102,16 @@ def calibrate(max_streams: int | None, processes: int = 1) -> Iterator[Calibrati
     Raises RunError when the load generator does not work at all.
     """
     began_s = time.monotonic()
-    for streams in _numbers(max_streams):
+    further = (round(STREAMS[-1] * FACTOR**number) for number in itertools.count(1))
+    for number in itertools.chain(STREAMS, further):
+        streams = number if max_streams is None else min(number, max_streams)
         reading = _measure(streams, processes)
         if not reading.trusted:  # other work of the machine may have been the limit: try again
             again = _measure(streams, processes)
             reading = again if again.trusted else reading
         yield reading
-        if not reading.trusted or time.monotonic() - began_s > ENOUGH_S:
+        if not reading.trusted or streams == max_streams or time.monotonic() - began_s > ENOUGH_S:
             return
-
-
-def _numbers(max_streams: int | None) -> Iterator[int]:
-    further = (round(STREAMS[-1] * FACTOR**number) for number in itertools.count(1))
-    for number in itertools.chain(STREAMS, further):
-        if max_streams is not None and number >= max_streams:
-            yield max_streams
-            return
-        yield number
 
 
 def _measure(streams: int, processes: int) -> CalibrationPoint:
@@ -162,13 +142,11 @@ def _measure(streams: int, processes: int) -> CalibrationPoint:
 
 
 def _busy_s() -> float:
-    """Busy CPU time of the whole machine."""
     times = psutil.cpu_times()
     return sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> CalibrationPoint:
-    """Compare the records of a load with the engine's log of what it sent."""
     records = [one for one in read_requests(folder / "requests.jsonl") if one.phase == "measured"]
     failed = [one for one in records if one.error is not None]
     if failed or not records:
@@ -215,23 +193,25 @@ def show_readings(console: Console, max_streams: int | None, processes: int, *, 
     for reading in calibrate(max_streams, processes):
         readings.append(reading)
         if not as_json:
-            line = "  ".join(cell.rjust(len(column)) for cell, column in zip(_cells(reading), _COLUMNS, strict=True))
+            lag, cpu = reading.read_lag_p99_s, reading.cpu_max
+            cells = (
+                str(reading.streams), f"{reading.chunks_per_s:,.0f}", f"{reading.error_p50_s * 1000:.3f}",
+                f"{reading.error_p99_s * 1000:.3f}", f"{reading.shared:.2%}",
+                "-" if lag is None else f"{lag * 1000:.1f}", "-" if cpu is None else f"{cpu:.0%}",
+            )  # fmt: skip
+            line = "  ".join(cell.rjust(len(column)) for cell, column in zip(cells, _COLUMNS, strict=True))
             console.print(line, soft_wrap=True)
-    best = max((one for one in readings if one.trusted), key=lambda one: one.streams, default=None)
-    # A run that stops early finds no limit; next to busy programs it finds theirs.
-    limit = max_streams is None and (readings[-1].trusted or not readings[-1].others_busy)
-    stored = best is not None and limit and store(processes, best.streams, best.chunks_per_s) is not None
     if as_json:
         print(pretty_json(readings).decode(), end="")
     else:
-        console.print("\n" + in_words(readings) + (" `harness run` warns above it." if stored else ""))
+        console.print(f"\n{in_words(readings)}")
 
 
 def in_words(readings: list[CalibrationPoint]) -> str:
     good = [reading for reading in readings if reading.trusted]
     last = readings[-1]
     end = " No more were tried." if last.trusted else f" With {last.streams}, twice: {'; '.join(last.doubts)}."
-    if not last.trusted and last.others_busy:
+    if not last.trusted and last.others is not None and last.others > BUSY:
         end += f" Other programs used {last.others:.1f} cores meanwhile: measure again when they are quiet."
     if not good:
         return f"This machine's load generator is not to be trusted even for few streams, or was too busy now.{end}"
@@ -241,65 +221,6 @@ def in_words(readings: list[CalibrationPoint]) -> str:
         f"Trusted for {good[-1].streams} streams at once, {good[-1].chunks_per_s:,.0f} chunks a second: 99 % of the "
         f"chunk times are right within {good[-1].error_p99_s * 1000:.2g} ms.{end}"
     )
-
-
-def _cells(reading: CalibrationPoint) -> tuple[str, ...]:
-    lag, cpu = reading.read_lag_p99_s, reading.cpu_max
-    errors = (f"{error_s * 1000:.3f}" for error_s in (reading.error_p50_s, reading.error_p99_s))
-    known = ("-" if lag is None else f"{lag * 1000:.1f}", "-" if cpu is None else f"{cpu:.0%}")
-    return str(reading.streams), f"{reading.chunks_per_s:,.0f}", *errors, f"{reading.shared:.2%}", *known
-
-
-class StoredCalibration(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The number of trusted streams for this number of load processes."""
-
-    host: str
-    version: str  # of the harness
-    date: str
-    streams: int
-    chunks_per_s: float
-
-
-def store(processes: int, streams: int, chunks_per_s: float) -> Path | None:
-    """Store the result for this number of load processes; None where that is not possible."""
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    found = StoredCalibration(
-        host=socket.gethostname(), version=__version__, date=today, streams=streams, chunks_per_s=chunks_per_s
-    )
-    path = _path(processes)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(found))
-    except OSError:
-        return None
-    return path
-
-
-def trust_notes(scenario: Scenario) -> list[str]:
-    """A note for each load with more streams in flight than the calibration trusts."""
-    found = []
-    for name, load in scenario.loads.items():
-        known, peak = _read(load.processes), at_once(load)
-        if known is not None and load.stream and peak > known.streams:
-            one = count(load.processes, "load process", "load processes")
-            found.append(
-                f"note: load '{name}' has up to {peak:,} streams at once, and {one} of this machine can be trusted for "
-                f"{known.streams:,} (`harness calibrate`, {known.date}); use more 'processes' or machines (--workers)"
-            )
-    return found
-
-
-def _read(processes: int) -> StoredCalibration | None:
-    """None: never calibrated, or on another machine or with another version."""
-    try:
-        found = msgspec.json.decode(read_bytes(_path(processes)), type=StoredCalibration)
-    except (OSError, *UNDECODABLE):
-        return None
-    return found if (found.host, found.version) == (socket.gethostname(), __version__) else None
-
-
-def _path(processes: int) -> Path:
-    return paths.cache() / "calibration" / f"{processes}.json"
 
 
 _SHORT_S = 3600.0  # runs that are closer share temperature and other programs
@@ -364,7 +285,6 @@ def a_against_a(experiment: Experiment, name: str) -> Experiment:
 
 
 def show_noise(noise: StoredNoise, console: Console) -> None:
-    """A table of the variation of repeats and runs, and of the detectable differences."""
     span_s = noise.runs[-1].started_wall_s - noise.runs[0].started_wall_s
     over = f" over {duration(span_s)}" if span_s else ""
     repeats = count(noise.repeats, "repeat")

@@ -44,7 +44,7 @@ from harness.prepare.experiment import Experiment, load_name
 from harness.process import refuse_too_few_files
 from harness.report.capacity import amounts_text
 from harness.run.drive import POLL_S
-from harness.run.orchestrator import Note, conduct, endpoint_of, run_group
+from harness.run.orchestrator import conduct, endpoint_of, run_group
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
@@ -333,14 +333,14 @@ class CapacitySearch:
             members=members if question.mix else [],
         )
 
-    def steps(self, running: Running, note: Note) -> Iterator[CellRun]:
+    def steps(self, running: Running, _: list[Cell]) -> Iterator[CellRun]:
         """Search one server after the other; each gets an equal part of the time that is left."""
         self.found = msgspec.structs.replace(self.found, run=running.id)
         names = list(running.scenario.servers)
         for number, name in enumerate(names):
             left_s = self.question.budget_s - (time.monotonic() - self.began_s)
             deadline_s = time.monotonic() + max(left_s, 0.0) / (len(names) - number)
-            one = ServerSearch(self, running, note, name, deadline_s)
+            one = ServerSearch(self, running, name, deadline_s)
             try:
                 yield from one.cells()
             finally:
@@ -359,10 +359,9 @@ class CapacitySearch:
 class ServerSearch:
     """The searches of one server, and what they have found so far."""
 
-    def __init__(self, whole: CapacitySearch, running: Running, note: Note, name: str, deadline_s: float) -> None:
+    def __init__(self, whole: CapacitySearch, running: Running, name: str, deadline_s: float) -> None:
         self.whole = whole
         self.running = running
-        self.note = note
         self.name = name
         self.deadline_s = deadline_s
         self.slos = whole.question.slos[name]
@@ -590,8 +589,8 @@ class ServerSearch:
 
         watch.show = show
         show()
-        self.note(*(self._begun(cell, endpoint, seed) for cell in cells), scenario=whole.scenario)
-        cell_runs = run_group(running, cells, endpoint, self.note, watch)
+        running.file.note(*(self._begun(cell, endpoint, seed) for cell in cells), scenario=whole.scenario)
+        cell_runs = run_group(running, cells, endpoint, watch)
         if self._answer_s is None and watch.cutter.typical_s is not None:
             self._say_how_long(watch.cutter.typical_s, time.monotonic() - begun_s, levels)
         self._answer_s = watch.cutter.typical_s or self._answer_s

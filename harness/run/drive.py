@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -20,11 +20,11 @@ from harness import process
 from harness.analysis import derive
 from harness.errors import RunError
 from harness.failures.explain import FIRST, mistake_of
-from harness.files import UNDECODABLE, open_file, read_bytes, read_text
+from harness.files import UNDECODABLE, open_file, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
 from harness.process import free_port
 from harness.redact import known
-from harness.rundir.manifest import disk_is_full, release_space
+from harness.rundir.directory import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, Samples, Tail, read_marks
 from harness.rundir.samples import GpuSample
 from harness.scenario import MAX_USERS, at_once
@@ -45,17 +45,6 @@ _MIN_REQUESTS = 3  # before their rate gives the remaining time
 PROPOSED_RATE = 100.0  # users a second; above that Locust warns
 STUCK_EXCEPTIONS = 3  # ... with this many exceptions: the load is stuck
 QUIET_S = 60.0  # after every time limit of the load: Locust itself hangs
-
-
-class Count(msgspec.Struct, frozen=True):
-    """The progress of a cell."""
-
-    recorded: int
-    total: int | None  # None: timed load
-    elapsed_s: float
-    failed: int = 0
-    warmup: int = 0  # of the total, unmeasured requests
-    awaited: str = ""  # missing workers, while it waits for them
 
 
 class Driven(msgspec.Struct, frozen=True):
@@ -86,8 +75,6 @@ class Child(Protocol):
 
 
 class LocalChild:
-    """Locust as a process of this host."""
-
     def __init__(self, command: list[str], log_path: Path) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(known())}
         with log_path.open("wb") as log:
@@ -98,15 +85,6 @@ class LocalChild:
 
     def stop(self, grace_s: float) -> int:
         return process.stop(self._child, grace_s=grace_s)
-
-
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one GPU; unknown is None."""
-
-    name: str
-    busy_percent: float | None = None
-    memory_bytes: int | None = None  # of an APU with GTT, where most of its memory is
-    power_w: float | None = None
 
 
 class Glance(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +102,7 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     running: float | None = None
     waiting: float | None = None
     kv_usage: float | None = None
-    gpus: list[Gpu] = []
+    gpus: dict[str, GpuSample] = {}
     left_s: float | None = None
 
 
@@ -142,17 +120,20 @@ class Monitor:
         self.watch = watch
         self.recorded = 0  # records of all stages of a load, or of one load of a mix
         self.failed = 0  # of these
-        self._records = Tail(Path(job.requests_path), from_end=True, max_bytes=None)
+        self.awaited = ""  # missing workers, while the load waits for them
+        self.started_s = time.monotonic()
+        counted = job.load.requests is not None and job.warmup.requests is not None
+        self.warmup = (job.warmup.requests or 0) if counted else 0
+        self.total = (job.load.requests or 0) + self.warmup if counted else None  # None: not known
+        self._records = Tail(Path(job.requests_path))
         self._first: list[Request] | None = []  # the first records; None: they were checked
-        self._only = (
-            b'"cell":"%b"' % job.cell.encode() if job.concurrent_loads else b""
-        )  # the loads of a mix write into one file
+        # The loads of a mix write into one file.
+        self._only = b'"cell":"%b"' % job.cell.encode() if job.concurrent_loads else b""
         self.follow(job)
 
     def follow(self, job: Job) -> None:
-        """Switch to this cell: the next stage of a load."""
-        folder = self._records.path.parent
-        self._job = job
+        folder = Path(job.requests_path).parent
+        self.job = job
         self._metrics = Samples(folder / "metrics.jsonl", job.cell)
         self._telemetry = Samples(folder / "telemetry.jsonl", job.cell)
         self._ttft: deque[float] = deque(maxlen=_SHOWN)
@@ -164,6 +145,10 @@ class Monitor:
         self._offset_s: dict[int, float] = {}  # estimated offset of each machine's clock to ours
         self._began: float | None = None  # estimated time of the first measured request
         self._decoder = msgspec.json.Decoder(Request)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
 
     def update(self) -> None:
         lines = [line for line in self._records.lines() if self._only in line]
@@ -195,7 +180,7 @@ class Monitor:
         ended, tokens, span_s = self._lately(now)
         return Glance(
             done=self._done,
-            planned=self._job.load.requests,
+            planned=self.job.load.requests,
             warmup=self._warmup,
             failed=dict(self._errors.most_common()),
             ttft_s=_percentiles(self._ttft),
@@ -206,14 +191,14 @@ class Monitor:
             running=values.get("running"),
             waiting=values.get("waiting"),
             kv_usage=values.get("kv_usage"),
-            gpus=_gpus(self._telemetry.newest),
+            gpus=msgspec.convert((self._telemetry.newest or {}).get("gpus", {}), dict[str, GpuSample]),
             left_s=self._left_s(now),
         )
 
     def _take(self, requests: list[Request], now: float) -> None:
         """Add records of the cell; those of its warm-up are only counted."""
-        ours = [one for one in requests if one.cell == self._job.cell]
-        measured = [one for one in ours if one.phase != "warmup"]
+        ours = [one for one in requests if one.cell == self.job.cell]
+        measured = [one for one in ours if one.phase == "measured"]
         self._warmup += len(ours) - len(measured)
         if not measured:
             return
@@ -260,11 +245,11 @@ class Monitor:
 
     def _in_flight(self) -> int | None:
         """Requests in flight of batch agents, which send slots as they take them; unknown for other users."""
-        load = self._job.load
+        load = self.job.load
         if load.user != "batch" or load.arrivals is not None:
             return None
         try:
-            with open_file(self._job.counter_path) as file:
+            with open_file(self.job.counter_path) as file:
                 counts = msgspec.json.decode(file.readline())
             out = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
             return min(max(int(out), 0), at_once(load))
@@ -273,7 +258,7 @@ class Monitor:
 
     def _left_s(self, now: float) -> float | None:
         """Estimate the remaining time of the load. Requests in flight at the end of a timed one may take longer."""
-        load = self._job.load
+        load = self.job.load
         if self._began is None or self.watch is not None:  # the watch decides when it ends
             return None
         if load.duration_s is not None:
@@ -290,17 +275,6 @@ def _percentiles(values: deque[float]) -> tuple[float, float] | None:
         return None
     p50, p95 = np.percentile(list(values), [50, 95])
     return float(p50), float(p95)
-
-
-def _gpus(sample: dict[str, Any] | None) -> list[Gpu]:
-    found = []
-    for name, raw in sorted((sample or {}).get("gpus", {}).items()):
-        gpu = msgspec.convert(raw, GpuSample)
-        memory = gpu.vram_used_bytes
-        if gpu.package and gpu.gtt_used_bytes is not None:
-            memory = (memory or 0) + gpu.gtt_used_bytes
-        found.append(Gpu(name=name, busy_percent=gpu.busy_percent, memory_bytes=memory, power_w=gpu.power_w))
-    return found
 
 
 def locust_arguments(
@@ -330,23 +304,22 @@ def locust_arguments(
 
 def drive(
     start: Callable[[], Child],
-    job: Job,
+    monitor: Monitor,
     *,
     log_path: Path,
-    alive: Callable[[], Reason | None],
-    progress: Callable[[Count], None],
-    monitor: Monitor | None = None,
+    alive: Callable[[], Reason | None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Driven:
-    """Run a cell's load to its end, or until the monitor's watch has seen enough.
+    """Run the load of the monitor's job to its end, or until its watch has seen enough.
 
     `alive` is asked all the time whether the server lives; when it says why the load must end, it is ended.
     Raises RunError when Locust itself could not run, such as for a locustfile that fails to import, and OSError when
     the disk is full.
     """
-    started = time.time()
+    job, started = monitor.job, time.time()
     status_file(job.counter_path).unlink(missing_ok=True)  # of an earlier attempt
     child = start()
-    monitor = monitor or Monitor(job)
+    monitor.started_s = time.monotonic()
     stopped_s = None
     try:
         problems = _watch(child, job, log_path, alive, progress, monitor)
@@ -357,27 +330,32 @@ def drive(
         code = child.stop(GRACE_S)
     monitor.update()
     if code != 0 and not problems:
-        problems = [because("generator_exit", exit_code=code, exception=last_exception(log_path))]
+        last = next(reversed(exceptions_in(log_path)), None)
+        problems = [because("generator_exit", exit_code=code, exception=last)]
         if not Path(job.counter_path).exists():
-            if said := gave_up(job):
-                why, *more = said.splitlines()
-                raise RunError(
-                    f"cell {job.cell}: the load could not start: {why.removesuffix('.')}",
-                    next_step=f"Its log is {log_path}.",
-                    detail="\n".join(more),
-                )
-            awaited = awaited_workers(job)
-            if job.workers is not None and awaited and time.time() - started > WORKERS_S:
-                raise RunError(
-                    f"cell {job.cell}: the load could not start: {WORKERS_S} s of {awaited}",
-                    next_step=f"On each machine: {job.workers.command}. The log is {log_path}.",
-                )
-            raise RunError(
-                f"cell {job.cell}: Locust could not start the load (exit code {code})",
-                next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
-                detail=tail(log_path),
-            )
+            raise _not_started(job, code, log_path, time.time() - started)
     return Driven(started, time.time(), problems, stopped_s)
+
+
+def _not_started(job: Job, code: int, log_path: Path, waited_s: float) -> RunError:
+    if said := gave_up(job):
+        why, *more = said.splitlines()
+        return RunError(
+            f"cell {job.cell}: the load could not start: {why.removesuffix('.')}",
+            next_step=f"Its log is {log_path}.",
+            detail="\n".join(more),
+        )
+    awaited = awaited_workers(job)
+    if job.workers is not None and awaited and waited_s > WORKERS_S:
+        return RunError(
+            f"cell {job.cell}: the load could not start: {WORKERS_S} s of {awaited}",
+            next_step=f"On each machine: {job.workers.command}. The log is {log_path}.",
+        )
+    return RunError(
+        f"cell {job.cell}: Locust could not start the load (exit code {code})",
+        next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
+        detail=tail(log_path),
+    )
 
 
 def _watch(
@@ -385,16 +363,11 @@ def _watch(
     job: Job,
     log_path: Path,
     alive: Callable[[], Reason | None],
-    progress: Callable[[Count], None],
+    progress: Callable[[], None],
     monitor: Monitor,
 ) -> list[Reason]:
     raised = 0  # exceptions in the log when the last record came
-    awaited = ""
-    begin = time.monotonic()
-    endless = job.load.requests is None or job.warmup.requests is None  # the number of requests is unknown
-    warmup = 0 if endless else job.warmup.requests or 0
-    total = None if endless else (job.load.requests or 0) + warmup
-    last_change = last_quiet = last_look = begin
+    last_change = last_quiet = last_look = time.monotonic()
     quiet, sign_ns = quiet_sign(job.counter_path), 0
     while child.poll() is None:
         if disk_is_full(folder := Path(job.requests_path).parent):
@@ -409,19 +382,20 @@ def _watch(
         if isinstance(child, LocalChild) and now - last_look > LOOK_S:
             last_look = now
             if job.workers is not None:
-                awaited = "" if Path(job.counter_path).exists() else awaited_workers(job)
+                monitor.awaited = "" if Path(job.counter_path).exists() else awaited_workers(job)
             elif killed_processes(job) and child.poll() is None:  # else it was the only one: its exit code says more
                 # Its slots are never settled, so the others would wait for it; the validity check reports it.
                 return [because("process_killed")]
-        if awaited:
+        if monitor.awaited:
             last_change = now
-        if (touched_ns := _touched_ns(quiet)) != sign_ns:
-            sign_ns, last_quiet = touched_ns, now
+        with contextlib.suppress(OSError):
+            if (touched_ns := quiet.stat().st_mtime_ns) != sign_ns:
+                sign_ns, last_quiet = touched_ns, now
         if monitor.recorded != before:
-            last_change, raised = now, exceptions_in(log_path)
-        elif now - last_change > STUCK_S and exceptions_in(log_path) - raised >= STUCK_EXCEPTIONS:
-            return [because("generator_stuck", seconds=STUCK_S, exception=last_exception(log_path))]
-        progress(Count(monitor.recorded, total, now - begin, monitor.failed, warmup, awaited))
+            last_change, raised = now, len(exceptions_in(log_path))
+        elif now - last_change > STUCK_S and len(found := exceptions_in(log_path)) - raised >= STUCK_EXCEPTIONS:
+            return [because("generator_stuck", seconds=STUCK_S, exception=found[-1])]
+        progress()
         mistake = monitor.mistake()
         if mistake is not None:
             return [mistake]
@@ -432,35 +406,26 @@ def _watch(
             return []
         time.sleep(POLL_S)
     monitor.update()
-    progress(Count(monitor.recorded, total, time.monotonic() - begin, warmup=warmup))
+    monitor.awaited = ""
+    progress()
     return []
 
 
 def killed_processes(job: Job) -> list[int]:
-    """Return the killed load processes of this host: a start mark in the cell, no end mark, no process."""
-    gone = [process for process in _without_goodbye(job) if not _runs(process)]
+
+    def without_end() -> list[int]:
+        marks = [mark for mark in read_marks(Path(job.processes_path)) if mark.cell == job.cell]
+        ended = {mark.process for mark in marks if mark.event == "end"}
+        return [mark.process for mark in marks if mark.event == "start" and mark.process not in ended]
+
+    gone = []
+    for pid in without_end():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                continue
+        gone.append(pid)
     # An end record may have been written between the two checks.
-    return [process for process in _without_goodbye(job) if process in gone] if gone else []
-
-
-def _without_goodbye(job: Job) -> list[int]:
-    marks = [mark for mark in read_marks(Path(job.processes_path)) if mark.cell == job.cell]
-    ended = {mark.process for mark in marks if mark.event == "end"}
-    return [mark.process for mark in marks if mark.event == "start" and mark.process not in ended]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _touched_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+    return [pid for pid in without_end() if pid in gone] if gone else []
 
 
 def _patience_s(job: Job) -> float:
@@ -482,18 +447,6 @@ def tail(path: Path, lines: int = 15) -> str:
     return "\n".join(_lines(path)[-lines:])
 
 
-def gave_up(job: Job) -> str:
-    """Return why the load could not start, as its load processes report it; each reason once."""
-    texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
-    return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
-
-
-def awaited_workers(job: Job) -> str:
-    """Return the workers that the master waits for, by its last report; empty without a report."""
-    reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
-    return job.workers.awaited(reports[-1].here) if job.workers is not None and reports else ""
-
-
 def _lines(path: Path) -> list[str]:
     try:
         return read_text(path, errors="replace").splitlines()
@@ -501,16 +454,24 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def exceptions_in(path: Path) -> int:
-    return read_bytes(path).count(b"\nTraceback ") if path.exists() else 0
-
-
-def last_exception(path: Path) -> str | None:
-    """Return the last exception of a log, such as `ValueError: boom`."""
-    found, inside = None, False
+def exceptions_in(path: Path) -> list[str]:
+    """Return the exceptions of a log, such as `ValueError: boom`."""
+    found, inside = [], False
     for line in _lines(path):
         if line.startswith("Traceback "):
             inside = True
         elif inside and line and not line.startswith(" "):
-            found, inside = line.strip()[:300], False
+            found.append(line.strip()[:300])
+            inside = False
     return found
+
+
+def gave_up(job: Job) -> str:
+    """Return why the load could not start, as its load processes report it; each reason once."""
+    texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
+    return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
+
+
+def awaited_workers(job: Job) -> str:
+    reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
+    return job.workers.awaited(reports[-1].here) if job.workers is not None and reports else ""

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from harness import paths
 from harness.errors import HarnessError, RunError, ServerError
+from harness.files import LOCUSTFILES
 from harness.job import Job, text_of
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.machine_fit import preflight
@@ -18,8 +18,9 @@ from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
 from harness.run.orchestrator import endpoint_of, generator, make_job, watched
 from harness.run.progress import Progress
-from harness.run.running import Running, begin, finish
-from harness.rundir.manifest import disk_is_full
+from harness.run.running import RunFile, Running, begin
+from harness.rundir.directory import disk_is_full
+from harness.rundir.manifest import Machine, Run
 from harness.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import mix_of, plan, staged
@@ -51,7 +52,7 @@ def live(
     # The UI runs on this host, even if the scenario's load generator runs in a container.
     experiment = preflight(_alone(experiment, cell_server, [cell_load], endless=True), progress.line)
     cell = plan(experiment.scenario)[0]
-    running, manifest = begin(experiment, [cell], runs, progress)
+    running = begin(experiment, [cell], runs, progress)
     try:
         with progress.live(), endpoint_of(running, cell) as endpoint:
             job = msgspec.structs.replace(make_job(running, cell, endpoint), slos=slos)
@@ -77,7 +78,7 @@ def live(
                     code = child.stop(GRACE_S)
             raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(running.log_path(cell.id)))
     finally:
-        finish(running.folder, manifest, "live", [because("live_load")])
+        running.file.finish("live", [because("live_load")])
         if (running.folder / "requests.jsonl").stat().st_size:
             progress.line(f"What was sent is recorded: harness report {running.folder}")
 
@@ -143,10 +144,15 @@ def compose_file(
     upstream = upstream_of(experiment.scenario, name)
     slos = slos_for(experiment.scenario.checks, name, names[0])
     folder = Path(_RECORDS)
-    one = Running("compose", folder, _alone(experiment, name, names, endless=not headless), Progress(Console()))
+    one = _alone(experiment, name, names, endless=not headless)
+    unwritten = Run(
+        id="compose", status="running", started_wall_s=0.0, scenario_name="", scenario=one.scenario,
+        workload_sha256="", machine=Machine(name=""),
+    )  # fmt: skip
+    running = Running(RunFile(folder, unwritten), one, Progress(Console()))
     jobs = [
         msgspec.structs.replace(
-            make_job(one, cell, None),
+            make_job(running, cell, None),
             run="",
             model=upstream.model,
             simulated=upstream.simulated,
@@ -158,7 +164,7 @@ def compose_file(
         for cell in plan(one.scenario)
     ]
     job = msgspec.structs.replace(jobs[0], then=jobs[1:])
-    locustfile = locustfile_of(job.load, experiment.folder, paths.LOCUSTFILES)
+    locustfile = locustfile_of(job.load, experiment.folder, LOCUSTFILES)
     text, file = _argument(job), in_image(locustfile)
     sending = msgspec.structs.replace(job, load=msgspec.structs.replace(job.load, processes=1)) if workers else job
     command = ["locust", *locust_arguments(sending, text, file, upstream.url, None if headless else ("0.0.0.0", 8089))]
@@ -213,7 +219,6 @@ def _how_to(headless: bool, prepared: bool) -> list[str]:
 
 
 def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> list[str]:
-    """The load of a Compose file, or its stages. Raises HarnessError."""
     loads = experiment.scenario.loads
     whole = list(dict.fromkeys(staged(name) or name for name in loads if mix_of(name) is None))
     if given is None and len(whole) > 1:
@@ -234,7 +239,6 @@ def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> l
 
 
 def _argument(job: Job) -> str:
-    """The job as an argument of Locust. Raises HarnessError if it is too long for a command line."""
     text = text_of(job)
     if len(text.encode()) < _MAX_ARGUMENT:
         return text

@@ -6,16 +6,15 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
-from harness import paths
 from harness.errors import HarnessError, RunError
-from harness.files import open_file
+from harness.files import LOCUSTFILES, open_file
 from harness.job import Job, warm_sign, workload_of, write_job
 from harness.machine.gpus import gpu_memory, when_free
 from harness.machine.telemetry import Sampler
@@ -23,15 +22,15 @@ from harness.prepare.experiment import Experiment
 from harness.prepare.machine_fit import preflight
 from harness.process import refuse_too_few_files
 from harness.reasons import sentence
-from harness.run.drive import Child, Count, Driven, LocalChild, Monitor, Watch, drive, locust_arguments
+from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
-from harness.run.running import FailedSettings, OutOfTime, Running, begin, finish
-from harness.rundir.manifest import Budget, CellRun, Run, ServedBy, Status, locked, release_space, write_run
+from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, begin
+from harness.rundir.directory import locked, release_space
+from harness.rundir.manifest import CellRun, ServedBy
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
 from harness.scenario import (
     SERVER_TOKENIZER,
-    Scenario,
     Warmup,
     connections_per_process,
     locustfile_of,
@@ -46,21 +45,16 @@ from harness.serve.offline import Outcome, run_offline
 from harness.serve.probe import counter
 from harness.summary import Reason, because
 from harness.units import count
-from harness.workers import Workers
 from harness.workload import local_words, pairs_of, salt_words, words_of
 from harness.workload.prompt_file import read_rows
 
 Watchers = tuple[Scraper, Sampler]
-Note = Callable[..., None]  # takes the current CellRuns, and the scenario where it has got further loads
-Steps = Callable[[Running, Note], Iterable[CellRun]]  # runs cells one after the other, and yields each that has ended
+# Runs cells one after the other, and yields each that has ended; the cells: those planned before the start.
+Steps = Callable[[Running, list[Cell]], Iterable[CellRun]]
 
 
-def run(
-    experiment: Experiment, runs: Path, progress: Progress, make_steps: Callable[[list[Cell]], Steps] | None = None
-) -> Path:
-    """Run every cell and return the run directory.
-
-    `make_steps` makes the steps of the planned cells; None: all of them, in their order.
+def run(experiment: Experiment, runs: Path, progress: Progress, steps: Steps | None = None) -> Path:
+    """Run every cell and return the run directory. `steps`: None runs all of them, in their order.
 
     However it ends, the directory holds what was measured, with a manifest that says how it ended. Raises
     ServerError when a server does not become ready, RunError when the load cannot be driven, KeyboardInterrupt
@@ -69,63 +63,39 @@ def run(
     if experiment.scenario.generator == "process" and experiment.workers is None:
         refuse_too_few_files(max(map(connections_per_process, experiment.scenario.loads.values())))
     experiment = preflight(experiment, progress.line)
-    cells = plan(experiment.scenario)
-    return conduct(experiment, cells, runs, progress, (make_steps or steps_of)(cells))
-
-
-def steps_of(cells: list[Cell]) -> Steps:
-    return lambda running, note: _cells(running, cells, note)
+    return conduct(experiment, plan(experiment.scenario), runs, progress, steps or run_cells)
 
 
 def conduct(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
-    """Make a run directory, run the steps, and write how that ended; see `run`.
-
-    `cells`: those that are planned before the start. The plan grows with each further one that the steps note.
-    """
-    running, manifest = begin(experiment, cells, runs, progress)
+    """Make a run directory, run the steps, and write how that ended; see `run`."""
+    running = begin(experiment, cells, runs, progress)
     with locked(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
         progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
-        return carry_out(running, manifest, steps)
+        return carry_out(running, cells, steps)
 
 
-def carry_out(running: Running, manifest: Run, steps: Steps) -> Path:
+def carry_out(running: Running, cells: list[Cell], steps: Steps) -> Path:
     """Run the steps in a run directory, whose lock this process has, and write how that ended; see `run`."""
-    folder, experiment, progress = running.folder, running.experiment, running.progress
-    known = {cell_run.id: cell_run for cell_run in manifest.cells}
-
-    def note(
-        *cell_runs: CellRun,
-        scenario: Scenario | None = None,
-        budget: Budget | None = None,
-        planned: Collection[str] = (),  # further cells, which will be run now
-        only: Collection[str] | None = None,  # the cells to which the run is limited
-    ) -> None:
-        nonlocal manifest
-        known.update({cell_run.id: cell_run for cell_run in cell_runs})
-        order = dict.fromkeys([*manifest.order, *known, *planned])
-        manifest = msgspec.structs.replace(
-            manifest,
-            cells=[cell for name, cell in known.items() if only is None or name in only],
-            order=[name for name in order if only is None or name in only],
-            scenario=scenario or manifest.scenario,
-            budget=budget or manifest.budget,
-        )
-        write_run(folder, manifest)
-
+    folder, file, progress = running.folder, running.file, running.progress
     try:
-        if experiment.workers is not None:
-            who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
-            progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")
+        if (workers := running.experiment.workers) is not None:
+            who = ", ".join(workers.names) or f"{workers.machines} machines"
+            progress.line(f"Workers: {who}. On each of them: {workers.command}")
         with progress.live():
-            for cell_run in steps(running, note):
-                note(cell_run)
+            for cell_run in steps(running, cells):
+                file.note(cell_run)
     except BaseException as raised:
-        error = _disk_error(raised, manifest, folder) or raised
-        finish(folder, manifest, *_how_it_ended(error))
+        error = _disk_error(raised, file) or raised
+        if isinstance(error, KeyboardInterrupt):
+            file.finish("interrupted", [because("interrupted")])
+        else:
+            kind = type(error).__name__
+            what = error.what if isinstance(error, HarnessError) else f"{kind}: {error}"
+            file.finish("failed", [because("run_error", error=what, kind=kind)])
         left = [f"What was measured until then: harness report {folder}"]
-        if all(cell_run.seed is None for cell_run in known.values()):  # a capacity search has no plan to go on with
-            left.append(f"To measure the rest: {resume_command(folder)}")
+        if all(cell_run.seed is None for cell_run in file.manifest.cells):  # a capacity search has no plan
+            left.append(f"To measure the rest: harness run --resume {shlex.quote(str(folder))}")
         if (folder / "requests.jsonl").stat().st_size == 0:
             raise error from None
         if isinstance(error, HarnessError):
@@ -134,21 +104,18 @@ def carry_out(running: Running, manifest: Run, steps: Steps) -> Path:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 progress.line("\n".join(left))
         raise error from None
-    finish(folder, manifest)
+    file.finish()
     return folder
 
 
-def resume_command(folder: Path) -> str:
-    return f"harness run --resume {shlex.quote(str(folder))}"
-
-
-def _disk_error(error: BaseException, manifest: Run, folder: Path) -> RunError | None:
+def _disk_error(error: BaseException, file: RunFile) -> RunError | None:
     """Explain an error of a full disk or quota; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return None
+    folder, manifest = file.folder, file.manifest
     release_space(folder, half=True)
-    with open_file(folder / "requests.jsonl") as file:
-        recorded = sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+    with open_file(folder / "requests.jsonl") as requests:
+        recorded = sum(block.count(b"\n") for block in iter(lambda: requests.read(2**20), b""))
     return RunError(
         f"{folder}: the disk is full ({error.strerror}): {len(manifest.ran)} of {count(len(manifest.order), 'cell')} "
         f"have run, {count(recorded, 'request')} recorded; the rest was not measured",
@@ -156,36 +123,32 @@ def _disk_error(error: BaseException, manifest: Run, folder: Path) -> RunError |
     )
 
 
-def _how_it_ended(error: BaseException) -> tuple[Status, list[Reason]]:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", [because("interrupted")]
-    kind = type(error).__name__
-    what = error.what if isinstance(error, HarnessError) else f"{kind}: {error}"
-    return "failed", [because("run_error", error=what, kind=kind)]
-
-
-def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]:
-    """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false.
-
-    `note` takes what is known of a cell before that.
-    """
+def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, None]:
+    """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false."""
     scenario, target, progress = running.scenario, running.experiment.target, running.progress
-    took: dict[tuple[str, str], float] = {}
+    kept = running.file.manifest.cells
+    took: dict[tuple[str, str], float] = {}  # by server and load, in earlier repeats
     idle = [] if target else gpu_memory()
-    failed = FailedSettings(scenario, progress.line, running.kept)
+    failed = FailedSettings(scenario, progress.line, kept)
+
+    def show(cell: Cell, *, first: bool = False) -> None:
+        left = [took.get((one.server, one.load)) for one in cells[cells.index(cell) :]]
+        known = [seconds for seconds in left if seconds is not None]
+        left_s = sum(known) if first and len(known) == len(left) else None
+        progress.cell(cells.index(cell) + 1, len(cells), cell, left_s)
 
     def start(together: list[Cell]) -> Iterator[CellRun]:
         first = together[0]
-        progress.cell(cells.index(first) + 1, len(cells), first, _time_left(cells[cells.index(first) :], took))
+        show(first, first=True)
         begin = time.monotonic()
         before = [] if target else when_free(idle)
         if target is None and prepared(scenario, first.server).file.serving.offline:
             for cell in together:
-                progress.cell(cells.index(cell) + 1, len(cells), cell, None)
+                show(cell)
                 yield msgspec.structs.replace(_offline(running, cell), gpu_memory_before=before)
             return
         with endpoint_of(running, first) as endpoint:
-            refuse_other_server(running, first.server, endpoint)
+            refuse_other_server(kept, first.server, endpoint)
             for _, parts in groupby(together, key=lambda cell: cell.group):
                 cell, *others = parts
                 if cell is not first:
@@ -195,9 +158,9 @@ def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]
                         # The run's reasons already name missing cells.
                         progress.line(f"{cell.id} is not run: {sentence(dead)}")
                         continue
-                    progress.cell(cells.index(cell) + 1, len(cells), cell, None)
-                note(*(_cell_run(each, endpoint.served_by, time.time()) for each in [cell, *others]))
-                for cell_run in run_group(running, [cell, *others], endpoint, note):
+                    show(cell)
+                running.file.note(*(_cell_run(each, endpoint.served_by, time.time()) for each in [cell, *others]))
+                for cell_run in run_group(running, [cell, *others], endpoint):
                     yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
         took.update({(cell.server, cell.load): 0.0 for cell in together})
         took[first.server, first.load] = time.monotonic() - begin
@@ -210,9 +173,9 @@ def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]
         yield from failed.results(together, start) if sweeping else start(together)
 
 
-def refuse_other_server(running: Running, server: str, endpoint: Endpoint) -> None:
+def refuse_other_server(kept: list[CellRun], server: str, endpoint: Endpoint) -> None:
     """Raise HarnessError when a resumed run would measure another server under the name of the one that it had."""
-    measured = [cell.served_by for cell in running.kept if cell.server == server and cell.failed is None]
+    measured = [cell.served_by for cell in kept if cell.server == server and cell.failed is None]
     before, now = measured[-1] if measured else None, endpoint.served_by
     for key in ("image_digest", "version", "model") if before is not None else ():
         had, has = getattr(before, key), getattr(now, key)
@@ -221,13 +184,6 @@ def refuse_other_server(running: Running, server: str, endpoint: Endpoint) -> No
                 f"server '{server}': {key} was {had} in the cells that are kept, and is {has} now",
                 next_step="Bring that server back, or run the scenario anew: a row is about one server.",
             )
-
-
-def _time_left(cells: list[Cell], took: dict[tuple[str, str], float]) -> float | None:
-    """Sum the times of the same cells in earlier repeats; None until each ran once."""
-    if any((cell.server, cell.load) not in took for cell in cells):
-        return None
-    return sum(took[cell.server, cell.load] for cell in cells)
 
 
 @contextlib.contextmanager
@@ -250,9 +206,7 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
         yield endpoint
 
 
-def run_group(
-    running: Running, cells: list[Cell], endpoint: Endpoint, note: Note, watch: Watch | None = None
-) -> list[CellRun]:
+def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Watch | None = None) -> list[CellRun]:
     """Run the parts of a mix at once, each with a load generator of its own.
 
     Most often there is just one cell, or the stages of a load, which share one. `watch`: as of `run_cell`, for all.
@@ -262,7 +216,7 @@ def run_group(
         return because("out_of_time") if running.is_over else endpoint.check_alive()
 
     if cells[0].mix is None:
-        return run_cell(running, cells, endpoint, in_time, note, watch=watch)
+        return run_cell(running, cells, endpoint, in_time, watch=watch)
     ended = threading.Event()
     asking = threading.Lock()
 
@@ -273,9 +227,7 @@ def run_group(
     def part(cell: Cell) -> list[CellRun]:
         others = [other for other in cells if other is not cell]
         try:
-            return run_cell(
-                running, [cell], endpoint, alive, note, concurrent=others, shown=cell is cells[0], watch=watch
-            )
+            return run_cell(running, [cell], endpoint, alive, concurrent=others, shown=cell is cells[0], watch=watch)
         finally:
             warm_sign(running.counter_path(cell.id)).touch()  # the other loads do not wait for one that has ended
 
@@ -293,7 +245,6 @@ def run_cell(
     cells: list[Cell],
     endpoint: Endpoint,
     alive: Callable[[], Reason | None],
-    note: Note,
     *,
     concurrent: Sequence[Cell] = (),
     shown: bool = True,
@@ -301,8 +252,8 @@ def run_cell(
 ) -> list[CellRun]:
     """Send one cell's load, or a load's stages one after the other; return the results.
 
-    `note` gets each stage that has ended. `concurrent`: the other loads of its mix. Progress shows one of them.
-    `watch`: stops the load as soon as it has seen enough.
+    `concurrent`: the other loads of its mix. Progress shows one of them. `watch`: stops the load as soon as it has seen
+    enough.
     """
     jobs = [make_job(running, each, endpoint) for each in cells]
     job = msgspec.structs.replace(
@@ -311,18 +262,30 @@ def run_cell(
     start = generator(running, job, endpoint)
     monitor = Monitor(job, watch)
     if shown:
-        running.progress.load(job, monitor)
+        running.progress.load(monitor)
     with watched(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
-        count: Callable[[Count], None] = running.progress.count if shown else (lambda _: None)
-        if len(jobs) > 1:
-            begun_s = time.time()
+        begun_s, now = time.time(), 0
 
-            def ended(stage: Cell) -> None:
-                note(_cell_run(stage, endpoint.served_by, begun_s, time.time()))
+        def progressed() -> None:
+            nonlocal now
+            sizes = [Path(one.counter_path).stat().st_size if Path(one.counter_path).exists() else 0 for one in jobs]
+            begun = [number for number, size in enumerate(sizes) if size]
+            if len(jobs) > 1 and begun and begun[-1] != now:  # the next stage
+                for stage in cells[now : begun[-1]]:
+                    running.file.note(_cell_run(stage, endpoint.served_by, begun_s, time.time()))
+                now = begun[-1]
+                for watcher in watchers:
+                    watcher.cell = cells[now].id
+                monitor.follow(jobs[now])
+                running.progress.next_stage(cells[now], monitor)
+            if shown:
+                running.progress.count()
 
-            count = _by_stage(running, cells, jobs, watchers, monitor, ended)
-        driven = drive(start, job, log_path=running.log_path(job.cell), alive=alive, progress=count, monitor=monitor)
-    problems = [*driven.problems, *_death_problems(endpoint, driven), *endpoint.problems()]
+        driven = drive(start, monitor, log_path=running.log_path(job.cell), alive=alive, progress=progressed)
+    death = endpoint.death(now=True)
+    of_death = [] if death is None else [death.problem(), death.evidence()]  # unless the load ended for it
+    more = [reason for reason in of_death if reason is not None and reason not in driven.problems]
+    problems = [*driven.problems, *more, *endpoint.problems()]
     times = driven.started_wall_s, driven.ended_wall_s
     found = [_cell_run(each, endpoint.served_by, *times, problems) for each in cells]
     if watch is None or driven.stopped_s is None:
@@ -337,49 +300,8 @@ def _cell_run(
     return CellRun(**known, started_wall_s=begun_s, ended_wall_s=ended_s)
 
 
-def _death_problems(endpoint: Endpoint, driven: Driven) -> list[Reason]:
-    """Return how the server died, with its log's explanation, unless the load ended for it."""
-    death = endpoint.death(now=True)
-    if death is None:
-        return []
-    reasons = (death.problem(), death.evidence())
-    return [reason for reason in reasons if reason is not None and reason not in driven.problems]
-
-
-def _by_stage(
-    running: Running,
-    cells: list[Cell],
-    jobs: list[Job],
-    watchers: Watchers,
-    monitor: Monitor,
-    ended: Callable[[Cell], None],
-) -> Callable[[Count], None]:
-    """Count a load with stages: read and show the stage that started last."""
-    now = 0
-
-    def count(count: Count) -> None:
-        nonlocal now
-        begun = [number for number, job in enumerate(jobs) if _has_begun(job)]
-        if begun and begun[-1] != now:
-            for cell in cells[now : begun[-1]]:
-                ended(cell)
-            now = begun[-1]
-            for watcher in watchers:
-                watcher.cell = cells[now].id
-            running.progress.next_stage(cells[now], jobs[now], monitor)
-        running.progress.count(count)
-
-    return count
-
-
-def _has_begun(job: Job) -> bool:
-    path = Path(job.counter_path)
-    return path.exists() and path.stat().st_size > 0
-
-
 @contextlib.contextmanager
 def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -> Iterator[Watchers]:
-    """Write the server's metrics and the machine's telemetry during a load."""
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
@@ -392,21 +314,13 @@ def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int
     """Write the job of a cell. Return a function that starts its load generator: a process or a container."""
     job_path, log_path = running.job_path(job.cell), running.log_path(job.cell)
     write_job(job, job_path)
-    locustfile = locustfile_of(job.load, running.experiment.folder, paths.LOCUSTFILES)
+    locustfile = locustfile_of(job.load, running.experiment.folder, LOCUSTFILES)
     if running.scenario.generator == "container":
         url = endpoint.network_url or endpoint.url
         arguments = locust_arguments(job, job_path, in_image(locustfile), url)
         return lambda: ContainerChild(running.id, job, arguments, locustfile, endpoint.network, log_path)
     command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, locustfile, endpoint.url, ui)]
     return lambda: LocalChild(command, log_path)
-
-
-def _workers(running: Running, cell: Cell) -> Workers | None:
-    """The machines that send a load; each load of a mix has its own master and port."""
-    workers = running.experiment.workers
-    if workers is None or cell.mix is None:
-        return workers
-    return workers.of_part(running.scenario.mixes[cell.mix].index(alone(cell.load) or ""))
 
 
 def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
@@ -417,6 +331,10 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
     load, prompts = scenario.loads[cell.load], scenario.prompts
     trace = None if load.trace is None else (folder / load.trace.file).resolve()
     marks = None if trace is None else trace.with_name("processes.jsonl")
+    workers = running.experiment.workers
+    if workers is not None and cell.mix is not None:  # each load of a mix has its own master and port
+        number = scenario.mixes[cell.mix].index(alone(cell.load) or "")
+        workers = msgspec.structs.replace(workers, port=workers.port + number, parts=1)
     return Job(
         run=running.id[-4:],  # the random part
         cell=cell.id,
@@ -438,7 +356,7 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
         requests_path=str(running.folder.resolve() / "requests.jsonl"),
         processes_path=str(running.folder.resolve() / "processes.jsonl"),
         counter_path=running.counter_path(cell.id),
-        workers=_workers(running, cell),
+        workers=workers,
     )
 
 
@@ -493,7 +411,6 @@ def requests_of(job: Job) -> bytes:
 
 
 def records_of(job: Job, outcome: Outcome) -> list[Request]:
-    """A record for each answer. No chunk has a time."""
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
     if len(outcome.lines) != planned:
         raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")

@@ -13,16 +13,15 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from harness.job import Job
 from harness.redact import masked
-from harness.run.drive import Count, Glance, Monitor
+from harness.run.drive import Glance, Monitor
 from harness.scenario.plan import Cell
+from harness.units import NOTHING, duration, gib
 from harness.units import count as counted
-from harness.units import duration, gib
 
 PLAIN_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
-NARROW = 100  # columns; below, there are two rows
+NARROW = 104  # columns; below, there are two rows
 NARROWEST = 80  # below, a table would be cut
 
 
@@ -39,7 +38,6 @@ class Progress:
         self._monitor: Monitor | None = None
         self._glance: Glance | None = None
         self._looked = 0.0
-        self._simulated = False  # the server of the load
 
     @contextmanager
     def live(self) -> Iterator["Progress"]:
@@ -61,40 +59,37 @@ class Progress:
         self.stage("")
 
     def stage(self, text: str) -> None:
-        """Show the current step, such as pulling an image."""
         self._monitor = self._glance = None
         self._show(": ".join(part for part in (self.head, masked(text, "sure")) if part))
 
-    def load(self, job: Job, monitor: Monitor) -> None:
+    def load(self, monitor: Monitor) -> None:
         """The load of the current cell starts: from now on `count` shows what its files contain."""
         self._monitor, self._glance, self._looked = monitor, None, time.monotonic()
-        self._simulated = job.simulated
 
-    def next_stage(self, cell: Cell, job: Job, monitor: Monitor) -> None:
-        """The next stage of the load starts, under the same load generator."""
+    def next_stage(self, cell: Cell, monitor: Monitor) -> None:
         number, cells = self._place
         self.cell(number + 1, cells, cell, None)
-        monitor.follow(job)
-        self.load(job, monitor)
+        self.load(monitor)
 
-    def count(self, count: Count) -> None:
+    def count(self) -> None:
+        count = self._monitor
+        if count is None:
+            return
         if count.awaited:
             self._show(f"{self.head}: {count.elapsed_s:.0f} s of {count.awaited}")
             return
         now = time.monotonic()
         due = self._live is not None or now - self.last_plain >= PLAIN_EVERY_S
-        if self._monitor is not None and due and now - self._looked >= LOOK_EVERY_S:
+        if due and now - self._looked >= LOOK_EVERY_S:
             self._looked = now
-            self._glance = self._monitor.look()
+            self._glance = count.look()
         of = "" if count.total is None else f" of {count.total}"
         warmup = f", {count.warmup} of them warm-up" if count.warmup else ""
         failed = f", {count.failed} FAILED" if count.failed else ""
-        simulated = " (SIMULATED)" if self._simulated else ""
+        simulated = " (SIMULATED)" if count.job.simulated else ""
         words = f"{self.head}{simulated}: {count.recorded}{of} requests{warmup}{failed}, {count.elapsed_s:.0f} s"
         glance = self._glance
-        if (
-            glance is not None and glance.warmup and not glance.done and not warmup
-        ):  # of a timed one the number is unknown
+        if glance is not None and glance.warmup and not glance.done and not warmup:  # of a timed one it is unknown
             words += f", warm-up until now: {counted(glance.warmup, 'request')}"
         if glance is not None and self._live is None:
             words = ", ".join([words, *in_words(glance)])
@@ -116,84 +111,70 @@ class Progress:
 
 def table(glance: Glance, width: int) -> Group:
     """The known numbers of the cell, for a terminal of this width: load, server and GPUs."""
-    failed: list[RenderableType] = []
+    lines: list[RenderableType] = []
+    if width < NARROWEST:
+        lines.append(Columns(in_words(msgspec.structs.replace(glance, left_s=None)), padding=(0, 3)))
+    else:
+        load, server = numbers(glance)
+        grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
+        for row in [load | server] if width >= NARROW else [load, server]:
+            for _ in range(len(row) - len(grid.columns)):
+                grid.add_column(justify="right", no_wrap=True)
+            grid.add_row(*row, style="dim")
+            grid.add_row(*(text or NOTHING for text in row.values()), style="bold")
+        lines.append(grid)
     if glance.failed:
         kinds = ", ".join(f"{count} {kind}" for kind, count in glance.failed.items())
-        failed.append(Text(f"failed: {kinds}", style="red"))
-    if width < NARROWEST:
-        words = in_words(msgspec.structs.replace(glance, left_s=None))
-        return Group(Columns(words, padding=(0, 3)), *failed)
-    load = {
-        "in flight": _whole(glance.in_flight),
-        "TTFT p50": _ms(glance.ttft_s, 0),
-        "p95": _ms(glance.ttft_s, 1),
-        "TPOT p50": _ms(glance.tpot_s, 0),
-        " p95": _ms(glance.tpot_s, 1),
-        "tok/s": _number(glance.tok_s),
-        "req/s": _number(glance.req_s),
-        "failed": str(sum(glance.failed.values())),
-    }
-    server = {
-        "running": _whole(glance.running),
-        "waiting": _whole(glance.waiting),
-        "KV": "–" if glance.kv_usage is None else f"{glance.kv_usage:.0%}",
-    }
-    grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
-    for row in [load | server] if width >= NARROW else [load, server]:
-        for _ in range(len(row) - len(grid.columns)):
-            grid.add_column(justify="right", no_wrap=True)
-        grid.add_row(*(name.strip() for name in row), style="dim")
-        grid.add_row(*row.values(), style="bold")
-    lines: list[RenderableType] = [grid, *failed]
-    if glance.gpus:
+        lines.append(Text(f"failed: {kinds}", style="red"))
+    if glance.gpus and width >= NARROWEST:
         lines.append(Columns(_gpu_words(glance), padding=(0, 3)))
     return Group(*lines)
 
 
+def numbers(glance: Glance) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """The numbers of the load and of the server by their names; None: not known."""
+    ttft, tpot = glance.ttft_s or (None, None), glance.tpot_s or (None, None)
+    load = {
+        "in flight": _text(glance.in_flight),
+        "TTFT p50": _latency(ttft[0]),
+        "TTFT p95": _latency(ttft[1]),
+        "TPOT p50": _latency(tpot[0]),
+        "TPOT p95": _latency(tpot[1]),
+        "tok/s": _text(glance.tok_s),
+        "req/s": _text(glance.req_s),
+    }
+    kv = None if glance.kv_usage is None else f"{glance.kv_usage:.0%}"
+    return load, {"running": _text(glance.running), "waiting": _text(glance.waiting), "KV": kv}
+
+
 def in_words(glance: Glance) -> list[str]:
     """The same as a line of a log."""
-    words = []
-    if glance.ttft_s is not None:
-        words.append(f"TTFT {_ms(glance.ttft_s, 0)} (p95 {_ms(glance.ttft_s, 1)})")
-    if glance.tpot_s is not None:
-        words.append(f"TPOT {_ms(glance.tpot_s, 0)} (p95 {_ms(glance.tpot_s, 1)})")
-    if glance.tok_s is not None:
-        words.append(f"{_number(glance.tok_s)} tok/s")
-    for name, value in (("in flight", glance.in_flight), ("running", glance.running), ("waiting", glance.waiting)):
-        if value is not None:
-            words.append(f"{name} {_whole(value)}")
-    if glance.kv_usage is not None:
-        words.append(f"KV {glance.kv_usage:.0%}")
-    words += _gpu_words(glance)
-    if glance.left_s is not None:
-        words.append(f"{duration(glance.left_s)} left")
-    return words
+    load, server = numbers(glance)
+    words = [f"{name} {text}" for name, text in (load | server).items() if text is not None]
+    left = [] if glance.left_s is None else [f"{duration(glance.left_s)} left"]
+    return words + _gpu_words(glance) + left
 
 
 def _gpu_words(glance: Glance) -> list[str]:
     found = []
-    for gpu in glance.gpus:
-        parts = [
-            None if gpu.busy_percent is None else f"{gpu.busy_percent:.0f} %",
-            None if gpu.memory_bytes is None else gib(gpu.memory_bytes),
-            None if gpu.power_w is None else f"{gpu.power_w:.0f} W",
-        ]
-        found.append(" ".join([gpu.name, *(part for part in parts if part is not None)]))
+    for name, gpu in sorted(glance.gpus.items()):
+        memory = gpu.vram_used_bytes
+        if gpu.package and gpu.gtt_used_bytes is not None:  # of an APU, where most of its memory is
+            memory = (memory or 0) + gpu.gtt_used_bytes
+        words = [name] if gpu.busy_percent is None else [name, f"{gpu.busy_percent:.0f} %"]
+        words += [] if memory is None else [gib(memory)]
+        words += [] if gpu.power_w is None else [f"{gpu.power_w:.0f} W"]
+        found.append(" ".join(words))
     return found
 
 
-def _ms(latency_s: tuple[float, float] | None, which: int) -> str:
-    if latency_s is None:
-        return "–"
-    value_s = latency_s[which]
-    return f"{_number(value_s)} s" if value_s >= 10 else f"{_number(value_s * 1000)} ms"
+def _latency(value_s: float | None) -> str | None:
+    if value_s is None:
+        return None
+    return f"{_text(value_s)} s" if value_s >= 10 else f"{_text(value_s * 1000)} ms"
 
 
-def _whole(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}"
-
-
-def _number(value: float | None) -> str:
+def _text(value: float | None) -> str | None:
     if value is None:
-        return "–"
+        return None
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -12,26 +12,18 @@ import psutil
 
 from harness.analysis.summarize import summarize
 from harness.errors import HarnessError
+from harness.files import read_json
 from harness.judge.comparable import ABSENT, flatten, in_words
 from harness.prepare.experiment import Experiment, Target, as_recorded
 from harness.prepare.machine_fit import preflight
 from harness.process import owner
 from harness.redact import HIDDEN
 from harness.run.budget import within
-from harness.run.orchestrator import carry_out, steps_of
+from harness.run.orchestrator import carry_out, run_cells
 from harness.run.progress import Progress
-from harness.run.running import Running, digest, finish, make_room, manifest_of, needs_docker
-from harness.rundir.manifest import (
-    CellRun,
-    Inputs,
-    Resumption,
-    Run,
-    locked,
-    read_inputs,
-    read_run,
-    set_aside,
-    write_run,
-)
+from harness.run.running import INPUTS, INPUTS_VERSION, Inputs, RunFile, Running, digest, manifest_of, needs_docker
+from harness.rundir.directory import locked, make_room, set_aside
+from harness.rundir.manifest import Resumption, Run, read_run, write_run
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
 from harness.serve import connect, sweep
@@ -39,7 +31,6 @@ from harness.units import count
 
 ORPHANS_S = 15.0  # for load processes of a killed harness, which write their last records
 _RAM_SHARE = 0.01  # the memory that the kernel reports differs a little from boot to boot
-_COPY = "scenario.yaml"
 
 
 def resume(
@@ -52,14 +43,13 @@ def resume(
     """Run the cells of a run that are not complete and valid; return its directory.
 
     `scenario`: its file, which must be the same as then; None: its copy in the run directory. `target`: another
-    address of the server that already runs. `budget_s`: its time limit, as of
-    `harness.run.budget`. Raises HarnessError when the run cannot be resumed, or when what it would measure has changed;
-    else as `harness.run.orchestrator.run`.
+    address of the server that already runs. `budget_s`: its time limit. Raises HarnessError when the run cannot be
+    resumed, or when what it would measure has changed; else as `harness.run.orchestrator.run`.
     """
     with locked(folder):
         run = read_run(folder)
         cells = _planned(run, folder)
-        inputs = read_inputs(folder)
+        inputs = _inputs(folder)
         experiment = _experiment(run, folder, inputs, scenario, target)
         if changes := list(changed(run, experiment, inputs, scenario)):
             raise HarnessError(
@@ -77,31 +67,36 @@ def resume(
         again = [cell for cell in cells if cell.id not in kept]
         if not again and budget_s is None:
             progress.line(f"Run {run.id}: all of its {count(len(cells), 'cell')} are complete and valid.")
-            finish(folder, run)
+            RunFile(folder, run).finish()
             return folder
         experiment = preflight(experiment, progress.line)
         progress.line(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} are complete and valid and stay; "
             f"{count(len(again), 'cell')} to run. Records go to {folder}"
         )
-        manifest = _reopen(folder, run, kept, cells)
-        running = Running(run.id, folder, experiment, progress, resumed=len(manifest.resumed), kept=manifest.cells)
-        make_steps = steps_of if budget_s is None else within(budget_s, run.budget)
-        return carry_out(running, manifest, make_steps(again))
+        running = Running(RunFile(folder, _reopen(folder, run, kept, cells)), experiment, progress)
+        return carry_out(running, again, run_cells if budget_s is None else within(budget_s, run.budget))
+
+
+def _inputs(folder: Path) -> Inputs:
+    try:
+        return read_json(folder / INPUTS, Inputs, INPUTS_VERSION)
+    except OSError as error:
+        raise HarnessError(
+            f"{folder / INPUTS}: cannot be read ({error.strerror}), so the run cannot be resumed",
+            next_step="Run the scenario again. Only a run of this version or a later one, in its own directory, can be "
+            "resumed.",
+        ) from None
 
 
 def _planned(run: Run, folder: Path) -> list[Cell]:
     """The cells of a run, in their order. Raises HarnessError for a run that has no plan to go on with."""
     known = {cell.id: cell for cell in plan(run.scenario)}
+    what = "imported" if run.origin is not None else "live" if run.status == "live" else None
     searched = any(cell.seed is not None for cell in run.cells)  # a capacity search, which had no plan
-    if (
-        run.origin is not None
-        or run.status == "live"
-        or searched
-        or not run.order
-        or not known.keys() >= set(run.order)
-    ):
-        what = "imported" if run.origin is not None else "live" if run.status == "live" else "not of `harness run`"
+    if what is None and (searched or not run.order or not known.keys() >= set(run.order)):
+        what = "not of `harness run`"
+    if what is not None:
         raise HarnessError(
             f"{folder}: the run is {what}, so it has no plan that could be resumed", next_step="Start it anew."
         )
@@ -119,16 +114,9 @@ def _experiment(run: Run, folder: Path, inputs: Inputs, scenario: Path | None, t
         raise HarnessError("--url: the run started its servers itself", next_step="Leave --url out.")
     if target is None and inputs.url is not None:
         target = Target(inputs.url, inputs.metrics_url)
-    return as_recorded(
-        Experiment(
-            folder / _COPY,
-            run.scenario,
-            target,
-            run.computed,
-            run.workers,
-            files=(Path(inputs.scenario) if scenario is None else scenario.resolve()).parent,
-        )
-    )
+    files = (Path(inputs.scenario) if scenario is None else scenario.resolve()).parent
+    path = folder / "scenario.yaml"
+    return as_recorded(Experiment(path, run.scenario, target, run.computed, run.workers, files=files))
 
 
 def changed(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | None = None) -> Iterator[str]:
@@ -138,8 +126,13 @@ def changed(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | N
         yield from _differences("scenario", written[0], written[1])
     now = manifest_of(experiment, [], run.id, run.scenario_name, run.started_wall_s)
     if now.workload_sha256 != run.workload_sha256:
-        files = [name for name, known in inputs.files.items() if _digest(experiment.folder / name) != known]
-        yield f"the requests are others; changed: {', '.join(files) or 'how they are made'}"
+        others = []
+        for name, known in inputs.files.items():
+            with contextlib.suppress(OSError):  # it is gone
+                if digest([experiment.folder / name]) == known:
+                    continue
+            others.append(name)
+        yield f"the requests are others; changed: {', '.join(others) or 'how they are made'}"
     yield from _differences("locustfiles", run.locustfiles, now.locustfiles)
     yield from _differences("versions", run.versions, now.versions)
     machine, here = msgspec.to_builtins(run.machine), msgspec.to_builtins(now.machine)
@@ -147,13 +140,6 @@ def changed(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | N
     if abs(ram[0] - ram[1]) <= _RAM_SHARE * ram[0]:
         here["ram_bytes"] = machine["ram_bytes"]
     yield from _differences("machine", machine, here)
-
-
-def _digest(path: Path) -> str | None:
-    try:
-        return digest([path])
-    except OSError:
-        return None
 
 
 def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
@@ -186,7 +172,7 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
 
     The manifest is first: after a kill at any moment in here, the cells that it does not name are measured again.
     """
-    stay: list[CellRun] = [cell for cell in run.cells if cell.id in kept]
+    stay = [cell for cell in run.cells if cell.id in kept]
     known = {cell.id for cell in run.cells}
     resumed = Resumption(
         wall_s=time.time(),
@@ -220,7 +206,7 @@ def _wait_for_orphans(folder: Path, progress: Progress) -> None:
     jobs = f"{folder.resolve() / 'jobs'}{os.sep}"
     deadline = time.monotonic() + ORPHANS_S
     said = False
-    while left := [process for process in psutil.process_iter() if _is_of(process, jobs)]:
+    while left := list(_processes_of(jobs)):
         if not said:
             progress.line(f"{count(len(left), 'load process', 'load processes')} of the killed run will end first")
             said = True
@@ -231,8 +217,9 @@ def _wait_for_orphans(folder: Path, progress: Progress) -> None:
         time.sleep(0.1)
 
 
-def _is_of(process: psutil.Process, jobs: str) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and any(word.startswith(jobs) for word in process.cmdline())
-    except psutil.Error:
-        return False
+def _processes_of(jobs: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            of_it = any(word.startswith(jobs) for word in process.cmdline())
+            if of_it and process.status() != psutil.STATUS_ZOMBIE:
+                yield process

@@ -1,29 +1,22 @@
 """The run's manifest, run.json: written first with status `running`, after every cell, and last with the verdict."""
 
-import contextlib
-import fcntl
-import os
-from collections.abc import Collection, Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct, to_builtins
 from msgspec.structs import replace
 
+from harness import columns
 from harness.errors import HarnessError
-from harness.files import UNDECODABLE, open_file, pretty_json, read_json, replace_file
+from harness.files import pretty_json, read_json, replace_file
 from harness.reasons import sentence
 from harness.redact import masked
-from harness.rundir.records import ProcessMark, Request, Seconds, Whole
-from harness.rundir.samples import MetricsSample, TelemetrySample
+from harness.rundir.records import Seconds, Whole
 from harness.scenario import Scenario, too_large
-from harness.summary import FORMAT_VERSION, Reason, because, upgrade_reasons
+from harness.summary import FORMAT_VERSION, NO_SAMPLE, Distribution, Numbers, Reason, Row, because, upgrade_reasons
 from harness.workers import Workers
 
-RESERVE = "reserve"  # a file of the run directory, while the run goes on
-RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
-FULL_BYTES = 2**16
 WallSeconds = Annotated[float, Meta(ge=0, le=1e11)]  # Unix time
 Status = Literal["running", "valid", "invalid", "unchecked", "failed", "interrupted", "live"]
 
@@ -93,15 +86,12 @@ class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     line_number: int | None = None  # from 1
 
     def sentence(self) -> str:
-        """How it ended, in words."""
         return sentence(Reason("server_death", self._values()))
 
     def problem(self) -> Reason:
-        """Why a cell is invalid."""
         return Reason("server_unreachable" if self.how == "unreachable" else "server_died", self._values())
 
     def evidence(self) -> Reason | None:
-        """What the log says about it."""
         if self.line is None or self.of_gateway:
             return None
         if self.failure is None:
@@ -141,8 +131,6 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What of a GPU's memory was in use at one moment."""
-
     render_node: str
     used_bytes: int
     total_bytes: int
@@ -278,28 +266,7 @@ def write_run(folder: Path, run: Run) -> None:
     replace_file(folder / "run.json", pretty_json(masked(to_builtins(run), "sure")))
 
 
-def reserve_space(folder: Path, cells: int) -> None:
-    """Reserve space for the last manifest, so that a full disk cannot hide how a run ended. Raises OSError."""
-    with (folder / RESERVE).open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, 2 * RESERVED_BYTES + 2**16 * min(cells, 500))
-
-
-def release_space(folder: Path, *, half: bool = False) -> None:
-    """Release what was reserved; `half`: for the last records, and the rest stays for the manifest."""
-    path = folder / RESERVE
-    with contextlib.suppress(OSError):
-        os.truncate(path, path.stat().st_size // 2) if half else path.unlink()
-
-
-def disk_is_full(folder: Path) -> bool:
-    """Whether the file system of a run directory has no space left. One that does not report its size is not full."""
-    found = os.statvfs(folder)
-    free = found.f_bfree if os.geteuid() == 0 else found.f_bavail
-    return found.f_blocks > 0 and free * found.f_frsize < FULL_BYTES
-
-
 def read_run(folder: Path) -> Run:
-    """The manifest of a run directory. Raises HarnessError that says what is wrong with it."""
     try:
         run = read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_contradiction, upgrade=_upgrade)
         # Earlier harnesses called an import without a problem valid.
@@ -315,7 +282,6 @@ def read_run(folder: Path) -> Run:
 
 
 def _upgrade(raw: dict[str, Any]) -> None:
-    """Make a run.json of version 1 one of this version, in place."""
     cells = raw.get("cells", [])
     upgrade_reasons(raw, "reasons", cells={cell["id"] for cell in cells})
     for cell in cells:
@@ -347,120 +313,117 @@ def _contradiction(run: Run) -> tuple[str, str] | None:
     return None
 
 
-ATTEMPTS = "attempts"
-INPUTS = "inputs.json"
-INPUTS_VERSION = 1
-# Files of lines, each with its cell.
-LINES: dict[str, type[Any]] = {
-    "requests.jsonl": Request,
-    "processes.jsonl": ProcessMark,
-    "metrics.jsonl": MetricsSample,
-    "telemetry.jsonl": TelemetrySample,
+# Runs that another tool measured: what its numbers mean, and what is not known.
+
+NUMBERS_FILE = "numbers.json"  # numbers of cells that have no records
+
+# What a field of Numbers means in a run of our own; docs/method.md. `percentiles` concerns all latencies.
+DEFINITIONS = {
+    **columns.DEFINITIONS,
+    "tokens_per_chunk": "output tokens that chunks carry / chunks with generated tokens",
+    "prompt_tokens": "as the server's usage says",
+    "output_tokens": "as the server's usage says",
+    "percentiles": "the least value that so many per cent do not exceed",
+}
+FORMULAS = 2  # version of DEFINITIONS; rows of a summary carry it
+_FORMER = {  # in version 1, where it was something else
+    "tpot_s": "(last - first chunk with a generated token) / (output tokens - 1)",
+    "tokens_per_chunk": "output tokens / chunks with generated tokens",
 }
 
 
-class Inputs(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """inputs.json: what was given to a run in addition to its scenario. It stays on this machine."""
+class UnlikeError(HarnessError):
+    """Runs that are not compared. `about`: the one thing that a comparison of them can be about, if there is one."""
 
-    format_version: int = INPUTS_VERSION
-    scenario: str  # path of the scenario file; prompt files, traces and locustfiles are relative to its folder
-    files: dict[str, str] = {}  # files that the scenario names: digest by path, as in the scenario
-    url: str | None = None  # of a server that already ran
-    metrics_url: str | None = None
+    about: str | None = None
 
-
-def write_inputs(folder: Path, inputs: Inputs) -> None:
-    replace_file(folder / INPUTS, pretty_json(inputs))
+    def __init__(self, reason: Reason, *, next_step: str = "", detail: str = "") -> None:
+        super().__init__(sentence(reason), next_step=next_step, detail=detail)
+        self.reason = reason
 
 
-def read_inputs(folder: Path) -> Inputs:
-    """Read inputs.json. Raises HarnessError for a run without one."""
-    try:
-        return read_json(folder / INPUTS, Inputs, INPUTS_VERSION)
-    except OSError as error:
-        raise HarnessError(
-            f"{folder / INPUTS}: cannot be read ({error.strerror}), so the run cannot be resumed",
-            next_step="Run the scenario again. Only a run of this version or a later one, in its own directory, can be "
-            "resumed.",
-        ) from None
+def definition(run: Run, metric: str, row: tuple[str, str] | None = None) -> str:
+    """What a metric (a field of Numbers, or `percentiles`) means in this run, or in one row (server, load) of it."""
+    own = DEFINITIONS[metric]
+    if run.origin is None:
+        return own
+    return (run.origin if row is None else run.origin.of_row(*row)).definitions.get(metric, own)
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a run directory, as the one process that writes to it. The kernel gives the lock back when it dies.
+def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tuple[str, str]] = ()) -> None:
+    """Raise UnlikeError, naming the metric and both definitions, unless it means the same in all runs.
 
-    Raises HarnessError while another process has it.
+    `rows` (server, load) are those that are compared; each must mean the same.
     """
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(place)
-        raise HarnessError(
-            f"{folder}: another harness process is running this run", next_step="Wait for it, or stop it with Ctrl-C."
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        os.close(place)
+    first, *others = runs
+    for other in others:
+        for row in (None, *rows):
+            one, two = definition(first, metric, row), definition(other, metric, row)
+            if one != two:
+                where = {} if row is None else {"row": " / ".join(row)}
+                tools = ["harness run" if run.origin is None else run.origin.tool for run in (first, other)]
+                raise UnlikeError(
+                    because("definitions_of_runs", field=metric, run=first.id, other=other.id, **where),
+                    next_step="Compare runs of one tool, or measure both sides with `harness run`.",
+                    detail=f"{first.id} ({tools[0]}): {one}\n{other.id} ({tools[1]}): {two}",
+                )
 
 
-def set_aside(folder: Path, keep: Collection[str], cells: Collection[str]) -> str | None:
-    """Move all but the cells `keep` out of the files of a run; return the new folder below it, None if there is none.
-
-    `cells`: all that are planned. Damaged lines, such as one that was torn by a power loss, go as well. Each line is
-    on the disk in its new place before it leaves the old one: if this is interrupted it can be done again. Raises
-    OSError, such as for a full disk.
-    """
-    number = 1 + max((int(path.name) for path in (folder / ATTEMPTS).glob("*") if path.name.isdigit()), default=0)
-    aside = folder / ATTEMPTS / str(number)
-    aside.mkdir(parents=True)
-    moved = [_move_lines(folder / name, aside / name, kind, keep) for name, kind in LINES.items()]
-    for part in ("logs", "jobs"):
-        for path in sorted((folder / part).glob("*")):
-            cell = cell_of_file(path.name, cells)
-            if cell is not None and cell not in keep:
-                (aside / part).mkdir(exist_ok=True)
-                os.replace(path, aside / part / path.name)
-                moved.append(True)
-    if any(moved):
-        return f"{ATTEMPTS}/{number}"
-    aside.rmdir()
-    with contextlib.suppress(OSError):  # earlier attempts are in it
-        aside.parent.rmdir()
+def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
+    """Why two rows have no ratio by numbers of these fields: they mean different things. None: they do not."""
+    own, others = (DEFINITIONS if one.formulas == FORMULAS else DEFINITIONS | _FORMER for one in (row, other))
+    for field in fields:
+        one, two = row.definitions.get(field, own[field]), other.definitions.get(field, others[field])
+        if one != two:
+            return because(
+                "definitions_differ", field=field, row=row.name, meaning=one, other=other.name, other_meaning=two
+            )
     return None
 
 
-def cell_of_file(name: str, cells: Collection[str]) -> str | None:
-    """The cell to which a file in `logs` or `jobs` belongs."""
-    return max((cell for cell in cells if name.startswith(f"{cell}.")), key=len, default=None)
+def given_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
+    path = folder / NUMBERS_FILE
+    if run.origin is None or not path.exists():
+        return {}
+    return read_json(path, dict[str, Numbers], FORMAT_VERSION, upgrade=lambda _: None)  # it has no version of its own
 
 
-def _move_lines(path: Path, aside: Path, kind: type[Any], keep: Collection[str]) -> bool:
-    """Move the lines of other cells, and those that cannot be read. Return whether there were any."""
-    decode = msgspec.json.Decoder(kind).decode
-    kept, moved, started = 0, 0, path.with_name(f"{path.name}.new")
-    with open_file(path) as lines, started.open("wb") as stays, aside.open("wb") as goes:
-        for line in lines:
-            whole = line.endswith(b"\n")
-            try:
-                mine = whole and decode(line).cell in keep
-            except UNDECODABLE:
-                mine = False
-            (stays if mine else goes).write(line if whole else line + b"\n")
-            kept, moved = kept + mine, moved + (not mine)
-        for file in (goes, stays):
-            _to_disk(file)
-    if not moved:
-        started.unlink()
-        aside.unlink()
-        return False
-    os.replace(started, path)
-    return True
+def known_numbers(numbers: Numbers, origin: Origin | None) -> Numbers:
+    """`numbers` without what the tool's records cannot show."""
+    if origin is None:
+        return numbers
+    blank: dict[str, Distribution | None] = {
+        field: NO_SAMPLE if isinstance(getattr(numbers, field), Distribution) else None for field in origin.missing
+    }
+    return replace(numbers, **blank)
 
 
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def origin_notes(origin: Origin | None) -> list[Reason]:
+    """What a reader must know of an imported run: where it is from, what is missing, what is defined otherwise."""
+    if origin is None:
+        return []
+    found = [because("imported", tool=origin.tool, version=origin.version, files=origin.files), *origin.notes]
+    by_reason: dict[str, list[str]] = {}
+    for field, why in origin.missing.items():
+        by_reason.setdefault(why, []).append(field)
+    found += [because("import_unknown", why=why, fields=fields) for why, fields in by_reason.items()]
+    found += [because("import_defined", field=field, meaning=text) for field, text in origin.definitions.items()]
+    return found + _notes_of_rows(origin.rows)
+
+
+def _notes_of_rows(rows: Sequence[RowOrigin]) -> list[Reason]:
+    """What differs from row to row, rows of the same together."""
+    defined: dict[tuple[str, str], list[str]] = {}
+    unknown: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for into, texts in ((defined, row.definitions), (unknown, row.missing)):
+            for field, text in texts.items():
+                into.setdefault((field, text), []).append(f"{row.server} / {row.load}")
+    first: dict[str, str] = {}
+    found = []
+    for (field, text), names in defined.items():
+        other = first.setdefault(field, text) != text
+        found.append(because("import_defined", field=field, meaning=text, rows=names, other=other))
+    return found + [
+        because("import_unknown", why=why, fields=[field], rows=names) for (field, why), names in unknown.items()
+    ]

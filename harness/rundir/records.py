@@ -8,7 +8,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -53,8 +53,6 @@ CUT = ("unfinished", "abandoned")  # not by the server: neither failed, and what
 
 
 class BadField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A field of a server's answer whose value is not possible. It counts as missing."""
-
     field: str  # such as "usage.completion_tokens"
     code: Literal["type", "below", "above"]  # another JSON type; less or more than `limit`
     got: str  # the JSON type, else the number
@@ -62,8 +60,6 @@ class BadField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class TokenCounts(Protocol):
-    """The token counts that a server reports for one request."""
-
     @property
     def prompt_tokens(self) -> int | None: ...
 
@@ -197,30 +193,19 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def read_requests(path: Path, damaged: list[int] | None = None) -> Iterator[Request]:
-    """The records of a requests.jsonl; see `read_lines`."""
     return read_lines(path, Request, damaged)
 
 
 def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark]:
     """The marks of a processes.jsonl. Lines that cannot be read go into `damaged`; a torn last line is skipped."""
-    if not path.exists():
-        return []
-    decoder = msgspec.json.Decoder(ProcessMark)
     marks = []
-    for number, line in enumerate(read_bytes(path).splitlines(keepends=True), start=1):
-        try:
-            marks.append(_mark(decoder, line))
+    for number, line in enumerate(read_bytes(path).splitlines(keepends=True) if path.exists() else (), start=1):
+        try:  # with the names of fields until 0.2.0, too
+            marks.append(msgspec.convert(with_new_names(msgspec.json.decode(line)), ProcessMark))
         except UNDECODABLE:
             if damaged is not None and line.endswith(b"\n"):
                 damaged.append(number)
     return marks
-
-
-def _mark(decoder: msgspec.json.Decoder[ProcessMark], line: bytes) -> ProcessMark:
-    try:
-        return decoder.decode(line)
-    except msgspec.ValidationError:  # with the names of fields until 0.2.0
-        return msgspec.convert(with_new_names(msgspec.json.decode(line)), ProcessMark)
 
 
 # A long file is read in blocks by several processes. The division depends on the file alone, and results come in the
@@ -234,8 +219,6 @@ Reading = Callable[[Callable[["Block"], T]], Iterable[T]]
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Whole lines of a file: from one place in it to another."""
-
     path: str
     start: int
     end: int
@@ -286,7 +269,6 @@ def requests_in(block: Block, lines: Lines) -> Iterator[Request]:
 
 
 def in_file(parts: Iterable[Lines]) -> list[int]:
-    """The damaged lines of all blocks, counted from the start of the file."""
     damaged: list[int] = []
     before = 0
     for part in parts:
@@ -346,7 +328,6 @@ def append_sample(path: Path, sample: OfCell) -> None:
 
 
 def by_cell(found: Iterable[S]) -> dict[str, list[S]]:
-    """What belongs to each cell, in the order in which it was found."""
     cells: dict[str, list[S]] = defaultdict(list)
     for one in found:
         cells[one.cell].append(one)
@@ -354,36 +335,26 @@ def by_cell(found: Iterable[S]) -> dict[str, list[S]]:
 
 
 _FRESH_S = 6.0  # an older sample says nothing of now
-_MAX_BYTES = 4_000_000  # of one look; with more than that, the oldest are left out
 
 
 class Tail:
-    """The whole lines that were added since the last look. A file that is not there has none."""
+    """The whole lines that were added since the last look, from the present end on. A missing file has none."""
 
-    def __init__(self, path: Path, *, from_end: bool = False, max_bytes: int | None = _MAX_BYTES) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._max_bytes = max_bytes
-        self._offset = 0
+        self._offset = path.stat().st_size if path.exists() else 0
         self._torn = b""
-        if from_end and path.exists():
-            self._offset = path.stat().st_size
 
     def lines(self) -> list[bytes]:
         try:
             with open_file(self.path) as file:
-                left = os.fstat(file.fileno()).st_size - self._offset
-                skipped = 0 if self._max_bytes is None else left - self._max_bytes
-                if skipped > 0:
-                    self._offset += skipped
-                    self._torn = b""
-                new = os.pread(file.fileno(), max(0, left - max(0, skipped)), self._offset)
+                file.seek(self._offset)
+                new = file.read()
         except OSError:
             return []
         self._offset += len(new)
-        whole, end, rest = (self._torn + new).rpartition(b"\n")
-        self._torn = rest
-        found = whole.split(b"\n") if end else []
-        return found[1:] if skipped > 0 else found
+        *whole, self._torn = (self._torn + new).split(b"\n")
+        return whole
 
 
 class Samples:
@@ -392,21 +363,19 @@ class Samples:
     def __init__(self, path: Path, cell: str | None = None) -> None:
         """`cell`: only its own; None: all."""
         self.newest: dict[str, Any] | None = None  # None: there was none lately
-        self._tail = Tail(path, from_end=True)
+        self._tail = Tail(path)
         self._cell = cell
 
     def look(self) -> list[dict[str, Any]]:
         """Those that came since the last look: a few short lines, so it takes well below a millisecond."""
-        came = [sample for line in self._tail.lines() if (sample := self._decoded(line)) is not None]
+        came: list[dict[str, Any]] = []
+        for line in self._tail.lines():
+            with suppress(*UNDECODABLE):
+                sample = msgspec.json.decode(line)
+                known = isinstance(sample, dict) and isinstance(sample.get("wall_s"), float)
+                if known and self._cell in (None, sample.get("cell")):
+                    came.append(sample)
         self.newest = came[-1] if came else self.newest
         if self.newest is not None and time.time() - self.newest["wall_s"] > _FRESH_S:
             self.newest = None
         return came
-
-    def _decoded(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            sample = msgspec.json.decode(line)
-        except UNDECODABLE:
-            return None
-        known = isinstance(sample, dict) and isinstance(sample.get("wall_s"), float)
-        return sample if known and self._cell in (None, sample.get("cell")) else None

@@ -51,8 +51,6 @@ _SAME_START_S = 0.5  # a restarted server needs longer than that
 
 
 class MetricsSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of metrics.jsonl."""
-
     wall_s: Seconds  # when the server was asked
     cell: str
     values: dict[str, Number]  # what the server has of KEYS
@@ -94,8 +92,8 @@ def _names() -> dict[str, list[str]]:
 class Scraper:
     """Reads a server's metrics into a file: at the start, each interval, and at the end.
 
-    `source` is a URL, or a function that gives the text. A scrape that fails is counted and leaves a gap, nothing
-    more. Without a source it does nothing.
+    `source` is a URL, or a function that gives the text. A scrape that fails leaves a gap. Without a source it does
+    nothing.
     """
 
     def __init__(
@@ -109,8 +107,6 @@ class Scraper:
     ) -> None:
         self.source = source
         self.cell = cell
-        self.samples = 0
-        self.failures = 0
         self.last_failure: str | None = None
         self._path = path
         self._interval_s = interval_s
@@ -128,33 +124,29 @@ class Scraper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._enough.set()
-        if self._thread.is_alive():
+        if self.source is not None:
             self._thread.join()
-        if self.source is not None and kind is None:
-            self.scrape_now()
+            if kind is None:
+                self.scrape_now()
         self._session.close()
 
     def scrape_now(self) -> bool:
         """Ask once and append what came. False when nothing usable came."""
-        wall_s = time.time()
+        wall_s, source = time.time(), self.source
+        assert source is not None
         try:
-            values = parse_metrics(self._text())
-            append_sample(self._path, MetricsSample(wall_s, self.cell, values))
-        except (requests.RequestException, ValueError, OSError) as error:
-            self.failures += 1
-            self.last_failure = f"{type(error).__name__}: {error}"
+            if isinstance(source, str):
+                response = self._session.get(source, timeout=min(5.0, max(1.0, self._interval_s)))
+                if response.status_code != 200:
+                    raise OSError(f"HTTP {response.status_code}")
+                text = response.content.decode("utf-8", "replace")
+            else:
+                text = source()
+            append_sample(self._path, MetricsSample(wall_s, self.cell, parse_metrics(text)))
+        except (requests.RequestException, ValueError, OSError) as problem:
+            self.last_failure = f"{type(problem).__name__}: {problem}"
             return False
-        self.samples += 1
         return True
-
-    def _text(self) -> str:
-        assert self.source is not None
-        if not isinstance(self.source, str):
-            return self.source()
-        response = self._session.get(self.source, timeout=min(5.0, max(1.0, self._interval_s)))
-        if response.status_code != 200:
-            raise OSError(f"HTTP {response.status_code}")
-        return response.content.decode("utf-8", "replace")
 
     def _keep_scraping(self) -> None:
         due = time.monotonic() + self._interval_s
@@ -164,7 +156,6 @@ class Scraper:
 
 
 def read_metrics(path: Path) -> dict[str, list[MetricsSample]]:
-    """The samples of a metrics.jsonl by cell, in the order of the file; a torn line is skipped."""
     return by_cell(read_lines(path, MetricsSample))
 
 
@@ -251,8 +242,6 @@ Series = list[tuple[float, float]]  # time, value
 
 
 class GpuSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One GPU at one moment."""
-
     busy_percent: Number | None = None
     memory_busy_percent: Number | None = None
     vram_used_bytes: Whole | None = None
@@ -284,8 +273,6 @@ class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One line of telemetry.jsonl."""
-
     wall_s: Seconds  # when reading began; through a container: when the reading arrived
     cell: str
     took_s: Number | None = None  # how long reading took; None: through a container
@@ -295,7 +282,6 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
-    """The samples of a telemetry.jsonl by cell, in the order of the file; a torn line is skipped."""
     return by_cell(read_lines(path, TelemetrySample))
 
 

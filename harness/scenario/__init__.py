@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from harness.paths import LOCUSTFILES
+from harness.files import LOCUSTFILES
 from harness.scenario.behaviour import (
     Abandon,
     Agent,
@@ -185,8 +185,6 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class SweepRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What was varied in a server or load of a sweep."""
-
     of: str  # its name in the file
     settings: dict[str, Any]  # by variable, argument or key
 
@@ -245,7 +243,6 @@ def wave_of(load: Load) -> int:
 
 
 def is_open(load: Load) -> bool:
-    """Whether users arrive by a schedule, and not when an answer has come."""
     return load.arrivals is not None or load.trace is not None
 
 
@@ -276,7 +273,6 @@ def at_once(load: Load) -> int:
 
 
 def connections_per_process(load: Load) -> int:
-    """The most connections that one of its load processes has open to send it."""
     return -(-at_once(load) // load.processes)
 
 

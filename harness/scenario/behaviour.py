@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
@@ -52,7 +52,6 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def length_problems(lengths: int | Lengths, folder: Path) -> Iterator[Problem]:
-    """What is well-formed in a distribution and contradicts itself."""
     if isinstance(lengths, int):
         return
     span, law = lengths.uniform, lengths.lognormal
@@ -70,63 +69,62 @@ def length_problems(lengths: int | Lengths, folder: Path) -> Iterator[Problem]:
         yield Problem(".file", f"there is no file {lengths.file} next to the scenario")
 
 
+def _law(lengths: int | Lengths) -> Lengths:
+    return Lengths(fixed=lengths) if isinstance(lengths, int) else lengths
+
+
 def length_at(lengths: int | Lengths, what: str, seed: int, index: int, pairs: Pairs = ()) -> int:
     """The length at a place of the sequence: a function of the seed and the place alone, the same in every load.
 
     `what` is "prompt" or "output": the two are independent, but those of a file, which come from the same line. `pairs`
     are the lines of the file.
     """
-    if isinstance(lengths, int):
-        return lengths
-    if lengths.fixed is not None:
-        return lengths.fixed
+    if isinstance(lengths, int) or lengths.fixed is not None:
+        return lengths if isinstance(lengths, int) else lengths.fixed or 0
     place = "pair" if lengths.file is not None else f"{what}-length"
     draw = random.Random(f"{seed}:{place}:{index}").random()
     if lengths.uniform is not None:
         minimum, maximum = lengths.uniform
         return minimum + int(draw * (maximum - minimum + 1))
-    if lengths.lognormal is not None:
-        return _lognormal(lengths.lognormal, draw)
+    if (law := lengths.lognormal) is not None:
+        sigma = law.sigma if law.p95 is None else math.log(law.p95 / law.median) / _P95
+        value = law.median * math.exp((sigma or 0.0) * NormalDist().inv_cdf(max(draw, _MIN_DRAW)))
+        return max(1, min(law.max, round(min(value, _MAX_LENGTH))))
     return pairs[int(draw * len(pairs))][what == "output"]
 
 
 def max_of(lengths: int | Lengths, what: str = "output", pairs: Pairs = ()) -> int:
     """The longest that can come. Of a file that was not read, the longest that there may be at all."""
-    if isinstance(lengths, int):
-        return lengths
-    if lengths.lognormal is not None:
-        return lengths.lognormal.max
-    return lengths.fixed or max(lengths.uniform or [pair[what == "output"] for pair in pairs], default=_MAX_LENGTH)
+    law = _law(lengths)
+    if law.lognormal is not None:
+        return law.lognormal.max
+    return law.fixed or max(law.uniform or [pair[what == "output"] for pair in pairs], default=_MAX_LENGTH)
 
 
 def unread(lengths: int | Lengths) -> bool:
-    """Whether they are in a file, which is not read yet."""
-    return isinstance(lengths, Lengths) and lengths.file is not None
+    return _law(lengths).file is not None
 
 
 def typical_of(lengths: int | Lengths) -> int:
     """A length to reckon with. Of a file, which is not read for that, the default of a load."""
-    if isinstance(lengths, int):
-        return lengths
-    if lengths.lognormal is not None:
-        return round(lengths.lognormal.median)
-    return lengths.fixed or (round(sum(lengths.uniform) / len(lengths.uniform)) if lengths.uniform else _TYPICAL)
+    law = _law(lengths)
+    if law.lognormal is not None:
+        return round(law.lognormal.median)
+    return law.fixed or (round(sum(law.uniform) / len(law.uniform)) if law.uniform else _TYPICAL)
 
 
 def lengths_in_words(lengths: int | Lengths) -> str:
-    """ "128 tokens", "16 to 64 tokens", "about 200 tokens (lognormal, at most 2,000)" """
-    if isinstance(lengths, int) or lengths.fixed is not None:
-        number = lengths if isinstance(lengths, int) else lengths.fixed or 0
-        return f"{number:,} token{'' if number == 1 else 's'}"
-    if lengths.uniform is not None:
-        return f"{lengths.uniform[0]:,} to {lengths.uniform[1]:,} tokens"
-    if lengths.lognormal is not None:
-        return f"about {lengths.lognormal.median:,g} tokens (lognormal, at most {lengths.lognormal.max:,})"
-    return f"as many tokens as in {lengths.file}"
+    law = _law(lengths)
+    if law.fixed is not None:
+        return f"{law.fixed:,} token{'' if law.fixed == 1 else 's'}"
+    if law.uniform is not None:
+        return f"{law.uniform[0]:,} to {law.uniform[1]:,} tokens"
+    if law.lognormal is not None:
+        return f"about {law.lognormal.median:,g} tokens (lognormal, at most {law.lognormal.max:,})"
+    return f"as many tokens as in {law.file}"
 
 
 def read_pairs(path: Path) -> list[tuple[int, int]]:
-    """The lines of a file of lengths; of a line with one number, that is both. Raises HarnessError, file and line."""
     try:
         lines = read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -148,12 +146,6 @@ def read_pairs(path: Path) -> list[tuple[int, int]]:
     if not found:
         raise HarnessError(f"{path}: there are no lengths in it", next_step=_ADVICE)
     return found
-
-
-def _lognormal(law: Lognormal, draw: float) -> int:
-    sigma = law.sigma if law.p95 is None else math.log(law.p95 / law.median) / _P95
-    value = law.median * math.exp((sigma or 0.0) * NormalDist().inv_cdf(max(draw, _MIN_DRAW)))
-    return max(1, min(law.max, round(min(value, _MAX_LENGTH))))
 
 
 _Count = Annotated[int, Meta(ge=1, le=100_000)]
@@ -197,7 +189,6 @@ class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def chance(seed: int, what: str, index: int) -> float:
-    """A number of 0 to 1 that belongs to one decision about one request."""
     return random.Random(f"{seed}:{what}:{index}").random()
 
 
@@ -206,7 +197,13 @@ def pause_s(pause: Pause | list[float], seed: int, what: str, index: int) -> flo
     draw = random.Random(f"{seed}:{what}:{index}").random  # the one method whose results Python promises to keep
     if isinstance(pause, list):
         return pause[0] + (pause[1] - pause[0]) * draw()
-    return min(_drawn_s(pause, draw), longest_s(pause))
+    drawn_s = pause.mean_s
+    if pause.distribution == "exponential":
+        drawn_s *= -math.log(1.0 - draw())
+    elif pause.distribution == "lognormal" and pause.mean_s:
+        normal = math.sqrt(-2 * math.log(1.0 - draw())) * math.cos(2 * math.pi * draw())
+        drawn_s = math.exp(math.log(pause.mean_s) - pause.sigma**2 / 2 + pause.sigma * normal)
+    return min(drawn_s, longest_s(pause))
 
 
 def pause_mean_s(pause: Pause | list[float] | None) -> float:
@@ -217,26 +214,14 @@ def pause_mean_s(pause: Pause | list[float] | None) -> float:
 
 
 def longest_s(pause: Pause | list[float] | None) -> float:
-    if pause is None:
-        return 0.0
-    if isinstance(pause, list):
-        return pause[1]
+    if pause is None or isinstance(pause, list):
+        return pause[1] if pause else 0.0
     if pause.distribution == "fixed":
         return pause.mean_s if pause.max_s is None else min(pause.mean_s, pause.max_s)
     return _LONGEST * pause.mean_s if pause.max_s is None else pause.max_s
 
 
-def _drawn_s(pause: Pause, draw: Callable[[], float]) -> float:
-    if pause.distribution == "fixed" or pause.mean_s == 0:
-        return pause.mean_s
-    if pause.distribution == "exponential":
-        return -pause.mean_s * math.log(1.0 - draw())
-    normal = math.sqrt(-2 * math.log(1.0 - draw())) * math.cos(2 * math.pi * draw())
-    return math.exp(math.log(pause.mean_s) - pause.sigma**2 / 2 + pause.sigma * normal)
-
-
 def leaves(abandon: Abandon | None, seed: int, index: int) -> Abandon | None:
-    """How the user leaves request `index`; None: stays to its end."""
     if abandon is None or chance(seed, "abandon", index) >= abandon.share:
         return None
     return abandon
@@ -400,13 +385,11 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _unquoted(text: str) -> str:
-    if text[:1] == '"':
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-        return value if isinstance(value, str) else text
-    return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, str) else text
 
 
 def _schema_problems(schema: Any, path: str) -> Iterator[Problem]:

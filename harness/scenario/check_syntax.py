@@ -7,7 +7,7 @@ its unit, or a multiple of what the baseline has: `0.97 * baseline`. What a chec
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 
 from msgspec import Struct
 
@@ -46,14 +46,15 @@ MAX_DIGITS = 30  # of a bound
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 # Both match every text: a part that is missing is empty.
 _CHECK = re.compile(
-    r" *(?:(?P<selection>[^:]*):)? *(?P<metric>[A-Za-z0-9_]*) *(?:\((?P<slos>[^)]*)\))? *(?P<sign>[<>=!~]*) *"
-    rf"(?P<number>{_NUMBER})? *(?P<rest>.*)",
+    r" *(?:(?P<selection>[^:]*):)? *(?P<metric>[A-Za-z0-9_]*) *(?:\((?P<slos>[^)]*)\))? *"
+    r"(?P<sign>[<>=!~]*)(?P<rest>.*)",
     re.DOTALL,
 )
-_SLO = re.compile(
-    rf" *(?P<latency>[A-Za-z0-9_]*) *(?P<sign>[<>=!~]*) *(?P<number>{_NUMBER})? *(?P<unit>[^ ]*) *(?P<rest>.*)",
-    re.DOTALL,
-)
+_SLO = re.compile(r" *(?P<latency>[A-Za-z0-9_]*) *(?P<sign>[<>=!~]*)(?P<rest>.*)", re.DOTALL)
+
+
+class CheckError(ValueError):
+    """What is wrong with a check."""
 
 
 class Slo(Struct, frozen=True, kw_only=True):
@@ -79,7 +80,6 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def slos_key(slos: Iterable[Slo]) -> str:
-    """How a set of SLOs is named in a summary: "ttft<=1s, tpot<=50ms"."""
     return ", ".join(slo.text for slo in slos)
 
 
@@ -114,113 +114,91 @@ def on_server(text: str, server: str) -> str:
 
 
 def parse_check(text: str) -> Check:
-    """Read a check. Raises ValueError with the place of what is wrong, and what is known there."""
+    """Read a check. Raises ValueError that says what is wrong, and what is known there."""
+    try:
+        return _parsed(text)
+    except CheckError as error:
+        raise CheckError(f"check '{text.strip()}': {error}") from None
+
+
+def _parsed(text: str) -> Check:
     match = _CHECK.fullmatch(text)
     assert match is not None, "every text matches"
-
-    def wrong(at: int, what: str) -> ValueError:
-        return ValueError(f"check '{text.strip()}', at character {at + 1}: {what}")
-
-    selection = match["selection"]
+    selection, metric, rest = match["selection"], match["metric"], match["rest"].strip()
     named = None if selection is None else re.fullmatch(f"({NAME})/({LOAD_NAME})", selection.strip())
     if selection is not None and named is None:
-        raise wrong(match.start("selection"), f"'{selection.strip()}' is not SERVER/LOAD")
-    metric, sign, number, rest = match["metric"], match["sign"], match["number"] or "", match["rest"]
+        raise CheckError(f"'{selection.strip()}' is not SERVER/LOAD")
     if metric not in UNITS:
-        raise wrong(match.start("metric"), f"'{metric}' is not a metric; {_metric_advice(metric)}")
-    slos: tuple[Slo, ...] = ()
-    if metric in JUDGED_BY_SLOS:
-        if match["slos"] is None:
-            example = f"{metric}(ttft<=1s, tpot<=50ms)"
-            raise wrong(match.start("sign"), f"'{metric}' needs SLOs in parentheses, such as {example}")
-        slos = tuple(_slos(match["slos"], match.start("slos"), wrong))
-    elif match["slos"] is not None:
-        raise wrong(match.end("metric"), f"'{metric}' takes no SLOs")
-    if sign not in OPERATORS:
-        found = _quoted(sign or text[match.start("sign") :][:8].strip())
-        raise wrong(match.start("sign"), f"{found} is not a comparison; use one of {' '.join(OPERATORS)}")
-    at = match.start("rest")
-    relative = _is_relative(number, rest, at, wrong)
-    if relative and metric == "speedup":
-        raise wrong(len(text), "'speedup' is relative to the baseline already; use a plain number")
-    if not relative and not number:
-        raise wrong(at, f"{_quoted(rest[:8].strip())} is not a number")
-    bound = _number(number or "1", at, wrong)
-    unit = rest.strip()
-    if not relative:
-        if unit not in UNITS[metric]:
-            raise wrong(at, _unit_advice(unit, metric, UNITS[metric]))
+        raise CheckError(f"'{metric}' is not a metric; {_metric_advice(metric)}")
+    if metric in JUDGED_BY_SLOS and match["slos"] is None:
+        raise CheckError(f"'{metric}' needs SLOs in parentheses, such as {metric}(ttft<=1s, tpot<=50ms)")
+    if metric not in JUDGED_BY_SLOS and match["slos"] is not None:
+        raise CheckError(f"'{metric}' takes no SLOs")
+    slos = tuple(map(_slo, [] if match["slos"] is None else match["slos"].split(",")))
+    if match["sign"] not in OPERATORS:
+        raise CheckError(f"{_quoted(match['sign'] or rest)} is not a comparison; use one of {' '.join(OPERATORS)}")
+    multiple = re.fullmatch(rf"(?:({_NUMBER}) *\* *)?{BASELINE}", rest)
+    if multiple is not None:
+        bound = _number(multiple[1] or "1")
+        if metric == "speedup":
+            raise CheckError("'speedup' is relative to the baseline already; use a plain number")
+    elif "*" in rest or BASELINE in rest:
+        raise CheckError(f"{_quoted(rest)} is not a bound; a multiple is written '0.97 * {BASELINE}'")
+    else:
+        number, unit = _amount(rest, metric, UNITS[metric])
+        bound = _number(number)
         bound /= UNITS[metric][unit]
-    if metric == "goodput" and not relative and unit != _RATE:
-        metric = "attainment"
-    if metric in OF_ANSWERS and not relative and bound > 1:
-        raise wrong(len(text), "a share of all answers is at most 1")
-    if metric == "attainment" and not relative and bound > 1:
-        advice = f"for requests a second write goodput with '{_RATE}'"
-        raise wrong(len(text), f"a share of all requests is at most 1; {advice}")
+        if metric == "goodput" and unit != _RATE:
+            metric = "attainment"
+        if metric in OF_ANSWERS and bound > 1:
+            raise CheckError("a share of all answers is at most 1")
+        if metric == "attainment" and bound > 1:
+            advice = f"for requests a second write goodput with '{_RATE}'"
+            raise CheckError(f"a share of all requests is at most 1; {advice}")
     return Check(
         text=text.strip(),
         server=named and named[1],
         load=named and named[2],
         metric=metric,
         slos=slos,
-        operator=sign,
+        operator=match["sign"],
         bound=bound,
-        relative=relative,
+        relative=multiple is not None,
     )
 
 
-def _slos(text: str, start: int, wrong: Callable[[int, str], ValueError]) -> Iterator[Slo]:
-    """The SLOs between parentheses; `start` is their place in the check."""
-    for part in re.finditer("[^,]+|(?<=,)$|^$", text):
-        match = _SLO.fullmatch(part[0])
-        assert match is not None, "every text matches"
-        at = start + part.start()
-        latency, sign, number, unit = match["latency"], match["sign"], match["number"], match["unit"]
-        if latency not in OF_A_REQUEST:
-            known = ", ".join(OF_A_REQUEST)
-            raise wrong(at + match.start("latency"), f"'{latency}' is not a latency of a request; known: {known}")
-        if sign not in ("<=", "<"):
-            raise wrong(at + match.start("sign"), f"{_quoted(sign)} is not a comparison; use one of <= <")
-        if not number:
-            raise wrong(at + match.start("unit"), f"{_quoted(unit)} is not a number")
-        value = _number(number, at + match.end("number"), wrong)
-        if unit not in _TIME:
-            raise wrong(at + match.start("unit"), _unit_advice(unit, latency, _TIME))
-        if match["rest"]:
-            raise wrong(at + match.start("rest"), f"{_quoted(match['rest'][:8].strip())}: ',' or ')' is expected")
-        yield Slo(text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=value / _TIME[unit])
+def _slo(text: str) -> Slo:
+    match = _SLO.fullmatch(text)
+    assert match is not None, "every text matches"
+    latency, sign = match["latency"], match["sign"]
+    if latency not in OF_A_REQUEST:
+        raise CheckError(f"'{latency}' is not a latency of a request; known: {', '.join(OF_A_REQUEST)}")
+    if sign not in ("<=", "<"):
+        raise CheckError(f"{_quoted(sign)} is not a comparison; use one of <= <")
+    number, unit = _amount(match["rest"].strip(), latency, _TIME)
+    return Slo(
+        text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=_number(number) / _TIME[unit]
+    )
 
 
-def _number(text: str, end: int, wrong: Callable[[int, str], ValueError]) -> float:
+def _amount(text: str, metric: str, units: Collection[str]) -> tuple[str, str]:
+    match = re.fullmatch(rf"({_NUMBER}) *(.*)", text, re.DOTALL)
+    if match is None:
+        raise CheckError(f"{_quoted(text)} is not a number")
+    if match[2] not in units:
+        known = " or ".join(f"'{one}'" if one else "no unit" for one in units)
+        raise CheckError(f"{_quoted(match[2])} is not a unit of {metric}; use {known}")
+    return match[1], match[2]
+
+
+def _number(text: str) -> float:
     if len(text) > MAX_DIGITS or not math.isfinite(float(text)):
-        raise wrong(end, f"a bound has at most {MAX_DIGITS} characters, and is not infinite")
+        raise CheckError(f"a bound has at most {MAX_DIGITS} characters, and is not infinite")
     return float(text)
-
-
-def _is_relative(number: str, rest: str, at: int, wrong: Callable[[int, str], ValueError]) -> bool:
-    """Whether the bound is a multiple of the baseline: `0.97 * baseline` or `baseline`."""
-    match = re.match(r"(\* *)?([A-Za-z]*) *", rest)
-    assert match is not None
-    if bool(number) != bool(match[1]):
-        return False
-    if match[2] != BASELINE:
-        if number:
-            raise wrong(at + match.start(2), f"{_quoted(rest[match.start(2) :][:8].strip())} is not '{BASELINE}'")
-        return False
-    if after := rest[match.end() :].strip():
-        text = f"'{after}' follows the end; a multiple is written '0.97 * {BASELINE}'"
-        raise wrong(at + match.end(), text)
-    return True
 
 
 def _quoted(text: str) -> str:
     return f"'{text}'" if text else "nothing"
-
-
-def _unit_advice(unit: str, metric: str, known: Iterable[str]) -> str:
-    named = " or ".join(f"'{one}'" if one else "no unit" for one in known)
-    return f"{_quoted(unit)} is not a unit of {metric}; use {named}"
 
 
 def _metric_advice(metric: str) -> str:

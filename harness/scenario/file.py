@@ -27,8 +27,8 @@ from harness.scenario import (
     Load,
     Prompts,
     Scenario,
-    Server,
     Sweep,
+    SweepRow,
     Trace,
     Warmup,
     too_large,
@@ -43,7 +43,7 @@ from harness.scenario.plan import (
     with_mixes,
     with_stages,
 )
-from harness.scenario.sweep import ExpandedScenario, expand
+from harness.scenario.sweep import expand
 
 T = TypeVar("T")
 MAX_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
@@ -70,12 +70,12 @@ _KINDS = {
     "float": "a number",
     "bool": "true or false",
 }
+# Of what a faulty scenario lacks, so that the rest can be checked. Empty texts would be problems of their own.
+_STAND_INS: dict[str, Any] = {"version": 1, "question": "", "model": "?", "servers": {}, "loads": {}}
 _BOUNDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
 
 
 class ScenarioFile(Struct, frozen=True):
-    """A scenario file as read: all that is wrong with it, and what of it is right."""
-
     scenario: Scenario  # with problems: only its parts that decode
     problems: list[Problem]
     lines: dict[str, int]  # line of each path
@@ -83,7 +83,6 @@ class ScenarioFile(Struct, frozen=True):
 
 
 def load_scenario(path: Path) -> Scenario:
-    """The scenario in a file. Raises ScenarioError that lists every problem with its path, line, value and advice."""
     read = read_scenario(path)
     if read.problems:
         raise ScenarioError(str(path), read.problems)
@@ -116,18 +115,18 @@ def read_scenario(path: Path) -> ScenarioFile:
     if "swept" in raw:  # made by the harness
         problems.append(Problem("$.swept", "unknown key; vary settings with 'vary' of a server or load").located(lines))
         raw = {key: value for key, value in raw.items() if key != "swept"}
-    decoded = decode(raw, Scenario, lines, problems) or _right_parts(raw)
-    expanded = expand(decoded, lambda load, found: decode(load, Load, {}, found))
-    if "restart" not in raw and expanded.scenario.swept is not None:
-        # A sweep of loads needs one server start, unless the file says otherwise.
-        expanded = replace(expanded, scenario=replace(expanded.scenario, restart=False))
-    scenario = written = expanded.scenario
-    _add_lines(lines, expanded)
-    known = {
-        part: [row for name in (raw[part] if isinstance(raw.get(part), dict) else ()) for row in rows.get(name, [name])]
-        for part, rows in (("servers", expanded.servers), ("loads", expanded.loads))
-    }
-    wrong = [*expanded.problems, *mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
+    decoder = _Decoder(lines, problems)
+    decoded: Scenario = decoder.value(raw, Scenario, "$")
+    scenario, wrong = expand(decoded, lambda load, found: decode(load, Load, {}, found))
+    if "restart" not in raw and scenario.swept is not None:
+        scenario = replace(scenario, restart=False)  # a sweep of loads needs one server start
+    written, swept = scenario, scenario.swept or Sweep()
+    known: dict[str, list[str]] = {}
+    for part, made in (("servers", swept.servers), ("loads", swept.loads)):
+        names = list(raw[part]) if isinstance(raw.get(part), dict) else []
+        known[part] = [row for name in names for row in [row for row in made if made[row].of == name] or [name]]
+        _add_lines(lines, part, made)
+    wrong += [*mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
     known["loads"] = [*known["loads"], *mix_names(scenario)]
     if not wrong:
         whole = with_mixes(scenario)
@@ -136,30 +135,28 @@ def read_scenario(path: Path) -> ScenarioFile:
         if too_many := too_large(len(scenario.servers), len(scenario.loads), scenario.repeats):
             wrong.append(Problem("$", too_many))
     wrong += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if raw.get(part) == {}]
-    loads = raw.get("loads")
-    for name, load in loads.items() if isinstance(loads, dict) else ():
-        if isinstance(load, dict) and name not in decoded.loads:
-            wrong += [problem.below(f"$.loads.{name}.") for problem in _problems_of_faulty_load(load, path.parent)]
+    for place, (load, unsure) in decoder.faulty.items():
+        found = [*_load_problems(load, path.parent), *(stage_problems_of_load(load) if load.stages else [])]
+        sure = [one for one in found if not unsure & {one.path.partition(".")[0], *one.keys}]
+        wrong += [problem.below(f"{place}.") for problem in sure]
     wrong += _contradictions(written, path.parent, known)
     return ScenarioFile(
         scenario, problems + once([problem.located(lines) for problem in wrong], scenario), lines, known
     )
 
 
-def _add_lines(lines: dict[str, int], expanded: ExpandedScenario) -> None:
+def _add_lines(lines: dict[str, int], part: str, rows: dict[str, SweepRow]) -> None:
     """Give each row of a sweep the lines of the server or load that it was made from."""
-    swept = expanded.scenario.swept or Sweep()
-    for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
-        for name, row in rows.items():
-            whole, own = f"$.{part}.{row.of}", f"$.{part}.{name}"
-            lines |= {
-                own + path.removeprefix(whole): line
-                for path, line in lines.items()
-                if path == whole or path.startswith((f"{whole}.", f"{whole}["))
-            }
-            for key in row.settings:
-                place = f"{own}.variables.{key}" if part == "servers" else f"{own}.{key}"
-                lines[place] = lines.get(f"{whole}.vary.{key}", lines.get(whole, 1))
+    for name, row in rows.items():
+        whole, own = f"$.{part}.{row.of}", f"$.{part}.{name}"
+        lines |= {
+            own + path.removeprefix(whole): line
+            for path, line in lines.items()
+            if path == whole or path.startswith((f"{whole}.", f"{whole}["))
+        }
+        for key in row.settings:
+            place = f"{own}.variables.{key}" if part == "servers" else f"{own}.{key}"
+            lines[place] = lines.get(f"{whole}.vary.{key}", lines.get(whole, 1))
 
 
 def once(problems: list[Problem], scenario: Scenario) -> list[Problem]:
@@ -174,31 +171,6 @@ def once(problems: list[Problem], scenario: Scenario) -> list[Problem]:
         path = problem.path.replace(start, names[start], 1) if start in names else problem.path
         first.setdefault((path, problem.text), problem)
     return list(first.values())
-
-
-def _right_parts(raw: dict[str, Any]) -> Scenario:
-    """The parts of a faulty scenario that are right by themselves, so that they can be checked further."""
-    right: dict[str, Any] = {"version": 1, "question": "", "model": "?"}  # empty ones would be problems of their own
-    for key, value in raw.items():
-        if key in ("servers", "loads") and isinstance(value, dict):
-            type_ = Server if key == "servers" else Load
-            right[key] = {name: part for name, item in value.items() if (part := decode(item, type_, {}, []))}
-        elif (whole := decode(right | {"servers": {}, "loads": {}, key: value}, Scenario, {}, [])) is not None:
-            right[key] = getattr(whole, key)
-    return Scenario(**({"servers": {}, "loads": {}} | right))
-
-
-def _problems_of_faulty_load(raw: dict[str, Any], folder: Path) -> list[Problem]:
-    """Contradictions of a load that do not depend on its keys that cannot be decoded."""
-    problems: list[Problem] = []
-    decode(raw, Load, {}, problems)
-    bad = {re.split(r"[.\[]", problem.path.removeprefix("$."))[0] for problem in problems}
-    load = decode({key: value for key, value in raw.items() if key not in bad}, Load, {}, [])
-    if load is None:
-        return []
-    unsure = bad | {one for key in bad for one in difflib.get_close_matches(key, Load.__struct_fields__, n=1)}
-    found = [*_load_problems(load, folder), *(stage_problems_of_load(load) if load.stages else [])]
-    return [problem for problem in found if not unsure & {problem.path.partition(".")[0], *problem.keys}]
 
 
 # --- YAML
@@ -297,15 +269,16 @@ def _no_key(node: yaml.Node) -> str | None:
 
 def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[Problem]) -> T | None:
     """`raw` as a `type_`; None with what is wrong in `problems`."""
-    before = len(problems)
-    value = _Decoder(lines, problems).value(raw, type_, "$")
-    return value if len(problems) == before else None
+    found: T | None = _Decoder(lines, problems).value(raw, type_, "$")
+    return found
 
 
 class _Decoder:
     def __init__(self, lines: dict[str, int], problems: list[Problem]) -> None:
         self.lines = lines
         self.problems = problems
+        # By path: loads without their keys that cannot be decoded, and the keys of which nothing is known.
+        self.faulty: dict[str, tuple[Load, set[str]]] = {}
 
     def wrong(self, path: str, text: str) -> None:
         self.problems.append(Problem(path, text).located(self.lines))
@@ -321,9 +294,17 @@ class _Decoder:
         if isinstance(type_, type) and issubclass(type_, Struct) and isinstance(raw, dict):
             return self.struct(raw, type_, path)
         if origin is dict and isinstance(raw, dict) and args[1] is not Any:
-            for key in raw:
-                self.key(key, args[0], f"{path}.{key}")
-            return {key: self.value(one, args[1], f"{path}.{key}") for key, one in raw.items()}
+            right = {}
+            for key, one in raw.items():
+                before = len(self.problems)
+                try:
+                    msgspec.convert(key, args[0])
+                except msgspec.ValidationError as error:
+                    self.wrong(f"{path}.{key}", f"'{key}' is not a name: {_description(args[0]) or error}")
+                value = self.value(one, args[1], f"{path}.{key}")
+                if len(self.problems) == before:
+                    right[key] = value
+            return right
         if origin is list and isinstance(raw, list):
             return [self.value(one, args[0], f"{path}[{i}]") for i, one in enumerate(raw)]
         if origin is typing.Literal and raw not in args:
@@ -338,45 +319,54 @@ class _Decoder:
         try:
             return msgspec.convert(raw, type_)
         except msgspec.ValidationError as error:
-            meta = [one for one in typing.get_args(type_) if isinstance(one, msgspec.Meta)]
-            wanted = next((one.description for one in meta if one.description), _in_words(error))
+            wanted = _description(type_) or _in_words(error)
             # A key in place of the name of a secret may be the secret.
-            hidden = any((one.extra or {}).get("hidden") for one in meta)
+            hidden = any((one.extra or {}).get("hidden") for one in _metas(type_))
             words = raw if isinstance(raw, list) else [raw]
             advice = _IN_QUOTES if "text" in wanted and any(isinstance(word, bool) for word in words) else ""
             self.wrong(path, f"{wanted}{'' if hidden else f', got {_shown(raw)}'}{advice}")
-
-    def key(self, key: str, type_: Any, path: str) -> None:
-        try:
-            msgspec.convert(key, type_)
-        except msgspec.ValidationError as error:
-            meta = typing.get_args(type_)[1:]
-            wanted = next((m.description for m in meta if getattr(m, "description", None)), str(error))
-            self.wrong(path, f"'{key}' is not a name: {wanted}")
 
     def struct(self, raw: dict[str, Any], type_: type[Struct], path: str) -> Any:
         hints = typing.get_type_hints(type_, include_extras=True)
         fields = {field.encode_name: field for field in msgspec.structs.fields(type_)}
         values: dict[str, Any] = {}
-        before = len(self.problems)
-        replaced: list[str] = []
+        bad: set[str] = set()
         for key, value in raw.items():
+            before = len(self.problems)
             if key in fields:
                 name = fields[key].name
                 values[name] = self.value(value, hints[name], f"{path}.{key}")
             elif new := [name for name in _RENAMED.get(key, ()) if name in fields]:
-                replaced += new
+                bad.add(new[0])
                 self.wrong(f"{path}.{key}", f"this key is now '{new[0]}'")
             else:
-                advice = did_you_mean(key, fields) if len(self.problems) < SHOWN_PROBLEMS else ""
+                advice = did_you_mean(key, fields) if before < SHOWN_PROBLEMS else ""
                 self.wrong(f"{path}.{key}", f"unknown key; {advice}")
+            if len(self.problems) > before:
+                bad.add(key)
+                if key not in ("servers", "loads") or not isinstance(value, dict):  # else the others are right
+                    values.pop(key, None)
         for key, field in fields.items():
-            if field.required and key not in raw and key not in replaced:
+            if field.required and key not in raw and key not in bad:
                 hint = hints[field.name]
                 allowed = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
                 write = f"; write {key}: {allowed[0]}" if len(allowed) == 1 else ""
                 self.wrong(path, f"'{key}' is missing{write}")
-        return type_(**values) if len(self.problems) == before else None
+                bad.add(key)
+        if type_ is Scenario:
+            return Scenario(**(_STAND_INS | values))
+        if type_ is Load and bad and "user" in values:
+            meant = {one for key in bad for one in difflib.get_close_matches(key, fields, n=1)}
+            self.faulty[path] = Load(**values), bad | meant
+        return None if bad else type_(**values)
+
+
+def _metas(type_: Any) -> list[msgspec.Meta]:
+    return [one for one in typing.get_args(type_) if isinstance(one, msgspec.Meta)]
+
+
+def _description(type_: Any) -> str | None:
+    return next((one.description for one in _metas(type_) if one.description), None)
 
 
 def _in_words(error: msgspec.ValidationError) -> str:
@@ -479,7 +469,6 @@ _OF_USER = {
 
 
 def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
-    """Contradictions of one load; paths are below it."""
     yield from _user_problems(load, folder)
     yield from load_problems(load, folder)
     if load.trace is None and not load.stages and (load.requests is None) == (load.duration_s is None):
@@ -514,7 +503,6 @@ def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
 
 
 def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
-    """Keys that do not go with the user class."""
     if load.user not in USERS and not load.user.endswith(".py"):
         advice = did_you_mean(load.user, USERS)
         yield Problem("user", f"'{load.user}' is neither a user class that ships nor a .py file; {advice}")
@@ -528,10 +516,10 @@ def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
         "agent": "only chat knows tools; remove it or use 'user: batch'",
         "rag": "a document goes before the question as a message; remove it",
     }
+    if load.endpoint == "embeddings":
+        chat_only["chat"] = "a conversation needs answers; use 'user: batch'"
     if load.endpoint != "chat" and load.user in chat_only:
         yield Problem("endpoint", chat_only[load.user], keys=("user",))
-    elif load.endpoint == "embeddings" and load.user == "chat":
-        yield Problem("endpoint", "a conversation needs answers; use 'user: batch'", keys=("user",))
 
 
 def _trace_problems(load: Load, trace: Trace, folder: Path) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -69,18 +69,15 @@ def _with_repeated(cells: list[Cell]) -> list[Cell]:
 
 
 def start_of(cell: Cell) -> tuple[int, str]:
-    """What the cells of one server start have in common where `restart` is false."""
     return cell.repeat, cell.server
 
 
 def starts(scenario: Scenario) -> int:
-    """How often a server is started, if none fails."""
     cells = plan(scenario)
     return len({cell.group for cell in cells} if scenario.restart else {start_of(cell) for cell in cells})
 
 
 def baseline_of(scenario: Scenario) -> Baseline:
-    """The baseline of the scenario, else the first server with the first load."""
     if scenario.baseline is not None:
         return scenario.baseline
     return Baseline(server=next(iter(scenario.servers)), load=next(iter(scenario.loads)))
@@ -110,16 +107,7 @@ def mixed_with(load: str, mixes: Mapping[str, list[str]]) -> list[str]:
     return [part for part in parts if part != load]
 
 
-def users_path(name: str, loads: Iterable[str]) -> str:
-    """The path below `loads` of a load's number of users: of `people@5`, people.stages[0].users."""
-    whole = staged(name)
-    if whole is None:
-        return f"{name}.users"
-    return f"{whole}.stages[{[one for one in loads if staged(one) == whole].index(name)}].users"
-
-
 def mix_names(scenario: Scenario) -> list[str]:
-    """The names of all parts."""
     return [f"{mix}.{load}" for mix, loads in scenario.mixes.items() for load in loads]
 
 
@@ -243,7 +231,6 @@ class Steadiness(NamedTuple):
 
     @property
     def min_answers(self) -> int:
-        """Answers before which nothing can be said."""
         return WINDOWS * self.step
 
     def window(self, seen: int) -> int:
@@ -251,7 +238,6 @@ class Steadiness(NamedTuple):
         return self.step * max(1, seen // (PART * self.step))
 
     def looks(self, seen: int) -> bool:
-        """Whether it is time to look."""
         return seen >= self.min_answers and seen % self.step == 0
 
     def is_steady(self, answers: Sequence[tuple[float, float]]) -> bool:
@@ -266,7 +252,6 @@ class Steadiness(NamedTuple):
 
 
 def steadiness(load: Load, warmup: Warmup) -> Steadiness:
-    """The rule for a load."""
     return Steadiness(wave_of(load), warmup.within, warmup.max_s, warmup.max_requests)
 
 
@@ -324,16 +309,18 @@ def steady_arrivals(arrivals: Arrivals) -> Arrivals:
 
 def arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
     """Seconds after the start at which somebody arrives, ascending; without end unless the rate stays at 0."""
-    when = _inverse(arrivals)
+    wave, points = arrivals.wave, arrivals.points or [[0.0, arrivals.rate or 0.0]]
     for expected in _unit(arrivals, seed):
-        at = when(expected)
+        if wave is not None:
+            at = _in_wave(expected, wave.min, wave.max, wave.period_s)
+        else:
+            at = _in_course(expected, points, arrivals.between == "ramps")
         if math.isinf(at):
             return
         yield at
 
 
 def _unit(arrivals: Arrivals, seed: int) -> Iterator[float]:
-    """Arrivals of rate 1."""
     if arrivals.spacing == "even":
         yield from (float(number) for number in itertools.count())
     draw = random.Random(f"{seed}:arrivals").random  # the one method whose results Python promises to keep
@@ -358,17 +345,7 @@ def _gamma(draw: Callable[[], float], shape: float) -> float:
             return d * v
 
 
-def _inverse(arrivals: Arrivals) -> Callable[[float], float]:
-    """The time at which the expected number of arrivals reaches a value; infinite when it never does."""
-    if arrivals.wave is not None:
-        minimum, maximum, period_s = arrivals.wave.min, arrivals.wave.max, arrivals.wave.period_s
-        return lambda expected: _in_wave(expected, minimum, maximum, period_s)
-    points = arrivals.points or [[0.0, arrivals.rate or 0.0]]
-    return lambda expected: _in_course(expected, points, arrivals.between == "ramps")
-
-
 def _in_course(expected: float, points: list[list[float]], ramps: bool) -> float:
-    """In a course of [second, rate]; the last rate stays."""
     for (start, rate), (end, rate_then) in itertools.pairwise(points):
         last = rate_then if ramps else rate
         length = end - start

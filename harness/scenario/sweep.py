@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from msgspec import Struct
 
 from harness.errors import Problem, did_you_mean
 from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow
@@ -26,51 +25,28 @@ FLAG = "--"  # a setting that begins with it is an argument of the engine
 _NOT_VARIED = ("stages", "vary", "where")
 
 
-class ExpandedScenario(Struct, frozen=True):
-    """A scenario without `vary`, what is wrong with its sweeps, and by name in the file the rows that it became."""
-
-    scenario: Scenario
-    problems: list[Problem]
-    servers: dict[str, list[str]]
-    loads: dict[str, list[str]]
+DecodeLoad = Callable[[Any, list[Problem]], Load | None]  # of plain values; notes what is wrong with them
 
 
-def expand(scenario: Scenario, decode_load: Callable[[Any, list[Problem]], Load | None]) -> ExpandedScenario:
-    """Replace each server and load that has `vary` by its rows.
-
-    `decode_load` makes a load of plain values and notes what is wrong with them. One that has a problem is left out.
-    """
+def expand(scenario: Scenario, decode_load: DecodeLoad) -> tuple[Scenario, list[Problem]]:
+    """Replace each server and load that has `vary` by its rows; one that has a problem is left out."""
     problems: list[Problem] = []
-
-    def server(one: Server, settings: dict[str, Any], _: list[Problem]) -> Server | None:
-        return _server(one, settings)
-
-    def load(one: Load, settings: dict[str, Any], wrong: list[Problem]) -> Load | None:
-        raw = msgspec.to_builtins(msgspec.structs.replace(one, vary={}, where=[]))
-        for key, value in settings.items():
-            if (problem := _put(raw, key, value)) is not None:
-                wrong.append(problem)
-                return None
-        return decode_load(raw, wrong)
-
-    servers, of_servers, swept_servers = _rows(scenario.servers, "servers", server, problems)
-    loads, of_loads, swept_loads = _rows(scenario.loads, "loads", load, problems)
+    servers, swept_servers = _rows(scenario.servers, "servers", decode_load, problems)
+    loads, swept_loads = _rows(scenario.loads, "loads", decode_load, problems)
     swept = Sweep(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
-    whole = msgspec.structs.replace(scenario, servers=servers, loads=loads, swept=swept)
-    return ExpandedScenario(whole, problems, of_servers, of_loads)
+    return msgspec.structs.replace(scenario, servers=servers, loads=loads, swept=swept), problems
 
 
 def _rows(
-    parts: Mapping[str, Any], kind: str, make: Callable[[Any, dict[str, Any], list[Problem]], Any], out: list[Problem]
-) -> tuple[dict[str, Any], dict[str, list[str]], dict[str, SweepRow]]:
+    parts: Mapping[str, Any], kind: str, decode_load: DecodeLoad, out: list[Problem]
+) -> tuple[dict[str, Any], dict[str, SweepRow]]:
     found: dict[str, Any] = {}
-    names: dict[str, list[str]] = {}
     swept: dict[str, SweepRow] = {}
     for name, part in parts.items():
         if not part.vary:
             if part.where:
                 out.append(Problem(f"$.{kind}.{name}.where", "belongs to 'vary'"))
-            found[name], names[name] = part, [name]
+            found[name] = part
             continue
         wrong = [problem.below(f"$.{kind}.{name}.") for problem in _grid_problems(part)]
         grid = [] if wrong else list(_grid(name, part, kind, wrong))
@@ -80,20 +56,17 @@ def _rows(
         rows: dict[str, Any] = {}
         for row, settings in [] if wrong else grid:
             mistakes: list[Problem] = []
-            one = make(part, settings, mistakes)
+            rows[row] = _server(part, settings) if kind == "servers" else _load(part, settings, decode_load, mistakes)
             for mistake in mistakes:
                 key = next((key for key in settings if f"$.{key}".startswith(mistake.path.split("[")[0])), "")
                 place = f"{name}.vary.{key}" if key else name
                 text = mistake.text if key else f"{mistake.path.removeprefix('$.')}: {mistake.text}"
                 wrong.append(Problem(f"$.{kind}.{place}", f"{text} (of row '{row}')"))
-            if one is not None:
-                rows[row] = one
         out += wrong[:1] if len({problem.path for problem in wrong}) == 1 else wrong
         if not wrong:
             found |= rows
-            names[name] = list(rows)
             swept |= {row: SweepRow(of=name, settings=settings) for row, settings in grid}
-    return found, names, swept
+    return found, swept
 
 
 def _grid_problems(part: Server | Load) -> Iterator[Problem]:
@@ -113,13 +86,12 @@ def _grid_problems(part: Server | Load) -> Iterator[Problem]:
             yield Problem(path, f"it has {len(values):,} values; at most {MAX_VALUES:,} are read")
     if isinstance(part, Load) and part.stages:
         yield Problem("vary", "does not go with 'stages'; vary 'users' instead")
-    number = math.prod(len(values) if isinstance(values, list) else MAX_VALUES for values in part.vary.values())
+    spans = [
+        _span_values(one) if isinstance(one, Span) and not _span_problem(one) else one for one in part.vary.values()
+    ]
+    number = math.prod(len(one) for one in spans if isinstance(one, list))
     if number > MAX_COMBINATIONS:
-        spans = [_span_values(one) if isinstance(one, Span) and not _span_problem(one) else one
-                 for one in part.vary.values()]  # fmt: skip
-        number = math.prod(len(one) for one in spans if isinstance(one, list))
-        if number > MAX_COMBINATIONS:
-            yield Problem("vary", f"it has {number:,} combinations; at most {MAX_COMBINATIONS:,} are read")
+        yield Problem("vary", f"it has {number:,} combinations; at most {MAX_COMBINATIONS:,} are read")
 
 
 def _span_problem(span: Span) -> str | None:
@@ -199,7 +171,6 @@ def _abbreviations(keys: list[str]) -> dict[str, str]:
 
 
 def _label(value: Any, place: int) -> str:
-    """A value as a part of a name; one that is no plain value has its number in the list."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:
@@ -224,6 +195,12 @@ def _server(server: Server, settings: Mapping[str, Any]) -> Server:
     return msgspec.structs.replace(server, variables=variables, vary={}, where=[])
 
 
+def _load(load: Load, settings: Mapping[str, Any], decode_load: DecodeLoad, wrong: list[Problem]) -> Load | None:
+    raw = msgspec.to_builtins(msgspec.structs.replace(load, vary={}, where=[]))
+    wrong += [problem for key, value in settings.items() if (problem := _put(raw, key, value)) is not None]
+    return None if wrong else decode_load(raw, wrong)
+
+
 def _put(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
     """Set a value at a path such as arrivals.rate."""
     *above, last = key.split(".")
@@ -238,10 +215,6 @@ def _put(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
 
 
 # --- Conditions
-
-
-def _identifier(key: str) -> str:
-    return key.removeprefix(FLAG).replace("-", "_")
 
 
 class _Conditions(ImmutableSandboxedEnvironment):
@@ -270,7 +243,7 @@ _SUCH_AS = "such as max_num_batched_tokens >= max_num_seqs"
 def _named(part: Server | Load, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a condition may name: varied settings, and the variables of a server or the keys of a load."""
     if isinstance(part, Server):
-        return part.variables | {_identifier(key): value for key, value in settings.items()}
+        return part.variables | {key.removeprefix(FLAG).replace("-", "_"): value for key, value in settings.items()}
     raw: dict[str, Any] = msgspec.to_builtins(part)
     for key, value in settings.items():
         _put(raw, key, value)
@@ -290,7 +263,6 @@ def _compiled(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], o
 
 
 def _is_met(condition: str, known: Mapping[str, Any]) -> bool:
-    """Whether a condition is met. Raises ValueError that says what is wrong with it."""
     names, expression = _compiled(condition)
     for name in sorted(names - known.keys()):
         raise ValueError(f"'{name}' is neither varied nor set here; {did_you_mean(name, known)}")

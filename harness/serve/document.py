@@ -9,8 +9,7 @@ import yaml
 
 from harness.engines import engines
 from harness.errors import HarnessError
-from harness.files import read_text
-from harness.paths import COMPOSE
+from harness.files import COMPOSE, read_text
 from harness.scenario import Scenario
 from harness.serve.compose_file import GATEWAY, SERVER, parse, parse_port, url_of
 from harness.serve.engine import digests_here

@@ -11,8 +11,8 @@ from docker.errors import NotFound
 from docker.types import Mount
 
 from harness.errors import ServerError
+from harness.files import LOCUSTFILES
 from harness.job import SECRETS_ENV, Job
-from harness.paths import LOCUSTFILES
 from harness.process import undisturbed
 from harness.redact import known
 from harness.serve.containers import LogFile, follow_log

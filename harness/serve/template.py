@@ -21,9 +21,8 @@ from msgspec import Struct
 
 from harness.engines import engines, template_of
 from harness.errors import HarnessError, Problem, ScenarioError, did_you_mean
-from harness.files import read_text
+from harness.files import COMPOSE, read_text
 from harness.machine.gpus import device_groups
-from harness.paths import COMPOSE
 from harness.process import free_port
 from harness.scenario import Gateway, Scenario, Server
 from harness.serve.compose_file import (

@@ -491,6 +491,6 @@ def _label_in(text: str) -> str | None:
 
 @cache
 def _labels() -> dict[str, str]:
-    lines = files("harness.data").joinpath("classification.jsonl").read_bytes().splitlines()
+    lines = files("harness").joinpath("data", "classification.jsonl").read_bytes().splitlines()
     items = [msgspec.json.decode(line) for line in lines]
     return {item["text"]: item["label"] for item in items}

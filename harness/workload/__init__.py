@@ -47,7 +47,7 @@ def labels_of(item: Item) -> list[str]:
 @cache
 def _items() -> tuple[Item, ...]:
     decoder = msgspec.json.Decoder(Item)
-    lines = files("harness.data").joinpath("classification.jsonl").read_bytes().splitlines()
+    lines = files("harness").joinpath("data", "classification.jsonl").read_bytes().splitlines()
     return tuple(decoder.decode(line) for line in lines)
 
 
@@ -220,7 +220,7 @@ def salt_words(run_id: str, cell_id: str, words: Sequence[str] = ()) -> str:
 
 @cache
 def common() -> tuple[str, ...]:
-    return tuple(files("harness.data").joinpath("words.txt").read_text(encoding="ascii").split())
+    return tuple(files("harness").joinpath("data", "words.txt").read_text(encoding="ascii").split())
 
 
 ENOUGH = 100  # with fewer words, texts repeat themselves so much that a prefix cache or a draft model has an easy time

@@ -6,7 +6,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from harness.paths import RESULTS
+from harness.files import RESULTS
 from harness.report.board import collect, publish, write_board
 from harness.rundir.manifest import Machine
 from tests.browser.test_report_page import complaints

@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.process import free_port
 from harness.simulated import spawned
 from tests import prefork

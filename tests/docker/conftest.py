@@ -11,7 +11,7 @@ from typing import Any
 import docker
 import pytest
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.scenario import Consent, Load, Scenario, Server
 from harness.serve import Endpoint, serve
 from harness.serve.engine import connect, sweep

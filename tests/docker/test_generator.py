@@ -9,7 +9,7 @@ import docker
 import pytest
 
 from harness.errors import ServerError
-from harness.paths import LOCUSTFILES
+from harness.files import LOCUSTFILES
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
 from harness.scenario import Load

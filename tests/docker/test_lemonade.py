@@ -17,7 +17,7 @@ import yaml
 
 from harness.analysis.summarize import read_summary
 from harness.errors import ServerError
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.process import free_port
 from harness.reasons import sentence
 from harness.rundir.manifest import read_run

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from harness.errors import ExitCode, HarnessError, ServerError
+from harness.files import ROOT
 from harness.job import read_job, workload_of
-from harness.paths import ROOT
 from harness.prepare.experiment import prepare
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests

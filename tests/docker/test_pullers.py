@@ -7,7 +7,7 @@ import docker
 import pytest
 import requests
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
 from harness.serve import serve
 from tests.docker.conftest import BASE, remains

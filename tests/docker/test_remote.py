@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from harness.errors import ServerError
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run

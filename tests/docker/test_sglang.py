@@ -4,7 +4,7 @@ from pathlib import Path
 
 import docker
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
 from harness.serve import serve
 from tests.docker.conftest import BASE, remains

@@ -10,7 +10,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.process import PID_START
 from harness.serve import sweep
 from harness.serve.engine import CACHE, OURS, RUN, owned

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from harness.paths import ROOT, SCENARIOS
+from harness.files import ROOT, SCENARIOS
 from harness.scenario.file import load_scenario
 from harness.serve import prepared
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG

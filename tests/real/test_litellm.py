@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.rundir.records import Request
 from harness.rundir.samples import read_metrics
 from tests.docker.conftest import build_image

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from harness import process
-from harness.paths import ROOT
+from harness.files import ROOT
 
 READY_EVERY_S = 0.1
 TERM_S = 5.0

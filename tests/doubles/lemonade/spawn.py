@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from harness.paths import ROOT
+from harness.files import ROOT
 from harness.process import free_port
 
 

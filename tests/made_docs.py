@@ -1,4 +1,4 @@
-"""`python -m harness.docs` writes what pages say of the program: the parts of docs/*.md and README.md between marks.
+"""`python -m tests.made_docs` writes what pages say of the program: the parts of docs/*.md and README.md between marks.
 
 A mark is a comment such as `<!-- servers -->`, and `<!-- /servers -->` at the end of the part.
 """
@@ -10,8 +10,8 @@ from typing import Any
 from harness.analysis.summarize import read_summary
 from harness.engines import engines, template_of
 from harness.failures.table import IN_PIECES, Rule, removed_flags, replacements, rules
+from harness.files import ROOT
 from harness.machine.findings import findings_tables, targets_table
-from harness.paths import ROOT
 from harness.reasons import documented
 from harness.report import markdown
 from harness.rundir.manifest import read_run

@@ -1,1 +1,0 @@
-"""Texts that ship with the harness: the words of synthetic prompts, and a set to classify."""

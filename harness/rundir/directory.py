@@ -1,0 +1,123 @@
+"""A run directory while its run goes on: its lock, the space reserved for its end, and attempts that are set aside."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.files import UNDECODABLE, open_file
+from harness.rundir.records import ProcessMark, Request
+from harness.rundir.samples import MetricsSample, TelemetrySample
+
+ATTEMPTS = "attempts"
+RESERVE = "reserve"  # a file of the run directory, while the run goes on
+RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
+FULL_BYTES = 2**16
+# Files of lines, each with its cell.
+LINES: dict[str, type[Any]] = {
+    "requests.jsonl": Request,
+    "processes.jsonl": ProcessMark,
+    "metrics.jsonl": MetricsSample,
+    "telemetry.jsonl": TelemetrySample,
+}
+
+
+def make_room(folder: Path, cells: int) -> None:
+    """Make the parts of a run directory that are missing, and reserve space for its end. Raises OSError."""
+    with (folder / RESERVE).open("wb") as file:  # so that a full disk cannot hide how a run ended
+        os.posix_fallocate(file.fileno(), 0, 2 * RESERVED_BYTES + 2**16 * min(cells, 500))
+    for part in ("jobs", "logs", "compose"):
+        (folder / part).mkdir(exist_ok=True)
+    for output in LINES:  # opened before the first request, to detect a read-only disk
+        (folder / output).touch()
+
+
+def release_space(folder: Path, *, half: bool = False) -> None:
+    """Release what was reserved; `half`: for the last records, and the rest stays for the manifest."""
+    path = folder / RESERVE
+    with contextlib.suppress(OSError):
+        os.truncate(path, path.stat().st_size // 2) if half else path.unlink()
+
+
+def disk_is_full(folder: Path) -> bool:
+    """Whether the file system of a run directory has no space left. One that does not report its size is not full."""
+    found = os.statvfs(folder)
+    free = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+    return found.f_blocks > 0 and free * found.f_frsize < FULL_BYTES
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run directory, as the one process that writes to it. The kernel gives the lock back when it dies.
+
+    Raises HarnessError while another process has it.
+    """
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise HarnessError(
+                    f"{folder}: another harness process is running this run",
+                    next_step="Wait for it, or stop it with Ctrl-C.",
+                ) from None
+        yield
+    finally:
+        os.close(place)
+
+
+def set_aside(folder: Path, keep: Collection[str], cells: Collection[str]) -> str | None:
+    """Move all but the cells `keep` out of the files of a run; return the new folder below it, None if there is none.
+
+    `cells`: all that are planned. Damaged lines, such as one that was torn by a power loss, go as well. Each line is
+    on the disk in its new place before it leaves the old one: if this is interrupted it can be done again. Raises
+    OSError, such as for a full disk.
+    """
+    number = 1 + max((int(path.name) for path in (folder / ATTEMPTS).glob("*") if path.name.isdigit()), default=0)
+    aside = folder / ATTEMPTS / str(number)
+    aside.mkdir(parents=True)
+    moved = [_move_lines(folder / name, aside / name, kind, keep) for name, kind in LINES.items()]
+    for part in ("logs", "jobs"):
+        for path in sorted((folder / part).glob("*")):
+            # Cells may begin alike: r1-a-b and r1-a-b.c.
+            cell = max((cell for cell in cells if path.name.startswith(f"{cell}.")), key=len, default=None)
+            if cell is not None and cell not in keep:
+                (aside / part).mkdir(exist_ok=True)
+                os.replace(path, aside / part / path.name)
+                moved.append(True)
+    if any(moved):
+        return f"{ATTEMPTS}/{number}"
+    aside.rmdir()
+    with contextlib.suppress(OSError):  # earlier attempts are in it
+        aside.parent.rmdir()
+    return None
+
+
+def _move_lines(path: Path, aside: Path, kind: type[Any], keep: Collection[str]) -> bool:
+    """Move the lines of other cells, and those that cannot be read. Return whether there were any."""
+    decode = msgspec.json.Decoder(kind).decode
+    moved, started = 0, path.with_name(f"{path.name}.new")
+    with open_file(path) as lines, started.open("wb") as stays, aside.open("wb") as goes:
+        for line in lines:
+            whole = line.endswith(b"\n")
+            try:
+                mine = whole and decode(line).cell in keep
+            except UNDECODABLE:
+                mine = False
+            (stays if mine else goes).write(line if whole else line + b"\n")
+            moved += not mine
+        for file in (goes, stays):
+            file.flush()
+            os.fsync(file.fileno())
+    if moved:
+        os.replace(started, path)
+    else:
+        started.unlink()
+        aside.unlink()
+    return moved > 0
