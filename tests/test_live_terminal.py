@@ -13,7 +13,7 @@ from rich.console import Console
 
 from harness.job import Job
 from harness.run.drive import Glance, Monitor
-from harness.run.progress import Progress, table
+from harness.run.progress import Progress, in_words, table
 from harness.rundir.records import Request
 from harness.rundir.samples import GpuSample
 from harness.scenario import Load, Warmup
