@@ -66,10 +66,9 @@ class ChartCounts(Struct):
     first_measured_s: float = float("inf")
     first_sent_s: float = float("inf")
     last_ended_s: float = 0.0
-    # Of each arrival of tokens that is in no bin yet: when its request was sent, how long after that, how many.
-    sents_s: "array[float]" = field(default_factory=doubles)
+    # Of tokens that are in no bin yet: of each request when it was sent, arrivals and tokens of each; all arrivals.
+    streams: list[tuple[float, int, float]] = []
     arrivals_s: "array[float]" = field(default_factory=doubles)
-    tokens: "array[float]" = field(default_factory=doubles)
 
     @property
     def zero_s(self) -> float:
@@ -95,8 +94,7 @@ class ChartCounts(Struct):
         arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
         if request.output_tokens and arrivals:
             self.arrivals_s.fromlist(arrivals)
-            self.sents_s.fromlist([sent] * len(arrivals))
-            self.tokens.fromlist([request.output_tokens / len(arrivals)] * len(arrivals))
+            self.streams.append((sent, len(arrivals), request.output_tokens / len(arrivals)))
 
     def _add_dot(self, request: Request, sent_s: float) -> None:
         draw = crc32(request.id.encode()) * 2654435761 & 0xFFFFFFFF
@@ -110,11 +108,16 @@ class ChartCounts(Struct):
     def reduce(self) -> None:
         """Put the tokens of the requests so far into bins, and keep some dots."""
         self.dots = thinned(self.dots)
-        at = np.array(self.sents_s) + np.array(self.arrivals_s)
-        places, which = np.unique(np.clip((at / FINE_S).astype(np.int64), 0, MAX_FINE - 1), return_inverse=True)
-        for place, tokens in zip(places.tolist(), np.bincount(which, self.tokens).tolist(), strict=True):
-            self.bins["tokens", place] += tokens
-        self.sents_s, self.arrivals_s, self.tokens = doubles(), doubles(), doubles()
+        if not self.streams:
+            return
+        sent, sizes, each = (np.array(column) for column in zip(*self.streams, strict=True))
+        at = np.array(self.arrivals_s) + np.repeat(sent, sizes)
+        places = np.clip((at / FINE_S).astype(np.int64), 0, MAX_FINE - 1)
+        first = int(places.min())
+        tokens = np.bincount(places - first, weights=np.repeat(each, sizes))
+        for place in np.flatnonzero(tokens).tolist():
+            self.bins["tokens", first + place] += tokens[place]
+        self.streams, self.arrivals_s = [], doubles()
 
     def between(self, what: str, low: int, high: int) -> Array:
         found = np.zeros(high - low)

@@ -57,14 +57,15 @@ class Measured(Struct, frozen=True, kw_only=True):
         """The values of a metric: a list for each run, in it one for each valid cell."""
         return [values_of(row, cells, metric) for row, cells in zip(self.rows, self.cells, strict=True)]
 
+    @property
+    def valid(self) -> list[CellSummary]:
+        """All valid cells."""
+        by_run = zip(self.rows, self.cells, strict=True)
+        return [cell for row, cells in by_run for name in row.cells if (cell := cells.get(name)) and not cell.problems]
+
     def sampled(self, name: str) -> list[Distribution]:
         """The latency distributions of all valid cells."""
-        return [
-            getattr(cells[cell].numbers, f"{name}_s")
-            for row, cells in zip(self.rows, self.cells, strict=True)
-            for cell in row.cells
-            if cell in cells and not cells[cell].problems
-        ]
+        return [getattr(cell.numbers, f"{name}_s") for cell in self.valid]
 
 
 class ComparedSides(Struct, frozen=True, kw_only=True):
@@ -144,7 +145,7 @@ def pairs_of(side: Measured, base: Measured, *, within_run: bool, parts: int = 1
             within_run=within_run,
             load=side.load_name,
             parts=parts,
-            apart=within_run and are_apart(sessions_of(side), sessions_of(base)),
+            apart=within_run and are_apart(*([cell.session or 0 for cell in one.valid] for one in (side, base))),
             refused=not_valid(*side.rows, *base.rows)
             or unlike_work(side.load, base.load)
             or _unlike(side, base, metric)
@@ -154,12 +155,6 @@ def pairs_of(side: Measured, base: Measured, *, within_run: bool, parts: int = 1
                 else client_limited(metric, limited)
             ),
         )
-
-
-def sessions_of(one: Measured) -> list[int]:
-    """The session of each valid cell of a side."""
-    found = [cells[cell] for row, cells in zip(one.rows, one.cells, strict=True) for cell in row.cells if cell in cells]
-    return [cell.session or 0 for cell in found if not cell.problems]
 
 
 def are_apart(side: Sequence[int], base: Sequence[int]) -> bool:

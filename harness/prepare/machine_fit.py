@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct, structs
 
@@ -167,7 +166,7 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     """
     servers: dict[str, Server] = {}
     computed: dict[str, Reason] = {}
-    known: list[tuple[list[Any], Share]] = []
+    known: dict[str, Share] = {}
     for name, server in experiment.scenario.servers.items():
         where = _where(server)
         if where is None or experiment.target is not None:
@@ -176,10 +175,8 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
         one = prepared(experiment.scenario, name)
         service, ranks = one.service, ranks_of(one.engine_arguments)
         # Servers that are compared get equal numbers, though free memory changes between two looks at it.
-        basis = [ranks, service.devices, *(service.environment.get(variable) for variable in VISIBLE)]
-        share = next((share for other, share in known if other == basis), None)
-        share = share or _share(name, service, ranks, root)
-        known.append((basis, share))
+        basis = repr([ranks, service.devices, *(service.environment.get(variable) for variable in VISIBLE)])
+        share = known[basis] = known.get(basis) or _share(name, service, ranks, root)
         if share.utilization is None:
             raise HarnessError(
                 f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({sentence(share.formula)})",

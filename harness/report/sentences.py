@@ -148,12 +148,8 @@ def _capacity(server: str, levels: list[tuple[float, str, Row]], texts: Sequence
         elif not doubt:
             passed = what
     slos = " and ".join(texts)
-    text = f"{server} meets {slos} up to {passed}" if passed else f"{server} meets {slos} at no measured load"
-    if doubt:
-        text = (
-            f"{text}; {doubt} cannot be decided" if passed else f"{server}: whether it meets {slos} cannot be decided"
-        )
-        text += "" if passed else f" at {doubt}"
+    text = f"{server} meets {slos} {f'up to {passed}' if passed else 'at no measured load'}"
+    text += f"; {doubt} cannot be decided" if doubt else ""
     if missed:
         text += f", and misses {'it' if len(texts) == 1 else 'them'} at {missed}"
     elif passed and not doubt:

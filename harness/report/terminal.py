@@ -1,6 +1,6 @@
 """Reports in the terminal: of a run, of a comparison, of a log that is explained, of a prediction."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,23 +230,21 @@ def simple_table(head: Sequence[str], rows: Iterable[Sequence[str]], styles: Seq
 
 def recognised(scanned: Scanned) -> bool:
     """Whether a failure of the table is in the log: no warning, no exception of another name, nothing got over."""
-    return any(
-        finding.severity not in ("warning", "exception") and not finding.recovered for finding in scanned.findings
-    )
+    return _failed(scanned, but=("warning", "exception"))
 
 
 def started_well(scanned: Scanned) -> bool:
     """Whether the server became ready and nothing after that says that it failed."""
-    return scanned.ready is not None and not any(
-        finding.severity != "warning" and not finding.recovered for finding in scanned.findings
-    )
+    return scanned.ready is not None and not _failed(scanned, but=("warning",))
 
 
 def stopped(scanned: Scanned) -> bool:
     """Whether the server was stopped in the regular way, and nothing before that says that it failed."""
-    return scanned.stopping is not None and not any(
-        finding.severity not in ("warning", "request") and not finding.recovered for finding in scanned.findings
-    )
+    return scanned.stopping is not None and not _failed(scanned, but=("warning", "request"))
+
+
+def _failed(scanned: Scanned, but: Collection[str]) -> bool:
+    return any(finding.severity not in but and not finding.recovered for finding in scanned.findings)
 
 
 def explained_data(name: str, scanned: Scanned) -> dict[str, Any]:

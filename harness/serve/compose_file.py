@@ -206,7 +206,6 @@ def _service_problems(service: Service, environment: Mapping[str, str] | None) -
         ("group_add", service.group_add, _parse_group),
         ("shm_size", [service.shm_size], parse_bytes),
         ("mem_limit", [service.mem_limit], parse_bytes),
-        ("memswap_limit", [service.memswap_limit], parse_bytes),
         ("stop_grace_period", [service.stop_grace_period], parse_seconds),
         ("image", [service.image], _parse_image),
         ("ipc", [service.ipc], _parse_ipc),

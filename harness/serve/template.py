@@ -32,7 +32,6 @@ from harness.serve.compose_file import (
     Service,
     checked,
     parse,
-    parse_bytes,
     parse_device,
     read,
 )
@@ -66,7 +65,6 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min: int | float | None = None
     max: int | float | None = None
     choices: list[str] | None = None
-    format: Literal["size"] | None = None  # of a text, unless `${NAME}` is in it
     auto: bool = False  # it may also be AUTO, which `harness.prepare.machine_fit` replaces
 
     @property
@@ -149,11 +147,6 @@ def _value_problem(variable: Variable, value: Any) -> str | None:
         return None
     if variable.choices is not None and value not in variable.choices:
         return f"there is no '{value}'; {did_you_mean(str(value), variable.choices)}"
-    if variable.format is not None and "$" not in value:
-        try:
-            parse_bytes(value)
-        except ValueError as error:
-            return str(error)
     minimum, maximum = variable.min, variable.max
     if maximum is None and isinstance(value, int) and abs(value) > _MAX_VALUE:
         return f"{value} is larger than any server takes ({_MAX_VALUE:,})"
@@ -172,21 +165,16 @@ def limits(variable: Variable) -> str:
 def _fits(value: Any, type_: str) -> bool:
     if value is None:
         return type_.endswith("?")
-    match type_.rstrip("?"):
-        case "string":
-            return isinstance(value, str)
-        case "integer":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "number":
-            return _is_scalar(value) and not isinstance(value, str) and math.isfinite(value)
-        case "boolean":
-            return isinstance(value, bool)
-        case "list":
-            return isinstance(value, list) and all(_is_scalar(item) for item in value)
-        case _:
-            return isinstance(value, dict) and all(
-                isinstance(key, str) and _is_scalar(item) for key, item in value.items()
-            )
+    kind = type_.rstrip("?")
+    if kind == "list":
+        return isinstance(value, list) and all(map(_is_scalar, value))
+    if kind == "mapping":
+        return isinstance(value, dict) and all(isinstance(key, str) and _is_scalar(value[key]) for key in value)
+    if isinstance(value, bool) or kind == "boolean":
+        return isinstance(value, bool) and kind == "boolean"
+    if kind == "number":
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, str if kind == "string" else int)
 
 
 def _is_scalar(value: Any) -> bool:

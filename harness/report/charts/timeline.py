@@ -110,6 +110,7 @@ PANELS = {
 }
 _GAP = 26  # pixels between panels
 _STRIP = 20  # height of the strip of events
+_LOW = 90  # height of what is least looked at
 _MAX_POINTS = 80  # up to so many, each point is marked
 _FEW_POINTS = 5  # up to so many, no line joins them
 _ROOM = 0.08  # of the width, that a label of an event needs
@@ -117,44 +118,46 @@ _ROOM = 0.08  # of the width, that a label of an event needs
 
 def figure_of(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
     """Requests, tokens per second, and whatever else was recorded, over the seconds of one cell."""
-    cache = [KV_CACHE[0]] if "kv_usage" in line.server.values else []
-    watched = [name for name in PANELS if name in line.machine.panels]
-    arrivals = ["arrivals/s"] if line.asked_s else []
-    others = [*arrivals, *cache, *(PANELS[name][0] for name in watched)]
-    heights = [_STRIP, 170, 130, *(90 for _ in others)]
-    total = sum(heights) + _GAP * (len(heights) - 2)
+    panels: list[tuple[str, int, list[Figure]]] = [
+        ("", _STRIP, [_events(events, line)]), ("requests", 170, _requests(line)), ("tok/s", 130, [_tokens(line)]),
+    ]  # fmt: skip
+    if line.asked_s:
+        panels.append(("arrivals/s", _LOW, _arrivals(line)))
+    if (cache := line.server.values.get("kv_usage")) is not None:
+        panels.append((KV_CACHE[0], _LOW, [_panel(KV_CACHE, "", line.server.at_s, cache)]))
+    known: set[str] = set()
+    for name in PANELS:
+        if name in line.machine.panels:
+            panels.append((PANELS[name][0], _LOW, _watched(line, name, known)))
+    total = sum(height for _, height, _ in panels) + _GAP * (len(panels) - 2)
     layout: Figure = {
         "height": total + 110 + (60 if line.machine.drawn > 1 else 0),  # a legend of many GPUs
         "hovermode": "x",
         "showlegend": True,
         "shapes": [_rule(event) for event in events],
         "annotations": [],
+        "xaxis": {
+            "title": {"text": "seconds since the first measured request"},
+            "anchor": f"y{len(panels)}",
+            "zeroline": False,
+        },
     }
     if line.warmup_until_s is not None:
         layout["shapes"].insert(0, _shade(line.warmup_until_s))
         layout["annotations"].append(_warmup(line.warmup_until_s))
+    data: list[Figure] = []
     top = 0
-    for number, (height, title) in enumerate(zip(heights, ["", "requests", "tok/s", *others], strict=True), 1):
-        layout["yaxis" if number == 1 else f"yaxis{number}"] = {
+    for place, (title, height, traces) in enumerate(panels):
+        number = str(place + 1) if place else ""
+        layout[f"yaxis{number}"] = {
             "title": {"text": title},
             "domain": [round(max(0.0, 1 - (top + height) / total), 4), round(1 - top / total, 4)],
             "rangemode": "tozero",
             "nticks": 4 if height < 120 else 6,
         }
-        top += height + (_GAP if number > 1 else 0)
+        data += [trace | {"yaxis": f"y{number}"} for trace in traces]
+        top += height + (_GAP if place else 0)
     layout["yaxis"] |= {"range": [0, 1], "visible": False, "fixedrange": True}
-    layout["xaxis"] = {
-        "title": {"text": "seconds since the first measured request"},
-        "anchor": f"y{len(heights)}",
-        "zeroline": False,
-    }
-    data = [_events(events, line), *_requests(line), _tokens(line)]
-    data += _arrivals(line, "y4") if arrivals else []
-    if cache:
-        data.append(_panel(KV_CACHE, "", line.server.at_s, line.server.values["kv_usage"], f"y{4 + len(arrivals)}"))
-    known: set[str] = set()
-    for number, name in enumerate(watched, 4 + len(arrivals) + len(cache)):
-        data += _watched(line, name, f"y{number}", known)
     return {"data": data, "layout": layout}
 
 
@@ -174,43 +177,42 @@ def _events(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
     )  # fmt: skip
 
 
-def _area(name: str, x: Sequence[float], y: Sequence[float], hover: str, place: str) -> Figure:
-    line = {"shape": "hvh", "width": 0}
-    return scatter(name, x, y, hover, yaxis=place, line=line, fill="tozeroy", fillcolor="@area")
+def _area(name: str, x: Sequence[float], y: Sequence[float], hover: str) -> Figure:
+    return scatter(name, x, y, hover, line={"shape": "hvh", "width": 0}, fill="tozeroy", fillcolor="@area")
 
 
 def _requests(line: Timeline) -> list[Figure]:
     hover = "%{y:,} %{fullData.name}<extra></extra>"
-    data = [_area("in flight (client)", line.at_s, line.in_flight, hover, "y2")]
+    data = [_area("in flight (client)", line.at_s, line.in_flight, hover)]
     for gauge, hue, dash in (("running", "s1", "solid"), ("waiting", "s2", "dash")):
         if gauge in line.server.values:
             x, style = line.server.at_s, {"color": f"@{hue}", "dash": dash, "width": 2}
-            more = {"yaxis": "y2", "line": style, "marker": {"size": 5}}
-            data.append(scatter(f"{gauge} (server)", x, line.server.values[gauge], hover, _mode(x), **more))
+            values = line.server.values[gauge]
+            data.append(scatter(f"{gauge} (server)", x, values, hover, _mode(x), line=style, marker={"size": 5}))
     return data
 
 
 def _tokens(line: Timeline) -> Figure:
     style = {"color": "@s3", "width": 1.8, "shape": "hvh"}
-    return scatter("output tok/s", line.at_s, line.tok_s, "%{y:,.0f} tok/s<extra></extra>", yaxis="y3", line=style)
+    return scatter("output tok/s", line.at_s, line.tok_s, "%{y:,.0f} tok/s<extra></extra>", line=style)
 
 
-def _arrivals(line: Timeline, place: str) -> list[Figure]:
+def _arrivals(line: Timeline) -> list[Figure]:
     """The target rate of the schedule as an area and the actual rate as a line: where they part, it was not kept."""
     hover, style = "%{y:,.2f}/s %{fullData.name}<extra></extra>", {"color": "@s2", "width": 1.6, "shape": "hvh"}
     return [
-        _area("asked", line.arrivals_at_s, line.asked_s, hover, place),
-        scatter("sent", line.arrivals_at_s, line.gone_s, hover, yaxis=place, line=style),
+        _area("asked", line.arrivals_at_s, line.asked_s, hover),
+        scatter("sent", line.arrivals_at_s, line.gone_s, hover, line=style),
     ]
 
 
-def _watched(line: Timeline, name: str, place: str, known: set[str]) -> list[Figure]:
+def _watched(line: Timeline, name: str, known: set[str]) -> list[Figure]:
     """A line for each GPU, or for each sensor of the only one. `known`: the entries that the legend has already."""
     drawn = line.machine.panels[name]
     gpus = sorted({label.partition(" ")[0] for lines in line.machine.panels.values() for label in lines})
     traces = []
     for number, (label, values) in enumerate(drawn.items()):
-        trace = _panel(PANELS[name], label if len(drawn) > 1 else "", line.machine.at_s, values, place)
+        trace = _panel(PANELS[name], label if len(drawn) > 1 else "", line.machine.at_s, values)
         if len(drawn) > 1 or line.machine.drawn > 1:
             gpu, _, what = label.partition(" ")
             entry, hue, dash = trace["name"], colour(number + 4), "solid"
@@ -225,7 +227,7 @@ def _watched(line: Timeline, name: str, place: str, known: set[str]) -> list[Fig
 
 
 def _panel(
-    panel: tuple[str, float, str, str], label: str, at_s: Sequence[float], values: Sequence[float | None], place: str
+    panel: tuple[str, float, str, str], label: str, at_s: Sequence[float], values: Sequence[float | None]
 ) -> Figure:
     title, factor, hover, hue = panel
     name = title.partition(",")[0]
@@ -233,7 +235,7 @@ def _panel(
     hover = f"{plain(label)} {hover}".strip() + "<extra></extra>"
     line, marker = {"color": f"@{hue}", "width": 2}, {"size": 4, "color": f"@{hue}"}
     name = f"{name}, {label}" if label else name
-    return scatter(name, at_s, y, hover, _mode(at_s), yaxis=place, line=line, marker=marker, showlegend=False)
+    return scatter(name, at_s, y, hover, _mode(at_s), line=line, marker=marker, showlegend=False)
 
 
 def _mode(at_s: Sequence[float]) -> str:
