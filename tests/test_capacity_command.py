@@ -29,6 +29,7 @@ from tests.made_runs import request
 
 EASY, HARD = "ttft_p50<=20s", "ttft_p50<=0.001ms"  # a median is decided by fewer blocks than a p95
 QUICK: dict[str, Any] = {
+    "servers": {"one": server("--step-base-s", "0.02")},  # so that most of the time is waiting, not work
     "loads": {"people": {"user": "batch", "requests": 6, "output_tokens": 5}},
     "warmup": {"requests": 0},
 }
@@ -173,7 +174,8 @@ def test_slos_are_quantiles_of_latencies(tmp_path: Path) -> None:
     assert (first.share, first.bounds[0].latency, first.bounds[0].bound_s) == (0.95, "ttft", 2.0)
     assert (second.share, [bound.latency for bound in second.bounds]) == (0.9, ["ttft", "tpot"])
     checks = ["error_rate == 0", "tpot_p99 <= 60ms", "one/people: e2e_p50 < 3s", "two/people: e2e_p50 < 9s"]
-    scenario = load_scenario(write(tmp_path, servers={"one": server(), "two": server()}, checks=checks, **QUICK))
+    changes = QUICK | {"servers": {"one": server(), "two": server()}, "checks": checks}
+    scenario = load_scenario(write(tmp_path, **changes))
     assert [slo.share for slo in slos_of_scenario(scenario, "one", "people")] == [0.99, 0.5]
 
 

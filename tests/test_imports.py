@@ -221,7 +221,7 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     assert relative.code == "no_baseline" and "the definitions of 'output_tok_s' differ" in evidence(relative.evidence)
     assert speedup.code == "no_value" and "the definitions of 'output_tok_s' differ" in evidence(speedup.evidence)
     text = markdown.render(summary, run)
-    assert "By output tokens per second; no comparison could be made." in text
+    assert "By output tok/s; no comparison could be made." in text
     assert "| flm-npu | chat-short | " in text and "25.6†" in text and "0.57" not in text and "0.58" not in text
     assert "† defined otherwise: output\\_tok\\_s of flm-npu / chat-short: mean over the runs of output tokens" in text
     page = html.write_report(folder).read_text()
