@@ -16,8 +16,11 @@ all = status=0; set -x; $(call tests,$(1) -m alone); \
 	$(call tests,$(1) -m "not alone" --dist loadfile --no-loadscope-reorder --numprocesses $(TEST_PROCESSES)); \
 	exit $$status
 
+# Where it is set, each of the many processes of the tests compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev test test-fast test-nightly lint format image lock sbom clean
+.PHONY: help demo install dev test test-fast test-nightly engines lint format image lock sbom clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,9 +32,7 @@ install: $(VENV)/installed ## Install into a virtual environment (.venv)
 
 dev: $(VENV)/installed-dev ## Install what the tests need, too
 
-test: dev ## Run every tier of tests that this machine supports; report the others, with the reason
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-	tests/engines/setup-for-tests
+test: lint engines ## Run every tier of tests that this machine supports; report the others, with the reason
 	@$(call all)
 
 test-fast: dev ## Run the tests that need neither Docker nor real engines nor a browser
@@ -39,6 +40,9 @@ test-fast: dev ## Run the tests that need neither Docker nor real engines nor a 
 
 test-nightly: ## Run `make test` with the slow tests and all draws of the simulations (CONTRIBUTING.md lists them)
 	NIGHTLY=1 $(MAKE) test
+
+engines: # What the tests with containers and real engines need, where this machine supports them
+	tests/engines/setup-for-tests
 
 lint: dev ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -75,6 +79,6 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml requirements/run.txt
 
 $(VENV)/installed-dev: $(VENV)/installed requirements/dev.txt
 	@echo "Installing the tests' tools ..."
-	@$(PIP) --require-hashes --requirement requirements/dev.txt
+	@$(PIP) --no-compile --require-hashes --requirement requirements/dev.txt
 	@touch $@
 

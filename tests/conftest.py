@@ -58,7 +58,6 @@ def _fault_as_it_is_listed(request: pytest.FixtureRequest) -> Iterator[None]:
             assert is_said(mark.kwargs["seen"], [done.out + done.err for done in ENDED]), mark.kwargs["seen"]
 
 
-TOGETHER = ("real", "docker")  # tests with real engines, and those with containers: one at a time of each
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
 LONGEST = (
     "test_mixes",
@@ -66,16 +65,22 @@ LONGEST = (
     "test_worker_stages",
     "test_worker_command",
     "test_by_hand",
-)  # started first, so that the end does not wait for them
+)  # of the tests without containers: started first, so that the end does not wait for them
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]
-    """One process runs all tests of a file, so that what they share is made once; and all of a folder of TOGETHER."""
+    """One process runs all tests of a file, so that what they share is made once; and all those with real engines."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        folder = path.split("/")[-2]
-        return folder if folder in TOGETHER else path
+        return "real" if path.split("/")[-2] == "real" else path
+
+
+def _place(item: pytest.Item) -> int:
+    """Where in the queue: first what takes longest, then what waits most, while others use the cores."""
+    if item.path.parent.name in ("real", "docker"):
+        return 0 if item.path.parent.name == "real" else 1
+    return 2 if item.path.stem in LONGEST else 3
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
@@ -88,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not NIGHTLY:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-    items.sort(key=lambda item: item.path.stem not in LONGEST and item.path.parent.name not in TOGETHER)
+    items.sort(key=_place)
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
         if tier not in TIERS:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.command import harness, only_run, write
+from tests.nightly import NIGHTLY
 
 pytestmark = pytest.mark.alone
 # Long sleeps and little work, so that a busy machine shows less than the 10 % that are to be found.
@@ -47,8 +48,9 @@ def three_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
     """Runs of the same scenario on equal servers, and on one that is 10 % slower: a folder and their ids."""
     folder = tmp_path_factory.mktemp("runs-to-compare")
     ids = []
+    work = WORK | {"repeats": 5 if NIGHTLY else 2}  # the nightly test finds the difference
     for name, server in (("base", engine()), ("again", engine()), ("slow", SLOWER)):
-        path = write(folder, name, servers={"a": server}, **WORK)
+        path = write(folder, name, servers={"a": server}, **work)
         done = harness("run", path.name, "--runs", name, cwd=folder, timeout_s=120)
         assert (done.code, done.err) == (0, "")
         ids.append(f"{name}/{only_run(folder / name).name}")

@@ -58,7 +58,7 @@ def test_the_recipes_work(tmp_path: Path, engine: str) -> None:
 
     assert "\nReport: runs/" in cook(1, "--repeats", "1", simulated="m")
     assert "\nnew     job" in cook(2, "--repeats", "1")
-    cook(3, "--max-users", "2", "--budget", "20s", codes=(0, 5))
+    cook(3, "--max-users", "2", "--budget", "8s", codes=(0, 5))
     judged = cook(5, codes=(0, 5))
     assert "passed error_rate == 0" in judged and (tmp_path / "junit.xml").read_text().count("<testcase") == 4
     run = RUN.findall(judged)[0]

@@ -1,8 +1,11 @@
 """The real Docker Engine of this machine, and the project's image built for it."""
 
 import contextlib
+import fcntl
 import os
+import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -51,9 +54,27 @@ def build_image() -> str:
     """The project's Dockerfile, built on the base image of the tests; the layer of dependencies is kept."""
     command = ["docker", "build", "--quiet", "--build-arg", f"BASE={BASE}", "--tag", IMAGE, str(ROOT)]
     # The legacy builder: a BuildKit would ask a registry for the base image.
-    built = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "DOCKER_BUILDKIT": "0"})
+    environment = {**os.environ, "DOCKER_BUILDKIT": "0"}
+    with one_at_a_time("build"):  # the second one finds the layers of the first
+        built = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert built.returncode == 0, built.stderr[-3000:]
     return IMAGE
+
+
+@contextlib.contextmanager
+def one_at_a_time(what: str) -> Iterator[None]:
+    """Wait until no other process of the tests does this.
+
+    "leftovers": leave something behind on purpose, or call `harness clean`, which would remove that.
+    """
+    with (Path(tempfile.gettempdir()) / f"amd-llm-load-test-{os.getuid()}-{what}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def checked_each_second(document: str) -> str:
+    """A Compose file with short intervals of its health checks: Docker waits for one before the first check."""
+    return re.sub(r"^( +interval: ).+$", r"\1 1s", document, flags=re.MULTILINE)
 
 
 @pytest.fixture

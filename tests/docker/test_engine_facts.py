@@ -8,6 +8,7 @@ import docker
 from harness.machine.doctor import DockerEngine, diagnose
 from harness.process import PID
 from harness.serve.engine import engine_facts, owned
+from tests.docker.conftest import one_at_a_time
 
 
 def test_the_engine_of_this_machine(client: docker.DockerClient) -> None:
@@ -20,6 +21,7 @@ def test_the_engine_of_this_machine(client: docker.DockerClient) -> None:
     assert "docker.reachable" in {one.id for one in diagnose(docker=facts) if one.level == "ok"}
 
 
+@one_at_a_time("leftovers")
 def test_what_a_killed_run_left_is_named_and_what_a_living_one_has_is_not(client: docker.DockerClient) -> None:
     mark = uuid.uuid4().hex[:8]
     mine = owned(f"facts-{mark}", "alive")

@@ -18,7 +18,7 @@ from harness.scenario import Load, Server
 from harness.serve import server_document, templates, variables
 from harness.serve.compose_file import parse
 from tests.command import harness, until, write
-from tests.docker.conftest import scenario
+from tests.docker.conftest import checked_each_second, scenario
 from tests.load_runs import composed
 
 ODD = "a \"b\" 'c' # d: {e} [f] & * ! | > % @ ` \\ \n \t é 漢"
@@ -91,7 +91,7 @@ def test_compose_brings_the_same_server_up(image: str, compose_environment: dict
     """`docker compose up` on the printed file: healthy by its own health check, and the web UI answers."""
     ui_port = free_port()
     given = scenario(Server(template="simulated", variables={"image": image, "host_port": free_port()}))
-    text = composed(given, ui_port=ui_port)
+    text = checked_each_second(composed(given, ui_port=ui_port))
     (tmp_path / "compose.yaml").write_text(text.replace("amd-llm-load:local", image))
     command = ["docker", "compose", "--project-name", f"t{os.getpid()}", "--file", str(tmp_path / "compose.yaml")]
     try:
@@ -157,7 +157,7 @@ def test_compose_sends_a_load_and_ends_with_its_exit_code(
     printed = harness("compose", path.name, *options, cwd=tmp_path, env={"HARNESS_IMAGE": image})
     assert (printed.code, printed.err) == (0, "")
     assert f"# image {image} is here: sha256:" in printed.out
-    (tmp_path / "compose.yaml").write_text(printed.out)
+    (tmp_path / "compose.yaml").write_text(checked_each_second(printed.out))
     command = ["docker", "compose", "--project-name", f"t{uuid.uuid4().hex[:8]}"]
     try:
         up = subprocess.run(

@@ -29,7 +29,7 @@ from harness.serve.lemonade import orphans_of
 from harness.serve.probe import counter
 from harness.summary import Reason, because
 from tests.command import harness
-from tests.docker.conftest import remains
+from tests.docker.conftest import checked_each_second, remains
 
 DOUBLE = "amd-llm-load-test/lemonade:local"
 SLOW = {"preset": "strix-halo-qwen3.5-0.8b"}
@@ -243,7 +243,7 @@ def test_compose_brings_the_same_up(variables: Variables, compose_environment: d
     """`docker compose up` on the printed file: prepared, configured, and loaded by the first request."""
     given = variables({"downloaded": True}, checkpoint="org/tiny", recipe="vllm", host_port=free_port(), ctx_size=4000)
     text = server_document(scenario(given), "s")
-    (tmp_path / "compose.yaml").write_text(text)
+    (tmp_path / "compose.yaml").write_text(checked_each_second(text))
     url = f"http://127.0.0.1:{given['host_port']}"
     command = ["docker", "compose", "--project-name", f"t{os.getpid()}", "--file", str(tmp_path / "compose.yaml")]
     try:

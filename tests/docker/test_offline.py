@@ -18,7 +18,7 @@ from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Gateway, Load, Scenario, Server
 from harness.summary import Summary
 from tests.command import going, harness, only_run, until, write
-from tests.docker.conftest import BASE, remains
+from tests.docker.conftest import BASE, one_at_a_time, remains
 from tests.faults import fault
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
@@ -108,6 +108,7 @@ def test_more_than_one_ctrl_c_leaves_nothing(client: docker.DockerClient, tmp_pa
     seen="the first error, and that something is left",
     left="that container, until `harness clean`",
 )
+@one_at_a_time("leftovers")
 def test_a_removal_that_fails_does_not_hide_the_error(client: docker.DockerClient, tmp_path: Path) -> None:
     server = offline() | {"startup_timeout_s": 1}
     path = write(tmp_path, model="slow", servers={"offline": server}, loads=BURSTS)

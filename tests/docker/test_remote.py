@@ -21,7 +21,7 @@ from harness.rundir.manifest import read_run
 from harness.serve import location
 from harness.serve.location import engine_location
 from tests.command import going, harness, only_run, until, write
-from tests.docker.conftest import Served, remains
+from tests.docker.conftest import Served, one_at_a_time, remains
 from tests.docker.test_sweep import OWNER
 from tests.faults import fault
 
@@ -219,6 +219,7 @@ def test_a_tunnel_that_cannot_be_opened(machine: Machine) -> None:
     ],
 )
 @fault("harness", "SIGINT, SIGTERM or kill -9 with an ssh tunnel open", seen="the tunnel ends with the harness")
+@one_at_a_time("leftovers")
 def test_no_ssh_outlives_the_harness(
     machine: Machine, client: docker.DockerClient, image: str, tmp_path: Path, number: signal.Signals
 ) -> None:

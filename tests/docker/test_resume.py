@@ -8,7 +8,7 @@ import docker
 
 from harness.rundir.manifest import read_run
 from tests.command import going, harness, only_run, until, write
-from tests.docker.conftest import remains
+from tests.docker.conftest import one_at_a_time, remains
 from tests.faults import fault
 
 
@@ -19,6 +19,7 @@ from tests.faults import fault
     code=0,
     kept="the complete and valid cells",
 )
+@one_at_a_time("leftovers")
 def test_orphans_of_the_run_are_removed_and_the_rest_is_measured(
     image: str, client: docker.DockerClient, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ def scenario_of(folder: Path, image: str, **load: object) -> Path:
 
 
 def test_stages(image: str, client: docker.DockerClient, tmp_path: Path) -> None:
-    stages = [{"users": 1, "for_s": 3}, {"users": 2, "for_s": 3}]
+    stages = [{"users": 1, "for_s": 2}, {"users": 2, "for_s": 2}]
     path = scenario_of(tmp_path, image, stages=stages)
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=180)
     assert (done.code, done.err) == (0, ""), done.out
@@ -28,12 +28,12 @@ def test_stages(image: str, client: docker.DockerClient, tmp_path: Path) -> None
 
 def test_a_search_for_the_capacity(image: str, client: docker.DockerClient, tmp_path: Path) -> None:
     path = scenario_of(tmp_path, image, requests=6)
-    given = ("--slo", "ttft_p95<=20s", "--max-users", "2", "--budget", "3m", "--runs", "runs")
+    given = ("--slo", "ttft_p95<=0.001ms", "--max-users", "1", "--budget", "3m", "--runs", "runs")
     done = harness("capacity", path.name, *given, cwd=tmp_path, timeout_s=240)
     assert done.code == 0, done.out + done.err
     run = only_run(tmp_path / "runs")
     found = read_capacity(run)
     assert found is not None
     (one,) = found.servers
-    assert one.slo is not None and one.slo.kind == "more_than"
+    assert one.slo is not None and one.slo.kind == "none"
     assert remains(client, run.name) == []

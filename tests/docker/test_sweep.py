@@ -14,7 +14,7 @@ from harness.files import ROOT
 from harness.process import PID_START
 from harness.serve import sweep
 from harness.serve.engine import CACHE, OURS, RUN, owned
-from tests.docker.conftest import Served, remains
+from tests.docker.conftest import Served, one_at_a_time, remains
 from tests.faults import fault
 
 OWNER = """
@@ -51,6 +51,7 @@ def owner(image: str, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     left="a container and a network, until `harness clean`",
     kept="the server's log until then",
 )
+@one_at_a_time("leftovers")
 def test_kill_minus_nine_then_sweep_leaves_nothing(
     owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_every_way_of_stopping_takes_everything_down(
     seen="only what carries the label of the harness is removed",
     left="what others own, and caches",
 )
+@one_at_a_time("leftovers")
 def test_only_what_carries_the_label_is_touched(client: docker.DockerClient, image: str, tmp_path: Path) -> None:
     run = tmp_path.name
     gone = owned(run, "c") | {PID_START: "1"}

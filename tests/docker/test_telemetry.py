@@ -21,8 +21,6 @@ from harness.serve.lifecycle import source_of
 from tests.docker.conftest import Served
 from tests.fake_gpus import apu_table, device, gpu, host
 
-pytestmark = pytest.mark.alone
-
 GPU = "renderD128"
 
 

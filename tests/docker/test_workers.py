@@ -22,6 +22,7 @@ from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
 from tests.command import Going, going, harness, only_run, until, write
+from tests.docker.conftest import checked_each_second
 from tests.faults import fault
 
 CHAT = {"user": "chat", "users": 4, "turns": 4, "output_tokens": 5, "think_s": [0.02, 0.05]}
@@ -172,7 +173,8 @@ def test_docker_compose_scales_the_workers(tmp_path: Path, image: str, compose_e
     port = free_port()
     printed = harness("compose", str(scenario), "--ui-port", str(port), "--workers", "1", cwd=tmp_path)
     assert (printed.code, printed.err) == (0, "")
-    (tmp_path / "compose.yaml").write_text(printed.out.replace("amd-llm-load:local", image))
+    document = checked_each_second(printed.out).replace("amd-llm-load:local", image)
+    (tmp_path / "compose.yaml").write_text(document)
     command = ["docker", "compose", "--project-name", f"scale{uuid.uuid4().hex[:8]}"]
 
     def compose(*arguments: str) -> str:

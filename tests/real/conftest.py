@@ -2,13 +2,19 @@
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.real.parts import Ran, llamacpp, run, vllm, write_scenario
 
 Say = Callable[[str], None]
+LIMIT_GIB, SHARE = 8, 0.4  # the memory of vLLM's container, and vLLM's share of it
+SEQUENCES = 4  # at once in vLLM: ten at a time must queue
+BATCHES = {"one-at-a-time": (1, 12), "four-at-a-time": (4, 20), "ten-at-a-time": (10, 20)}  # size, requests
+TOKENS = 16  # of every answer of these
+WORK: dict[str, Any] = {"user": "batch", "batch_size": 4, "requests": 12}
+CHOICES = ("response_format", "structured_outputs")  # ways to send them
 
 
 class Timed(NamedTuple):
@@ -30,19 +36,26 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 
 
 @pytest.fixture(scope="session")
-def batching(tmp_path_factory: pytest.TempPathFactory) -> Timed:
-    """One run that many tests look at: vLLM with room for ten sequences and for two, each under three loads."""
-    loads = {
-        name: {"user": "batch", "batch_size": size, "requests": 20, "output_tokens": 16}
-        for name, size in (("one-at-a-time", 1), ("five-at-a-time", 5), ("ten-at-a-time", 10))
+def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Timed:
+    """One start of vLLM that many tests look at: with a share of the memory, under loads of every form."""
+    loads: dict[str, dict[str, Any]] = {
+        name: {"user": "batch", "batch_size": size, "requests": requests, "output_tokens": TOKENS}
+        for name, (size, requests) in BATCHES.items()
     }
+    loads["text"] = {**WORK, "output_tokens": {"uniform": [4, 12]}, "endpoint": "completions"}
+    loads["whole"] = {**WORK, "output_tokens": 8, "endpoint": "completions", "stream": False}
+    for way in CHOICES:
+        answer = {"choice": ["billing", "delivery", "returns"], "send": way}
+        loads[way.replace("_", "-")] = {**WORK, "output": "natural", "output_tokens": 48, "answer": answer}
+    memory = {"gpu_memory_utilization": SHARE, "kv_cache_gib": None, "mem_limit": f"{LIMIT_GIB}g"}
     scenario = write_scenario(
         tmp_path_factory.mktemp("vllm"),
-        "batching",
-        question="Does batching pay on this machine's CPU, and what does --max-num-seqs 2 do to it?",
+        "on-vllm",
+        question="Does batching pay on this machine's CPU, and what does --max-num-seqs do to it?",
         model="qwen3-100m",
-        servers={"seqs-10": vllm(max_num_seqs=10), "seqs-2": vllm(max_num_seqs=2)},
+        servers={"vllm": vllm(max_num_seqs=SEQUENCES, **memory)},
         loads=loads,
+        prompts={"tokens": {"uniform": [20, 120]}, "tokenizer": "server", "system_tokens": 10},
     )
     began = time.time()
     return Timed(run(scenario), began)

@@ -24,6 +24,8 @@ if __name__ == "__main__":
             if case == "flags":
                 sys.argv = ["vllm", "serve", model, "--swap-space", "16", "--disable-log-requests"]
                 main()
+            elif case == "hub":  # HF_HUB_OFFLINE is set, and there is no cache
+                LLM("Qwen/Qwen3-0.6B")
             else:
                 LLM(model, dtype="bfloat16", enforce_eager=True, max_num_seqs=4, **SETTINGS[case])
         except SystemExit as end:

@@ -12,8 +12,10 @@ import pytest
 import requests
 
 from harness.files import ROOT, SCENARIOS
+from harness.process import free_port
 from harness.scenario.file import load_scenario
 from harness.serve import prepared
+from tests.docker.conftest import checked_each_second, one_at_a_time
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.load_runs import composed
 from tests.real.conftest import Say
@@ -22,7 +24,6 @@ from tests.real.parts import docker, harness, llamacpp, vllm, wait_for, write_sc
 GENERATOR = "amd-llm-load:local"
 MADE_HERE = "org.amd-llm-load.tests"
 LOADS = {"chat": {"user": "chat", "users": 2, "duration_s": 5, "think_s": [0, 0], "output_tokens": 8}}
-UI = "http://127.0.0.1:8089"
 
 
 def compose(folder: Path, *arguments: str, timeout_s: float = 120) -> str:
@@ -34,12 +35,12 @@ def compose(folder: Path, *arguments: str, timeout_s: float = 120) -> str:
     return answer.stdout
 
 
-def printed(folder: Path, server: dict[str, Any], model: str) -> None:
+def printed(folder: Path, server: dict[str, Any], model: str, *options: str) -> None:
     """Write compose.yaml as `harness compose` prints it."""
     scenario = write_scenario(folder, "up", model=model, servers={"s": server}, loads=LOADS)
-    answer = harness("compose", scenario)
+    answer = harness("compose", scenario, *options)
     assert (answer.returncode, answer.stderr) == (0, "")
-    (folder / "compose.yaml").write_text(answer.stdout, encoding="utf-8")
+    (folder / "compose.yaml").write_text(checked_each_second(answer.stdout), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +53,8 @@ def generator() -> str:
     build = ["docker", "build", "--quiet", "--build-arg", f"BASE={BASE_IMAGE}", "--label", f"{MADE_HERE}=1"]
     # The legacy builder: a BuildKit would ask a registry for the base image.
     environment = {**os.environ, "DOCKER_BUILDKIT": "0"}
-    built = subprocess.run([*build, "--tag", GENERATOR, ROOT], capture_output=True, text=True, env=environment)
+    with one_at_a_time("build"):  # the layers are those of the image of tests/docker
+        built = subprocess.run([*build, "--tag", GENERATOR, ROOT], capture_output=True, text=True, env=environment)
     assert built.returncode == 0, built.stderr[-3000:]
     return GENERATOR
 
@@ -94,10 +96,11 @@ def up(folder: Path) -> Iterator[dict[str, Any]]:
         compose(folder, "down", "--volumes", "--timeout", "5")
 
 
-@pytest.mark.alone  # publishes the port 8089
 def test_docker_compose_up_serves_and_loads(generator: str, tmp_path: Path, say: Say) -> None:
     """Nothing but the printed file and stock Compose: the server answers, and Locust's web UI loads it."""
-    printed(tmp_path, llamacpp(), "tiny")
+    ui_port = free_port()
+    ui = f"http://127.0.0.1:{ui_port}"
+    printed(tmp_path, llamacpp(), "tiny", "--ui-port", str(ui_port))
     with up(tmp_path) as found:
         (port,) = found["services"]["server"]["ports"]
         assert port["host_ip"] == "127.0.0.1"
@@ -106,25 +109,25 @@ def test_docker_compose_up_serves_and_loads(generator: str, tmp_path: Path, say:
         answer = requests.post(url, json=question, timeout=30)
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
 
-        wait_for("Locust's web UI", answers, timeout_s=60)
-        swarm = requests.post(f"{UI}/swarm", data={"user_count": 2, "spawn_rate": 2}, timeout=10)
+        wait_for("Locust's web UI", lambda: answers(ui), timeout_s=60)
+        swarm = requests.post(f"{ui}/swarm", data={"user_count": 2, "spawn_rate": 2}, timeout=10)
         assert (swarm.status_code, swarm.json()["success"]) == (200, True)
-        done = wait_for("ten requests in Locust's statistics", enough, timeout_s=60)
-        requests.get(f"{UI}/stop", timeout=10)
+        done = wait_for("ten requests in Locust's statistics", lambda: enough(ui), timeout_s=60)
+        requests.get(f"{ui}/stop", timeout=10)
         say(f"docker compose up: Locust's web UI counts {done['num_requests']} requests, {done['num_failures']} failed")
         assert done["num_failures"] == 0, compose(tmp_path, "logs", "locust")
     assert compose(tmp_path, "ps", "--all", "--quiet") == ""
 
 
-def answers() -> bool | None:
+def answers(ui: str) -> bool | None:
     try:
-        return requests.get(UI, timeout=2).status_code == 200 or None
+        return requests.get(ui, timeout=2).status_code == 200 or None
     except requests.ConnectionError:
         return None
 
 
-def enough() -> dict[str, Any] | None:
+def enough(ui: str) -> dict[str, Any] | None:
     """Locust's totals, once they hold ten requests."""
-    stats = requests.get(f"{UI}/stats/requests", timeout=5).json()["stats"]
+    stats = requests.get(f"{ui}/stats/requests", timeout=5).json()["stats"]
     total: dict[str, Any] = next(entry for entry in stats if entry["name"] == "Aggregated")
     return total if total["num_requests"] >= 10 else None

@@ -12,7 +12,7 @@ from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, llamacpp, run, write_scenario
 
-CASES = ("flags", "fraction", "kv-cache", "context")
+CASES = ("flags", "hub", "fraction", "kv-cache", "context")
 HERE = Path(__file__).parent
 LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 2000, "output_tokens": 16}}
 
@@ -69,6 +69,14 @@ def test_removed_flags(said: dict[str, str], say: Say) -> None:
     assert failure.cause == "the server does not know the argument: --swap-space 16 --disable-log-requests"
     assert failure.fix.startswith("--swap-space: vLLM does not know it any more since 0.18.0: leave it out")
     assert "--disable-log-requests: vLLM does not know it any more since 0.17.0: leave it out" in failure.fix
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_is_on_the_hub_only(said: dict[str, str], say: Say) -> None:
+    failure = cause_of(said["hub"], say)
+    assert failure.id == "hf.network"
+    assert failure.cause == "the model is not in the mounted cache and the hub cannot be reached"
+    assert "download the model into the cache first" in failure.fix
 
 
 @pytest.mark.timeout(300)

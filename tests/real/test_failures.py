@@ -13,6 +13,7 @@ import pytest
 from harness.errors import ExitCode
 from harness.failures.explain import scan_text
 from harness.reasons import sentences
+from tests.docker.conftest import one_at_a_time
 from tests.real.conftest import Say
 from tests.real.parts import (
     docker,
@@ -63,8 +64,8 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {  # server, row of 
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=pytest.mark.nightly) if one == "vllm-bad-model-path" else one for one in FAILURES]
+@pytest.mark.parametrize(  # what vLLM says is in test_explained.py, too
+    "case", [pytest.param(one, marks=pytest.mark.nightly) if one.startswith("vllm") else one for one in FAILURES]
 )
 def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: Path, say: Say) -> None:
     server, row, sentence, solution = FAILURES[case]
@@ -143,7 +144,7 @@ def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Pat
     assert left_behind(ran.folder) == []
 
 
-@pytest.mark.alone  # `harness clean` of another test would remove what it leaves
+@one_at_a_time("leftovers")
 def test_kill_minus_nine_then_clean_leaves_nothing(tmp_path: Path, say: Say) -> None:
     scenario = write_scenario(tmp_path, "killed", model="tiny", servers={"s": llamacpp()}, loads=LONG)
     try:

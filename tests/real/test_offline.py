@@ -7,7 +7,7 @@ import pytest
 
 from tests.engines.paths import BASE_IMAGE, QWEN3_100M, VLLM_VENV
 from tests.real.conftest import Say
-from tests.real.parts import left_behind, run, vllm, write_scenario
+from tests.real.parts import left_behind, predicted, run, vllm, write_scenario
 
 pytestmark = pytest.mark.timeout(600)
 REQUESTS, TOKENS = 20, 16
@@ -34,6 +34,7 @@ def offline(**variables: Any) -> dict[str, Any]:
             "VLLM_CPU_KVCACHE_SPACE": 1,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: each imports vLLM, which takes ten seconds
         },
         "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_100M}:/models/qwen3-100m:ro"],
     }
@@ -67,7 +68,11 @@ def test_serving_and_the_offline_bound_in_one_table(tmp_path: Path, say: Say) ->
     assert len(ends) > 1  # vLLM tells when each ended: with ten at a time the second ten are later
     rows = {row.server: row for row in ran.summary.rows}
     assert rows["offline"].wall_s[0] is not None and rows["serving"].wall_s[0] is not None
-    by = {cell.id: cell.served_by for cell in ran.manifest.cells}["r1-offline-ten"]
+    by_id = {cell.id: cell.served_by for cell in ran.manifest.cells}
+    known = by_id["r1-serving-ten"].startup
+    assert known is not None
+    assert (known.kv_cache_gib, known.kv_cache_tokens, known.max_concurrency) == (1.0, *predicted(1))  # as foretold
+    by = by_id["r1-offline-ten"]
     assert (by.template, (by.version or "")[:6]) == ("vllm-offline", "0.32.0")
     assert [phase.name for phase in by.phases][:2] == ["pull", "create"]
     assert left_behind(ran.folder) == []
