@@ -276,6 +276,7 @@ def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple
         first_due_s=None if known is None or run.origin else first_due_of(*known),
         ended_wall_s=ended_wall_s,
         interrupted=ended_wall_s is None,
+        row=f"{cell.server} {cell.load}",
         mix=cell.group if cell.mix is not None else None,
         staged=cell.group if cell.stage is not None else None,
         slos=slos,

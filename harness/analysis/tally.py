@@ -1,6 +1,7 @@
 """What each cell's summary needs of a run's records, gathered request by request, and the numbers that it gives.
 
-Latencies are kept as plain arrays of doubles, a few per request; records are not kept.
+Latencies are kept as plain arrays of doubles, a few per request; records are not kept. For chunk gaps see
+harness.analysis.gaps.
 """
 
 import math
@@ -14,10 +15,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness.analysis import derive
+from harness.analysis import derive, gaps
 from harness.analysis.charted import ChartCounts
 from harness.analysis.derive import Latencies, add_up, doubles, earliest, latest, meets, missed_before_leaving
-from harness.analysis.gaps import PERMILLES, Gaps, gap_distribution
+from harness.analysis.gaps import Gaps
 from harness.analysis.schedule import ScheduleTally, pooled
 from harness.failures.explain import ErrorMessages
 from harness.judge.stats import Array, percentile, percentile_interval
@@ -366,16 +367,45 @@ class CellCounts(Struct, kw_only=True):
             self.cut_chunks_inside += round(len(request.chunks_s) * share)
 
 
-def distribution(parts: Sequence["array[float]"]) -> Distribution:
-    """Statistics of a sample of independent values, given in parts."""
-    values: Array = np.sort(np.concatenate([np.frombuffer(part) for part in parts if len(part)] or [np.empty(0)]))
+def distribution(parts: Sequence["array[float]"], requests: int | None = None) -> Distribution:
+    """Statistics of a sample given in parts. `requests`: how many its values come from, when not one each. Such values
+    are not independent, so their percentiles have no intervals.
+    """
+    values: Array = np.sort(
+        np.concatenate([np.frombuffer(part, dtype=np.float64) for part in parts if len(part)] or [np.empty(0)])
+    )
     n = len(values)
     if n == 0:
         return NO_SAMPLE
-    at: dict[str, Any] = {name: percentile(values, share) for name, share in PERMILLES.items() if n >= NEEDED[name]}
-    intervals = {name: percentile_interval(values, share) for name, share in PERMILLES.items()}
+    carried = n if requests is None else requests
+
+    at: dict[str, Any] = {
+        name: percentile(values, permille) if carried >= NEEDED[name] else None
+        for name, permille in gaps.PERMILLES.items()
+    }
+    if requests is None:
+        at["intervals"] = {name: percentile_interval(values, permille) for name, permille in gaps.PERMILLES.items()}
+    return Distribution(n=n, mean=float(values.mean()), min=float(values[0]), max=float(values[-1]), **at)
+
+
+def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
+    """Statistics of the chunk gaps of some cells together, whose percentiles need as many requests as any other."""
+    for part in parts:
+        part.flush()
+    known = [part for part in parts if part.n]
+    carried = sum(part.requests for part in known)
+    if all(part.whole for part in known):
+        return distribution([part.kept[0].values for part in known], carried)
+    at: dict[str, Any] = {
+        name: gaps.value_at(known, permille) if carried >= NEEDED[name] else None
+        for name, permille in gaps.PERMILLES.items()
+    }
     return Distribution(
-        n=n, mean=float(values.mean()), min=float(values[0]), max=float(values[-1]), **at, intervals=intervals
+        n=sum(part.n for part in known),
+        mean=gaps.mean(known),
+        min=min(part.minimum for part in known),
+        max=max(part.maximum for part in known),
+        **at,
     )
 
 
