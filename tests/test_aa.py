@@ -63,17 +63,6 @@ def compare(folder: Path, *args: str) -> tuple[int, list[dict[str, Any]]]:
     return done.code, json.loads(done.out)["verdicts"]
 
 
-def test_one_run_against_one_is_inconclusive_without_known_variation(three_runs: tuple[Path, list[str]]) -> None:
-    """Repeats share the hour of their run: however sure they look, they do not tell runs apart."""
-    folder, (base, again, slow) = three_runs
-    for other, about in ((again, ()), (slow, ("--about", "arguments"))):
-        code, (verdict,) = compare(folder, base, other, *about)
-        assert (code, verdict["word"], verdict["reason"], verdict["n"]) == (
-            0, "inconclusive", "run_variation_unknown", [1, 1],
-        )  # fmt: skip
-    assert 0.86 < verdict["ratio"] < 0.95
-
-
 @pytest.mark.nightly
 def test_a_slower_run_on_a_machine_whose_variation_is_known(three_runs: tuple[Path, list[str]]) -> None:
     folder, (base, again, slow) = three_runs
@@ -93,10 +82,3 @@ def test_a_slower_run_on_a_machine_whose_variation_is_known(three_runs: tuple[Pa
     assert (code, verdict["word"]) == (0, "faster"), verdict
     code, (verdict,) = compare(folder, base, again)
     assert code == 0 and verdict["word"] in ("same", "inconclusive"), verdict
-
-
-def test_what_differs_is_named_and_refused(three_runs: tuple[Path, list[str]]) -> None:
-    folder, (base, _, slow) = three_runs
-    done = harness("compare", base, slow, cwd=folder)
-    assert (done.code, done.out) == (1, "")
-    assert "--slowdown" in done.err

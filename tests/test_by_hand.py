@@ -55,28 +55,19 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
     assert {r.turn for r in records} == ({1, 2} if locustfile in ("agent", "chat") else {None})
     assert {r.tool_calls for r in records} == ({0} if locustfile == "agent" else {None})
     marks = read_marks(tmp_path / "r.jsonl.processes")
-    assert [(mark.event, mark.sent, mark.recorded) for mark in marks] == [
-        ("start", None, None),
-        ("end", len(records), len(records)),
-    ]
+    assert [(mark.event, mark.sent) for mark in marks] == [("start", None), ("end", len(records))]
+    assert marks[-1].recorded == len(records)
     assert CLASSES[locustfile] in log_of(tmp_path)
 
 
 @pytest.mark.parametrize("locustfile", ["agent", "chat"])
-def test_nothing_new_is_sent_after_the_run_time(tmp_path: Path, engine: str, locustfile: str) -> None:
+def test_nothing_new_is_sent_after_the_run_time_and_the_start_does_not_shorten_it(
+    tmp_path: Path, engine: str, locustfile: str
+) -> None:
     options = ["--turns", "1000", "--steps", "1000", "--think", "0.1 600" if locustfile == "chat" else "0"]
     options += ["--output-tokens", "20", "--stop-timeout", "20"]
     assert len(by_hand(tmp_path, engine, locustfile, *options, run_time="1s")) >= 2
     assert "Not all users finished" not in log_of(tmp_path)
-
-
-def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: Path, engine: str) -> None:
-    # It would be minutes until all have sent what they hold.
-    assert len(by_hand(tmp_path, engine, "batch", "--arrivals", "0.01", "--output-tokens", "5")) <= 1
-
-
-def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str) -> None:
-    by_hand(tmp_path, engine, "batch", "--think", "0.1", "--output-tokens", "5", run_time="1s")
 
     def at(words: str) -> datetime.datetime:
         (line,) = [line for line in log_of(tmp_path).splitlines() if words in line]
@@ -85,67 +76,50 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
     assert (at("--run-time limit reached") - at("Run time limit set")).total_seconds() > 0.98
 
 
+def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: Path, engine: str) -> None:
+    # It would be minutes until all have sent what they hold.
+    options = ["--arrivals", "0.01", "--output-tokens", "5"]
+    assert len(by_hand(tmp_path, engine, "batch", *options, run_time="1s")) <= 1
+
+
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "said"),
     [
-        (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
-        (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
-        (["--abandon", "often"], "--abandon: a mapping (name: value) is expected, got 'often'"),
-        (["--abandon", "{share: 5, after_s: 3}"], "--abandon: a number of at most 1 is expected, got 5"),
-        (["--abandon", "{share: 0.05"], "--abandon: not valid YAML at line 1"),
+        (["--host", "http://127.0.0.1:9"], ["no model could be read from /v1/models (127.0.0.1:9: connection refused"]),
+        # Said once by the master.
+        (["--host", "http://127.0.0.1:9", "--processes", "2"],
+         ["no model could be read from /v1/models (127.0.0.1:9: connection refused"]),
+        (["--prompts", "none.jsonl"], ["none.jsonl: the prompts cannot be read (No such file or directory)"]),
+        (["--abandon", "often"], ["--abandon: a mapping (name: value) is expected, got 'often'"]),
+        (["--abandon", "{share: 0.05"], ["--abandon: not valid YAML at line 1"]),
         (["--abandon", "{share: 0.05, after_tokens: 9}", "--stream", "no"],
-         "--abandon: without 'stream' an answer comes all at once"),
-        (["--output-tokens", "{uniform: [9, 5]}"], "--output-tokens: two numbers are expected, the minimum and the"),
+         ["--abandon: without 'stream' an answer comes all at once"]),
         (
-            ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--output-tokens", "many"]
-            + ["--slos", "x"],
-            "6 problems:\n"
-            "--slos: SLOs such as 'ttft<=2s, tpot<=50ms' are expected, got 'x'\n"
-            "--turns: a whole number is expected, got 'few'\n"
-            "--think: a number is expected, got 'soon'\n"
-            "--steps: a whole number of at least 1 is expected, got 0\n"
-            "--output-tokens: a whole number is expected, got 'many'\n"
-            "--timeout: a number above 0 is expected, got -1",
+            ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--slos", "x"]
+            + ["--output-tokens", "many", "--abandon", "{share: 5, after_s: 3}"],
+            ["7 problems:", "--slos: SLOs such as", "--turns: a whole number is expected, got 'few'",
+             "--think: a number is expected, got 'soon'", "--steps: a whole number of at least 1 is expected, got 0",
+             "--output-tokens: a whole number is expected, got 'many'", "--timeout: a number above 0 is",
+             "--abandon: a number of at most 1 is expected, got 5"],
         ),
-        (["--endpoint", "embeddings"], "--endpoint: ChatUser supports only chat and completions (got embeddings)"),
-        (["--records", "no/place"],
-         "--records: no/place cannot be written (No such file or directory). Name a file in"),
-        (["--in-flight", "4", "--batch-size", "2"], "--in-flight: give one of 'batch_size' (bursts)"),
-        (["--prompts", "bad.jsonl"], "bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "),
-        (["--job", "none.json"], "none.json: the job cannot be read"),
-        (["--host", "ftp://x", "--prompts", "bad.jsonl", "--api-key-env", "NOT_SET_AT_ALL"],
-         "host: 'ftp://x' is not a URL. Give one such as http://127.0.0.1:8000."),
+        (["--output-tokens", "{uniform: [9, 5]}"], ["--output-tokens: two numbers are expected, the minimum and the"]),
+        (["--endpoint", "embeddings"], ["--endpoint: ChatUser supports only chat and completions (got embeddings)"]),
+        (["--in-flight", "4", "--batch-size", "2"], ["--in-flight: give one of 'batch_size' (bursts)"]),
+        (["--prompts", "bad.jsonl"], ["bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "]),
+        (["--job", "none.json"], ["none.json: the job cannot be read"]),
+        (["--host", "ftp://x", "--prompts", "bad.jsonl"], ["host: 'ftp://x' is not a URL."]),
         (["--records", "no/place", "--prompts", "none.jsonl"],
-         "--records: no/place cannot be written (No such file or directory). Name a file in a folder that exists."),
-        (["--api-key-env", "NOT_SET_AT_ALL"],
-         "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
+         ["--records: no/place cannot be written (No such file or directory)."]),
+        (["--api-key-env", "NOT_SET_AT_ALL"], ["the environment variable NOT_SET_AT_ALL, which should hold the API"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
-    tmp_path: Path, engine: str, options: list[str], sentence: str
+    tmp_path: Path, engine: str, options: list[str], said: list[str]
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("{\n[]\n")
-    assert end(start(tmp_path, engine, "chat", "--headless", "--users", "2", *options)) == 1
-    assert sentence in log_of(tmp_path)
-    assert "Traceback" not in log_of(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
-        pytest.param(["--prompts", "none.jsonl"],
-         "none.jsonl: the prompts cannot be read (No such file or directory)", marks=pytest.mark.nightly),
-        (["--records", "no/place"],
-         "--records: no/place cannot be written (No such file or directory). Name a file in"),
-    ],
-)  # fmt: skip
-def test_several_load_processes_end_with_the_same_sentence_said_once(
-    tmp_path: Path, engine: str, options: list[str], sentence: str
-) -> None:
-    child = start(tmp_path, engine, "chat", "--headless", "--users", "2", *options, "--processes", "2")
-    assert end(child) == 1, log_of(tmp_path)
-    assert log_of(tmp_path).count(sentence) == 1, log_of(tmp_path)
+    child = start(tmp_path, engine, "chat", "--headless", "--users", "2", *options)
+    assert end(child) == 1
+    assert {text: log_of(tmp_path).count(text) for text in said} == dict.fromkeys(said, 1)
     assert "Traceback" not in log_of(tmp_path)
     until(lambda: child.args not in [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])])
 
@@ -233,26 +207,17 @@ def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: st
     assert (row["num_requests"], row["num_failures"], row["num_none_requests"]) == (len(cut), 0, len(cut))
 
 
-NOT_THE_MODEL = "answers HTTP 404: no such page. Check that the address is that of an OpenAI-compatible server, or name"
-PAGE = (
-    "answers with an HTML page, not with an OpenAI-compatible API (HTTP 200). Check the address; a web page of another"
-)
-
-
 @pytest.mark.parametrize(
     ("answer", "options", "sentence"),
     [
-        (whole(b"{}", status=b"401 Unauthorized"), [],
-         "{url} wants an API key (HTTP 401). Name the environment variable"),
+        (whole(b"{}", status=b"401 Unauthorized"), [], "{url} wants an API key (HTTP 401). Name the environment"),
         (whole(b'{"error":"sk-wrong is no key"}', status=b"401 Unauthorized"), ["--api-key-env", "BADK"],
          "the server rejected the key in BADK ({url} answers HTTP 401). Export the right key as BADK."),
         (whole(b"no sk-wrong", status=b"500 Oops"), ["--api-key-env", "BADK"],
          "{url}/v1/models answers HTTP 500: no ***. Check"),
         (whole(b"", status=b"307 There\r\nLocation: http://127.0.0.1:1/?key=sk-wrong"), ["--api-key-env", "BADK"],
          "{url}/v1/models redirects to http://127.0.0.1:1/?key=***; redirects are not followed"),
-        (whole(b"no such page", status=b"404 Not Found"), [], "{url}/v1/models " + NOT_THE_MODEL),
-        (whole(b"<html></html>", b"text/html"), [], "{url} " + PAGE),
-        (whole(b'{"data":[]}'), [], "{url}/v1/models answers with something that is not a list of models. Check"),
+        (whole(b"<html></html>", b"text/html"), [], "{url} answers with an HTML page, not with an OpenAI-compatible"),
     ],
 )  # fmt: skip
 def test_who_does_not_let_us_in_or_is_another_one_is_reported_as_a_run_tells_it(
@@ -265,29 +230,12 @@ def test_who_does_not_let_us_in_or_is_another_one_is_reported_as_a_run_tells_it(
     assert "Traceback" not in log_of(tmp_path) and "sk-wrong" not in log_of(tmp_path)
 
 
-def test_people_who_leave_and_ask_again_by_hand(tmp_path: Path, engine: str) -> None:
-    options = [
-        "--abandon",
-        "{share: 1, after_tokens: 3}",
-        "--regenerate",
-        "1",
-        "--think",
-        "0.1",
-        "--output-tokens",
-        "20",
-    ]
-    records = by_hand(tmp_path, engine, "chat", *options)
-    assert len(records) > 6 and {r.error for r in records} <= {None, "abandoned"}
-    assert "abandoned" in {r.error for r in records}
-    assert [r.again for r in records if r.turn == 2] == [True] * sum(r.turn == 2 for r in records)
-
-
 def test_other_endpoints_by_hand(tmp_path: Path, engine: str) -> None:
     for endpoint in ("completions", "embeddings"):
         (tmp_path / endpoint).mkdir()
         options = ["--endpoint", endpoint, "--think", "0.1", "--output-tokens", "20"]
-        records = by_hand(tmp_path / endpoint, engine, "batch", *options)
-        assert len(records) > 6 and {r.error for r in records} == {None}
+        records = by_hand(tmp_path / endpoint, engine, "batch", *options, run_time="1s")
+        assert len(records) > 3 and {r.error for r in records} == {None}
         assert {r.vectors for r in records} == ({1} if endpoint == "embeddings" else {None})
 
 
@@ -378,9 +326,8 @@ def test_a_key_that_the_server_does_not_take_ends_the_load(tmp_path: Path) -> No
     assert f"{REFUSED}the server wants an API key, and this is not it. To solve it: " in log_of(tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["500-html", "500-html@2"])
-def test_failures_that_may_pass_do_not_end_the_load(tmp_path: Path, fault: str) -> None:
-    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", fault) as server:
+def test_failures_that_may_pass_do_not_end_the_load(tmp_path: Path) -> None:
+    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "500-html") as server:
         options = ["--headless", "--users", "2", "--spawn-rate", "10", "--records", "requests.jsonl", "--think", "0.1"]
         child = start(tmp_path, server.url, "batch", *options, "--output-tokens", "5")
         try:

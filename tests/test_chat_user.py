@@ -1,9 +1,7 @@
 """People in a chat, under real Locust, against the embedded engine."""
 
-import http.server
 import itertools
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from harness.rundir.records import Request
 from harness.scenario import Load, Prompts, Warmup
 from harness.scenario.behaviour import Abandon, Pause, Structured, chance, leaves, pause_s
 from harness.simulated import spawned
+from tests.http_double import Handler, listening
 from tests.load_runs import driven, end, make_job, records_of, start, start_job, wait_for_records
 
 
@@ -84,34 +83,21 @@ def test_of_fixed_time_counts_what_is_sent_in_it_late_turns_as_well(tmp_path: Pa
     assert records[first].index < 0 and (records[first].turn or 0) > 1
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def failing_engine() -> Iterator[str]:
-    """Every third request is refused."""
+    """Every third request is refused; of the others the usage counts the messages."""
     seen = itertools.count()
 
-    class Answer(http.server.BaseHTTPRequestHandler):
+    class Answer(Handler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            talk = [message["role"][0] + str(len(message["content"].split())) for message in asked["messages"]]
             choice = {"message": {"content": "said"}, "finish_reason": "stop"}
-            body = json.dumps({"choices": [choice], "usage": {"prompt_tokens": len(talk)}}).encode()
-            self.send_response(500 if next(seen) % 3 == 1 else 200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            usage = {"prompt_tokens": len(json.loads(self.body())["messages"])}
+            self.answer(500 if next(seen) % 3 == 1 else 200, json.dumps({"choices": [choice], "usage": usage}))
 
-        def log_message(self, *words: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with listening(Answer) as url:
+        yield url
 
 
 def test_a_failed_turn_leaves_no_trace_and_the_conversation_goes_on(tmp_path: Path, failing_engine: str) -> None:

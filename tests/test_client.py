@@ -65,11 +65,8 @@ def connections_used(handler: Handler, requests: int, pause_s: float = 0.0) -> l
     return opened
 
 
-def test_the_connection_is_kept() -> None:
+def test_the_connection_is_kept_also_when_the_body_ends_soon_after_done(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connections_used(answering(GOOD), 4) == [True, False, False, False]
-
-
-def test_an_end_of_the_body_soon_after_done_keeps_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_DONE_GRACE_S", 1.0)  # this machine may be busy
     pieces = [GOOD.removesuffix(b"0\r\n\r\n"), b"0\r\n\r\n"]
     assert connections_used(answering(*pieces, pause_s=0.003), 3) == [True, False, False]
@@ -119,21 +116,20 @@ def test_a_connection_that_closes_as_the_request_arrives_costs_no_request() -> N
     assert answer.headers_s > exchange.connect_ns / 1e9
 
 
-@pytest.mark.parametrize("worked_s", [0.3, 1.0])
-def test_a_server_that_dies_over_a_request_is_not_asked_again(worked_s: float) -> None:
+def test_a_server_that_dies_over_a_request_is_not_asked_again() -> None:
     requests = []
 
     def handler(connection: socket.socket, number: int) -> None:
         requests.append(read_request(connection))
         connection.sendall(GOOD)
         requests.append(read_request(connection))
-        time.sleep(worked_s)
+        time.sleep(0.3)
 
     with serving(handler) as url, exchanging(url) as send:
         assert send()[1].error is None
         exchange, answer = send()
     assert (answer.error, exchange.resent) == ("disconnect", False)
-    assert answer.ended_s > worked_s - 0.01
+    assert answer.ended_s > 0.29
     assert len(requests) == 2
 
 
@@ -258,7 +254,6 @@ def test_tls_is_verified_and_uses_the_time_of_the_read(tmp_path: Path, monkeypat
     ("url", "expected"),
     [
         ("http://a:8000", ApiAddress("a", 8000, False, "/v1")),
-        ("http://a:8000/", ApiAddress("a", 8000, False, "/v1")),
         ("http://a:8000/v1/", ApiAddress("a", 8000, False, "/v1")),
         ("http://a/api", ApiAddress("a", 80, False, "/api/v1")),
         ("http://a/api/v1", ApiAddress("a", 80, False, "/api/v1")),

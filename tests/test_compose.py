@@ -13,7 +13,7 @@ from jinja2 import Environment, meta
 
 from harness.errors import HarnessError, Problem, ServerError
 from harness.files import COMPOSE
-from harness.scenario import Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
 from harness.scenario.file import load_yaml
 from harness.serve import server_document, templates, variables
 from harness.serve import template as template_module
@@ -30,23 +30,15 @@ from harness.serve.compose_file import (
 )
 from harness.serve.lint import notes
 from harness.serve.security import missing, refuse_without_consent, secrets_in
-from harness.serve.template import quote, render
+from harness.serve.template import quote, render, with_gateway
 from harness.simulated.engine import PRESETS
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
 NAMES = [
-    "lemonade",
-    "llamacpp",
-    "localai",
-    "ollama",
-    "sglang-rocm",
-    "simulated",
-    "vllm-cpu",
-    "vllm-offline",
-    "vllm-rocm",
-]
+    "lemonade", "llamacpp", "localai", "ollama", "sglang-rocm", "simulated", "vllm-cpu", "vllm-offline", "vllm-rocm",
+]  # fmt: skip
 
 
 def rendered(template: str, given: dict[str, Any] | None = None, model: str = "org/model") -> str:
@@ -87,9 +79,10 @@ def test_declared_and_used_variables_are_the_same(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", [*NAMES, "locust"])
-def test_every_variable_is_explained_and_its_default_fits(template: str) -> None:
+def test_every_variable_is_explained_its_default_fits_and_every_port_has_limits(template: str) -> None:
     for name, variable in variables(template).items():
         assert variable.doc, name
+        assert not name.endswith("port") or (variable.min, variable.max) == (1, 65535), name
     if template != "locust":
         given = {name: v.default for name, v in variables(template).items() if not v.required}
         assert parse(rendered(template, given)) == parse(rendered(template))
@@ -168,11 +161,7 @@ def test_a_template_prints_declared_and_quoted_values_only(
         ("vllm-rocm", {"max_num_seqs": "10"}, ".variables.max_num_seqs: a whole number is expected, got '10'"),
         ("vllm-rocm", {"max_num_seqs": True}, ".variables.max_num_seqs: a whole number is expected, got True"),
         ("vllm-rocm", {"seed": None}, ".variables.seed: a whole number is expected, got None"),
-        (
-            "vllm-rocm",
-            {"extra_args": "--x"},
-            ".variables.extra_args: a list of texts or numbers is expected, got '--x'",
-        ),
+        ("vllm-rocm", {"extra_args": "--x"}, ".extra_args: a list of texts or numbers is expected, got '--x'"),
         ("vllm-rocm", {"environment": {"A": [1]}}, "a mapping from names to texts or numbers is expected"),
         ("vllm-rocm", {"model": "x"}, ".variables.model: comes from the scenario's own 'model'; remove it here"),
         ("vllm-rocm", {"environment": {"HF_TOKEN": "hf_abc"}}, "HF_TOKEN: a secret must not be in the scenario"),
@@ -185,7 +174,6 @@ def test_a_template_prints_declared_and_quoted_values_only(
         ("vllm-rocm", {"devices": ["kfd"]}, "'kfd' is not a device"),
         ("vllm-rocm", {"devices": ["/dev/../etc/shadow"]}, "is not a device"),
         ("vllm-rocm", {"publish": "everywhere"}, "is not a published port; write it like 127.0.0.1:8000:8000"),
-        ("vllm-rocm", {"port": 99999}, "variables.port: a number from 1 to 65535 is expected, got 99999"),
         ("vllm-rocm", {"image": "An Image"}, "'An Image' is not the name of an image"),
         ("vllm-rocm", {"ipc": "hots"}, "'hots' is not an ipc mode; known: host, none, private, shareable"),
         ("vllm-rocm", {"groups": ["two words"]}, "'two words' is not the number of a group; `stat -c %g"),
@@ -201,12 +189,9 @@ def test_a_bad_server_is_refused_in_words(template: str, given: dict[str, Any], 
         ("simulated", "port", 0, "a number from 1 to 65535 is expected, got 0"),
         ("simulated", "host_port", 65536, "a number from 1 to 65535 is expected, got 65536"),
         ("simulated", "preset", "instnt", "there is no 'instnt'; did you mean 'instant'?"),
-        ("simulated", "max_num_seqs", 0, "a number of at least 1 is expected, got 0"),
         ("simulated", "cpus", 0, "a number of at least 0.01 is expected, got 0"),
         ("simulated", "cpus", float("nan"), "a number is expected, got nan"),
-        ("vllm-rocm", "gpu_memory_utilization", 0, "a number from 0.01 to 1 is expected, got 0"),
         ("vllm-rocm", "gpu_memory_utilization", 1.01, "a number from 0.01 to 1 is expected, got 1.01"),
-        ("vllm-rocm", "dtype", "floot16", "there is no 'floot16'; did you mean 'float16'?"),
         ("vllm-cpu", "max_num_batched_tokens", -1, "a number of at least 1 is expected, got -1"),
         ("llamacpp", "parallel", 0, "a number of at least 1 is expected, got 0"),
         ("lemonade", "ctx_size", 0, "a number of at least 1 is expected, got 0"),
@@ -232,13 +217,6 @@ def test_the_limits_themselves_are_allowed(template: str, given: dict[str, Any])
 
 def test_the_presets_of_the_template_are_those_of_the_engine() -> None:
     assert variables("simulated")["preset"].choices == list(PRESETS)
-
-
-def test_every_port_has_limits() -> None:
-    for template in [*NAMES, "locust"]:
-        for name, variable in variables(template).items():
-            if name.endswith("port"):
-                assert (variable.min, variable.max) == (1, 65535)
 
 
 def test_a_problem_has_the_line_of_its_variable() -> None:
@@ -316,53 +294,33 @@ def test_what_is_no_secret_is_let_through(given: dict[str, Any]) -> None:
 
 
 def test_what_must_not_be_in_a_log() -> None:
-    environment = {
-        "MY_KEY": "by-its-name",
-        "X": "by-its-place",
-        "Y": HUB,
-        "Z": "not-secret",
-        "S_KEY": "sho",
-        "OTHER_KEY": "o" * 9,
-    }
+    environment = {"MY_KEY": "by-its-name", "X": "by-its-place", "Y": HUB, "Z": "not-secret", "S_KEY": "sho", "K": "o"}
     asked = {"command": ["--api-key", "${X}", "--y=$Y", "${Z}"], "environment": {"A": "${MY_KEY}", "B": "${S_KEY:-}"}}
     assert secrets_in(asked, environment) == {
         HUB: True, "by-its-place": True, "by-its-name": True, "not-secret": False
     }  # fmt: skip
 
 
-def test_all_problems_come_at_once() -> None:
-    server = Server(template="vllm-rocm", variables={"seed": "x", "a": 1, "publish": 3})
-    assert len(server_problems_of(scenario(server), {})) == 3
-
-
-def test_other_places_refuse_unknown_keys_too() -> None:
-    raw = yaml.safe_load(rendered("vllm-rocm"))
-    raw["networks"] = {}
-    raw["volumes"]["amd-llm-load-vllm"]["driver"] = "nfs"
-    with pytest.raises(HarnessError) as caught:
-        parse(yaml.safe_dump(raw))
-    assert sorted(re.findall(r"(\$\S+) \(line \d+\): unknown key", caught.value.what)) == [
-        "$.networks",
-        "$.volumes.amd-llm-load-vllm.driver",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("place", "key", "value"),
     [
-        ("command", "serve model", "$.services.server.command"),
-        ("devices", "/dev/kfd", "$.services.server.devices"),
-        ("environment", ["A=1"], "$.services.server.environment"),
-        ("init", "yes", "$.services.server.init"),
-        ("ulimits", {"nofile": 1}, "$.services.server.ulimits.nofile"),
+        ("services.server", "command", "serve model"),
+        ("services.server", "devices", "/dev/kfd"),
+        ("services.server", "environment", ["A=1"]),
+        ("services.server", "init", "yes"),
+        ("services.server.ulimits", "nofile", 1),
+        ("volumes.amd-llm-load-vllm", "driver", "nfs"),
     ],
 )
-def test_a_value_of_the_wrong_shape_is_refused(key: str, value: Any, message: str) -> None:
-    raw = yaml.safe_load(rendered("simulated"))
-    raw["services"]["server"][key] = value
+def test_a_value_of_the_wrong_shape_and_an_unknown_key_are_refused(place: str, key: str, value: Any) -> None:
+    raw = yaml.safe_load(rendered("vllm-rocm"))
+    at = raw
+    for name in place.split("."):
+        at = at.setdefault(name, {})
+    at[key] = value
     with pytest.raises(HarnessError) as caught:
         parse(yaml.safe_dump(raw))
-    assert message in caught.value.what
+    assert f"$.{place}.{key} (line " in caught.value.what
 
 
 def test_only_one_service_is_a_server() -> None:
@@ -396,32 +354,23 @@ def test_vllm_rocm_says_what_the_documents_ask_for() -> None:
 
 def test_a_digest_an_entrypoint_and_a_size_of_shared_memory_pass_through() -> None:
     given = {
-        "image": "rocm/vllm@sha256:" + "a" * 64,
-        "entrypoint": ["vllm", "serve"],
-        "shm_size": "8g",
-        "max_num_seqs": None,
-        "model_path": "/models/x",
-        "huggingface_cache": "/data/hf",
-        "vllm_cache": None,
+        "image": "rocm/vllm@sha256:" + "a" * 64, "entrypoint": ["vllm", "serve"], "shm_size": "8g",
+        "max_num_seqs": None, "model_path": "/models/x", "huggingface_cache": "/data/hf", "vllm_cache": None,
         "volumes": ["/models:/models:ro", "weights:/weights"],
-    }
+    }  # fmt: skip
     compose = parse(rendered("vllm-rocm", given))
     server = compose.server
-    assert server.image == given["image"]
-    assert server.entrypoint == ["vllm", "serve"]
+    assert (server.image, server.entrypoint) == (given["image"], ["vllm", "serve"])
     assert (server.ipc, server.shm_size) == (None, "8g")
     assert server.command is not None and server.command[:3] == ["/models/x", "--served-model-name", "org/model"]
     assert "--max-num-seqs" not in server.command
     assert server.volumes == [
-        "/data/hf:/root/.cache/huggingface",
-        "amd-llm-load-triton:/root/.triton",
-        "/models:/models:ro",
+        "/data/hf:/root/.cache/huggingface", "amd-llm-load-triton:/root/.triton", "/models:/models:ro",
         "weights:/weights",
-    ]
+    ]  # fmt: skip
     assert {name: volume.external for name, volume in compose.volumes.items()} == {
-        "amd-llm-load-triton": False,
-        "weights": True,
-    }
+        "amd-llm-load-triton": False, "weights": True
+    }  # fmt: skip
 
 
 def test_a_secret_is_filled_in_at_the_start_and_never_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,9 +391,7 @@ def test_an_interpolated_value_is_checked_like_any_other() -> None:
     assert filled_in(compose, {"FOLDER": "/data"}).server.volumes == ["/data:/models"]
     with pytest.raises(HarnessError, match="would give the whole host"):
         filled_in(compose, {"FOLDER": "/"})
-    with pytest.raises(
-        HarnessError, match="there is no volume 'other' in this file; ..NAME. must expand to an absolute host path"
-    ):
+    with pytest.raises(HarnessError, match="there is no volume 'other' in this file"):
         filled_in(compose, {"FOLDER": "other"})
 
 
@@ -508,10 +455,10 @@ def test_a_port_must_say_where_it_is_published(text: str) -> None:
 @pytest.mark.parametrize(
     ("given", "code"),
     [
-        *(({"volumes": [f"{path}:/x:{mode}"]}, "docker-socket") for mode in ("ro", "rw") for path in (
+        *(({"volumes": [f"{path}:/x:ro"]}, "docker-socket") for path in (
             "/var/run/docker.sock", "/run/docker.sock", "//run/./docker.sock", "/run", "/var/run", "/run/containerd",
             "/run/containerd/containerd.sock", "/run/user/1000/docker.sock", "/tmp/../var/run/docker.sock")),
-        *(({"volumes": [f"{path}:/x:{mode}"]}, "host-files") for mode in ("ro", "rw") for path in (
+        *(({"volumes": [f"{path}:/x:ro"]}, "host-files") for path in (
             "/proc", "/proc/1/ns", "/sys", "/sys/fs/cgroup", "/dev", "/dev/shm", "/etc", "/etc/shadow", "/boot",
             "/root", "/home", "/home/somebody", "/home/somebody/.ssh", "/home/somebody/.docker/config.json", "/var",
             "/var/lib", "/var/lib/docker/volumes", "/models/../proc", "/root/.ssh/id_rsa")),
@@ -605,15 +552,64 @@ def test_what_the_harness_never_carries_out(key: str) -> None:
         parse(yaml.safe_dump(raw))
 
 
-@pytest.mark.parametrize("name", ["A\nB", "A=B", "", "A B", "A\0B", "A\rB"])
-def test_a_name_that_no_variable_can_have(name: str) -> None:
-    server = Server(template="simulated", variables={"environment": {name: "x"}})
-    assert "cannot be the name of a variable" in "".join(server_problems_of(scenario(server), {}))
-
-
 @pytest.mark.parametrize(
-    "given", [{"extra_args": ["--a\0b"]}, {"environment": {"A": "b\0"}}, {"volumes": ["/tmp\0:/x"]}]
+    ("given", "problem"),
+    [
+        *(({"environment": {name: "x"}}, "cannot be the name of a variable") for name in ("A\nB", "A=B", "", "A\0B")),
+        ({"extra_args": ["--a\0b"]}, "has the character NUL in it"),
+        ({"environment": {"A": "b\0"}}, "has the character NUL in it"),
+        ({"volumes": ["/tmp\0:/x"]}, "has the character NUL in it"),
+    ],
 )
-def test_no_program_is_given_a_nul(given: dict[str, Any]) -> None:
+def test_no_program_is_given_a_nul_or_a_name_that_no_variable_can_have(given: dict[str, Any], problem: str) -> None:
     server = Server(template="simulated", variables=given)
-    assert "has the character NUL in it" in "".join(server_problems_of(scenario(server), {}))
+    assert problem in "".join(server_problems_of(scenario(server), {}))
+
+
+# A gateway in front of a server: one Compose file, started in order.
+
+
+def with_front(**gateway: object) -> Scenario:
+    server = Server(template="simulated", gateway=Gateway(template="litellm", variables=dict(gateway)))
+    load = Load(user="chat", requests=1)
+    return Scenario(version=1, question="q", model="my/model", servers={"s": server}, loads={"l": load})
+
+
+def test_the_gateway_passes_on_to_the_server_and_takes_the_load() -> None:
+    compose = parse(server_document(with_front(port=4100), "s"))
+    assert list(compose.services) == ["server", "gateway"]
+    front = compose.serving.gateway
+    assert front is not None
+    assert (front.template, front.port, compose.serving.metrics) == ("litellm", 4100, "/metrics")
+    told = yaml.safe_load(compose.configs["litellm"].content)
+    assert told["model_list"][0]["model_name"] == "my/model"
+    assert told["model_list"][0]["litellm_params"]["api_base"] == "http://server:8000/v1"
+    with_locust = yaml.safe_load(composed(with_front()))
+    assert "http://gateway:4000" in with_locust["services"]["locust"]["command"]
+
+
+def test_problems_of_a_gateway_say_where() -> None:
+    assert server_problems_of(with_front(prot=1, port="x"), {}) == [
+        "$.servers.s.gateway.variables.prot: unknown variable; did you mean 'port'?",
+        "$.servers.s.gateway.variables.port: a whole number is expected, got 'x'",
+    ]
+    wrong = Server(template="simulated", gateway=Gateway(template="litelm"))
+    load = Load(user="chat", requests=1)
+    other = Scenario(version=1, question="q", model="m", servers={"s": wrong}, loads={"l": load})
+    assert server_problems_of(other, {}) == [
+        "$.servers.s.gateway.template: there is no gateway 'litelm'; did you mean 'litellm'?"
+    ]
+
+
+def test_a_name_that_both_have_is_refused() -> None:
+    front = "x-amd-llm-load: {template: t, port: 1, health: /}\nservices: {server: {image: a}}\n"
+    with pytest.raises(HarnessError, match=r"\$\.services\.server"):
+        with_gateway("x-amd-llm-load: {}\nservices: {server: {image: a}}\n", front)
+
+
+@pytest.mark.parametrize("text", ["yes", "012", "0o14", "1e3", "on", "~", "a: b", "#", "two\nlines", " x ", "1:30"])
+def test_a_text_stays_a_text(text: str) -> None:
+    front = "x-amd-llm-load: {}\nservices: {gateway: {image: a}}\n"
+    whole = with_gateway(yaml.dump({"x-amd-llm-load": {"a": text}, "services": {}}), front)
+    assert yaml.safe_load(whole)["x-amd-llm-load"]["a"] == text
+    assert "\n" in text or f'"{text}"' in whole

@@ -13,19 +13,17 @@ from harness import __version__
 from harness.cli import app
 from harness.cli.actions import check
 from harness.errors import ExitCode
-from harness.failures.table import rules
 from harness.files import ROOT, SCENARIOS
 from harness.rundir.manifest import Status, read_run
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import OPERATORS, UNITS
 from harness.scenario.file import load_scenario
-from harness.serve.template import templates, variables
 from harness.simulated.answer import KINDS
 from harness.simulated.engine import PRESETS, EngineConfig
 from tests import faults
-from tests.command import harness
-from tests.made_docs import MADE, made, servers_tables
+from tests.command import harness, write
+from tests.made_docs import MADE, made
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -95,22 +93,12 @@ def test_every_option_is_in_the_docs_and_explained(command: str) -> None:
         assert parameter.help, f"{command}: {parameter.name} has no help"
 
 
-def test_help_shows_every_option(tmp_path: Path) -> None:
-    for command in ("run", "report", "compare"):
-        done = harness(command, "--help", cwd=tmp_path)
-        assert (done.code, done.err) == (0, "")
-        for parameter in COMMANDS[command].params:
-            assert all(option in done.out for option in parameter.opts if option.startswith("--"))
-
-
 def test_every_exit_code_is_in_the_readme_and_in_help(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (\d+) \| .+ \|$", page("README.md"), re.MULTILINE)
     assert [int(row) for row in rows] == [code.value for code in ExitCode]
     shown = " ".join(harness("--help", cwd=tmp_path).out.split())
-    assert (
-        "Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready; 3 the run is INVALID; "
-        "4 a check failed or a comparison found a regression; 5 a check is inconclusive; 130 interrupted." in shown
-    )
+    said = shown.partition("Exit codes: ")[2].partition(".")[0].split("; ")
+    assert [int(one.split()[0]) for one in said] == [code.value for code in ExitCode]
 
 
 def test_every_scenario_key_is_documented_and_no_other() -> None:
@@ -127,11 +115,7 @@ def test_the_defaults_of_scenario_keys_are_documented() -> None:
             value = field.default
             if isinstance(value, bool | int | float | str) and field.name != "version":
                 shown = (
-                    str(value).lower()
-                    if isinstance(value, bool)
-                    else f"{value:g}"
-                    if not isinstance(value, str)
-                    else value
+                    str(value).lower() if isinstance(value, bool) else value if isinstance(value, str) else f"{value:g}"
                 )
                 row = re.search(rf"^\| `{re.escape(prefix + field.name)}` \| (.+?) \|", text, re.MULTILINE)
                 assert row is not None and row[1] == shown, f"{prefix}{field.name}: {row and row[1]} is not {shown}"
@@ -151,9 +135,6 @@ def test_every_field_of_a_record_is_documented() -> None:
     rows = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
     assert {field for row in rows for field in code(row)} == {field.name for field in msgspec.structs.fields(Request)}
     assert set(typing.get_args(ErrorKind)) <= code(section)
-
-
-def test_every_status_of_a_run_is_documented() -> None:
     assert set(typing.get_args(Status)) <= code(page("docs/run-directory.md"))
 
 
@@ -171,13 +152,6 @@ def test_every_metric_of_a_check_is_documented() -> None:
 def test_the_tables_of_the_pages_are_up_to_date(path: str) -> None:
     assert page(path) == made(path), "python -m tests.made_docs"
     assert all(f"<!-- {name} -->" in page(path) for name in MADE[path])
-
-
-def test_the_tables_have_every_variable_and_failure() -> None:
-    for template in templates():
-        section = servers_tables().split(f"\n## {template}\n")[1].split("\n## ")[0]
-        assert set(variables(template)) - {"model"} <= code(section)
-    assert {rule.id for rule in rules()} <= code(page("docs/failures.md"))
 
 
 def test_the_table_of_the_readme_is_that_of_the_example_run() -> None:
@@ -210,12 +184,8 @@ def test_every_option_of_a_locustfile_is_documented() -> None:
 def test_the_locustfile_of_the_page_works(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", page("docs/users.md"), re.DOTALL)
     (tmp_path / "mine.py").write_text(block)
-    (tmp_path / "s.yaml").write_text(
-        "version: 1\nquestion: Does it work?\nmodel: tiny\n"
-        "servers: {a: {template: simulated, container: false, variables: {preset: instant}}}\n"
-        "loads: {mine: {user: mine.py, requests: 4, output_tokens: 3}}\nrepeats: 1\n"
-    )
-    done = harness("run", "s.yaml", "--runs", "runs", cwd=tmp_path)
+    write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 4, "output_tokens": 3}})
+    done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
 
 
@@ -256,17 +226,14 @@ def groups() -> dict[str, list[str]]:
 def test_every_page_is_in_one_of_four_groups() -> None:
     found = groups()
     assert list(found) == ["Tutorials", "How-to guides", "Reference", "Explanation"]
-    assert sorted(name for names in found.values() for name in names) == sorted(
-        path.stem for path in (ROOT / "docs").glob("*.md")
-    )
+    pages = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+    assert sorted(name for names in found.values() for name in names) == pages
 
 
 @pytest.mark.parametrize("name", [*groups()["Tutorials"], *groups()["How-to guides"]])
 def test_tutorials_and_guides_begin_with_a_command(name: str) -> None:
     begun = page(f"docs/{name}.md").splitlines()[:10]
-    shown = [
-        line.strip() for at, line in enumerate(begun) if begun[at - 1].startswith("```") or line.startswith("    ")
-    ]
+    shown = [line.strip() for at, line in enumerate(begun) if begun[at - 1][:3] == "```" or line[:4] == "    "]
     assert any(line.split(" ")[0] in ("harness", "locust", "make", "pip", "source") for line in shown), shown
 
 

@@ -138,7 +138,7 @@ def test_a_server_that_refuses_and_keeps_the_connection(tls: ssl.SSLContext | No
     assert reads_on or exchange.connect_ns is not None
 
 
-def slow(*early: bytes, then: tuple[bytes, ...], pause_s: float = 0.12, pauses: int = 20) -> Handler:
+def slow(*early: bytes, then: tuple[bytes, ...], pause_s: float = 0.12, pauses: int = 10) -> Handler:
     """Says something early, reads the request with pauses, and says the rest."""
 
     def handler(connection: socket.socket, number: int) -> None:
@@ -175,11 +175,11 @@ STREAM = (chunk(TOKEN), chunk(FINISH), chunk(DONE), b"0\r\n\r\n")
     ids=["slow", "100 Continue", "headers first", "a token first"],
 )
 def test_what_does_not_refuse_gets_the_whole_request(tls: ssl.SSLContext | None, handler: Handler) -> None:
-    """For as long as the server takes data, it is waited for: 2.4 s in all, and never 2 s without."""
-    with serving(handler, tls) as url, exchanging(url, timeout_s=2.0) as send:
+    """For as long as the server takes data, it is waited for: 1.2 s in all, and never 1 s without."""
+    with serving(handler, tls) as url, exchanging(url, timeout_s=1.0) as send:
         exchange, answer = send(LONG)
         assert (answer.error, answer.message, exchange.resent) == (None, None, False)
-        assert answer.ended_s > 2.2
+        assert answer.ended_s > 1.1
         exchange, answer = send()
         assert (answer.error, exchange.connect_ns) == (None, None)  # the connection was kept
 

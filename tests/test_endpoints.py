@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
+from harness.analysis.derive import add_up
 from harness.analysis.summarize import read_summary
-from harness.reasons import evidence, sentences
+from harness.analysis.tally import AnswerTally, answers_of, prompts_of
+from harness.analysis.validity import answer_difference as difference
+from harness.reasons import evidence, sentence, sentences
 from harness.rundir.records import Request, read_requests
 from harness.scenario import Prompts
 from harness.simulated import Spawned, spawned
 from harness.summary import Answers, PromptLengths, Row, Summary
 from tests.command import SMALL, harness
+from tests.command import server as embedded
 from tests.made_runs import request
 from tests.test_summarize import one_cell
 
@@ -65,10 +69,11 @@ def test_the_embedded_engine_answers_in_the_form_that_is_asked_for(server: Spawn
 def run(folder: Path, **keys: Any) -> tuple[Path, Summary, list[Request]]:
     (folder / "s.yaml").write_text(yaml.safe_dump(SMALL | keys, sort_keys=False))
     done = harness("run", "s.yaml", "--runs", "runs", cwd=folder)
-    assert done.code in (0, 4), done.out + done.err
     (where,) = (folder / "runs").iterdir()
     records = [record for record in read_requests(where / "requests.jsonl") if record.phase == "measured"]
-    return where, read_summary(where), records
+    summary = read_summary(where)
+    assert done.code == (4 if any(check.status == "failed" for check in summary.checks) else 0), done.out + done.err
+    return where, summary, records
 
 
 def rows_of(summary: Summary) -> dict[str, Row]:
@@ -109,27 +114,18 @@ def test_every_endpoint_is_driven_and_recorded(tmp_path: Path) -> None:
 
 
 def test_an_empty_vector_is_a_failure(tmp_path: Path) -> None:
-    server = {"template": "simulated", "container": False, "variables": {
-        "preset": "instant", "extra_args": ["--fault", "empty@4"]}}  # fmt: skip
     load = {"user": "batch", "requests": 8, "endpoint": "embeddings"}
-    (tmp_path / "s.yaml").write_text(
-        yaml.safe_dump(SMALL | {"servers": {"one": server}, "loads": {"l": load}, "max_error_rate": 0.5})
-    )
-    assert harness("run", "s.yaml", "--runs", "runs", cwd=tmp_path).code == 0
-    (where,) = (tmp_path / "runs").iterdir()
-    failed = [record for record in read_requests(where / "requests.jsonl") if record.error is not None]
-    assert {(record.error, record.message) for record in failed} == {
-        ("empty", "a complete answer with nothing in it: 1 of 1 vectors are empty")
-    }
-    assert 1 <= len(failed) <= 3
+    servers = {"one": embedded("--fault", "empty@4")}
+    _, _, records = run(tmp_path, servers=servers, loads={"l": load}, max_error_rate=0.5)
+    failed = {(record.error, record.message) for record in records if record.error is not None}
+    assert failed == {("empty", "a complete answer with nothing in it: 1 of 1 vectors are empty")}
+    assert 1 <= sum(record.error is not None for record in records) <= 3
 
 
 def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
-    bad = {"template": "simulated", "container": False, "variables": {
-        "preset": "instant", "extra_args": ["--fault", "wrong@5", "--fault", "invalid@10"]}}  # fmt: skip
     where, summary, records = run(
         tmp_path,
-        servers={**SMALL["servers"], "bad": bad},
+        servers={**SMALL["servers"], "bad": embedded("--fault", "wrong@5", "--fault", "invalid@10")},
         loads={"l": {"user": "batch", "batch_size": 5, "requests": 60, "output_tokens": 16, "output": "natural",
                      "answer": {"choice": "auto"}}},
         prompts={"kind": "classification"},
@@ -143,12 +139,8 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
         ("failed", "bad / l: 90 %, 54 of 60"),
         ("passed", "one / l: 100 %, 60 of 60"),
     ]
-    assert any(
-        note == "the answers of bad / l and one / l are not of equal quality: valid are 54 of 60 (90.0%) and 60 of 60 "
-        "(100.0%); right are 48 of 60 (80.0%) and 60 of 60 (100.0%). Speed alone does not say which of the two is "
-        "better"
-        for note in sentences(summary.notes)
-    )
+    (note,) = [note for note in summary.notes if note.code == "answers_differ"]
+    assert "valid are 54 of 60 (90.0%) and 60 of 60 (100.0%); right are 48 of 60 (80.0%)" in sentence(note)
     assert {record.answer_valid for record in records} == {True, False}
     text = (where / "requests.jsonl").read_text()
     assert "none of these" not in text and "billing" not in text
@@ -181,12 +173,6 @@ def test_answers_are_counted_over_the_successful_requests(tmp_path: Path) -> Non
     assert numbers.answers == Answers(checked=3, valid=2, valid_share=2 / 3, labelled=2, right=1, right_share=0.5)
 
 
-def test_prompts_of_another_length_than_planned_are_counted(tmp_path: Path) -> None:
-    records = [request(index=index, asked_prompt_tokens=15, prompt_tokens=20 + (index == 3)) for index in range(4)]
-    numbers = one_cell(tmp_path / "run", records).rows[0].pooled
-    assert numbers.prompts == PromptLengths(requests=4, asked=60, got=81, added=5, otherwise=1)
-
-
 def test_what_cannot_be_meant_together_is_refused(tmp_path: Path) -> None:
     loads = {
         "a": {"user": "chat", "requests": 4, "endpoint": "embeddings"},
@@ -204,10 +190,46 @@ def test_what_cannot_be_meant_together_is_refused(tmp_path: Path) -> None:
         assert part in " ".join(said.split())
 
 
-def test_exact_lengths_that_are_not_exact_make_the_run_invalid(tmp_path: Path) -> None:
+def test_exact_lengths_that_are_not_exact_are_counted_and_make_the_run_invalid(tmp_path: Path) -> None:
     records = [request(index=index, asked_prompt_tokens=15, prompt_tokens=20 + (index == 3)) for index in range(4)]
     summary = one_cell(tmp_path / "run", records, prompts=Prompts(tokens=15, tokenizer="server"))
-    assert sentences(summary.reasons) == [
-        "r1-a-x: 1 of 4 prompts do not have the exact length that was asked for (beyond the 5 tokens that were added "
-        "to most of them): the tokenizer is not the server's"
-    ]
+    assert summary.rows[0].pooled.prompts == PromptLengths(requests=4, asked=60, got=81, added=5, otherwise=1)
+    assert sentences(summary.reasons)[0].startswith("r1-a-x: 1 of 4 prompts do not have the exact length that was ask")
+
+
+# The quality of answers, next to their speed, where rows are compared.
+
+
+def answers(valid: int, right: int | None = None) -> Answers:
+    return Answers(checked=10, valid=valid, labelled=0 if right is None else 10, right=right)
+
+
+def test_sides_that_are_worth_the_same_need_no_words() -> None:
+    assert difference("a", [answers(9, 8)], "b", [answers(9, 8)]) is None
+    assert difference("a", [answers(8), answers(10)], "b", [answers(9)]) is None  # 18 of 20 and 9 of 10
+    assert difference("a", [None], "b", [answers(9)]) is None
+    assert difference("a", [answers(9, 1)], "b", [answers(9)]) is None  # of one side nobody knows what is right
+
+
+def test_sides_that_are_not_are_told_with_counts() -> None:
+    note = difference("a", [answers(9, 8)], "b", [answers(10, 8)])
+    assert note is not None and sentence(note) == (
+        "the answers of a and b are not of equal quality: valid are 9 of 10 (90.0%) and 10 of 10 (100.0%). "
+        "Speed alone does not say which of the two is better"
+    )
+
+
+def test_parts_of_a_file_are_counted_as_one() -> None:
+    whole, first, second = AnswerTally(), AnswerTally(), AnswerTally()
+    for index in range(8):
+        one = request(
+            index=index, answer_valid=index > 1, answer_right=index > 4, asked_prompt_tokens=10,
+            prompt_tokens=15 if index != 6 else 19,
+        )  # fmt: skip
+        whole.add(one)
+        (first if index < 3 else second).add(one)
+    add_up(first, second)
+    assert first == whole
+    assert answers_of(whole) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)
+    assert prompts_of(whole) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
+    assert (answers_of(AnswerTally()), prompts_of(AnswerTally())) == (None, None)

@@ -1,5 +1,6 @@
 """The table of failures against lines of real logs, and what it makes of whole ones."""
 
+import codecs
 import importlib
 import io
 import itertools
@@ -22,7 +23,6 @@ from harness.failures.explain import (
     explain,
     explain_message,
     grouped,
-    is_code,
     plain,
     scan,
     scan_text,
@@ -88,36 +88,23 @@ def test_the_plain_words_of_an_expression_are_in_all_that_it_matches(pattern: Pa
     assert pattern.needle in "".join(required_words(parse(pattern.regex.pattern)))
 
 
+FREE = "ValueError: {} on startup is less than desired {} memory utilization ({} GiB)."
+LACKING = (
+    "ValueError: To serve at least one request with the {}'s max seq len ({}), ({} GiB KV cache is needed, which is "
+    "larger than the available KV cache memory ({} GiB)."
+)
+
+
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
-        (
-            "ValueError: Free memory on device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory "
-            "utilization (0.92, 88.32 GiB). Decrease",
-            "(to 0.78 or less)",
-        ),
-        (
-            "ValueError: Available memory on node 0 (16.42/20.21 GiB) on startup is less than desired CPU memory "
-            "utilization (0.99, 20.01 GiB).",
-            "(to 0.76 or less)",
-        ),
-        (
-            "ValueError: Free memory on device (0.2/96.0 GiB) on startup is less than desired GPU memory utilization "
-            "(0.92, 88.32 GiB).",
-            "0.2 GiB free are too little for any gpu_memory_utilization",
-        ),
-        (
-            "ValueError: To serve at least one request with the model's max seq len (4096), (0.44 GiB KV cache is "
-            "needed, which is larger than the available KV cache memory (0.08 GiB). Based on the available memory, the "
-            "estimated maximum model length is 768.",
-            "set max_model_len (ctx_size behind Lemonade) to 768 or less, or raise gpu_memory_utilization so that 0.36 "
-            "GiB more are left",
-        ),
-        (
-            "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is "
-            "needed, which is larger than the available KV cache memory (4.00 GiB).",
-            "set max_model_len (ctx_size behind Lemonade) to 32704 or less",
-        ),
+        (FREE.format("Free memory on device cuda:0 (76.45/96.0 GiB)", "GPU", "0.92, 88.32"), "(to 0.78 or less)"),
+        (FREE.format("Available memory on node 0 (16.42/20.21 GiB)", "CPU", "0.99, 20.01"), "(to 0.76 or less)"),
+        (FREE.format("Free memory on device (0.2/96.0 GiB)", "GPU", "0.92, 88.32"),
+         "0.2 GiB free are too little for any gpu_memory_utilization"),
+        (LACKING.format("model", 4096, 0.44, 0.08) + " Based on the available memory, the estimated maximum model "
+         "length is 768.", "to 768 or less, or raise gpu_memory_utilization so that 0.36 GiB more are left"),
+        (LACKING.format("models", 131072, 16.0, 4.0), "set max_model_len (ctx_size behind Lemonade) to 32704 or less"),
         ("max seq len (131072) is larger than the maximum number of tokens that can be stored in KV cache (86432)",
          "set max_model_len (ctx_size behind Lemonade) to 86432 or less"),
         ("max_num_seqs (1024) exceeds available Mamba cache blocks (939).", "set max_num_seqs to 939 or less"),
@@ -145,10 +132,7 @@ def test_a_fix_has_its_value(line: str, fix: str) -> None:
 
 @given(free=st.integers(1, 64 * 100), total=st.integers(100, 64 * 100))
 def test_the_proposed_fraction_is_one_that_vllm_accepts(free: int, total: int) -> None:
-    line = (
-        f"Free memory on device ({free / 100}/{total / 100} GiB) on startup is less than desired GPU memory "
-        "utilization (1.0, 1.0 GiB)"
-    )
+    line = FREE.format(f"Free memory on device ({free / 100}/{total / 100} GiB)", "GPU", "1.0, 1.0")
     (found,) = scan_text(line).findings
     safe = safe_from_printed(free / 100, total / 100)
     assert (f"(to {safe} or less)" in found.fix) == (safe is not None)
@@ -166,10 +150,8 @@ def test_what_the_log_said_of_the_arguments_is_used() -> None:
     failure = explain(log)
     assert failure is not None
     assert failure.fix.startswith("lower gpu_memory_utilization (it is 0.8, so try 0.75) and max_num_seqs")
-    lemonade = log.replace(
-        "non-default args: {'model': 'x', 'gpu_memory_utilization': 0.8}", "--gpu-memory-utilization 0.70"
-    )
-    failure = explain(lemonade)
+    failure = explain(log.replace("non-default args: {'model': 'x', 'gpu_memory_utilization': 0.8}",
+                                  "--gpu-memory-utilization 0.70"))  # fmt: skip
     assert failure is not None and "(it is 0.7, so try 0.65)" in failure.fix
 
 
@@ -198,13 +180,8 @@ def test_what_others_put_before_a_line_goes(raw: bytes, text: str) -> None:
 
 def test_source_lines_of_a_traceback_name_errors_that_did_not_happen() -> None:
     frame = '  File "/opt/x.py", line 3, in f'
-    assert is_code(frame)
-    assert is_code("    raise HFValidationError(")
-    assert is_code("    except torch.OutOfMemoryError:", frame.encode())
-    assert not is_code("    except torch.OutOfMemoryError:")
-    assert is_code("           ^^^^^^^^^^")
-    assert not is_code("OSError: You are trying to access a gated repo.")
-    log = f"{VLLM}{frame}\n{VLLM}    except torch.OutOfMemoryError as error:\n{VLLM}ValueError: nothing known\n"
+    log = f"{VLLM}{frame}\n{VLLM}    except torch.OutOfMemoryError as error:\n{VLLM}    raise HFValidationError(\n"
+    log += f"{VLLM}           ^^^^^^^^^^\n{VLLM}ValueError: nothing known\n"
     assert [failure.id for failure in scan_text(log).findings] == ["engine.exception"]
 
 
@@ -225,9 +202,7 @@ def test_the_first_known_cause_wins_over_wrappers_and_later_lines() -> None:
     assert failure is not None
     assert (failure.id, failure.number) == ("mem.no_cache_blocks", 4)
     assert failure.line == "ValueError: No available memory for the cache blocks."
-    assert failure.wrapper is not None and failure.wrapper.startswith(
-        "RuntimeError: Engine core initialization failed."
-    )
+    assert (failure.wrapper or "").startswith("RuntimeError: Engine core initialization failed.")
     assert failure.wrapper_number == 6
 
 
@@ -307,11 +282,7 @@ many open files`. Consider increasing with ulimit -n
 
 def test_warnings_of_a_good_start_are_never_the_cause() -> None:
     assert explain(GOOD_START) is None
-    assert [failure.id for failure in scan_text(GOOD_START).findings] == [
-        "host.ulimit",
-        "cli.env_unknown",
-        "engine.hang",
-    ]
+    assert [one.id for one in scan_text(GOOD_START).findings] == ["host.ulimit", "cli.env_unknown", "engine.hang"]
     failure = explain(GOOD_START + "Memory access fault by GPU node-1 on address 0x7f12.")
     assert failure is not None and failure.id == "gpu.fault"
 
@@ -348,9 +319,6 @@ def test_what_a_server_got_over_does_not_explain_its_end() -> None:
 def test_a_request_s_error_is_explained(message: str, row: str) -> None:
     failure = explain_message(message)
     assert failure is not None and failure.id == row
-
-
-def test_an_unknown_message_is_not_explained() -> None:
     assert explain_message("client: it is our own fault") is None
 
 
@@ -368,9 +336,7 @@ def test_repeated_lines_are_one_finding_with_a_count() -> None:
 
 def test_junk_and_lines_without_end_are_survived() -> None:
     junk = bytes(range(256)) * 40_000  # ten megabytes
-    endless = (
-        junk.replace(b"\n", b"") + b"\n(EngineCore pid=9) ERROR 11-21 09:15:29 [a.py:1] HIP out of memory\n" + junk
-    )
+    endless = junk.replace(b"\n", b"") + f"\n{VLLM}HIP out of memory\n".encode() + junk
     scanned = scan(io.BytesIO(endless))
     assert [failure.id for failure in scanned.findings] == ["mem.hip_oom"]
     shown = scan(io.BytesIO(b"x" * 9000 + b" HIP out of memory " + b"y" * 9000)).findings[0].line
@@ -380,13 +346,8 @@ def test_junk_and_lines_without_end_are_survived() -> None:
 def test_the_number_of_a_line_is_right_across_blocks() -> None:
     padding = "INFO nothing at all happens in this line of the log, as in most\n"
     before = 3 * BLOCK_BYTES // len(padding)
-    log = (
-        padding * before
-        + '  File "x.py", line 1, in f\n    except OutOfMemoryError:\n'
-        + "HIP out of memory\n"
-        + padding
-    )
-    scanned = scan_text(log)
+    code = '  File "x.py", line 1, in f\n    except OutOfMemoryError:\n'
+    scanned = scan_text(f"{padding * before}{code}HIP out of memory\n{padding}")
     assert scanned.lines == before + 4
     assert [(failure.id, failure.number) for failure in scanned.findings] == [("mem.hip_oom", before + 3)]
 
@@ -402,10 +363,8 @@ def test_messages_that_mean_the_same_are_one_group() -> None:
     said.merge(more)
     groups = grouped(said)
     assert [(group.id, group.kind, group.count) for group in groups] == [
-        ("req.context", "http", 30),
-        ("req.disconnected", "disconnect", 3),
-        (None, "client", 1),
-    ]
+        ("req.context", "http", 30), ("req.disconnected", "disconnect", 3), (None, "client", 1),
+    ]  # fmt: skip
     assert groups[0].message.endswith("at least 2049 input tokens")
     assert groups[0].cause == "a request does not fit into the server's context (of 2048 tokens, prompt 2049)"
     assert (groups[2].cause, groups[2].fix) == (None, None)
@@ -442,6 +401,46 @@ def test_lemonade_s_words_do_not_hide_what_its_vllm_said() -> None:
     assert through_the_api is not None and through_the_api.id == "mem.free_lt_util"
     alone = explain("", State(error=said))
     assert alone is not None and (alone.id, alone.number) == ("lemonade.start_timeout", None)
-    assert [failure.id for failure in scan_text(LEMONADE).findings if failure.severity == "warning"] == [
-        "lemonade.second_try"
-    ]
+    assert "lemonade.second_try" in [one.id for one in scan_text(LEMONADE).findings if one.severity == "warning"]
+
+
+# What of a log is shown: no secret and no control character.
+
+
+def test_no_part_of_a_failure_shows_a_secret() -> None:
+    failure = explain(
+        "vllm: error: unrecognized arguments: --swap-space 16 --api-key plainword --token hf_abcdefghijk12"
+    )
+    assert failure is not None and failure.id == "cli.unknown_flag"
+    assert failure.cause == "the server does not know the argument: --swap-space 16 --api-key *** --token ***"
+    assert "plainword" not in str(failure) and "hf_abc" not in str(failure)
+    log = "KeyError: 'Authorization: Bearer plainword'\nAuthorization: Bearer plainword\n"
+    scanned = scan_text(log)
+    assert scanned.last == "Authorization: Bearer ***" and "plainword" not in str(scanned)
+    wrapped = explain("KeyError: 'x'\nFailed to load model 'https://me:plainword@host/x'")
+    assert wrapped is not None and wrapped.wrapper is not None and "plainword" not in str(wrapped)
+
+
+def test_a_secret_is_found_before_a_long_line_is_shortened() -> None:
+    (found,) = scan_text(f"{'x' * 600} --api-key plainword{'y' * 58} HIP out of memory {'z' * 600}").findings
+    assert found.line.startswith("...") and "HIP out of memory" in found.line
+    assert "word" not in found.line and "yyy" not in found.line
+
+
+def test_a_byte_order_mark_is_left_out() -> None:
+    (found,) = scan(io.BytesIO(codecs.BOM_UTF8 + b"KeyError: 'x'\r\n")).findings
+    assert found.line == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    "control",
+    ["\x1b[2J", "\x1b]0;title\x07", "\x1b", "\x9b31m", "\x85", "\x07", "\r", "\u202e", "\u2066", "\x00", "\x1bP"],
+)
+def test_control_characters_are_not_shown(control: str) -> None:
+    scanned = scan_text(f"KeyError: 'a{control}b'\nlast {control}line")
+    assert scanned.findings[0].line == "KeyError: 'ab'"
+    assert scanned.findings[0].cause.endswith("KeyError: 'ab'")
+    assert scanned.last == "last line"
+    said = ErrorMessages()
+    said.add("http", f"a{control}b")
+    assert list(said.examples.values()) == ["ab"]

@@ -200,15 +200,6 @@ def later() -> Iterator[IdleQueue]:
     made.finish()
 
 
-def test_later_is_when_nothing_is_ready_and_in_order(later: IdleQueue) -> None:
-    done: list[int] = []
-    for number in range(5):
-        later.do(lambda number=number: done.append(number))  # type: ignore[misc]
-    assert done == []
-    gevent.sleep(0.01)
-    assert done == [0, 1, 2, 3, 4]
-
-
 def test_work_that_never_finds_an_idle_moment_is_bounded(later: IdleQueue) -> None:
     done: list[int] = []
     for number in range(1500):

@@ -10,7 +10,7 @@ import pytest
 
 from harness.rundir.directory import RESERVE
 from harness.rundir.manifest import read_run
-from tests.command import HARNESS, SMALL, write
+from tests.command import HARNESS, SMALL, harness, write
 from tests.faults import fault
 
 LOAD = {"user": "batch", "batch_size": 100, "requests": 100_000, "output_tokens": 50}
@@ -42,12 +42,11 @@ def test_a_disk_that_fills_up_during_a_run(tmp_path: Path) -> None:
     assert (code, run.status, run.ended_wall_s is not None) == (3, "failed", True)
     assert len(lines) > 100 and [json.loads(line)["cell"] for line in lines[-1:]] == ["r1-one-burst"], "none is torn"
     name = tmp_path / "runs" / folder.name
-    assert err.splitlines()[-2:] == [
-        f"error: {name}: the disk is full (No space left on device): 0 of 2 cells have run, {len(lines):,} requests "
-        "recorded; the rest was not measured",
-        "next: Make room, or give a folder on another disk with --runs DIR, and run it again. What was measured until "
-        f"then: harness report {name} To measure the rest: harness run --resume {name}",
-    ]
+    said, advice = err.splitlines()[-2:]
+    assert said.startswith(
+        f"error: {name}: the disk is full (No space left on device): 0 of 2 cells have run, {len(lines):,}"
+    )
+    assert advice.endswith(f"then: harness report {name} To measure the rest: harness run --resume {name}")
     assert not [one.name for one in folder.iterdir() if one.suffix == ".new" or one.name == RESERVE]
 
 
@@ -58,10 +57,7 @@ def test_a_disk_without_room_for_a_run(tmp_path: Path) -> None:
     code, err, kept = on_small_disk(tmp_path, write(tmp_path), "512k")
     assert (code, list(kept.iterdir())) == (1, [])
     assert err.startswith(f"error: {tmp_path / 'runs'}/")
-    assert err.endswith(
-        ": the run directory cannot be written (No space left on device)\n"
-        "next: Make room if the disk is full, or give another folder with --runs DIR.\n"
-    )
+    assert err.splitlines()[0].endswith(": the run directory cannot be written (No space left on device)")
 
 
 @fault("disk", "a limit of the size of files",
@@ -69,13 +65,8 @@ def test_a_disk_without_room_for_a_run(tmp_path: Path) -> None:
 def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
     path = write(tmp_path, **SMALL)
     limit = 40_000  # of the manifest and the records of a few requests; the page is larger
-    done = subprocess.run(
-        [HARNESS, "run", path, "--runs", tmp_path / "runs"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    assert done.returncode == 1
-    assert "the run directory cannot be written (File too large)" in done.stderr
+    given = ("run", str(path), "--runs", str(tmp_path / "runs"))
+    done = harness(*given, cwd=tmp_path, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert done.code == 1
+    assert "the run directory cannot be written (File too large)" in done.err
     assert list((tmp_path / "runs").iterdir()) == []

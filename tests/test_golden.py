@@ -100,12 +100,8 @@ def test_a_newer_format_is_refused(runs: Path) -> None:
     path = runs / "0.2.0" / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": FORMAT_VERSION + 1, "new": 1}))
     done = harness("report", "runs/0.2.0", cwd=runs.parent)
-    assert (done.code, done.out, done.err) == (
-        1,
-        "",
-        "error: runs/0.2.0/run.json: format 3 was written by a newer harness; this one reads up to 2\n"
-        "next: Update the harness.\n",
-    )
+    said = "error: runs/0.2.0/run.json: format 3 was written by a newer harness; this one reads up to 2\n"
+    assert (done.code, done.out, done.err) == (1, "", f"{said}next: Update the harness.\n")
     noise = runs / "noise.json"
     noise.write_text(json.dumps({"format_version": NOISE_VERSION + 1}))
     with pytest.raises(HarnessError, match="format 3 was written by a newer harness; this one reads up to 2"):

@@ -48,7 +48,7 @@ def test_a_history_without_a_step_has_few_change_points(rows: int, number: int) 
     assert found <= 0.05 * number
 
 
-@pytest.mark.parametrize(("rows", "at"), [(1, 15), (1, 30), (1, 57), (8, 20), (8, 30), (8, 57)])
+@pytest.mark.parametrize(("rows", "at"), [(1, 15), (1, 57), (8, 20), (8, 57)])
 def test_a_step_of_ten_percent_is_found_within_three_runs(rows: int, at: int) -> None:
     gated = divided = 0
     for (row,) in histories(3, 200):
@@ -114,7 +114,7 @@ def test_a_slow_drift_has_change_points_in_its_history() -> None:
     assert found >= 90
 
 
-@pytest.mark.parametrize("runs", range(7))
+@pytest.mark.parametrize("runs", [0, 1, MIN_HISTORY - 1, MIN_HISTORY, 6])
 def test_a_short_history_is_inconclusive(runs: int) -> None:
     """And says how many runs are needed."""
     ((row,),) = histories(10, 1, runs=runs + 1)
@@ -193,6 +193,10 @@ def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> No
     assert [(one.key, one.values) for one in change.differences] == [
         ("servers.a.image_digest", ["sha256:1111", "sha256:2222"])
     ]
+    # Published runs alone have the same history.
+    for number in range(12):
+        publish(stepped / "runs" / f"run-{number:02}", stepped / "results")
+    assert history_of("which", stepped / "nowhere", stepped / "results") == found
 
 
 def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
@@ -238,13 +242,6 @@ def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     assert {one.reason: one.runs for one in gated.left_out}["later"] == ["run-09"]
     with pytest.raises(RunError):
         check_against_history(runs / "run-04", runs, results)
-
-
-def test_published_runs_alone_have_a_history(stepped: Path) -> None:
-    for number in range(12):
-        publish(stepped / "runs" / f"run-{number:02}", stepped / "results")
-    found = history_of("which", stepped / "nowhere", stepped / "results")
-    assert found == history_of("which", stepped / "runs", stepped / "results")
 
 
 def test_rows_come_and_go(tmp_path: Path) -> None:
@@ -293,7 +290,7 @@ def test_the_command_line(stepped: Path) -> None:
     (row,) = gated["rows"]
     assert (code, row["word"], row["runs"], row["window"]) == (ExitCode.FAILED, "slower", 8, 1)
     assert [one["key"] for one in gated["differences"]] == ["servers.a.image_digest"]
-    assert [call("compare", "--history", f"run-{n:02}")[0] for n in (3, 7, 8, 9, 10, 11)] == [0, 0, 4, 4, 4, 0]
+    assert [call("compare", "--history", f"run-{n:02}")[0] for n in (3, 9, 11)] == [0, 4, 0]
     code, text = call("compare", "--history", "run-10", "--format", "markdown")
     assert (code, "| servers.a.image\\_digest | sha256:1111 | sha256:2222 |" in text) == (4, True)
     code, text = call("compare", "--history", "run-08", "--format", "junit")

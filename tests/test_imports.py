@@ -8,13 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec import Struct, field
 
 from harness.analysis.summarize import summarize
 from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
 from harness.files import ROOT
-from harness.imports import Count, Source, last_line, lemonade
+from harness.imports import Source, lemonade
 from harness.imports.write import FORMATS, import_file, read_file
 from harness.reasons import evidence, sentences, verdict_sentence
 from harness.report import export, html, junit, markdown
@@ -78,12 +77,6 @@ def test_every_report_can_be_written_and_says_where_the_run_is_from(name: str, t
     assert "Imported: measured by" in (folder / "report.html").read_text()
 
 
-def test_an_imported_run_is_listed(tmp_path: Path) -> None:
-    folder = import_file(DATA / "vllm-chat.json", tmp_path / "runs", machine="box")
-    listed = harness("runs", "--runs", str(tmp_path / "runs"), cwd=tmp_path)
-    assert listed.code == 0 and folder.name in listed.out
-
-
 def test_vllm_with_detail_has_records_with_the_files_own_times(tmp_path: Path) -> None:
     raw = json.loads((DATA / "vllm-chat.json").read_text())
     run, summary, records = imported("vllm-chat.json", tmp_path, machine="box")
@@ -99,6 +92,11 @@ def test_vllm_with_detail_has_records_with_the_files_own_times(tmp_path: Path) -
     assert (numbers.output_tokens, numbers.prompt_tokens) == (96, 176)
     assert numbers.ttft_s.p50 is not None and numbers.ttft_s.p99 is None
     assert run.versions == {"vllm bench serve": "unknown"}
+    # The load is named by rate and concurrency.
+    assert set(imported("vllm-rate.json", tmp_path)[0].scenario.loads) == {"rate-50-concurrency-4"}
+    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw.update(max_concurrency=None))
+    run = read_run(import_file(path, tmp_path / "all"))
+    assert run.scenario.loads["all-at-once"].users == 4, "as the records show"
 
 
 def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
@@ -116,13 +114,6 @@ def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
     assert any(note.startswith(why) for note in sentences(summary.notes))
 
 
-def test_the_load_is_named_by_rate_and_concurrency(tmp_path: Path) -> None:
-    assert set(imported("vllm-rate.json", tmp_path)[0].scenario.loads) == {"rate-50-concurrency-4"}
-    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw.update(max_concurrency=None))
-    run = read_run(import_file(path, tmp_path))
-    assert run.scenario.loads["all-at-once"].users == 4, "as the records show"
-
-
 def test_guidellm_keeps_the_ends_of_a_request_and_our_tpot_is_its_itl(tmp_path: Path) -> None:
     raw = json.loads((DATA / "guidellm-0.8.json").read_text())["benchmarks"][1]
     run, summary, records = imported("guidellm-0.8.json", tmp_path)
@@ -131,12 +122,8 @@ def test_guidellm_keeps_the_ends_of_a_request_and_our_tpot_is_its_itl(tmp_path: 
     assert run.origin is not None and run.origin.version == "0.8.1"
     assert [row.load for row in summary.rows] == ["concurrent-1", "concurrent-4"]
     assert len(records) == 24 and {len(record.chunks_s) for record in records} == {2}
-    assert numbers.tpot_s.mean == pytest.approx(
-        sum(one["inter_token_latency_ms"] for one in good) / len(good) / 1000, rel=1e-6
-    )
-    assert numbers.ttft_s.mean == pytest.approx(
-        sum(one["time_to_first_token_ms"] for one in good) / len(good) / 1000, rel=1e-6
-    )
+    for found, name in ((numbers.tpot_s, "inter_token_latency_ms"), (numbers.ttft_s, "time_to_first_token_ms")):
+        assert found.mean == pytest.approx(sum(one[name] for one in good) / len(good) / 1000, rel=1e-6)
     assert (numbers.chunk_gap_s.n, numbers.tokens_per_chunk) == (0, None)
     assert all(record.scheduled_s is None for record in records), "a closed loop has no schedule"
 
@@ -192,17 +179,9 @@ def test_genai_bench_is_counted_from_its_requests(tmp_path: Path) -> None:
     _, failed, _ = imported(f"genai-bench-fail/{GENAI}", tmp_path)
     assert json.loads((DATA / "genai-bench-fail" / GENAI).read_text())["aggregated_metrics"]["error_rate"] == 0
     assert (failed.valid, failed.rows[0].pooled.errors) == (False, {"rejected": 33})
-
-
-def test_milliseconds_of_genai_bench_are_milliseconds(tmp_path: Path) -> None:
-    path = changed(f"genai-bench/{GENAI}", tmp_path / "x.json", lambda raw: raw.update(_time_unit="ms"))
-    raw = json.loads(path.read_text())
-    summary = summarize(import_file(path, tmp_path))
+    in_ms = changed(f"genai-bench/{GENAI}", tmp_path / "x.json", lambda raw: raw.update(_time_unit="ms"))
     mean = raw["aggregated_metrics"]["stats"]["ttft"]["mean"]
-    assert summary.rows[0].pooled.ttft_s.mean == pytest.approx(mean / 1000)
-    unknown = changed(f"genai-bench/{GENAI}", tmp_path / "y.json", lambda raw: raw.update(_time_unit="h"))
-    with pytest.raises(HarnessError, match=r"\$\._time_unit: Invalid enum value 'h'"):
-        import_file(unknown, tmp_path)
+    assert summarize(import_file(in_ms, tmp_path)).rows[0].pooled.ttft_s.mean == pytest.approx(mean / 1000)
 
 
 def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Path) -> None:
@@ -215,18 +194,13 @@ def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Pa
     assert (npu.ttft_s.n, npu.ttft_s.mean, npu.output_tok_s) == (0, None, 25.6)
     assert run.cells[0].served_by.arguments == ["ctx_size=4096", "-b", "2048"]
     assert run.origin is not None and run.origin.version == "11.7.0"
+    older = changed("lemonade-from-source.json", tmp_path / "x.json", lambda raw: raw.update(hardware={"cpu": "a CPU"}))
+    before = read_run(import_file(older, tmp_path))
+    assert before.origin is not None and before.origin.version is None
+    assert [cell.served_by.version for cell in before.cells] == [None, None]
     versions = {cell.server: cell.served_by.version for cell in run.cells}
     assert versions == {
         "llamacpp-vulkan": "Lemonade 11.7.0, llamacpp:vulkan b8600", "flm-npu": "Lemonade 11.7.0, flm:npu"}  # fmt: skip
-
-
-def test_a_lemonade_file_without_versions_has_none(tmp_path: Path) -> None:
-    def older(raw: dict[str, Any]) -> None:
-        raw["hardware"] = {"cpu": "a CPU"}
-
-    run = read_run(import_file(changed("lemonade-from-source.json", tmp_path / "x.json", older), tmp_path))
-    assert run.origin is not None
-    assert [run.origin.version, *(cell.served_by.version for cell in run.cells)] == [None, None, None]
 
 
 def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_path: Path) -> None:
@@ -244,10 +218,7 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
         f"flm-npu / chat-short: {lemonade.WHOLE_REQUEST}. llamacpp-vulkan / chat-short: {lemonade.DECODING}."
     )
     relative, speedup = summary.checks
-    assert (
-        relative.code == "no_baseline"
-        and "the definitions of 'output_tok_s' differ, so no ratio is given" in evidence(relative.evidence)
-    )
+    assert relative.code == "no_baseline" and "the definitions of 'output_tok_s' differ" in evidence(relative.evidence)
     assert speedup.code == "no_value" and "the definitions of 'output_tok_s' differ" in evidence(speedup.evidence)
     text = markdown.render(summary, run)
     assert "By output tok/s; no comparison could be made." in text
@@ -267,11 +238,7 @@ def test_lemonade_says_where_it_cannot_be_told_which_speed_it_is(tmp_path: Path)
     npu = summary.rows[1]
     assert (npu.server, npu.pooled.output_tok_s, npu.output_tok_s) == ("flm-npu", None, [])
     assert summary.comparison is not None
-    assert verdict_sentence(summary.comparison.verdicts[0]) == (
-        "flm-npu / chat-short: inconclusive: the output tok/s of flm-npu / chat-short is not known: "
-        + lemonade.UNTOLD
-        + "."
-    )
+    assert lemonade.UNTOLD in verdict_sentence(summary.comparison.verdicts[0])
     assert evidence(summary.checks[0].evidence) == f"flm-npu / chat-short: not known: {lemonade.UNTOLD}"
 
 
@@ -339,27 +306,16 @@ def test_runs_of_one_tool_and_work_are_compared(tmp_path: Path) -> None:
     assert comparison.verdicts[0].ratio == pytest.approx(1.25, rel=0.01)
 
 
-def test_other_definitions_are_refused_with_the_key_and_both(tmp_path: Path) -> None:
+def test_other_definitions_are_refused_before_the_rest_with_the_key_and_both(tmp_path: Path) -> None:
+    def as_concurrency(raw: dict[str, Any]) -> None:
+        raw["benchmarks"][0]["config"]["strategy"]["type_"] = "concurrency"
+
     vllm = import_file(DATA / "vllm-chat.json", tmp_path)
-    path = changed("guidellm-0.7.json", tmp_path / "x.json", _as_concurrency)
-    other = import_file(path, tmp_path)
-    with pytest.raises(HarnessError) as caught:
-        refuse_other_definitions([read_run(vllm), read_run(other)], "output_tok_s")
-    assert "definitions of 'output_tok_s' differ" in caught.value.what
-    assert definition(read_run(vllm), "output_tok_s") in caught.value.detail
-    assert definition(read_run(other), "output_tok_s") in caught.value.detail
-    refuse_other_definitions([read_run(vllm), read_run(other)], "send_lag_s")  # neither says otherwise
-
-
-def _as_concurrency(raw: dict[str, Any]) -> None:
-    raw["benchmarks"][0]["config"]["strategy"]["type_"] = "concurrency"
-
-
-def test_compare_refuses_before_it_looks_at_the_rest(tmp_path: Path) -> None:
-    vllm = import_file(DATA / "vllm-chat.json", tmp_path)
-    other = import_file(changed("guidellm-0.7.json", tmp_path / "x.json", _as_concurrency), tmp_path)
-    with pytest.raises(HarnessError, match="definitions of 'output_tok_s' differ are not compared"):
+    other = import_file(changed("guidellm-0.7.json", tmp_path / "x.json", as_concurrency), tmp_path)
+    with pytest.raises(HarnessError, match="definitions of 'output_tok_s' differ are not compared") as caught:
         compare_runs([[vllm], [other]], about="versions")
+    for run in (vllm, other):
+        assert definition(read_run(run), "output_tok_s") in caught.value.detail
 
 
 def test_other_work_is_refused(tmp_path: Path) -> None:
@@ -393,62 +349,42 @@ def test_a_wrong_value_is_named_and_nothing_is_written(change: Any, said: str, t
     assert not (tmp_path / "runs").exists()
 
 
+def first_of(raw: Any) -> Any:
+    return raw["benchmarks"][0]
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        (
-            "vllm-chat.json",
-            lambda raw: raw.update(completed=9),
-            r"\$\.completed says 9, and requests listed without an error are 12: one of them is wrong",
-        ),
-        (
-            "vllm-fail.json",
-            lambda raw: raw.update(failed=0),
-            r"\.failed says 0, and requests listed with an error are 2",
-        ),
-        (
-            "vllm-chat.json",
-            lambda raw: raw["output_lens"].__setitem__(3, 9),
-            r"\.total_output_tokens says 96, and those of the requests listed without an error come to 97",
-        ),
-        (
-            "vllm-plain.json",
-            lambda raw: raw.update(completed=9),
-            "num_prompts says 12, and completed and failed .* are 9",
-        ),
-        (
-            "vllm-plain.json",
-            lambda raw: (raw.update(completed=13), raw.pop("failed")),
-            r"\.completed: no more than the 12 of num_prompts are expected, got 13",
-        ),
-        (
-            "vllm-plain.json",
-            lambda raw: raw.update(output_throughput=600.0),
-            r"output_throughput says 600\.0, and \$\.total_output_tokens / \$\.duration is 544\.90",
-        ),
-        (
-            "guidellm-0.8-fail.json",
-            lambda raw: raw["benchmarks"][0]["scheduler_metrics"]["requests_made"].update(successful=12, errored=0),
-            r"requests_made\.successful says 12, and 'successful' in the report are 10",
-        ),
-        (
-            "guidellm-0.8-fail.json",
-            lambda raw: raw["benchmarks"][0]["scheduler_metrics"]["requests_made"].update(total=10**400),
-            r"requests_made",
-        ),
-        (
-            f"genai-bench/{GENAI}",
-            lambda raw: raw["aggregated_metrics"].update(num_completed_requests=139),
-            "num_completed_requests says 139, and successful requests listed are 140",
-        ),
-        (
-            f"genai-bench-fail/{GENAI}",
-            lambda raw: raw["aggregated_metrics"].update(num_error_requests=0),
-            "num_error_requests says 0, and failed requests listed are 33",
-        ),
+        ("vllm-chat.json", lambda raw: raw.update(completed=9),
+         r"\$\.completed says 9, and requests listed without an error are 12"),
+        ("vllm-fail.json", lambda raw: raw.update(failed=0),
+         r"\.failed says 0, and requests listed with an error are 2"),
+        ("vllm-chat.json", lambda raw: raw["output_lens"].__setitem__(3, 9),
+         r"\.total_output_tokens says 96, and those of the requests listed without an error come to 97"),
+        ("vllm-plain.json", lambda raw: raw.update(completed=9),
+         "num_prompts says 12, and completed and failed .* are 9"),
+        ("vllm-plain.json", lambda raw: (raw.update(completed=13), raw.pop("failed")),
+         r"\.completed: no more than the 12 of num_prompts are expected, got 13"),
+        ("vllm-plain.json", lambda raw: raw.update(output_throughput=600.0),
+         r"output_throughput says 600\.0, and \$\.total_output_tokens / \$\.duration is 544\.90"),
+        ("guidellm-0.8-fail.json",
+         lambda raw: first_of(raw)["scheduler_metrics"]["requests_made"].update(successful=12, errored=0),
+         r"requests_made\.successful says 12, and 'successful' in the report are 10"),
+        ("guidellm-0.8-fail.json",
+         lambda raw: first_of(raw)["scheduler_metrics"]["requests_made"].update(total=10**400), "requests_made"),
+        ("guidellm-0.7.json", lambda raw: first_of(raw)["requests"]["successful"].pop(),
+         r"requests_made\.total says 12, and requests in the report are 11"),
+        ("guidellm-0.7.json", lambda raw: first_of(raw).update(warmup_duration=1.5),
+         "run without warm-up and cool-down, got 1.5"),
+        (f"genai-bench/{GENAI}", lambda raw: raw.update(_time_unit="h"), r"\$\._time_unit: Invalid enum value 'h'"),
+        (f"genai-bench/{GENAI}", lambda raw: raw["aggregated_metrics"].update(num_completed_requests=139),
+         "num_completed_requests says 139, and successful requests listed are 140"),
+        (f"genai-bench-fail/{GENAI}", lambda raw: raw["aggregated_metrics"].update(num_error_requests=0),
+         "num_error_requests says 0, and failed requests listed are 33"),
     ],
-)
-def test_a_file_that_contradicts_itself_is_refused_with_both_numbers(
+)  # fmt: skip
+def test_a_file_that_contradicts_itself_or_is_not_whole_is_refused_with_both_numbers(
     name: str, change: Any, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(HarnessError, match=said):
@@ -462,20 +398,6 @@ def test_records_of_aiperf_that_its_summary_does_not_count_are_refused(tmp_path:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(HarnessError, match=r"request_count\.avg says 12.0, and records of successful requests are 11"):
         import_file(path, tmp_path / "runs")
-
-
-def test_a_report_with_a_part_of_its_requests_is_refused(tmp_path: Path) -> None:
-    def sampled(raw: dict[str, Any]) -> None:
-        raw["benchmarks"][0]["requests"]["successful"].pop()
-
-    with pytest.raises(HarnessError, match=r"requests_made\.total says 12, and requests in the report are 11"):
-        import_file(changed("guidellm-0.7.json", tmp_path / "x.json", sampled), tmp_path)
-
-    def warmed(raw: dict[str, Any]) -> None:
-        raw["benchmarks"][0]["warmup_duration"] = 1.5
-
-    with pytest.raises(HarnessError, match="run without warm-up and cool-down, got 1.5"):
-        import_file(changed("guidellm-0.7.json", tmp_path / "y.json", warmed), tmp_path)
 
 
 def test_what_no_tool_wrote_gets_one_error_that_names_the_known(tmp_path: Path) -> None:
@@ -517,47 +439,16 @@ def test_a_format_that_was_asked_for_must_be_it(tmp_path: Path) -> None:
     assert "profile_export.jsonl, not profile_export_aiperf.json" in caught.value.detail
 
 
-def test_a_file_is_imported_once(tmp_path: Path) -> None:
-    import_file(DATA / "vllm-chat.json", tmp_path)
-    with pytest.raises(HarnessError, match="was imported before"):
-        import_file(DATA / "vllm-chat.json", tmp_path)
-
-
-def test_the_command_prints_a_run_for_each_file(tmp_path: Path) -> None:
+def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_be_read(tmp_path: Path) -> None:
     shutil.copytree(DATA, tmp_path / "given")
-    names = ["vllm-chat.json", "guidellm-0.7.json"]
-    done = harness("import", *(f"given/{name}" for name in names), "--machine", "box", "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
+    names = ["given/none.json", "given/vllm-chat.json", "given/no.json", "given/guidellm-0.7.json"]
+    done = harness("import", *names, "--machine", "box", "--runs", "runs", cwd=tmp_path)
+    assert done.code == 1
+    assert [line.split(": ")[0] for line in done.err.splitlines()] == ["error", "given/none.json", "given/no.json"]
     folders = [Path(line) for line in done.out.splitlines()]
     assert [read_run(tmp_path / folder).machine.name for folder in folders] == ["box", "box"]
-    broken = harness("import", "given/none.json", cwd=tmp_path)
-    assert broken.code == 1 and "cannot be read (No such file or directory)" in broken.err
-
-
-def test_a_file_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> None:
-    shutil.copytree(DATA, tmp_path / "given")
-    done = harness("import", "given/none.json", "given/vllm-chat.json", "given/no.json", cwd=tmp_path)
-    assert done.code == 1 and len(list((tmp_path / "runs").iterdir())) == len(done.out.splitlines()) == 1
-    assert [line.split(": ")[0] for line in done.err.splitlines()] == ["error", "given/none.json", "given/no.json"]
-
-
-class Document(Struct):
-    a: Count = field(name="x.a")
-    b: float | None = field(name="x.0.b", default=None)
-
-
-@pytest.mark.parametrize("value", [True, 2.5, "x", -1, None])
-def test_access_to_a_document_is_strict(value: Any) -> None:
-    with pytest.raises(HarnessError, match=r"^f: \$(\.x\.a: Expected `int`|: Object missing required field `x\.a`)"):
-        Source(Path("f"), "", {"x": {"a": value}}).read(Document)
-
-
-def test_paths_lead_through_mappings_and_lists() -> None:
-    found = Source(Path("f"), "", {"x": {"a": 1}}).read(Document)
-    assert (found.a, found.b) == (1, None)
-    with pytest.raises(HarnessError, match=r"line 3: Object missing required field"):
-        Source(Path("f"), "", None).read(Document, {"x": [{"b": 2.5}]}, "line 3")
-    assert last_line("Traceback:\n  x\nValueError: no\n") == "ValueError: no"
+    listed = harness("runs", "--runs", "runs", cwd=tmp_path)
+    assert listed.code == 0 and all(folder.name in listed.out for folder in folders)
 
 
 def test_the_page_names_every_format_and_the_versions_of_the_samples() -> None:
@@ -578,7 +469,7 @@ def test_a_run_of_our_own_means_what_the_table_says(tmp_path: Path) -> None:
     assert f"(harness run): {DEFINITIONS['wall_s']}" in caught.value.detail
 
 
-@pytest.mark.parametrize("lengths", [[[1], 2], ["a", 3], 5, [{}]])
+@pytest.mark.parametrize("lengths", [[[1], 2], 5])
 def test_input_lens_that_are_no_counts_are_refused(tmp_path: Path, lengths: Any) -> None:
     path = changed("vllm-plain.json", tmp_path / "a.json", lambda raw: raw.update(input_lens=lengths))
     with pytest.raises(HarnessError, match="input_lens"):
@@ -603,17 +494,15 @@ def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) ->
     assert (of_report.state_of(summary, run), msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
     case = xml.fromstring(junit.render(summary, run)).find(".//testcase")
     assert case is not None and [part.tag for part in case] == ["skipped"]
-    assert "_valid{" not in export.openmetrics(summary, run) and 'status="unchecked"' in export.openmetrics(
-        summary, run
-    )
+    text = export.openmetrics(summary, run)
+    assert "_valid{" not in text and 'status="unchecked"' in text
     assert harness("report", str(folder), cwd=tmp_path).code == 0
-
-
-def test_an_import_that_an_earlier_version_called_valid_is_unchecked(tmp_path: Path) -> None:
-    folder = import_file(DATA / "vllm-plain.json", tmp_path)
+    # Also where an earlier version called it valid.
     manifest = folder / "run.json"
     manifest.write_text(manifest.read_text().replace('"status": "unchecked"', '"status": "valid"'))
     assert read_run(folder).status == "unchecked"
+    with pytest.raises(HarnessError, match="was imported before"):
+        import_file(DATA / "vllm-plain.json", tmp_path)
 
 
 def test_a_comparison_says_which_runs_are_not_checked(tmp_path: Path) -> None:

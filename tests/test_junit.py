@@ -70,27 +70,16 @@ def test_a_run(tmp_path: Path) -> None:
         "amd-llm-load.which.comparison | b / x against a / x: wall time": "passed",
     }
     assert found["amd-llm-load.which.checks | wall <= 9 s"][1] == "a / x: 10.03 s; b / x: 12.03 s"
-    assert found["amd-llm-load.which.checks | ttft_p95 <= 2s"][1] == (
-        "a / x: needs 130 successful requests that have a ttft; there are 20; "
-        "b / x: needs 130 successful requests that have a ttft; there are 20"
-    )
+    assert "b / x: needs 130 successful requests" in found["amd-llm-load.which.checks | ttft_p95 <= 2s"][1]
     (verdict,) = summary.comparison.verdicts
-    assert verdict.word == "slower"
-    assert found["amd-llm-load.which.comparison | b / x against a / x: wall time"][1].splitlines()[
-        0
-    ] == verdict_sentence(verdict)
+    compared = found["amd-llm-load.which.comparison | b / x against a / x: wall time"][1]
+    assert (verdict.word, compared.splitlines()[0]) == ("slower", verdict_sentence(verdict))
     (suite,) = JUnitXml.fromstring(text.encode())
     assert (suite.name, suite.hostname, suite.timestamp) == ("which", "strix", "2027-01-15T08:00:00")
-    properties = suite.properties()  # type: ignore[no-untyped-call]
-    assert {one.name: one.value for one in properties} == {
-        "run": "run",
-        "question": "Which is faster?",
-        "model": "m",
-        "machine": "strix",
-        "workload_sha256": "ab" * 32,
-        "image_digest.a": "sha256:1111",
-        "image_digest.b": "sha256:1111",
-    }
+    assert properties_of(text) == {
+        "run": "run", "question": "Which is faster?", "model": "m", "machine": "strix", "workload_sha256": "ab" * 32,
+        "image_digest.a": "sha256:1111", "image_digest.b": "sha256:1111",
+    }  # fmt: skip
 
 
 def test_an_invalid_run_is_an_error(tmp_path: Path) -> None:
@@ -103,9 +92,8 @@ def test_an_invalid_run_is_an_error(tmp_path: Path) -> None:
 
 def test_a_run_that_did_not_end_is_an_error(tmp_path: Path) -> None:
     for status in ("running", "failed", "interrupted"):
-        summary, text = made(
-            tmp_path / status, status=status, reasons=[because("text", text="why")] if status != "running" else []
-        )
+        reasons = [because("text", text="why")] if status != "running" else []
+        _, text = made(tmp_path / status, status=status, reasons=reasons)
         assert cases(text)["amd-llm-load.which.validity | the run is VALID"][0] == "error"
 
 
@@ -156,9 +144,7 @@ def test_a_comparison_of_runs_carries_the_differences_and_the_checks(tmp_path: P
         "comparison | a / x against a / x (old): wall time": "skipped",
         "comparison | b / x against b / x (old): wall time": "skipped",
     }
-    assert found["checks | wall <= 0.95 * baseline"][1] == (
-        "a / x: 9.03 s against 10.03 s of old, 0.9 times as much (worst of 2 rows)"
-    )
+    assert found["checks | wall <= 0.95 * baseline"][1].startswith("a / x: 9.03 s against 10.03 s of old, 0.9 times")
     told = properties_of(done.out)
     assert told["differs.servers.*.version"] == f"old: {served_by().version}; new: 0.30"
     assert (told["baseline"], told["side.1"], "method" in told) == ("old", "new", True)
@@ -166,25 +152,22 @@ def test_a_comparison_of_runs_carries_the_differences_and_the_checks(tmp_path: P
 
 def test_checks_of_a_comparison_are_in_every_format(tmp_path: Path) -> None:
     two_runs(tmp_path)
-    for form, said in (
-        ("terminal", "- FAILED wall <= 0.5 * baseline: a / x: 9.03 s against 10.03 s of old, 0.9 times as much"),
-        ("markdown", "- **FAILED**: `wall <= 0.5 * baseline`: a / x: 9.03 s against 10.03 s of old, 0.9 times as much"),
-        ("json", '"code": "broken"'),
+    for form, check, code, said in (
+        ("terminal", "wall <= 0.5 * baseline", 4, "- FAILED wall <= 0.5 * baseline: a / x: 9.03 s against 10.03 s of"),
+        ("markdown", "wall <= 0.5 * baseline", 4, "- **FAILED**: `wall <= 0.5 * baseline`: a / x: 9.03 s against 10"),
+        ("json", "wall <= 0.5 * baseline", 4, '"code": "broken"'),
+        ("terminal", "ttft_p95 <= baseline", 5, "- inconclusive ttft_p95 <= baseline: a / x: needs 130 "),
+        ("terminal", "wall <= 1 * baseline", 0, "- passed wall <= 1 * baseline: "),
     ):
-        options = ("--about", "version", "--check", "wall <= 0.5 * baseline", "--format", form)
+        options = ("--about", "version", "--check", check, "--format", form)
         done = harness("compare", "old", "new", *options, cwd=tmp_path)
-        assert (done.code, said in done.out) == (4, True), done
-    unsure = harness("compare", "old", "new", "--about", "version", "--check", "ttft_p95 <= baseline", cwd=tmp_path)
-    assert unsure.code == 5 and "- inconclusive ttft_p95 <= baseline: a / x: needs 130 " in unsure.out
-    fine = harness("compare", "old", "new", "--about", "version", "--check", "wall <= 1 * baseline", cwd=tmp_path)
-    assert fine.code == 0 and "- passed wall <= 1 * baseline: " in fine.out
+        assert (done.code, said in done.out) == (code, True), done
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "kind", "said"),
     [
         (("old", "new"), 1, "UnlikeError", "runs that differ in 'servers.a.version' are not compared"),
-        (("old", "gone"), 1, "HarnessError", "gone: neither a run directory nor the id of a run in runs"),
         (("old", "bad"), 3, "RunError", "bad: only a VALID run is compared"),
         (("old", "new", "--check", "speedup >= 1"), 1, "HarnessError", "here the verdicts judge the speedup"),
         (("old", "--against", "new", "--against", "bad", "--check", "wall <= 1 s"), 1, "HarnessError", "is one of 2 a"),
@@ -201,7 +184,6 @@ def test_a_refused_comparison_is_a_file_with_an_error(
     ((name, (word, evidence)),) = cases(done.out).items()
     assert (name, word) == ("amd-llm-load.compare.comparison | the runs can be compared", "error")
     assert said in evidence and f'type="{kind}"' in done.out
-    assert harness("compare", *arguments, cwd=tmp_path).out == "", "people read the error"
 
 
 def test_a_defect_is_a_file_with_an_error_as_well(
@@ -216,17 +198,20 @@ def test_a_defect_is_a_file_with_an_error_as_well(
     assert (word, evidence) == ("error", "ZeroDivisionError: division by zero")
 
 
-def test_a_refused_report_is_a_file_with_an_error(tmp_path: Path) -> None:
-    done = harness("report", "gone", "--format", "junit", cwd=tmp_path)
-    ((name, (word, _)),) = cases(done.out).items()
-    assert (done.code, name, word) == (1, "amd-llm-load.report.validity | the run is VALID", "error")
-
-
-def test_a_command_line_that_is_not_understood_is_one_as_well(tmp_path: Path) -> None:
-    for command, *options in (("report", "--about", "image"), ("compare", "--repeats", "3")):
-        done = harness(command, "gone", "--format", "junit", *options, cwd=tmp_path)
-        ((name, (word, _)),) = cases(done.out).items()
-        assert (done.code, name, word) == (1, f"amd-llm-load.{command}.usage | the command line is understood", "error")
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("report", "gone"), "report.validity | the run is VALID"),
+        (("report", "gone", "--about", "image"), "report.usage | the command line is understood"),
+        (("compare", "gone", "--repeats", "3"), "compare.usage | the command line is understood"),
+    ],
+)
+def test_an_error_before_there_is_a_report_is_a_file_as_well(
+    tmp_path: Path, arguments: tuple[str, ...], name: str
+) -> None:
+    done = harness(*arguments, "--format", "junit", cwd=tmp_path)
+    ((case, (word, _)),) = cases(done.out).items()
+    assert (done.code, case, word) == (1, f"amd-llm-load.{name}", "error")
 
 
 @given(st.text(), st.text())
@@ -236,29 +221,16 @@ def test_whatever_a_text_holds_the_file_can_be_read(what: str, detail: str) -> N
     assert word == "error"
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line_and_an_inconclusive_check(tmp_path: Path) -> None:
     path = write(tmp_path, checks=["error_rate == 0"])
-    ran = harness("run", path.name, "--junit", "out/j.xml", "--check", "wall <= 1 ms", cwd=tmp_path)
-    assert ran.code == 4
-    text = (tmp_path / "out" / "j.xml").read_text()
-    assert [word for word, _ in cases(text).values()] == ["passed", "passed", "failure"]
-    (run,) = (tmp_path / "runs").iterdir()
-    again = harness("report", run.name, "--format", "junit", cwd=tmp_path)
-    assert (again.code, again.out) == (4, text)
-    assert read_run(run).scenario.checks == ["error_rate == 0", "wall <= 1 ms"]
-
-
-def test_an_inconclusive_check_has_its_own_exit_code_and_is_skipped(tmp_path: Path) -> None:
-    path = write(tmp_path, checks=["error_rate == 0", "ttft_p95 <= 60s"])
-    ran = harness("run", path.name, "--junit", "j.xml", cwd=tmp_path)
+    options = ("--junit", "out/j.xml", "--check", "ttft_p95 <= 60s")
+    ran = harness("run", path.name, *options, cwd=tmp_path)
     assert (ran.code, ran.err) == (5, "")
-    note = (
-        "note: check 'ttft_p95 <= 60s' cannot pass: one / burst sends 6 requests in 1 repeat, and the check needs 130"
-    )
-    assert note in ran.out and note in harness("check", path.name, cwd=tmp_path).out
-    text = (tmp_path / "j.xml").read_text()
+    assert "note: check 'ttft_p95 <= 60s' cannot pass: one / burst sends 6 requests in 1 repeat" in ran.out
+    text = (tmp_path / "out" / "j.xml").read_text()
     assert [word for word, _ in cases(text).values()] == ["passed", "passed", "skipped"]
     (run,) = (tmp_path / "runs").iterdir()
+    assert read_run(run).scenario.checks == ["error_rate == 0", "ttft_p95 <= 60s"]
     for form, shown in (
         ("terminal", "- inconclusive ttft_p95 <= 60s: one / burst: needs 130 "),
         ("markdown", "- **inconclusive**: `ttft_p95 <= 60s`: one / burst: needs 130 "),
@@ -270,9 +242,11 @@ def test_an_inconclusive_check_has_its_own_exit_code_and_is_skipped(tmp_path: Pa
         assert (again.code, shown in again.out) == (5, True), form
     page = (run / "report.html").read_text()
     assert "<b>1 CHECK INCONCLUSIVE</b>" in page and "CHECKS PASSED" not in page
-    failed = harness("report", run.name, "--check", "wall <= 1 ms", cwd=tmp_path)
-    assert failed.code == 4, "a failed check weighs more"
-    assert harness("report", run.name, "--check", "ttft_p50 <= 1 ms", cwd=tmp_path).code == 4, "of six requests"
+    # A failed check weighs more.
+    again = harness("report", run.name, "--check", "wall <= 1 ms", "--format", "junit", cwd=tmp_path)
+    assert (again.code, [word for word, _ in cases(again.out).values()]) == (
+        4, ["passed", "passed", "skipped", "failure"],
+    )  # fmt: skip
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
 """The knee of throughput over concurrency: the fit, the search on made-up curves."""
 
-import math
 import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch, crossing, throughput_of, unimodal
-
-LOG_SHARE = math.log(0.9)
+from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch, throughput_of, unimodal
 
 
 def run(
@@ -42,25 +39,6 @@ def test_a_fit_that_rises_and_falls() -> None:
     assert unimodal(y, np.ones(7)) == pytest.approx([1, 2.5, 2.5, 5, 4.25, 4.25, 1])
 
 
-def test_a_curve_that_only_falls_keeps_its_first_point_as_the_peak() -> None:
-    assert unimodal(np.array([3.0, 2.0, 1.0]), np.ones(3)) == pytest.approx([3, 2, 1])
-
-
-def test_the_crossing_is_between_the_chord_and_the_concave_continuation() -> None:
-    x, fit = np.log([4.0, 8.0, 16.0, 32.0]), np.log([4.0, 8.0, 10.0, 10.0])
-    late, early = (crossing(x, fit, LOG_SHARE, (u, 0.0)) for u in (0.0, 1.0))
-    assert math.exp(early.x) == pytest.approx(9.0)  # 9 tokens/s, if it rises in proportion up to a corner
-    assert early.x < late.x < x[2]
-    assert early.segment == late.segment == 2
-
-
-def test_a_peak_between_two_points_has_room_up_to_a_cliff() -> None:
-    x, fit = np.log([4.0, 8.0, 16.0, 32.0]), np.log([4.0, 8.0, 3.0, 3.0])
-    found = crossing(x, fit, LOG_SHARE, (0.5, 1.0))
-    assert found.peak_segment == 2
-    assert math.exp(found.peak) == pytest.approx(16.0)
-
-
 def test_batch_means_count_what_one_block_hands_to_the_next() -> None:
     dice = random.Random(1)
     high, low = 110.0, 90.0
@@ -68,10 +46,6 @@ def test_batch_means_count_what_one_block_hands_to_the_next() -> None:
     dependent = throughput_of([KneeBlock(1, value) for value in pairs])
     dice.shuffle(pairs)
     assert dependent.error > 1.4 * throughput_of([KneeBlock(1, value) for value in pairs]).error
-
-
-def test_throughput_weighs_blocks_by_their_seconds() -> None:
-    assert throughput_of([KneeBlock(1, 10), KneeBlock(3, 90)] * 8).tok_s == 25
 
 
 def test_a_probe_drops_what_it_measured_while_the_server_still_settled() -> None:

@@ -54,17 +54,12 @@ def locust(*arguments: str, **more: str) -> None:
     assert (done.returncode, "ChatUser" in done.stdout) == (0, True), done.stderr
 
 
-def test_locust_takes_what_the_operator_hands_it() -> None:
-    (spec,) = (manifest["spec"] for _, manifest in manifests() if manifest["kind"] == "LocustTest")
-    arguments = shlex.split(spec["args"].replace("/home/locust", str(LOCUSTFILES)))
+def test_locust_takes_what_the_operator_and_the_workers_hand_it() -> None:
+    specs = {manifest["kind"]: manifest.get("spec", {}) for _, manifest in manifests()}
+    arguments = shlex.split(specs["LocustTest"]["args"].replace("/home/locust", str(LOCUSTFILES)))
     for role in (["--master"], ["--worker", "--master-host", "llm-chat-master"]):  # as the operator adds them
         locust(*role, *arguments)
-
-
-def test_locust_takes_what_the_workers_are_started_with() -> None:
-    (spec,) = (manifest["spec"] for _, manifest in manifests() if manifest["kind"] == "Deployment")
-    (container,) = spec["template"]["spec"]["containers"]
-    (script,) = container["args"]
+    (script,) = specs["Deployment"]["template"]["spec"]["containers"][0]["args"]
     words = shlex.split(script.removeprefix("while :; do ").partition(";")[0])
     assert words == ["locust", "-f", "-", "--worker", "--master-host", "$MASTER", "--job", "-"]
     locust("-f", str(LOCUSTFILES / "chat.py"), *words[3:])

@@ -2,7 +2,6 @@
 
 import html
 import json
-import os
 import re
 import socket
 from base64 import b32encode, b64encode, urlsafe_b64encode
@@ -11,7 +10,6 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 import pytest
-import yaml
 
 from harness.errors import HarnessError
 from harness.redact import know, masked
@@ -192,16 +190,14 @@ PLACES: dict[str, bytes] = {
 # Where a message is shortened: the key lies across the cut.
 CUTS = {f"cut after {length}": error("x" * length + " " + KEY) for length in range(240, 300, 4)}
 CUTS |= {f"page cut after {length}": page("y" * length + " " + KEY) for length in range(88, 124, 4)}
-LEAKS = {
-    **PLACES,
-    **CUTS,
-    **{f"message, {name}": error(f"the key {form} is wrong") for name, form in FORMS.items()},
-    **{f"page, {name}": page(f"the key {form} is wrong") for name, form in FORMS.items()},
-    **{
-        f"finish reason, {name}": streamed(TOKEN, event({"choices": [{"delta": {}, "finish_reason": form}]}), DONE)
-        for name, form in FORMS.items()
-    },
-}
+LEAKS = PLACES | CUTS | {f"message, {name}": error(f"the key {form} is wrong") for name, form in FORMS.items()}
+# The other ways out mask a text by the same function; a page loses its tags and its blanks besides.
+for name, form in FORMS.items():
+    if name in ("as it is", "percent", "JSON") or re.search("entities|inside|joiners|letter|lines", name):
+        LEAKS[f"page, {name}"] = page(f"the key {form} is wrong")
+for name in list(FORMS)[::6]:
+    finished = {"choices": [{"delta": {}, "finish_reason": FORMS[name]}]}
+    LEAKS[f"finish reason, {name}"] = streamed(TOKEN, event(finished), DONE)
 assert len(LEAKS) > 100
 
 
@@ -211,13 +207,9 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_search_of_this_test_finds_each_form(name: str) -> None:
-    assert found(f"x {FORMS[name]} y") is not None
-
-
-@pytest.mark.parametrize("name", FORMS)
 def test_each_form_is_masked(name: str) -> None:
     know({KEY: True})
+    assert found(f"x {FORMS[name]} y") is not None, "the search of this test finds it"
     for shown in (masked(f"x {FORMS[name]} y", "known"), masked({"a": [f"x {FORMS[name]} y"]})["a"][0]):
         assert found(shown) is None
         assert shown.startswith("x ") and "***" in shown and shown.endswith(" y")
@@ -302,7 +294,7 @@ def test_no_error_of_a_start_has_the_key(monkeypatch: pytest.MonkeyPatch, name: 
     assert found(f"{told} {told.what} {told.detail} {told.next_step}") is None
 
 
-@pytest.mark.parametrize("name", [name for name in LEAKS if name.startswith("message")])
+@pytest.mark.parametrize("name", [name for name in LEAKS if name.startswith("message")][::4])
 def test_no_error_of_a_first_answer_has_the_key(name: str) -> None:
     def handler(connection: socket.socket, number: int) -> None:
         asked = read_request(connection)
@@ -360,14 +352,7 @@ def test_what_locust_writes_by_hand_has_no_key(tmp_path: Path) -> None:
     search(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "the only model",
-        "a page",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("an error", "a redirect")),
-    ],
-)
+@pytest.mark.parametrize("name", ["the only model", "a redirect"])
 def test_what_locust_says_of_a_bad_start_has_no_key(tmp_path: Path, name: str) -> None:
     with serving(leaking(STARTS[name], [GOOD])) as url:
         options = ["--headless", "--users", "1", "--run-time", "2s", "--api-key-env", NAME]
@@ -386,18 +371,30 @@ def test_a_server_that_the_harness_starts(tmp_path: Path) -> None:
     search(tmp_path)
 
 
-def test_a_scenario_that_has_the_key_in_it_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, api_key_env=NAME, question=f"Is {KEY} a good key?")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"question": f"Is {KEY} a good key?"}, "a secret must not be in the scenario"),
+        # The name is in every record, and a server that got it filled in would tell it.
+        ({"model": "org/${LEAKED_KEY}"}, "model (line 3): 'org/${LEAKED_KEY}' has a variable in it"),
+    ],
+)
+def test_a_scenario_that_has_the_key_in_it_is_refused(tmp_path: Path, change: dict[str, str], said: str) -> None:
+    path = write(tmp_path, api_key_env=NAME, **change)
     done = harness("check", path.name, cwd=tmp_path)
-    assert done.code == 1 and "a secret must not be in the scenario" in done.err
+    assert done.code == 1 and said in done.err
     assert found(f"{done.out}\n{done.err}") is None
 
 
-def test_a_model_has_no_variable_in_its_name(tmp_path: Path) -> None:
-    """It stands in every record of the work, and a server that got it filled in would tell it."""
-    path = write(tmp_path, api_key_env=NAME, model="org/${LEAKED_KEY}")
-    done = harness("check", path.name, cwd=tmp_path)
-    assert done.code == 1 and "model (line 3): 'org/${LEAKED_KEY}' has a variable in it" in done.err
+def test_parts_that_are_words_stay() -> None:
+    know({"lemonade-local-key-2024": True, "sk-model-tokens-per-second-1": True, "my-own-key": True})
+    text = "lemonade serves the model with 12 tokens per second, lemonade-server"
+    assert masked(text, "known") == text
+    assert masked("lemonade-local-ke x my-own-key, MY-OWN-KEY", "known") == "*** x ***, ***"
+    # What is named in the environment and is no secret is masked as a whole only.
+    know({"Qwen/Qwen3-0.6B": False})
+    assert masked("Qwen/Qwen3-0.6B or Qwen/Qwen3-8B", "known") == "*** or Qwen/Qwen3-8B"
+    assert masked("Qwen/Qwen3-0.6B", "sure") == "Qwen/Qwen3-0.6B"
 
 
 @pytest.mark.parametrize("word", ["stop", "null", "token", "tiny", "batch", "lemonade", "12345", "/models", "x"])
@@ -405,24 +402,3 @@ def test_a_key_that_is_an_everyday_word_leaves_a_run_whole(tmp_path: Path, word:
     know({word: True})
     record = {"model": "tiny", "finish": "stop", "path": "/models/lemonade", "n": 12345, "none": None, "user": "batch"}
     assert masked(record, "sure") == record
-
-
-def test_parts_that_are_words_stay() -> None:
-    know({"lemonade-local-key-2024": True, "sk-model-tokens-per-second-1": True})
-    text = "lemonade serves the model with 12 tokens per second, lemonade-server"
-    assert masked(text, "known") == text
-    assert masked("lemonade-local-ke", "known") == "***"
-    know({"my-own-key": True})
-    assert masked("x my-own-key, MY-OWN-KEY", "known") == "x ***, ***"
-
-
-def test_what_is_named_in_the_environment_and_no_secret_is_masked_as_a_whole_only() -> None:
-    know({"Qwen/Qwen3-0.6B": False})
-    assert masked("Qwen/Qwen3-0.6B or Qwen/Qwen3-8B", "known") == "*** or Qwen/Qwen3-8B"
-    assert masked("Qwen/Qwen3-0.6B", "sure") == "Qwen/Qwen3-0.6B"
-
-
-def test_the_environment_that_the_load_generator_gets_is_not_in_its_job(tmp_path: Path) -> None:
-    with load_process(tmp_path, "http://127.0.0.1:1", api_key_env=NAME):
-        assert os.environ[NAME] == KEY
-        assert found(yaml.safe_dump({path.name: path.read_text() for path in tmp_path.iterdir()})) is None

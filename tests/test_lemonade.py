@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 import requests
 
 from harness.errors import ServerError
-from harness.reasons import sentences
 from harness.rundir.samples import parse_metrics
 from harness.serve.compose_file import Managed, Serving
 from harness.serve.containers import LogFile
@@ -31,10 +30,6 @@ MINE = {
 BUILT_IN = "Qwen3.5-0.8B-FP16-vLLM"
 
 
-class Told(list[str]):
-    """What was shown to the user."""
-
-
 @contextmanager
 def lemonade(tmp_path: Path, **given: Any) -> Iterator[Spawned]:
     behaviour: dict[str, Any] = {"user_models": MINE, "installed": True, **given}
@@ -42,9 +37,7 @@ def lemonade(tmp_path: Path, **given: Any) -> Iterator[Spawned]:
         yield server
 
 
-def bring_up(server: Spawned, tmp_path: Path, told: list[str] | None = None, **asked: Any) -> Ready:
-    log = LogFile(server.log)
-
+def bring_up(server: Spawned, say: Callable[[str], None] = lambda line: None, **asked: Any) -> Ready:
     def dead() -> ServerError | None:
         return ServerError("it died") if server.process.poll() is not None else None
 
@@ -52,8 +45,19 @@ def bring_up(server: Spawned, tmp_path: Path, told: list[str] | None = None, **a
     key = asked.pop("api_key", None)
     managed = Managed(**({"model": "user.Tiny", "options": {"ctx_size": 4096}} | asked))
     serving = Serving(template="lemonade", port=1, health="/live", lemonade=managed)
-    waiting = Waiting(dead, log, timeout_s, (told if told is not None else []).append)
+    waiting = Waiting(dead, LogFile(server.log), timeout_s, say)
     return wait_ready(server.url, serving, managed.model, waiting, api_key=key, key_name="K")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Spawned, Ready]]:
+    """A model of the user, loaded."""
+    with lemonade(tmp_path_factory.mktemp("tiny")) as server:
+        yield server, bring_up(server)
+
+
+def monitor(server: Spawned, model: str = "user.Tiny", log: LogFile | None = None) -> LemonadeMonitor:
+    return LemonadeMonitor(Api(server.url), model, log, None)
 
 
 def chat(server: Spawned, model: str, **more: Any) -> requests.Response:
@@ -75,7 +79,7 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     told: list[str] = []
     options = {"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"}
     with lemonade(tmp_path, installed=False) as server:
-        ready = bring_up(server, tmp_path, told, model=BUILT_IN, options=options)
+        ready = bring_up(server, told.append, model=BUILT_IN, options=options)
         running = shown(server)
     assert [phase.name for phase in ready.phases] == [
         "port open", "health", "install", "download", "load", "first answer"]  # fmt: skip
@@ -90,14 +94,13 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     assert any(line.startswith("install after ") for line in told)
 
 
-def test_a_model_of_the_user_is_sent_by_its_canonical_name(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        ready = bring_up(server, tmp_path, model="user.Tiny")
-        assert ready.model == "user.Tiny"
-        assert [phase.name for phase in ready.phases] == ["port open", "health", "load", "first answer"]
-        assert chat(server, "user.Tiny").status_code == 200
-        assert chat(server, "Tiny").status_code == 404  # accepted by Lemonade, unknown to its vLLM
-        assert "data: [DONE]" not in chat(server, "Tiny", stream=True).text
+def test_a_model_of_the_user_is_sent_by_its_canonical_name(tiny: tuple[Spawned, Ready]) -> None:
+    server, ready = tiny
+    assert ready.model == "user.Tiny"
+    assert [phase.name for phase in ready.phases] == ["port open", "health", "load", "first answer"]
+    assert chat(server, "user.Tiny").status_code == 200
+    assert chat(server, "Tiny").status_code == 404  # accepted by Lemonade, unknown to its vLLM
+    assert "data: [DONE]" not in chat(server, "Tiny", stream=True).text
 
 
 def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
@@ -105,7 +108,7 @@ def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
     cache.mkdir(parents=True)
     (cache / "user_models.json").write_text('{"Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"}}')
     with lemonade(tmp_path, config_dir=False) as server:
-        ready = bring_up(server, tmp_path, model="Tiny")
+        ready = bring_up(server, model="Tiny")
         assert ready.brought_up is not None
         assert (ready.brought_up.model, loaded(server).command) == ("user.Tiny", [])
 
@@ -113,59 +116,51 @@ def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
 def test_llamacpp_behind_lemonade(tmp_path: Path) -> None:
     options = {"ctx_size": 4096, "llamacpp_args": "-np 8"}
     with lemonade(tmp_path) as server:
-        ready = bring_up(server, tmp_path, model="user.Gguf", options=options)
+        ready = bring_up(server, model="user.Gguf", options=options)
         assert ready.version == "Lemonade 11.7.0, llamacpp:vulkan"
         assert loaded(server).command[-2:] == ["-np", "8"]
-        watch = LemonadeMonitor(Api(server.url), "user.Gguf", None, None)
-        values = parse_metrics(watch.metrics())
+        values = parse_metrics(monitor(server, "user.Gguf").metrics())
         assert values["generated_tokens"] >= 1 and values["running"] == 0
 
 
 def test_a_checkpoint_that_is_not_registered_is_by_its_download(tmp_path: Path) -> None:
     with lemonade(tmp_path, user_models={}) as server:
-        ready = bring_up(server, tmp_path, model="user.New", checkpoint="org/new", recipe="vllm")
+        ready = bring_up(server, model="user.New", checkpoint="org/new", recipe="vllm")
         assert ready.model == "user.New"
         assert "download" in [phase.name for phase in ready.phases]
 
 
-def test_a_missing_kernel_fix_is_a_200_and_no_success(tmp_path: Path) -> None:
-    with lemonade(tmp_path, installed=False, kernel_fix=False) as server, pytest.raises(ServerError) as caught:
-        bring_up(server, tmp_path)
-    assert "does not install vllm:rocm: this machine's Linux kernel lacks what gfx1151 needs (CWSR)" in str(
-        caught.value
-    )
-    assert "Linux 6.18.4" in caught.value.next_step and "gfx1151_linux.html" in caught.value.next_step
+CWSR = "this machine's Linux kernel lacks what gfx1151 needs (CWSR)"
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "defaults", "said"),
+    ("behaviour", "defaults", "said", "advice"),
     [
-        ({"kernel_fix": False}, {"no_fetch_executables": True}, "Linux kernel lacks"),
-        ({"gpu": False}, {}, "Model 'user.Tiny' is not available on this system. Unsupported GPU"),
-        ({}, {"no_fetch_executables": True}, "Automatic backend install is disabled."),
+        ({"kernel_fix": False}, {}, f"does not install vllm:rocm: {CWSR}", "Linux 6.18.4"),  # in a 200
+        ({"kernel_fix": False}, {"no_fetch_executables": True}, "Linux kernel lacks", ""),
+        ({"gpu": False}, {}, "Model 'user.Tiny' is not available on this system. Unsupported GPU", ""),
+        ({}, {"no_fetch_executables": True}, "Automatic backend install is disabled.", ""),
     ],
 )
 def test_a_backend_that_cannot_be_had(
-    tmp_path: Path, behaviour: dict[str, Any], defaults: dict[str, Any], said: str
+    tmp_path: Path, behaviour: dict[str, Any], defaults: dict[str, Any], said: str, advice: str
 ) -> None:
-    with (
-        lemonade(tmp_path, installed=False, defaults=defaults, **behaviour) as server,
-        pytest.raises(ServerError) as caught,
-    ):
-        bring_up(server, tmp_path)
-    assert said in str(caught.value)
+    given = behaviour | {"installed": False, "defaults": defaults}
+    with lemonade(tmp_path, **given) as server, pytest.raises(ServerError) as caught:
+        bring_up(server)
+    assert said in str(caught.value) and advice in caught.value.next_step
 
 
 @pytest.mark.parametrize(("model", "meant"), [("Tny", "Did you mean 'Tiny'?"), ("user.Qwen3.5-0.8B-GUF", "-GGUF'?")])
 def test_a_model_that_lemonade_does_not_have_is_reported_with_the_one_that_may_be_meant(
-    tmp_path: Path, model: str, meant: str
+    tiny: tuple[Spawned, Ready], model: str, meant: str
 ) -> None:
-    with lemonade(tmp_path) as server:
-        for act in (lambda: bring_up(server, tmp_path, model=model), lambda: attach(server.url, model)):
-            with pytest.raises(ServerError, match=f"Model '{model}' was not found. Available models") as caught:
-                act()
-            assert caught.value.next_step.endswith(meant)
-            assert caught.value.next_step.startswith(f"the server has no model named {model}; set `model` to ")
+    server, _ = tiny
+    for act in (lambda: bring_up(server, model=model), lambda: attach(server.url, model)):
+        with pytest.raises(ServerError, match=f"Model '{model}' was not found. Available models") as caught:
+            act()
+        assert caught.value.next_step.endswith(meant)
+        assert caught.value.next_step.startswith(f"the server has no model named {model}; set `model` to ")
 
 
 @pytest.mark.parametrize(
@@ -177,94 +172,78 @@ def test_a_model_that_lemonade_does_not_have_is_reported_with_the_one_that_may_b
 )
 def test_a_download_that_fails(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     with lemonade(tmp_path, **given) as server, pytest.raises(ServerError) as caught:
-        bring_up(server, tmp_path, model=BUILT_IN)
+        bring_up(server, model=BUILT_IN)
     assert said in str(caught.value)
     assert caught.value.next_step
 
 
-def test_offline_a_model_without_quantization_is_looked_up_all_the_same(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"hub": False, "downloaded": True}
-    with (
-        lemonade(tmp_path, **given) as server,
-        pytest.raises(ServerError, match="Couldn't resolve host name") as caught,
-    ):
-        bring_up(server, tmp_path, model=BUILT_IN)
-    assert "Lemonade asks the hub for the model's config.json" in caught.value.next_step
-    there = tmp_path / ".cache/huggingface/hub/models--Qwen--Qwen3.5-0.8B/snapshots/amd-llm-load"
-    there.mkdir(parents=True)
-    (there / "config.json").write_text('{"quantization_config": {"quant_method": "none"}}')  # as the template does
-    with lemonade(tmp_path, **given) as server:
-        assert bring_up(server, tmp_path, model=BUILT_IN).model == BUILT_IN
-
-
-def test_what_lemonade_manages_is_refused_by_the_load_too(tmp_path: Path) -> None:
-    options = {"ctx_size": 4096, "vllm_args": "--enable-prefix-caching"}
-    with lemonade(tmp_path) as server, pytest.raises(ServerError, match="is managed by Lemonade") as caught:
-        bring_up(server, tmp_path, options=options)
-    assert "Lemonade sets --enable-prefix-caching itself" in caught.value.next_step
-
-
-def test_the_cause_in_the_log_is_found_behind_lemonades_words(tmp_path: Path) -> None:
-    options = {"ctx_size": 4096, "vllm_args": "--gpu-memory-utilization 0.92"}
-    with lemonade(tmp_path) as server, pytest.raises(ServerError, match="vllm-server failed to start") as caught:
-        bring_up(server, tmp_path, options=options)
-    assert "asks for 88.32 GiB, but only 76.45 of 96.0 GiB were free" in caught.value.next_step
+@pytest.mark.parametrize(
+    ("arguments", "said", "advice"),
+    [
+        ("--enable-prefix-caching", "is managed by Lemonade", "Lemonade sets --enable-prefix-caching itself"),
+        # The cause is in the log, behind Lemonade's words.
+        ("--gpu-memory-utilization 0.92", "vllm-server failed to start",
+         "asks for 88.32 GiB, but only 76.45 of 96.0 GiB were free"),
+    ],
+)  # fmt: skip
+def test_arguments_that_the_load_refuses(tmp_path: Path, arguments: str, said: str, advice: str) -> None:
+    with lemonade(tmp_path) as server, pytest.raises(ServerError, match=said) as caught:
+        bring_up(server, options={"ctx_size": 4096, "vllm_args": arguments})
+    assert advice in caught.value.next_step
 
 
 def test_a_load_is_waited_for_longer_than_lemonades_two_attempts(tmp_path: Path) -> None:
-    with (
-        lemonade(tmp_path, never_ready=2, defaults={"global_timeout": 1}) as server,
-        pytest.raises(ServerError) as caught,
-    ):
-        bring_up(server, tmp_path, timeout_s=1.5)
+    given: dict[str, Any] = {"never_ready": 2, "defaults": {"global_timeout": 1}}
+    with lemonade(tmp_path, **given) as server, pytest.raises(ServerError) as caught:
+        bring_up(server, timeout_s=1.5)
     assert "HTTP 500: Failed to load model 'user.Tiny': vllm-server failed to start within timeout" in str(caught.value)
 
 
 def test_a_second_attempt_is_noted(tmp_path: Path) -> None:
     with lemonade(tmp_path, never_ready=1, defaults={"global_timeout": 3}) as server:
-        ready = bring_up(server, tmp_path)
+        ready = bring_up(server)
     assert ready.brought_up is not None
-    assert sentences(ready.brought_up.notes) == [
-        "Lemonade needed two attempts to load the model; its log has the reason of the first"
-    ]
+    assert [note.code for note in ready.brought_up.notes] == ["load_retried"]
 
 
 def test_an_api_key(tmp_path: Path) -> None:
     with lemonade(tmp_path, environment={"LEMONADE_API_KEY": "sesame-open"}) as server:
         assert requests.get(server.url + "/live", timeout=5).status_code == 200
-        assert bring_up(server, tmp_path, api_key="sesame-open").model == "user.Tiny"
+        assert bring_up(server, api_key="sesame-open").model == "user.Tiny"
         with pytest.raises(ServerError, match="Invalid or missing API key"):
-            bring_up(server, tmp_path, api_key="wrong")
+            bring_up(server, api_key="wrong")
 
 
 def test_a_load_in_progress_is_shown_and_a_death_ends_it(tmp_path: Path) -> None:
     told: list[str] = []
     with lemonade(tmp_path, load_s=30.0) as server:
-        killer = threading.Timer(2.5, server.process.kill)
-        killer.start()
+
+        def say(line: str) -> None:
+            if line.startswith("loading the model, "):
+                told.append(line)
+                server.process.kill()
+
         with pytest.raises(ServerError, match="it died"):
-            bring_up(server, tmp_path, told)
-        killer.join()
-    assert any(line.startswith("loading the model, 1 s: ") for line in told)
+            bring_up(server, say)
+    assert told != []
 
 
-def test_the_numbers_are_those_of_the_engine_behind_it(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        bring_up(server, tmp_path)
-        watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
-        text = watch.metrics()
-        values = parse_metrics(text)
-        assert values["generated_tokens"] == 1.0  # the first answer's
-        assert "vllm:num_requests_running" in text and "lemonade_server_up 1" in text
-        chat(server, "user.Tiny")
-        assert parse_metrics(watch.metrics())["generated_tokens"] == 4.0
-        assert watch.problems() == []
+def test_the_numbers_are_those_of_the_engine_behind_it(tiny: tuple[Spawned, Ready]) -> None:
+    server, _ = tiny
+    watch = monitor(server)
+    text = watch.metrics()
+    before = parse_metrics(text)["generated_tokens"]
+    assert before >= 1  # the first answer's
+    assert "vllm:num_requests_running" in text and "lemonade_server_up 1" in text
+    chat(server, "user.Tiny")
+    assert parse_metrics(watch.metrics())["generated_tokens"] == before + 3
+    assert watch.problems() == []
 
 
 def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(tmp_path: Path) -> None:
     with lemonade(tmp_path) as server:
-        bring_up(server, tmp_path)
-        watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
+        bring_up(server)
+        watch = monitor(server)
         before = loaded(server)
         os.kill(before.pid, signal.SIGKILL)
         answer = chat(server, "user.Tiny")
@@ -275,12 +254,14 @@ def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(t
         assert (problem.values["before"], problem.values["now"]) == (before.pid, after.pid)
         assert parse_metrics(watch.metrics())["generated_tokens"] == 3.0  # of the new one
         assert watch.problems() == []  # the next cell begins with it
+        assert requests.post(server.url + "/api/v1/unload", json={}, timeout=10).status_code == 200
+        assert watch.problems() == [because("backend_lost", server="Lemonade")]
 
 
 def test_a_reset_by_the_watchdog_is_reported_with_its_reason(tmp_path: Path) -> None:
     with lemonade(tmp_path, preset="strix-halo-qwen3.5-0.8b") as server:
-        bring_up(server, tmp_path, options={"ctx_size": 2000})
-        watch = LemonadeMonitor(Api(server.url), "user.Tiny", LogFile(server.log), None)
+        bring_up(server, options={"ctx_size": 2000})
+        watch = monitor(server, log=LogFile(server.log))
         body = {"model": "user.Tiny", "stream": True, "max_tokens": 400, "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
         with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
@@ -296,18 +277,10 @@ def test_a_reset_by_the_watchdog_is_reported_with_its_reason(tmp_path: Path) -> 
     )
 
 
-def test_a_model_that_is_gone_is_reported(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        bring_up(server, tmp_path)
-        watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
-        assert requests.post(server.url + "/api/v1/unload", json={}, timeout=10).status_code == 200
-        assert watch.problems() == [because("backend_lost", server="Lemonade")]
-
-
 def test_above_its_pool_the_engine_does_not_see_the_load_and_is_still_read(tmp_path: Path) -> None:
     with lemonade(tmp_path, threads=3, preset="strix-halo-qwen3.5-0.8b") as server:
-        bring_up(server, tmp_path, options={"ctx_size": 2000, "vllm_args": "--max-num-seqs 2"})
-        watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
+        bring_up(server, options={"ctx_size": 2000, "vllm_args": "--max-num-seqs 2"})
+        watch = monitor(server)
         more = {"max_tokens": 80, "ignore_eos": True, "stream": True}
         users = [threading.Thread(target=chat, args=(server, "user.Tiny"), kwargs=more) for _ in range(6)]
         for user in users:
@@ -339,13 +312,6 @@ def test_what_is_no_lemonade_is_none(tmp_path: Path) -> None:
     assert attached("http://127.0.0.1:1", "m", None) is None
 
 
-def test_lemonade_tells_its_processor(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        found = system_info(Api(server.url))
-    assert found.devices.cpu.threads == 2
-    assert {name: backend.state for name, backend in found.recipes["vllm"].backends.items()} == {"rocm": "installed"}
-
-
 def test_a_model_of_a_folder_has_a_prefix_of_its_own(tmp_path: Path) -> None:
     extra = {"Found": {"checkpoint": "/models/found", "recipe": "vllm"}}
     with lemonade(tmp_path, extra_models=extra, config_dir=False, user_models=None) as server:
@@ -367,7 +333,7 @@ def test_the_engine_itself_says_its_version_and_what_it_runs_with(
     tmp_path: Path, model: str, options: dict[str, Any], engine: str, version: str
 ) -> None:
     with lemonade(tmp_path, llamacpp_backend="rocm") as server:
-        bring_up(server, tmp_path, model=model, options={"ctx_size": 4096, **options})
+        bring_up(server, model=model, options={"ctx_size": 4096, **options})
         started = attach(server.url, model).started
     assert started.version == f"Lemonade 11.7.0, {engine} {version}"
     assert started.simulated and started.startup is not None
@@ -383,22 +349,18 @@ def test_the_engine_itself_says_its_version_and_what_it_runs_with(
         assert (started.effective["parallel"], started.effective["model_path"]) == (4, "/m.gguf")
 
 
-def test_a_strangers_engine_on_the_same_port_is_not_believed(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        bring_up(server, tmp_path)
-        watch = LemonadeMonitor(Api(server.url), "user.Other", None, None)
-        assert watch.fetch("/version") == ""  # nothing is loaded under that name
-        watch = LemonadeMonitor(Api(server.url), "Tiny", None, None)
-        assert watch.fetch("/version") == ""  # what answers there serves user.Tiny
+def test_an_unexpected_engine_on_the_same_port_is_not_believed(tiny: tuple[Spawned, Ready]) -> None:
+    server, _ = tiny
+    assert monitor(server, "user.Other").fetch("/version") == ""  # nothing is loaded under that name
+    assert monitor(server, "Tiny").fetch("/version") == ""  # what answers there serves user.Tiny
 
 
-def test_tokens_are_counted_by_the_engine_behind_lemonade(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        bring_up(server, tmp_path)
-        endpoint = attach(server.url, "Tiny")
-        with pytest.raises(ServerError, match="tokens cannot be counted, the server does not do it"):
-            counter(server.url, "user.Tiny")("one two")
-        assert counter(server.url, "user.Tiny", None, endpoint.ask_engine)("one two three") == 3
+def test_tokens_are_counted_by_the_engine_behind_lemonade(tiny: tuple[Spawned, Ready]) -> None:
+    server, _ = tiny
+    endpoint = attach(server.url, "Tiny")
+    with pytest.raises(ServerError, match="tokens cannot be counted, the server does not do it"):
+        counter(server.url, "user.Tiny")("one two")
+    assert counter(server.url, "user.Tiny", None, endpoint.ask_engine)("one two three") == 3
 
 
 def test_an_engine_that_counts_as_llamacpp_does_is_asked_once_for_each_text_after_the_first() -> None:
@@ -416,51 +378,49 @@ def test_an_engine_that_counts_as_llamacpp_does_is_asked_once_for_each_text_afte
 def test_offline_a_path_is_looked_up_in_the_hubs_cache(tmp_path: Path) -> None:
     given: dict[str, Any] = {"hub": False}
     with lemonade(tmp_path, **given) as server, pytest.raises(ServerError, match="resolve host name") as caught:
-        bring_up(server, tmp_path)
+        bring_up(server)
     assert "offline" in caught.value.next_step and "config.json" in caught.value.next_step
     there = tmp_path / ".cache/huggingface/hub/models----models--tiny/snapshots/x"
     there.mkdir(parents=True)
     (there / "config.json").write_text('{"quantization_config": {"quant_method": "none"}}')
     with lemonade(tmp_path, **given) as server:
-        assert bring_up(server, tmp_path).model == "user.Tiny"
+        assert bring_up(server).model == "user.Tiny"
 
 
 def test_a_backend_with_a_newer_one_to_be_had_is_installed(tmp_path: Path) -> None:
     with lemonade(tmp_path, update_available=True) as server:
-        ready = bring_up(server, tmp_path)
+        ready = bring_up(server)
         assert "install" not in [phase.name for phase in ready.phases]
         assert ready.version == "Lemonade 11.7.0, vllm:rocm"
-        assert {backend.state for backend in system_info(Api(server.url)).recipes["vllm"].backends.values()} == {
-            "update_available"
-        }
+        info = system_info(Api(server.url))
+        assert {backend.state for backend in info.recipes["vllm"].backends.values()} == {"update_available"}
+        assert info.devices.cpu.threads == 2
 
 
-def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        bring_up(server, tmp_path)
-        with pytest.raises(ServerError, match="All loaded models of type llm are pinned") as caught:
-            attach(server.url, "Gguf")
+def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tiny: tuple[Spawned, Ready]) -> None:
+    server, _ = tiny
+    with pytest.raises(ServerError, match="All loaded models of type llm are pinned") as caught:
+        attach(server.url, "Gguf")
     assert "unload or unpin the other model" in caught.value.next_step
 
 
-def test_an_attached_lemonade_that_cannot_load_is_asked_for_its_log(tmp_path: Path) -> None:
-    with lemonade(tmp_path, die_at_start=2) as server, pytest.raises(ServerError) as caught:
-        attach(server.url, "Tiny")
-    assert "vllm-server failed to start within timeout" in str(caught.value)
-    assert "journalctl -u lemond | harness explain -" in caught.value.next_step
-
-
-def test_a_backend_that_ends_at_once_is_not_called_slow(tmp_path: Path) -> None:
-    with lemonade(tmp_path, die_at_start=2) as server, pytest.raises(ServerError) as caught:
-        bring_up(server, tmp_path)
-    assert "vllm-server failed to start within timeout" in str(caught.value)
-    assert caught.value.next_step.startswith("the vllm-server that Lemonade had started ended with exit code -9; ")
+def test_a_backend_that_ends_at_once_is_not_called_slow_and_an_attached_lemonade_is_asked_for_its_log(
+    tmp_path: Path,
+) -> None:
+    with lemonade(tmp_path, die_at_start=4) as server:
+        for act, advice in (
+            (lambda: bring_up(server), "the vllm-server that Lemonade had started ended with exit code -9; "),
+            (lambda: attach(server.url, "Tiny"), "journalctl -u lemond | harness explain -"),
+        ):
+            with pytest.raises(ServerError, match="vllm-server failed to start within timeout") as caught:
+                act()
+            assert advice in caught.value.next_step
 
 
 def test_a_backend_that_died_unused_is_loaded_again_with_the_saved_options(tmp_path: Path) -> None:
     with lemonade(tmp_path, recipe_options={"user.Tiny": {"ctx_size": 2048}}) as server:
-        bring_up(server, tmp_path, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
-        watch, before = LemonadeMonitor(Api(server.url), "user.Tiny", None, None), shown(server)
+        bring_up(server, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
+        watch, before = monitor(server), shown(server)
         os.kill(before["pid"], signal.SIGKILL)
         while health(Api(server.url)).loaded:  # type: ignore[union-attr]  # until Lemonade knows
             time.sleep(0.05)

@@ -69,17 +69,6 @@ def told_once(got: list[bytes], records: list[Request]) -> None:
     assert times == pytest.approx(expected, abs=0.001)  # ms; records have whole microseconds
 
 
-def test_a_chat_by_hand_with_a_listener_that_waits(tmp_path: Path, engine: str) -> None:
-    with sink() as (url, got):
-        file = written(tmp_path, LISTENER.format(sink=url, sleep_s=0.05, file="chat", user="ChatUser"))
-        records = by_hand(tmp_path, engine, file, "--think", "0.01", "--output-tokens", "20")
-    assert len(records) > 20
-    told_once(got, records)
-    assert {json.loads(one)[0] for one in got} == {"ChatUser"}
-    assert (tmp_path / "counted").read_text() == f"{len(records)}\n"  # all of them, before the handlers of test_stop
-    assert "Traceback" not in log_of(tmp_path)
-
-
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_run_with_a_listener_that_waits(tmp_path: Path, engine: str, processes: int) -> None:
     """The listener is three times as slow as the load: at the end it is waited for, also by the master."""

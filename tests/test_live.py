@@ -18,7 +18,7 @@ from harness.job import write_job
 from harness.load.live_metrics import ALL
 from harness.rundir.records import Request
 from harness.scenario import Load, Trace, Warmup
-from tests.command import harness, until, write
+from tests.command import until
 from tests.faults import fault
 from tests.load_runs import log_of, make_job, records_of, wait_for_records
 from tests.web_ui import UI, ui
@@ -237,17 +237,3 @@ def test_the_end_of_a_trace_is_reported_and_a_new_start_begins_it_anew(engine: s
             until(lambda: found.state()["state"] == "stopped")
             wait_for_records(tmp_path, 4 * times)
             assert sorted(one.index for one in records_of(tmp_path)) == sorted(times * [0, 1, 2, 3])
-
-
-def test_a_line_now_and_then_where_there_is_no_terminal(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        loads={"slow": {"user": "batch", "batch_size": 2, "requests": 10, "output_tokens": 40, "think_s": [1.0, 1.0]}},
-        servers={"one": {"template": "simulated", "container": False}},
-    )
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, env={"COLUMNS": "80"})
-    told = [line for line in done.out.splitlines() if " requests, " in line and "TTFT" in line]
-    assert told, done.out
-    assert all(line.startswith("[1/1] one / slow, repeat 1 (SIMULATED): ") for line in told), told
-    for word in ("TPOT ", " tok/s", "running ", "waiting ", "KV "):
-        assert word in told[-1]

@@ -21,7 +21,7 @@ from harness.load.live_metrics import (
     unpacked,
 )
 from harness.run.live import slos_for
-from harness.rundir.records import ErrorKind, Request, Tail
+from harness.rundir.records import ErrorKind, Request
 from harness.scenario.check_syntax import Slo
 
 
@@ -81,15 +81,6 @@ def test_a_percentile_is_at_most_one_percent_off_and_processes_add_up() -> None:
     assert sum(whole.latencies["ttft"].values()) == 5000
 
 
-def test_an_answer_that_came_in_one_read_has_no_tpot_here_either() -> None:
-    """As in the report: its chunks' times say when the read was, and that is not 0 ms a token."""
-    counter = Worker()
-    for one in (request(chunks_s=[0.3, 0.3, 0.3], coalesced=2, coalesced_late=0), request()):
-        counter.add(one)
-    (by_class,) = delta(counter).seconds.values()
-    assert [sum((values or {}).values()) for values in map(by_class["Chat"].latencies.get, ("ttft", "tpot"))] == [2, 1]
-
-
 def test_a_counter_reports_everything_once() -> None:
     slos = (
         Slo(text="ttft<=150ms", latency="ttft", operator="<=", bound_s=0.15),
@@ -120,10 +111,20 @@ def test_a_counter_reports_everything_once() -> None:
     assert sum(one.tokens for one in chat) == 33
     assert all(int(given.now) - second in (0, 1) for second in given.seconds)
     assert (empty := delta(counter)) == CounterDelta(now=empty.now)
-
-
-def test_what_no_worker_of_ours_sent_is_left_out() -> None:
+    # An answer that came in one read has no TPOT here either: its chunks' times say when the read was.
+    for one in (request(chunks_s=[0.3, 0.3, 0.3], coalesced=2, coalesced_late=0), request()):
+        counter.add(one)
+    (by_class,) = delta(counter).seconds.values()
+    assert [sum((values or {}).values()) for values in map(by_class["Chat"].latencies.get, ("ttft", "tpot"))] == [2, 1]
+    # What no worker of ours sent is left out.
     assert [unpacked(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
+
+
+def test_the_slos_are_those_of_the_row() -> None:
+    checks = ["error_rate == 0", "a/bulk: goodput(e2e<=9s) >= 1 req/s", "attainment(ttft<=1s, tpot<=50ms) >= 90%"]
+    assert slos_for(checks, "a", "bulk") == "e2e<=9s"
+    assert slos_for(checks, "b", "bulk") == "ttft<=1s, tpot<=50ms"
+    assert slos_for(checks[:2], "b", "bulk") == ""
 
 
 def test_a_load_process_that_is_at_its_limit_is_reported_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,26 +199,6 @@ def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
     assert 600 <= len(numbers.points) <= 1200
     assert numbers.points[0].t == 0.0 and numbers.points[-1].t >= 5990.0
     assert (numbers.step_s, numbers.number - (first or 0)) == (8, 2)
-
-
-def test_the_slos_are_those_of_the_row() -> None:
-    checks = ["error_rate == 0", "a/bulk: goodput(e2e<=9s) >= 1 req/s", "attainment(ttft<=1s, tpot<=50ms) >= 90%"]
-    assert slos_for(checks, "a", "bulk") == "e2e<=9s"
-    assert slos_for(checks, "b", "bulk") == "ttft<=1s, tpot<=50ms"
-    assert slos_for(checks[:2], "b", "bulk") == ""
-
-
-def test_the_newest_lines(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    tail = Tail(path)
-    assert tail.lines() == []
-    path.write_bytes(b"a\nbb\nto")
-    assert tail.lines() == [b"a", b"bb"]
-    assert tail.lines() == []
-    with path.open("ab") as file:
-        file.write(b"rn\n")
-    assert tail.lines() == [b"torn"]
-    assert Tail(path).lines() == []
 
 
 def test_what_the_harness_writes_beside_it(tmp_path: Path) -> None:
