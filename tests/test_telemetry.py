@@ -321,7 +321,7 @@ def test_a_run_on_a_machine_with_a_busy_gpu(tmp_path: Path) -> None:
     (samples,) = read_telemetry(run / "telemetry.jsonl").values()
     page = (run / "report.html").read_text()
     assert "Host metrics" in page and "Energy per output token" in page
-    assert "\nHost metrics\n" in done.out and "Power, mean and most 120 W, 120 W" in " ".join(done.out.split())
+    assert "\nHost metrics\n" in done.out and "120 W, 120 W" in done.out
 
 
 # Through a container
