@@ -1,18 +1,21 @@
 """The real command line as a subprocess, and what it must not leave behind."""
 
+import io
 import os
 import signal
 import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import psutil
 import yaml
 
+from harness import cli
 from harness.process import free_port
 from harness.rundir.records import Request, read_requests
 from harness.simulated import Spawned
@@ -144,6 +147,21 @@ def harness(
         command.nothing_left()
     assert "Traceback" not in done.out + done.err
     return done
+
+
+def called(*args: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
+    """The end of a command that starts nothing, called in this process, which is quicker than `harness`."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with patch.dict(os.environ, env or {}), patch("sys.argv", ["harness", *args]), chdir(cwd):
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                cli.main()
+        except SystemExit as end:
+            code = end.code
+    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
+    assert isinstance(code, int) and not any(word in "".join(texts) for word in ("Reason(code=", "Traceback"))
+    ENDED.append(Done(int(code), *texts))
+    return ENDED[-1]
 
 
 def write(folder: Path, name: str = "small", **changes: Any) -> Path:

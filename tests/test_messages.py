@@ -17,17 +17,10 @@ from harness.reasons import SENTENCES
 
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
 ERRORS = (
-    "HarnessError",
-    "ServerError",
-    "StartError",
-    "RunError",
-    "ScenarioError",
-    "UnlikeError",
-    "CheckError",
-    "Problem",
+    "HarnessError", "ServerError", "StartError", "RunError", "ScenarioError", "UnlikeError", "CheckError", "Problem",
     "wrong",
     "problem",
-)
+)  # fmt: skip
 
 
 def templates(node: ast.expr | None) -> Iterator[str]:

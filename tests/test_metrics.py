@@ -17,48 +17,38 @@ VLLM = """\
 # HELP python_info Python platform information
 # TYPE python_info gauge
 python_info{implementation="CPython",major="3",minor="11",patchlevel="7",version="3.11.7"} 1.0
-# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
 # TYPE process_start_time_seconds gauge
 process_start_time_seconds 1.79525309067e+09
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 10.0
-# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
-# TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{engine="0",model_name="m"} 40.0
 # TYPE vllm:num_requests_waiting_by_reason gauge
 vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 40.0
-vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="deferred"} 0.0
-# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
-# TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 # TYPE vllm:prefix_cache_queries_total counter
 vllm:prefix_cache_queries_total{engine="0",model_name="m"} 2585.0
 # TYPE vllm:prefix_cache_queries_created gauge
 vllm:prefix_cache_queries_created{engine="0",model_name="m"} 1.7952531339152718e+09
-# TYPE vllm:prefix_cache_hits_total counter
 vllm:prefix_cache_hits_total{engine="0",model_name="m"} 0.0
-# TYPE vllm:num_preemptions_total counter
 vllm:num_preemptions_total{engine="0",model_name="m"} 3.0
-# TYPE vllm:prompt_tokens_total counter
 vllm:prompt_tokens_total{engine="0",model_name="m"} 2585.0
 # TYPE vllm:generation_tokens_total counter
 vllm:generation_tokens_total{engine="0",model_name="m"} 11008.0
-# TYPE vllm:generation_tokens_created gauge
-vllm:generation_tokens_created{engine="0",model_name="m"} 1.7952531339158351e+09
 # TYPE vllm:request_generation_tokens histogram
 vllm:request_generation_tokens_bucket{engine="0",le="+Inf",model_name="m"} 86.0
 vllm:request_generation_tokens_count{engine="0",model_name="m"} 86.0
 vllm:request_generation_tokens_sum{engine="0",model_name="m"} 11008.0
 """
+OF_VLLM = {
+    "running": 10.0, "waiting": 40.0, "kv_usage": 0.25, "preemptions": 3.0, "prompt_tokens": 2585.0,
+    "generated_tokens": 11008.0, "prefix_queries": 2585.0, "prefix_hits": 0.0, "started_s": 1795253090.67,
+}  # fmt: skip
 OLD_VLLM = """\
-# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{model_name="m"} 1.0
-# TYPE vllm:gpu_cache_usage_perc gauge
 vllm:gpu_cache_usage_perc{model_name="m"} 0.5
 # TYPE vllm:gpu_prefix_cache_queries counter
 vllm:gpu_prefix_cache_queries_total{model_name="m"} 8.0
-# TYPE vllm:gpu_prefix_cache_hits counter
 vllm:gpu_prefix_cache_hits_total{model_name="m"} 2.0
 """
 TWO_ENGINES = """\
@@ -73,64 +63,28 @@ LLAMACPP = """\
 # HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
 # TYPE llamacpp:prompt_tokens_total counter
 llamacpp:prompt_tokens_total 120
-# HELP llamacpp:tokens_predicted_total Number of generation tokens processed.
-# TYPE llamacpp:tokens_predicted_total counter
 llamacpp:tokens_predicted_total 640
-# HELP llamacpp:predicted_tokens_seconds Average generation throughput in tokens/s.
 # TYPE llamacpp:predicted_tokens_seconds gauge
 llamacpp:predicted_tokens_seconds nan
-# HELP llamacpp:requests_processing Number of requests processing.
-# TYPE llamacpp:requests_processing gauge
 llamacpp:requests_processing 4
-# HELP llamacpp:requests_deferred Number of requests deferred.
-# TYPE llamacpp:requests_deferred gauge
 llamacpp:requests_deferred 2
 """
 
 
-def test_vllm() -> None:
-    assert parse_metrics(VLLM) == {
-        "running": 10.0,
-        "waiting": 40.0,
-        "kv_usage": 0.25,
-        "preemptions": 3.0,
-        "prompt_tokens": 2585.0,
-        "generated_tokens": 11008.0,
-        "prefix_queries": 2585.0,
-        "prefix_hits": 0.0,
-        "started_s": 1795253090.67,
-    }
-
-
-def test_older_names_of_vllm() -> None:
-    assert parse_metrics(OLD_VLLM) == {"running": 1.0, "kv_usage": 0.5, "prefix_queries": 8.0, "prefix_hits": 2.0}
-
-
-def test_engines_of_one_server_are_added_up() -> None:
-    assert parse_metrics(TWO_ENGINES) == {"running": 7.0, "kv_usage": 0.7, "generated_tokens": 150.0}
-
-
-def test_llamacpp() -> None:
-    assert parse_metrics(LLAMACPP) == {
-        "running": 4.0,
-        "waiting": 2.0,
-        "prompt_tokens": 120.0,
-        "generated_tokens": 640.0,
-    }
-
-
-def test_a_counter_without_its_suffix() -> None:
-    assert parse_metrics("# TYPE vllm:num_preemptions counter\nvllm:num_preemptions 2\n") == {"preemptions": 2.0}
-
-
-def test_nothing_known_is_nothing() -> None:
-    assert parse_metrics("up 1\n") == {}
-    assert parse_metrics("llamacpp:requests_processing nan\n") == {}
-
-
-def test_html_is_refused() -> None:
-    with pytest.raises(ValueError):
-        parse_metrics("<html><body>404</body></html>")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (VLLM, OF_VLLM),
+        (OLD_VLLM, {"running": 1.0, "kv_usage": 0.5, "prefix_queries": 8.0, "prefix_hits": 2.0}),
+        (TWO_ENGINES, {"running": 7.0, "kv_usage": 0.7, "generated_tokens": 150.0}),
+        (LLAMACPP, {"running": 4.0, "waiting": 2.0, "prompt_tokens": 120.0, "generated_tokens": 640.0}),
+        ("# TYPE vllm:num_preemptions counter\nvllm:num_preemptions 2\n", {"preemptions": 2.0}),  # without its suffix
+        ("up 1\nllamacpp:requests_processing nan\n", {}),
+    ],
+    ids=["vllm", "older names", "engines are added up", "llama.cpp", "counter", "nothing known"],
+)
+def test_what_servers_print(text: str, expected: dict[str, float]) -> None:
+    assert parse_metrics(text) == expected
 
 
 @contextmanager
@@ -171,20 +125,16 @@ def test_the_scraper_reads_at_the_start_meanwhile_and_at_the_end(tmp_path: Path)
 
 def test_the_scraper_survives_what_a_server_may_answer(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    answers = iter([(200, "up 1\n"), (500, "broken"), (200, "<html>"), (200, VLLM)])
+    answers = iter([(200, "up 1\n"), (500, "broken"), (200, "<html><body>404</body></html>"), (200, VLLM)])
     with serving(answers) as url:
         scraper = Scraper(url, "c", path)
         assert [scraper.scrape_now() for _ in range(4)] == [True, False, False, True]
     assert not scraper.scrape_now()  # nobody listens any more
     assert scraper.last_failure is not None and scraper.last_failure.startswith("ConnectionError")
     assert [sample.values.get("running") for sample in read_metrics(path)["c"]] == [None, 10.0]
-
-
-def test_without_a_url_nothing_is_scraped(tmp_path: Path) -> None:
-    with Scraper(None, "c", tmp_path / "metrics.jsonl") as scraper:
+    with Scraper(None, "c", tmp_path / "none.jsonl") as scraper:  # without a URL nothing is scraped
         pass
-    assert scraper.last_failure is None and not (tmp_path / "metrics.jsonl").exists()
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert scraper.last_failure is None and not (tmp_path / "none.jsonl").exists()
 
 
 def test_the_api_key_is_sent_and_not_written(tmp_path: Path) -> None:
@@ -254,25 +204,3 @@ def test_a_restart_is_noticed() -> None:
     assert server_load(backwards) == ServerLoad(restarted=True)
     assert server_load([sample(1.0, started_s=1e9), sample(2.0, started_s=1e9 + 30)]).restarted
     assert not server_load([sample(1.0, started_s=1e9), sample(2.0)]).restarted
-
-
-def test_torn_lines_are_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"wall_s":1.0,"cell":"c","values":{"running":1.0}}\n{"wall_s":2.0,"ce')
-    assert read_metrics(path) == {"c": [sample(1.0, running=1.0)]}
-    assert read_metrics(tmp_path / "none.jsonl") == {}
-
-
-def test_the_text_may_come_from_a_function(tmp_path: Path) -> None:
-    answers: Iterator[str | Exception] = iter(["vllm:num_requests_running 3.0\n", OSError("nothing there"), "<html>"])
-
-    def fetch() -> str:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    scraper = Scraper(fetch, "c", tmp_path / "m")
-    assert [scraper.scrape_now() for _ in range(3)] == [True, False, False]
-    (sample,) = read_metrics(tmp_path / "m")["c"]
-    assert sample.values == {"running": 3.0}

@@ -26,7 +26,6 @@ from harness.rundir.manifest import Run, read_run, write_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.rundir.samples import MetricsSample
 from harness.scenario import Load, Server
-from harness.scenario.check_syntax import misplaced, on_server, parse_check
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import alone, mix_of, plan, with_mixes
 from harness.summary import Summary
@@ -63,6 +62,11 @@ def written(folder: Path, text: str = SCENARIO) -> Path:
 
 def test_a_mix_makes_a_load_of_each_of_its_parts(tmp_path: Path) -> None:
     scenario = load_scenario(written(tmp_path))
+    without = load_scenario(
+        written(tmp_path, SCENARIO.replace("mixes:\n  both: [chat, job]\n", "").split("checks:")[0])
+    )
+    assert list(without.loads) == ["chat", "job"]
+    assert workload_sha256(scenario, tmp_path) != workload_sha256(without, tmp_path)
     assert list(scenario.loads) == ["chat", "job", "both.chat", "both.job"]
     assert scenario.loads["both.job"] == scenario.loads["job"]
     assert [(mix_of(name), alone(name)) for name in ("chat", "both.chat")] == [(None, None), ("both", "chat")]
@@ -71,24 +75,14 @@ def test_a_mix_makes_a_load_of_each_of_its_parts(tmp_path: Path) -> None:
     assert len({cell.group for cell in cells}) == 3
 
 
-def test_a_scenario_without_mixes_has_the_workload_that_it_had(tmp_path: Path) -> None:
-    without = SCENARIO.replace("mixes:\n  both: [chat, job]\n", "").split("checks:")[0]
-    scenario = load_scenario(written(tmp_path, without))
-    mixed = load_scenario(written(tmp_path))
-    assert list(scenario.loads) == ["chat", "job"]
-    assert workload_sha256(scenario, tmp_path) != workload_sha256(mixed, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("[chat, job]", "[chat, jobs]", "'jobs' is not a load"),
         ("[chat, job]", "[chat]", "two or more different loads are expected"),
-        ("[chat, job]", "[chat, chat]", "two or more different loads are expected"),
         ("both: [", "chat: [", "there is a load of that name"),
         ("5, duration_s: 5", "5, duration_s: 6", "'duration_s' and 'ramp_s' must be the same"),
         ("5, duration_s: 5", "5, requests: 5", "a part has no 'duration_s'"),
-        ("warmup: {duration_s: 1}", "warmup: {requests: 0}", "give it a number above 0, or remove it"),
         ("warmup: {duration_s: 1}", "warmup: {duration_s: 0}", "give it a number above 0, or remove it"),
         ("  job: {", "  a.b: {", "a '.' is in the names of a mix's parts only"),
         ("both: [chat, job]", "both: [chat, job]\n  all: [both, job]", "'both' is not a load"),
@@ -100,41 +94,29 @@ def test_what_no_mix_can_be(tmp_path: Path, old: str, new: str, words: str) -> N
     assert any(words in problem for problem in caught.value.problems)
 
 
-def test_a_part_with_a_wrong_key_is_a_load_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("turns: 1", "turn: 1", ".turn (line 8): unknown key"),
+        ("user: chat", "user: chad", ".user (line 8): 'chad' is n"),
+    ],
+)
+def test_what_is_wrong_with_a_part_is_reported_once_and_where_the_file_has_it(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
     with pytest.raises(ScenarioError) as caught:
-        load_scenario(written(tmp_path, SCENARIO.replace("turns: 1", "turn: 1")))
-    assert caught.value.problems == ["$.loads.chat.turn (line 8): unknown key; did you mean 'turns'?"]
-
-
-def test_what_is_wrong_with_a_part_is_reported_once_and_where_the_file_has_it(tmp_path: Path) -> None:
-    with pytest.raises(ScenarioError) as caught:
-        load_scenario(written(tmp_path, SCENARIO.replace("user: chat", "user: chad")))
-    said = "'chad' is neither a user class that ships nor a .py file; did you mean 'chat'?"
-    assert [problem for problem in caught.value.problems if "chad" in problem and "turns" not in problem] == [
-        f"$.loads.chat.user (line 8): {said}"
-    ]
-
-
-def test_a_check_may_be_about_a_part() -> None:
-    assert (check := parse_check("a/both.chat: ttft_p95 <= 1s")).load == "both.chat"
-    assert check.server == "a"
-    assert misplaced("a/both.chat: wall <= 1s", ["a"], ["chat", "both.chat"]) is None
-    assert on_server("a/both.chat: wall <= 1s", "url") == "url/both.chat: wall <= 1s"
+        load_scenario(written(tmp_path, SCENARIO.replace(old, new)))
+    found = [problem for problem in caught.value.problems if ".turns" not in problem]
+    assert [problem[: len(said) + 12] for problem in found] == [f"$.loads.chat{said}"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixed")
-    done = harness(
-        "run",
-        str(written(folder, SCENARIO.replace("duration_s: 5", "duration_s: 3"))),
-        "--runs",
-        str(folder / "runs"),
-        cwd=folder,
-    )
-    (found,) = (folder / "runs").iterdir()
+    path = written(folder, SCENARIO.replace("duration_s: 5", "duration_s: 2"))
+    done = harness("run", str(path), "--runs", "runs", cwd=folder)
     assert done.code in (0, 3), done.err
-    return found
+    return only_run(folder / "runs")
 
 
 def spans(run: Path) -> dict[str, tuple[float, float]]:
@@ -150,7 +132,7 @@ def test_the_parts_run_at_once_and_the_others_alone(run: Path) -> None:
     assert read_run(run).order == ["r1-sim-chat", "r1-sim-job", "r1-sim-both.chat", "r1-sim-both.job"]
     chat, job, mixed_chat, mixed_job = spans(run).values()
     assert chat[1] < job[0] and job[1] < min(mixed_chat[0], mixed_job[0])
-    assert min(mixed_chat[1], mixed_job[1]) - max(mixed_chat[0], mixed_job[0]) > 1.8
+    assert min(mixed_chat[1], mixed_job[1]) - max(mixed_chat[0], mixed_job[0]) > 1.0
 
 
 def test_each_part_has_its_row_its_slos_and_what_it_is_compared_with(run: Path) -> None:
@@ -160,7 +142,7 @@ def test_each_part_has_its_row_its_slos_and_what_it_is_compared_with(run: Path) 
     assert all(one.succeeded and not one.failed for one in numbers.values())
     # Both share the time in which both were measured, and nothing sent outside it counts.
     assert numbers["both.chat"].window_s == numbers["both.job"].window_s
-    assert 0 < (numbers["both.chat"].window_s or 0) <= 3
+    assert 0 < (numbers["both.chat"].window_s or 0) <= 2
     assert (numbers["both.chat"].tpot_s.mean or 0) > 1.2 * (numbers["chat"].tpot_s.mean or 0)  # the interference
     assert not any("generated tokens and the client" in reason for reason in texts(summary.reasons))
     assert [check.status for check in summary.checks] == ["passed", "passed"]
@@ -195,7 +177,6 @@ def mixed_records(run: Path) -> dict[str, list[Request]]:
 @pytest.mark.parametrize(
     ("processes", "warmup", "minimum", "steady"),
     [
-        pytest.param(1, "{until: steady}", 48, True, marks=pytest.mark.nightly),
         pytest.param(2, "{until: steady}", 48, True, marks=pytest.mark.nightly),
         pytest.param(1, "{until: steady, within: 0.0001, max_s: 2}", 1, None, marks=pytest.mark.nightly),
         (1, "{requests: 40}", 40, None),
@@ -241,15 +222,14 @@ class Dies(LLMUser):
 def test_nobody_waits_for_a_part_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     text = STEADY.replace("{user: batch, batch_size: 2, processes: PROCESSES, users: PROCESSES", "{user: dies.py")
-    done = harness(
-        "run", str(written(tmp_path, text + "warmup: {requests: 4}\n")), "--runs", str(tmp_path), cwd=tmp_path
-    )
+    text = text.replace("duration_s: 2", "duration_s: 1") + "warmup: {requests: 4}\n"
+    done = harness("run", str(written(tmp_path, text)), "--runs", str(tmp_path), cwd=tmp_path)
     assert done.code == 3, done.out + done.err
     of = mixed_records(only_run(tmp_path))
     assert {one.phase for one in of["r1-sim-both.quick"]} == {"warmup", "measured"}
     assert of["r1-sim-both.slow"] == []
-    reasons = " ".join(texts(read_run(only_run(tmp_path)).reasons))
-    assert "r1-sim-both.slow: the load generator ended with exit code 7" in reasons
+    reasons = read_run(only_run(tmp_path)).reasons
+    assert ("generator_exit", "r1-sim-both.slow") in [(reason.code, reason.cell) for reason in reasons]
 
 
 def made_mix(folder: Path, repeats: int = 1, seconds: int = 40, servers: tuple[str, ...] = ("a",)) -> Run:
@@ -284,6 +264,14 @@ def made_mix(folder: Path, repeats: int = 1, seconds: int = 40, servers: tuple[s
     return run
 
 
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mix with five repeats."""
+    folder = tmp_path_factory.mktemp("five") / "run"
+    made_mix(folder, repeats=5)
+    return folder
+
+
 def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
     made_mix(tmp_path / "run")
     summary, observed = summarize(tmp_path / "run"), observe(tmp_path / "run")
@@ -294,20 +282,15 @@ def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
         assert min(drawn.latencies["ttft_s"]) == row.pooled.ttft_s.min
     # A failure of before the other part was measured is in neither.
     assert [row.failures for row in observed.rows.values()] == [0, 0, 0, 0]
-
-
-def test_answers_whose_chunks_came_at_once_are_in_no_curve_of_tpot(tmp_path: Path) -> None:
-    made_mix(tmp_path / "run")
+    # Answers whose chunks came at once are in no curve of TPOT.
     path = tmp_path / "run" / "requests.jsonl"
-    records = [msgspec.structs.replace(one, coalesced=10 * (one.index % 2)) for one in read_requests(path)]
-    write_lines(path, records)
+    write_lines(path, [msgspec.structs.replace(one, coalesced=10 * (one.index % 2)) for one in read_requests(path)])
     row = summarize(tmp_path / "run").rows[0]
     assert row.pooled.tpot_s.n == len(observe(tmp_path / "run").rows["a", "chat"].latencies["tpot_s"]) == 20
 
 
-def test_the_head_says_what_each_load_feels_of_the_other(tmp_path: Path) -> None:
-    run = made_mix(tmp_path / "run", repeats=5)
-    summary = summarize(tmp_path / "run")
+def test_the_head_says_what_each_load_feels_of_the_other(five: Path) -> None:
+    run, summary = read_run(five), summarize(five)
     assert summary.valid, summary.reasons
     assert summary.comparison is not None
     # The job makes more tokens than the chat: that says nothing about either.
@@ -318,18 +301,17 @@ def test_the_head_says_what_each_load_feels_of_the_other(tmp_path: Path) -> None
     assert summary.comparison.comparisons == 3
     said = "Together, a / both.chat is slowed most: TTFT p50 201 → 401 ms, 2.00x longer."
     assert sentences.answer_of(summary, run) == said
-    page = render(summary, run, observe(tmp_path / "run"))
+    page = render(summary, run, observe(five))
     head = page[page.index('class="answer"') : page.index('class="contents"')]
     assert said in head
     console = Console(file=io.StringIO(), width=200)
-    print_report(summary, run, tmp_path, console)
+    print_report(summary, run, five, console)
     assert "a / both.chat: 2.00x slower than a / chat by TTFT p50" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "by TTFT p50" in markdown.render(summary, run)
 
 
-def test_csv_and_openmetrics_name_the_concurrent_loads(tmp_path: Path) -> None:
-    run = made_mix(tmp_path / "run", repeats=5)
-    summary = summarize(tmp_path / "run")
+def test_csv_and_openmetrics_name_the_concurrent_loads(five: Path) -> None:
+    run, summary = read_run(five), summarize(five)
     rows = list(csv.DictReader(export.csv_table(summary, run).splitlines()))
     assert [(row["load"], row["concurrent_loads"], row["speedup_against"]) for row in rows] == [
         ("chat", "", ""), ("job", "", ""),
@@ -340,17 +322,14 @@ def test_csv_and_openmetrics_name_the_concurrent_loads(tmp_path: Path) -> None:
     samples = families["amd_llm_load_concurrent_load"].samples
     concurrent = [(one.labels["load"], one.labels["concurrent_load"], one.value) for one in samples]
     assert concurrent == [("both.chat", "both.job", 1), ("both.job", "both.chat", 1)]
-    ratios = families["amd_llm_load_speedup_ratio"].samples
-    felt = [one for one in ratios if one.labels["metric"] == "ttft_p50" and one.labels["bound"] == "middle"]
-    assert [(one.labels["load"], one.labels["baseline"], one.labels["verdict"]) for one in felt] == [
-        ("both.chat", "a / chat", "slower"),
-    ]  # fmt: skip
-    (suite,) = JUnitXml.fromstring(junit.render(summary, run).encode())
-    assert [case.name for case in suite if case.classname.endswith(".comparison")] == [
-        "a / both.chat against a / chat: TTFT p50",
-        "a / both.chat against a / chat: TPOT p50",
-        "a / both.job against a / job: output tok/s",
+    labels = [one.labels for one in families["amd_llm_load_speedup_ratio"].samples if one.labels["bound"] == "middle"]
+    assert [(one["load"], one["baseline"], one["verdict"]) for one in labels if one["metric"] == "ttft_p50"] == [
+        ("both.chat", "a / chat", "slower")
     ]
+    (suite,) = JUnitXml.fromstring(junit.render(summary, run).encode())
+    assert [case.name.split(" against ")[1] for case in suite if case.classname.endswith(".comparison")] == [
+        "a / chat: TTFT p50", "a / chat: TPOT p50", "a / job: output tok/s",
+    ]  # fmt: skip
 
 
 def test_the_noise_of_what_the_loads_of_a_mix_are_compared_by_is_measured_too(tmp_path: Path) -> None:
@@ -362,35 +341,24 @@ def test_the_noise_of_what_the_loads_of_a_mix_are_compared_by_is_measured_too(tm
     }  # fmt: skip
 
 
-def too_short(folder: Path) -> None:
-    """The same, with 12 seconds of 16 in common."""
-    run = made_mix(folder)
+def test_a_mix_that_was_too_short_says_how_long_it_should_be_unless_it_lost_a_load_process(tmp_path: Path) -> None:
+    run = made_mix(tmp_path / "run")  # with 12 seconds of 16 in common
     loads = {name: msgspec.structs.replace(load, duration_s=16.0) for name, load in run.scenario.loads.items()}
-    write_run(folder, msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads)))
-
-
-def test_a_mix_that_was_too_short_says_how_long_it_should_be(tmp_path: Path) -> None:
-    too_short(tmp_path / "run")
-    assert (
-        "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed: a "
-        "'duration_s' of 20 s or more would do, since what passes until all are measured does not grow with it"
-    ) in texts(summarize(tmp_path / "run").reasons)
-
-
-def test_a_mix_that_lost_a_load_process_is_not_told_to_last_longer(tmp_path: Path) -> None:
-    too_short(tmp_path / "run")
+    scenario = msgspec.structs.replace(run.scenario, loads=loads)
+    write_run(tmp_path / "run", msgspec.structs.replace(run, scenario=scenario))
+    short = "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed"
+    (said,) = texts(summarize(tmp_path / "run").reasons)
+    assert said.startswith(f"{short}: a 'duration_s' of 20 s or more would do")
     path = tmp_path / "run" / "processes.jsonl"
     *others, goodbye = path.read_text().splitlines(keepends=True)
     assert "r1-a-both.job" in goodbye
     path.write_text("".join(others))
     apart, killed = texts(summarize(tmp_path / "run").reasons)
-    assert apart == "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed"
-    assert killed.startswith("r1-a-both.job: load process 3 was killed: ")
+    assert apart == short and killed.startswith("r1-a-both.job: load process 3 was killed: ")
 
 
-def test_each_row_beside_a_mix_is_compared_with_its_own_like(tmp_path: Path) -> None:
-    run = made_mix(tmp_path / "run", repeats=2)
-    summary = summarize(tmp_path / "run")
+def test_each_row_beside_a_mix_is_compared_with_its_own_like(five: Path) -> None:
+    run, summary = read_run(five), summarize(five)
     rows, cells = summary.rows, {cell.id: cell for cell in summary.cells}
     rows += [msgspec.structs.replace(row, server="b") for row in rows]
     for baseline, other in (("chat", "job"), ("job", "chat")):
@@ -406,8 +374,7 @@ def test_each_row_beside_a_mix_is_compared_with_its_own_like(tmp_path: Path) -> 
         ]
 
 
-def test_a_check_of_what_is_compared_with_nothing_says_so(tmp_path: Path) -> None:
-    made_mix(tmp_path / "run", repeats=2)
-    job, chat = summarize(tmp_path / "run", ["a/job: speedup >= 1", "a/chat: speedup >= 1"]).checks
+def test_a_check_of_what_is_compared_with_nothing_says_so(five: Path) -> None:
+    job, chat = summarize(five, ["a/job: speedup >= 1", "a/chat: speedup >= 1"]).checks
     assert evidence(job.evidence) == "a / job: its work is not the baseline's, and it is compared with nothing"
     assert evidence(chat.evidence) == "a / chat: it is the baseline itself"

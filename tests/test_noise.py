@@ -26,7 +26,7 @@ from harness.rundir.manifest import Machine, Run, read_run
 from harness.scenario import Server
 from harness.scenario.plan import Cell
 from harness.summary import because
-from tests.command import harness, server, write
+from tests.command import called, harness, server, write
 from tests.made_runs import scenario, write_made_run
 
 
@@ -34,15 +34,15 @@ def test_measured_stored_and_used(tmp_path: Path) -> None:
     """`noise`, then `compare` on the same machine and scenario."""
     env = {"HARNESS_RESULTS": "filed", "HARNESS_RUNS": "runs"}
     path = write(tmp_path)
-    done = harness("noise", path.name, "--repeats", "2", "--runs", "2", cwd=tmp_path, env=env)
+    done = harness("noise", path.name, "--repeats", "1", "--runs", "2", cwd=tmp_path, env=env)
     assert (done.code, done.err) == (0, "")
     first, second = (read_run(folder.parent) for folder in sorted((tmp_path / "runs").glob("*/run.json")))
     assert list(first.scenario.servers) == ["a", "a-again"]
-    assert [cell.server for cell in first.cells] == ["a", "a-again", "a-again", "a"], "interleaved as always"
+    assert [cell.server for cell in first.cells] == ["a", "a-again"]
     stored = tmp_path / noise_path(Path("filed"), first)
     noise = read_noise(stored)
     assert noise is not None
-    assert (noise.scenario, noise.server, noise.repeats, noise.simulated) == ("small", "one", 2, True)
+    assert (noise.scenario, noise.server, noise.repeats, noise.simulated) == ("small", "one", 1, True)
     assert [run.id for run in noise.runs] == [first.id, second.id]
     assert [(row.load, row.metric) for row in noise.rows] == [("burst", "wall_s")]
     rows = {row.server: row for row in summarize(tmp_path / "runs" / first.id).rows}
@@ -50,14 +50,14 @@ def test_measured_stored_and_used(tmp_path: Path) -> None:
     assert done.out.endswith(f"stored: {stored.relative_to(tmp_path)}\n")
     assert "sd of runs" in done.out
 
-    more = harness("noise", path.name, "--repeats", "2", "--add", cwd=tmp_path, env=env)
+    more = harness("noise", path.name, "--repeats", "1", "--add", cwd=tmp_path, env=env)
     assert (more.code, more.err) == (0, "")
     joint = read_noise(stored)
     assert joint is not None and len(joint.runs) == 3
     for _ in range(2):
-        assert harness("run", path.name, "--repeats", "2", "--runs", "work", cwd=tmp_path, env=env).code == 0
+        assert harness("run", path.name, "--repeats", "1", "--runs", "work", cwd=tmp_path, env=env).code == 0
     one, other = sorted(folder.parent.name for folder in (tmp_path / "work").glob("*/run.json"))
-    made = harness("compare", f"work/{one}", f"work/{other}", "--format", "json", cwd=tmp_path, env=env)
+    made = called("compare", f"work/{one}", f"work/{other}", "--format", "json", cwd=tmp_path, env=env)
     found = json.loads(made.out)
     assert found["noise_source"] == [msgspec.to_builtins(source_of(joint))]
     assert found["verdicts"][0]["p"] is not None
@@ -65,7 +65,7 @@ def test_measured_stored_and_used(tmp_path: Path) -> None:
 
 def test_what_cannot_be_measured(tmp_path: Path) -> None:
     path = write(tmp_path)
-    wrong = harness("noise", path.name, "--repeats", "2", "--server", "two", cwd=tmp_path)
+    wrong = called("noise", path.name, "--repeats", "2", "--server", "two", cwd=tmp_path)
     assert (wrong.code, wrong.err) == (1, "error: --server: small.yaml has no server 'two'; known: one\n")
 
 
@@ -160,9 +160,7 @@ def test_damaged_noise_and_that_of_other_versions(tmp_path: Path) -> None:
     assert read_noise(path) is None
     path.write_text('{"format_version": 1, "rows": []}')
     assert read_noise(path) is None, "it has one run, which does not show how far runs differ"
-    path.write_text('{"format_version": 3}')
-    with pytest.raises(HarnessError, match="format 3 was written by a newer harness"):
-        read_noise(path)
-    path.write_text('{"format_version": 2')
-    with pytest.raises(HarnessError, match="cannot be read"):
-        read_noise(path)
+    for text, why in (('{"format_version": 3}', "format 3 was written by a newer"), ("{", "cannot be read")):
+        path.write_text(text)
+        with pytest.raises(HarnessError, match=why):
+            read_noise(path)

@@ -105,8 +105,6 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
     "closed before an answer": (once(), "disconnect", "the server closed the connection before it answered", 0),
     "cut in mid-stream": (once(CHUNKED, chunk(TOKEN)), "disconnect",
         "the server closed the connection before the response was", 1),
-    "cut inside a chunk": (once(CHUNKED, chunk(TOKEN), chunk(TOKEN)[:20]), "disconnect",
-        "the server closed the connection before the response was", 1),
     "reset": (once(CHUNKED, chunk(TOKEN), then=reset), "disconnect", "", 0),
     "silent at once": (once(then=silence), "timeout", "no data arrived for 0.3 s", 0),
     "silent in mid-stream": (once(CHUNKED, chunk(TOKEN), then=silence), "timeout", "no data arrived for 0.3 s", 1),
@@ -114,8 +112,6 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
     "pings in mid-stream": (once(UNTIL_CLOSED, TOKEN, then=pinging), "timeout", "no data arrived for 0.3 s", 1),
     "given up": (once(UNTIL_CLOSED, TOKEN, finish(b"abort"), DONE), "stream_error",
         "the server ended the answer with finish reason 'abort'", 1),
-    "failed inside": (once(UNTIL_CLOSED, TOKEN, finish(b"error"), DONE), "stream_error",
-        "the server ended the answer with finish reason 'error'", 1),
     "given up in a whole answer": (once(whole(b'{"choices":[{"message":{"content":"a"},"finish_reason":"abort"}]}')),
         "stream_error", "the server ended the answer with finish reason 'abort'", 0),
     "error without data": (once(UNTIL_CLOSED, TOO_LONG), "stream_error",
@@ -127,16 +123,10 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
         "truncated", "the stream ended after 0 events without [DONE] or a finish", 0),
     "ends without done": (once(UNTIL_CLOSED, TOKEN), "truncated",
         "the stream ended after 1 events without [DONE] or a finish", 1),
-    "ends inside an event": (once(UNTIL_CLOSED, TOKEN, TOKEN[:-1]), "truncated",
-        "the stream ended after 1 events without [DONE] or a finish", 1),
-    "nothing but headers": (once(UNTIL_CLOSED), "truncated",
-        "the stream ended after 0 events without [DONE] or a finish", 0),
     "no token": (once(UNTIL_CLOSED, ROLE, NULL, FINISH, USAGE, DONE), "empty",
         "a complete stream without any generated text; usage reports", 0),
     "error event": (once(CHUNKED, chunk(TOKEN), chunk(ERROR), chunk(DONE), b"0\r\n\r\n"), "stream_error",
         "internal 500: the model is gone", 1),
-    "error event without done": (once(UNTIL_CLOSED, b"data: " + TOO_LONG + b"\n\n"), "stream_error",
-        "exceed_context_size_error 400: request (24017 tokens)", 0),
     "error by event type": (once(UNTIL_CLOSED, TOKEN, b'event: error\ndata: {"message":"out of memory"}\n\n', DONE),
         "stream_error", "out of memory", 1),
     "error in plain text": (once(UNTIL_CLOSED, TOKEN, b"event: error\ndata: upstream connect error\n\n"),
@@ -156,8 +146,6 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
     "error in a whole answer": (once(whole(TOO_LONG)), "stream_error", "exceed_context_size_error 400: request ", 0),
     "malformed event": (once(UNTIL_CLOSED, TOKEN, b'data: {"choices":[{"ind\n\n', TOKEN, FINISH, DONE), "malformed",
         "event 2 is not JSON: Input data was truncated", 2),
-    "event that is no object": (once(UNTIL_CLOSED, b"data: 3\n\n", DONE), "malformed",
-        "event 1 is not a JSON object", 0),
     "html": (once(whole(HTML, b"text/html")), "not_api", "status 200 with text/html ('Welcome to nginx! Hello') in",
         0),
     "empty body": (once(whole(b"")), "not_api", "status 200 with an empty body in place of an API answer", 0),
@@ -170,16 +158,16 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
         "status 500: text/html ('Welcome to nginx! Hello')", 0),
     "404 without its length": (once(b"HTTP/1.1 404 No\r\nConnection: close\r\n\r\n", b'{"detail":"Not Found"}'),
         "http", "status 404: Not Found", 0),
+    "switching protocols": (once(b"HTTP/1.1 101 Switching\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\nhello"), "http",
+        "status 101: the server changes the protocol, which no request", 0),
     "redirect": (once(whole(b"", status=b"307 Moved", more=b"Location: https://elsewhere/v1\r\n")), "http",
         "status 307: redirect to https://elsewhere/v1, which a load", 0),
-    "no content": (once(b"HTTP/1.1 204 No Content\r\n\r\n"), "not_api", "status 204 with an empty body in place of",
-        0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
 @fault("network",
-       "an answer breaks (40 cases): cut, reset, silent, pings only, error event, HTML, compressed, redirect, not HTTP",
+       "an answer breaks (35 cases): cut, reset, silent, pings only, error event, HTML, compressed, redirect, not HTTP",
        seen="one record of the right error kind and message each")  # fmt: skip
 def test_every_fault_leaves_one_record_of_its_kind(tmp_path: Path, name: str) -> None:
     handler, error, message, chunks = FAULTS[name]
@@ -197,24 +185,16 @@ STREAMS: dict[str, tuple[list[bytes], int, str]] = {
     "crlf": ([(TOKEN + FINISH + DONE).replace(b"\n", b"\r\n")], 1, "length"),
     "half a surrogate pair": ([
         UNTIL_CLOSED, TOKEN.replace(b"hi ", b"\\ud83d"), TOKEN.replace(b"hi ", b"\\ude00"), FINISH, DONE], 2, "length"),
-    "not a number": ([UNTIL_CLOSED, TOKEN.replace(b'"index":0', b'"logprob":NaN,"index":0'), FINISH, DONE], 1,
-        "length"),
-    "broken utf-8": ([UNTIL_CLOSED, TOKEN.replace(b"hi ", b"\xe2\x82"), FINISH, DONE], 1, "length"),
     "pings": ([UNTIL_CLOSED, b": ping\n\n", TOKEN, b": ping\n\n", FINISH, DONE], 1, "length"),
     "several data lines": ([UNTIL_CLOSED, TOKEN.replace(b'"index"', b'\ndata: "index"'), FINISH, DONE], 1, "length"),
     "continue first": ([b"HTTP/1.1 100 Continue\r\n\r\n" + GOOD], 2, "length"),
     "no content type": ([OK + b"Connection: close\r\n\r\n" + TOKEN, FINISH, DONE], 1, "length"),
-    "no content type and a line end first": ([OK + b"Connection: close\r\n\r\n", b"\n", TOKEN, FINISH, DONE], 1,
-        "length"),
     "no content type and a comment first": ([OK + b"Connection: close\r\n\r\n:ok\n\n", TOKEN, FINISH, DONE], 1,
         "length"),
-    "numbered events labelled as JSON": ([OK + b"Content-Type: application/json\r\n\r\nid: 1\n", TOKEN, DONE], 1, ""),
     "pings of empty data": ([UNTIL_CLOSED, b"data:\n\n", TOKEN, b"event: ping\ndata: \n\n", FINISH, DONE], 1,
         "length"),
-    "a space after done": ([UNTIL_CLOSED, TOKEN, FINISH, b"data: [DONE] \n\n"], 1, "length"),
     "completions": ([UNTIL_CLOSED, b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\n', DONE],
         1, "stop"),
-    "broken off after done": ([CHUNKED, chunk(TOKEN), chunk(FINISH), chunk(DONE)], 1, "length"),
 }  # fmt: skip
 
 
@@ -266,7 +246,7 @@ def test_half_a_character_can_be_said_again(tmp_path: Path) -> None:
         assert send()[1].text.encode() == b"a?"
 
 
-@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\n: bye\n\n"])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\r", b"\n\n: bye\n\n"])
 def test_a_body_left_open_after_done_does_not_keep_us(end: bytes) -> None:
     def handler(connection: socket.socket, number: int) -> None:
         read_request(connection)
@@ -299,27 +279,16 @@ def test_data_in_small_pieces_keeps_us_waiting() -> None:
     pieces = [UNTIL_CLOSED, *(TOKEN[i : i + 4] for i in range(0, 24, 4)), TOKEN[24:], FINISH, DONE]
     with serving(answering(*pieces, pause_s=0.05)) as url, exchanging(url, timeout_s=0.45) as send:
         assert send()[1].error is None  # half a second in all, but never that long without data
-
-
-def test_a_slow_body_that_is_no_stream_keeps_us_waiting() -> None:
-    body = b'{"choices":[{"message":{"content":"hello"},"finish_reason":"stop"}]}'
+    body = b'{"choices":[{"message":{"content":"hello"},"finish_reason":"stop"}]}'  # no stream
     pieces = [whole(body)[:-40], *(body[-40:][i : i + 10] for i in range(0, 40, 10))]
-    with serving(once(*pieces)) as url, exchanging(url, timeout_s=0.2) as send:
-        assert send()[1].error is None
     with serving(answering(*pieces, pause_s=0.12)) as url, exchanging(url, timeout_s=0.2) as send:
         assert send()[1].error is None
 
 
-def test_reasoning_is_a_token_but_not_visible(tmp_path: Path) -> None:
-    record = one_record(tmp_path, answering(UNTIL_CLOSED, REASON, REASON, TOKEN, FINISH, DONE, pause_s=0.02))
-    assert len(record.chunks_s) == 3
-    assert record.first_visible_s == record.chunks_s[2]
-
-
-def test_a_tool_call_is_a_token_but_not_visible(tmp_path: Path) -> None:
+def test_reasoning_and_tool_calls_are_tokens_but_not_visible(tmp_path: Path) -> None:
     call = b'data: {"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{"}}]}}]}\n\n'
-    record = one_record(tmp_path, once(UNTIL_CLOSED, call, FINISH, DONE))
-    assert (record.error, len(record.chunks_s), record.first_visible_s) == (None, 1, None)
+    record = one_record(tmp_path, answering(UNTIL_CLOSED, REASON, call, TOKEN, FINISH, DONE, pause_s=0.02))
+    assert (record.error, len(record.chunks_s), record.first_visible_s) == (None, 3, record.chunks_s[2])
 
 
 EMPTY = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":null}]}\n\n'
@@ -333,7 +302,6 @@ LAST = TOKEN.replace(b'"finish_reason":null', b'"finish_reason":"stop"')
         ([ROLE, TOKEN, TOKEN, END % b"stop", USAGE], 1),  # vLLM
         ([NULL, TOKEN, TOKEN, finish(b"stop"), USAGE], 1),  # llama.cpp
         ([NULL, TOKEN, TOKEN, finish(b"length"), USAGE], 0),  # whose last event is no token
-        ([ROLE, TOKEN, END % b"tool_calls"], 1),
         ([ROLE, TOKEN, LAST, USAGE], 0),  # several tokens at once, the end token among them
         (
             [ROLE, EMPTY, EMPTY, TOKEN, EMPTY, TOKEN, EMPTY, END % b"stop"],
@@ -361,9 +329,7 @@ def test_details_of_usage(tmp_path: Path) -> None:
     assert (record.cached_tokens, record.reasoning_tokens) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    "last", [b"{}", b'{"prompt_tokens":null,"completion_tokens":null}', b'{"completion_tokens":2}']
-)
+@pytest.mark.parametrize("last", [b'{"prompt_tokens":null,"completion_tokens":null}', b'{"completion_tokens":2}'])
 def test_usage_may_be_spread_over_events(tmp_path: Path, last: bytes) -> None:
     more = USAGE.replace(b"}}", b',"prompt_tokens_details":{"cached_tokens":1}}}')
     record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, more, FINISH[:-3] + b',"usage":%s}\n\n' % last, DONE))
@@ -388,24 +354,15 @@ def test_a_whole_answer_has_no_chunk_times(tmp_path: Path) -> None:
     assert record.ended_s > 0
 
 
-def test_a_whole_answer_without_a_token_is_empty(tmp_path: Path) -> None:
-    body = b'{"choices":[{"message":{"content":""},"finish_reason":"stop"}],"usage":{"completion_tokens":1}}'
-    record = one_record(tmp_path, answering(whole(body)), stream=False)
-    assert (record.error, record.message) == (
-        "empty",
-        "a complete answer without any generated text; usage reports 1 tokens",
-    )
-
-
 # Cut by the end of the load, by the locustfile, or by a defect of ours.
 
 
-def record_of_cut(folder: Path, handler: Handler, by: type[BaseException] = gevent.GreenletExit) -> Request:
+def record_of_cut(folder: Path, handler: Handler) -> Request:
     """The record of a request that was cut after a moment, and did not return to the user."""
     with serving(handler) as url, load_process(folder, url) as process:
         sending = gevent.spawn(process.send, process.client(), work())
         gevent.sleep(0.2)
-        sending.kill(by)
+        sending.kill()
         assert not isinstance(sending.value, Answer)
     (record,) = read_requests(folder / "requests.jsonl")
     return record
@@ -445,23 +402,10 @@ def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None
     assert told == ["timeout"]
 
 
-def test_whatever_else_cuts_a_request_fails_it(tmp_path: Path) -> None:
-    class Gone(BaseException):
-        pass
-
-    record = record_of_cut(tmp_path, once(then=silence), Gone)
-    assert (record.error, record.message) == ("unfinished", "cut by Gone")
-
-
-def test_an_answer_that_was_never_read_has_failed() -> None:
-    assert (Answer().error, Answer().message) == ("client", "the answer was never read")
-
-
 def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
     with serving(once(GOOD)) as url, load_process(tmp_path, url) as process:
         answer = process.send(process.client(), work().saying([{"role": "user", "content": object()}]))  # type: ignore[typeddict-item]
-    assert answer.error == "client"
-    assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["client"]
+    assert [answer.error, *(one.error for one in read_requests(tmp_path / "requests.jsonl"))] == ["client"] * 2
 
 
 def test_a_defect_of_ours_leaves_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,10 @@ import json
 import statistics
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from harness.errors import HarnessError
-from harness.scenario import Load, Prompts, Scenario, Server
+from harness.scenario import Load, Prompts
 from harness.scenario.behaviour import (
     Lengths,
     Lognormal,
@@ -29,6 +28,7 @@ from harness.workload import (
     workload_sha256,
 )
 from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
+from tests.command import write
 from tests.engines.paths import QWEN3_100M
 
 MANY = 20_000
@@ -38,16 +38,16 @@ def drawn(lengths: int | Lengths, seed: int = 1, what: str = "prompt") -> list[i
     return [length_at(lengths, what, seed, index) for index in range(MANY)]
 
 
-def test_a_number_and_fixed_are_the_same_everywhere() -> None:
+def test_lengths_of_each_law() -> None:
     assert set(drawn(128)) == set(drawn(Lengths(fixed=128))) == {128}
-
-
-def test_uniform_lengths_are_spread_evenly_from_least_to_most() -> None:
     values = drawn(Lengths(uniform=(10, 19)))
     assert set(values) == set(range(10, 20))
     counts = [values.count(length) for length in range(10, 20)]
     # Of a fair law each count has mean 2000 and standard deviation 42.
     assert max(abs(count - MANY / 10) for count in counts) < 4 * 42.5
+    clamped = drawn(Lengths(lognormal=Lognormal(median=3, sigma=5, max=40)))
+    assert (min(clamped), max(clamped)) == (1, 40)
+    assert set(drawn(Lengths(lognormal=Lognormal(median=7, sigma=0, max=40)))) == {7}
 
 
 @pytest.mark.parametrize("law", [Lognormal(median=200, p95=800, max=100_000), Lognormal(median=50, sigma=1, max=9999)])
@@ -58,33 +58,21 @@ def test_lognormal_lengths_have_the_median_and_the_tail_that_were_asked_for(law:
     assert values[int(0.95 * MANY)] == pytest.approx(p95, rel=0.05)
 
 
-def test_lognormal_lengths_are_clamped() -> None:
-    values = drawn(Lengths(lognormal=Lognormal(median=3, sigma=5, max=40)))
-    assert (min(values), max(values)) == (1, 40)
-    assert set(drawn(Lengths(lognormal=Lognormal(median=7, sigma=0, max=40)))) == {7}
-
-
 def test_a_length_is_a_function_of_seed_and_place_alone() -> None:
     law = Lengths(uniform=(1, 1000))
-    assert drawn(law)[:50] == [length_at(law, "prompt", 1, index) for index in range(50)]
+    assert [length_at(law, "prompt", 42, index) for index in range(4)] == [34, 509, 230, 398]
     assert drawn(law)[:50] != drawn(law, seed=2)[:50]
     assert drawn(law)[:50] != drawn(law, what="output")[:50]
-    assert [length_at(law, "prompt", 42, index) for index in range(4)] == [34, 509, 230, 398]
 
 
 def test_lengths_of_a_file_come_from_its_lines_and_stay_together(tmp_path: Path) -> None:
-    (tmp_path / "lengths.txt").write_text("# prompt output\n10 1\n20,2\n\n30\n")
+    (tmp_path / "lengths.txt").write_text("\ufeff# prompt output\n10 1\n20,2\n\n30\n")
     pairs = read_pairs(tmp_path / "lengths.txt")
     assert pairs == [(10, 1), (20, 2), (30, 30)]
     law = Lengths(file="lengths.txt")
     seen = [tuple(length_at(law, what, 1, index, pairs) for what in ("prompt", "output")) for index in range(300)]
     assert set(seen) == set(pairs)
     assert all(80 < seen.count(pair) < 120 for pair in pairs)
-
-
-def test_a_mark_of_utf_8_is_no_length(tmp_path: Path) -> None:
-    (tmp_path / "lengths.txt").write_text("\ufeff5 6\n7\n", encoding="utf-8")
-    assert read_pairs(tmp_path / "lengths.txt") == [(5, 6), (7, 7)]
 
 
 def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> None:
@@ -119,16 +107,11 @@ def test_a_distribution_that_cannot_be_meant_is_refused(tmp_path: Path, lengths:
 
 def test_lengths_in_words_and_their_bounds() -> None:
     law = Lengths(lognormal=Lognormal(median=200, sigma=1, max=2000))
-    assert [
-        lengths_in_words(one) for one in (1, 128, Lengths(fixed=5), Lengths(uniform=(16, 64)), law, Lengths(file="x"))
-    ] == [
-        "1 token",
-        "128 tokens",
-        "5 tokens",
-        "16 to 64 tokens",
-        "about 200 tokens (lognormal, at most 2,000)",
+    all_of_them = (1, 128, Lengths(fixed=5), Lengths(uniform=(16, 64)), law, Lengths(file="x"))
+    assert [lengths_in_words(one) for one in all_of_them] == [
+        "1 token", "128 tokens", "5 tokens", "16 to 64 tokens", "about 200 tokens (lognormal, at most 2,000)",
         "as many tokens as in x",
-    ]
+    ]  # fmt: skip
     assert [max_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 64, 2000]
     assert max_of(Lengths(file="x"), pairs=[(1, 7), (2, 3)]) == 7
     assert [typical_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 40, 200]
@@ -147,12 +130,8 @@ def test_prompts_and_answers_have_the_lengths_of_their_law() -> None:
 
 
 def made(tmp_path: Path, load: dict[str, object], prompts: dict[str, object]) -> str:
-    scenario = {
-        "version": 1, "question": "?", "model": "m", "servers": {"a": {"template": "simulated"}},
-        "loads": {"l": {"user": "batch", "requests": 10, **load}}, "prompts": prompts,
-    }  # fmt: skip
-    (tmp_path / "s.yaml").write_text(json.dumps(scenario))
-    return workload_sha256(load_scenario(tmp_path / "s.yaml"), tmp_path)
+    loads = {"l": {"user": "batch", "requests": 10, **load}}
+    return workload_sha256(load_scenario(write(tmp_path, loads=loads, prompts=prompts)), tmp_path)
 
 
 def test_the_workload_hash_has_every_length_in_it(tmp_path: Path) -> None:
@@ -161,10 +140,10 @@ def test_the_workload_hash_has_every_length_in_it(tmp_path: Path) -> None:
     plain: dict[str, object] = {"tokens": 8}
     hashes = [
         made(tmp_path, {}, plain),
-        made(tmp_path, {"output_tokens": {"uniform": [1, 9]}}, plain),
-        made(tmp_path, {"output_tokens": {"uniform": [1, 10]}}, plain),
-        made(tmp_path, {"output_tokens": {"file": "one.txt"}}, plain),
-        made(tmp_path, {"output_tokens": {"file": "two.txt"}}, plain),
+        *(
+            made(tmp_path, {"output_tokens": tokens}, plain)
+            for tokens in ({"uniform": [1, 9]}, {"uniform": [1, 10]}, {"file": "one.txt"}, {"file": "two.txt"})
+        ),
         made(tmp_path, {}, {"tokens": {"uniform": [7, 9]}}),
         made(tmp_path, {}, {"tokens": 8, "tokenizer": "server"}),
         made(tmp_path, {"endpoint": "completions"}, plain),
@@ -172,15 +151,6 @@ def test_the_workload_hash_has_every_length_in_it(tmp_path: Path) -> None:
         made(tmp_path, {"output": "natural", "answer": {"choice": ["a", "b"]}}, plain),
     ]
     assert len(set(hashes)) == len(hashes)
-    before = Scenario(
-        version=1,
-        question="?",
-        model="m",
-        servers={"a": Server(template="simulated")},
-        loads={"l": Load(user="batch", requests=10)},
-        prompts=Prompts(tokens=8),
-    )
-    assert hashes[0] == workload_sha256(before, tmp_path)
 
 
 def test_only_words_of_one_token_are_used() -> None:
@@ -197,24 +167,16 @@ def test_only_words_of_one_token_are_used() -> None:
     assert count(text(300, 5, 9, words)) == 300
 
 
-def test_all_words_of_one_token_need_few_questions() -> None:
-    asked: list[str] = []
-
-    def count(words: str) -> int:
-        asked.append(words)
-        return len(words.split())
-
-    assert words_of(count, "it") == common()
-    assert len(asked) < len(common()) + 40
-
-
 def test_a_tokenizer_that_cannot_be_met_exactly_is_refused_in_words() -> None:
     with pytest.raises(HarnessError, match="it: only 0 of 932 common words are one token each"):
         words_of(lambda words: 2 * len(words.split()), "it")
+
+    def one_more(words: str) -> int:
+        split = words.split()
+        return len(split) + (len(split) == 64 and split[0] != split[1])
+
     with pytest.raises(HarnessError, match="it: a text of 64 words that are one token each has 65 tokens"):
-        words_of(
-            lambda words: len(words.split()) + (len(words.split()) == 64 and words.split()[0] != words.split()[1]), "it"
-        )
+        words_of(one_more, "it")
 
 
 @pytest.mark.skipif(not (QWEN3_100M / "tokenizer.json").exists(), reason="tests/engines/setup models")
@@ -298,43 +260,25 @@ def test_problems_of_a_prompt_file_are_told_together_up_to_a_few(tmp_path: Path)
 
 def test_a_bad_conversation_of_an_array_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "share.json"
-    path.write_text('[\n{"conversations": []},\n{"conversations":\n 3}\n]')
-    with pytest.raises(HarnessError) as caught:
-        read_rows(path)
-    assert caught.value.what == f"{path}:3: Expected `array | null`, got `int` - at `$.conversations`"
-    path.write_text("[1,")
-    with pytest.raises(HarnessError, match="Input data was truncated"):
-        read_rows(path)
+    for content, said in (
+        ('[\n{"conversations": []},\n{"conversations":\n 3}\n]', f"{path}:3: Expected `array | null`, got `int`"),
+        ("[1,", "Input data was truncated"),
+    ):
+        path.write_text(content)
+        with pytest.raises(HarnessError) as caught:
+            read_rows(path)
+        assert said in caught.value.what
 
 
 def test_a_scenario_says_what_is_wrong_with_its_lengths(tmp_path: Path) -> None:
-    text_of = (
-        "version: 1\nquestion: ?\nmodel: m\nservers: {a: {template: simulated}}\n"
-        "loads: {l: {user: batch, requests: 1, output_tokens: {lognormal: {median: 5}}}}\n"
-        "prompts: {tokens: {unifrom: [1, 2]}, tokenizer: none.json}\n"
-    )
-    (tmp_path / "s.yaml").write_text(text_of.replace("question: ?", "question: What?"))
-    with pytest.raises(HarnessError) as caught:
-        load_scenario(tmp_path / "s.yaml")
-    assert caught.value.detail.splitlines() == [
-        "$.loads.l.output_tokens.lognormal (line 5): 'max' is missing",
-        "$.prompts.tokens.unifrom (line 6): unknown key; did you mean 'uniform'?",
-    ]
-    (tmp_path / "s.yaml").write_text(
-        text_of.replace("question: ?", "question: What?")
-        .replace("{median: 5}", "{median: 5, max: 9}")
-        .replace("unifrom: [1, 2]", "uniform: [1]")
-    )
-    with pytest.raises(HarnessError) as caught:
-        load_scenario(tmp_path / "s.yaml")
-    assert caught.value.detail.splitlines() == [
-        "$.loads.l.output_tokens.lognormal (line 5): give exactly one of 'p95' and 'sigma'",
-        "$.prompts.tokens.uniform (line 6): two numbers are expected, the minimum and the maximum, got [1]",
-        "$.prompts.tokenizer (line 6): there is no file none.json next to the scenario; a local tokenizer.json or "
-        "'server' is expected, nothing is fetched",
-    ]
-
-
-def test_a_load_with_a_distribution_survives_its_job() -> None:
-    load = Load(user="batch", requests=1, output_tokens=Lengths(lognormal=Lognormal(median=5, sigma=1, max=9)))
-    assert msgspec.json.decode(msgspec.json.encode(load), type=Load) == load
+    for tokens, law, said in (
+        ({"unifrom": [1, 2]}, {"median": 5}, ["output_tokens.lognormal (line ", "tokens.unifrom (line "]),
+        ({"uniform": [1]}, {"median": 5, "max": 9},
+         ["output_tokens.lognormal (line ", "tokens.uniform (line ", "tokenizer (line "]),
+    ):  # fmt: skip
+        load = {"user": "batch", "requests": 1, "output_tokens": {"lognormal": law}}
+        path = write(tmp_path, loads={"l": load}, prompts={"tokens": tokens, "tokenizer": "none.json"})
+        with pytest.raises(HarnessError) as caught:
+            load_scenario(path)
+        found = caught.value.detail.splitlines()
+        assert [one in line for one, line in zip(said, found, strict=True)] == [True] * len(said), found

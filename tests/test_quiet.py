@@ -5,10 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,10 +18,12 @@ from harness.load.sequencer import Part, Plan, Sequencer
 from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
+from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.plan import Schedule
 from tests import prefork
+from tests.command import until
 from tests.load_runs import ROOT, make_job, records_of, wait_for_records
 
 PATIENCE_S = 6.0  # of the watchdog; a fork of Locust has to start within it, on a busy machine as well
@@ -82,81 +85,76 @@ def even(*points: list[float]) -> Arrivals:
 PAUSE = Pause(mean_s=QUIET_S, distribution="fixed")
 
 
-@pytest.mark.parametrize(
-    ("of", "warmup", "sent"),
-    [
-        (load(users=2, arrivals=even([0, 1], [1, 0], [8, 0], [8.2, 5]), duration_s=9.2), 0, 6),
-        pytest.param(  # nothing more is due, only the end
-            load(users=2, arrivals=even([0, 5], [1, 0]), duration_s=9), 0, 5, marks=pytest.mark.nightly
-        ),
-        pytest.param(
-            load(users=2, arrivals=Arrivals(rate=0.14, spacing="even"), duration_s=1), 2, 3, marks=pytest.mark.nightly
-        ),
-        (load(users=2, requests=4, think=PAUSE, processes=2), 0, 4),
-        (load(user="agent", requests=2, agent=Agent(steps=2, tool_time=PAUSE)), 0, 2),
-    ],
-    ids=["points", "nothing more", "warm-up by schedule", "two processes that think", "slow tool"],
-)
-def test_a_load_that_is_quiet_by_schedule_goes_on(
-    tmp_path: Path, engine: str, of: Load, warmup: int, sent: int
-) -> None:
-    assert driven(tmp_path, engine, make_job(tmp_path, of, Warmup(requests=warmup))) == []
-    records = records_of(tmp_path)
-    assert [one.error for one in records] == [None] * sent
-    times = sorted(one.sent_s for one in records)
-    pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
-    assert max(pauses) > PATIENCE_S or of.requests is None
+class Loaded(NamedTuple):
+    """A load, and the number of requests that it sends where it is not ended."""
+
+    of: Load
+    sent: int
+    warmup: int = 0
+    locustfile: str | None = None
+    job: dict[str, Any] = {}
 
 
-@pytest.mark.nightly
-def test_a_trace_with_a_pause_goes_on(tmp_path: Path, engine: str) -> None:
+def at_once(folder: Path, url: str, loads: dict[str, Loaded]) -> dict[str, tuple[list[str], list[Request]]]:
+    """What is wrong with each of these loads, and its records. They mostly wait, so they run at the same time."""
+
+    def one(name: str) -> tuple[list[str], list[Request]]:
+        own, load = folder / name, loads[name]
+        own.mkdir()
+        file = None if load.locustfile is None else own / "mine.py"
+        if file is not None:
+            file.write_text(str(load.locustfile))
+        job = make_job(own, load.of, Warmup(requests=load.warmup), **load.job)
+        return driven(own, url, job, file), records_of(own)
+
+    with ThreadPoolExecutor(len(loads)) as threads:
+        return dict(zip(loads, threads.map(one, loads), strict=True))
+
+
+def test_loads_that_are_quiet_by_schedule_go_on(tmp_path: Path, engine: str) -> None:
     trace = tmp_path / "t.jsonl"
     rows = [{"timestamp": 1000 * at_s, "input_length": 9, "output_length": 2} for at_s in (0, 0.2, QUIET_S)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = make_job(tmp_path, load(users=4, requests=3, trace=Trace(file="t.jsonl")), trace_file=str(trace))
-    assert driven(tmp_path, engine, job) == []
-    assert [one.index for one in records_of(tmp_path)] == [0, 1, 2]
+    slow_tool = Agent(steps=2, tool_time=PAUSE)
+    loads = {
+        "points": Loaded(load(users=2, arrivals=even([0, 1], [1, 0], [8, 0], [8.2, 5]), duration_s=9.2), 6),
+        "nothing more": Loaded(load(users=2, arrivals=even([0, 5], [1, 0]), duration_s=9), 5),  # only the end is due
+        "warm-up": Loaded(load(users=2, arrivals=Arrivals(rate=0.14, spacing="even"), duration_s=1), 3, warmup=2),
+        "thinking": Loaded(load(users=2, requests=4, think=PAUSE, processes=2), 4),
+        "slow tool": Loaded(load(user="agent", requests=2, agent=slow_tool), 2),
+        "trace": Loaded(load(users=4, requests=3, trace=Trace(file="t.jsonl")), 3, job={"trace_file": str(trace)}),
+        "wait time": Loaded(load(requests=2), 2, locustfile=WAITS.format(wait_s=QUIET_S)),
+    }
+    for name, (problems, records) in at_once(tmp_path, engine, loads).items():
+        assert (problems, [one.error for one in records]) == ([], [None] * loads[name].sent), name
+        times = sorted(one.sent_s for one in records)
+        assert max(after - before for before, after in pairwise(times)) > PATIENCE_S or loads[name].of.requests is None
 
 
-def test_a_wait_time_of_locust_goes_on(tmp_path: Path, engine: str) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(WAITS.format(wait_s=QUIET_S))
-    assert driven(tmp_path, engine, make_job(tmp_path, load(requests=2)), file) == []
-    assert len(records_of(tmp_path)) == 2
-
-
-def test_users_that_wait_for_what_never_comes_are_ended(tmp_path: Path, engine: str) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(HANGS)
-    (problem,) = driven(tmp_path, engine, make_job(tmp_path, load(requests=2)), file)
-    assert SILENT in problem
-    assert len(records_of(tmp_path)) == 1
-
-
-def test_an_answer_that_never_ends_is_cut(tmp_path: Path, slow_engine: str) -> None:
-    """Other users wait for the schedule meanwhile: a request in flight is due."""
-    arrivals = even([0, 2], [0.4, 0], [100, 1])
-    job = make_job(tmp_path, load(users=3, arrivals=arrivals, duration_s=600, output_tokens=1000))
-    (problem,) = driven(tmp_path, slow_engine, job)  # and not at the end of its 600 s
-    assert SILENT in problem
-    assert [one.error for one in records_of(tmp_path)] == ["unfinished"]
-
-
-def test_a_load_process_that_hangs_in_a_quiet_time_is_ended(
-    tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+def test_loads_that_hang_are_ended(
+    tmp_path: Path, engine: str, slow_engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driving, "GRACE_S", 0.5)
-    pause = Pause(mean_s=600, distribution="fixed")
+    """Users that wait for what never comes; an answer that never ends, while other users wait for the schedule; and a
+    load process that hangs in a quiet time."""
+    monkeypatch.setattr(driving, "GRACE_S", 3.0)
+    arrivals = even([0, 2], [0.4, 0], [100, 1])
+    endless = Loaded(load(users=3, arrivals=arrivals, duration_s=600, output_tokens=1000), 1)
+    stopped = Loaded(load(requests=2, think=Pause(mean_s=600, distribution="fixed")), 1)
 
     def stop() -> None:
-        wait_for_records(tmp_path, 1)
-        os.kill(records_of(tmp_path)[0].process, signal.SIGSTOP)
+        until((tmp_path / "stopped").exists)
+        wait_for_records(tmp_path / "stopped", 1)
+        os.kill(records_of(tmp_path / "stopped")[0].process, signal.SIGSTOP)
 
-    thread = threading.Thread(target=stop)
-    thread.start()
-    (problem,) = driven(tmp_path, engine, make_job(tmp_path, load(requests=2, think=pause)))
-    thread.join()
-    assert SILENT in problem
+    with ThreadPoolExecutor() as threads:
+        stopping = threads.submit(stop)
+        ending = threads.submit(at_once, tmp_path, slow_engine, {"endless": endless})
+        waiting = {"hangs": Loaded(load(requests=2), 1, locustfile=HANGS), "stopped": stopped}
+        found = at_once(tmp_path, engine, waiting) | ending.result()  # and not at the end of its 600 s
+        stopping.result()
+    for name, (problems, records) in found.items():
+        assert [SILENT in problem for problem in problems] == [True], name
+        assert [one.error for one in records] == ["unfinished" if name == "endless" else None], name
 
 
 def test_a_counter_says_when_it_is_too_early(tmp_path: Path) -> None:

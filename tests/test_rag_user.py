@@ -11,8 +11,7 @@ from harness.simulated import spawned
 from tests.load_runs import driven
 
 
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("system_tokens", [0, 10])
+@pytest.mark.parametrize(("cache", "system_tokens"), [(True, 10), (False, 0)])
 def test_a_document_that_was_asked_about_is_in_the_prefix_cache(
     tmp_path: Path, cache: bool, system_tokens: int
 ) -> None:

@@ -51,33 +51,8 @@ def test_records_come_back_as_they_went(tmp_path: Path) -> None:
     assert abs((end.wall_s - end.monotonic_s) - (start.wall_s - start.monotonic_s)) < 1
 
 
-def test_records_reach_the_file_within_a_moment(tmp_path: Path) -> None:
-    one = recorder(tmp_path)
-    one.add(request(0))
-    gevent.sleep(0.4)
-    assert len(list(read_requests(tmp_path / "requests.jsonl"))) == 1
-    one.close()
-
-
 @fault("disk", "the disk is full for a while",
        seen="records cannot be written: No space left on device (in the log), and written later")  # fmt: skip
-def test_a_full_disk_is_not_a_loss_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = recorder(tmp_path)
-    real = os.write
-
-    def full(file: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    one.add(request(0))
-    monkeypatch.setattr(os, "write", full)
-    one.flush()
-    assert one.recorded == 0
-    monkeypatch.setattr(os, "write", real)
-    one.close()
-    assert one.recorded == 1
-    assert list(read_requests(tmp_path / "requests.jsonl")) == [request(0)]
-
-
 def test_what_a_full_disk_took_half_of_is_completed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, real, taken = recorder(tmp_path), os.write, list[int]()
 
@@ -91,6 +66,7 @@ def test_what_a_full_disk_took_half_of_is_completed_later(tmp_path: Path, monkey
         one.add(request(number))
     monkeypatch.setattr(os, "write", nearly_full)
     one.flush()
+    assert one.recorded == 0
     monkeypatch.setattr(os, "write", real)
     one.close()
     assert list(read_requests(tmp_path / "requests.jsonl")) == [request(0), request(1)]
@@ -131,7 +107,7 @@ one.close()
 
 TAKER = """
 import sys
-from tests.test_recorder import Plan, Sequencer
+from harness.load.sequencer import Plan, Sequencer
 sequencer = Sequencer(sys.argv[1], Plan(requests=900, warmup_requests=10))
 while taken := sequencer.take(3):
     print(*[slot.index for slot in taken], flush=True)
@@ -145,23 +121,20 @@ def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def test_processes_never_tear_each_others_lines(tmp_path: Path) -> None:
-    writers = [start(WRITER, str(tmp_path), str(number)) for number in range(3)]
+    writers = [start(WRITER, str(tmp_path), str(number)) for number in range(2)]
     for writer in writers:
         writer.communicate(timeout=60)
     damaged: list[int] = []
     ids = [record.id for record in read_requests(tmp_path / "requests.jsonl", damaged)]
     assert damaged == []
-    assert sorted(ids) == sorted(f"{process}-{number}" for process in range(3) for number in range(400))
+    assert sorted(ids) == sorted(f"{process}-{number}" for process in range(2) for number in range(400))
     marks = read_marks(tmp_path / "processes.jsonl")
-    assert (
-        sorted((mark.event, mark.sent, mark.recorded) for mark in marks if mark.event == "end")
-        == [("end", 400, 400)] * 3
-    )
+    assert [(mark.sent, mark.recorded) for mark in marks if mark.event == "end"] == [(400, 400)] * 2
 
 
 def test_every_ticket_goes_to_exactly_one_process(tmp_path: Path) -> None:
     path = tmp_path / "counter"
-    takers = [start(TAKER, str(path)) for _ in range(3)]
+    takers = [start(TAKER, str(path)) for _ in range(2)]
     lines = [line for taker in takers for line in taker.communicate(timeout=60)[0].splitlines()]
     batches = [[int(word) for word in line.split()] for line in lines]
     assert sorted(batches) == sorted(
@@ -198,11 +171,8 @@ def test_warmup_comes_first_is_never_mixed_and_never_cut(tmp_path: Path) -> None
 
 def test_a_small_warmup_still_meets_the_concurrency_to_come(tmp_path: Path) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=20, warmup_requests=2))
-    assert [(len(taken), taken[0].phase) for taken in (sequencer.take(10) for _ in range(3))] == [
-        (10, "warmup"),
-        (10, "measured"),
-        (10, "measured"),
-    ]
+    taken = [sequencer.take(10) for _ in range(3)]
+    assert [(len(slots), slots[0].phase) for slots in taken] == [(10, "warmup"), (10, "measured"), (10, "measured")]
 
 
 @pytest.mark.parametrize(
@@ -255,21 +225,14 @@ def test_time_limits(tmp_path: Path, clock: list[float]) -> None:
     assert sequencer.take() == []
 
 
-def test_a_timed_load_is_not_finished_while_requests_are_in_flight(tmp_path: Path) -> None:
+def test_a_timed_load_is_not_finished_while_requests_are_in_flight(tmp_path: Path, clock: list[float]) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), Plan(duration_s=0.05))
     sequencer.take(2)
-    time.sleep(0.1)
+    clock[0] += 0.1
     sequencer.settle()
     assert not sequencer.finished()
     sequencer.settle()
     assert sequencer.finished()
-
-
-def test_without_limits_there_is_always_one_more(tmp_path: Path) -> None:
-    sequencer = Sequencer(str(tmp_path / "t"), Plan())
-    assert [sequencer.take(2)[-1].index for _ in range(3)] == [1, 3, 5]
-    sequencer.settle(6)
-    assert not sequencer.finished()
 
 
 def test_the_highest_cpu_use_is_that_of_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,19 +276,6 @@ def test_what_has_ended_is_no_longer_in_flight_while_its_record_waits_to_be_made
     one.idle.do(lambda: one.add(request(0)))
     assert (one.in_flight, one.recorded) == (1, 0)
     one.close()
-
-
-def test_cpu_use_is_sampled_while_it_runs(tmp_path: Path) -> None:
-    one = recorder(tmp_path)
-    one.sending("warmup")
-    gevent.sleep(0.1)
-    one.sending("measured")
-    until = time.monotonic() + 1.2
-    while time.monotonic() < until:
-        gevent.sleep(0)
-    one.close()
-    end = read_marks(tmp_path / "processes.jsonl")[-1]
-    assert end.cpu_max is not None and 0 < end.cpu_max <= 1.1  # how much depends on who else uses the core
 
 
 def test_the_lag_of_reading_is_known_to_a_microsecond() -> None:
@@ -372,16 +322,24 @@ def test_what_fell_due_while_the_loop_stood_still_was_late_as_well() -> None:
     assert lags()[1:] == [0.001, 0.07]
 
 
-def test_a_loop_that_is_held_up_is_late(tmp_path: Path) -> None:
+def test_a_loop_that_is_held_up_is_late_and_busy(tmp_path: Path) -> None:
     one = recorder(tmp_path)
+    one.sending("warmup")
+    gevent.sleep(0.1)
     one.sending("measured")
-    until = time.monotonic() + 2.0
+    until = time.monotonic() + 1.6
     while time.monotonic() < until:
-        time.sleep(0.08)  # not gevent's: the whole process stands still
+        busy_until = time.monotonic() + 0.08  # the whole process works on something else
+        while time.monotonic() < busy_until:
+            pass
         gevent.sleep(0.001)
+    one.add(request(0))
+    gevent.sleep(0.4)
+    assert len(list(read_requests(tmp_path / "requests.jsonl"))) == 1  # records reach the file within a moment
     one.close()
     end = read_marks(tmp_path / "processes.jsonl")[-1]
-    assert end.loop_lag_mean_s is not None and end.loop_lag_mean_s > 0.01
-    assert end.loop_lag_p50_s is not None and end.loop_lag_p50_s > 0.01
+    assert end.loop_lag_mean_s is not None and end.loop_lag_mean_s > 0.005
+    assert end.loop_lag_p50_s is not None and end.loop_lag_p50_s > 0.005
     assert end.loop_lag_p99_s is None
     assert end.core_wait is not None and 0 <= end.core_wait < 1
+    assert end.cpu_max is not None and 0 < end.cpu_max <= 1.1  # how much depends on who else uses the core

@@ -11,7 +11,7 @@ from harness.errors import ExitCode, RunError
 from harness.reasons import evidence
 from harness.rundir.manifest import read_run
 from harness.summary import because
-from tests.command import harness, only_run, write
+from tests.command import called, harness, only_run, write
 from tests.made_runs import scenario, served_by, write_made_run
 
 SLOS = "e2e<=2.6s"
@@ -30,32 +30,27 @@ def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
     assert (reference.run, reference.refused) == ("old", None)
     assert [(row.server, row.pooled.slos[SLOS].attainment) for row in reference.rows] == [("a", 1.0), ("b", 1.0)]
     result = summarize(new, (), reference).checks
-    assert [(one.status, evidence(one.evidence)) for one in result] == [
-        ("failed", "a / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much; "
-                "b / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much"),
-        ("passed", "a / x: 10.53 s against 10.03 s of old, 1.05 times as much (worst of 2 rows)"),
+    assert [(one.status, evidence(one.evidence).partition(",")[0]) for one in result] == [
+        ("failed", "a / x: 0 %"), ("passed", "a / x: 10.53 s against 10.03 s of old"),
     ]  # fmt: skip
+    # A pipeline does not know whether today's image is another than yesterday's.
+    assert reference_to(old, read_run(new), about="image_digest").refused is None
 
 
 def test_what_was_compared_with_stays_with_the_run(tmp_path: Path) -> None:
     old, new = two(tmp_path)
+    write_summary(old, summarize(old))
     given = reference_to(old, read_run(new))
     write_reference(new, given)
     before = summarize(new)
     (old / "requests.jsonl").unlink()
     assert summarize(new) == before == summarize(new, (), given)
     assert not (new / "baseline.json.new").exists()
-
-
-def test_a_published_baseline_has_a_summary_only(tmp_path: Path) -> None:
-    old, new = two(tmp_path)
-    write_summary(old, summarize(old))
-    (old / "requests.jsonl").unlink()
+    # A published baseline has a summary only.
+    (new / "baseline.json").unlink()
     result = summarize(new, (), reference_to(old, read_run(new))).checks
     assert [(one.status, one.code) for one in result] == [("inconclusive", "no_baseline"), ("passed", "met")]
-    assert evidence(result[0].evidence).startswith(
-        "a / x: of the baseline old: its summary does not say how many requests met e2e<=2.6s; its records are needed"
-    )
+    assert "its summary does not say how many requests met e2e<=2.6s" in evidence(result[0].evidence)
 
 
 def test_a_summary_by_an_older_formula_has_no_ratio_of_what_it_changed(tmp_path: Path) -> None:
@@ -73,10 +68,7 @@ def test_a_summary_by_an_older_formula_has_no_ratio_of_what_it_changed(tmp_path:
         reference = reference_to(tmp_path / "old", read_run(tmp_path / "new"))
         result = summarize(tmp_path / "new", (), reference).checks
         assert [one.status for one in result] == found
-    assert evidence(result[0].evidence).startswith(
-        "a / x: not compared with old: the definitions of 'tpot_s' differ, so no ratio is given. a / x: (last - first "
-        "chunk with a generated token) / (output tokens that chunks carry - 1). a / x: (last"
-    )
+    assert "the definitions of 'tpot_s' differ, so no ratio is given. a / x: (last" in evidence(result[0].evidence)
 
 
 def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> None:
@@ -95,12 +87,6 @@ def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> 
     assert evidence(result.evidence).startswith("a / x: not compared with old: runs that differ in")
     assert reference_to(tmp_path / "old", new, about="image_digest").refused is None
     assert reference_to(tmp_path / "old", new, about="machine").refused == refused.refused
-
-
-def test_about_something_in_which_they_do_not_differ_is_fine(tmp_path: Path) -> None:
-    """A pipeline does not know whether today's image is another than yesterday's."""
-    old, new = two(tmp_path)
-    assert reference_to(old, read_run(new), about="image_digest").refused is None
 
 
 def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
@@ -128,9 +114,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     second = only_run(tmp_path / "more")
     assert (second / "baseline.json").exists()
     kept = (second / "summary.json").read_bytes()
-    again = harness("report", str(second), "--format", "json", cwd=tmp_path)
+    again = called("report", str(second), "--format", "json", cwd=tmp_path)
     assert (again.code, msgspec.json.decode(again.out)) == (0, msgspec.json.decode(kept))
-    asked = harness("report", str(second), "--check", "wall <= 0.001 * baseline", "--baseline", first, cwd=tmp_path)
+    asked = called("report", str(second), "--check", "wall <= 0.001 * baseline", "--baseline", first, cwd=tmp_path)
     assert (asked.code, asked.err) == (4, "")
     assert "FAILED wall <= 0.001 * baseline: one / burst: " in asked.out
     assert (second / "summary.json").read_bytes() == kept, "it was asked this once"
@@ -138,21 +124,11 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 def test_mistakes_are_found_before_anything_is_started(tmp_path: Path) -> None:
     path = write(tmp_path)
-    done = harness("run", path.name, "--check", "two/burst: wall < 1 s", cwd=tmp_path)
-    assert (done.code, done.err) == (
-        1,
-        "error: --check 'two/burst: wall < 1 s': 'two' is not a server; known: one\n"
-        "next: docs/scenarios.md says how checks are written.\n",
-    )
-    done = harness("run", path.name, "--check", "two/burst: wall < 1 s", "--check", "foo", cwd=tmp_path)
-    assert [line.partition(" is not ")[0] for line in done.err.splitlines()[:3]] == [
-        "error: 2 problems",
-        "--check 'two/burst: wall < 1 s': 'two'",
-        "--check 'foo': check 'foo': 'foo'",
-    ]
-    done = harness("run", path.name, "--baseline", "nothing", cwd=tmp_path)
-    assert (done.code, done.err.splitlines()[0]) == (
-        1,
-        "error: nothing: neither a run directory nor the id of a run in runs",
-    )
+    for given, said in (
+        (["--check", "two/burst: wall < 1 s"], "--check 'two/burst: wall < 1 s': 'two' is not a server; known: one"),
+        (["--check", "two/burst: wall < 1 s", "--check", "foo"], "2 problems"),
+        (["--baseline", "nothing"], "nothing: neither a run directory nor the id of a run in runs"),
+    ):
+        done = called("run", path.name, *given, cwd=tmp_path)
+        assert (done.code, done.err.splitlines()[0]) == (1, f"error: {said}")
     assert not (tmp_path / "runs").exists()

@@ -7,7 +7,6 @@ import pytest
 
 from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thinned
 from harness.analysis.summarize import read_summary
-from harness.judge.comparable import server_differences
 from harness.report.charts import Chart
 from harness.report.charts.data import ChartFailures, MachineSamples, ServerSamples, Timeline, observe
 from harness.report.charts.figures import first_token, scatters, slo_bounds, throughput, tradeoffs, with_slo_lines
@@ -71,55 +70,38 @@ def timeline(**more: object) -> Timeline:
 
 
 def cell(**more: object) -> CellRun:
-    return CellRun(
-        id="r1-a-x",
-        server="a",
-        load="x",
-        repeat=1,
-        started_wall_s=0,
-        ended_wall_s=1,
-        served_by=msgspec.structs.replace(ServedBy(url="http://127.0.0.1:1"), **more),
-    )
+    served_by = msgspec.structs.replace(ServedBy(url="http://127.0.0.1:1"), **more)
+    return CellRun(id="r1-a-x", server="a", load="x", repeat=1, started_wall_s=0, ended_wall_s=1, served_by=served_by)
 
 
 def test_a_death_is_marked_where_connections_broke() -> None:
-    line = timeline(
-        failures={
-            "rejected": ChartFailures(3, 1.0),
-            "disconnect": ChartFailures(7, 4.5),
-            "connect": ChartFailures(1, 4.6),
-        }
-    )
-    assert events_of(line, None, cell(exit_code=137, oom_killed=True)) == [
+    failures = {
+        "rejected": ChartFailures(3, 1.0), "disconnect": ChartFailures(7, 4.5), "connect": ChartFailures(1, 4.6),
+    }  # fmt: skip
+    assert events_of(timeline(failures=failures), None, cell(exit_code=137, oom_killed=True)) == [
         TimelineEvent(0.0, "measurement starts", label="start"),
         TimelineEvent(1.0, "the first of 3 requests fails: rejected", True),
         TimelineEvent(4.5, "the first of 7 requests fails: disconnect", True),
         TimelineEvent(4.5, "the server died, out of memory", True, "died"),
         TimelineEvent(4.6, "a request fails: connect", True),
     ]
-    assert events_of(timeline(), None, cell(exit_code=1))[-1] == TimelineEvent(
-        10.0, "the server died, exit code 1", True, "died"
-    )
-    assert len(events_of(timeline(), None, cell())) == 1
     removed, unreachable = ServerDeath(how="removed"), ServerDeath(how="unreachable", detail="the tunnel ended")
-    assert events_of(timeline(), None, cell(death=removed))[-1] == TimelineEvent(10.0, "the server died", True, "died")
-    assert len(events_of(timeline(), None, cell(death=unreachable))) == 1
+    for of, last in (
+        (cell(exit_code=1), TimelineEvent(10.0, "the server died, exit code 1", True, "died")),
+        (cell(death=removed), TimelineEvent(10.0, "the server died", True, "died")),
+        (cell(), TimelineEvent(0.0, "measurement starts", label="start")),
+        (cell(death=unreachable), TimelineEvent(0.0, "measurement starts", label="start")),
+    ):
+        assert events_of(timeline(), None, of)[-1] == last
 
 
 def test_queues_and_preemptions_are_marked_and_not_without_end() -> None:
     at = [float(i) for i in range(60)]
-    server = ServerSamples(
-        at_s=at, values={"waiting": [0.0, 2.0, 5.0, *[0.0, 1.0] * 28, None]}, preempted=[(t, 1.0) for t in at]
-    )
-    found = events_of(timeline(server=server, ends_s=60.0), None, None)
-    texts = [event.text for event in found]
+    waiting = [0.0, 2.0, 5.0, *[0.0, 1.0] * 28, None]
+    server = ServerSamples(at_s=at, values={"waiting": waiting}, preempted=[(t, 1.0) for t in at])
+    texts = [event.text for event in events_of(timeline(server=server, ends_s=60.0), None, None)]
     assert texts[:3] == ["5 preemptions", "measurement starts", "requests wait in the server during 4 s, 5 at most"]
-    assert texts.count("5 preemptions") == 12
-    assert len(found) == 1 + 12 + 10
-    once = ServerSamples(at_s=[0.0, 1.0, 2.0], values={"waiting": [0.0, 3.0, 0.0]})
-    assert events_of(timeline(server=once), None, None)[1] == TimelineEvent(
-        1.0, "requests wait in the server during 1 s, 3 at most"
-    )
+    assert (texts.count("5 preemptions"), len(texts)) == (12, 1 + 12 + 10)
 
 
 def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
@@ -127,29 +109,14 @@ def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
     machine = MachineSamples(at_s=[0.0, 1.0], panels={"power": {"power": [80.0, 95.5]}}, drawn=1)
     line = timeline(server=ServerSamples(at_s=[0.0, 1.0], values=gauges), machine=machine)
     figure = figure_of(line, [TimelineEvent(0.0, "x")])
-    titles = {key: axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")}
-    assert titles == {
-        "yaxis": "",
-        "yaxis2": "requests",
-        "yaxis3": "tok/s",
-        "yaxis4": "KV cache, %",
-        "yaxis5": "power, W",
-    }
+    axes = [axis for key, axis in figure["layout"].items() if key.startswith("yaxis")]
+    assert [axis["title"]["text"] for axis in axes] == ["", "requests", "tok/s", "KV cache, %", "power, W"]
     drawn = {trace["name"]: trace["y"] for trace in figure["data"]}
-    assert drawn["KV cache"] == [50.0, None]
-    assert drawn["power"] == [80.0, 95.5]
+    assert (drawn["KV cache"], drawn["power"]) == ([50.0, None], [80.0, 95.5])
     assert "waiting (server)" not in drawn
-    domains = [figure["layout"][key]["domain"] for key in titles]
+    domains = [axis["domain"] for axis in axes]
     assert all(lower[1] <= upper[0] for upper, lower in zip(domains, domains[1:], strict=False))
     assert domains[0][1] == 1.0 and domains[-1][0] == pytest.approx(0, abs=0.01)
-
-
-def test_preemptions_are_noticed_between_two_scrapes(tmp_path: Path) -> None:
-    write_run_directory(tmp_path, repeats=1, requests=12)
-    line = observe(tmp_path).timelines[0]
-    assert set(line.server.values) == {"running", "waiting", "kv_usage"}
-    assert line.server.preempted and line.server.preempted[0][1] == 1.0
-    assert line.machine == MachineSamples()
 
 
 def test_the_knee_is_marked_and_told(folder: Path, run: Run) -> None:
@@ -166,14 +133,6 @@ def test_the_knee_is_marked_and_told(folder: Path, run: Run) -> None:
     rings = [trace for trace in chart.figure["data"] if trace["mode"] == "markers"]
     assert [trace["name"] for trace in rings] == ["limited"]  # the other still rises
     assert "95 % of best" in chart.formula
-    loads = dict(run.scenario.loads)
-    loads["batch-10"] = msgspec.structs.replace(loads["batch-10"], output_tokens=99)
-    mixed = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
-    chart = throughput(read_summary(folder), mixed)
-    assert chart.findings == [
-        f"{server} (sequential, batch-5): no knee up to 5 at once: it still rises there"
-        for server in ("open", "limited")
-    ]
 
 
 def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: Run) -> None:
@@ -182,6 +141,9 @@ def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: 
     loads["batch-10"] = msgspec.structs.replace(loads["batch-10"], user="agent", agent=Agent(sub_agents=4))
     mixed = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
     summary = read_summary(folder)
+    assert throughput(summary, mixed).findings[0] == (
+        "open (sequential, batch-5): no knee up to 5 at once: it still rises there"
+    )
     for chart in (throughput(summary, mixed), first_token(summary, mixed), *tradeoffs(summary, mixed)):
         joined = [len(trace["x"]) for trace in chart.figure["data"]]
         assert set(joined) == {1, 2}, chart.id
@@ -205,13 +167,6 @@ def test_a_page_of_open_loops_says_once_why_there_is_no_curve(folder: Path, run:
     assert "Not drawn, since an open loop" not in page
 
 
-def test_latency_against_throughput_has_the_tail_only_where_it_is_carried(folder: Path, run: Run) -> None:
-    ttft, e2e = tradeoffs(read_summary(folder), run)
-    assert (ttft.id, e2e.id) == ("trade-ttft", "trade-e2e")
-    assert [len(trace["x"]) for trace in ttft.figure["data"]] == [3, 3]
-    assert all(row[5] == "n/a (needs 130)" for row in ttft.body)
-
-
 def test_single_requests_show_failures(folder: Path, run: Run) -> None:
     chart = scatters(read_summary(folder), observe(folder))[0]
     failed = [trace for trace in chart.figure["data"] if trace["marker"]["symbol"] == "x"]
@@ -230,13 +185,6 @@ def test_who_left_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Pat
     one_cell(tmp_path / "run", records, max_error_rate=1.0)
     seen = observe(tmp_path / "run")
     assert [(one.count, one.failures) for one in seen.rows.values()] == [(2, 1)]
-
-
-def test_what_differs_between_the_servers(run: Run) -> None:
-    found = {one.key: one.values for one in server_differences(run)}
-    assert found == {"arguments": ["--max-num-seqs 256", "--max-num-seqs 4"], "effective.max_num_seqs": ["256", "4"]}
-    unfinished = msgspec.structs.replace(run, cells=[one for one in run.cells if one.server == "open"])
-    assert server_differences(unfinished) == []
 
 
 def test_bounds_of_slos_are_lines_in_the_charts_of_their_latency() -> None:

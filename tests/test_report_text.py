@@ -135,17 +135,16 @@ def test_a_wide_terminal_has_one_table() -> None:
 def test_a_narrow_terminal_stacks_two_tables_within_its_width() -> None:
     text = printed(summary(), 90).splitlines()
     assert max(len(line) for line in text) <= 90
-    assert text[5:14] == [
-        "                 Wall  Completion  Aggregate                        Speedup",
-        "Server  Load     time      tokens      tok/s  Requests/s             (95 %)  Verdict",
-        "vllm    one   13.07 s       1,250       95.6        1.91       1 (baseline)  baseline",
-        "vllm    ten    4.18 s       1,250      299.0        5.98  3.13× (3.05–3.21)  faster",
-        "",
-        "                TTFT    TTFT            TPOT             TPOT     E2E     E2E",
-        "Server  Load  p50 ms  p95 ms          p50 ms           p95 ms  p95 ms  max ms   Errors",
-        "vllm    one     52.3   1,098  n/a (needs 11)  n/a (needs 130)   1,098   1,200        0",
-        "vllm    ten     52.3   1,098  n/a (needs 11)  n/a (needs 130)   1,098   1,200  2 of 25",
+    heads = [" ".join(line.split()) for line in text if line.startswith("Server ")]
+    assert heads == [
+        "Server Load time tokens tok/s Requests/s (95 %) Verdict",
+        "Server Load p50 ms p95 ms p50 ms p95 ms p95 ms max ms Errors",
     ]
+    long = "a-name-as-long-as-a-scenario-ever-allows"
+    rows = [msgspec.structs.replace(row, server=long, load=long) for row in summary().rows]
+    wide = printed(msgspec.structs.replace(summary(), rows=rows), 80)
+    assert max(len(line) for line in wide.splitlines()) <= 80
+    assert "13.07 s" in wide and "299.0" in wide
 
 
 @pytest.mark.parametrize(
@@ -158,35 +157,13 @@ def test_what_did_not_finish_is_no_error(failed: int, unfinished: int, said: str
     assert of.error_rate == failed / 25  # what a check sees
 
 
-def test_names_of_full_length_still_fit_eighty_columns() -> None:
-    long = "a-name-as-long-as-a-scenario-ever-allows"
-    rows = [msgspec.structs.replace(row, server=long, load=long) for row in summary().rows]
-    text = printed(msgspec.structs.replace(summary(), rows=rows), 80)
-    assert max(len(line) for line in text.splitlines()) <= 80
-    assert "13.07 s" in text and "299.0" in text
-
-
-@pytest.mark.parametrize("width", [56, 50, 40])
+@pytest.mark.parametrize("width", [56, 40])
 def test_where_no_table_fits_the_numbers_stand_one_below_the_other(width: int) -> None:
     *text, page = printed(summary(), width).splitlines()
     assert max(len(line.rstrip()) for line in text) <= width
     begin = text.index("vllm / one")
-    assert text[begin : begin + 14] == [
-        "vllm / one",
-        "Wall time          13.07 s",
-        "Completion tokens  1,250",
-        "Aggregate tok/s    95.6",
-        "Requests/s         1.91",
-        "TTFT p50, ms       52.3",
-        "TTFT p95, ms       1,098",
-        "TPOT p50, ms       n/a (needs 11)",
-        "TPOT p95, ms       n/a (needs 130)",
-        "E2E p95, ms        1,098",
-        "E2E max, ms        1,200",
-        "Errors             0",
-        "Speedup (95 %)     1 (baseline)",
-        "Verdict            baseline",
-    ]
+    assert text[begin : begin + 3] == ["vllm / one", "Wall time          13.07 s", "Completion tokens  1,250"]
+    assert text[begin + 12 : begin + 14] == ["Speedup (95 %)     1 (baseline)", "Verdict            baseline"]
     assert {"vllm / ten", "Wall time          4.18 s", "Errors             2 of 25"} < set(text[begin + 14 :])
 
 
@@ -203,13 +180,14 @@ def test_a_cause_that_several_rows_have_is_reported_once() -> None:
         failed("ten", 1, "timeout", "no first byte"),
         failed("ten", 1, "http", "too long for vllm", cause="too long for vllm", **long),
     ]
-    assert sentences.of_failures(msgspec.structs.replace(summary(), failures=of)) == [
-        "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens); to solve it: ask for less; "
-        'said was "status 400: 9000 tokens"',
-        'vllm / one: 2 requests, vllm / ten: 1 request (timeout): nothing known of it; said was "nothing for 7 s"',
-        'vllm / ten: 1 request (timeout): nothing known of it; said was "no first byte"',
-        "vllm / ten: 1 request (http): too long for vllm; to solve it: ask for less",
+    said = sentences.of_failures(msgspec.structs.replace(summary(), failures=of))
+    assert [text.partition(";")[0] for text in said] == [
+        "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens)",
+        "vllm / one: 2 requests, vllm / ten: 1 request (timeout): nothing known of it",
+        "vllm / ten: 1 request (timeout): nothing known of it",
+        "vllm / ten: 1 request (http): too long for vllm",
     ]
+    assert said[0].endswith('; to solve it: ask for less; said was "status 400: 9000 tokens"')
 
 
 def test_no_colour_where_there_is_no_terminal_and_some_where_there_is() -> None:
@@ -234,46 +212,30 @@ def test_markup_in_a_text_from_outside_is_not_acted_on() -> None:
     ]
 
 
-def test_the_path_of_the_page_is_never_broken(tmp_path: Path) -> None:
-    folder = tmp_path / ("long" * 30)
-    folder.mkdir()
-    (folder / "report.html").touch()
-    assert printed(summary(), 80, folder).splitlines()[-1] == f"Report: {folder}/report.html"
-
-
-def test_explain_says_what_every_column_means() -> None:
-    text = " ".join(printed(summary(), 80, explain=True).split())
-    assert "- Wall time: How long the whole work took, from the first request sent to the last one ended." in text
-    assert "[TTFT = first token received − request sent; 95th percentile]" in text
-
-
 def test_markdown() -> None:
     text = markdown.render(summary(), run())
-    assert text.split("<details>")[0] == (
-        "## How much faster is the work in batches?\n\n"
-        "**ten is 3.13x faster by wall time than one.**\n\n"
-        "> **SIMULATED ENGINE: these numbers come from a model, not from hardware**\n\n"
-        "| Server | Load | Wall time | Completion tokens | Aggregate tok/s | Requests/s | TTFT p50, ms | TTFT p95, ms "
-        "| TPOT p50, ms | TPOT p95, ms | E2E p95, ms | E2E max, ms | Errors | Speedup (95 %) | Verdict |\n"
-        "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|\n"
-        "| vllm | one | 13.07 s | 1,250 | 95.6 | 1.91 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 1,098 "
-        "| 1,200 | 0 | 1 (baseline) | baseline |\n"
+    lines = text.split("<details>")[0].splitlines()
+    assert lines[:5:2] == [
+        "## How much faster is the work in batches?", "**ten is 3.13x faster by wall time than one.**",
+        "> **SIMULATED ENGINE: these numbers come from a model, not from hardware**",
+    ]  # fmt: skip
+    assert lines[7] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
+    assert lines[9] == (
         "| vllm | ten | 4.18 s | 1,250 | 299.0 | 5.98 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 1,098 "
-        "| 1,200 | 2 of 25 | 3.13× (3.05–3.21) | faster |\n\n"
-        "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).\n"
-        "- By wall time; one comparison. Differences under 2\u00a0% are treated as noise.\n\n"
-        "**VALID: all conditions of a trustworthy measurement held**\n\n"
-        "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
+        "| 1,200 | 2 of 25 | 3.13× (3.05–3.21) | faster |"
     )
+    assert [line[:30] for line in lines[11:]] == [
+        "- vllm / ten: 3.13x faster tha", "- By wall time; one comparison", "", "**VALID: all conditions of a t", "",
+        "- **FAILED**: `error_rate == 0", "",
+    ]  # fmt: skip
     assert (
         "<details><summary>Each load</summary>\n\n"
         "- `one`: `bursts: user batch, requests 25, batch_size 1, output_tokens 50`\n"
         "- `ten`: `bursts: user batch, requests 25, batch_size 10, output_tokens 50`\n"
     ) in text
-    assert text.endswith(
-        "Scenario `first-look`, run `20260921-140000-first-look`. "
-        "5 repeats of every row, interleaved, a fresh server for each; seed 42.\n"
-    )
+    assert "5 repeats of every row, interleaved, a fresh server for each; seed 42.\n" in text
+    text = markdown.render(summary(), msgspec.structs.replace(run(), status="running"))
+    assert "**UNFINISHED: " in text
 
 
 def test_markdown_keeps_texts_from_outside_plain() -> None:
@@ -302,18 +264,12 @@ def test_the_same_reason_in_many_cells_is_said_once() -> None:
 
 def test_what_is_said_of_several_verdicts_is_said_once() -> None:
     def verdict(side: str, metric: str, **values: Any) -> Verdict:
-        known = {
-            "ratio": 1.5, "low": None, "high": None, "p": None, "word": "inconclusive", "n": (1, 1), "unit": "runs",
-        }  # fmt: skip
-        return Verdict(side=side, baseline="a / x", metric=metric, **known | values)
+        known: dict[str, Any] = {"ratio": 1.5, "low": None, "high": None, "p": None, "word": "inconclusive"}
+        return Verdict(side=side, baseline="a / x", metric=metric, n=(1, 1), unit="runs", **known | values)
 
     unknown: dict[str, Any] = {"reason": "run_variation_unknown", "needed": 4}
     refused: dict[str, Any] = {"reason": "refused", "refused": because("run_invalid"), "ratio": None}
-    tail = (
-        "how far equal runs differ on this machine is not known, and 1 against 1 run does not show it; `harness noise "
-        "SCENARIO --runs 5 --every 60` measures it, or compare 4 or more runs a side."
-    )
-    assert sentences.of_verdicts([
+    said = sentences.of_verdicts([
         verdict("b / x", "wall_s", **unknown),
         verdict("b / y", "ttft_p50", **unknown),
         verdict("b / z", "wall_s", word="faster", ratio=2.0, low=1.9, high=2.1, p=0.01),
@@ -321,12 +277,13 @@ def test_what_is_said_of_several_verdicts_is_said_once() -> None:
         verdict("c / y", "ttft_p50", **refused),
         verdict("b / y", "e2e_p95", **unknown),
         verdict("c / y", "e2e_p95", **refused),
-    ]) == [
-        ("inconclusive", f"b / x, c / x: inconclusive: by wall time, {tail}"),
-        ("inconclusive", f"b / y: inconclusive: by TTFT p50, E2E p95, {tail}"),
+    ])  # fmt: skip
+    assert [(word, text.partition(", how far")[0]) for word, text in said] == [
+        ("inconclusive", "b / x, c / x: inconclusive: by wall time"),
+        ("inconclusive", "b / y: inconclusive: by TTFT p50, E2E p95"),
         ("faster", "b / z: 2.00x faster than a / x by wall time (95 % interval 1.90x to 2.10x, p = 0.010)."),
         ("inconclusive", "c / y: inconclusive: this run is INVALID."),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
@@ -350,11 +307,6 @@ def test_answers_in_one_piece_have_no_first_token() -> None:
     assert [column.of(line) for line in lines(of, run()) for column in latencies] == [*["–"] * 4, "1,098", "1,200"]
 
 
-def test_a_run_that_did_not_end_says_so() -> None:
-    text = markdown.render(summary(), msgspec.structs.replace(run(), status="running"))
-    assert "**UNFINISHED: the run is still in progress, or was killed; its records so far are shown**" in text
-
-
 def test_csv_has_raw_numbers_and_leaves_the_unknown_empty() -> None:
     first, second = csv.DictReader(io.StringIO(export.csv_table(summary(), run())))
     assert (first["server"], first["load"], first["wall_s"], first["speedup"]) == ("vllm", "one", "13.07", "")
@@ -362,11 +314,6 @@ def test_csv_has_raw_numbers_and_leaves_the_unknown_empty() -> None:
     assert (second["speedup"], second["p"], second["verdict"]) == ("3.127", "0.008", "faster")
 
 
-def test_csv_of_a_run_without_rows_is_a_header() -> None:
-    assert export.csv_table(msgspec.structs.replace(summary(), rows=[]), run()) == "server,load\n"
-
-
 def test_figures_have_no_exponent() -> None:
     given = (0.0321, 0.26, 9.96, 12.3, 110.4, 1234.5)
     assert [units.figures(value) for value in given] == ["0.032", "0.26", "10", "12", "110", "1,234"]
-    assert [units.figures(value, 4) for value in given] == ["0.0321", "0.26", "9.96", "12.3", "110.4", "1,234"]

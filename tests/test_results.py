@@ -1,9 +1,11 @@
 """Runs filed by machine and scenario, and the leaderboard over them."""
 
 import gzip
-import html.parser
+import html
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +20,7 @@ from harness.rundir.manifest import Machine, read_run, write_run
 from harness.scenario import Server
 from harness.scenario.plan import Cell
 from harness.summary import because
-from tests.command import harness
+from tests.command import called
 from tests.made_runs import WALL_S, scenario, served_by, write_made_run
 
 DIGEST = "vllm/vllm-openai-cpu@sha256:" + "4f2a9c" * 10 + "abcd"
@@ -52,9 +54,7 @@ def test_publish_with_records(tmp_path: Path) -> None:
     assert changed[-1] == "requests.jsonl.gz"
     packed = (target / "requests.jsonl.gz").read_bytes()
     assert gzip.decompress(packed) == (tmp_path / "one" / "requests.jsonl").read_bytes()
-    assert len(packed) * 10 < len(gzip.decompress(packed))
     assert publish(tmp_path / "one", tmp_path / "results", records=True)[1] == []
-    assert (target / "requests.jsonl.gz").read_bytes() == packed
 
 
 def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
@@ -66,10 +66,7 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
     assert raised.value.exit_code == ExitCode.INVALID
     assert raised.value.what.startswith("one: only a VALID run is published: r5-b-x: load process 109 sent 5 requests")
     write_made_run(tmp_path / "two", steady())
-    write_run(
-        tmp_path / "two",
-        msgspec.structs.replace(run, status="interrupted", reasons=[because("text", text="interrupted")]),
-    )
+    write_run(tmp_path / "two", msgspec.structs.replace(run, status="interrupted", reasons=[because("interrupted")]))
     with pytest.raises(RunError, match="one: only a VALID run is published: interrupted"):
         publish(tmp_path / "two", tmp_path / "results")
     servers = {name: Server(template="vllm-cpu") for name in ("a", "a-again")}
@@ -79,21 +76,13 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"),
-    [
-        ("strix", "strix"), ("max-num-seqs_2.1", "max-num-seqs_2.1"), ("Strix", "strix-0b3437"),
-        ("../../etc", "etc-74ccf3"), ("a/b", "a-b-c14cdd"), ("", ""), ("..", "unnamed-5ec1f7"),
-        ("reference", "reference-52367a"), ("nul", "nul-99e624"), ("ä" * 300, "unnamed-172956"),
-        ("x" * 300, "x" * 60 + "-0d4e2c"),
-    ],
-)  # fmt: skip
-def test_names_are_safe_as_folders(name: str, folder: str) -> None:
-    assert folder_name(name) == folder
-
-
-def test_two_machines_whose_names_differ_in_case_only_do_not_share_a_folder(tmp_path: Path) -> None:
-    assert len({folder_name(name).lower() for name in ("strix", "Strix", "STRIX", "strix ")}) == 4
+def test_names_are_safe_as_folders(tmp_path: Path) -> None:
+    folders = {
+        "strix": "strix", "max-num-seqs_2.1": "max-num-seqs_2.1", "Strix": "strix-0b3437", "../../etc": "etc-74ccf3",
+        "a/b": "a-b-c14cdd", "": "", "..": "unnamed-5ec1f7", "reference": "reference-52367a", "nul": "nul-99e624",
+        "ä" * 300: "unnamed-172956", "x" * 300: "x" * 60 + "-0d4e2c",
+    }  # fmt: skip
+    assert {name: folder_name(name) for name in folders} == folders
     write_made_run(tmp_path / "one", steady(), machine=Machine(name="../up"), scenario_name="my scenario")
     target, _ = publish(tmp_path / "one", tmp_path / "results")
     assert target.resolve().is_relative_to(tmp_path / "results")
@@ -111,13 +100,9 @@ def filed(tmp_path: Path) -> Path:
         ("sim", 0.1, Machine(name="strix", cpu="Ryzen"), True),
     ):
         served = served_by(image="vllm:v1", image_digest=DIGEST, simulated=simulated)
-        write_made_run(
-            tmp_path / name,
-            steady(factor),
-            machine=machine,
-            served=lambda cell, served=served: served,  # type: ignore[misc]
-            started_wall_s=WALL_S + (86400 if name == "new" else 0),
-        )
+        started = WALL_S + (86400 if name == "new" else 0)
+        of: Any = {"machine": machine, "served": lambda cell, served=served: served, "started_wall_s": started}
+        write_made_run(tmp_path / name, steady(factor), **of)
         publish(tmp_path / name, tmp_path / "results")
     return tmp_path / "results"
 
@@ -128,17 +113,12 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     real, model = board.groups
     assert (real.simulated, model.simulated, real.metric) == (False, True, "wall_s")
     assert [(e.run, e.server, e.best) for e in real.entries] == [
-        ("far", "b", True),
-        ("far", "a", False),
-        ("new", "b", True),
-        ("old", "b", False),
-        ("new", "a", False),
+        ("far", "b", True), ("far", "a", False), ("new", "b", True), ("old", "b", False), ("new", "a", False),
         ("old", "a", False),
-    ]
+    ]  # fmt: skip
     assert [(e.run, e.server) for e in model.entries] == [("sim", "b"), ("sim", "a")]
     best = real.best_of("strix")
-    assert best is not None
-    assert best.value == pytest.approx(7.2 * 1.003)
+    assert best is not None and best.value == pytest.approx(7.2 * 1.003)
     assert (best.date, best.run) == ("2027-01-16", "new")
     assert (len(best.values), best.errors, best.version, best.valid) == (5, 0, "0.32.0", True)
     assert best.digest == "sha256:4f2a9c4f2a9c"
@@ -148,18 +128,12 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
 
 def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> None:
     far = next(filed.glob("*/which/far"))
-    write_summary(
-        far, msgspec.structs.replace(read_summary(far), valid=False, reasons=[because("text", text="touched")])
-    )
+    write_summary(far, msgspec.structs.replace(read_summary(far), valid=False, reasons=[because("interrupted")]))
     (filed / "strix/which/old/summary.json").write_text("{")
     board = collect(filed, RESULTS)
-    real = board.groups[0]
-    assert [(e.run, e.valid, e.best) for e in real.entries] == [
-        ("new", True, True),
-        ("new", True, False),
-        ("far", False, False),
-        ("far", False, False),
-    ]
+    assert [(e.run, e.valid, e.best) for e in board.groups[0].entries] == [
+        ("new", True, True), ("new", True, False), ("far", False, False), ("far", False, False),
+    ]  # fmt: skip
     assert len(board.unreadable) == 1 and "strix/which/old/summary.json:1: cannot be read" in board.unreadable[0]
     assert '<span class="no">INVALID</span>' in boards.html(board)
     assert "- not readable: " in boards.markdown(board)
@@ -173,79 +147,59 @@ def test_what_the_client_limited_is_marked_and_never_ranked(filed: Path) -> None
     write_summary(far, msgspec.structs.replace(summary, rows=rows))
     (real, model) = (board := collect(filed, RESULTS)).groups
     assert [(e.run, e.server, e.ranked, e.best) for e in real.entries] == [
-        ("new", "b", True, True),
-        ("old", "b", True, False),
-        ("new", "a", True, False),
-        ("old", "a", True, False),
-        ("far", "b", False, False),
-        ("far", "a", False, False),
-    ]
+        ("new", "b", True, True), ("old", "b", True, False), ("new", "a", True, False), ("old", "a", True, False),
+        ("far", "b", False, False), ("far", "a", False, False),
+    ]  # fmt: skip
     text = boards.markdown(board)
     far_b, far_a = (line.split(" | ") for line in text.splitlines() if line.endswith("| far |"))
     assert (far_b[0], far_b[4][-1], far_b[8][-1], far_b[13]) == ("| –", "‡", "‡", "CLIENT-LIMITED")
     assert (far_a[0], far_a[4][-1], far_a[8][-1], far_a[13]) == ("| –", "‡", far_a[8][-1], "CLIENT-LIMITED")
     assert far_a[8][-1] != "‡"
     assert text.count("‡ the load generator was the limit") == 1
-    page = Page()
-    page.feed(boards.html(board))
-    assert page.text.count("CLIENT-LIMITED") == 2 and page.text.count("‡ the load generator was the limit") == 1
+    page = boards.html(board)
+    assert page.count("CLIENT-LIMITED") == 2 and page.count("‡ the load generator was the limit") == 1
     assert model.limited is None
 
 
-class Page(html.parser.HTMLParser):
-    """The tags of a page, its text, and whatever it would fetch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.fetched: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "href") and not value.startswith("#")]  # type: ignore[union-attr]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_page_needs_nothing_else_and_texts_stay_texts(filed: Path) -> None:
-    page = Page()
-    page.feed(boards.html(collect(filed, RESULTS)))
-    assert page.fetched == []
-    assert "script" not in page.tags
-    assert "<script>alert(1)</script>|x" in page.text
-    assert "Simulated engine" in page.text and "2027-01-16" in page.text and "sha256:4f2a9c4f2a9c" in page.text
-    assert page.text.index("which · m") < page.text.index("Third-party figures")
+    page = boards.html(collect(filed, RESULTS))
+    assert re.findall(r"""(?:src|href)=["']?[^#"']""", page) == [] and "<script" not in page
+    text = html.unescape(page)
+    assert all(one in text for one in ("<script>alert(1)</script>|x", "Simulated engine", "2027-01-16"))
+    assert "sha256:4f2a9c4f2a9c" in text and text.index("which · m") < text.index("Third-party figures")
 
 
 def test_the_markdown_has_the_same(filed: Path) -> None:
     text = boards.markdown(collect(filed, RESULTS))
     assert "<script>" not in text
-    name = "&lt;script&gt;alert(1)&lt;/script&gt;\\|x"
-    assert text.splitlines()[4:8] == [
-        f"| Scenario | {name} | strix |",
-        "| --- | --- | --- |",
-        "| which · m | 2.41 s: b / x, 2027-01-15 | 7.22 s: b / x, 2027-01-16 |",
-        "| which · m (SIMULATED) | – | 0.80 s: b / x, 2027-01-15 |",
-    ]
+    assert [line.partition(": b")[0] for line in text.splitlines()[4:8]] == [
+        "| Scenario | &lt;script&gt;alert(1)&lt;/script&gt;\\|x | strix |", "| --- | --- | --- |",
+        "| which · m | 2.41 s", "| which · m (SIMULATED) | – | 0.80 s",
+    ]  # fmt: skip
 
 
 def test_the_commands(tmp_path: Path) -> None:
-    empty = harness("leaderboard", "--output", "pages/board.html", cwd=tmp_path)
-    assert (empty.code, empty.out, empty.err) == (0, "pages/board.html\npages/board.md\n", "")
+    empty = called("leaderboard", "--output", "pages/board.html", cwd=tmp_path)
+    assert empty == (0, "pages/board.html\npages/board.md\n", "")
     assert "Nothing has been published yet" in (tmp_path / "pages/board.html").read_text()
     write_made_run(tmp_path / "runs" / "one", steady())
-    first = harness("publish", "one", cwd=tmp_path)
-    assert (first.code, first.err) == (0, "")
-    assert first.out == "results/strix/which/one: run.json, summary.json, report.md\n"
-    again = harness("publish", "one", "--records", cwd=tmp_path)
-    assert again.out == "results/strix/which/one: requests.jsonl.gz\n"
-    third = harness("publish", "one", "--records", cwd=tmp_path)
-    assert third.out == "results/strix/which/one: published already, nothing has changed\n"
-    assert harness("leaderboard", cwd=tmp_path).out == "results/leaderboard.html\nresults/leaderboard.md\n"
-    same = harness("leaderboard", "--output", "x.md", cwd=tmp_path)
-    assert (same.code, same.out) == (1, "")
+    filed = "results/strix/which/one: "
+    for options, said in (
+        ([], "run.json, summary.json, report.md"), (["--records"], "requests.jsonl.gz"),
+        (["--records"], "published already, nothing has changed"),
+    ):  # fmt: skip
+        assert called("publish", "one", *options, cwd=tmp_path) == (0, f"{filed}{said}\n", "")
+    assert called("leaderboard", cwd=tmp_path).out == "results/leaderboard.html\nresults/leaderboard.md\n"
+    afile = tmp_path / "afile"
+    afile.touch()
+    for given, reason in (
+        (["--output", "x.md"], "x.md: is also the name of the page in Markdown"),
+        (["--results", str(afile)], f"--results: there is no folder {afile}\nnext: "),
+        (["--results", "none"], "--results: there is no folder none\nnext: "),
+        (["--output", "afile/x.html"], "--output: afile/x.html cannot be written (File exists)"),
+    ):
+        done = called("leaderboard", *given, cwd=tmp_path)
+        assert (done.code, done.out) == (1, "") and done.err.startswith(f"error: {reason}")
 
 
 def test_the_third_party_figures_have_a_source_and_a_class_and_no_verdict() -> None:
@@ -268,17 +222,3 @@ def test_own_third_party_figures(tmp_path: Path) -> None:
     path.write_text("figures: [{hardware: h}]")
     with pytest.raises(HarnessError, match="cannot be read"):
         collect(tmp_path, RESULTS)
-
-
-def test_what_a_leaderboard_cannot_be_made_of_or_written_to(filed: Path, tmp_path: Path) -> None:
-    afile = tmp_path / "afile"
-    afile.write_text("")
-    for given in (afile, tmp_path / "none"):
-        done = harness("leaderboard", "--results", str(given), cwd=tmp_path)
-        assert (done.code, done.out) == (1, "")
-        assert done.err.startswith(f"error: --results: there is no folder {given}\nnext: ")
-    done = harness("leaderboard", "--results", str(filed), "--output", str(afile / "x.html"), cwd=tmp_path)
-    assert (done.code, done.err.splitlines()[0]) == (
-        1,
-        f"error: --output: {afile / 'x.html'} cannot be written (File exists)",
-    )

@@ -1,6 +1,7 @@
 """Retry-After of 429 and 503: users wait as long as the server asks, which no latency has and every report tells."""
 
 import json
+import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -9,9 +10,8 @@ import pytest
 from harness.analysis.tally import CellCounts, Clock, numbers_of
 from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load
-from harness.simulated import spawned
 from tests.command import harness, only_run, server, write
-from tests.fake_server import answering, exchanging, serving, whole
+from tests.fake_server import answering, exchanging, read_request, serving, whole
 from tests.load_runs import driven, records_of
 from tests.made_runs import both_marks, request
 
@@ -28,44 +28,28 @@ def busy(retry_after: bytes | None, more: bytes = b"", status: bytes = b"429 Too
     return whole(BUSY, status=status, more=header + more)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (b"7", 7.0),
-        (b" 7 ", 7.0),
-        (b"0", 0.0),
-        (b"1.5", 1.5),
-        (b"60", 60.0),
-        (b"61", 60.0),
-        (b"9" * 400, 60.0),
-        (date(20), 20.0),
-        (date(3600), 60.0),
-        (date(-5), 0.0),  # it is over already
-        (None, None),
-        (b"", None),
-        (b"-1", None),
-        (b"+1", None),
-        (b"1e1", None),
-        (b"1e400", None),
-        (b"nan", None),
-        (b"inf", None),
-        (b"1_0", None),
-        (b"1,5", None),
-        (b"\xb2", None),  # a digit, but not one of HTTP
-        (b"10 s", None),
-        (b"soon", None),
-        (b"Mon, 23 Nov 2026 10:00:61 GMT", None),
-        (b"Mon, 31 Feb 2026 10:00:00 GMT", None),
-        (b"Mon, 23 Nov 2026 10:00:20 +0100", None),
-        (b"2026-11-23T10:00:20Z", None),
-    ],
-)
+VALUES: list[tuple[bytes | None, float | None]] = [
+    (b"7", 7.0), (b" 7 ", 7.0), (b"0", 0.0), (b"1.5", 1.5), (b"60", 60.0), (b"61", 60.0), (b"9" * 400, 60.0),
+    (date(20), 20.0), (date(3600), 60.0), (date(-5), 0.0),  # it is over already
+    (None, None), (b"", None), (b"-1", None), (b"1e400", None), (b"nan", None), (b"1_0", None), (b"1,5", None),
+    (b"\xb2", None),  # a digit, but not one of HTTP
+    (b"10 s", None), (b"Mon, 23 Nov 2026 10:00:61 GMT", None), (b"Mon, 23 Nov 2026 10:00:20 +0100", None),
+    (b"2026-11-23T10:00:20Z", None),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("status", [b"429 Too Many Requests", b"503 Service Unavailable"])
-def test_what_is_a_valid_wait(status: bytes, value: bytes | None, expected: float | None) -> None:
+def test_what_is_a_valid_wait(status: bytes) -> None:
     """A date is compared with the date of the response: the server's clock need not agree with this machine's."""
-    with serving(answering(busy(value, b"Date: %s\r\n" % date(0), status))) as url, exchanging(url) as send:
-        _, answer = send()
-    assert (answer.error, answer.retry_after_s) == ("rejected", expected)
+    answers = iter(busy(value, b"Date: %s\r\n" % date(0), status) for value, _ in VALUES)
+
+    def handler(connection: socket.socket, number: int) -> None:
+        while read_request(connection):
+            connection.sendall(next(answers))
+
+    with serving(handler) as url, exchanging(url) as send:
+        found = [(answer.error, answer.retry_after_s) for _, answer in (send() for _ in VALUES)]
+    assert found == [("rejected", expected) for _, expected in VALUES]
 
 
 def test_a_date_without_the_servers_own_is_compared_with_this_machines_clock() -> None:
@@ -75,9 +59,8 @@ def test_a_date_without_the_servers_own_is_compared_with_this_machines_clock() -
     assert answer.retry_after_s is not None and 10 < answer.retry_after_s <= 30
 
 
-@pytest.mark.parametrize("status", [b"500 Internal Server Error", b"413 Content Too Large"])
-def test_other_statuses_ask_for_no_wait(status: bytes) -> None:
-    with serving(answering(busy(b"7", status=status))) as url, exchanging(url) as send:
+def test_other_statuses_ask_for_no_wait() -> None:
+    with serving(answering(busy(b"7", status=b"500 Internal Server Error"))) as url, exchanging(url) as send:
         _, answer = send()
     assert (answer.error, answer.retry_after_s) == ("http", None)
 
@@ -97,10 +80,9 @@ def pauses_s(records: list[Request]) -> list[float]:
     "load",
     [
         Load(user="batch", users=1, requests=3),
-        Load(user="batch", users=1, requests=3, in_flight=1),
         Load(user="chat", users=1, requests=3, turns=3),
     ],
-    ids=["batch", "in flight", "chat"],
+    ids=["batch", "chat"],
 )
 def test_users_wait_and_no_latency_has_it(tmp_path: Path, load: Load) -> None:
     records = records_with(tmp_path, load, busy(b"0.7"))
@@ -109,31 +91,28 @@ def test_users_wait_and_no_latency_has_it(tmp_path: Path, load: Load) -> None:
     assert max(record.ended_s for record in records) < 0.7
 
 
-@pytest.mark.parametrize("value", [None, b"0", b"-3", b"1e400"])
+@pytest.mark.parametrize("value", [None, b"0"])
 def test_without_a_valid_wait_it_is_half_a_second(tmp_path: Path, value: bytes | None) -> None:
-    records = records_with(tmp_path, Load(user="batch", users=1, requests=3), busy(value))
-    assert [record.retry_after_s for record in records] == [0.0 if value == b"0" else None] * 3
+    records = records_with(tmp_path, Load(user="batch", users=1, requests=2, in_flight=1), busy(value))
+    assert [record.retry_after_s for record in records] == [0.0 if value == b"0" else None] * 2
     assert all(pause_s >= 0.5 for pause_s in pauses_s(records))
 
 
 @pytest.mark.parametrize("in_flight", [None, 2])
 def test_a_long_wait_does_not_outlast_the_load(tmp_path: Path, in_flight: int | None) -> None:
-    load = Load(user="batch", users=2, duration_s=1.0, drain_s=5.0, in_flight=in_flight)
+    load = Load(user="batch", users=2, duration_s=0.5, drain_s=5.0, in_flight=in_flight)
     records = records_with(tmp_path, load, busy(b"86400"))
-    assert [record.retry_after_s for record in records] == [60.0] * len(records)
-    assert len(records) == 2 * (in_flight or 1)
+    assert [record.retry_after_s for record in records] == [60.0] * (2 * (in_flight or 1))
 
 
 def test_a_schedule_does_not_wait_but_a_conversation_does(tmp_path: Path) -> None:
     """Two users take the four arrivals in turn, without delay; the second turn of each comes after the wait."""
-    load = Load(
-        user="chat", users=4, requests=8, turns=2, think_s=[0.0, 0.0], arrivals=Arrivals(rate=10.0, spacing="even")
-    )
-    records = records_with(tmp_path, load, busy(b"1"))
+    even = Arrivals(rate=10.0, spacing="even")
+    load = Load(user="chat", users=4, requests=8, turns=2, think_s=[0.0, 0.0], arrivals=even)
+    records = records_with(tmp_path, load, busy(b"0.7"))
     first, second = records[::2], records[1::2]
     assert [record.scheduled_s is not None for record in records] == [True, False] * 4
-    waits_s = [b.sent_s - a.sent_s - a.ended_s for a, b in zip(first, second, strict=True)]
-    assert all(wait_s >= 1.0 for wait_s in waits_s)
+    assert all(b.sent_s - a.sent_s - a.ended_s >= 0.7 for a, b in zip(first, second, strict=True))
 
 
 def test_whoever_was_turned_away_is_free_for_the_next_arrival(tmp_path: Path) -> None:
@@ -180,12 +159,3 @@ def test_a_run_shows_them(tmp_path: Path) -> None:
     assert all(pause_s >= 1.5 for pause_s in pauses_s(records)[1::3])
     note = "after 2 requests the server asked for a wait (Retry-After), 3.0 s in total: their users waited as long as"
     assert note in " ".join(done.out.split())
-
-
-@pytest.mark.parametrize("seconds", ["10000000", "0.25"])
-def test_the_embedded_engine_sends_what_it_was_given(seconds: str) -> None:
-    options = ["--preset", "instant", "--served-model-name", "m", "--fault", f"429:{seconds}"]
-    with spawned(*options) as engine, exchanging(engine.url) as send:
-        exchange, answer = send(b'{"model":"m","messages":[{"role":"user","content":"hi"}]}')
-    assert exchange.headers["retry-after"] == seconds
-    assert answer.retry_after_s == min(float(seconds), 60.0)

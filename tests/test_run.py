@@ -20,7 +20,7 @@ from harness.reasons import sentences
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.simulated import spawned
-from tests.command import ENDED, Going, going, harness, only_run, server, until, write
+from tests.command import ENDED, Going, called, going, harness, only_run, server, until, write
 from tests.doubles.lemonade.spawn import spawned as lemonade
 from tests.faults import fault
 
@@ -135,115 +135,113 @@ def test_a_lemonade_that_closes_connections_after_streams_gives_a_valid_run(tmp_
     assert (cell.numbers.succeeded, cell.numbers.resent, cell.problems) == (120, 0, [])
 
 
-def test_two_load_processes(tmp_path: Path) -> None:
-    load = {"user": "batch", "batch_size": 2, "requests": 40, "output_tokens": 60, "users": 2, "processes": 2}
-    path = write(tmp_path, loads={"burst": load})
-    run = ran(path, 0)
-    sent = [one for one in records(run) if one.phase == "measured"]
-    assert sorted(one.index for one in sent) == list(range(40))
-    marks = read_marks(run / "processes.jsonl")
-    assert Counter(mark.event for mark in marks) == {"start": 2, "end": 2}
-    assert {one.process for one in sent} == {mark.process for mark in marks}
-    assert sum(mark.recorded or 0 for mark in marks) == 42
-
-
-def test_chat_users_for_a_time(tmp_path: Path) -> None:
-    load = {
+def test_two_load_processes_and_chat_users_for_a_time(tmp_path: Path) -> None:
+    batch = {"user": "batch", "batch_size": 2, "requests": 40, "output_tokens": 60, "users": 2, "processes": 2}
+    chat = {
         "user": "chat", "users": 3, "duration_s": 1, "turns": 2, "think_s": [0.01, 0.05], "output": "natural",
         "output_tokens": 10, "ramp_s": 0.5,
     }  # fmt: skip
-    path = write(tmp_path, loads={"people": load}, warmup={"duration_s": 0.5})
-    run = ran(path, 0)
-    sent = [one for one in records(run) if one.phase == "measured"]
+    run = ran(write(tmp_path, loads={"burst": batch, "people": chat}, restart=False), 0)
+    measured = [one for one in records(run) if one.phase == "measured"]
+    sent = [one for one in measured if one.load == "burst"]
+    assert sorted(one.index for one in sent) == list(range(40))
+    marks = [mark for mark in read_marks(run / "processes.jsonl") if mark.cell == "r1-one-burst"]
+    assert Counter(mark.event for mark in marks) == {"start": 2, "end": 2}
+    assert {one.process for one in sent} == {mark.process for mark in marks}
+    assert sum(mark.recorded or 0 for mark in marks) == 42
+    sent = [one for one in measured if one.load == "people"]
     assert len(sent) > 20
-    assert {one.user for one in sent} == {0, 1, 2}
-    assert {one.turn for one in sent} == {1, 2}
-    assert {one.user_class for one in sent} == {"ChatUser"}
-    assert {one.error for one in sent} == {None}
+    assert {(one.user_class, one.error) for one in sent} == {("ChatUser", None)}
+    assert ({one.user for one in sent}, {one.turn for one in sent}) == ({0, 1, 2}, {1, 2})
     last, first = max(one.sent_s for one in sent), min(one.sent_s for one in sent)
     assert 0.5 < last - first <= 1.0
 
 
 def test_one_server_start_per_repeat(tmp_path: Path) -> None:
-    loads = {
-        "one": {"user": "batch", "requests": 2, "output_tokens": 2},
-        "two": {"user": "batch", "batch_size": 2, "requests": 2, "output_tokens": 2},
-    }
-    path = write(tmp_path, loads=loads, restart=False, repeats=2)
-    run = ran(path, 0)
+    loads = {name: {"user": "batch", "requests": 2, "output_tokens": 2} for name in ("one", "two")}
+    run = ran(write(tmp_path, loads=loads, restart=False, repeats=2), 0)
     cells = read_run(run).cells
     assert [cell.id for cell in cells] == ["r1-one-one", "r1-one-two", "r2-one-two", "r2-one-one"]
     urls = [cell.served_by.url for cell in cells]
     assert urls[0] == urls[1] and urls[2] == urls[3] and urls[0] != urls[2]
-    assert sorted(path.name for path in (run / "logs").glob("*.server.log")) == [
-        "r1-one-one.server.log",
-        "r2-one-two.server.log",
+    logs = sorted(path.name for path in (run / "logs").glob("*.server.log"))
+    assert logs == ["r1-one-one.server.log", "r2-one-two.server.log"]
+
+
+RAISES = """
+from locust import task
+from harness.load.user import LLMUser
+class Mine(LLMUser):
+    @task
+    def work(self):
+        work = self.take()[0]
+        if work.slot.index == 3:
+            raise ValueError('boom')
+        self.ask(work)
+"""
+STOPS = """
+from locust import task
+from locust.exception import StopUser
+from harness.load.user import LLMUser
+class Mine(LLMUser):
+    @task
+    def work(self):
+        self.ask(self.take()[0])
+        if self.number == 1:
+            raise StopUser
+"""
+
+
+@fault("load process", "the locustfile raises an exception",
+       seen="the load generator ended with exit code 1; its log has ValueError: boom", code=3,
+       kept="all records; what was never sent is counted")  # fmt: skip
+@fault("load process", "a user of the locustfile stops before the load does",
+       seen="1 user of 3 ended before the load did", code=3)  # fmt: skip
+@fault("load process", "the ramp is longer than the measured time",
+       seen="of 8 users had started at the end of the measured time", code=3)  # fmt: skip
+def test_loads_that_go_wrong(tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    (tmp_path / "stops.py").write_text(STOPS)
+    loads = {
+        "raises": {"user": "raises.py", "requests": 6, "output_tokens": 3},
+        "stops": {"user": "stops.py", "users": 3, "duration_s": 1.5, "output_tokens": 5},
+        "late": {"user": "batch", "users": 8, "duration_s": 1.0, "ramp_s": 4.0, "output_tokens": 5},
+    }
+    manifest = read_run(ran(write(tmp_path, loads=loads, warmup={"requests": 0}, restart=False), 3))
+    assert manifest.status == "invalid"
+    said = {cell: [reason for reason in sentences(manifest.reasons) if reason.startswith(f"{cell}:")]
+            for cell in manifest.order}  # fmt: skip
+    assert [reason.partition(": ")[2] for reason in said["r1-one-raises"]] == [
+        "the load generator ended with exit code 1; its log has ValueError: boom",
+        "6 measured requests were planned and 5 were sent",
     ]
+    (stopped,) = (reason for reason in said["r1-one-stops"] if "ended before the load did" in reason)
+    assert stopped.startswith("r1-one-stops: 1 user of 3 ended before the load did (an exception, or StopUser in ")
+    assert re.search(r": [1-7] of 8 users had started at the end of the measured time", said["r1-one-late"][0])
 
 
-@fault(
-    "server",
-    "every third request is answered 503",
-    seen="2 of 6 requests failed (rejected 2): an error rate of 33.33%",
-    code=3,
-)
+@fault("server", "every third request is answered 503",
+       seen="2 of 6 requests failed (rejected 2): an error rate of 33.33%", code=3)  # fmt: skip
 def test_too_many_errors(tmp_path: Path) -> None:
     # Every third completion request; the first is the question whether the model answers.
-    path = write(tmp_path, servers={"one": server("--fault", "503@3")})
-    run = ran(path, 3)
-    reason = "r1-one-burst: 2 of 6 requests failed (rejected 2): an error rate of 33.33%, and at most 0.00% is allowed"
+    run = ran(write(tmp_path, servers={"one": server("--fault", "503@3")}), 3)
     assert re.search(INVALID, ENDED[-1].out)
     complete(run)
-    manifest = read_run(run)
-    assert (manifest.status, sentences(manifest.reasons)) == ("invalid", [reason])
+    assert [(reason.code, reason.cell) for reason in read_run(run).reasons] == [("error_rate", "r1-one-burst")]
     assert Counter(one.error for one in records(run)) == {None: 5, "rejected": 3}
 
 
 def test_a_locustfile_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from locust import task\n"
-        "from harness.load.user import LLMUser\n"
-        "class Mine(LLMUser):\n"
-        "    @task\n"
-        "    def work(self):\n"
-        "        import later\n"
-        "        later.ask(self)\n"
-    )
+    lines = ("from locust import task", "from harness.load.user import LLMUser", "class Mine(LLMUser):", "    @task",
+             "    def work(self):", "        import later", "        later.ask(self)")  # fmt: skip
+    (tmp_path / "mine.py").write_text("\n".join(lines))
     (tmp_path / "later.py").write_text("def ask(user):\n    user.ask(user.take()[0])\n")
     path = write(tmp_path, loads={"mine": {"user": "mine.py", "users": 2, "requests": 6, "output_tokens": 3}})
     (tmp_path / "elsewhere").mkdir()
     done = harness("run", str(path), "--runs", str(tmp_path / "runs"), cwd=tmp_path / "elsewhere")
     assert (done.code, done.err) == (0, "")
-    sent = [one for one in records(only_run(tmp_path / "runs")) if one.phase == "measured"]
-    assert {one.user_class for one in sent} == {"Mine"}
-    assert len(sent) == 6
-
-
-@fault(
-    "load process",
-    "the locustfile raises an exception",
-    seen="the load generator ended with exit code 1; its log has ValueError: boom",
-    code=3,
-    kept="all records; what was never sent is counted",
-)
-def test_a_locustfile_that_fails_while_it_runs(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from locust import task\n"
-        "from harness.load.user import LLMUser\n"
-        "class Mine(LLMUser):\n"
-        "    @task\n"
-        "    def work(self):\n"
-        "        work = self.take()[0]\n"
-        "        if work.slot.index == 3:\n"
-        "            raise ValueError('boom')\n"
-        "        self.ask(work)\n"
-    )
-    path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 6, "output_tokens": 3}})
-    run = ran(path, 3)
-    assert sentences(read_run(run).reasons) == [
-        "r1-one-mine: the load generator ended with exit code 1; its log has ValueError: boom",
-        "r1-one-mine: 6 measured requests were planned and 5 were sent",
-    ]
+    sent = [one.user_class for one in records(only_run(tmp_path / "runs")) if one.phase == "measured"]
+    assert sent == ["Mine"] * 6
 
 
 @pytest.mark.parametrize(
@@ -251,13 +249,9 @@ def test_a_locustfile_that_fails_while_it_runs(tmp_path: Path) -> None:
     [pytest.param(signal.SIGTERM, 1, marks=pytest.mark.nightly), (signal.SIGHUP, 1), (signal.SIGINT, 2)],
     ids=["term", "hup", "int-2"],
 )
-@fault(
-    "harness",
-    "Ctrl-C, SIGTERM or SIGHUP in the middle of a load",
-    seen="interrupted; everything that was started has been taken down",
-    code=130,
-    kept="all records; what was in flight as unfinished",
-)
+@fault("harness", "Ctrl-C, SIGTERM or SIGHUP in the middle of a load",
+       seen="interrupted; everything that was started has been taken down", code=130,
+       kept="all records; what was in flight as unfinished")  # fmt: skip
 def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> None:
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -283,13 +277,9 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
     assert {one.error for one in records(run)} <= {None, "unfinished"}
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=["term", "hup", "int"])
-@fault(
-    "harness",
-    "Ctrl-C, SIGTERM or SIGHUP while the program is still being imported",
-    seen="interrupted; everything that was started has been taken down",
-    code=130,
-)
+@pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGINT], ids=["hup", "int"])
+@fault("harness", "Ctrl-C, SIGTERM or SIGHUP while the program is still being imported",
+       seen="interrupted; everything that was started has been taken down", code=130)  # fmt: skip
 def test_interrupted_in_the_first_moment(tmp_path: Path, how: signal.Signals) -> None:
     path = write(tmp_path, loads=LONG)
     slow = tmp_path / "slow"
@@ -317,13 +307,8 @@ def test_interrupted_twice(tmp_path: Path) -> None:
     assert read_run(run).status == "interrupted"
 
 
-@fault(
-    "harness",
-    "Ctrl-C while the server starts",
-    seen="interrupted; everything that was started has been taken down",
-    code=130,
-    kept="a run marked interrupted",
-)
+@fault("harness", "Ctrl-C while the server starts", seen="interrupted; everything that was started has been taken down",
+       code=130, kept="a run marked interrupted")  # fmt: skip
 def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": server("--startup-s", "60")})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -335,18 +320,13 @@ def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
     assert (done.code, done.err) == (130, "interrupted; everything that was started has been taken down\n")
     run = only_run(tmp_path / "runs")
     assert read_run(run).status == "interrupted"
-    assert harness("report", run.name, "--runs", "runs", cwd=tmp_path).code == 3  # of its verdict
+    assert called("report", run.name, "--runs", "runs", cwd=tmp_path).code == 3  # of its verdict
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.nightly), 2])
-@fault(
-    "harness",
-    "kill -9 of the harness in the middle of a load",
-    seen="only 0 of 1 planned cells ran",
-    code=3,
-    kept="all records; `harness report` shows them, INVALID",
-    left="nothing: Locust and the embedded engine end by themselves",
-)
+@fault("harness", "kill -9 of the harness in the middle of a load", seen="only 0 of 1 planned cells ran", code=3,
+       kept="all records; `harness report` shows them, INVALID",
+       left="nothing: Locust and the embedded engine end by themselves")  # fmt: skip
 def test_killed(tmp_path: Path, processes: int) -> None:
     """kill -9 of the harness: Locust and the engine end by themselves, and what was measured can be read."""
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})
@@ -362,11 +342,11 @@ def test_killed(tmp_path: Path, processes: int) -> None:
     assert {mark.event for mark in read_marks(run / "processes.jsonl")} == {"start", "end"}
     assert read_run(run).status == "running"
 
-    shown = harness("report", str(run), cwd=tmp_path)
+    shown = called("report", str(run), cwd=tmp_path)
     assert (shown.code, shown.err) == (3, "")
     assert "- only 0 of 1 planned cells ran\n" in shown.out
     assert (run / "report.html").is_file()
-    listed = harness("runs", "--runs", "runs", cwd=tmp_path)
+    listed = called("runs", "--runs", "runs", cwd=tmp_path)
     assert listed.code == 0
     assert f"{run.name}  " in listed.out
     # Its two load processes, the engine and other tests share the cores: it may say so, too.
@@ -392,13 +372,9 @@ def reasons_after(command: Going, run: Path) -> list[str]:
     return sentences(manifest.reasons)
 
 
-@fault(
-    "load process",
-    "kill -9 of the only load process",
-    seen="load process ... was killed: what was sent and not yet recorded is not known",
-    code=3,
-    kept="all records but those of the last 0.2 s",
-)
+@fault("load process", "kill -9 of the only load process",
+       seen="load process ... was killed: what was sent and not yet recorded is not known", code=3,
+       kept="all records but those of the last 0.2 s")  # fmt: skip
 def test_locust_killed(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -410,41 +386,28 @@ def test_locust_killed(tmp_path: Path) -> None:
         # The exit code of a fork (tests/prefork.py) comes a moment after its end.
         "r1-one-burst: the load was stopped because a load process was killed",
     )
-    assert reasons[1:2] == [
-        f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known; run again (the "
-        "kernel kills when memory runs out, which `dmesg` tells)"
-    ]
+    assert reasons[1].startswith(f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is ")
 
 
-@fault(
-    "load process",
-    "kill -9 of one of two load processes",
-    seen="the load was stopped because a load process was killed",
-    code=3,
-    kept="all records but those of the last 0.2 s of one process",
-)
+@fault("load process", "kill -9 of one of two load processes",
+       seen="the load was stopped because a load process was killed", code=3,
+       kept="all records but those of the last 0.2 s of one process")  # fmt: skip
 def test_one_of_two_load_processes_killed(tmp_path: Path) -> None:
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": 2, "processes": 2}})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         run = in_mid_run(command, tmp_path / "runs")
         pid = kill_one(command.others("locust"))
         reasons = reasons_after(command, run)
-    assert reasons[:2] == [
-        "r1-one-burst: the load was stopped because a load process was killed",
-        f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known; run again (the "
-        "kernel kills when memory runs out, which `dmesg` tells)",
-    ]
+    assert reasons[0] == "r1-one-burst: the load was stopped because a load process was killed"
+    assert reasons[1].startswith(f"r1-one-burst: load process {pid} was killed: ")
 
 
 @pytest.mark.parametrize(
     ("how", "processes"), [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 2, marks=pytest.mark.nightly)]
 )
-@fault(
-    "load process",
-    "SIGTERM or SIGINT to a load process (earlyoom, an eviction)",
-    seen="load process ... was stopped (SIGTERM or SIGINT) ... s before the end of the 60 s to measure; run again",
-    code=3,
-)
+@fault("load process", "SIGTERM or SIGINT to a load process (earlyoom, an eviction)",
+       seen="load process ... was stopped (SIGTERM or SIGINT) ... s before the end of the 60 s to measure; run again",
+       code=3)  # fmt: skip
 def test_a_load_process_that_is_reported_to_end_before_its_time(
     tmp_path: Path, how: signal.Signals, processes: int
 ) -> None:
@@ -463,97 +426,21 @@ def test_a_load_process_that_is_reported_to_end_before_its_time(
     )
 
 
-OWN_END = """
-from locust import task
-from locust.exception import StopUser
-from harness.load.user import LLMUser
-
-class Mine(LLMUser):
-    @task
-    def work(self):
-        self.ask(self.take()[0])
-        if self.number == 1:
-            raise StopUser
-"""
-
-
-@fault(
-    "load process",
-    "a user of the locustfile stops before the load does",
-    seen="1 user of 3 ended before the load did",
-    code=3,
-)
-def test_a_user_that_ends_too_early(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(OWN_END)
-    load = {"user": "mine.py", "users": 3, "duration_s": 1.5, "output_tokens": 5}
-    path = write(tmp_path, loads={"timed": load})
-    run = ran(path, 3)
-    assert (
-        "r1-one-timed: 1 user of 3 ended before the load did (an exception, or StopUser in the locustfile): "
-        "the log of the load generator says more"
-    ) in sentences(read_run(run).reasons)
-
-
-@fault(
-    "load process",
-    "the ramp is longer than the measured time",
-    seen="of 8 users had started at the end of the measured time",
-    code=3,
-)
-def test_users_that_have_not_all_come(tmp_path: Path) -> None:
-    load = {"user": "batch", "users": 8, "duration_s": 1.0, "ramp_s": 4.0, "output_tokens": 5}
-    path = write(tmp_path, loads={"timed": load}, warmup={"requests": 0})
-    run = ran(path, 3)
-    assert re.fullmatch(
-        r"r1-one-timed: [1-7] of 8 users had started at the end of the measured time",
-        sentences(read_run(run).reasons)[0],
-    )
-
-
-@fault(
-    "server",
-    "kill -9 of the server under load",
-    seen="the server died during the load: it ended with exit code -9",
-    code=3,
-)
+@fault("server", "kill -9 of the server under load", seen="the server died during the load: it ended with exit code -9",
+       code=3)  # fmt: skip
 def test_server_killed(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         run = in_mid_run(command, tmp_path / "runs")
         kill_one(command.others("harness.simulated"))
         reasons = reasons_after(command, run)
-    assert reasons[:1] == [
-        "r1-one-burst: the server died during the load: it ended with exit code -9: "
-        "it was killed from outside, or the host ran out of memory"
-    ]
+    assert reasons[0].startswith("r1-one-burst: the server died during the load: it ended with exit code -9: it was k")
     death = read_run(run).cells[0].served_by.death
     assert death is not None and (death.how, death.exit_code) == ("ended", -9) and death.failure is not None
 
 
-@fault(
-    "server", "the server exits under load", seen="the server died during the load: it ended with exit code 1", code=3
-)
-@pytest.mark.nightly
-def test_server_dies(tmp_path: Path) -> None:
-    path = write(tmp_path, loads=LONG, servers={"one": server("--fault", "exit:30")})
-    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
-        until(lambda: bool(command.others("harness.simulated")))
-        until(lambda: not command.others("harness.simulated"))
-        run = only_run(tmp_path / "runs")
-        reasons = reasons_after(command, run)
-    assert reasons[:1] == ["r1-one-burst: the server died during the load: it ended with exit code 1"]
-    ended = read_run(run).cells[0].ended_wall_s or 0.0
-    (mark,) = [mark for mark in read_marks(run / "processes.jsonl") if mark.event == "start"]
-    died = mark.wall_s - mark.monotonic_s + max(one.sent_s + one.ended_s for one in records(run) if not one.error)
-    assert ended - died < 2, "noticed within 2 s, the end of the load included"
-
-
-@fault(
-    "server",
-    "a server that the harness did not start (--url) dies under load",
-    seen="the server died during the load: nothing listens at ... any more",
-    code=3,
-)
+@fault("server", "a server that the harness did not start (--url) dies under load",
+       seen="the server died during the load: nothing listens at ... any more", code=3)  # fmt: skip
 def test_server_of_someone_else_dies(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:30") as there:
@@ -562,29 +449,8 @@ def test_server_of_someone_else_dies(tmp_path: Path) -> None:
     assert reason in sentences(read_run(run).reasons)
 
 
-@fault(
-    "server",
-    "it dies with the last request",
-    seen="the server died during the load: nothing listens at ... any more",
-    code=3,
-)
-@pytest.mark.nightly
-def test_server_of_someone_else_dies_just_before_the_end(tmp_path: Path) -> None:
-    loads = {"burst": {"user": "batch", "batch_size": 1, "requests": 33, "output_tokens": 5}}
-    path = write(tmp_path, loads=loads, max_error_rate=1, warmup={"requests": 1}, checks=[])
-    with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:32") as there:
-        run = ran(path, 3, "--url", there.url)
-    assert len(records(run)) in (33, 34)  # the load is ended before or after its last request is sent
-    assert sentences(read_run(run).reasons) == [
-        f"r1-running-burst: the server died during the load: nothing listens at {there.url} any more"
-    ]
-
-
-@fault(
-    "harness",
-    "the reader of the output goes away (`harness run ... | head`)",
-    seen="the run goes on to its end and is VALID",
-)
+@fault("harness", "the reader of the output goes away (`harness run ... | head`)",
+       seen="the run goes on to its end and is VALID")  # fmt: skip
 def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
     path = write(tmp_path)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -601,13 +467,9 @@ def files_allowed(soft: int, hard: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@fault(
-    "load process",
-    "more requests at once than the system lets a process open files",
-    seen="200 requests at once in one load process need 264 open files, and the system allows it 150",
-    code=1,
-    kept="no run is begun",
-)
+@fault("load process", "more requests at once than the system lets a process open files",
+       seen="200 requests at once in one load process need 264 open files, and the system allows it 150", code=1,
+       kept="no run is begun")  # fmt: skip
 def test_more_connections_than_the_process_may_open_are_refused_before_anything_starts(tmp_path: Path) -> None:
     path = write(tmp_path, loads={"many": {"user": "batch", "users": 200, "requests": 400, "output_tokens": 5}})
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=partial(files_allowed, 150, 150))
@@ -619,13 +481,8 @@ def test_more_connections_than_the_process_may_open_are_refused_before_anything_
     assert not list(tmp_path.glob("runs/*"))
 
 
-@fault(
-    "load process",
-    "a locustfile opens more connections than files are allowed",
-    seen="an error rate of",
-    code=3,
-    kept="all records; the error names the limit, not the server",
-)
+@fault("load process", "a locustfile opens more connections than files are allowed", seen="an error rate of", code=3,
+       kept="all records; the error names the limit, not the server")  # fmt: skip
 def test_the_limit_of_open_files_is_raised_and_named_when_it_is_hit(tmp_path: Path) -> None:
     """A server is not to blame for a connection that the load process could not open."""
 

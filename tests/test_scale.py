@@ -23,7 +23,6 @@ from harness.errors import HarnessError
 from harness.judge.stats import percentile
 from harness.report.html import write_report
 from harness.rundir import records as blocks
-from harness.rundir.manifest import Run
 from harness.rundir.records import Lines, blocks_of, in_file, requests_in
 from harness.summary import Numbers, Summary
 from tests.made_runs import request, write_lines
@@ -47,23 +46,17 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_several_processes_give_the_summary_of_one(folder: Path, limits: pytest.MonkeyPatch) -> None:
+def test_several_processes_give_the_summary_and_the_page_of_one(folder: Path, limits: pytest.MonkeyPatch) -> None:
     alone = summarize(folder)
     assert (alone.valid, alone.reasons) == (True, [])
     assert [row.pooled.sent for row in alone.rows] == [5_000, 5_000]
+    write_summary(folder, alone)
+    page = write_report(folder).read_bytes()
     limits.setattr(blocks, "BLOCK_BYTES", 3_000_000)
     limits.setattr(blocks, "PARALLEL_BYTES", 0)
     limits.setattr(blocks, "processes", lambda: 2)
     assert summarize(folder) == alone
-
-
-def test_several_processes_give_the_page_of_one(folder: Path, limits: pytest.MonkeyPatch) -> None:
-    write_summary(folder, summarize(folder))
-    alone = write_report(folder).read_bytes()
-    limits.setattr(blocks, "BLOCK_BYTES", 3_000_000)
-    limits.setattr(blocks, "PARALLEL_BYTES", 0)
-    limits.setattr(blocks, "processes", lambda: 2)
-    assert write_report(folder).read_bytes() == alone
+    assert write_report(folder).read_bytes() == page
 
 
 def test_a_long_file_keeps_few_gaps_and_the_same_percentiles(folder: Path, limits: pytest.MonkeyPatch) -> None:
@@ -196,13 +189,6 @@ def test_an_interval_counts_its_ends_and_keeps_what_is_inside() -> None:
     assert gaps.value_at([part], 400) == 0.0
     assert gaps.value_at([part], 800) == 1.0
     assert gaps.value_at([part], 900) is None
-
-
-def test_the_run_that_measures_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
-    made: list[Run] = [make_run(tmp_path / name / "run", 100) for name in ("one", "two")]
-    assert made[0] == made[1]
-    one, two = ((tmp_path / name / "run" / "requests.jsonl").read_bytes() for name in ("one", "two"))
-    assert one == two
 
 
 def test_a_reading_process_that_is_killed_is_an_error_with_words(tmp_path: Path, limits: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from harness.errors import HarnessError, ScenarioError
-from harness.files import SCENARIOS
 from harness.prepare.preview import estimate_s, work
 from harness.scenario import Arrivals, Load, Scenario, Server, Trace, Warmup, warmup_of
 from harness.scenario.behaviour import Agent, Pause
@@ -59,11 +58,6 @@ def test_a_small_scenario_gets_the_documented_defaults(tmp_path: Path) -> None:
     assert baseline_of(scenario).load == "one"
 
 
-@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_scenario_that_ships_loads(path: Path) -> None:
-    assert load_scenario(path).question
-
-
 def test_all_problems_are_reported_at_once_with_path_line_value_and_advice(tmp_path: Path) -> None:
     text = """
 version: 1
@@ -85,35 +79,6 @@ repeats: 0
         "$.loads.two.batchsize (line 8): unknown key; did you mean 'batch_size'?",
         "$.repeats (line 9): a whole number of at least 1 is expected, got 0",
     ]
-
-
-def test_a_version_in_quotes(tmp_path: Path) -> None:
-    assert problems_of(tmp_path, GOOD.replace("version: 1", 'version: "1"')) == [
-        "$.version (line 2): expected one of 1, got '1'; write it without quotes"
-    ]
-
-
-def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
-    assert problems_of(tmp_path, GOOD + "seed: 1\nseed: 2\n") == ["$.seed (line 10): written twice; keep one"]
-
-
-def test_half_a_character_is_refused_where_it_is(tmp_path: Path) -> None:
-    half = (
-        "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
-    )
-    assert problems_of(tmp_path, GOOD + 'notes: "\\ud83d"\n')[0] == f"$.notes (line 9): {half} (got '\\ud83d')"
-    assert problems_of(tmp_path, GOOD + '"\\ude00": 1\n') == [f"$ (line 9): {half} (got '\\ude00')"]
-
-
-def test_broken_yaml_names_the_place(tmp_path: Path) -> None:
-    assert problems_of(tmp_path, "version: [1\n") == [
-        "not valid YAML at line 2, column 1: expected ',' or ']', but got '<stream end>'"
-    ]
-
-
-@pytest.mark.parametrize("text", ["", "- 1\n", "hello\n", "\x00"])
-def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
-    assert len(problems_of(tmp_path, text)) == 1
 
 
 def test_contradictions_are_found(tmp_path: Path) -> None:
@@ -154,57 +119,27 @@ checks: ["error_rate = 0"]
 @pytest.mark.parametrize(
     ("load", "problem"),
     [
-        (
-            "{user: chat, requests: 1, stream: false, abandon: {share: 0.1, after_tokens: 5}}",
-            "abandon.after_tokens (line 9): without 'stream' an answer comes all at once; use 'after_s'",
-        ),
-        *(
-            (
-                f"{{user: {user}, trace: {{file: t.csv}}}}",
-                "trace (line 9): each of its rows is one request; use 'user: batch' without 'batch_size'",
-            )
-            for user in ("chat", "agent", "rag")
-        ),
-        (
-            "{user: batch, in_flight: 4, trace: {file: t.csv}}",
-            "in_flight (line 9): a trace says when requests are sent; remove it",
-        ),
-        (
-            "{user: batch, requests: 1, arrivals: {rate: 1, between: ramps}}",
-            "arrivals.between (line 9): belongs to 'points'",
-        ),
-        (
-            "{user: batch, requests: 1, in_flight: 4, turns: 3}",
-            "turns (line 9): belongs to 'user: chat', and this is batch; remove it",
-        ),
+        ("{user: chat, requests: 1, stream: false, abandon: {share: 0.1, after_tokens: 5}}",
+         "abandon.after_tokens (line 9): without 'stream' an answer comes all at once; use 'after_s'"),
+        ("{user: chat, trace: {file: t.csv}}",
+         "trace (line 9): each of its rows is one request; use 'user: batch' without 'batch_size'"),
+        ("{user: batch, in_flight: 4, trace: {file: t.csv}}",
+         "in_flight (line 9): a trace says when requests are sent; remove it"),
+        ("{user: batch, requests: 1, arrivals: {rate: 1, between: ramps}}",
+         "arrivals.between (line 9): belongs to 'points'"),
+        ("{user: batch, requests: 1, in_flight: 4, turns: 3}",
+         "turns (line 9): belongs to 'user: chat', and this is batch; remove it"),
     ],
-)
+)  # fmt: skip
 def test_a_load_that_contradicts_itself_is_refused(tmp_path: Path, load: str, problem: str) -> None:
     (tmp_path / "t.csv").write_text("")
     text = GOOD + f"  wrong: {load}\n"
     assert problems_of(tmp_path, text) == [f"$.loads.wrong.{problem}"]
 
 
-@pytest.mark.parametrize(
-    ("users", "said"),
-    [(1, "1 batch user, always 4 in flight, "), (3, "3 batch users, always 4 in flight each, 12 in all, ")],
-)
-def test_the_plan_says_how_many_requests_are_in_flight(users: int, said: str) -> None:
-    assert work(Load(user="batch", users=users, in_flight=4, requests=9)).startswith(said)
-
-
-def test_an_empty_prompts_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text("\n")
-    text = GOOD + "prompts: {kind: file, file: prompts.jsonl}\n"
-    assert problems_of(tmp_path, text) == [
-        "$.prompts.file (line 9): prompts.jsonl is empty; one JSON object a line is expected"
-    ]
-
-
-def test_a_newer_format_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    assert problems_of(tmp_path, "version: 2\n") == [
-        "$.version: 2 was written for a newer harness; this one reads version 1"
-    ]
+def test_the_plan_says_how_many_requests_are_in_flight() -> None:
+    said = work(Load(user="batch", users=3, in_flight=4, requests=9))
+    assert said.startswith("3 batch users, always 4 in flight each, 12 in all, ")
 
 
 def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
@@ -221,41 +156,18 @@ def test_the_plan_is_interleaved_and_turns_round_each_repeat(tmp_path: Path) -> 
     ]  # fmt: skip
 
 
-def test_what_is_right_is_checked_further_although_something_else_is_wrong(tmp_path: Path) -> None:
-    text = """
-version: 1
-question: What?
-model: 5
-servers: {a: {template: vllm-rocm, container: false}, b: {templat: x}}
-loads:
-  one: {user: bach, requests: 1}
-  two: {user: batch, requests: ten}
-prompts: {kind: synthetik}
-baseline: {server: b, load: three}
-"""
-    assert problems_of(tmp_path, text) == [
-        "$.model (line 4): a text is expected, got 5",
-        "$.servers.b.templat (line 5): unknown key; did you mean 'template'?",
-        "$.servers.b (line 5): 'template' is missing",
-        "$.loads.two.requests (line 8): a whole number is expected, got 'ten'",
-        "$.prompts.kind (line 9): expected one of synthetic, file, classification, got 'synthetik'; "
-        "did you mean 'synthetic'?",
-        "$.loads.one.user (line 7): 'bach' is neither a user class that ships nor a .py file; did you mean 'batch'?",
-        "$.servers.a.container (line 5): only the template 'simulated' can run without a container, not 'vllm-rocm'",
-        "$.baseline.load (line 10): 'three' is not a load; known: one, two",
-    ]
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("seed: 010", "$.seed (line 9): '010' is not a plain whole number; write it in digits"),
+        ("seed: 1\nseed: 2", "$.seed (line 10): written twice; keep one"),
+        ('"\\ude00": 1',
+         "$ (line 9): \\ud800 to \\udfff are halves of a character; write the whole character, or its "),
+        ("prompts: {kind: file, file: prompts.jsonl}",
+         "$.prompts.file (line 9): prompts.jsonl is empty; one JSON object "),
         ("seed: 1:30", "$.seed (line 9): '1:30' is not a plain whole number; write it in digits"),
         ("repeats: 100000", "$.repeats (line 9): a whole number of at most 1000 is expected, got 100000"),
-        (
-            "metrics_interval_s: .inf",
-            "$.metrics_interval_s (line 9): a number of at most 10000000 is expected, got inf",
-        ),
+        ("metrics_interval_s: .inf",
+         "$.metrics_interval_s (line 9): a number of at most 10000000 is expected, got inf"),
         ("checks: &a [*a]", "an alias (*name) refers to what contains it"),
         (
             "checks: [&a [x, x, x, x, x, x, x, x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a, *a], "
@@ -265,23 +177,16 @@ baseline: {server: b, load: three}
         ),
         ("checks: " + 5000 * "[", "not a scenario: its lists and mappings are nested too deeply"),
         ("? [a]\n: 1", "$ (line 9): a key is a name, not a list or mapping"),
-        (
-            "<<: {seed: 1}",
-            "$ (line 9): merging with << is not done; write the keys out, or repeat a whole value with an alias: "
-            "name: *other",
-        ),
-        (
-            "api_key_env: sk-SECRET-123",
-            "$.api_key_env (line 9): expected the NAME of an environment variable, never the key itself",
-        ),
+        ("<<: {seed: 1}",
+         "$ (line 9): merging with << is not done; write the keys out, or repeat a whole value with "),
+        ("api_key_env: sk-SECRET-123",
+         "$.api_key_env (line 9): expected the NAME of an environment variable, never th"),
     ],
-)
+)  # fmt: skip
 def test_traps_of_yaml_slips_of_the_finger_and_a_pasted_key(tmp_path: Path, line: str, problem: str) -> None:
-    assert problems_of(tmp_path, f"{GOOD}{line}\n") == [problem]
-
-
-def test_exponents_are_numbers(tmp_path: Path) -> None:
-    assert load_scenario(write(tmp_path, GOOD + "metrics_interval_s: 5e-1\n")).metrics_interval_s == 0.5
+    (tmp_path / "prompts.jsonl").write_text("\n")
+    (found,) = problems_of(tmp_path, f"{GOOD}{line}\n")
+    assert found.startswith(problem)
 
 
 def test_more_comparisons_name_rows(tmp_path: Path) -> None:
@@ -297,32 +202,25 @@ def test_more_comparisons_name_rows(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("question: q\n", "$ (line 1): 'version' is missing; write version: 1"),
-        ("version: 1\nservers: [1]\n", "$.servers (line 2): a mapping (name: value) is expected, got [1]"),
+        ('version: "1"\n', "$.version (line 1): expected one of 1, got '1'; write it without quotes"),
+        ("version: 2\n", "$.version: 2 was written for a newer harness; this one reads version 1"),
+        ("version: [1\n", "not valid YAML at line 2, column 1: expected ',' or ']', but got '<stream end>'"),
+        ("- 1\n", "$: a scenario is a mapping"),
+        ("\x00", "not valid YAML"),
         ("version: 1\nservers: {a: vllm}\n", "$.servers.a (line 2): a mapping (name: value) is expected, got 'vllm'"),
         ("version: 1\nchecks: x\n", "$.checks (line 2): a list is expected, got 'x'"),
-        ("version: 1\nrestart: 3\n", "$.restart (line 2): true or false is expected, got 3"),
         ("version: 1\nseed: x\n", "$.seed (line 2): a whole number is expected, got 'x'"),
-        (
-            "version: 1\nquestion: [q]\n",
-            "$.question (line 2): a text of at most 10,000 characters is expected, got ['q']",
-        ),
-        (
-            "version: 1\nbaseline: {server: off, load: l}\n",
-            "$.baseline.server (line 2): a text is expected, got False; YAML reads on, off, yes and no so: "
-            "put the word in quotes",
-        ),
+        ("version: 1\nquestion: [q]\n",
+         "$.question (line 2): a text of at most 10,000 characters is expected, got ['q']"),
         (
             "version: 1\nloads: {l: {user: batch, requests: 1, answer: {choice: [yes, no]}}}\n",
             "$.loads.l.answer.choice (line 2): 'auto' or a list of texts is expected, got [True, False]; YAML reads "
             "on, off, yes and no so: put the word in quotes",
         ),
     ],
-)
+)  # fmt: skip
 def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "s.yaml").write_text(text)
-    with pytest.raises(ScenarioError) as caught:
-        load_scenario(tmp_path / "s.yaml")
-    assert said in caught.value.problems
+    assert any(problem.startswith(said) for problem in problems_of(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +230,6 @@ def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, s
         (Load(user="batch", requests=40), 3 + 4 * 3 + 40 * 3),
         (Load(user="batch", batch_size=4, requests=40, think_s=[1, 3]), 3 + (3 + 2) + 10 * (3 + 2)),
         (Load(user="batch", in_flight=4, requests=40), 3 + 3 + 10 * 3),
-        (Load(user="batch", in_flight=2, users=2, requests=40), 3 + 3 + 10 * 3),
         (Load(user="chat", users=2, turns=2, requests=40, think=Pause(mean_s=7)), 3 + 2 * 10 + 20 * 10),
         (Load(user="agent", agent=Agent(tool_time=Pause(mean_s=2)), requests=40), 3 + 4 * 5 + 40 * 5),
         (Load(user="batch", in_flight=4, duration_s=60), 3 + 3 + 60 + 3),
@@ -355,6 +252,14 @@ def test_the_estimated_time_is_that_of_what_limits_the_load(tmp_path: Path, load
     assert estimate_s(scenario, tmp_path) == pytest.approx(2 * seconds)
 
 
+def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:
+    loads = {name: Load(user="batch", duration_s=60, output_tokens=100) for name in ("m.a", "m.b")}
+    servers = {"a": Server(template="simulated", container=False)}
+    scenario = Scenario(version=1, question="?", model="m", servers=servers, loads=loads, repeats=1,
+                        warmup=Warmup(duration_s=5))  # fmt: skip
+    assert estimate_s(scenario, tmp_path) == 3 + 5 + 60 + 3
+
+
 @pytest.mark.parametrize(
     ("load", "told"),
     [
@@ -364,13 +269,11 @@ def test_the_estimated_time_is_that_of_what_limits_the_load(tmp_path: Path, load
         ({"user": "chat", "users": "ten", "processes": 4, "requests": 5, "in_flight": 2}, {"users", "in_flight"}),
         ({"user": "batch", "stages": 5}, {"stages"}),
         ({"user": "batch", "trace": {"file": "none.csv", "speeed": 3}}, {"trace.speeed"}),
-        (
-            {"user": "batch", "stages": [{"users": 1, "for_s": 2}] * 2, "requests": 5, "drain_s": "no"},
-            {"drain_s", "requests"},
-        ),
+        ({"user": "batch", "stages": [{"users": 1, "for_s": 2}] * 2, "requests": 5, "drain_s": "no"},
+         {"drain_s", "requests"}),
         ({"user": 3, "requests": 1, "duration_s": 2}, {"user"}),
     ],
-)
+)  # fmt: skip
 def test_a_key_of_a_wrong_type_hides_no_contradiction_of_its_load_and_makes_none(
     tmp_path: Path, load: dict[str, Any], told: set[str]
 ) -> None:
@@ -378,68 +281,45 @@ def test_a_key_of_a_wrong_type_hides_no_contradiction_of_its_load_and_makes_none
     assert {problem.split()[0].removeprefix("$.loads.x.") for problem in problems} == told
 
 
-def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:
-    loads = {
-        name: Load(user="batch", duration_s=seconds, output_tokens=100) for name, seconds in (("m.a", 60), ("m.b", 60))
-    }
-    scenario = Scenario(
-        version=1, question="?", model="m", servers={"a": Server(template="simulated", container=False)}, loads=loads,
-        repeats=1, warmup=Warmup(duration_s=5),
-    )  # fmt: skip
-    assert estimate_s(scenario, tmp_path) == 3 + 5 + 60 + 3
-
-
 @pytest.mark.parametrize(
-    ("part", "number", "problem"),
+    ("servers", "loads", "repeats", "problem"),
     [
-        ("servers", 201, "it has 201 servers; at most 200 are read"),
-        ("loads", 5000, "a plan of 125,000 cells (servers x loads x repeats); at most 100,000 are read"),
+        (201, 1, 1, "it has 201 servers; at most 200 are read"),
+        (120, 1, 1000, "a plan of 120,000 cells (servers x loads x repeats); at most 100,000 are read"),
     ],
 )
-def test_a_scenario_that_is_too_large_is_refused(tmp_path: Path, part: str, number: int, problem: str) -> None:
-    servers = "\n".join(f"  s{i}: {{template: simulated}}" for i in range(number if part == "servers" else 5))
-    loads = "\n".join(f"  l{i}: {{user: batch, requests: 1}}" for i in range(number if part == "loads" else 1))
-    path = tmp_path / "large.yaml"
-    path.write_text(f"version: 1\nquestion: q\nmodel: m\nservers:\n{servers}\nloads:\n{loads}\n")
-    with pytest.raises(ScenarioError) as caught:
-        load_scenario(path)
-    assert any(problem in told for told in caught.value.problems)
+def test_a_scenario_that_is_too_large_is_refused(
+    tmp_path: Path, servers: int, loads: int, repeats: int, problem: str
+) -> None:
+    of = {
+        "servers": {f"s{number}": {"template": "simulated"} for number in range(servers)},
+        "loads": {f"l{number}": {"user": "batch", "requests": 1} for number in range(loads)},
+    }
+    text = yaml.safe_dump({"version": 1, "question": "q", "model": "m", **of, "repeats": repeats})
+    assert any(problem in told for told in problems_of(tmp_path, text))
 
 
 def test_long_values_are_cut_and_long_numbers_refused(tmp_path: Path) -> None:
-    path = tmp_path / "long.yaml"
     for value in ("9" * 5000, "0" + "1" * 5000, "1" * 5000 + ":30"):
-        path.write_text(
-            f"version: 1\nquestion: q\nmodel: m\nrepeats: {value}\nservers: {{a: {{template: simulated}}}}\n"
-        )
-        with pytest.raises(ScenarioError) as caught:
-            load_scenario(path)
-        assert "at most 30 are read" in caught.value.detail
-        assert "4300" not in caught.value.detail
-    path.write_text(f"version: 1\nquestion: q\nmodel: m\nsorver: {'x' * 5000}\nchecks: ['ttft_p95 <= {'9' * 400}s']\n")
-    with pytest.raises(ScenarioError) as caught:
-        load_scenario(path)
-    assert all(len(problem) <= 1003 for problem in caught.value.problems)
-    assert "a bound has at most 30 characters" in caught.value.detail
+        said = "\n".join(problems_of(tmp_path, f"{GOOD}repeats: {value}\n"))
+        assert "at most 30 are read" in said and "4300" not in said
+    problems = problems_of(tmp_path, f"{GOOD}sorver: {'x' * 5000}\nchecks: ['ttft_p95 <= {'9' * 400}s']\n")
+    assert all(len(problem) <= 1003 for problem in problems)
+    assert "a bound has at most 30 characters" in "\n".join(problems)
 
 
 def test_a_key_of_an_older_version_is_refused_with_the_new_one(tmp_path: Path) -> None:
-    loads = """
-  wave: {user: batch, requests: 1, arrivals: {wave: {least: 1, most: 5, period_s: 10}}}
+    loads = """  wave: {user: batch, requests: 1, arrivals: {wave: {least: 1, most: 5, period_s: 10}}}
   chat: {user: chat, requests: 1, think: {mean_s: 1, most_s: 3}, output_tokens: {lognormal: {median: 5, most: 9}}}
   trace: {user: batch, trace: {file: day.csv, most: 2}}
 warmup: {until: steady, most_requests: 9}
 """
-    text = f"version: 1\nquestion: q\nmodel: m\nservers: {{a: {{template: simulated}}}}\nloads:{loads}"
-    (tmp_path / "scenario.yaml").write_text(text)
     (tmp_path / "day.csv").touch()
-    with pytest.raises(ScenarioError) as caught:
-        load_scenario(tmp_path / "scenario.yaml")
-    assert caught.value.problems == [
-        "$.loads.wave.arrivals.wave.least (line 6): this key is now 'min'",
-        "$.loads.wave.arrivals.wave.most (line 6): this key is now 'max'",
-        "$.loads.chat.think.most_s (line 7): this key is now 'max_s'",
-        "$.loads.chat.output_tokens.lognormal.most (line 7): this key is now 'max'",
-        "$.loads.trace.trace.most (line 8): this key is now 'max_requests'",
-        "$.warmup.most_requests (line 9): this key is now 'max_requests'",
+    assert problems_of(tmp_path, GOOD + loads) == [
+        "$.loads.wave.arrivals.wave.least (line 9): this key is now 'min'",
+        "$.loads.wave.arrivals.wave.most (line 9): this key is now 'max'",
+        "$.loads.chat.think.most_s (line 10): this key is now 'max_s'",
+        "$.loads.chat.output_tokens.lognormal.most (line 10): this key is now 'max'",
+        "$.loads.trace.trace.most (line 11): this key is now 'max_requests'",
+        "$.warmup.most_requests (line 12): this key is now 'max_requests'",
     ]

@@ -16,7 +16,7 @@ from harness.rundir.manifest import ServedBy
 from harness.serve.containers import LogFile
 from harness.serve.facts import recorded
 from harness.serve.security import open_secrets, open_secrets_in_text, secrets_in
-from tests.command import harness
+from tests.command import called
 from tests.fake_server import answering, load_process, one_record, read_request, serving, whole, work
 
 HUB = "hf_abcdefghijklmnopqrst"
@@ -32,28 +32,23 @@ repeats: 1
 """
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["DB_PWD", "GITHUB_PAT", "BASIC_AUTH", "MY_PASS", "HF_TOKENS", "OPENAI_APIKEY", "AWS_CREDS", "SMTP_PW", "MY_JWT",
-     "proxy-auth", "CURLOPT_USERPWD", "SESSION_COOKIE", "LEMONADE_ADMIN_API_KEY", "GOOGLE_CREDENTIALS"],
+SECRET_NAMES = (
+    "DB_PWD", "GITHUB_PAT", "BASIC_AUTH", "MY_PASS", "HF_TOKENS", "OPENAI_APIKEY", "AWS_CREDS", "SMTP_PW", "MY_JWT",
+    "proxy-auth", "CURLOPT_USERPWD", "SESSION_COOKIE", "LEMONADE_ADMIN_API_KEY", "GOOGLE_CREDENTIALS",
 )  # fmt: skip
-def test_a_literal_under_a_secrets_name_is_refused_and_not_shown(name: str) -> None:
-    (problem,) = open_secrets({name: "hunter2hunter"}, "$.environment")
-    assert problem.path == f"$.environment.{name}" and f" as {name}" in problem.text
-    assert "hunter" not in problem.text
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["PWD", "OLDPWD", "MAX_TOKENS", "STOP_TOKENS", "output_tokens", "kv_cache_tokens", "COMPASS", "BYPASS", "PATH",
-     "AUTHOR", "MONKEY_PATCH", "TOKENIZERS_PARALLELISM", "DISPATCH", "HIP_VISIBLE_DEVICES"],
+OTHER_NAMES = (
+    "PWD", "OLDPWD", "MAX_TOKENS", "STOP_TOKENS", "output_tokens", "kv_cache_tokens", "COMPASS", "BYPASS", "PATH",
+    "AUTHOR", "MONKEY_PATCH", "TOKENIZERS_PARALLELISM", "DISPATCH", "HIP_VISIBLE_DEVICES",
 )  # fmt: skip
-def test_what_only_sounds_like_a_secret_is_none(name: str) -> None:
-    assert not is_secret(name)
 
 
-def test_a_switch_is_no_secret() -> None:
-    assert open_secrets({"REQUIRE_AUTH": "false", "NO_API_KEY": 1, "DB_PWD": "${DB_PWD}"}, "$") == []
+def test_a_literal_under_a_secrets_name_is_refused_and_not_shown() -> None:
+    for name in SECRET_NAMES:
+        (problem,) = open_secrets({name: "hunter2hunter"}, "$.environment")
+        assert problem.path == f"$.environment.{name}" and f" as {name}" in problem.text
+        assert "hunter" not in problem.text
+    assert [name for name in OTHER_NAMES if is_secret(name)] == []
+    assert open_secrets({"REQUIRE_AUTH": "false", "NO_API_KEY": 1, "DB_PWD": "${DB_PWD}"}, "$") == []  # switches
 
 
 FORMS = pytest.mark.parametrize(
@@ -65,11 +60,8 @@ FORMS = pytest.mark.parametrize(
         "sk-proj-abc123def456ghi7",
         "AKIAIOSFODNN7EXAMPLE",
         "Authorization: Bearer abcdefgh12345",
-        "Authorization: Basic dTpodW50ZXI2",
         "postgres://me:hunter2hunter@db:5432/x",
-        "redis://:hunter2hunter@cache:6379",
         "me:hunter2hunter@proxy.example:3128",
-        "xoxb-123456789012-abcdef",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
         "AIzaSyA0123456789abcdefghijklmnopqrstuv",
         "-----BEGIN PRIVATE KEY-----",
@@ -96,13 +88,12 @@ def test_a_value_that_looks_like_a_secret_is_refused_under_any_name(text: str) -
     assert (line.path, line.line) == ("$", 2) and text.split()[-1] not in line.text
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["ghcr.io/org/image:v1.2@sha256:0123456789abcdef", "127.0.0.1:8000:8000", "hf.co/ggml-org/Qwen3-0.6B-GGUF:Q4_0",
-     "http://proxy:3128", "the bearer of good news", "a basic question", "/data/hf_models:/models", "Qwen/Qwen3-0.6B"],
-)  # fmt: skip
-def test_a_plain_value_passes(text: str) -> None:
-    assert open_secrets({"PLAIN": text}, "$") == []
+def test_a_plain_value_passes() -> None:
+    for text in (
+        "ghcr.io/org/image:v1.2@sha256:0123456789abcdef", "127.0.0.1:8000:8000", "hf.co/ggml-org/Qwen3-0.6B-GGUF:Q4_0",
+        "http://proxy:3128", "the bearer of good news", "a basic question", "/data/hf_models:/models",
+    ):  # fmt: skip
+        assert open_secrets({"PLAIN": text}, "$") == []
 
 
 @pytest.mark.parametrize(
@@ -115,15 +106,11 @@ def test_a_plain_value_passes(text: str) -> None:
         ('{"api_key": "plainword"}', '{"api_key": "***"}'),
         (r'"{\"api_key\": \"plainword\"}"', r'"{\"api_key\": \"***\"}"'),
         ("HF_TOKEN=hf_abcdefghijklm vllm", "HF_TOKEN=*** vllm"),
-        ("VLLM_API_KEY: plainword", "VLLM_API_KEY: ***"),
         ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
-        ("{'authorization': 'Basic eHg6eQ=='}", "{'authorization': 'Basic ***'}"),
         ("Authorization: plainword", "Authorization: ***"),
-        ("X-API-Key: plainword", "X-API-Key: ***"),
         ("bad token hf_AbCdEfGh1234567!", "bad token ***!"),
         ("Incorrect API key provided: sk-abcdefgh1234567.", "Incorrect API key provided: ***."),
         ("https://me:plainword@host/x", "https://***@host/x"),
-        ("env: HF_TOKEN=plainword", "env: HF_TOKEN=***"),
         ("LEMONADE_ADMIN_API_KEY='two words' x", "LEMONADE_ADMIN_API_KEY='***' x"),
         ("SMTP_PW=plainword GITHUB_PAT: plainword", "SMTP_PW=*** GITHUB_PAT: ***"),
         ("client_secret=plainword,x", "client_secret=***"),
@@ -204,14 +191,13 @@ def test_the_manifest_has_none_of_them_and_keeps_the_names() -> None:
     assert masked({"a": [1, None, "my-own-value"]}, "known") == {"a": [1, None, "***"]}
 
 
-@pytest.mark.parametrize("with_url", [False, True])
-def test_a_secret_in_the_question_or_a_comment_is_refused(tmp_path: Path, with_url: bool) -> None:
+@pytest.mark.parametrize("words", [["check"], ["run", "--url", "http://127.0.0.1:9", "--runs", "runs"]])
+def test_a_secret_in_the_question_or_a_comment_is_refused(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "s.yaml").write_text(SCENARIO.format(question=f"my token is {HUB}", more="") + f"# old: {HUB}\n")
-    words = ["run", "--url", "http://127.0.0.1:9", "--runs", "runs"] if with_url else ["check"]
-    done = harness(*words, "s.yaml", cwd=tmp_path)
+    done = called(*words, "s.yaml", cwd=tmp_path)
     assert done.code == 1
-    assert "$ (line 2): a secret must not be in the scenario" in done.err
-    assert "$ (line 9): a secret must not be in the scenario" in done.err
+    for line in (2, 9):
+        assert f"$ (line {line}): a secret must not be in the scenario" in done.err
     assert HUB not in done.err + done.out
     assert not (tmp_path / "runs").exists()
 
@@ -219,7 +205,7 @@ def test_a_secret_in_the_question_or_a_comment_is_refused(tmp_path: Path, with_u
 def test_a_secret_is_reported_of_once(tmp_path: Path) -> None:
     text = SCENARIO.format(question="q", more=f", environment: {{A: {HUB}, DB_PWD: hunter2hunter}}")
     (tmp_path / "s.yaml").write_text(text)
-    done = harness("check", "s.yaml", cwd=tmp_path)
+    done = called("check", "s.yaml", cwd=tmp_path)
     assert "s.yaml: 2 problems" in done.err
     assert HUB not in done.err and "hunter2" not in done.err
 
@@ -248,17 +234,8 @@ def test_what_the_server_got_from_the_environment_is_in_no_message(
 ) -> None:
     monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '{"the-database-password": true}')
     body = b'{"error":{"message":"%s the-database-password was refused","code":500}}' % (b"x" * 260)
-
-    def handler(connection: socket.socket, number: int) -> None:
-        read_request(connection)
-        connection.sendall(whole(body, status=b"500 Internal Server Error"))
-
-    with serving(handler) as url, load_process(tmp_path, url) as process:
-        client = process.client()
-        answer = process.send(client, work())
-        client.close()
-    assert answer.message is not None and "x ***" in answer.message
-    assert b"the-database" not in (tmp_path / "requests.jsonl").read_bytes()
+    record = one_record(tmp_path, answering(whole(body, status=b"500 Internal Server Error")))
+    assert record.message is not None and "x ***" in record.message and "the-database" not in record.message
 
 
 def test_a_secret_that_only_the_server_knows_is_in_no_message(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from harness.analysis.limits import Limited, client_limits, limited
 from harness.analysis.tally import CellCounts, Clock, numbers_of
-from harness.reasons import number_words, sentence
+from harness.reasons import sentence
 from harness.rundir.records import ProcessMark, Request, read_marks
 from harness.scenario import Arrivals, Load, Warmup
 from harness.simulated import spawned
@@ -93,24 +93,17 @@ def test_requests_that_follow_a_schedule_are_not_slowed_by_a_late_loop() -> None
     assert limits(four(scheduled_s=0.0), scheduled, loop_lag_mean_s=0.045) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "lags", "said"),
-    [
-        (SHARED_READ | {"chunks_s": FIRST_SHARED}, {"core_wait": 0.25},
-         "client-limited (TTFT, TTFO, TPOT and chunk gaps): 9.1% of the chunks and 100.0% of the first chunks were "
-         "fetched late, together with a later one: their times are upper bounds; at most 1% is allowed; other "
-         "processes used its core during 25% of the time: stop them, or send from another machine"),
-        ({"clock": "read"}, {"loop_lag_p99_s": 0.0123},
-         "client-limited (TTFT, TTFO, TPOT, E2E latency and chunk gaps): chunk times are those of the read, and 1 % of "
-         f"the timers of a load process fired 12.3 ms or more late; at most 5 ms is allowed; {MORE}"),
-        ({}, {"loop_lag_mean_s": 0.045},
-         "client-limited (wall time, tok/s, prompt tok/s and requests/s): timers of a load process fired 45.0 ms late "
-         f"on average, 3.0% of the time that a request took; at most 30.0 ms is allowed; {MORE}"),
-    ],
-)  # fmt: skip
-def test_a_limit_in_words(changes: dict[str, Any], lags: dict[str, float], said: str) -> None:
-    [(_, why)] = limits(four(**changes), LOAD, **lags)
-    assert sentence(why) == said
+def test_a_limit_in_words() -> None:
+    [(_, why)] = limits(four(**SHARED_READ | {"chunks_s": FIRST_SHARED}), LOAD, core_wait=0.25)
+    assert sentence(why) == (
+        "client-limited (TTFT, TTFO, TPOT and chunk gaps): 9.1% of the chunks and 100.0% of the first chunks were "
+        "fetched late, together with a later one: their times are upper bounds; at most 1% is allowed; other "
+        "processes used its core during 25% of the time: stop them, or send from another machine"
+    )
+    [(_, why)] = limits(four(clock="read"), LOAD, loop_lag_p99_s=0.0123)
+    assert sentence(why).endswith(f"12.3 ms or more late; at most 5 ms is allowed; {MORE}")
+    one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot_s", "wall_s"])
+    assert limited(["wall_s", "ttft_s", "tpot_s"], [one]) == ["wall_s", "tpot_s"]
 
 
 def test_the_remedy_of_a_late_process() -> None:
@@ -126,17 +119,10 @@ def test_the_remedy_of_a_late_process() -> None:
     assert why.values["remedy"] == {"code": "remedy_run_again"}
 
 
-def test_in_words() -> None:
-    assert number_words([]) == ""
-    assert number_words(["ttft_s"]) == "TTFT"
-    one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot_s", "wall_s"])
-    assert limited(["wall_s", "ttft_s", "tpot_s"], [one]) == ["wall_s", "tpot_s"]
-
-
 # Real processes.
 
 Disturb = Callable[["subprocess.Popen[str]"], None]  # gets the load process when its first request has ended
-STREAMS, TOKENS, ROUNDS = 10, 50, 3
+STREAMS, TOKENS, ROUNDS = 10, 50, 2
 
 
 def measured(folder: Path, flags: Sequence[str], disturb: Disturb | None = None) -> tuple[list[Limited], str]:
@@ -201,18 +187,12 @@ def well(folder: Path, flags: Sequence[str] = ()) -> tuple[list[Limited], str]:
 
 @pytest.mark.alone
 @pytest.mark.timeout(180)
-def test_a_healthy_client_is_not_called_limited(tmp_path: Path) -> None:
-    assert well(tmp_path)[0] == []
-
-
-@pytest.mark.alone
-@pytest.mark.timeout(180)
 def test_an_engine_that_writes_two_chunks_at_once_does_not_make_the_client_limited(tmp_path: Path) -> None:
     limits, words = well(tmp_path, ["--fault", "coalesce:2"])
     assert limits == []
     # The first event of 51 has no text: 24 pairs, and two chunks alone.
     chunks, shared = (int(word) for word in re.findall(r"\d+", words)[:2])
-    assert chunks == 40 * TOKENS and shared >= 40 * 24
+    assert chunks == 30 * TOKENS and shared >= 30 * 24
 
 
 @pytest.mark.alone

@@ -16,6 +16,10 @@ def test_we_live() -> None:
     mine = engine.owned("run", "cell")
     assert (mine[engine.OURS], mine[engine.RUN], mine[engine.CELL]) == ("1", "run", "cell")
     assert not process.owner_is_gone(mine)
+    assert process.owner_is_gone(mine | {process.PID_START: "1"})  # a later process with the same id
+    assert not process.owner_is_gone(mine | {process.HOST: "elsewhere", process.PID: "1"})
+    older = {key: text for key, text in mine.items() if key != process.PID_NAMESPACE}
+    assert not process.owner_is_gone(older | {process.PID_START: "1"})
 
 
 def test_a_process_that_ended_is_gone() -> None:
@@ -23,10 +27,6 @@ def test_a_process_that_ended_is_gone() -> None:
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     theirs = json.loads(answer.stdout)
     assert process.owner_is_gone(theirs)
-
-
-def test_a_later_process_with_the_same_id_is_not_the_owner() -> None:
-    assert process.owner_is_gone(engine.owned("r", "c") | {process.PID_START: "1"})
 
 
 def test_what_was_started_before_a_reboot_has_no_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,10 +52,6 @@ def test_without_a_machine_id_an_earlier_boot_may_be_another_machine_s(
     assert not process.owner_is_gone(engine.owned("r", "c") | {process.BOOT: "another"})
 
 
-def test_the_owner_on_another_host_counts_as_alive() -> None:
-    assert not process.owner_is_gone(engine.owned("r", "c") | {process.HOST: "elsewhere", process.PID: "1"})
-
-
 def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
     """As in a CI runner's container with `--network host`: same host name, same boot, other process ids."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc", *([] if os.getuid() == 0 else ["--map-root-user"])]
@@ -67,8 +63,3 @@ def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
         [*inside, sys.executable, "-c", code], input=json.dumps(mine), capture_output=True, text=True, check=True
     )
     assert answer.stdout == "False\n"
-
-
-def test_an_owner_whose_pid_namespace_is_not_known_counts_as_alive() -> None:
-    older = {key: text for key, text in engine.owned("r", "c").items() if key != process.PID_NAMESPACE}
-    assert not process.owner_is_gone(older | {process.PID_START: "1"})

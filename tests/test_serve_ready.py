@@ -105,44 +105,33 @@ def test_a_server_that_loads_on_request_is_asked_to(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
     serving = Serving(template="lemonade", port=1, health="/health", load=LoadCall(path="/load", body={}))
     text = "Failed to load model 'x': vLLM argument '--model' in vllm_args is managed by Lemonade"
-    error = json.dumps({"error": {"message": text}})
-    with (
-        server({**GOOD, "POST /load": (500, "application/json", error)}) as url,
-        pytest.raises(ServerError, match="could not load 'one': HTTP 500: Failed to load model 'x'") as caught,
-    ):
+    failed: Answer = (500, "application/json", json.dumps({"error": {"message": text}}))
+    said = pytest.raises(ServerError, match="could not load 'one': HTTP 500: Failed to load model 'x'")
+    with server({**GOOD, "POST /load": failed}) as url, said as caught:
         wait_ready(url, serving, "one", waiting(tmp_path))
     assert "Lemonade sets --model itself" in caught.value.next_step
 
 
 def test_never_ready_ends_at_the_time_limit_with_the_last_lines(tmp_path: Path) -> None:
     begin = time.monotonic()
-    with pytest.raises(
-        ServerError, match="did not become ready within 0.5 s; last seen at GET .*: no connect"
-    ) as caught:
+    said = "did not become ready within 0.5 s; last seen at GET .*: no connect"
+    with pytest.raises(ServerError, match=said) as caught:
         ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path))
     assert time.monotonic() - begin >= 0.5
-    assert caught.value.detail == "last words"
-    assert "startup_timeout_s" in caught.value.next_step
-
-
-def test_the_log_of_a_server_that_never_becomes_ready_is_read(tmp_path: Path) -> None:
+    assert caught.value.detail == "last words" and "startup_timeout_s" in caught.value.next_step
+    log = "We couldn't connect to 'https://huggingface.co'"  # is read
     with pytest.raises(ServerError) as caught:
-        ready(
-            f"http://127.0.0.1:{free_port()}", waiting(tmp_path, log="We couldn't connect to 'https://huggingface.co'")
-        )
+        ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path, log=log, timeout_s=0.1))
     assert "the hub cannot be reached" in caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    ("answer", "seen"),
-    [
-        ((503, "application/json", "{}"), "last seen at GET .*/health: HTTP 503"),
-        ((404, "text/html", "<p>"), "HTTP 404 with an HTML page"),
-    ],
-)
-def test_what_was_last_seen_is_said(tmp_path: Path, answer: Answer, seen: str) -> None:
-    with server({"GET /health": answer}) as url, pytest.raises(ServerError, match=seen):
-        ready(url, waiting(tmp_path))
+def test_what_was_last_seen_is_said(tmp_path: Path) -> None:
+    for status, kind, seen in (
+        (503, "application/json", "at GET .*/health: HTTP 503"),
+        (404, "text/html", "an HTML page"),
+    ):
+        with server({"GET /health": (status, kind, "")}) as url, pytest.raises(ServerError, match=seen):
+            ready(url, waiting(tmp_path, timeout_s=0.2))
 
 
 def test_a_dead_server_is_not_waited_for(tmp_path: Path) -> None:
@@ -192,30 +181,18 @@ def test_lemonade_lists_user_models_without_their_prefix() -> None:
         ("GET /v1/models", (401, "application/json", '{"error": "Unauthorized"}'), "wants an API key"),
         ("GET /v1/models", (200, "application/json", '{"models": []}'), "something that is not a list of models"),
         ("GET /v1/models", (500, "application/json", '{"error": "broken"}'), "answers HTTP 500: broken"),
-        ("POST /v1/chat/completions", HTML, "answers with an HTML page"),
         ("POST /v1/chat/completions", (200, "application/json", "[]"), "something that is not a chat completion"),
-        (
-            "POST /v1/chat/completions",
-            (400, "application/json", '{"error": {"message": "no chat template"}}'),
-            "the model does not answer: .* says HTTP 400: no chat template",
-        ),
-        ("POST /v1/chat/completions", (403, "text/plain", "no"), "wants an API key"),
+        ("POST /v1/chat/completions", (400, "application/json", '{"error": {"message": "no chat template"}}'),
+         "the model does not answer: .* says HTTP 400: no chat template"),
         ("POST /v1/chat/completions", (500, "text/plain", "oh"), "the model does not answer: .* says HTTP 500: oh"),
-        (
-            "POST /v1/chat/completions",
-            (500, "text/plain", "no to sk-abcdefghijklmnopqrstuvwxyz123456"),
-            r"says HTTP 500: no to \*\*\*$",
-        ),
+        ("POST /v1/chat/completions", (500, "text/plain", "no to sk-abcdefghijklmnopqrstuvwxyz123456"),
+         r"says HTTP 500: no to \*\*\*$"),
         ("POST /v1/chat/completions", HALF, r"no answer (from|to POST) .*the connection broke"),
-        ("GET /v1/models", (200, "application/json", "[{"), "something that is not JSON"),
-        (
-            "GET /v1/models",
-            (308, "text/plain", "https://other:9/v1/models"),
-            "/v1/models redirects to https://other:9/v1/models; redirects are not followed",
-        ),
+        ("GET /v1/models", (308, "text/plain", "https://other:9/v1/models"),
+         "/v1/models redirects to https://other:9/v1/models; redirects are not followed"),
         ("POST /v1/chat/completions", (307, "text/plain", "/x"), "redirects to http://127.0.0.1:[0-9]+/x; redirects"),
     ],
-)
+)  # fmt: skip
 def test_an_answer_that_is_no_api_is_explained(tmp_path: Path, path: str, answer: Answer, message: str) -> None:
     with server({**GOOD, path: answer}) as url:
         with pytest.raises(ServerError, match=message):
@@ -230,9 +207,8 @@ ERROR: Answer = (500, "application/json", '{"error": {"message": "a hiccup"}}')
 
 @pytest.mark.parametrize(
     ("path", "broken"),
-    [(CHAT_PATH, ERROR), (CHAT_PATH, HALF), (CHAT_PATH, RESET), (CHAT_PATH, (200, "application/json", "{")),
-     ("GET /v1/models", ERROR), ("GET /v1/models", HALF), ("GET /v1/models", (502, "text/plain", "bad gateway"))],
-)  # fmt: skip
+    [(CHAT_PATH, ERROR), (CHAT_PATH, RESET), (CHAT_PATH, (200, "application/json", "{")), ("GET /v1/models", HALF)],
+)
 def test_one_broken_answer_is_asked_again(tmp_path: Path, path: str, broken: Answer) -> None:
     seen: list[str] = []
     with server(GOOD, seen, {path: [broken]}) as url:
@@ -242,11 +218,8 @@ def test_one_broken_answer_is_asked_again(tmp_path: Path, path: str, broken: Ans
         assert attach(url, "one").served_by.model == "one"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [HTML, (500, *HTML[1:]), (401, "text/plain", ""), (404, "text/plain", ""), (200, "application/json", "[]")],
-)
 @pytest.mark.parametrize("path", ["GET /v1/models", CHAT_PATH])
+@pytest.mark.parametrize("answer", [(500, *HTML[1:]), (401, "text/plain", ""), (200, "application/json", "[]")])
 def test_what_will_not_pass_is_asked_once(tmp_path: Path, path: str, answer: Answer) -> None:
     for go in (lambda url: ready(url, waiting(tmp_path)), lambda url: attach(url, "one")):
         seen: list[str] = []
@@ -274,10 +247,8 @@ def test_a_wrong_key_is_not_a_missing_one(tmp_path: Path) -> None:
     ("path", "answer"),
     [
         ("GET /v1/models", (307, "text/plain", "http://127.0.0.1:1/login?key=my-own-key")),
-        ("GET /v1/models", (400, "application/json", '{"error": {"message": "unknown token my-own-key"}}')),
         ("GET /v1/models", (200, "application/json", '["my-own-key"]')),
         (CHAT_PATH, (400, "application/json", '{"error": "unknown token my-own-key"}')),
-        (CHAT_PATH, (400, "text/plain", "x" * 195 + "my-own-key")),
         (CHAT_PATH, (200, "text/plain", "x" * 495 + "my-own-key")),
     ],
 )
@@ -290,12 +261,12 @@ def test_a_key_that_the_server_repeats_is_masked(tmp_path: Path, path: str, answ
 
 
 def test_a_wrong_model_says_how_to_give_another() -> None:
-    with server(GOOD) as url, pytest.raises(ServerError) as caught:
+    with server(GOOD) as url, pytest.raises(ServerError, match="does not serve 'onne'; it serves 'one'") as caught:
         attach(url, "onne")
-    assert caught.value.what == f"{url} does not serve 'onne'; it serves 'one'"
-    assert caught.value.next_step == (
-        "Set the scenario's 'model' to one of these, or give `--model NAME` (did you mean 'one'?)."
-    )
+    assert "`--model NAME` (did you mean 'one'?)" in caught.value.next_step
+    with server({**GOOD, "GET /metrics": HTML}) as url:  # a web page is no metrics
+        assert attach(url, "one").metrics_url is None
+        assert attach(url, "one", metrics_url="http://127.0.0.1:9/m").metrics_url == "http://127.0.0.1:9/m"
 
 
 def test_a_running_server_is_attached_to() -> None:
@@ -309,38 +280,20 @@ def test_a_running_server_is_attached_to() -> None:
         assert endpoint.check_alive() is None
 
 
-def test_a_web_page_at_metrics_is_no_metrics() -> None:
-    with server({**GOOD, "GET /metrics": HTML}) as url:
-        assert attach(url, "one").metrics_url is None
-        assert attach(url, "one", metrics_url="http://127.0.0.1:9/m").metrics_url == "http://127.0.0.1:9/m"
+def test_where_nothing_answers() -> None:
+    for address, why in (
+        ("127.0.0.1:9", "connection refused, nothing"),
+        ("http://no-such-host.invalid", "name is not k"),
+    ):
+        with pytest.raises(ServerError, match=why):
+            attach(address, "one")
 
 
-@pytest.mark.parametrize(
-    ("address", "why"),
-    [
-        ("127.0.0.1:9", "connection refused, nothing listens there"),
-        ("http://no-such-host.invalid:8000", "the host's name is not known"),
-    ],
-)
-def test_where_nothing_answers(address: str, why: str) -> None:
-    with pytest.raises(ServerError, match=why):
-        attach(address, "one")
-
-
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
-        ("http://h:1/", "http://h:1"),
-        ("http://h:1/v1", "http://h:1"),
-        ("https://h/api/v1/", "https://h/api"),
-        ("http://h:1/v1/chat/completions", "http://h:1"),
-    ],
-)
-def test_however_the_address_is_written(written: str, meant: str) -> None:
-    assert base_url(written) == meant
-
-
-def test_another_protocol_is_refused() -> None:
+def test_however_the_address_is_written() -> None:
+    meant = {
+        "127.0.0.1:8000": "http://127.0.0.1:8000", "http://h:1/": "http://h:1", "http://h:1/v1": "http://h:1",
+        "https://h/api/v1/": "https://h/api", "http://h:1/v1/chat/completions": "http://h:1",
+    }  # fmt: skip
+    assert {written: base_url(written) for written in meant} == meant
     with pytest.raises(HarnessError, match="'ftp://h' is not the address of a server"):
         base_url("ftp://h")

@@ -64,14 +64,11 @@ def two(folder: Path, other: Callable[[Cell], ServedBy], **manifest: Any) -> lis
     [
         (serving({"attention_backend": "ROCM_ATTN"}), "startup.attention_backend", ("TRITON_ATTN", "ROCM_ATTN")),
         (serving(effective={"max_num_seqs": 1024, "dtype": "bfloat16"}), "effective.max_num_seqs", ("16", "1024")),
-        (
-            serving(contents=Contents(rocm="7.3.0", versions={"TRITON_BRANCH": "a"})),
-            "contents.rocm",
-            ("7.2.0", "7.3.0"),
-        ),
+        (serving(contents=Contents(rocm="7.3.0", versions={"TRITON_BRANCH": "a"})), "contents.rocm",
+         ("7.2.0", "7.3.0")),
         (serving(over_ssh=True), "over_ssh", ("false", "true")),
     ],
-)
+)  # fmt: skip
 def test_settings_must_be_equal(
     tmp_path: Path, other: Callable[[Cell], ServedBy], key: str, values: tuple[str, str]
 ) -> None:
@@ -91,13 +88,8 @@ def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:
 
 
 def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -> None:
-    other = serving(
-        {
-            "compile_s": 60.0, "compile_cache": "warm", "model_load_s": 4.9, "kv_cache_tokens": 100_500,
-            "weights_gib": 1.76,
-        },
-        {"weights": 4.9, "compile": 62.5},
-    )  # fmt: skip
+    changed = {"compile_s": 60.0, "compile_cache": "warm", "model_load_s": 4.9, "kv_cache_tokens": 100_500}
+    other = serving({**changed, "weights_gib": 1.76}, {"weights": 4.9, "compile": 62.5})
     compared = compare_runs(two(tmp_path, other))
     measured = {difference.key: difference.values for difference in compared.differences}
     assert measured == {
@@ -110,18 +102,16 @@ def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -
 
 def test_kv_caches_of_different_sizes_are_told_before_the_verdicts(tmp_path: Path) -> None:
     compared = compare_runs(two(tmp_path, serving({"kv_cache_tokens": 50_000})))
-    assert sentences(compared.notes)[0].startswith(
-        "a: KV caches of different sizes (tokens): one 100,000, two 50,000. "
-    )
+    assert "a: KV caches of different sizes (tokens): one 100,000, two 50,000. " in sentences(compared.notes)[0]
     assert [note[:2] for note in sentences(compared.notes)] == ["a:", "b:"]
     text = of_comparison(compared)
     assert text.index("**Warning:** a: KV caches") < text.index("- a / x")
     assert {d.key for d in compared.differences} == {"servers.*.startup.kv_cache_tokens"}
-
-
-def test_what_one_side_does_not_say_is_no_reason_to_refuse(tmp_path: Path) -> None:
-    compared = compare_runs(two(tmp_path, serving(startup=None, effective={}, contents=None)))
-    assert {d.key.split(".")[2] for d in compared.differences} == {"effective", "contents"}
+    # Of a run whose servers differ in their cache.
+    half, whole = serving({"kv_cache_tokens": 50_000}), serving()
+    write_made_run(tmp_path / "run", served=lambda cell: (half if cell.server == "a" else whole)(cell))
+    (note,) = [note for note in sentences(summarize(tmp_path / "run").notes) if "KV cache" in note]
+    assert note.startswith("KV caches of different sizes (tokens): a 50,000, b 100,000. ")
 
 
 def test_settings_follow_from_image_arguments_and_machine(tmp_path: Path) -> None:
@@ -156,19 +146,15 @@ def test_a_diff_of_two_runs_has_the_new_facts(tmp_path: Path) -> None:
 
 
 def test_medians_over_starts_and_every_text_that_occurred() -> None:
+    starts: tuple[tuple[Any, int, float], ...] = (("cold", 10, 9.0), ("warm", 30, 1.5), ("warm", 20, 2.0))
     served = [
-        served_by(startup=startup, phases=[Phase(name="ready", seconds=seconds)])
-        for startup, seconds in (
-            (Startup(compile_cache="cold", kv_cache_tokens=10), 9.0),
-            (Startup(compile_cache="warm", kv_cache_tokens=30), 1.5),
-            (Startup(compile_cache="warm", kv_cache_tokens=20), 2.0),
+        served_by(
+            startup=Startup(compile_cache=cache, kv_cache_tokens=tokens), phases=[Phase(name="ready", seconds=seconds)]
         )
+        for cache, tokens, seconds in starts
     ]
-    assert comparable.measured_of(served) == {
-        "startup.compile_cache": "cold, then warm",
-        "startup.kv_cache_tokens": 20,
-        "phases.ready": 2,
-    }
+    found = {"startup.compile_cache": "cold, then warm", "startup.kv_cache_tokens": 20, "phases.ready": 2}
+    assert comparable.measured_of(served) == found
 
 
 @pytest.mark.parametrize(
@@ -187,13 +173,6 @@ def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
     assert comparable.is_noise(key, values) == noise
 
 
-def test_notes_of_a_run_whose_servers_differ_in_their_cache(tmp_path: Path) -> None:
-    half, whole = serving({"kv_cache_tokens": 50_000}), serving()
-    write_made_run(tmp_path / "run", served=lambda cell: (half if cell.server == "a" else whole)(cell))
-    (note,) = [note for note in sentences(summarize(tmp_path / "run").notes) if "KV cache" in note]
-    assert note.startswith("KV caches of different sizes (tokens): a 50,000, b 100,000. ")
-
-
 def test_what_vllm_was_left_to_choose_and_does_not_say(tmp_path: Path) -> None:
     servers = {
         "a": Server(template="vllm-cpu", variables={"max_num_seqs": None, "max_num_batched_tokens": None}),
@@ -204,7 +183,7 @@ def test_what_vllm_was_left_to_choose_and_does_not_say(tmp_path: Path) -> None:
     notes = [note for note in sentences(summarize(tmp_path / "run").notes) if "left to the engine" in note]
     assert [note.partition(",")[0] for note in notes] == [
         "a: max_num_seqs was left to the engine"
-    ]  # the other one was said
+    ]  # the other was said
 
 
 def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path) -> None:
@@ -239,12 +218,9 @@ def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
     write_summary(folder, summary)
     page = write_report(folder).read_text(encoding="utf-8")
     for text in (
-        "<dt>engine</dt><dd>vllm</dd>",
-        "<dt>kv_cache_tokens</dt><dd>100000</dd>",
-        "<dt>compile_cache</dt><dd>cold</dd>",
-        "<dt>rocm</dt><dd>7.2.0</dd>",
-        "TRITON_BRANCH: a",
-    ):
+        "<dt>engine</dt><dd>vllm</dd>", "<dt>kv_cache_tokens</dt><dd>100000</dd>",
+        "<dt>compile_cache</dt><dd>cold</dd>", "<dt>rocm</dt><dd>7.2.0</dd>", "TRITON_BRANCH: a",
+    ):  # fmt: skip
         assert text in page
     assert "<script>alert(1)" not in page
     assert page.count("<summary>Settings that ") == 2  # alike starts are shown once a server

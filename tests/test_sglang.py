@@ -36,18 +36,11 @@ def test_one_that_runs_tells_its_version_and_settings(deprecated: bool) -> None:
         engine="sglang", version="0.5.23", max_model_len=2048, kv_cache_tokens=20000, kv_block_size=1
     )
     assert found.started.effective == {
-        "mem_fraction_static": 0.2,
-        "max_running_requests": 8,
-        "chunked_prefill_size": 4096,
-        "max_prefill_tokens": 16384,
-        "schedule_policy": "fcfs",
-        "attention_backend": "torch_native",
-        "kv_cache_dtype": "auto",
-        "dtype": "auto",
-        "disable_radix_cache": False,
-        "disable_cuda_graph": False,
+        "mem_fraction_static": 0.2, "max_running_requests": 8, "chunked_prefill_size": 4096,
+        "max_prefill_tokens": 16384, "schedule_policy": "fcfs", "attention_backend": "torch_native",
+        "kv_cache_dtype": "auto", "dtype": "auto", "disable_radix_cache": False, "disable_cuda_graph": False,
         "tp_size": 1,
-    }
+    }  # fmt: skip
 
 
 def test_its_metrics_have_our_names() -> None:
@@ -79,48 +72,33 @@ def test_its_tokenizer_counts() -> None:
 def test_its_log_tells_of_its_start() -> None:
     found = of_lines(LOG.read_text(encoding="utf-8").splitlines())
     assert found.facts == Startup(
-        engine="sglang",
-        architecture="Qwen3ForCausalLM",
-        max_model_len=2048,
-        kv_cache_tokens=20000,
-        weights_s=0.23,
+        engine="sglang", architecture="Qwen3ForCausalLM", max_model_len=2048, kv_cache_tokens=20000, weights_s=0.23,
         weights_gib=0.02,
-    )
+    )  # fmt: skip
     phases = [found.ends[name] - (found.began_s or 0) for name in ("process", "weights", "graphs", "warm-up")]
     assert phases == [60, 60, 62, 65]
 
 
-GRAPHS = {  # of 0.5.12 and of 0.5.23
-    "Capture cuda graph end. Time elapsed: 12.50 s. mem usage=1.25 GB. avail mem=9.00 GB.": (12.5, 1.25),
-    "Capture target decode CUDA graph end. bs=[1, 2], elapsed=2.00 s, mem usage=0.50 GB, avail mem=9.00 GB.": (
-        2.0,
-        0.5,
-    ),
-}
+def test_captured_graphs() -> None:
+    for line, seconds, gib in (  # of 0.5.12 and of 0.5.23
+        ("Capture cuda graph end. Time elapsed: 12.50 s. mem usage=1.25 GB. avail mem=9.00 GB.", 12.5, 1.25),
+        (
+            "Capture target decode CUDA graph end. bs=[1, 2], elapsed=2.00 s, mem usage=0.50 GB, avail mem=9.00 GB.",
+            2,
+            0.5,
+        ),
+    ):
+        facts = of_lines([f"[2026-09-01 06:12:00 TP0] {line}"]).facts
+        assert (facts.graphs_s, facts.graphs_gib) == (seconds, gib)
 
 
-@pytest.mark.parametrize("line", GRAPHS)
-def test_captured_graphs(line: str) -> None:
-    facts = of_lines([f"[2026-09-01 06:12:00 TP0] {line}"]).facts
-    assert (facts.graphs_s, facts.graphs_gib) == GRAPHS[line]
-
-
-def test_a_good_start_is_no_failure() -> None:
+def test_which_logs_tell_of_a_failure() -> None:
     scanned = scan_text(LOG.read_text(encoding="utf-8"))
     assert (scanned.server, scanned.findings, started_well(scanned)) == ("SGLang", [], True)
-
-
-def test_one_that_was_stopped_stopped_normally() -> None:
-    stopped = (LOG.parents[1] / "stopped" / "sglang.txt").read_text(encoding="utf-8")
-    scanned = scan_text(stopped)
-    assert scanned.stopping is not None and scanned.cause() is None, "its processes say that they crashed"
-
-
-def test_too_little_memory_is_the_cause_and_what_follows_is_not() -> None:
-    log = (LOG.parents[1] / "startup" / "sglang-memory.txt").read_text(encoding="utf-8")
-    cause = scan_text(log).cause()
-    assert cause is not None
-    assert (cause.id, "mem_fraction_static" in cause.fix) == ("sglang.pool", True)
+    stopped = scan_text((LOG.parents[1] / "stopped" / "sglang.txt").read_text(encoding="utf-8"))
+    assert stopped.stopping is not None and stopped.cause() is None, "its processes say that they crashed"
+    cause = scan_text((LOG.parents[1] / "startup" / "sglang-memory.txt").read_text(encoding="utf-8")).cause()
+    assert cause is not None and (cause.id, "mem_fraction_static" in cause.fix) == ("sglang.pool", True)
 
 
 def test_advice_for_the_gpus_memory_names_its_own_variables() -> None:

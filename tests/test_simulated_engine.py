@@ -33,11 +33,13 @@ def run(target: SimulatedEngine, now: float = 0.0) -> list[tuple[float, list[int
     return steps
 
 
-def test_one_request_prefills_in_its_first_step_and_then_decodes() -> None:
-    one = engine()
-    add(one, 1, prompt=10, output=3)
-    assert run(one) == [(1.2, [1]), (2.3, [1]), (3.4, [1])]
-    assert one.idle and one.pool.free == 64
+def works(target: SimulatedEngine) -> list[list[tuple[int, int]]]:
+    """The keys and numbers of tokens of every step."""
+    steps = []
+    while (step := target.begin(0.0)) is not None:
+        steps.append([(s.key, n) for s, n in step.work])
+        target.complete(step, 0.0)
+    return steps
 
 
 def test_a_late_arrival_prefills_inside_the_steps_of_the_others() -> None:
@@ -61,22 +63,11 @@ def test_the_token_budget_cuts_a_prompt_into_chunks_beside_decoding() -> None:
     chunked = engine(max_num_batched_tokens=16)
     add(chunked, 1, prompt=16, output=4)
     add(chunked, 2, prompt=40, output=1)
-    steps = []
-    while (step := chunked.begin(0.0)) is not None:
-        steps.append([(s.key, n) for s, n in step.work])
-        chunked.complete(step, 0.0)
-    assert steps == [[(1, 16)], [(1, 1), (2, 15)], [(1, 1), (2, 15)], [(1, 1), (2, 10)]]
-
-
-def test_long_prefill_threshold_limits_a_request_not_the_step() -> None:
-    chunked = engine(long_prefill_token_threshold=8)
-    add(chunked, 1, prompt=12, output=1)
-    add(chunked, 2, prompt=8, output=1)
-    steps = []
-    while (step := chunked.begin(0.0)) is not None:
-        steps.append([(s.key, n) for s, n in step.work])
-        chunked.complete(step, 0.0)
-    assert steps == [[(1, 8), (2, 8)], [(1, 4)]]
+    assert works(chunked) == [[(1, 16)], [(1, 1), (2, 15)], [(1, 1), (2, 15)], [(1, 1), (2, 10)]]
+    limited = engine(long_prefill_token_threshold=8)  # a request, not the step
+    add(limited, 1, prompt=12, output=1)
+    add(limited, 2, prompt=8, output=1)
+    assert works(limited) == [[(1, 8), (2, 8)], [(1, 4)]]
 
 
 def test_the_youngest_is_preempted_and_computes_everything_again() -> None:
@@ -117,13 +108,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert run(cached) == [(1.18, [2])]  # 1 + 0.1 + 8 x 0.01: two blocks of 16 are found
     assert (first.cached_tokens, second.cached_tokens) == (0, 32)
     assert (cached.prefix_queries, cached.prefix_hits) == (80, 32)
-
-
-def test_the_last_token_of_a_fully_cached_prompt_is_computed() -> None:
-    cached = engine(enable_prefix_caching=True)
-    add(cached, 1, prompt=32, output=1)
-    run(cached)
-    again = Sequence(2, [1000 + i for i in range(32)], 1, 0.0)
+    again = Sequence(3, [1000 + i for i in range(32)], 1, 0.0)  # whose last token is computed all the same
     cached.add(again)
     run(cached)
     assert again.cached_tokens == 16
@@ -189,12 +174,10 @@ def test_the_same_seed_gives_the_same_schedule_and_jitter_is_small() -> None:
         jittery, jittery, msgspec.structs.replace(jittery, seed=8), PLAIN)]  # fmt: skip
     assert walls[0] == walls[1] != walls[2]
     assert walls[0] == pytest.approx(walls[3], rel=0.005)
-
-
-def test_slowdown_stretches_every_step() -> None:
     slow = msgspec.structs.replace(PLAIN, slowdown=1.1)
-    work = [(50, 20)] * 6
-    assert predict_batches(slow, work, 3).wall_s == pytest.approx(1.1 * predict_batches(PLAIN, work, 3).wall_s)
+    assert predict_batches(slow, [(50, 20)] * 6, 3).wall_s == pytest.approx(
+        1.1 * predict_batches(PLAIN, [(50, 20)] * 6, 3).wall_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,6 +216,9 @@ def test_long_prompts_gain_at_five_and_lose_at_ten() -> None:
     assert wall(1) == pytest.approx(2.80, abs=0.01)
     assert wall(1) / wall(5) == pytest.approx(2.03, abs=0.02)
     assert wall(1) / wall(10) == pytest.approx(0.39, abs=0.02)
+    assert 1.5 < wall(1) / wall(10, preemption_s=0.0) < 1.9, "recompute alone does not explain the loss"
+    assert wall(10) > 1.5 * wall(10, enable_prefix_caching=True)
+    assert wall(1) / wall(10, num_gpu_blocks=1024) > 2.0
 
 
 def test_a_cap_at_what_the_cache_holds_turns_the_loss_into_waiting() -> None:
@@ -243,18 +229,9 @@ def test_a_cap_at_what_the_cache_holds_turns_the_loss_into_waiting() -> None:
     assert (free.max_running, free.preemptions) == (10, 22)
 
 
-@pytest.mark.parametrize("prompt", [355, 360, 365, 370, 375])
+@pytest.mark.parametrize("prompt", [355, 375])
 def test_the_fit_does_not_hang_on_a_few_tokens(prompt: int) -> None:
     work = [(prompt, 10)] * 20
     assert 1.9 <= wall(1, work) / wall(5, work) <= 2.5
     assert 0.35 <= wall(1, work) / wall(10, work) <= 0.6
     assert wall(1, work) / wall(10, work, max_num_seqs=5) >= 1.9
-
-
-def test_recompute_alone_does_not_explain_the_loss() -> None:
-    assert 1.5 < wall(1) / wall(10, preemption_s=0.0) < 1.9
-
-
-def test_prefix_caching_or_a_larger_pool_would_soften_it() -> None:
-    assert wall(10) > 1.5 * wall(10, enable_prefix_caching=True)
-    assert wall(1) / wall(10, num_gpu_blocks=1024) > 2.0

@@ -2,10 +2,8 @@
 
 import gzip
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ from harness.imports.write import import_file
 from harness.process import free_port
 from harness.report import spans
 from harness.rundir.manifest import Startup
-from tests.command import harness
+from tests.command import called
+from tests.http_double import Handler, listening
 from tests.made_runs import MONOTONIC_S, WALL_S, request, served_by, write_lines, write_made_run
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -64,31 +63,18 @@ def value_of(value: AnyValue) -> Any:
 def receiver() -> Iterator[Received]:
     got = Received()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Double(Handler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.body()
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
             if self.path == "/v1/traces" and got.status == 200:
                 got.headers.append({name.lower(): value for name, value in self.headers.items()})
                 got.batches.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(got.status if self.path == "/v1/traces" else 404)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(got.status if self.path == "/v1/traces" else 404)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """No line for each request."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    got.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with listening(Double) as got.url:
         yield got
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.fixture
@@ -125,33 +111,16 @@ def test_one_span_for_each_record_with_its_exact_times(run: Path, otlp: Received
     assert first.start_time_unix_nano == pytest.approx((WALL_S + 3) * 1e9, abs=1000)
     assert first.end_time_unix_nano - first.start_time_unix_nano == 1_500_000_000
     assert attributes == {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "vllm",
-        "gen_ai.request.model": "m",
-        "gen_ai.request.stream": True,
-        "gen_ai.request.max_tokens": 11,
-        "gen_ai.response.finish_reasons": ["stop"],
-        "gen_ai.response.time_to_first_chunk": 0.5,
-        "gen_ai.usage.input_tokens": 20,
-        "gen_ai.usage.output_tokens": 11,
-        "gen_ai.usage.cache_read.input_tokens": 5,
-        "gen_ai.usage.reasoning.output_tokens": 2,
-        "gen_ai.conversation.id": "r1-a-x/7/4",
-        "server.address": "127.0.0.1",
-        "server.port": 8000,
-        "http.response.status_code": 200,
-        "amd_llm_load.outcome": "succeeded",
-        "amd_llm_load.phase": "measured",
-        "amd_llm_load.server": "a",
-        "amd_llm_load.load": "x",
-        "amd_llm_load.repeat": 1,
-        "amd_llm_load.cell": "r1-a-x",
-        "amd_llm_load.user_class": "BatchAgent",
-        "amd_llm_load.user": 0,
-        "amd_llm_load.turn": 1,
-        "amd_llm_load.request_id": "a",
-        "amd_llm_load.time_per_output_token": pytest.approx(0.1),
-    }
+        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "vllm", "gen_ai.request.model": "m",
+        "gen_ai.request.stream": True, "gen_ai.request.max_tokens": 11, "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.response.time_to_first_chunk": 0.5, "gen_ai.usage.input_tokens": 20, "gen_ai.usage.output_tokens": 11,
+        "gen_ai.usage.cache_read.input_tokens": 5, "gen_ai.usage.reasoning.output_tokens": 2,
+        "gen_ai.conversation.id": "r1-a-x/7/4", "server.address": "127.0.0.1", "server.port": 8000,
+        "http.response.status_code": 200, "amd_llm_load.outcome": "succeeded", "amd_llm_load.phase": "measured",
+        "amd_llm_load.server": "a", "amd_llm_load.load": "x", "amd_llm_load.repeat": 1, "amd_llm_load.cell": "r1-a-x",
+        "amd_llm_load.user_class": "BatchAgent", "amd_llm_load.user": 0, "amd_llm_load.turn": 1,
+        "amd_llm_load.request_id": "a", "amd_llm_load.time_per_output_token": pytest.approx(0.1),
+    }  # fmt: skip
     assert plain(warmup.attributes)["amd_llm_load.phase"] == "warmup"
     outcomes = [
         (one.status.code, plain(one.attributes).get("error.type"), plain(one.attributes)["amd_llm_load.outcome"])
@@ -159,11 +128,8 @@ def test_one_span_for_each_record_with_its_exact_times(run: Path, otlp: Received
     ]
     unset, error = OtlpStatus.STATUS_CODE_UNSET, OtlpStatus.STATUS_CODE_ERROR
     assert outcomes == [
-        (unset, None, "succeeded"),
-        (error, "500", "failed"),
-        (error, "timeout", "failed"),
-        (unset, None, "abandoned"),
-    ]
+        (unset, None, "succeeded"), (error, "500", "failed"), (error, "timeout", "failed"), (unset, None, "abandoned"),
+    ]  # fmt: skip
     assert otlp.resource["amd_llm_load.run"] == "made" and otlp.resource["service.name"] == "amd-llm-load"
     assert otlp.resource["amd_llm_load.simulated"] is False
     assert b"my prompt" not in b"".join(batch.SerializeToString() for batch in otlp.batches)
@@ -190,43 +156,35 @@ def test_records_of_stock_locust_have_a_time_of_day(tmp_path: Path, otlp: Receiv
     assert [round((start - starts[0]) / 1e9, 3) for start in starts] == [0, 1, 2]
 
 
-def test_the_command_says_what_it_sent_and_where_it_cannot(
-    run: Path, otlp: Received, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def export(**env: str) -> tuple[int, str, str]:
-        return harness("export", str(run), "--to", "otlp", cwd=tmp_path, env=env)
-
+def test_the_command_says_what_it_sent_and_where_it_cannot(run: Path, otlp: Received, tmp_path: Path) -> None:
     with (run / "requests.jsonl").open("ab") as file:
         file.write(b'{"id": 3}\n')
     number = len((run / "requests.jsonl").read_bytes().splitlines()) - 1
-    done = export()
+    done = called("export", str(run), "--to", "otlp", cwd=tmp_path)
     assert done == (0, f"otlp: {number} spans\n", "1 line of requests.jsonl left out: not readable\n")
     otlp.status = 400
-    code, out, err = export()
-    assert (code, out) == (1, "") and f"{ENDPOINT}={otlp.url}: spans cannot be sent" in err and "400" in err
-    code, _, err = export(
-        **{ENDPOINT: f"http://user:secret@127.0.0.1:{free_port()}", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
-    )
-    assert code == 1 and "spans cannot be sent" in err and "secret" not in err
-    code, _, err = export(**{ENDPOINT: "127.0.0.1:4318"})
-    assert code == 1 and "must be an address that begins with http:// or https:// (got '127.0.0.1:4318')" in err
-    monkeypatch.delenv(ENDPOINT)
-    code, _, err = export()
-    assert code == 1 and f"{ENDPOINT} is not set" in err
+    nobody = {ENDPOINT: f"http://user:secret@127.0.0.1:{free_port()}", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    for env, said in (
+        ({}, f"{ENDPOINT}={otlp.url}: spans cannot be sent"),
+        (nobody, "spans cannot be sent"),
+        (
+            {ENDPOINT: "127.0.0.1:4318"},
+            "must be an address that begins with http:// or https:// (got '127.0.0.1:4318')",
+        ),
+        ({ENDPOINT: ""}, f"{ENDPOINT} is not set"),
+    ):
+        code, out, err = called("export", str(run), "--to", "otlp", cwd=tmp_path, env=env)
+        assert (code, out) == (1, "") and said in err and "secret" not in err
 
 
 def test_without_its_packages_the_hint_names_the_extra(
     run: Path, otlp: Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (run / "processes.jsonl").unlink()
+    with pytest.raises(HarnessError, match="no record has a time of day"):
+        spans.send_spans(run)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with pytest.raises(HarnessError) as caught:
         spans.send_spans(run)
     assert caught.value.next_step == "pip install 'amd-llm-load[otel]'"
-    assert otlp.batches == []
-
-
-def test_a_run_without_a_time_of_day_is_refused(run: Path, otlp: Received) -> None:
-    (run / "processes.jsonl").unlink()
-    with pytest.raises(HarnessError, match="no record has a time of day"):
-        spans.send_spans(run)
     assert otlp.batches == []

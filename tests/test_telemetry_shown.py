@@ -11,7 +11,7 @@ from harness.analysis.summarize import read_summary
 from harness.report import export
 from harness.report.charts.data import machine_samples, observe
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
-from harness.report.table import DetailTable, machine_table
+from harness.report.table import machine_table
 from harness.rundir.manifest import read_run
 from harness.rundir.samples import GpuSample
 from tests.made_runs import one, watch
@@ -44,18 +44,15 @@ def test_of_several_gpus_each_has_a_line_and_one_entry_in_the_legend(tmp_path: P
     watch(tmp_path, gpus=3)
     line = observe(tmp_path).timelines[0]
     assert list(line.machine.panels["temperature"]) == ["renderD128", "renderD129", "renderD130"]
-    traces = [
-        trace for trace in figure_of(line, [TimelineEvent(0.0, "x")])["data"] if trace["name"].startswith("renderD")
-    ]
+    figure = figure_of(line, [TimelineEvent(0.0, "x")])
+    traces = [trace for trace in figure["data"] if trace["name"].startswith("renderD")]
     assert len(traces) == 15
     assert [trace["name"] for trace in traces if trace["showlegend"]] == ["renderD128", "renderD129", "renderD130"]
 
 
 def test_idle_gpus_are_not_drawn() -> None:
-    samples = [
-        one(float(t), renderD128=GpuSample(busy_percent=90.0), renderD129=GpuSample(busy_percent=0.0)) for t in range(6)
-    ]
-    found = machine_samples(samples, 0.0)
+    busy, idle = GpuSample(busy_percent=90.0), GpuSample(busy_percent=0.0)
+    found = machine_samples([one(float(t), renderD128=busy, renderD129=idle) for t in range(6)], 0.0)
     assert (found.drawn, found.left_out, list(found.panels)) == (1, 1, ["busy"])
 
 
@@ -75,15 +72,11 @@ def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
     assert event.bad and event.text.startswith("heat throttles the GPU renderD128, last seen at ")
 
 
-def test_a_power_limit_is_no_reason(watched: Path) -> None:
-    summary = read_summary(watched)
-    assert summary.valid
-    did = summary.cells[0].machine_load
-    assert did is not None and did.heat_s == 0.0 and did.limited_s == pytest.approx(summary.cells[0].numbers.window_s)
-
-
 def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
     summary = read_summary(watched)
+    did = summary.cells[0].machine_load
+    assert summary.valid and did is not None  # a power limit is no reason
+    assert did.heat_s == 0.0 and did.limited_s == pytest.approx(summary.cells[0].numbers.window_s)
     table = machine_table(summary)
     texts = dict(zip([column.key for column in table.columns], table.rows[0].texts, strict=True))
     assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
@@ -104,11 +97,3 @@ def test_exports_for_programs(watched: Path) -> None:
     first = families["amd_llm_load_output_token_energy_joules"].samples[0]
     assert (first.labels["server"], first.labels["load"], first.value) == ("open", "sequential", did.energy_per_token_j)
     assert families["amd_llm_load_gpu_busy_mean_ratio"].samples[0].value == pytest.approx(0.96, abs=0.02)
-
-
-def test_a_run_without_telemetry_says_nothing_of_it(tmp_path: Path) -> None:
-    write_run_directory(tmp_path, repeats=1, requests=12)
-    summary = read_summary(tmp_path)
-    assert [row.machine_load for row in summary.rows] == [None] * 6
-    assert machine_table(summary) == DetailTable("Host metrics")
-    assert "amd_llm_load_energy" not in export.openmetrics(summary, read_run(tmp_path))

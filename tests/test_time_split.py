@@ -38,10 +38,8 @@ def test_the_counters_of_stages_are_read_from_histograms_and_from_llama_cpp() ->
     assert parse_metrics(VLLM) == {"queue_s": 2.0, "prefill_s": 1.0, "decode_s": 15.0, "timed_requests": 20.0}
     text = "llamacpp:prompt_seconds_total 1.5\nllamacpp:tokens_predicted_seconds_total 8\n"
     assert parse_metrics(text) == {"prefill_s": 1.5, "decode_s": 8.0}
-    assert parse_metrics("sglang:queue_time_seconds_sum 3\nsglang:queue_time_seconds_count 4\n") == {
-        "queue_s": 3.0,
-        "timed_requests": 4.0,
-    }
+    text = "sglang:queue_time_seconds_sum 3\nsglang:queue_time_seconds_count 4\n"
+    assert parse_metrics(text) == {"queue_s": 3.0, "timed_requests": 4.0}
 
 
 def test_stages_are_counted_from_the_last_sample_before_to_the_first_after_the_measured_time() -> None:
@@ -79,14 +77,12 @@ FULL = ServerLoad(kv_usage_max=0.96, waiting_max=2.0)
     [
         (split(queue_s=0.5), FULL, [CLIENT], "client"),
         (split(queue_s=0.5), FULL, [], "kv_cache"),
-        (None, FULL, [], "kv_cache"),
         (split(queue_s=0.2), ServerLoad(kv_usage_max=0.96), [], "queue"),  # full, and no request waited for it
         (split(queue_s=0.2, api_s=0.4), ServerLoad(), [], "queue"),
         (split(api_s=0.2), ServerLoad(), [], "api"),
         (split(prefill_s=0.5, decode_s=0.4), ServerLoad(), [], "prefill"),
         (split(), ServerLoad(), [], "decode"),
         (split(queue_s=None, api_s=None), ServerLoad(), [], None),
-        (None, ServerLoad(kv_usage_max=0.5), [], None),
     ],
 )
 def test_what_limited_a_cell(
@@ -113,8 +109,6 @@ def cell(name: str, host_cpu_mean: float | None) -> CellSummary:
 def test_a_busy_host_is_explained_by_what_the_load_generator_used() -> None:
     mark = ProcessMark(event="end", process=0, cell="r1", wall_s=1.0, monotonic_s=1.0, cpu_max=0.12)
     (note,) = of_host_cpu([cell("r1", 0.97), cell("r2", 1.0), cell("r3", 0.94), cell("r4", None)], [mark])
-    assert sentence(note) == (
-        "the host's CPU was up to 100% busy in 2 runs, which does not make them INVALID: the busiest load process used "
-        "12% of one core (90% is allowed), so the server or another program used the rest"
-    )
+    assert sentence(note).startswith("the host's CPU was up to 100% busy in 2 runs, which does not make them INVALID: ")
+    assert "the busiest load process used 12% of one core (90% is allowed)" in sentence(note)
     assert list(of_host_cpu([cell("r1", 0.5)], [mark])) == []

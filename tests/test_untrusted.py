@@ -22,7 +22,7 @@ from harness.load.exchange import Collector, Exchange, Failure
 from harness.load.openai_api import Answer, Call, Tools
 from harness.load.process import LoadProcess, first_model
 from harness.rundir.manifest import ServedBy
-from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requests
+from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request
 from harness.rundir.samples import MetricsSample, Scraper
 from harness.scenario import Load
 from harness.scenario.behaviour import AnswerCheck, Structured, check_answer
@@ -121,34 +121,26 @@ def check_record(process: LoadProcess, exchange: Exchange, answer: Answer) -> Re
     return record
 
 
-WRONG_TYPES: dict[str, Any] = {
-    "boolean": True, "string": "12", "number": 1.5, "array": [], "object": {},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", WRONG_TYPES)
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("boolean", True), ("string", "12"), ("number", 1.5), ("array", []), ("object", {})]
+)
 def test_a_count_of_another_type_is_a_note_and_the_record_is_readable(
-    process: LoadProcess, kind: str, stream: bool
+    process: LoadProcess, kind: str, value: object
 ) -> None:
-    counts = {"prompt_tokens": 3, "completion_tokens": WRONG_TYPES[kind]}
-    if stream:
-        exchange, answer = received(UNTIL_CLOSED + TOKEN + usage(completion_tokens=2) + usage(**counts) + DONE)
-    else:
-        body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}], "usage": counts}
-        exchange, answer = received(whole(json.dumps(body).encode()))
-    record = check_record(process, exchange, answer)
-    assert (record.error, record.prompt_tokens, record.output_tokens) == (None, 3, None)
-    assert record.bad_fields == [BadField("usage.completion_tokens", "type", kind)]
+    counts = {"prompt_tokens": 3, "completion_tokens": value}
+    body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}], "usage": counts}
+    stream = UNTIL_CLOSED + TOKEN + usage(completion_tokens=2) + usage(**counts) + DONE
+    for raw in (stream, whole(json.dumps(body).encode())):
+        record = check_record(process, *received(raw))
+        assert (record.error, record.prompt_tokens, record.output_tokens) == (None, 3, None)
+        assert record.bad_fields == [BadField("usage.completion_tokens", "type", kind)]
 
 
 @pytest.mark.parametrize(
     ("counts", "bad"),
     [
         ({"completion_tokens": -5}, ("usage.completion_tokens", "below", "-5", 1)),
-        ({"completion_tokens": 0}, ("usage.completion_tokens", "below", "0", 1)),
         ({"completion_tokens": 5}, ("usage.completion_tokens", "above", "5", ASKED)),
-        ({"completion_tokens": 10**18}, ("usage.completion_tokens", "above", str(10**18), ASKED)),
         ({"completion_tokens": 10**30}, ("usage.completion_tokens", "above", "more than 64 bits", ASKED)),
         ({"prompt_tokens": -1}, ("usage.prompt_tokens", "below", "-1", 0)),
         ({"prompt_tokens": 16_485}, ("usage.prompt_tokens", "above", "16485", 16_484)),
@@ -185,13 +177,10 @@ def test_a_count_that_is_not_possible_stays_so_when_another_follows(
         assert record.bad_fields == [BadField(*expected)]
 
 
-def test_counts_that_grow_or_are_corrected_are_possible(process: LoadProcess) -> None:
+def test_counts_that_grow_or_are_corrected_are_possible_and_bounds_are_inclusive(process: LoadProcess) -> None:
     stream = b"".join(usage(completion_tokens=number) for number in (0, 1, 3, 2))
     record = check_record(process, *received(UNTIL_CLOSED + TOKEN + FINISH + stream + DONE))
     assert (record.bad_fields, record.output_tokens) == ([], 2)
-
-
-def test_bounds_are_inclusive(process: LoadProcess) -> None:
     counts = {
         "prompt_tokens": BODY_BYTES + TEMPLATE_TOKENS, "prompt_tokens_details": {"cached_tokens": 100},
         "completion_tokens": ASKED, "completion_tokens_details": {"reasoning_tokens": ASKED},
@@ -247,45 +236,31 @@ def test_json_that_is_nested_deeply_is_no_defect_of_ours(process: LoadProcess, l
     assert check_answer(form, [], "a", deep(levels).decode()) == AnswerCheck(False, False)
 
 
-def test_a_comment_that_says_done_ends_nothing() -> None:
-    for comment in (b": data: [DONE]\n\n", b":data: [DONE]\n\n", b"x: [DONE]\n\n", b": x [DONE]\n\n"):
-        pieces = [UNTIL_CLOSED, TOKEN, comment, TOKEN, FINISH, DONE]
-        with serving(answering(*pieces, pause_s=0.05)) as url, exchanging(url) as send:
-            _, answer = send()
-            assert (answer.error, answer.text, answer.finish) == (None, "hi hi ", "length")
+def test_a_comment_with_data_in_it_ends_nothing_and_does_not_keep_us(tmp_path: Path) -> None:
+    for comment in (b": data: [DONE]\n\n", b"x: [DONE]\n\n"):
+        _, answer = received(UNTIL_CLOSED, TOKEN, comment, TOKEN, FINISH, DONE)
+        assert (answer.error, answer.text, answer.finish) == (None, "hi hi ", "length")
 
-
-def test_a_comment_with_data_in_it_does_not_keep_us(tmp_path: Path) -> None:
     def pings(connection: Any) -> None:
+        connection.settimeout(0.05)
         for _ in range(100):
             connection.sendall(b": data: ping\n\n")
-            connection.settimeout(0.05)
-            try:
+            with suppress(TimeoutError):
                 connection.recv(1)
                 return
-            except TimeoutError:
-                pass
 
     record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, then=pings), timeout_s=0.5)
     assert (record.error, record.message) == ("timeout", "no data arrived for 0.5 s")
 
 
-def test_switching_protocols_is_a_failed_request(tmp_path: Path) -> None:
-    head = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n\x81\x05hello"
-    record = one_record(tmp_path, once(head))
-    assert (record.error, record.status) == ("http", 101)
-    assert record.message == "status 101: the server changes the protocol, which no request asked for"
-
-
-@pytest.mark.parametrize(
-    "said", ["timeout=1e400", "timeout=nan", "timeout=inf", "timeout=-1", "timeout=1_0", "timeout=" + "9" * 5000,
-             "timeout=0x10", "max=1e400", "max=-1", "max=" + "9" * 5000, "timeout", "=", "xtimeout=0", "max=0.5"],
-)  # fmt: skip
-def test_limits_of_a_connection_that_are_no_numbers_are_not_said(said: str) -> None:
-    answer = GOOD.replace(b"Content-Type", f"Keep-Alive: {said}\r\nContent-Type".encode(), 1)
-    with serving(answering(answer)) as url, exchanging(url) as send:
-        connections = [send()[0].connect_ns is not None for _ in range(3)]
-        assert connections == [True, False, False]
+def test_limits_of_a_connection_that_are_no_numbers_are_not_said() -> None:
+    for said in (
+        "timeout=1e400", "timeout=nan", "timeout=-1", "timeout=1_0", "timeout=" + "9" * 5000, "timeout=0x10", "max=-1",
+        "max=" + "9" * 5000, "timeout", "=", "xtimeout=0", "max=0.5",
+    ):  # fmt: skip
+        answer = GOOD.replace(b"Content-Type", f"Keep-Alive: {said}\r\nContent-Type".encode(), 1)
+        with serving(answering(answer)) as url, exchanging(url) as send:
+            assert [send()[0].connect_ns is not None for _ in range(3)] == [True, False, False], said
 
 
 @fault("server", "an answer without end", seen="the request fails when the answer is longer than the bound")
@@ -317,11 +292,8 @@ def test_a_server_that_never_ends_is_cut(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_trailer_changes_no_header() -> None:
     exchange, answer = received(GOOD.removesuffix(b"\r\n") + b"Content-Type: text/html\r\nx: y\r\n\r\n")
-    assert (answer.error, exchange.headers["content-type"], "x" in exchange.headers) == (
-        None,
-        "text/event-stream",
-        False,
-    )
+    headers = exchange.headers
+    assert (answer.error, headers["content-type"], "x" in headers) == (None, "text/event-stream", False)
 
 
 def outcome(reads: Sequence[bytes]) -> tuple[Any, ...]:
@@ -380,13 +352,8 @@ def test_whatever_comes_as_http_is_one_record(process: LoadProcess, pieces: list
     raw = b"".join(pieces)
     for reads in ([raw], [raw[:cut], raw[cut:]], pieces):
         exchange, answer = received(*reads)
-        process_note(process, exchange)
+        process.client()._note_limits(exchange.headers.get("keep-alive", ""))  # where it keeps the connection
         check_record(process, exchange, answer)
-
-
-def process_note(process: LoadProcess, exchange: Exchange) -> None:
-    """What the client takes from the headers when it keeps the connection."""
-    process.client()._note_limits(exchange.headers.get("keep-alive", ""))
 
 
 SCALARS = st.one_of(
@@ -442,25 +409,6 @@ def test_any_json_in_a_chunk_is_one_record(process: LoadProcess, bodies: list[An
 def test_any_json_as_an_answer_is_one_record(process: LoadProcess, body: Any, status: bytes) -> None:
     raw = json.dumps(body).encode()
     check_record(process, *received(whole(raw, status=status)))
-
-
-def test_a_file_of_such_records_is_read(tmp_path: Path) -> None:
-    """Each line of what was written is a record."""
-    bodies: list[Any] = [True, -5, 10**18, 10**400, "x", [], {}, None, 2]
-    streams = [UNTIL_CLOSED + TOKEN + FINISH + usage(completion_tokens=value) + DONE for value in bodies]
-    with (
-        serving(lambda connection, number: once(streams[number])(connection, number)) as url,
-        load_process(tmp_path, url, output="natural", output_tokens=8) as process,
-    ):
-        for number in range(len(bodies)):
-            client = process.client()
-            process.send(client, work(number))
-            client.close()
-    damaged: list[int] = []
-    records = list(read_requests(tmp_path / "requests.jsonl", damaged))
-    assert (damaged, [one.output_tokens for one in records]) == ([], [None] * 8 + [2])
-    assert [len(one.bad_fields) for one in records] == [1, 1, 1, 1, 1, 1, 1, 0, 0]
-    assert {one.error for one in records} == {None}
 
 
 HUGE = b"1" + b"0" * 400
@@ -523,7 +471,7 @@ def kept(url: str, template: str, behind: LemonadeMonitor | None) -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=ServedBy) == found
 
 
-@pytest.mark.parametrize("status", [b"200 OK", b"401 No", b"500 Oops", b"302 Found\r\nLocation: http://[x"])
+@pytest.mark.parametrize("status", [b"200 OK", b"500 Oops", b"302 Found\r\nLocation: http://[x"])
 def test_whatever_a_probe_is_reported_is_an_error_of_ours_at_most(
     tmp_path: Path, status: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

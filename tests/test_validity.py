@@ -310,19 +310,15 @@ def test_parts_of_a_file_are_added_up() -> None:
 
 def test_a_run_with_a_count_that_is_not_possible_is_invalid(tmp_path: Path) -> None:
     write_made_run(tmp_path / "run")
-    changed(tmp_path / "run" / "requests.jsonl", 1, output_tokens=-5)
+    path = tmp_path / "run" / "requests.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    changed = msgspec.json.encode(msgspec.json.decode(lines[1]) | {"output_tokens": -5}) + b"\n"
+    path.write_bytes(b"".join([lines[0], changed, *lines[2:]]))
     found = summarize(tmp_path / "run")
     (cell,) = (one for one in found.cells if one.bad_fields)
     assert cell.bad_fields == [BadFields(field="usage.completion_tokens", code="below", requests=1, got="-5", limit=0)]
     assert not found.valid and found.rows[0].invalid is not None
     assert found.rows[0].invalid.code == "value_out_of_bounds"
-
-
-def changed(path: Path, place: int, **values: Any) -> None:
-    """Change one line of a file."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[place] = msgspec.json.encode(msgspec.json.decode(lines[place]) | values) + b"\n"
-    path.write_bytes(b"".join(lines))
 
 
 def test_a_record_that_is_there_twice_hides_none_that_was_lost(tmp_path: Path) -> None:
@@ -337,27 +333,28 @@ def test_a_record_that_is_there_twice_hides_none_that_was_lost(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("file", "place", "field", "value"),
+    ("file", "place", "values"),
     [
-        *(("requests.jsonl", 0, "sent_s", value) for value in (-5, 1e12)),
-        *(
-            ("requests.jsonl", 0, name, -5)
-            for name in ("ended_s", "headers_s", "first_visible_s", "connect_s", "connect_retries", "user")
-        ),
-        *(
-            ("requests.jsonl", 0, name, value)
-            for name in ("asked_tokens", "textless", "coalesced")
-            for value in (-1, 10**15)
-        ),
-        *(("requests.jsonl", 0, "status", value) for value in (-5, 1000, 10**15)),
-        ("requests.jsonl", 0, "chunks_s", [-5]),
-        *(("processes.jsonl", 1, name, -1) for name in ("monotonic_s", "sent", "recorded", "left_s", "cpu_s", "users")),
+        ("requests.jsonl", 0, [
+            {"sent_s": -5}, {"sent_s": 1e12}, {"ended_s": -5}, {"headers_s": -5}, {"first_visible_s": -5},
+            {"connect_s": -5}, {"connect_retries": -5}, {"user": -5}, {"asked_tokens": -1}, {"asked_tokens": 10**15},
+            {"textless": -1}, {"textless": 10**15}, {"coalesced": -1}, {"coalesced": 10**15}, {"status": -5},
+            {"status": 1000}, {"chunks_s": [-5]},
+        ]),
+        ("processes.jsonl", 1, [
+            {name: -1} for name in ("monotonic_s", "sent", "recorded", "left_s", "cpu_s", "users")
+        ]),
     ],
-)
+)  # fmt: skip
 def test_a_line_with_an_impossible_value_cannot_be_read(
-    tmp_path: Path, file: str, place: int, field: str, value: object
+    tmp_path: Path, file: str, place: int, values: list[dict[str, object]]
 ) -> None:
     write_made_run(tmp_path / "run")
-    changed(tmp_path / "run" / file, place, **{field: value})
-    why = because("unreadable_lines", file=file, lines=[place + 1], total=1)
+    path = tmp_path / "run" / file
+    lines = path.read_bytes().splitlines(keepends=True)
+    good: dict[str, Any] = msgspec.json.decode(lines[place])
+    bad = [msgspec.json.encode(good | value) + b"\n" for value in values]
+    path.write_bytes(b"".join([*lines, *bad]))
+    first = len(lines) + 1
+    why = because("unreadable_lines", file=file, lines=[*range(first, first + 5)], total=len(bad))
     assert why in summarize(tmp_path / "run").reasons

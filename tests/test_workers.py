@@ -136,13 +136,11 @@ def test_a_wall_clock_that_is_set_while_a_load_runs_does_not_end_it(tmp_path: Pa
 
 def test_a_trace_of_two_machines_is_sent_as_it_was_by_workers(tmp_path: Path, engine_process: Spawned) -> None:
     """The file that joins the clocks of its senders is next to it, and is sent too."""
-    write_lines(
-        tmp_path / "requests.jsonl",
-        [
-            request(index=number, process=process, sent_s=sent_s, cell="c", prompt_tokens=9, output_tokens=3)
-            for number, (process, sent_s) in enumerate([(1, 50.0), (2, 9000.0), (1, 50.5), (2, 9000.5)])
-        ],
-    )
+    traced = [
+        request(index=number, process=process, sent_s=sent_s, cell="c", prompt_tokens=9, output_tokens=3)
+        for number, (process, sent_s) in enumerate([(1, 50.0), (2, 9000.0), (1, 50.5), (2, 9000.5)])
+    ]
+    write_lines(tmp_path / "requests.jsonl", traced)
     marks = [
         ProcessMark(event="start", process=process, host=host, cell="c", wall_s=1000.0, monotonic_s=monotonic_s)
         for process, host, monotonic_s in [(1, "a-1", 40.0), (2, "b-2", 8989.75)]
@@ -197,24 +195,16 @@ def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(
     """The others go on. Each message on its own ended Locust's listener, and with it the load."""
     port = free_port()
     here = socket.gethostname()
-    scenario = write(
-        tmp_path, model="simulated", loads={"l": {"user": "chat", "users": 2, "requests": 20, "output_tokens": 5}}
-    )
-    run = [
-        "run", str(scenario), "--url", engine_process.url, "--workers", here, "--bind", f"127.0.0.1:{port}", "--runs",
-        str(tmp_path),
-    ]  # fmt: skip
+    load = {"user": "chat", "users": 2, "requests": 20, "output_tokens": 5}
+    scenario = str(write(tmp_path, model="simulated", loads={"l": load}))
+    bound = ["--workers", here, "--bind", f"127.0.0.1:{port}"]
+    run = ["run", scenario, "--url", engine_process.url, *bound, "--runs", str(tmp_path)]
     with going(*run, cwd=tmp_path) as command:
         until(lambda: not is_free(port), within_s=20)
         log = next(tmp_path.glob("*/logs/*locust*"))
         with strangers(port) as stranger:
-            for garbage in (
-                b"",
-                b"\xc1",
-                b"\x93\x01\x02\x03",
-                msgpack.dumps([1]),
-                msgpack.dumps(["stats", None, "another"]),
-            ):
+            another = msgpack.dumps(["stats", None, "another"])
+            for garbage in (b"", b"\xc1", b"\x93\x01\x02\x03", msgpack.dumps([1]), another):
                 stranger.send(garbage)
             for data in (None, 7, {"__datetime__": True}):
                 stranger.send(msgpack.dumps(["client_ready", data, "stranger"]))
@@ -224,10 +214,8 @@ def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(
                 done = command.end()
                 assert worker.end().code == 0
     assert done.code == 0, done.out + done.err
-    assert (
-        f"worker {here} was rejected: it has version 0.0.1 of the harness, and the master {__version__}"
-        in log.read_text()
-    )
+    said = f"worker {here} was rejected: it has version 0.0.1 of the harness, and the master {__version__}"
+    assert said in log.read_text()
     assert log.read_text().count("ignored a message to the master that is not from a worker") == 3
 
 

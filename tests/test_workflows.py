@@ -18,7 +18,7 @@ from junitparser import JUnitXml
 from harness.cli import app
 from harness.files import ROOT
 from harness.rundir.records import read_marks
-from tests.command import harness, only_run, server, write
+from tests.command import called, only_run, server, write
 from tests.made_runs import write_lines
 
 BIN = Path(sys.executable).parent
@@ -34,10 +34,6 @@ def read(name: str) -> dict[Any, Any]:
 
 def steps(path: Path) -> list[dict[str, Any]]:
     return [step for job in read(path.name)["jobs"].values() for step in job["steps"]]
-
-
-def test_both_are_there() -> None:
-    assert [path.name for path in WORKFLOWS] == ["amd-gate.yml", "ci.yml"]
 
 
 def test_by_the_schema_of_github(tmp_path: Path) -> None:
@@ -148,7 +144,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (4, 0), "no check needs a baseline"
     assert runner.step("Show") == 0
     assert "**VALID" in runner.summary.read_text()
-    done = harness("publish", str(only_run(folder / "ci-runs")), cwd=folder)
+    done = called("publish", str(only_run(folder / "ci-runs")), cwd=folder)
     assert done.code == 0, done
     target = folder / done.out.partition(":")[0]
     assert target.parent.name == "small"
@@ -164,21 +160,6 @@ def again(published: Runner, folder: Path) -> tuple[Runner, Path]:
     runner = Runner(folder, scenario="small.yaml", **CHECKS)
     assert runner.step("Find the last published run") == 0
     return runner, folder / runner.outputs["run"]
-
-
-@pytest.mark.nightly  # the next test has its steps
-def test_the_gate_with_a_published_run(tmp_path: Path, published: Runner) -> None:
-    runner, target = again(published, tmp_path)
-    shutil.copytree(target, target.parent / "20200101-000000-small-0000")
-    shutil.copytree(target, target.parent.parent / "other" / "99990101-000000-other-0000")
-    assert runner.step("Find the last published run") == 0
-    assert runner.outputs == {"run": str(target.relative_to(tmp_path))}, "the newest of this scenario"
-    assert runner.step("Measure") == 0, runner.said
-    assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (5, 0)
-    assert runner.step("Compare with the history") == 0, runner.said
-    (suite,) = runner.junit("compare.xml")
-    assert (suite.tests, suite.skipped) == (1, 1), "the history is too short"
-    assert "inconclusive" in runner.summary.read_text()
 
 
 def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path, published: Runner) -> None:
