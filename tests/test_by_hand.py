@@ -188,7 +188,7 @@ def test_a_shape_from_elsewhere_does_not_steer_the_users_of_a_scenario(tmp_path:
 
 
 def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "3s", "--records", "r.jsonl"]
     options += ["--output", "fixed", "--output-tokens", "90000", "--processes", "2"]  # of three minutes
     child = start(tmp_path, engine, "batch", *options)
     until(partial(told, tmp_path, "limit reached", 1))

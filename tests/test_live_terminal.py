@@ -18,6 +18,7 @@ from harness.rundir.records import Request
 from harness.rundir.samples import GpuSample
 from harness.scenario import Load, Warmup
 from harness.scenario.plan import Cell
+from harness.units import duration
 from tests.load_runs import make_job
 
 CELL = "r1-one-burst"
@@ -243,3 +244,13 @@ def test_a_warm_up_of_which_no_user_knows_how_long_it_is_is_reported(
     before, after = out.getvalue().splitlines()[-2:]
     assert before == "[2/2] one / people@5, repeat 1: 2 requests, 2 s, warm-up until now: 2 requests"
     assert after.startswith("[2/2] one / people@5, repeat 1: 3 requests, 2 s, TTFT p50 100 ms")
+
+
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0.4, 89, 90, 200, 7500)] == [
+        "0 s",
+        "89 s",
+        "1 min 30 s",
+        "3 min 20 s",
+        "2 h 5 min",
+    ]

@@ -69,14 +69,14 @@ def test_an_interrupted_run_loses_nothing(
     assert 1 <= len(unfinished) <= 8
     assert [r.error for r in records if r.error != "unfinished"] == [None] * (len(records) - len(unfinished))
     assert len({r.index for r in records}) == len(records)
-    (stats,) = json.loads((tmp_path / "stats.json").read_text())
-    assert stats["num_failures"] == 0  # to be cut is no failure
+    stats = json.loads((tmp_path / "stats.json").read_text())
+    assert [row["num_failures"] for row in stats if row["num_failures"]] == []  # to be cut is no failure
     # Locust's own table lacks what several load processes sent in the last 3 s: at an interruption it does not wait.
     if processes == 1:
-        assert stats["num_requests"] == len(records)
-        assert stats["num_none_requests"] == len(unfinished)  # and no response time
+        assert [row["num_requests"] for row in stats] == [len(records)]
+        assert [row["num_none_requests"] for row in stats] == [len(unfinished)]  # and no response time
     else:
-        assert stats["num_requests"] <= len(records)
+        assert sum(row["num_requests"] for row in stats) <= len(records)
 
 
 def test_one_at_a_time_is_a_batch_of_one(tmp_path: Path, engine: str) -> None:
