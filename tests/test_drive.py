@@ -128,6 +128,24 @@ sys.exit(1)
     assert seen[-2] == said
 
 
+def test_a_load_that_is_stopped_before_it_has_begun_is_no_error(tmp_path: Path) -> None:
+    """The budget of a capacity search may end while Locust is being imported, when it dies of SIGTERM."""
+
+    class Enough:
+        def see(self, requests: list[Request]) -> None: ...
+
+        def enough(self) -> bool:
+            return True
+
+        def measured_s(self, stopped_s: float) -> float:
+            return 0.0
+
+    monitor, log = Monitor(job(tmp_path), Enough()), tmp_path / "log"
+    start = lambda: LocalChild([sys.executable, "-c", "import time; time.sleep(60)"], log)  # noqa: E731
+    driven = drive(start, monitor, log_path=log)
+    assert driven.problems == [] and driven.stopped_s is not None and monitor.recorded == 0
+
+
 def test_a_generator_that_fails_later(tmp_path: Path) -> None:
     (tmp_path / "counter").touch()
     driven, _ = run(tmp_path, "raise ValueError('boom')")

@@ -222,7 +222,8 @@ def _work(evidence: Evidence) -> Iterator[Reason]:
     ended = evidence.ran is not None and bool(evidence.ran.problems)  # the end of a server closes connections, too
     if numbers.resent > MAX_RESENT * numbers.sent and not ended:
         yield _resent(numbers, max_share=MAX_RESENT)
-    if not numbers.succeeded and evidence.reached and _stopped_s(evidence) != 0:
+    # A load that was stopped as planned may have ended before its first answer came.
+    if not numbers.succeeded and evidence.reached and (_stopped_s(evidence) is None or numbers.failed):
         yield because("none_succeeded")
     if wrong := evidence.tally.wrong_length:
         trace, tokens = load.trace is not None, load.output_tokens if isinstance(load.output_tokens, int) else None
@@ -230,7 +231,7 @@ def _work(evidence: Evidence) -> Iterator[Reason]:
 
 
 def _stopped_s(evidence: Evidence) -> float | None:
-    """Measured seconds after which the harness stopped the load as planned; 0: during its warm-up."""
+    """Measured seconds after which the harness stopped the load as planned."""
     return None if evidence.ran is None else evidence.ran.stopped_after_s
 
 

@@ -329,10 +329,11 @@ def drive(
         # A stopped load generator flushes its records; requests in flight are recorded as unfinished.
         code = child.stop(GRACE_S)
     monitor.update()
-    if code != 0 and not problems:
+    begun = Path(job.counter_path).exists()
+    if code != 0 and not problems and (begun or stopped_s is None):  # else it was stopped before it handled signals
         last = next(reversed(exceptions_in(log_path)), None)
         problems = [because("generator_exit", exit_code=code, exception=last)]
-        if not Path(job.counter_path).exists():
+        if not begun:
             raise _not_started(job, code, log_path, time.time() - started)
     return Driven(started, time.time(), problems, stopped_s)
 
