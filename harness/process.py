@@ -12,9 +12,10 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from harness.errors import HarnessError
 
@@ -80,27 +81,52 @@ def stop(child: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
     return child.wait()
 
 
+_interrupted = threading.Event()
+
+
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within it, `STOPS` raise KeyboardInterrupt, so that every way of stopping takes everything down.
+    """Within it, Ctrl-C and `STOPS` raise KeyboardInterrupt, so that every way of stopping takes everything down.
 
-    A handler that the program has set itself is left alone, and so is what is ignored, such as SIGHUP under nohup.
+    Python drops what a handler raises inside a finalizer, a callback of a fork or some functions in C; `pause` raises
+    it again. A handler that the program has set itself is left alone, and so is an ignored signal, such as SIGHUP under
+    nohup.
     """
     main = threading.current_thread() is threading.main_thread()
-    ours = [number for number in STOPS if main and signal.getsignal(number) is signal.SIG_DFL]
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOPS) if main}
+    ours = [number for number, handler in before.items() if handler in defaults]
+    report = sys.unraisablehook
 
     def interrupt(number: int, _frame: object) -> None:
+        _interrupted.set()
         if number == signal.SIGHUP:
             _leave_terminal()
         raise KeyboardInterrupt
 
+    def without_interrupts(dropped: Any) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            report(dropped)
+
+    if ours:
+        _interrupted.clear()
+        sys.unraisablehook = without_interrupts
     for number in ours:
         signal.signal(number, interrupt)
     try:
         yield
     finally:
         for number in ours:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, before[number])
+        if ours:
+            sys.unraisablehook = report
+
+
+def pause(seconds: float) -> None:
+    """Sleep, in a loop that waits for something. Raises the KeyboardInterrupt that Python has dropped before."""
+    if _interrupted.is_set() and threading.current_thread() is threading.main_thread():
+        raise KeyboardInterrupt
+    time.sleep(seconds)
 
 
 @contextlib.contextmanager
@@ -193,7 +219,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# Below the range from which Linux takes the ports of outgoing connections, so no process gets one by chance.
+# Below the range from which Linux takes the ports of outgoing connections, so no other process gets one.
 FIRST_PORT, LAST_PORT = 18000, 29999
 
 

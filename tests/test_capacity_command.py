@@ -96,9 +96,6 @@ def test_an_interrupted_search_can_be_read(tmp_path: Path) -> None:
     path = write(tmp_path, **QUICK)
     with going("capacity", str(path), "--runs", "runs", "--slo", EASY, cwd=tmp_path) as command:
         until(lambda: any(tmp_path.glob("runs/*/capacity.json")), within_s=60)
-        (records,) = tmp_path.glob("runs/*/requests.jsonl")
-        size = records.stat().st_size
-        until(lambda: records.stat().st_size > size, within_s=60)  # the second probe is under way
         command.interrupt()
         done = command.end()
         command.nothing_left()

@@ -208,7 +208,7 @@ def test_sides_that_are_worth_the_same_need_no_words() -> None:
     assert difference("a", [answers(9, 8)], "b", [answers(9, 8)]) is None
     assert difference("a", [answers(8), answers(10)], "b", [answers(9)]) is None  # 18 of 20 and 9 of 10
     assert difference("a", [None], "b", [answers(9)]) is None
-    assert difference("a", [answers(9, 1)], "b", [answers(9)]) is None  # of one side nobody knows what is right
+    assert difference("a", [answers(9, 1)], "b", [answers(9)]) is None  # no label is known for one side
 
 
 def test_sides_that_are_not_are_told_with_counts() -> None:

@@ -200,8 +200,8 @@ def test_parts_are_added_up() -> None:
     one.merge(other)
     numbers = numbers_of([one])
     assert (numbers.abandoned, numbers.slos["ttft<=1s"].attainment) == (3, 0.5)
-    nobody_stayed = numbers_of([tally_of(left([0.2], 0.3))])
-    assert nobody_stayed.slos["ttft<=1s"].attainment is None
+    all_left = numbers_of([tally_of(left([0.2], 0.3))])
+    assert all_left.slos["ttft<=1s"].attainment is None
 
 
 def test_reasoning_and_tool_calls_are_counted() -> None:

@@ -108,7 +108,7 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
 
 def test_schedules_in_words() -> None:
     waves = Load(user="batch", users=9, requests=5, arrivals=Arrivals(points=[[0, 1], [60, 4]]))
-    assert words.loop(waves) == "open loop, by chance, 1 a second from 0 s, 4 a second from 60 s"
+    assert words.loop(waves) == "open loop, Poisson, 1 a second from 0 s, 4 a second from 60 s"
     assert words.load_in_words(waves) == (
         "open loop: user batch, users 9, requests 5, arrivals {points: [[0 1] [60 4]], between: steps, "
         "spacing: poisson, burstiness: 1}, output_tokens 128"

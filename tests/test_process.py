@@ -83,6 +83,25 @@ def test_signals_interrupt_and_the_former_handler_comes_back(number: signal.Sign
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, *process.STOPS])
+def test_a_signal_that_comes_in_a_finalizer_interrupts_at_the_next_pause(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python drops what a handler raises there, such as when urllib3 closes a connection."""
+
+    class Closing:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    with process.signals_interrupt():
+        Closing()
+        with pytest.raises(KeyboardInterrupt):
+            process.pause(0)
+    with process.signals_interrupt():
+        process.pause(0)  # it was of the former command
+    assert capsys.readouterr().err == ""
+
+
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -163,10 +163,10 @@ def test_the_command_says_what_it_sent_and_where_it_cannot(run: Path, otlp: Rece
     done = called("export", str(run), "--to", "otlp", cwd=tmp_path)
     assert done == (0, f"otlp: {number} spans\n", "1 line of requests.jsonl left out: not readable\n")
     otlp.status = 400
-    nobody = {ENDPOINT: f"http://user:secret@127.0.0.1:{free_port()}", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    unreachable = {ENDPOINT: f"http://user:secret@127.0.0.1:{free_port()}", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     for env, said in (
         ({}, f"{ENDPOINT}={otlp.url}: spans cannot be sent"),
-        (nobody, "spans cannot be sent"),
+        (unreachable, "spans cannot be sent"),
         (
             {ENDPOINT: "127.0.0.1:4318"},
             "must be an address that begins with http:// or https:// (got '127.0.0.1:4318')",

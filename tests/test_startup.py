@@ -112,7 +112,7 @@ def test_llamacpp() -> None:
     assert rounded(phases) == {
         "pull": 0.5, "create": 0.25, "process": 0.117, "weights": 0.045, "ready": 0.213, "first answer": 0.75,
     }  # fmt: skip
-    found = started(DATA / "llamacpp.txt")  # counts from its own start where nobody stamps its lines
+    found = started(DATA / "llamacpp.txt")  # counts from its own start without stamps of its lines
     assert found.began_s == 0.0
     assert rounded(phases_of(waits(0.25), found))["process"] == 0.005
 

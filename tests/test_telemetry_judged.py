@@ -77,7 +77,7 @@ def test_whose_energy_is_that_of_the_server() -> None:
         assert found is not None
         return found
 
-    # A GPU without power makes it unknown, and without a busy one there is none; where none says how busy, all count.
+    # A GPU without power makes it unknown. Without a busy GPU there is no energy. All count if none reports its load.
     found = judged(a=GpuSample(busy_percent=90, power_w=100), b=GpuSample(busy_percent=90))
     assert (found.power_mean_w, found.power_max_w, found.energy_j, found.energy_per_token_j) == (None,) * 4
     found = judged(a=GpuSample(busy_percent=0, power_w=8))

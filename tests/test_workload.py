@@ -153,7 +153,7 @@ def test_the_hash_follows_what_shapes_the_work_and_nothing_else(tmp_path: Path) 
 
 
 def test_the_hash_follows_what_belongs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody says how many turns a conversation has. It is the same on every machine."""
+    """Also when the number of turns is not given. It is the same on every machine."""
     assert workload_sha256(scenario(Load(user="batch", requests=3)), tmp_path) == (
         "ca59ac51c7d672477382c6ca3e10cc77ea3fd7694554fa120f697013361a796f"
     )

@@ -65,7 +65,7 @@ class Source(Struct, frozen=True):
         except ValueError:
             raise self.wrong(place, f"a time such as {such_as} is expected, got {text!r}") from None
 
-    def beside(self, name: str) -> "Source | None":
+    def sibling(self, name: str) -> "Source | None":
         """Return another file of the same folder; None where it is not there."""
         path = self.path.with_name(name)
         return read_source(path) if path.exists() else None

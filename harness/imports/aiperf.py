@@ -104,7 +104,7 @@ def read(source: Source) -> Imported:
         except ValueError as error:
             raise source.wrong(f"line {number}", str(error)) from None
     measured = [record for record in records if record.phase == "measured"]
-    totals = source.beside(SUMMARY) if source.path.name == "profile_export.jsonl" else None
+    totals = source.sibling(SUMMARY) if source.path.name == "profile_export.jsonl" else None
     summary = AiperfSummary() if totals is None else totals.read(AiperfSummary)
     phase = AiperfPhase()
     if totals is not None:

@@ -62,7 +62,7 @@ class GenaiExperiment(Struct, frozen=True, kw_only=True):
 def read(source: Source) -> Imported:
     """Raise HarnessError for another task than text generation, or a unit that is not known."""
     run = source.read(GenaiRun)
-    metadata = source.beside(METADATA)
+    metadata = source.sibling(METADATA)
     about = GenaiExperiment() if metadata is None else metadata.read(GenaiExperiment)
     if metadata is not None and about.task is not None and not about.task.endswith("-to-text"):
         raise metadata.wrong("$.task", f"only tasks that generate text are read, got {about.task!r}")

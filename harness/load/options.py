@@ -50,7 +50,7 @@ class Option(NamedTuple):
     field: str  # of the Job
     help: str
     choices: list[str] | None = None
-    short: tuple[str, ...] = ()  # of a mapping, the key that a number alone stands for, and that of a text alone
+    short: tuple[str, ...] = ()  # of a mapping, the key for a number alone, and the key for a text alone
     is_text: bool = False
 
 

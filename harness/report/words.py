@@ -51,7 +51,7 @@ def load_in_words(load: Load) -> str:
 
 
 def arrival_rate(arrivals: Arrivals) -> str:
-    """The rate of an open loop: "by chance, 4 a second"."""
+    """The rate of an open loop: "Poisson, 4 a second"."""
     if arrivals.wave is not None:
         wave = arrivals.wave
         rate = f"{wave.min:g} to {wave.max:g} a second and back in {wave.period_s:g} s"
@@ -59,7 +59,7 @@ def arrival_rate(arrivals: Arrivals) -> str:
         rate = ", ".join(f"{rate:g} a second from {at:g} s" for at, rate in arrivals.points)
     else:
         rate = f"{arrivals.rate:g} a second"
-    spread = {"even": "evenly", "poisson": "by chance", "gamma": f"in bursts ({arrivals.burstiness:g})"}
+    spread = {"even": "evenly", "poisson": "Poisson", "gamma": f"in bursts ({arrivals.burstiness:g})"}
     return f"{spread[arrivals.spacing]}, {rate}"
 
 

@@ -40,6 +40,7 @@ from harness.judge.noise_floors import (
     write_noise,
 )
 from harness.prepare.experiment import Experiment, server_name
+from harness.process import pause
 from harness.reasons import sentence
 from harness.run.drive import locust_arguments
 from harness.run.orchestrator import run
@@ -246,7 +247,7 @@ def noise(
     known: StoredNoise | None = None
     for number in range(times):
         if number:
-            time.sleep(pause_s)
+            pause(pause_s)
         folder = run(a_against_a(experiment, name), runs, progress)
         manifest, summary = read_run(folder), summarize(folder)
         if not summary.valid:

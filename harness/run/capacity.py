@@ -41,7 +41,7 @@ from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
 from harness.judge.stats import effect
 from harness.prepare.experiment import Experiment, load_name
-from harness.process import refuse_too_few_files
+from harness.process import pause, refuse_too_few_files
 from harness.report.capacity import amounts_text
 from harness.run.drive import POLL_S
 from harness.run.orchestrator import conduct, endpoint_of, run_group
@@ -623,7 +623,7 @@ def wait_until_idle(
         if time.monotonic() >= until_s:
             return now
         say(f"waiting for {count(round(now), 'request')} of the last probe to end")
-        time.sleep(POLL_S)
+        pause(POLL_S)
     return None
 
 

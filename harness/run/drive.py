@@ -22,7 +22,7 @@ from harness.errors import RunError
 from harness.failures.explain import FIRST, mistake_of
 from harness.files import UNDECODABLE, open_file, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
-from harness.process import free_port
+from harness.process import free_port, pause
 from harness.redact import known
 from harness.rundir.directory import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, Samples, Tail, read_marks
@@ -405,7 +405,7 @@ def _watch(
             return [because("generator_silent", seconds=silent_s, timeout_s=job.load.timeout_s)]
         if monitor.watch is not None and monitor.watch.enough():
             return []
-        time.sleep(POLL_S)
+        pause(POLL_S)
     monitor.update()
     monitor.awaited = ""
     progress()

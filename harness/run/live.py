@@ -1,7 +1,6 @@
 """Live load: a scenario's server with Locust's web UI in front of it, until Ctrl-C, or printed for Docker Compose."""
 
 import os
-import time
 from pathlib import Path
 
 import msgspec
@@ -12,7 +11,7 @@ from harness.files import LOCUSTFILES
 from harness.job import Job, text_of
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.machine_fit import preflight
-from harness.process import is_free
+from harness.process import is_free, pause
 from harness.reasons import sentence
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
@@ -73,7 +72,7 @@ def live(
                         dead = endpoint.check_alive()
                         if dead is not None:
                             raise ServerError(sentence(dead))
-                        time.sleep(0.5)
+                        pause(0.5)
                 finally:
                     code = child.stop(GRACE_S)
             raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(running.log_path(cell.id)))

@@ -73,7 +73,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def set_aside(folder: Path, keep: Collection[str], cells: Collection[str]) -> str | None:
-    """Move all but the cells `keep` out of the files of a run; return the new folder below it, None if there is none.
+    """Move all but the cells `keep` out of the files of a run; return the new folder, None without such cells.
 
     `cells`: all that are planned. Damaged lines, such as one that was torn by a power loss, go as well. Each line is
     on the disk in its new place before it leaves the old one: if this is interrupted it can be done again. Raises

@@ -151,7 +151,7 @@ def monitoring(server: MonitoringTarget | None) -> dict[str, Any]:
         "prometheus": prometheus_config(f"locust:{METRICS_PORT}", server),
         "grafana-dashboard": dashboard(),
     }
-    # JSON is YAML as well. Compose replaces $NAME in contents; `$$` stands for `$`.
+    # JSON is YAML as well. Compose replaces $NAME in contents; `$$` is a literal `$`.
     contents = {name: json.dumps(value, indent=1).replace("$", "$$") + "\n" for name, value in files.items()}
     return {
         "services": _monitoring()["services"],

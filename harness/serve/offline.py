@@ -10,7 +10,7 @@ from docker.models.containers import Container
 
 from harness.errors import HarnessError, StartError
 from harness.files import UNDECODABLE
-from harness.process import signals_interrupt
+from harness.process import pause, signals_interrupt
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario import Scenario
 from harness.serve import containers
@@ -106,7 +106,7 @@ def _wait(one: StartedContainer, loading_s: float, say: Callable[[str], None]) -
                 detail=log.tail(),
             )
         say(f"offline: {log.last_line()}")
-        time.sleep(LOOK_S)
+        pause(LOOK_S)
     if seen.death is None or seen.death.exit_code != 0 or seen.oom_killed:
         log.settle()
         raise containers.death_error(seen, log)

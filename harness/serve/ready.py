@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from harness.errors import ServerError, StartError
 from harness.failures.explain import explain
+from harness.process import pause
 from harness.rundir.manifest import Phase
 from harness.serve.compose_file import LoadCall, Serving
 from harness.serve.containers import refused_load, start_error
@@ -123,7 +124,7 @@ def _poll(
             seen = "no connection"  # refused, or reset by Docker's proxy while no server listens
         if time.monotonic() > deadline:
             raise _not_ready(url, seen, waiting)
-        time.sleep(POLL_S)
+        pause(POLL_S)
 
 
 def _not_ready(url: str, seen: str, waiting: Waiting) -> ServerError:
@@ -146,7 +147,7 @@ def _patient_post(
             raise waiting.dead() or _gone(url, error, waiting) from None
         if answer.status_code not in (429, 503) or time.monotonic() > deadline:
             return answer
-        time.sleep(POLL_S)
+        pause(POLL_S)
 
 
 def _post(url: str, body: dict[str, Any], timeout_s: float, api_key: str | None) -> requests.Response:

@@ -111,7 +111,7 @@ def test_token_counts_agree_exactly_with_the_servers(on_vllm: Timed, say: Say) -
         assert summary_of(ran, cell).server_load.generated_tokens == generated
     for cell, sizes in CELLS.items():
         assert counter(ran, cell, "generated_tokens") == TOKENS * sum(sizes)
-    # One token of the question whether the model answers came before; nobody else asks in between.
+    # One token of the question whether the model answers came before; no other request comes in between.
     assert samples_of(ran, cells[0])[0].values["generated_tokens"] == 1
     for before, after in itertools.pairwise(cells):
         last, first = samples_of(ran, before)[-1].values, samples_of(ran, after)[0].values

@@ -364,7 +364,7 @@ def _scatter(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]], key: 
             marker, text = {"color": "@bad", "symbol": "x", "size": 9}, [dot.error for dot in failed]
             data.append(scatter(row.name, x, y, hover, "markers", text=text, marker=marker, meta=i))
     thinned = any(len(shown) < row_data.count + row_data.failures for _, row_data, shown in dots)
-    few = f" Long rows are thinned by chance; the {SLOWEST} slowest of each are always there." if thinned else ""
+    few = f" Long rows are thinned at random; the {SLOWEST} slowest of each are always there." if thinned else ""
     return Chart(
         id=f"dots-{key}",
         title=title,
