@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from harness.redact import masked
 
-INTERRUPTED = "interrupted; everything that was started has been taken down"
+INTERRUPTED = "interrupted; everything that was started has been torn down"
 SHOWN_PROBLEMS = 50  # of a scenario
 MAX_CHARACTERS = 1000  # of one of them
 _SHOWN_LINES = 5  # of one file

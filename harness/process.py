@@ -86,7 +86,7 @@ _interrupted = threading.Event()
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within it, Ctrl-C and `STOPS` raise KeyboardInterrupt, so that every way of stopping takes everything down.
+    """Within it, Ctrl-C and `STOPS` raise KeyboardInterrupt, so that every way of stopping tears everything down.
 
     Python drops what a handler raises inside a finalizer, a callback of a fork or some functions in C; `pause` raises
     it again. A handler that the program has set itself is left alone, and so is an ignored signal, such as SIGHUP under

@@ -291,7 +291,7 @@ def test_live(tmp_path: Path, command: str) -> None:
         live.interrupt()
         done = live.end()
         live.nothing_left()
-    assert (done.code, done.err) == (130, "interrupted; everything that was started has been taken down\n")
+    assert (done.code, done.err) == (130, "interrupted; everything that was started has been torn down\n")
     assert f"Locust: http://127.0.0.1:{port}\n" in done.out
     manifest = read_run(only_run(tmp_path / "runs"))
     assert (manifest.status, sentences(manifest.reasons)) == ("live", ["a live load, changed by hand, has no verdicts"])

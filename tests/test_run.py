@@ -250,7 +250,7 @@ def test_a_locustfile_of_ones_own(tmp_path: Path) -> None:
     ids=["term", "hup", "int-2"],
 )
 @fault("harness", "Ctrl-C, SIGTERM or SIGHUP in the middle of a load",
-       seen="interrupted; everything that was started has been taken down", code=130,
+       seen="interrupted; everything that was started has been torn down", code=130,
        kept="all records; what was in flight as unfinished")  # fmt: skip
 def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> None:
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})
@@ -261,7 +261,7 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
         done = command.end()
         command.nothing_left()
     assert done.code == 130
-    assert done.err == "interrupted; everything that was started has been taken down\n"
+    assert done.err == "interrupted; everything that was started has been torn down\n"
     assert done.out.endswith(
         f"harness report runs/{run.name}\nTo measure the rest: harness run --resume runs/{run.name}\n"
     )
@@ -279,7 +279,7 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
 
 @pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGINT], ids=["hup", "int"])
 @fault("harness", "Ctrl-C, SIGTERM or SIGHUP while the program is still being imported",
-       seen="interrupted; everything that was started has been taken down", code=130)  # fmt: skip
+       seen="interrupted; everything that was started has been torn down", code=130)  # fmt: skip
 def test_interrupted_in_the_first_moment(tmp_path: Path, how: signal.Signals) -> None:
     path = write(tmp_path, loads=LONG)
     slow = tmp_path / "slow"
@@ -292,7 +292,7 @@ def test_interrupted_in_the_first_moment(tmp_path: Path, how: signal.Signals) ->
     assert done == (130, "", f"{INTERRUPTED}\n")
 
 
-@fault("harness", "Ctrl-C twice", seen="interrupted; everything that was started has been taken down", code=130)
+@fault("harness", "Ctrl-C twice", seen="interrupted; everything that was started has been torn down", code=130)
 def test_interrupted_twice(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -307,7 +307,7 @@ def test_interrupted_twice(tmp_path: Path) -> None:
     assert read_run(run).status == "interrupted"
 
 
-@fault("harness", "Ctrl-C while the server starts", seen="interrupted; everything that was started has been taken down",
+@fault("harness", "Ctrl-C while the server starts", seen="interrupted; everything that was started has been torn down",
        code=130, kept="a run marked interrupted")  # fmt: skip
 def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": server("--startup-s", "60")})
@@ -317,7 +317,7 @@ def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
         command.interrupt()
         done = command.end()
         command.nothing_left()
-    assert (done.code, done.err) == (130, "interrupted; everything that was started has been taken down\n")
+    assert (done.code, done.err) == (130, "interrupted; everything that was started has been torn down\n")
     run = only_run(tmp_path / "runs")
     assert read_run(run).status == "interrupted"
     assert called("report", run.name, "--runs", "runs", cwd=tmp_path).code == 3  # of its verdict

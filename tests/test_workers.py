@@ -256,7 +256,7 @@ def test_a_worker_without_the_key_is_named(
             worker.end()
 
 
-@fault("worker", "Ctrl-C of the run on the master", seen="interrupted; everything that was started has been taken down",
+@fault("worker", "Ctrl-C of the run on the master", seen="interrupted; everything that was started has been torn down",
        code=130, kept="all records of all machines")  # fmt: skip
 def test_an_interrupted_run_has_all_that_was_recorded(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 600, "output_tokens": 5, "think_s": [0.05, 0.05]}

@@ -16,7 +16,7 @@ from harness.errors import ExitCode, HarnessError
 UI_PORT = 8089  # Locust's own
 
 
-@cli.command(short_help="Start the servers, load them, take everything down, report.")
+@cli.command(short_help="Start the servers, load them, tear them down, report.")
 def run(
     scenario: cli.ScenarioToResume = None,
     resume: Annotated[
@@ -60,7 +60,7 @@ def run(
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
-    """Start the scenario's servers, load them, take everything down, and report.
+    """Start the scenario's servers, load them, tear them down, and report.
 
     After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
     """
@@ -196,7 +196,7 @@ def live(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the web UI on 127.0.0.1.")] = UI_PORT,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
+    """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C tears everything down."""
     from harness.prepare import experiment as experiments
     from harness.run import live as living
     from harness.run.progress import Progress
@@ -362,7 +362,7 @@ def compose(
     print(text, end="")
 
 
-@cli.command(short_help="Measure how far equal runs differ on this machine.")
+@cli.command(short_help="Measure the variation between equal runs on this machine.")
 def noise(
     scenario: cli.ScenarioArg,
     server: cli.ServerOpt = None,

@@ -248,7 +248,7 @@ def plan(
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
-@cli.command(short_help="Show in what two runs differ.")
+@cli.command(short_help="Show the differences between two runs.")
 def diff(
     one: cli.RunArg,
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
@@ -290,14 +290,14 @@ def publish(
     print(f"{where}: {', '.join(changed) if changed else 'published already, nothing has changed'}")
 
 
-@cli.command(short_help="Rank what is published, as one page.")
+@cli.command(short_help="Rank the published results, as one page.")
 def leaderboard(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The HTML page (default: leaderboard.html in --results).")
     ] = None,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
-    """Rank what is published: machines by scenarios, as one HTML page and as Markdown next to it."""
+    """Rank the published results: machines by scenarios, as one HTML page and as Markdown next to it."""
     from harness.files import RESULTS as SHIPPED
     from harness.report.board import collect, write_board
 
@@ -344,7 +344,7 @@ def export(
         print(f"{count(written.damaged, 'line')} of requests.jsonl left out: not readable", file=sys.stderr)
 
 
-@cli.command("import", short_help="Make runs of what other tools wrote.")
+@cli.command("import", short_help="Import results of other tools.")
 def import_(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
     form: Annotated[
@@ -356,7 +356,7 @@ def import_(
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Make runs of what other tools wrote, marked with their origin, for report, runs and compare."""
+    """Import results of other tools as runs, marked with their origin, for report, runs and compare."""
     from harness.imports.write import import_file
 
     wrong = Mistakes()  # a file that cannot be read costs the others nothing
@@ -444,9 +444,9 @@ def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
         cli.console().print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
 
 
-@cli.command(short_help="List the scenarios that ship.")
+@cli.command(short_help="List the bundled scenarios.")
 def scenarios(as_json: cli.JsonOpt = False) -> None:
-    """List the scenarios that ship, each with its question."""
+    """List the bundled scenarios, each with its question."""
     from harness.files import ROOT, SCENARIOS
     from harness.scenario.file import load_scenario
 

@@ -137,7 +137,7 @@ def _shared(
     return found, share_of(found, tensor_parallel=gpus) if found or needed else None
 
 
-@cli.command(short_help="Send load for a run of another machine.")
+@cli.command(short_help="Run load workers for a remote master.")
 def worker(
     master: Annotated[
         str,
@@ -146,7 +146,7 @@ def worker(
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Load processes on this machine.")] = 1,
     once: Annotated[bool, typer.Option("--once", help="End after one load instead of waiting for the next.")] = False,
 ) -> None:
-    """Send load for a run of another machine, one load after the other, until Ctrl-C.
+    """Run load workers for a remote master, one load after the other, until Ctrl-C.
 
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.

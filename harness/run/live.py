@@ -63,7 +63,7 @@ def live(
                     progress.line(f"server: {endpoint.url}" + (f" ({SIMULATED})" if job.simulated else ""))
                     progress.line(f"Locust: http://{UI_HOST}:{port}")
                     progress.line(f"LLM numbers, live: the tab LLM there, and http://{UI_HOST}:{port}/llm")
-                    progress.stage("serving; Ctrl-C takes everything down")
+                    progress.stage("serving; Ctrl-C tears everything down")
                     while child.poll() is None:
                         if disk_is_full(running.folder):
                             raise RunError(

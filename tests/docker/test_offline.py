@@ -98,7 +98,7 @@ def test_more_than_one_ctrl_c_leaves_nothing(client: docker.DockerClient, tmp_pa
             time.sleep(0.03)
         done = command.end()
     assert done.code in (ExitCode.INTERRUPTED, -signal.SIGINT)  # the last one may meet an interpreter that ends
-    assert done.err == "interrupted; everything that was started has been taken down\n"
+    assert done.err == "interrupted; everything that was started has been torn down\n"
     assert remains(client, only_run(tmp_path / "runs").name) == []
 
 
