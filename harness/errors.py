@@ -83,12 +83,12 @@ class ScenarioError(HarnessError):
         count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
         super().__init__(f"{where}: {count}", next_step="Correct the file and run `harness check` on it.")
         # Masked first: a value that is cut could hide from the mask.
-        self.problems = problems = [shortened(problem) for problem in masked(problems, "sure")]
+        self.problems = problems = [shorten(problem) for problem in masked(problems, "sure")]
         more = len(problems) - SHOWN_PROBLEMS
         self.detail = "\n".join(problems[:SHOWN_PROBLEMS] + ([f"and {more:,} more"] if more > 0 else []))
 
 
-def shortened(problem: str) -> str:
+def shorten(problem: str) -> str:
     """A problem with at most so much of a long value that the rest of the sentence is still read."""
     if len(problem) <= MAX_CHARACTERS:
         return problem
@@ -214,7 +214,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return "known: " + ", ".join(names) if names else "none are known"
 
 
-def which_row(name: str, known: Iterable[str]) -> str:
+def suggest_row(name: str, known: Iterable[str]) -> str:
     """As `did_you_mean`, for loads and rows: a mix is several, LOAD.PART, and so is a load with stages, LOAD@USERS."""
     names = list(known)
     parts = [one for one in names if one.startswith((f"{name}.", f"{name}@"))]

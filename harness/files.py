@@ -92,16 +92,16 @@ _NOT_OURS = {
 }  # fmt: skip
 
 
-def with_new_names(value: Any, key: str = "") -> Any:
+def rename_old_fields(value: Any, key: str = "") -> Any:
     """JSON of format 1, or what is below `key` in it, with the names that fields have now."""
     if isinstance(value, list):
-        return [with_new_names(part, key) for part in value]
+        return [rename_old_fields(part, key) for part in value]
     if not isinstance(value, dict) or key in _NOT_OURS:
         return value
     if key in _NAMED_BY_USERS:
-        return {name: with_new_names(part) for name, part in value.items()}
+        return {name: rename_old_fields(part) for name, part in value.items()}
     names = OLD_NAMES | {"most": "max_requests"} if key == "trace" else OLD_NAMES
-    return {names.get(name, name): with_new_names(part, name) for name, part in value.items()}
+    return {names.get(name, name): rename_old_fields(part, name) for name, part in value.items()}
 
 
 def read_json(
@@ -127,22 +127,22 @@ def read_json(
                 next_step="Update the harness.",
             )
         if upgrade is not None and isinstance(head, dict) and (not isinstance(version, int) or version < (newest or 0)):
-            value = msgspec.convert(_upgraded(head, upgrade, newest), kind)
+            value = msgspec.convert(_upgrade(head, upgrade, newest), kind)
         else:
             value = msgspec.json.decode(raw, type=kind)
         if (wrong := contradiction(value)) is not None:
             raise msgspec.ValidationError("{} - at `{}`".format(*wrong))
         return value
     except UNDECODABLE as error:
-        said = in_words(error)
+        said = describe_decode_error(error)
         newer = "unknown field" in said  # fields are added without a new format, which older files lack
         step = "A newer harness wrote it: update this one." if newer else f"The file was changed or damaged{advice}."
         line = _line_of(raw, said)
         raise HarnessError(f"{path}{line and f':{line}'}: cannot be read ({said})", next_step=step) from None
 
 
-def _upgraded(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], newest: int | None) -> dict[str, Any]:
-    raw = with_new_names(raw)
+def _upgrade(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], newest: int | None) -> dict[str, Any]:
+    raw = rename_old_fields(raw)
     try:
         upgrade(raw)
     except (AttributeError, KeyError, TypeError):  # of another shape: the decoder says where
@@ -150,7 +150,7 @@ def _upgraded(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], ne
     return raw if "format_version" not in raw else raw | {"format_version": newest}
 
 
-def in_words(error: Exception) -> str:
+def describe_decode_error(error: Exception) -> str:
     said = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
     return said if len(said) <= 300 else f"{said[:300]}..."
 

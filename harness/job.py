@@ -70,12 +70,12 @@ def secrets_of(job: Job) -> dict[str, bool]:
     return served | ({key: True} if key else {})
 
 
-def warm_sign(counter_path: str) -> Path:
+def warmup_done_file(counter_path: str) -> Path:
     """The file whose being there says that the warm-up of a part of a mix is over, or that it has ended."""
     return Path(f"{counter_path}.warm")
 
 
-def quiet_sign(counter_path: str) -> Path:
+def idle_file(counter_path: str) -> Path:
     """The file that is touched each second while the load has nothing due: see LoadProcess.is_quiet."""
     return Path(f"{counter_path}.quiet")
 
@@ -106,7 +106,7 @@ def status_file(counter_path: str) -> Path:
     return Path(f"{counter_path}.status")
 
 
-def report(job: Job, status: Status) -> None:
+def report_status(job: Job, status: Status) -> None:
     """Append to the status file. A full disk must not hide the error that is reported: it is in the log as well."""
     with contextlib.suppress(OSError), status_file(job.counter_path).open("ab") as file:
         file.write(msgspec.json.encode(status) + b"\n")
@@ -116,7 +116,7 @@ def report_error(job: Job, error: Exception) -> None:
     """Append to the status file why the load cannot start or go on."""
     for one in error.errors if isinstance(error, SeveralErrors) else [error]:
         known = one if isinstance(one, HarnessError) else HarnessError(str(one))
-        report(job, GaveUp(known.what, known.next_step, known.detail))
+        report_status(job, GaveUp(known.what, known.next_step, known.detail))
 
 
 def read_status(job: Job) -> list[Status]:
@@ -132,15 +132,15 @@ def read_status(job: Job) -> list[Status]:
     return found
 
 
-def text_of(job: Job) -> str:
+def encode_job(job: Job) -> str:
     """The job for a command line: what is empty is left out, which is its default."""
-    return msgspec.json.encode(_filled(msgspec.to_builtins(job))).decode()
+    return msgspec.json.encode(_drop_empty(msgspec.to_builtins(job))).decode()
 
 
-def _filled(value: Any) -> Any:
+def _drop_empty(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _filled(inner) for key, inner in value.items() if inner not in (None, "", [])}
-    return [_filled(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _drop_empty(inner) for key, inner in value.items() if inner not in (None, "", [])}
+    return [_drop_empty(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def write_job(job: Job, path: Path) -> None:
@@ -148,8 +148,8 @@ def write_job(job: Job, path: Path) -> None:
 
 
 def read_job(path: Path) -> Job:
-    return job_of_text(read_bytes(path))
+    return decode_job(read_bytes(path))
 
 
-def job_of_text(text: bytes | str) -> Job:
+def decode_job(text: bytes | str) -> Job:
     return msgspec.json.decode(text, type=Job)

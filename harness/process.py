@@ -21,7 +21,10 @@ from harness.errors import HarnessError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 OTHER_FILES = 64  # of a load process, in addition to its connections
-STOPS = (signal.SIGTERM, signal.SIGHUP)  # as well as Ctrl-C; SIGHUP: the terminal is closed, or ssh lost its connection
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # as well as Ctrl-C; SIGHUP: the terminal is closed, or ssh lost its connection
 
 
 def raise_file_limit() -> int:
@@ -86,7 +89,7 @@ _interrupted = threading.Event()
 
 @contextlib.contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within it, Ctrl-C and `STOPS` raise KeyboardInterrupt, so that every way of stopping tears everything down.
+    """Within it, Ctrl-C and `STOP_SIGNALS` raise KeyboardInterrupt, so that every way of stopping tears everything down.
 
     Python drops what a handler raises inside a finalizer, a callback of a fork or some functions in C; `pause` raises
     it again. A handler that the program has set itself is left alone, and so is an ignored signal, such as SIGHUP under
@@ -94,7 +97,7 @@ def signals_interrupt() -> Iterator[None]:
     """
     main = threading.current_thread() is threading.main_thread()
     defaults = (signal.SIG_DFL, signal.default_int_handler)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOPS) if main}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS) if main}
     ours = [number for number, handler in before.items() if handler in defaults]
     report = sys.unraisablehook
 
@@ -130,12 +133,12 @@ def pause(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Within it, Ctrl-C and `STOPS` are ignored: for a teardown, which has a time limit of its own."""
+def signals_ignored() -> Iterator[None]:
+    """Within it, Ctrl-C and `STOP_SIGNALS` are ignored: for a teardown, which has a time limit of its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOPS)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOP_SIGNALS)}
     try:
         yield
     finally:
@@ -162,12 +165,12 @@ PID_START = "amd-llm-load.pid-start"  # tells a process from a later one with th
 MACHINE_ID = Path("/etc/machine-id")
 
 
-def owner() -> dict[str, str]:
+def owner_labels() -> dict[str, str]:
     pid = os.getpid()
     return {
         HOST: socket.gethostname(),
         MACHINE: _machine_id(),
-        BOOT: _read(Path("/proc/sys/kernel/random/boot_id")),
+        BOOT: _read_text(Path("/proc/sys/kernel/random/boot_id")),
         PID: str(pid),
         PID_NAMESPACE: _pid_namespace(),
         PID_START: _start_time(pid) or "",
@@ -183,7 +186,7 @@ def owner_is_gone(labels: Mapping[str, str]) -> bool:
     """
     if labels.get(HOST) != socket.gethostname():
         return False
-    here = owner()
+    here = owner_labels()
     if labels.get(BOOT) != here[BOOT]:  # an earlier boot of this machine, or a namesake of it
         return here[MACHINE] != "" and labels.get(MACHINE) == here[MACHINE]
     if not labels.get(PID_NAMESPACE) or labels[PID_NAMESPACE] != here[PID_NAMESPACE]:
@@ -195,7 +198,7 @@ def owner_is_gone(labels: Mapping[str, str]) -> bool:
 
 def _machine_id() -> str:
     """This machine's own id, as a hash of it: it is confidential (machine-id(5)). Empty where it has none."""
-    own = _read(MACHINE_ID)
+    own = _read_text(MACHINE_ID)
     return hashlib.sha256(b"amd-llm-load " + os.fsencode(own)).hexdigest()[:32] if own else ""
 
 
@@ -208,11 +211,11 @@ def _pid_namespace() -> str:
 
 def _start_time(pid: int) -> str | None:
     """The process's start in clock ticks since boot; None when it does not exist (a zombie does not either)."""
-    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = _read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return None if not fields or fields[0] == "Z" else fields[19]
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return os.fsdecode(path.read_bytes()).strip()
     except OSError:
@@ -227,11 +230,11 @@ def free_port() -> int:
     """A TCP port of 127.0.0.1 that nothing uses now. Random, so that two harnesses at once rarely meet."""
     while True:
         port = random.randint(FIRST_PORT, LAST_PORT)
-        if is_free(port):
+        if is_port_free(port):
             return port
 
 
-def is_free(port: int, address: str = "127.0.0.1") -> bool:
+def is_port_free(port: int, address: str = "127.0.0.1") -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest is no user
         try:

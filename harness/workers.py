@@ -54,11 +54,11 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         come, asked = Counter(here), Counter(self.names * self.processes)
         if not self.names:
             return f"waiting for workers: {len(here)} of {self.total} connected" + (
-                f" ({_listed(come)})" if here else ""
+                f" ({_join_counts(come)})" if here else ""
             )
         some = {"missing": asked - come, "not asked for": come - asked}
         texts = [f"waiting for workers: {(come & asked).total()} of {self.total} connected"]
-        return "; ".join(texts + [f"{word}: {_listed(those)}" for word, those in some.items() if those])
+        return "; ".join(texts + [f"{word}: {_join_counts(those)}" for word, those in some.items() if those])
 
     def refuse_unusable(self) -> None:
         """Raise HarnessError when a port cannot be opened, before a server or worker is started."""
@@ -76,7 +76,7 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 ) from None
 
 
-def _listed(processes: Counter[str]) -> str:
+def _join_counts(processes: Counter[str]) -> str:
     return ", ".join(name if times == 1 else f"{times} of {name}" for name, times in sorted(processes.items()))
 
 
@@ -139,13 +139,13 @@ _GRACE_S = 6.0
 _LOCUSTS_OWN = re.compile(rb"Waiting to connect to master|Got no locustfile response|\[[^]]*\] [^/ ]*/INFO/locust\.")
 
 
-def lend(master: str, processes: int, *, once: bool = False) -> None:
+def run_worker(master: str, processes: int, *, once: bool = False) -> None:
     """Serve one load after the other, until KeyboardInterrupt.
 
     Raises HarnessError for a master whose name is not known, and after a single load that failed.
     """
     host, port = parse_address("--master", master)
-    _refuse_unknown(host, port)
+    _check_host(host, port)
     command = [sys.executable, "-m", "locust", "-f", "-", "--worker", "--master-host", host, "--master-port", str(port)]
     command += ["--job", FROM_MASTER]
     if processes > 1:
@@ -154,10 +154,10 @@ def lend(master: str, processes: int, *, once: bool = False) -> None:
     while True:
         if not quiet:
             print(f"waiting for a load from {host}:{port}", flush=True)
-        code, spoke, left = _live(command)
+        code, spoke, left = _serve_load(command)
         quiet = not spoke and code >= 0
         if (code and not quiet) or left:
-            print(_how_it_ended(code, left, once), flush=True)
+            print(_describe_end(code, left, once), flush=True)
         if once and not quiet:
             if code:
                 raise HarnessError(f"the load ended with exit code {code}", next_step="Its log is above.")
@@ -165,7 +165,7 @@ def lend(master: str, processes: int, *, once: bool = False) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _live(command: list[str]) -> tuple[int, bool, Path | None]:
+def _serve_load(command: list[str]) -> tuple[int, bool, Path | None]:
     """Run Locust until it ends. Return its exit code, whether it said anything, and the folder of undelivered records.
 
     It has a temporary folder of its own: it puts the locustfile there by its bare name, and another worker of this
@@ -198,7 +198,7 @@ def _relay(lines: IO[bytes]) -> bool:
     return spoke
 
 
-def _how_it_ended(code: int, left: Path | None, once: bool) -> str:
+def _describe_end(code: int, left: Path | None, once: bool) -> str:
     kept = f"; what it had recorded is in {left}" if left else ""
     if code >= 0:  # 0: another process of the worker failed
         how = f"ended with exit code {code}" if code else "ended before all had been delivered"
@@ -209,7 +209,7 @@ def _how_it_ended(code: int, left: Path | None, once: bool) -> str:
     return f"the load process was ended by {name}{memory}: its load cannot be valid{next_one}{kept}"
 
 
-def _refuse_unknown(host: str, port: int) -> None:
+def _check_host(host: str, port: int) -> None:
     """Raise HarnessError for an unknown host name. A master that is not up yet is no error."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from harness.job import Job
 from harness.run.drive import Glance, Monitor
-from harness.run.progress import Progress, in_words, table
+from harness.run.progress import Progress, describe_glance, table
 from harness.rundir.records import Request
 from harness.rundir.samples import GpuSample
 from harness.scenario import Load, Warmup
@@ -82,7 +82,7 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.ttft_s == pytest.approx((0.25, 0.385)) and found.tpot_s == pytest.approx((0.02, 0.02))
     assert (found.running, found.waiting, found.kv_usage) == (3.0, 2.0, 0.25)
     assert found.gpus == {"renderD128": msgspec.convert(gpu, GpuSample)}
-    assert "renderD128 50 % 0.0 GiB" in in_words(found)
+    assert "renderD128 50 % 0.0 GiB" in describe_glance(found)
     # The first was sent a second before it was seen to have ended.
     assert (found.req_s, found.tok_s, found.left_s) == (5.0, 44.0, 3.0)
     monkeypatch.setattr(time, "time", lambda: 1e12)

@@ -19,7 +19,7 @@ from harness.reasons import sentences
 from harness.rundir.records import ProcessMark
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.file import load_scenario
-from harness.scenario.plan import Steadiness, agree
+from harness.scenario.plan import Steadiness, means_agree
 from harness.simulated import spawned
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from harness.summary import Warmed
@@ -91,10 +91,10 @@ def test_windows_are_whole_waves_and_grow_with_the_warm_up() -> None:
 def test_values_that_no_user_knows_are_left_out() -> None:
     whole = [(math.nan, 1.0 + 0.001 * (number % 3)) for number in range(48)]
     assert RULE.is_steady(whole)
-    assert agree([[], [], []], 0.05)
-    assert not agree([[1.0, 1.0], [], [1.0, 1.0]], 0.05)
-    assert agree([[1.0, 1.0], [1.05, 1.05]], 0.05 + 1e-9)
-    assert not agree([[1.0, 1.0], [1.06, 1.06]], 0.05)
+    assert means_agree([[], [], []], 0.05)
+    assert not means_agree([[1.0, 1.0], [], [1.0, 1.0]], 0.05)
+    assert means_agree([[1.0, 1.0], [1.05, 1.05]], 0.05 + 1e-9)
+    assert not means_agree([[1.0, 1.0], [1.06, 1.06]], 0.05)
 
 
 def steady_plan(**changes: Any) -> Plan:

@@ -23,7 +23,7 @@ from locust.runners import STATE_MISSING, MasterRunner
 from harness import __version__
 from harness.errors import HarnessError
 from harness.files import read_bytes
-from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
+from harness.job import Job, WaitsForWorkers, idle_file, report_status, secrets_of
 from harness.load.recorder import FILES, RecordReceiver
 from harness.load.sequencer import POLL_S, all_warm, until
 from harness.redact import know
@@ -156,7 +156,7 @@ class Master:
         while not self._at_work and time.monotonic() < end_s:
             here = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
             if here != reported:
-                report(self._job, WaitsForWorkers(here))
+                report_status(self._job, WaitsForWorkers(here))
                 logger.info(self._workers.awaited(here))
                 reported = here
             gevent.sleep(POLL_S)
@@ -291,7 +291,7 @@ class Master:
             Path(self._stages[self.stage()].counter_path).write_bytes(b"\n")
 
     def _on_quiet(self, **_: Any) -> None:
-        quiet_sign(self._job.counter_path).touch()
+        idle_file(self._job.counter_path).touch()
 
     def _on_records(self, msg: Any, **_: Any) -> None:
         machine, data = self._machines[msg.node_id], msg.data

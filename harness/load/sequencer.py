@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import gevent
 import msgspec
 
-from harness.job import Job, warm_sign
+from harness.job import Job, warmup_done_file
 from harness.scenario.plan import Due, Steadiness
 
 Phase = Literal["warmup", "measured"]
@@ -413,8 +413,8 @@ def start_barrier(job: Job, sequencer: StageSequencer) -> None:
 def all_warm(job: Job) -> bool:
     """Note that the warm-up of this load is over. Return whether those of the other loads of its mix are."""
     if job.concurrent_loads:
-        warm_sign(job.counter_path).touch()
-    return all(warm_sign(path).exists() for path in job.concurrent_loads)
+        warmup_done_file(job.counter_path).touch()
+    return all(warmup_done_file(path).exists() for path in job.concurrent_loads)
 
 
 def _wait(job: Job, sequencer: StageSequencer) -> None:

@@ -11,7 +11,7 @@ from harness.units import count
 
 CONTEXT = 8192  # tokens of one request
 
-AT_ONCE = {"strix-halo": 8, "radeon": 16, "instinct": 64, "none": 4}  # requests at once, by machine
+CONCURRENCY = {"strix-halo": 8, "radeon": 16, "instinct": 64, "none": 4}  # requests at once, by machine
 
 QUESTIONS = {
     "batching": "Does sending several requests at once pay?",
@@ -20,7 +20,7 @@ QUESTIONS = {
     "agents": "How many agents with growing contexts does it hold within my limits?",
     "classifications": "How long do 500,000 classifications take?",
 }
-NEXT = {  # the commands that answer, in their order
+COMMANDS = {  # the commands that answer, in their order
     "batching": ["harness run {file}"],
     "compare": ["harness run {file}"],
     "chat-users": ["harness capacity {file}"],
@@ -40,7 +40,7 @@ def machine_kind(gpus: Sequence[Mapping[str, Any]]) -> str:
     return "strix-halo" if targets[0].startswith("gfx115") else "radeon"
 
 
-def choice(option: str, given: str, known: Mapping[str, Any]) -> str:
+def choose(option: str, given: str, known: Mapping[str, Any]) -> str:
     """The chosen key. Raises HarnessError for an unknown one."""
     if given not in known:
         raise HarnessError(
@@ -49,19 +49,19 @@ def choice(option: str, given: str, known: Mapping[str, Any]) -> str:
     return given
 
 
-def offered() -> dict[str, Draft]:
+def draftable_servers() -> dict[str, Draft]:
     """The servers that a scenario can be drafted for, by the names of their templates."""
     templates = {name: template for engine in engines() for name, template in engine.templates.items()}
     return {name: template.draft for name, template in templates.items() if template.draft is not None}
 
 
-def servers_of(question: str) -> int:
+def server_count(question: str) -> int:
     return 2 if question == "compare" else 1
 
 
 def draft(question: str, servers: list[str], models: list[str], machine: str) -> str:
     """The text of the scenario. `models`: of each server; missing ones are its default. Raises HarnessError."""
-    needed = servers_of(question)
+    needed = server_count(question)
     if len(servers) != needed or len(set(servers)) != needed:
         raise HarnessError(
             f"--server: the question '{question}' takes {needed} {'different servers' if needed > 1 else 'server'}, "
@@ -71,7 +71,7 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
     if len(models) > len(servers):
         given = f"{len(models)} models for {count(len(servers), 'server')}"
         raise HarnessError(f"--model: {given}", next_step="Give one for each.")
-    drafts = offered()
+    drafts = draftable_servers()
     model_of = {name: drafts[name].model for name in servers} | dict(zip(servers, models, strict=False))
     named = [name for name in servers if drafts[name].named_by_model]
     if len(named) > 1:
@@ -79,13 +79,13 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
             f"--server: {' and '.join(named)} know their models by a name of their own, and a scenario has one",
             next_step="Compare either of them with another server.",
         )
-    at_once = AT_ONCE[machine]
+    at_once = CONCURRENCY[machine]
     scenario: dict[str, Any] = {
         "version": 1,
         "question": QUESTIONS[question],
         "model": model_of[named[0]] if named else model_of[servers[0]].rpartition("/")[2].partition(":")[0],
-        "servers": {name: _server(name, drafts[name], model_of[name], at_once) for name in servers},
-        **_work(question, at_once),
+        "servers": {name: _draft_server(name, drafts[name], model_of[name], at_once) for name in servers},
+        **_loads_and_checks(question, at_once),
     }
     if question == "compare":
         first, second = (f"{name}/{at_once}-at-a-time" for name in servers)
@@ -94,7 +94,7 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
     return f"# Made by `harness init`; all keys: docs/scenarios.md\n{text}"
 
 
-def _server(template: str, made: Draft, model: str, at_once: int) -> dict[str, Any]:
+def _draft_server(template: str, made: Draft, model: str, at_once: int) -> dict[str, Any]:
     whole: dict[Any, Any] = {"MODEL": model, "AT_ONCE": at_once, "CONTEXT": CONTEXT * at_once}
     variables = {
         name: whole.get(value, value.replace("AT_ONCE", str(at_once))) if isinstance(value, str) else value
@@ -103,7 +103,7 @@ def _server(template: str, made: Draft, model: str, at_once: int) -> dict[str, A
     return {"template": template, "variables": variables} | ({} if made.container else {"container": False})
 
 
-def _work(question: str, at_once: int) -> dict[str, Any]:
+def _loads_and_checks(question: str, at_once: int) -> dict[str, Any]:
     """Loads, prompts and checks of a question."""
     batch = {"user": "batch", "output_tokens": 128}
     if question in ("batching", "compare"):

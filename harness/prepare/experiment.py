@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, which_row
+from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, suggest_row
 from harness.files import read_bytes, read_text
 from harness.redact import know
 from harness.scenario import (
@@ -27,13 +27,13 @@ from harness.scenario import (
     Scenario,
     Server,
     Sweep,
-    taken_together,
-    too_large,
+    requests_per_task,
+    size_problem,
 )
 from harness.scenario.behaviour import Lengths
-from harness.scenario.check_syntax import misplaced, on_server
-from harness.scenario.file import once, read_scenario
-from harness.scenario.plan import Schedule, alone, mix_of, staged
+from harness.scenario.check_syntax import check_problem, move_check
+from harness.scenario.file import drop_sweep_repeats, read_scenario
+from harness.scenario.plan import Schedule, load_of_part, load_of_stage, mix_of
 from harness.serve import attach, server_problems_of
 from harness.serve.security import open_secrets_in_text
 from harness.summary import Reason
@@ -77,35 +77,37 @@ def prepare(
     """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
     read = read_scenario(path)
     know({os.environ.get(read.scenario.api_key_env or "", ""): True})
-    of_servers = [] if target is not None else once(server_problems_of(read.scenario, read.lines), read.scenario)
+    of_servers = (
+        [] if target is not None else drop_sweep_repeats(server_problems_of(read.scenario, read.lines), read.scenario)
+    )
     problems = read.problems + of_servers
     lines = {problem.line for problem in problems}
     problems = problems + [secret for secret in open_secrets_in_text(read_text(path)) if secret.line not in lines]
-    problems = problems or _never_due(read.scenario, read.lines)
+    problems = problems or _never_due_problems(read.scenario, read.lines)
     scenario = read.scenario
     if model is not None:
         scenario = msgspec.structs.replace(scenario, model=model)
     if repeats is not None:
         scenario = msgspec.structs.replace(scenario, repeats=repeats)
-        too_many = too_large(len(scenario.servers), len(scenario.loads), repeats)
+        too_many = size_problem(len(scenario.servers), len(scenario.loads), repeats)
         problems = [*problems, Problem("--repeats", too_many)] if too_many else problems
     if checks:
         scenario = msgspec.structs.replace(scenario, checks=[*scenario.checks, *checks])
     if target is not None:
-        scenario = _on_running_server(scenario)
+        scenario = _move_to_running_server(scenario)
     wrong = Mistakes()
     with wrong.noted():
-        _refuse_faulty(path, problems, _attempts(scenario, path.parent), read.lines)
+        _raise_problems(path, problems, _file_checks(scenario, path.parent), read.lines)
     with wrong.noted():
-        refuse_misplaced(checks, read.known["servers"], read.known["loads"])
+        validate_checks(checks, read.known["servers"], read.known["loads"])
     wrong.refuse()
-    return Experiment(path, _with_traces(scenario, path.resolve().parent), target)
+    return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target)
 
 
-def as_recorded(experiment: Experiment) -> Experiment:
+def prepare_recorded(experiment: Experiment) -> Experiment:
     """An experiment that was prepared before, once its files and environment can be used. Raises HarnessError."""
     know({os.environ.get(experiment.scenario.api_key_env or "", ""): True})
-    _refuse_faulty(experiment.path, [], _attempts(experiment.scenario, experiment.folder), {})
+    _raise_problems(experiment.path, [], _file_checks(experiment.scenario, experiment.folder), {})
     return experiment
 
 
@@ -119,7 +121,7 @@ def input_files(scenario: Scenario) -> list[str]:
     return list(dict.fromkeys(name for name in named if name))
 
 
-def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
     """Checks of files next to the scenario and of the environment, each with its path in the scenario."""
     if scenario.prompts.file:
         yield "$.prompts.file", partial(read_rows, folder / scenario.prompts.file)
@@ -127,7 +129,7 @@ def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[
     yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
     users: set[str] = set()
     for each, load in scenario.loads.items():
-        name = alone(each) or staged(each) or each  # as the file calls it
+        name = load_of_part(each) or load_of_stage(each) or each  # as the file calls it
         yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
         if load.trace is not None:
             yield f"$.loads.{name}.trace", partial(replay_of, folder.resolve() / load.trace.file, load.trace)
@@ -136,10 +138,10 @@ def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[
             # A container has packages of its own: only there can be seen whether the file can be imported.
             here = scenario.generator == "process"
             yield f"$.loads.{name}.user", partial(check_locustfile, (folder / load.user).resolve(), try_it=here)
-    yield "$.api_key_env", partial(_refuse_unset, scenario.api_key_env)
+    yield "$.api_key_env", partial(_check_api_key, scenario.api_key_env)
 
 
-def _refuse_faulty(
+def _raise_problems(
     path: Path, problems: list[Problem], attempts: Iterator[tuple[str, Callable[[], object]]], lines: dict[str, int]
 ) -> None:
     """Raise a ScenarioError that lists the problems and the attempts that fail; of one attempt alone its own error.
@@ -161,7 +163,7 @@ def _refuse_faulty(
         raise ScenarioError(str(path), problems + [Problem(place, text).located(lines) for place, text in texts])
 
 
-def _refuse_unset(name: str | None) -> None:
+def _check_api_key(name: str | None) -> None:
     if name and not os.environ.get(name, "").strip():
         raise HarnessError(
             f"the environment variable {name} is not set, which api_key_env names",
@@ -183,7 +185,7 @@ def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experi
     return msgspec.structs.replace(experiment, workers=workers)
 
 
-def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
+def _with_trace_requests(scenario: Scenario, folder: Path) -> Scenario:
     """The scenario with the number of requests that each trace has in its window. Raises HarnessError."""
     loads = {
         name: load
@@ -194,14 +196,14 @@ def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
     return msgspec.structs.replace(scenario, loads=loads)
 
 
-def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[Problem]:
+def _never_due_problems(scenario: Scenario, lines: dict[str, int]) -> list[Problem]:
     """Requests that the schedule of their open loop never brings."""
     problems = []
     for name, load in scenario.loads.items():
         points = None if load.arrivals is None else load.arrivals.points
         if load.arrivals is None or not points or points[-1][1] > 0 or load.requests is None or load.user not in USERS:
             continue
-        together, schedule = taken_together(load), Schedule(load.arrivals, scenario.seed)
+        together, schedule = requests_per_task(load), Schedule(load.arrivals, scenario.seed)
         if schedule.at(-(-load.requests // together) - 1) is None:
             come = together * next(number for number in itertools.count() if schedule.at(number) is None)
             text = (
@@ -212,7 +214,7 @@ def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[Problem]:
     return problems
 
 
-def refuse_misplaced(
+def validate_checks(
     checks: Sequence[str], servers: Collection[str] | None = None, loads: Collection[str] | None = None
 ) -> None:
     """Raise HarnessError for checks of the command line that a scenario with these names could not have either.
@@ -222,7 +224,7 @@ def refuse_misplaced(
     wrong = Mistakes()
     for text in checks:
         with wrong.noted():
-            if (problem := misplaced(text, servers, loads)) is not None:
+            if (problem := check_problem(text, servers, loads)) is not None:
                 raise HarnessError(
                     f"--check '{text}': {problem}", next_step="docs/scenarios.md says how checks are written."
                 )
@@ -248,7 +250,7 @@ def check_url(option: str, url: str) -> None:
         )
 
 
-def _on_running_server(scenario: Scenario) -> Scenario:
+def _move_to_running_server(scenario: Scenario) -> Scenario:
     base, swept = scenario.baseline, scenario.swept
     return msgspec.structs.replace(
         scenario,
@@ -258,13 +260,13 @@ def _on_running_server(scenario: Scenario) -> Scenario:
         generator="process",
         baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
         compare=[],  # they name servers, and there is only one
-        checks=[on_server(check, RUNNING_SERVER) for check in scenario.checks],
+        checks=[move_check(check, RUNNING_SERVER) for check in scenario.checks],
     )
 
 
 def server_name(experiment: Experiment, given: str | None) -> str:
     """The server asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
-    return _choose(experiment, "server", given, list(experiment.scenario.servers))
+    return _choose_name(experiment, "server", given, list(experiment.scenario.servers))
 
 
 def load_name(experiment: Experiment, given: str | None) -> str:
@@ -276,17 +278,17 @@ def load_name(experiment: Experiment, given: str | None) -> str:
             f"--load: '{mix}' is a mix, which `harness run` sends; here it is one load alone",
             next_step=f"Give --load {' or --load '.join(mixes[mix])}, or use `harness run`.",
         )
-    return _choose(experiment, "load", given, list(experiment.scenario.loads))
+    return _choose_name(experiment, "load", given, list(experiment.scenario.loads))
 
 
-def _choose(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
+def _choose_name(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
     if given is not None and given not in known:
-        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {which_row(given, known)}")
+        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {suggest_row(given, known)}")
     return known[0] if given is None else given
 
 
 IMPORT_S = 60.0
-_TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
+_TRY_LOCUSTFILE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
 
 
 def check_locustfile(path: Path, *, try_it: bool = True) -> None:
@@ -299,7 +301,7 @@ def check_locustfile(path: Path, *, try_it: bool = True) -> None:
         compile(tree, str(path), "exec")
     except SyntaxError as error:
         raise HarnessError(
-            f"{path}, line {error.lineno}: syntax error in the locustfile: {error.msg}", next_step=_TRY_ALONE
+            f"{path}, line {error.lineno}: syntax error in the locustfile: {error.msg}", next_step=_TRY_LOCUSTFILE
         ) from None
     except (OSError, ValueError) as error:
         raise HarnessError(f"{path}: the locustfile cannot be read ({error})") from None
@@ -315,7 +317,7 @@ def check_locustfile(path: Path, *, try_it: bool = True) -> None:
         _import_locustfile(path)
 
 
-def sources_of(path: Path, shipped: Path) -> list[Path]:
+def locustfile_sources(path: Path, shipped: Path) -> list[Path]:
     """Return a locustfile and what it imports from its folder or from that of the locustfiles that ship, `shipped`.
 
     Raises SyntaxError, OSError.
@@ -324,13 +326,13 @@ def sources_of(path: Path, shipped: Path) -> list[Path]:
     while left:
         file = left.pop()
         for node in ast.walk(ast.parse(read_bytes(file), str(file))):
-            for module in _modules(node, file, path.parent, shipped) - found:
+            for module in _imported_files(node, file, path.parent, shipped) - found:
                 found.add(module)
                 left.append(module)
     return sorted(found)
 
 
-def _modules(node: ast.AST, file: Path, folder: Path, shipped: Path) -> set[Path]:
+def _imported_files(node: ast.AST, file: Path, folder: Path, shipped: Path) -> set[Path]:
     """The local files that an import statement runs."""
     if isinstance(node, ast.Import):
         names, folders = [one.name for one in node.names], [folder]
@@ -357,7 +359,7 @@ def _import_locustfile(path: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         raise HarnessError(
-            f"{path}: the locustfile was still being imported after {IMPORT_S:g} s", next_step=_TRY_ALONE
+            f"{path}: the locustfile was still being imported after {IMPORT_S:g} s", next_step=_TRY_LOCUSTFILE
         ) from None
     said = (done.stdout + done.stderr).strip()
     if done.returncode == 0 and not done.stdout.rstrip().endswith("Available Users:"):
@@ -370,21 +372,21 @@ def _import_locustfile(path: Path) -> None:
     lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', said)
     where = f"{path}, line {lines[-1]}" if lines else f"{path}"
     last = said.splitlines()[-1].strip() if said else f"exit code {done.returncode}"
-    raise HarnessError(f"{where}: the locustfile cannot be imported: {last}", next_step=_TRY_ALONE)
+    raise HarnessError(f"{where}: the locustfile cannot be imported: {last}", next_step=_TRY_LOCUSTFILE)
 
 
 # How the users of each kind behave, where no scenario says it. docs/capacity.md lists them.
-LOADS_OF: dict[str, dict[str, Any]] = {
+DEFAULT_LOADS: dict[str, dict[str, Any]] = {
     "chat": {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256, "output": "natural"},
     "batch": {"user": "batch", "output_tokens": 128},
     "agent": {"user": "agent", "output_tokens": 256, "output": "natural"},
     "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
 }
-PROMPTS_OF = {"chat": {"tokens": 120, "system_tokens": 200}}
+DEFAULT_PROMPTS = {"chat": {"tokens": 120, "system_tokens": 200}}
 
 
 @contextmanager
-def scenario_of(given: Path | None, user: str | None, target: Target | None, model: str | None) -> Iterator[Path]:
+def scenario_path(given: Path | None, user: str | None, target: Target | None, model: str | None) -> Iterator[Path]:
     """The path of the scenario: the given one, or one that is written for a kind of users and a server that runs.
 
     Raises HarnessError where it is not clear what to load, ServerError when the server does not answer.
@@ -404,8 +406,8 @@ def scenario_of(given: Path | None, user: str | None, target: Target | None, mod
         "question": f"How many {user} users does this server hold?",
         "model": model or attach(target.url, None).served_by.model or "unknown",
         "servers": {RUNNING_SERVER: {"template": RUNNING_SERVER}},  # not started: --url replaces it
-        "loads": {user: {**LOADS_OF[user], "users": 1, "duration_s": 60}},
-        "prompts": PROMPTS_OF.get(user, {"tokens": 256}),
+        "loads": {user: {**DEFAULT_LOADS[user], "users": 1, "duration_s": 60}},
+        "prompts": DEFAULT_PROMPTS.get(user, {"tokens": 256}),
         "repeats": 1,
     }
     with tempfile.TemporaryDirectory() as folder:

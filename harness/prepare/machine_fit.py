@@ -43,17 +43,17 @@ class Shortage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     certain: bool  # vLLM refuses it; else it may
 
 
-def refuse_impossible(experiment: Experiment, root: Path = Path("/")) -> None:
+def check_all_gpus(experiment: Experiment, root: Path = Path("/")) -> None:
     """Raise HarnessError for what this machine's GPUs cannot do: FP8 where there is none, more GPUs than there are."""
     cards = list(gpus(root))
-    for one in _vllm(experiment):
+    for one in _vllm_servers(experiment):
         try:
-            refuse_unfit(shown_to(one.service, cards), len(cards), one.engine_arguments)
+            check_gpus(visible_gpus(one.service, cards), len(cards), one.engine_arguments)
         except HarnessError as error:
             raise HarnessError(f"server '{one.name}': {error.what}", next_step=error.next_step) from None
 
 
-def refuse_unfit(given: Sequence[Card], of_all: int, words: Sequence[str]) -> None:
+def check_gpus(given: Sequence[Card], of_all: int, words: Sequence[str]) -> None:
     """Raise HarnessError for what the given GPUs, of all that this machine has, cannot do. `words`: of vLLM."""
     if not given:
         return
@@ -79,7 +79,7 @@ def refuse_unfit(given: Sequence[Card], of_all: int, words: Sequence[str]) -> No
             )
 
 
-def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
+def visible_gpus(service: Service, cards: Sequence[Card]) -> list[Card]:
     """The GPUs that the service is given; none where it has no device of them, or where a variable decides."""
     if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
         return []
@@ -91,8 +91,8 @@ def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
 
 def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shortage]:
     """Servers with a number for gpu_memory_utilization that is more than is free now, or more than is safe."""
-    for one in _vllm(experiment):
-        asked, whose = _asked(one)
+    for one in _vllm_servers(experiment):
+        asked, whose = _requested_utilization(one)
         if asked is None:
             continue
         found = None
@@ -104,7 +104,7 @@ def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shorta
 
 def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Shortage | None:
     ranks = ranks_of(one.engine_arguments)
-    given = pools(root, shown_to(one.service, list(gpus(root))))
+    given = pools(root, visible_gpus(one.service, list(gpus(root))))
     share = share_of(given, tensor_parallel=ranks)
     safe, named = share.utilization, f"gpu_memory_utilization {asked}{whose}"
     fix = f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
@@ -123,7 +123,7 @@ def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Sh
     return Shortage(server=one.name, fact=fact, fix=fix, certain=False)
 
 
-def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
+def _requested_utilization(one: PreparedServer) -> tuple[Decimal | None, str]:
     """The utilization that is asked for, and whose number it is; None: not known, or still to be computed."""
     value = value_of(one.engine_arguments, "--gpu-memory-utilization")
     if value is None:
@@ -137,15 +137,15 @@ def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
     return (number, "") if 0 < number <= 1 else (None, "")
 
 
-def _vllm(experiment: Experiment) -> Iterator[PreparedServer]:
+def _vllm_servers(experiment: Experiment) -> Iterator[PreparedServer]:
     """The servers with vLLM on a GPU, in containers of this machine."""
-    for one in servers_here(experiment):
+    for one in local_servers(experiment):
         known = template_of(one.server.template)
         if known is not None and known.utilization == "gpu":
             yield one
 
 
-def servers_here(experiment: Experiment) -> Iterator[PreparedServer]:
+def local_servers(experiment: Experiment) -> Iterator[PreparedServer]:
     """The servers in containers of this machine; none where the user wants no check of it."""
     if experiment.target is not None or not engine_location().is_here or os.environ.get(SWITCH) == "off":
         return
@@ -158,7 +158,7 @@ UTILIZATION = "gpu_memory_utilization"
 _ARGUMENT = re.compile(r"(--gpu[-_]memory[-_]utilization[= ])\s*auto(?=\s|$)")
 
 
-def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
+def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
     """The experiment with numbers in place of `auto`, and how they came about in `computed`.
 
     All cells and repeats get the same number: that of the memory that is free now, while none of the servers runs.
@@ -168,7 +168,7 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     computed: dict[str, Reason] = {}
     known: dict[str, Share] = {}
     for name, server in experiment.scenario.servers.items():
-        where = _where(server)
+        where = _auto_variable(server)
         if where is None or experiment.target is not None:
             servers[name] = server
             continue
@@ -176,16 +176,19 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
         service, ranks = one.service, ranks_of(one.engine_arguments)
         # Servers that are compared get equal numbers, though free memory changes between two looks at it.
         basis = repr([ranks, service.devices, *(service.environment.get(variable) for variable in VISIBLE)])
-        share = known[basis] = known.get(basis) or _share(name, service, ranks, root)
+        share = known[basis] = known.get(basis) or _compute_share(name, service, ranks, root)
         if share.utilization is None:
             raise HarnessError(
                 f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({sentence(share.formula)})",
                 next_step="Stop what holds it: `harness doctor` names it.",
             )
-        servers[name] = _with(server, where, share.utilization)
+        servers[name] = _set_utilization(server, where, share.utilization)
         computed[f"servers.{name}.{where}"] = share.formula
         say(f"server '{name}': {UTILIZATION} {share.utilization} = {sentence(share.formula)}")
-        for line in [*(f"doubt: {doubt}" for doubt in share.doubts), *_room(server, experiment.scenario.model, share)]:
+        for line in [
+            *(f"doubt: {doubt}" for doubt in share.doubts),
+            *_model_room(server, experiment.scenario.model, share),
+        ]:
             say(f"  {line}")
     if not computed:
         return experiment
@@ -194,7 +197,7 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     )
 
 
-def _where(server: Server) -> str | None:
+def _auto_variable(server: Server) -> str | None:
     """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
     if server.variables.get(UTILIZATION) == AUTO:
         return UTILIZATION
@@ -203,7 +206,7 @@ def _where(server: Server) -> str | None:
     return known.arguments if known is not None and isinstance(text, str) and _ARGUMENT.search(text) else None
 
 
-def _with(server: Server, where: str, value: Decimal) -> Server:
+def _set_utilization(server: Server, where: str, value: Decimal) -> Server:
     given = server.variables
     new = float(value) if where == UTILIZATION else _ARGUMENT.sub(rf"\g<1>{value}", given[where])
     return structs.replace(server, variables={**given, where: new})
@@ -213,13 +216,13 @@ def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     """Return what `fill_in` would compute now, for a plan; what is unknown is a note."""
     lines: list[str] = []
     try:
-        fill_in(experiment, lines.append, root)
+        resolve_auto(experiment, lines.append, root)
     except HarnessError as error:
         return [*lines, f"note: {error.what}", f"  next: {error.next_step}"]
     return lines
 
 
-def _share(name: str, service: Service, ranks: int, root: Path) -> Share:
+def _compute_share(name: str, service: Service, ranks: int, root: Path) -> Share:
     location = engine_location()
     try:
         if not location.is_here:
@@ -236,7 +239,7 @@ def _share(name: str, service: Service, ranks: int, root: Path) -> Share:
         ) from None
 
 
-def _room(server: Server, model: str, share: Share) -> list[str]:
+def _model_room(server: Server, model: str, share: Share) -> list[str]:
     """A line on what is left for the model, where this machine has its files."""
     try:
         cache = str(variable_of(server, "huggingface_cache") or "")
@@ -262,9 +265,9 @@ def blockers(
     Nothing is known of an engine on another machine, nor of a server that already runs. `engine` None: not asked.
     """
     found = {}
-    for name, service in _on_gpu(experiment).items():
+    for name, service in _gpu_services(experiment).items():
         rootless = engine is not None and engine.rootless
-        of_server = list(device_blockers(root, _devices(service), rootless=rootless))
+        of_server = list(device_blockers(root, _device_nodes(service), rootless=rootless))
         if engine is not None:
             of_server += engine_blockers(engine)
         if of_server:
@@ -278,16 +281,16 @@ def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = P
     Raises ServerError with what the doctor says against one, or for memory that is not free, and HarnessError for what
     the GPUs here cannot do.
     """
-    services = _on_gpu(experiment)
-    for name, found in (blockers(experiment, root, _engine(services)) if services else {}).items():
+    services = _gpu_services(experiment)
+    for name, found in (blockers(experiment, root, _docker_facts(services)) if services else {}).items():
         first, *others = found
         raise ServerError(
             f"server '{name}' cannot run here: {first.fact}",
             detail="\n".join(f"{one.fact}; fix: {one.fix}" for one in others),
             next_step=f"To solve it: {first.fix}. `harness doctor` shows everything; {SWITCH}=off skips this check.",
         )
-    refuse_impossible(experiment, root)
-    experiment = fill_in(experiment, say, root)
+    check_all_gpus(experiment, root)
+    experiment = resolve_auto(experiment, say, root)
     for short in shortages(experiment, root):
         if short.certain:
             next_step = f"{short.fix} {SWITCH}=off skips this check."
@@ -295,22 +298,22 @@ def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = P
     return experiment
 
 
-def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
+def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     """What this machine's files say against each server, for a plan. No engine is asked."""
     found = [
         f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in of_it)} (`harness doctor`)"
         for name, of_it in blockers(experiment, root).items()
     ]
     cards = list(gpus(root))
-    for name, service in _on_gpu(experiment).items():
+    for name, service in _gpu_services(experiment).items():
         try:
-            given = shown_to(service, cards)
+            given = visible_gpus(service, cards)
         except HarnessError:
             continue  # a GPU that is not there, which `refuse_impossible` refuses
         targets = dict.fromkeys(str(card["target"]) for card in given)
         nodes = [str(card["render_node"]) for card in given]
         extra = [str(card["target"]) for card in cards if card not in given]
-        if extra and not service.environment.keys() & set(VISIBLE) and "/dev/dri" in _devices(service):
+        if extra and not service.environment.keys() & set(VISIBLE) and "/dev/dri" in _device_nodes(service):
             found.append(
                 f"note: server '{name}': its container sees {', '.join(dict.fromkeys(extra))} in addition to "
                 f"{', '.join(targets)}; `devices: [/dev/kfd, {', '.join(nodes)}]` leaves it out"
@@ -324,17 +327,17 @@ def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     return found
 
 
-def _on_gpu(experiment: Experiment) -> dict[str, Service]:
+def _gpu_services(experiment: Experiment) -> dict[str, Service]:
     """The servers in containers of this machine that are given a GPU."""
-    return {one.name: one.service for one in servers_here(experiment) if one.gives_gpus}
+    return {one.name: one.service for one in local_servers(experiment) if one.gives_gpus}
 
 
-def _devices(service: Service) -> list[str]:
+def _device_nodes(service: Service) -> list[str]:
     """The device nodes of the host that it is given."""
     return [parse_device(text)[0] for text in service.devices]
 
 
-def _engine(services: dict[str, Service]) -> DockerEngine:
+def _docker_facts(services: dict[str, Service]) -> DockerEngine:
     """The engine's facts; room for images counts only when one has to be pulled."""
     engine = engine_facts()
     images = {service.image for service in services.values()}

@@ -16,9 +16,18 @@ from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
 from harness.report import words
-from harness.scenario import Baseline, Load, Scenario, Sweep, at_once, taken_together, warmup_of
-from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
-from harness.scenario.plan import WINDOWS, Schedule, baseline_of, plan, start_of, starts, steadiness, steady_arrivals
+from harness.scenario import Baseline, Load, Scenario, Sweep, max_in_flight, requests_per_task, warmup_of
+from harness.scenario.behaviour import Agent, describe_lengths, mean_pause_s, typical_length
+from harness.scenario.plan import (
+    WINDOWS,
+    Schedule,
+    baseline_of,
+    count_server_starts,
+    plan,
+    server_start_of,
+    steadiness,
+    steady_arrivals,
+)
 from harness.serve.lint import notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS
@@ -38,7 +47,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
 
     server: str
     load: str
-    work: str
+    describe_load: str
     baseline: bool
     settings: dict[str, Any] = {}  # of a sweep: what is varied in it
 
@@ -67,19 +76,23 @@ def preview(experiment: Experiment) -> Preview:
         question=scenario.question,
         rows=[
             PlannedRow(
-                server, name, work(load), (server, name) == (base.server, base.load), swept.settings(server, name)
+                server,
+                name,
+                describe_load(load),
+                (server, name) == (base.server, base.load),
+                swept.settings(server, name),
             )
             for server in scenario.servers
             for name, load in scenario.loads.items()
         ],
         repeats=scenario.repeats,
         order=[cell.id for cell in plan(scenario)],
-        server_starts=starts(scenario),
+        server_starts=count_server_starts(scenario),
         cold=scenario.restart,
         estimated_s=estimate_s(scenario, experiment.folder),
         assumed=f"{ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
-        f"{_starts(scenario)}{_first_starts(scenario)}",
-        notes=[*_of_plan(experiment), *check_notes(scenario), *notes(scenario, _threads())],
+        f"{_start_assumptions(scenario)}{_first_start_note(scenario)}",
+        notes=[*_plan_notes(experiment), *check_notes(scenario), *notes(scenario, _cpu_count())],
     )
 
 
@@ -113,7 +126,7 @@ def show_plan(experiment: Experiment, shown: Preview, console: Console) -> None:
         say(f"note: {note}")
 
 
-def _of_plan(experiment: Experiment) -> Iterator[str]:
+def _plan_notes(experiment: Experiment) -> Iterator[str]:
     """Notes on repeats, warm-ups and traces."""
     scenario = experiment.scenario
     base = baseline_of(scenario)
@@ -143,7 +156,7 @@ def _of_plan(experiment: Experiment) -> Iterator[str]:
             )
 
 
-def _threads() -> int | None:
+def _cpu_count() -> int | None:
     return os.cpu_count() if engine_location().is_here else None
 
 
@@ -154,7 +167,7 @@ def _row_table(scenario: Scenario, base: Baseline) -> Table:
     for server in scenario.servers:
         for name, load in scenario.loads.items():
             mark = "baseline" if (server, name) == (base.server, base.load) else ""
-            table.add_row(f"rN-{server}-{name}", server, name, work(load), mark)
+            table.add_row(f"rN-{server}-{name}", server, name, describe_load(load), mark)
     return table
 
 
@@ -164,7 +177,7 @@ def _load_table(scenario: Scenario) -> Table:
     for column in ("load", "work"):
         table.add_column(column)
     for name, load in scenario.loads.items():
-        table.add_row(name, work(load))
+        table.add_row(name, describe_load(load))
     return table
 
 
@@ -187,7 +200,7 @@ def check_notes(scenario: Scenario) -> list[str]:
     ]
 
 
-def _starts(scenario: Scenario) -> str:
+def _start_assumptions(scenario: Scenario) -> str:
     kinds = {server.container for server in scenario.servers.values()}
     of_each = {
         True: f"{ASSUMED_START_S:.0f} s per container start",
@@ -196,7 +209,7 @@ def _starts(scenario: Scenario) -> str:
     return ", ".join(words for container, words in of_each.items() if container in kinds)
 
 
-def _first_starts(scenario: Scenario) -> str:
+def _first_start_note(scenario: Scenario) -> str:
     """What the assumption leaves out: starts that download, install and compile, which is kept for later ones."""
     known = [template_of(server.template) for server in scenario.servers.values() if server.container]
     slow = {template.first_start for template in known if template is not None} - {None}
@@ -209,13 +222,13 @@ def _first_starts(scenario: Scenario) -> str:
     )
 
 
-def work(load: Load) -> str:
+def describe_load(load: Load) -> str:
     """A load in words."""
     amount = count(load.requests, "request") if load.requests is not None else f"{load.duration_s:g} s"
     who = count(load.users, f"{load.user} user")
     burst = f", {load.in_flight or load.batch_size or 1} at a time" if load.user == "batch" else ""
     if load.in_flight:
-        each = f" each, {at_once(load)} in all" if load.users > 1 else ""
+        each = f" each, {max_in_flight(load)} in all" if load.users > 1 else ""
         burst = f", always {load.in_flight} in flight{each}"
     if load.trace is not None:
         who = f"{load.user} users by the trace {words.replayed(load.trace)}, at most {load.users} at once"
@@ -224,7 +237,7 @@ def work(load: Load) -> str:
         who = f"{load.user} users arriving {words.arrival_rate(load.arrivals)}, at most {load.users} at once"
     if load.endpoint == "embeddings":
         return f"{who}{burst}, {amount}, embeddings"
-    return f"{who}{burst}, {amount}, {lengths_in_words(load.output_tokens)} each ({load.output})"
+    return f"{who}{burst}, {amount}, {describe_lengths(load.output_tokens)} each ({load.output})"
 
 
 def estimate_s(scenario: Scenario, folder: Path) -> float:
@@ -234,9 +247,9 @@ def estimate_s(scenario: Scenario, folder: Path) -> float:
     for cell in plan(scenario):
         load = scenario.loads[cell.load]
         start_s = ASSUMED_START_S if scenario.servers[cell.server].container else ASSUMED_EMBEDDED_START_S
-        if not scenario.restart and start_of(cell) in begun:
+        if not scenario.restart and server_start_of(cell) in begun:
             start_s = 0.0
-        begun.add(start_of(cell))
+        begun.add(server_start_of(cell))
         replay = None if load.trace is None else replay_of(folder / load.trace.file, load.trace)
         start_s += GENERATOR_START_S
         takes_s = load.ramp_s + _warmup_s(scenario, load, replay) + _work_s(scenario, load, replay)
@@ -253,12 +266,12 @@ def _warmup_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
     requests = steadiness(load, warmup).min_answers if warmup.until is not None else warmup.requests or 0
     if not requests:
         return 0.0
-    last = -(-requests // taken_together(load)) - 1
+    last = -(-requests // requests_per_task(load)) - 1
     if replay is not None:
         return Beginning(replay).at(last)
     if load.arrivals is not None:
         return Schedule(steady_arrivals(load.arrivals), scenario.seed).at(last) or 0.0
-    return _rounds_s(load, requests)
+    return _closed_loop_s(load, requests)
 
 
 def _work_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
@@ -269,19 +282,19 @@ def _work_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
         return load.duration_s + min(load.drain_s, _answer_s(load))
     requests = load.requests or 0
     if load.arrivals is None:
-        return _rounds_s(load, requests)
-    together = taken_together(load)
+        return _closed_loop_s(load, requests)
+    together = requests_per_task(load)
     last_s = Schedule(load.arrivals, scenario.seed).at(-(-requests // together) - 1) or 0.0
-    return last_s + _rounds_s(msgspec.structs.replace(load, users=1), min(requests, together))
+    return last_s + _closed_loop_s(msgspec.structs.replace(load, users=1), min(requests, together))
 
 
-def _rounds_s(load: Load, requests: int) -> float:
+def _closed_loop_s(load: Load, requests: int) -> float:
     """So many requests, as many at once as the load has in flight, each round with the pause that follows it."""
-    pause_s = pause_mean_s(load.think or load.think_s)
+    pause_s = mean_pause_s(load.think or load.think_s)
     if load.user == "agent":
-        pause_s = pause_mean_s((load.agent or Agent()).tool_time)  # of each step
-    return -(-requests // at_once(load)) * (_answer_s(load) + pause_s)
+        pause_s = mean_pause_s((load.agent or Agent()).tool_time)  # of each step
+    return -(-requests // max_in_flight(load)) * (_answer_s(load) + pause_s)
 
 
 def _answer_s(load: Load) -> float:
-    return 0.0 if load.endpoint == "embeddings" else typical_of(load.output_tokens) * ASSUMED_TPOT_S
+    return 0.0 if load.endpoint == "embeddings" else typical_length(load.output_tokens) * ASSUMED_TPOT_S

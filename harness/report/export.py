@@ -23,7 +23,7 @@ from harness.redact import csv_field
 from harness.report.table import MACHINE_VALUES, TableLine, lines, raw, schedule_values
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
-from harness.scenario.plan import mixed_with
+from harness.scenario.plan import concurrent_parts
 from harness.summary import Distribution, LimitedBy, Row, Summary
 
 BATCH = 10_000
@@ -220,7 +220,7 @@ _CSV_VERDICT = {  # field of a Verdict, by column
 
 def csv_table(summary: Summary, run: Run) -> str:
     """The rows of a run as CSV: raw numbers, units in the column names. An empty field: the number is not known."""
-    rows = [_record(line, mixed_with(line.row.load, run.scenario.mixes)) for line in lines(summary, run)]
+    rows = [_record(line, concurrent_parts(line.row.load, run.scenario.mixes)) for line in lines(summary, run)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["server", "load"], lineterminator="\n")
     writer.writerow({name: csv_field(name) for name in writer.fieldnames})
@@ -339,7 +339,9 @@ def _status(summary: Summary, run: Run) -> str:
 def _of_rows(summary: Summary, run: Run) -> Iterator[Metric]:
     labelled = [(_labels(summary, row), row) for row in summary.rows]
     mixes = run.scenario.mixes
-    concurrent = [({**at, "concurrent_load": name}, 1) for at, row in labelled for name in mixed_with(row.load, mixes)]
+    concurrent = [
+        ({**at, "concurrent_load": name}, 1) for at, row in labelled for name in concurrent_parts(row.load, mixes)
+    ]
     yield _gauge("concurrent_load", "1: this other load of the same mix ran at the same time", "", concurrent)
     outcomes = ("succeeded", "failed", "unfinished", "abandoned")
     ended = [({**at, "outcome": name}, getattr(row.pooled, name)) for at, row in labelled for name in outcomes]

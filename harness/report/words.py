@@ -9,7 +9,7 @@ import msgspec
 from harness import units
 from harness.analysis.schedule import kind_of
 from harness.columns import RATES
-from harness.scenario import USERS, Arrivals, Load, Trace, at_once
+from harness.scenario import USERS, Arrivals, Load, Trace, max_in_flight
 from harness.summary import NEEDED, Distribution, Reason
 from harness.units import milliseconds
 
@@ -40,7 +40,7 @@ def one_line(text: str) -> str:
 
 def concurrency(load: Load) -> int:
     """How many requests a load keeps in flight at most."""
-    return at_once(load) if load.user in USERS else load.users * (load.batch_size or 1)
+    return max_in_flight(load) if load.user in USERS else load.users * (load.batch_size or 1)
 
 
 def load_in_words(load: Load) -> str:

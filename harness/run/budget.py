@@ -18,16 +18,16 @@ from harness.summary import MAX_REPEATS, OPEN, Summary
 from harness.units import count, duration
 
 Row = tuple[str, str]  # server and load
-END_S = 10.0  # for taking the last server down, and for the report
+TEARDOWN_S = 10.0  # for taking the last server down, and for the report
 
 
-def within(seconds: float, known: Budget | None = None) -> Steps:
+def budget_steps(seconds: float, known: Budget | None = None) -> Steps:
     """Return the steps of a run that takes so many seconds at most. `known`: the budget of a run that is resumed."""
-    ends_s = time.monotonic() + seconds - END_S
-    return lambda running, cells: _Spending(running, seconds, ends_s, known).steps(cells)
+    ends_s = time.monotonic() + seconds - TEARDOWN_S
+    return lambda running, cells: _BudgetRun(running, seconds, ends_s, known).steps(cells)
 
 
-class _Spending:
+class _BudgetRun:
     """Runs the planned cells first, then more repeats of the rows that have an open verdict.
 
     Whole repeats are added, in the order of the plan, so that rows stay interleaved. After the planned repeats, twice
@@ -47,7 +47,7 @@ class _Spending:
 
     def steps(self, cells: list[Cell]) -> Iterator[CellRun]:
         self.note(budget=self.budget)
-        for chunk in _chunks(cells):
+        for chunk in _group_cells(cells):
             yield from self._run(chunk)
         everything: list[Cell | CellRun] = [*self.done.values(), *cells]
         last = max((cell.repeat for cell in everything), default=MAX_REPEATS)
@@ -56,9 +56,9 @@ class _Spending:
         while not self.over and last < MAX_REPEATS:
             more = msgspec.structs.replace(scenario, repeats=max(last + 1, scenario.repeats))
             repeat = [cell for cell in plan(more) if cell.repeat == last + 1]
-            if not self._fits(_of_rows(repeat, going)):
+            if not self._fits(_select_rows(repeat, going)):
                 break  # without a look: so the analysis at the end has the whole level
-            if is_look(last, self.budget.repeats) and last not in self.budget.looks:
+            if is_check_due(last, self.budget.repeats) and last not in self.budget.looks:
                 self.budget = msgspec.structs.replace(self.budget, looks=[*self.budget.looks, last])
                 self.note(budget=self.budget)
                 going = open_rows(summarize(self.running.folder))
@@ -66,7 +66,7 @@ class _Spending:
             if not going:
                 break
             last, scenario = last + 1, more
-            chunk = _of_rows(repeat, going)
+            chunk = _select_rows(repeat, going)
             self.note(scenario=scenario, planned=[cell.id for cell in chunk])
             yield from self._run(chunk)
         if not self.done:
@@ -92,7 +92,7 @@ class _Spending:
                         self.over = True
                         return
                     now = time.monotonic()
-                    self.took[_row(cell_run)], begun_s = now - begun_s, now
+                    self.took[_row_name(cell_run)], begun_s = now - begun_s, now
                     self.done[cell_run.id] = cell_run
                     yield cell_run
         except OutOfTime:
@@ -104,7 +104,7 @@ class _Spending:
         by_group = {cell.group: cell for cell in chunk if cell.mix is not None}  # its parts run at once
         alone = [cell for cell in chunk if cell.mix is None]
         return sum(
-            self.took.get(_row(cell), loads[cell.load].duration_s or 0.0) for cell in [*alone, *by_group.values()]
+            self.took.get(_row_name(cell), loads[cell.load].duration_s or 0.0) for cell in [*alone, *by_group.values()]
         )
 
     def _fits(self, chunk: list[Cell]) -> bool:
@@ -125,7 +125,7 @@ class _Spending:
         self._say("the run ends")
 
 
-def is_look(last: int, planned: int) -> bool:
+def is_check_due(last: int, planned: int) -> bool:
     """Whether verdicts are checked after so many repeats: the planned ones, twice, four times ... as many."""
     times, rest = divmod(last, planned)
     return rest == 0 and times.bit_count() == 1
@@ -139,18 +139,18 @@ def open_rows(summary: Summary) -> set[Row]:
     return {keys[name] for one in undecided for name in (one.side, one.baseline) if name in keys}
 
 
-def _chunks(cells: list[Cell]) -> list[list[Cell]]:
+def _group_cells(cells: list[Cell]) -> list[list[Cell]]:
     """What is run or not as a whole: in the first repeat what has one load generator, later a whole repeat."""
     return [
         list(chunk) for _, chunk in groupby(cells, key=lambda cell: cell.group if cell.repeat == 1 else cell.repeat)
     ]
 
 
-def _of_rows(cells: list[Cell], rows: set[Row]) -> list[Cell]:
+def _select_rows(cells: list[Cell], rows: set[Row]) -> list[Cell]:
     """The cells of these rows, and those that run together with them."""
     groups = {cell.group for cell in cells if (cell.server, cell.load) in rows}
     return [cell for cell in cells if cell.group in groups]
 
 
-def _row(cell: Cell | CellRun) -> str:
+def _row_name(cell: Cell | CellRun) -> str:
     return f"{cell.server}/{cell.load}"

@@ -57,13 +57,13 @@ STREAMS = (10, 50, 100, 200, 350, 500, 750, 1000, 1500, 2000)
 STEP_S = 0.02  # between two chunks of a stream
 CHUNKS = 50
 ROUNDS = 2  # requests of each stream
-LONGEST_S = 120.0
-ENOUGH_S = 240.0  # of measuring; after that no new number of streams starts
+MAX_STEP_S = 120.0
+MAX_MEASURE_S = 240.0  # of measuring; after that no new number of streams starts
 FACTOR = 1.5  # from one number of streams to the next, after those above
 
 MAX_ERROR_S = 0.005  # p99
 MAX_SHARED = 0.01  # of the chunks
-BUSY = 0.1  # of a core, by other programs: with more, they may be the limit
+MAX_OTHER_CORES = 0.1  # of a core, by other programs: with more, they may be the limit
 
 _COLUMNS = (
     "streams", "chunks/s", "error p50, ms", "error p99, ms", "shared reads", "read lag p99, ms", "CPU of a core",
@@ -111,7 +111,7 @@ def calibrate(max_streams: int | None, processes: int = 1) -> Iterator[Calibrati
             again = _measure(streams, processes)
             reading = again if again.trusted else reading
         yield reading
-        if not reading.trusted or streams == max_streams or time.monotonic() - began_s > ENOUGH_S:
+        if not reading.trusted or streams == max_streams or time.monotonic() - began_s > MAX_MEASURE_S:
             return
 
 
@@ -132,14 +132,16 @@ def _measure(streams: int, processes: int) -> CalibrationPoint:
             arguments = locust_arguments(job, folder / "job.json", LOCUSTFILES / "batch.py", engine.url)
             command = [sys.executable, "-m", "locust", *arguments]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_STEP_S)
             except subprocess.TimeoutExpired:
-                raise RunError(f"{streams} streams did not end within {LONGEST_S:g} s") from None
+                raise RunError(f"{streams} streams did not end within {MAX_STEP_S:g} s") from None
         if done.returncode != 0:
             raise RunError(f"the load generator ended with exit code {done.returncode}", detail=done.stderr[-2000:])
         others_s = _busy_s() - busy_s - (sum(os.times()[:4]) - ours_s)
         others = max(0.0, others_s / (time.monotonic() - began_s))
-        return msgspec.structs.replace(reading_of(folder, folder / "sent.jsonl", streams, processes), others=others)
+        return msgspec.structs.replace(
+            calibration_point(folder, folder / "sent.jsonl", streams, processes), others=others
+        )
 
 
 def _busy_s() -> float:
@@ -147,7 +149,7 @@ def _busy_s() -> float:
     return sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
-def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> CalibrationPoint:
+def calibration_point(folder: Path, sent: Path, streams: int, processes: int = 1) -> CalibrationPoint:
     records = [one for one in read_requests(folder / "requests.jsonl") if one.phase == "measured"]
     failed = [one for one in records if one.error is not None]
     if failed or not records:
@@ -205,14 +207,14 @@ def show_readings(console: Console, max_streams: int | None, processes: int, *, 
     if as_json:
         print(pretty_json(readings).decode(), end="")
     else:
-        console.print(f"\n{in_words(readings)}")
+        console.print(f"\n{describe_readings(readings)}")
 
 
-def in_words(readings: list[CalibrationPoint]) -> str:
+def describe_readings(readings: list[CalibrationPoint]) -> str:
     good = [reading for reading in readings if reading.trusted]
     last = readings[-1]
     end = " No more were tried." if last.trusted else f" With {last.streams}, twice: {'; '.join(last.doubts)}."
-    if not last.trusted and last.others is not None and last.others > BUSY:
+    if not last.trusted and last.others is not None and last.others > MAX_OTHER_CORES:
         end += f" Other programs used {last.others:.1f} cores meanwhile: measure again when they are quiet."
     if not good:
         return f"This machine's load generator is not to be trusted even for few streams, or was too busy now.{end}"
@@ -224,7 +226,7 @@ def in_words(readings: list[CalibrationPoint]) -> str:
     )
 
 
-_SHORT_S = 3600.0  # runs that are closer share temperature and other programs
+_CLOSE_RUNS_S = 3600.0  # runs that are closer share temperature and other programs
 
 
 def noise(
@@ -248,7 +250,7 @@ def noise(
     for number in range(times):
         if number:
             pause(pause_s)
-        folder = run(a_against_a(experiment, name), runs, progress)
+        folder = run(_a_a_experiment(experiment, name), runs, progress)
         manifest, summary = read_run(folder), summarize(folder)
         if not summary.valid:
             raise RunError(
@@ -270,7 +272,7 @@ def noise(
     return path, known
 
 
-def a_against_a(experiment: Experiment, name: str) -> Experiment:
+def _a_a_experiment(experiment: Experiment, name: str) -> Experiment:
     """The experiment with one of its servers under two names, without checks."""
     scenario = experiment.scenario
     server = scenario.servers[name]
@@ -297,18 +299,18 @@ def show_noise(noise: StoredNoise, console: Console) -> None:
     ):  # fmt: skip
         table.add_column(heading, justify="left" if heading in ("load", "by") else "right")
     for row in noise.rows:
-        table.add_row(row.load, METRIC_WORDS[row.metric], *_of_row(row, noise.repeats))
+        table.add_row(row.load, METRIC_WORDS[row.metric], *_noise_cells(row, noise.repeats))
     console.print(table)
     if len(noise.runs) < 2:
         console.print("One run does not show how far runs differ: add runs of other hours and days with --add.")
-    elif span_s < _SHORT_S:
+    elif span_s < _CLOSE_RUNS_S:
         console.print(
             f"Warning: these runs are from {duration(span_s)}. Runs of other hours and days differ more, and a verdict "
             "that rests on this can be false. Spread runs with --every 60, or add some with --add."
         )
 
 
-def _of_row(row: RowNoise, repeats: int) -> list[str]:
+def _noise_cells(row: RowNoise, repeats: int) -> list[str]:
     """Spread of repeats, repeats a side for "same", spread of runs, and the difference that one run finds."""
     cells = [NOTHING] * 4
     between = row.between_repeats()

@@ -44,7 +44,7 @@ from harness.prepare.experiment import Experiment, load_name
 from harness.process import pause, refuse_too_few_files
 from harness.report.capacity import amounts_text
 from harness.run.drive import POLL_S
-from harness.run.orchestrator import conduct, endpoint_of, run_group
+from harness.run.orchestrator import endpoint_of, run_group, start_run
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
@@ -54,11 +54,11 @@ from harness.scenario import (
     Load,
     Warmup,
     connections_per_process,
-    is_open,
-    taken_together,
-    wave_of,
+    is_open_loop,
+    requests_per_task,
+    wave_size,
 )
-from harness.scenario.plan import Cell, cell_of, staged
+from harness.scenario.plan import Cell, cell_of, load_of_stage
 from harness.serve import Endpoint
 from harness.summary import Reason, because
 from harness.units import count, duration
@@ -96,7 +96,7 @@ class CapacityQuestion(msgspec.Struct, frozen=True, kw_only=True):
         return [part for part in self.parts if part not in self.fixed]
 
 
-def ask(
+def define_search(
     experiment: Experiment,
     given: str | None,
     slos: list[str],
@@ -122,13 +122,13 @@ def ask(
                 "`speed` of a trace",
                 next_step="Name another load of the scenario with --load.",
             )
-    if knee and (len(parts) > 1 or is_open(kinds[load])):
+    if knee and (len(parts) > 1 or is_open_loop(kinds[load])):
         why = "a mix" if len(parts) > 1 else "an open loop, whose schedule decides its throughput"
         raise HarnessError(
             f"--knee: '{load}' is {why}",
             next_step="Name a load without `arrivals` and `trace` with --load, or leave out --knee.",
         )
-    fixed = _fixed(fix, load, kinds)
+    fixed = _parse_fixed(fix, load, kinds)
     wanted = parse_slos(slos, parts if len(parts) > 1 else ())
     by_server = {name: wanted or slos_of_scenario(scenario, name, load) for name in scenario.servers}
     missing = [name for name, found in by_server.items() if not found]
@@ -137,7 +137,7 @@ def ask(
             f"no SLO for '{missing[0]}': no --slo, and no check of the scenario bounds a quantile of a latency",
             next_step=f"Add {EXAMPLE}, or --knee for the throughput alone.",
         )
-    kinds = {staged(part) or part: kind for part, kind in kinds.items()}
+    kinds = {load_of_stage(part) or part: kind for part, kind in kinds.items()}
     only = msgspec.structs.replace(
         scenario,
         loads=kinds,
@@ -150,7 +150,7 @@ def ask(
         max_error_rate=1.0,  # a failed request meets no SLO: it is part of the answer
     )
     question = CapacityQuestion(
-        load=staged(load) or load,
+        load=load_of_stage(load) or load,
         parts=list(kinds),
         slos=by_server,
         max_level=max_level,
@@ -164,7 +164,7 @@ def ask(
     return msgspec.structs.replace(experiment, scenario=only), question
 
 
-def _fixed(fix: Sequence[str], load: str, kinds: Mapping[str, Load]) -> dict[str, float]:
+def _parse_fixed(fix: Sequence[str], load: str, kinds: Mapping[str, Load]) -> dict[str, float]:
     """The loads of a mix whose users, or rate, do not change. Raises HarnessError."""
     fixed: dict[str, float] = {}
     for text in fix:
@@ -176,7 +176,7 @@ def _fixed(fix: Sequence[str], load: str, kinds: Mapping[str, Load]) -> dict[str
             amount = float(number)
         except ValueError:
             amount = 0.0
-        whole = not is_open(kinds[name])
+        whole = not is_open_loop(kinds[name])
         if not 0 < amount <= MAX_USERS or (whole and amount != round(amount)):
             raise HarnessError(
                 f"--fix '{text}': a number {'of users' if whole else 'above 0'} is expected, got '{number}'",
@@ -200,12 +200,14 @@ def capacity(
     """
     search = CapacitySearch(experiment, question, progress)
     servers = count(len(experiment.scenario.servers), "server")
-    progress.line(f"At most {duration(question.budget_s)} for {servers} (--budget). {announced(experiment, question)}")
-    folder = conduct(experiment, [], runs, progress, search.steps)
+    progress.line(
+        f"At most {duration(question.budget_s)} for {servers} (--budget). {describe_effort(experiment, question)}"
+    )
+    folder = start_run(experiment, [], runs, progress, search.steps)
     return folder, search.found
 
 
-def announced(experiment: Experiment, question: CapacityQuestion) -> str:
+def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
     """How many probes there may be, and how long they take."""
     shares = [slo.share for found in question.slos.values() for slo in found]
     max_blocks = block_limit(shares or [0.5])
@@ -493,9 +495,9 @@ class ServerSearch:
             return given
         max_s, most = 0.0, MIN_WARMUP_REQUESTS
         for load in loads:
-            most = max(most, WARMUP_WAVES * wave_of(load))
+            most = max(most, WARMUP_WAVES * wave_size(load))
             if self._answer_s is not None:
-                rounds = 2 * taken_together(load) + 4
+                rounds = 2 * requests_per_task(load) + 4
                 max_s = max(max_s, rounds * (self._answer_s + pace_of(load, 1.0).pause_s))
         max_s = min(MAX_WARMUP_S, max(MIN_WARMUP_S, max_s)) if self._answer_s is not None else FIRST_WARMUP_S
         return Warmup(until="steady", within=STEADY_WITHIN, max_s=max_s, max_requests=most)

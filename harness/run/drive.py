@@ -21,30 +21,30 @@ from harness.analysis import derive
 from harness.errors import RunError
 from harness.failures.explain import FIRST, mistake_of
 from harness.files import UNDECODABLE, open_file, read_text
-from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
+from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, idle_file, read_status, status_file
 from harness.process import free_port, pause
 from harness.redact import known
 from harness.rundir.directory import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, Samples, Tail, read_marks
 from harness.rundir.samples import GpuSample
-from harness.scenario import MAX_USERS, at_once
-from harness.scenario.behaviour import max_of
+from harness.scenario import MAX_USERS, max_in_flight
+from harness.scenario.behaviour import max_length
 from harness.summary import Reason, because
 from harness.workers import MACHINE
 
 POLL_S = 0.2
-LOOK_S = 1.0  # between two checks of the load processes
+PROCESS_CHECK_S = 1.0  # between two checks of the load processes
 GRACE_S = 5.0  # for flushing records after the request to stop
 SLOWEST_TPOT_S = 5.0  # a slower model counts as hanging
-WORKERS_S = 300  # for workers of other machines, which a user starts
-STUCK_S = 30.0  # without a record, while the users' own code raises ...
-RECENT_S = 10.0  # span of rates; longer if an answer that ended in it took longer
-_SETTLED_S = 1.0  # shorter spans have too few answers for a rate
-_SHOWN = 10_000  # newest requests whose latencies are shown, so that memory does not grow
+MAX_WORKER_WAIT_S = 300  # for workers of other machines, which a user starts
+MAX_STUCK_S = 30.0  # without a record, while the users' own code raises ...
+RATE_SPAN_S = 10.0  # span of rates; longer if an answer that ended in it took longer
+_MIN_RATE_SPAN_S = 1.0  # shorter spans have too few answers for a rate
+_MAX_LATENCIES = 10_000  # newest requests whose latencies are shown, so that memory does not grow
 _MIN_REQUESTS = 3  # before their rate gives the remaining time
 PROPOSED_RATE = 100.0  # users a second; above that Locust warns
 STUCK_EXCEPTIONS = 3  # ... with this many exceptions: the load is stuck
-QUIET_S = 60.0  # after every time limit of the load: Locust itself hangs
+MAX_SILENCE_S = 60.0  # after every time limit of the load: Locust itself hangs
 
 
 class Driven(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
 
 
-class _Ended(NamedTuple):
+class _EndedRequests(NamedTuple):
     last_s: float  # when the last of them ended
     number: int
     tokens: int
@@ -136,11 +136,11 @@ class Monitor:
         self.job = job
         self._metrics = Samples(folder / "metrics.jsonl", job.cell)
         self._telemetry = Samples(folder / "telemetry.jsonl", job.cell)
-        self._ttft: deque[float] = deque(maxlen=_SHOWN)
-        self._tpot: deque[float] = deque(maxlen=_SHOWN)
+        self._ttft: deque[float] = deque(maxlen=_MAX_LATENCIES)
+        self._tpot: deque[float] = deque(maxlen=_MAX_LATENCIES)
         self._errors: Counter[str] = Counter()
         self._done = self._warmup = 0
-        self._recent: deque[_Ended] = deque()
+        self._recent: deque[_EndedRequests] = deque()
         self._before_s: float | None = None  # end of the newest update that was dropped from it
         self._offset_s: dict[int, float] = {}  # estimated offset of each machine's clock to ours
         self._began: float | None = None  # estimated time of the first measured request
@@ -222,7 +222,7 @@ class Monitor:
             self._offset_s.setdefault(machine, now - end_s)
         last_here_s = max(end_s + self._offset_s[machine] for machine, end_s in ends.items())
         longest_s = max(one.ended_s for one in measured)
-        self._recent.append(_Ended(last_here_s, len(measured), tokens, longest_s))
+        self._recent.append(_EndedRequests(last_here_s, len(measured), tokens, longest_s))
 
     def _lately(self, now: float) -> tuple[int, int, float | None]:
         """Return requests and tokens of the last seconds, and the number of these seconds.
@@ -233,13 +233,13 @@ class Monitor:
         if self._began is None:
             return 0, 0, None
         longest_s = max((look.longest_s for look in self._recent), default=0.0)
-        span_s = max(RECENT_S, longest_s)
+        span_s = max(RATE_SPAN_S, longest_s)
         end_s = max((look.last_s for look in self._recent), default=now)
         end_s = now if now - end_s > longest_s else end_s
         while self._recent and self._recent[0].last_s <= end_s - span_s:
             self._before_s = self._recent.popleft().last_s
         span_s = end_s - (self._began if self._before_s is None else self._before_s)
-        if span_s < _SETTLED_S:
+        if span_s < _MIN_RATE_SPAN_S:
             return 0, 0, None
         return sum(look.number for look in self._recent), sum(look.tokens for look in self._recent), span_s
 
@@ -252,7 +252,7 @@ class Monitor:
             with open_file(self.job.counter_path) as file:
                 counts = msgspec.json.decode(file.readline())
             out = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
-            return min(max(int(out), 0), at_once(load))
+            return min(max(int(out), 0), max_in_flight(load))
         except (OSError, *UNDECODABLE, KeyError, TypeError):
             return None
 
@@ -265,7 +265,9 @@ class Monitor:
             return max(0.0, self._began + load.duration_s - now)
         open_loop = load.arrivals is not None or load.trace is not None
         # Users start together: a rate needs the answers of at least one full wave.
-        if load.requests is None or self._done < (_MIN_REQUESTS if open_loop else max(_MIN_REQUESTS, at_once(load))):
+        if load.requests is None or self._done < (
+            _MIN_REQUESTS if open_loop else max(_MIN_REQUESTS, max_in_flight(load))
+        ):
             return None
         return max(0.0, (load.requests - self._done) * (now - self._began) / self._done)
 
@@ -293,7 +295,7 @@ def locust_arguments(
     arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results, evaluated later
     if job.workers is not None:
         arguments += ["--master", "--master-bind-host", job.workers.bind, "--master-bind-port", str(job.workers.port)]
-        arguments += ["--expect-workers", str(job.workers.total), "--expect-workers-max-wait", str(WORKERS_S)]
+        arguments += ["--expect-workers", str(job.workers.total), "--expect-workers-max-wait", str(MAX_WORKER_WAIT_S)]
     elif load.processes > 1:
         # A free port, so that two harnesses on one machine do not conflict.
         port = str(free_port())
@@ -339,7 +341,7 @@ def drive(
 
 
 def _not_started(job: Job, code: int, log_path: Path, waited_s: float) -> RunError:
-    if said := gave_up(job):
+    if said := start_errors(job):
         why, *more = said.splitlines()
         return RunError(
             f"cell {job.cell}: the load could not start: {why.removesuffix('.')}",
@@ -347,9 +349,9 @@ def _not_started(job: Job, code: int, log_path: Path, waited_s: float) -> RunErr
             detail="\n".join(more),
         )
     awaited = awaited_workers(job)
-    if job.workers is not None and awaited and waited_s > WORKERS_S:
+    if job.workers is not None and awaited and waited_s > MAX_WORKER_WAIT_S:
         return RunError(
-            f"cell {job.cell}: the load could not start: {WORKERS_S} s of {awaited}",
+            f"cell {job.cell}: the load could not start: {MAX_WORKER_WAIT_S} s of {awaited}",
             next_step=f"On each machine: {job.workers.command}. The log is {log_path}.",
         )
     return RunError(
@@ -369,7 +371,7 @@ def _watch(
 ) -> list[Reason]:
     raised = 0  # exceptions in the log when the last record came
     last_change = last_quiet = last_look = time.monotonic()
-    quiet, sign_ns = quiet_sign(job.counter_path), 0
+    quiet, sign_ns = idle_file(job.counter_path), 0
     while child.poll() is None:
         if disk_is_full(folder := Path(job.requests_path).parent):
             release_space(folder, half=True)  # for the records that the load processes still hold
@@ -380,7 +382,7 @@ def _watch(
         before = monitor.recorded
         monitor.update()
         now = time.monotonic()
-        if isinstance(child, LocalChild) and now - last_look > LOOK_S:
+        if isinstance(child, LocalChild) and now - last_look > PROCESS_CHECK_S:
             last_look = now
             if job.workers is not None:
                 monitor.awaited = "" if Path(job.counter_path).exists() else awaited_workers(job)
@@ -394,14 +396,14 @@ def _watch(
                 sign_ns, last_quiet = touched_ns, now
         if monitor.recorded != before:
             last_change, raised = now, len(exceptions_in(log_path))
-        elif now - last_change > STUCK_S and len(found := exceptions_in(log_path)) - raised >= STUCK_EXCEPTIONS:
-            return [because("generator_stuck", seconds=STUCK_S, exception=found[-1])]
+        elif now - last_change > MAX_STUCK_S and len(found := exceptions_in(log_path)) - raised >= STUCK_EXCEPTIONS:
+            return [because("generator_stuck", seconds=MAX_STUCK_S, exception=found[-1])]
         progress()
         mistake = monitor.mistake()
         if mistake is not None:
             return [mistake]
         silent_s = now - max(last_change, last_quiet)
-        if silent_s > _patience_s(job):
+        if silent_s > _max_silence_s(job):
             return [because("generator_silent", seconds=silent_s, timeout_s=job.load.timeout_s)]
         if monitor.watch is not None and monitor.watch.enough():
             return []
@@ -429,11 +431,11 @@ def killed_processes(job: Job) -> list[int]:
     return [pid for pid in without_end() if pid in gone] if gone else []
 
 
-def _patience_s(job: Job) -> float:
+def _max_silence_s(job: Job) -> float:
     """Return the longest allowed time without an ended request. Pauses of users and of the schedule do not count."""
     # A stream that keeps sending may take longer than timeout_s, which limits silence.
-    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * max_of(job.load.output_tokens, pairs=job.output_lengths)
-    return longest_s + job.load.ramp_s + QUIET_S
+    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * max_length(job.load.output_tokens, pairs=job.output_lengths)
+    return longest_s + job.load.ramp_s + MAX_SILENCE_S
 
 
 def scenario_mistake(first: list[Request]) -> Reason | None:
@@ -467,7 +469,7 @@ def exceptions_in(path: Path) -> list[str]:
     return found
 
 
-def gave_up(job: Job) -> str:
+def start_errors(job: Job) -> str:
     """Return why the load could not start, as its load processes report it; each reason once."""
     texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
     return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))

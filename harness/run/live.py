@@ -8,21 +8,21 @@ from rich.console import Console
 
 from harness.errors import HarnessError, RunError, ServerError
 from harness.files import LOCUSTFILES
-from harness.job import Job, text_of
+from harness.job import Job, encode_job
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.machine_fit import preflight
-from harness.process import is_free, pause
+from harness.process import is_port_free, pause
 from harness.reasons import sentence
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
-from harness.run.orchestrator import endpoint_of, generator, make_job, watched
+from harness.run.orchestrator import endpoint_of, make_job, prepare_generator, watch_server
 from harness.run.progress import Progress
-from harness.run.running import RunFile, Running, begin
+from harness.run.running import RunFile, Running, create_run
 from harness.rundir.directory import disk_is_full
 from harness.rundir.manifest import Machine, Run
 from harness.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
-from harness.scenario.plan import mix_of, plan, staged
+from harness.scenario.plan import load_of_stage, mix_of, plan
 from harness.serve import compose_document, upstream_of
 from harness.serve.document import GRAFANA_PORT, METRICS_PORT
 from harness.serve.generator import IMAGE, files_needed, in_image
@@ -45,19 +45,19 @@ def live(
     user controls is never valid for a comparison. Raises HarnessError.
     """
     cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
-    if not is_free(port):
+    if not is_port_free(port):
         raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
-    slos = slos_for(experiment.scenario.checks, cell_server, cell_load)
+    slos = slos_of_row(experiment.scenario.checks, cell_server, cell_load)
     # The UI runs on this host, even if the scenario's load generator runs in a container.
-    experiment = preflight(_alone(experiment, cell_server, [cell_load], endless=True), progress.line)
+    experiment = preflight(_single_server(experiment, cell_server, [cell_load], endless=True), progress.line)
     cell = plan(experiment.scenario)[0]
-    running = begin(experiment, [cell], runs, progress)
+    running = create_run(experiment, [cell], runs, progress)
     try:
         with progress.live(), endpoint_of(running, cell) as endpoint:
             job = msgspec.structs.replace(make_job(running, cell, endpoint), slos=slos)
-            start = generator(running, job, endpoint, (UI_HOST, port))
+            start = prepare_generator(running, job, endpoint, (UI_HOST, port))
             # The page reads these files: the load processes measure only their own requests.
-            with watched(running, job, endpoint, INTERVAL_S):
+            with watch_server(running, job, endpoint, INTERVAL_S):
                 child = start()
                 try:
                     progress.line(f"server: {endpoint.url}" + (f" ({SIMULATED})" if job.simulated else ""))
@@ -82,7 +82,7 @@ def live(
             progress.line(f"What was sent is recorded: harness report {running.folder}")
 
 
-def _alone(experiment: Experiment, server: str, loads: list[str], *, endless: bool) -> Experiment:
+def _single_server(experiment: Experiment, server: str, loads: list[str], *, endless: bool) -> Experiment:
     """The experiment with one server and these loads, once, without checks.
 
     `endless`: the user decides what is sent and when it ends, so nothing is planned.
@@ -123,7 +123,7 @@ def compose_file(
     with the UI does. `grafana`: with Prometheus and Grafana. Raises HarnessError, with all that such a file
     cannot express.
     """
-    name, names = server_name(experiment, server), _loads_of(experiment, load, headless=headless)
+    name, names = server_name(experiment, server), _load_rows(experiment, load, headless=headless)
     if experiment.scenario.prompts.tokenizer == SERVER_TOKENIZER:
         raise HarnessError(
             f"prompts.tokenizer: '{SERVER_TOKENIZER}' needs the running server before the load starts",
@@ -141,9 +141,9 @@ def compose_file(
     if records is not None and not records.is_dir():
         raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
     upstream = upstream_of(experiment.scenario, name)
-    slos = slos_for(experiment.scenario.checks, name, names[0])
+    slos = slos_of_row(experiment.scenario.checks, name, names[0])
     folder = Path(_RECORDS)
-    one = _alone(experiment, name, names, endless=not headless)
+    one = _single_server(experiment, name, names, endless=not headless)
     unwritten = Run(
         id="compose", status="running", started_wall_s=0.0, scenario_name="", scenario=one.scenario,
         workload_sha256="", machine=Machine(name=""),
@@ -164,23 +164,23 @@ def compose_file(
     ]
     job = msgspec.structs.replace(jobs[0], then=jobs[1:])
     locustfile = locustfile_of(job.load, experiment.folder, LOCUSTFILES)
-    text, file = _argument(job), in_image(locustfile)
+    text, file = _job_argument(job), in_image(locustfile)
     sending = msgspec.structs.replace(job, load=msgspec.structs.replace(job.load, processes=1)) if workers else job
     command = ["locust", *locust_arguments(sending, text, file, upstream.url, None if headless else ("0.0.0.0", 8089))]
     files = files_needed(job, locustfile)
-    key, whole = experiment.scenario.api_key_env, staged(names[0]) or names[0]
+    key, whole = experiment.scenario.api_key_env, load_of_stage(names[0]) or names[0]
     return compose_document(
         experiment.scenario,
         name,
         {
             "image": IMAGE,
-            "command": _literal([*command, *(["--master"] if workers else []), *(_METRICS if grafana else [])]),
-            "worker_command": _literal(
+            "command": _escape_dollars([*command, *(["--master"] if workers else []), *(_METRICS if grafana else [])]),
+            "worker_command": _escape_dollars(
                 ["locust", "-f", str(file), "--job", text, "--worker", "--master-host", "locust"]
             ),
             "environment": {"HOME": "/tmp", **({key: f"${{{key}}}"} if key else {})},
-            "files": _literal(files),
-            "records": None if records is None else _literal([str(records.resolve())])[0],
+            "files": _escape_dollars(files),
+            "records": None if records is None else _escape_dollars([str(records.resolve())])[0],
             # Only the owner may be able to read the files.
             "user": f"{os.getuid()}:{os.getgid()}" if files or records else None,
             "ui_port": None if headless else ui_port,
@@ -189,7 +189,7 @@ def compose_file(
         },
         [
             f"The server '{name}' and the load '{whole}' of {experiment.path.name}, printed by `harness compose`.",
-            *_how_to(headless, upstream.prepared),
+            *_usage_lines(headless, upstream.prepared),
             f"The image {IMAGE} is made by `make image`. ${{NAME}} is taken from your shell.",
             *([f"Records are appended to {records.resolve()}/requests.jsonl"] if records else []),
             *([] if headless else [f"Locust: http://{UI_HOST}:{ui_port}"]),
@@ -203,7 +203,7 @@ def compose_file(
     )
 
 
-def _how_to(headless: bool, prepared: bool) -> list[str]:
+def _usage_lines(headless: bool, prepared: bool) -> list[str]:
     """How to use a Compose file. `prepared`: a service ends before the server starts, and would end `up`."""
     if not headless:
         return [
@@ -217,16 +217,16 @@ def _how_to(headless: bool, prepared: bool) -> list[str]:
     ]
 
 
-def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> list[str]:
+def _load_rows(experiment: Experiment, given: str | None, *, headless: bool) -> list[str]:
     loads = experiment.scenario.loads
-    whole = list(dict.fromkeys(staged(name) or name for name in loads if mix_of(name) is None))
+    whole = list(dict.fromkeys(load_of_stage(name) or name for name in loads if mix_of(name) is None))
     if given is None and len(whole) > 1:
         raise HarnessError(
             f"--load: required, because the scenario has {len(whole)} loads and the file sends one",
             next_step=f"Give --load {' or --load '.join(whole)}.",
         )
     name = whole[0] if given is None else given
-    stages = [one for one in loads if staged(one) == name]
+    stages = [one for one in loads if load_of_stage(one) == name]
     if not stages:
         return [load_name(experiment, name)]
     if not headless:
@@ -237,8 +237,8 @@ def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> l
     return stages
 
 
-def _argument(job: Job) -> str:
-    text = text_of(job)
+def _job_argument(job: Job) -> str:
+    text = encode_job(job)
     if len(text.encode()) < _MAX_ARGUMENT:
         return text
     sizes = {
@@ -254,12 +254,12 @@ def _argument(job: Job) -> str:
     )
 
 
-def _literal(texts: list[str]) -> list[str]:
+def _escape_dollars(texts: list[str]) -> list[str]:
     """Texts in which Compose must not replace `$NAME`."""
     return [text.replace("$", "$$") for text in texts]
 
 
-def slos_for(checks: list[str], server: str, load: str) -> str:
+def slos_of_row(checks: list[str], server: str, load: str) -> str:
     """The SLOs of the first check that has some for this row; "" without any."""
     for check in map(parse_check, checks):
         if check.slos and (check.server, check.load) in ((None, None), (server, load)):

@@ -15,7 +15,7 @@ import msgspec
 
 from harness.errors import HarnessError, RunError
 from harness.files import LOCUSTFILES, open_file
-from harness.job import Job, warm_sign, workload_of, write_job
+from harness.job import Job, warmup_done_file, workload_of, write_job
 from harness.machine.gpus import gpu_memory, when_free
 from harness.machine.telemetry import Sampler
 from harness.prepare.experiment import Experiment
@@ -24,7 +24,7 @@ from harness.process import refuse_too_few_files
 from harness.reasons import sentence
 from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
-from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, begin
+from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, create_run
 from harness.rundir.directory import locked, release_space
 from harness.rundir.manifest import CellRun, ServedBy
 from harness.rundir.records import ProcessMark, Request
@@ -35,9 +35,9 @@ from harness.scenario import (
     connections_per_process,
     locustfile_of,
     warmup_of,
-    wave_of,
+    wave_size,
 )
-from harness.scenario.plan import Cell, alone, plan
+from harness.scenario.plan import Cell, load_of_part, plan
 from harness.serve import Endpoint, attach, prepared, serve
 from harness.serve.generator import ContainerChild, in_image
 from harness.serve.lifecycle import source_of
@@ -63,19 +63,19 @@ def run(experiment: Experiment, runs: Path, progress: Progress, steps: Steps | N
     if experiment.scenario.generator == "process" and experiment.workers is None:
         refuse_too_few_files(max(map(connections_per_process, experiment.scenario.loads.values())))
     experiment = preflight(experiment, progress.line)
-    return conduct(experiment, plan(experiment.scenario), runs, progress, steps or run_cells)
+    return start_run(experiment, plan(experiment.scenario), runs, progress, steps or run_cells)
 
 
-def conduct(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
+def start_run(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
     """Make a run directory, run the steps, and write how that ended; see `run`."""
-    running = begin(experiment, cells, runs, progress)
+    running = create_run(experiment, cells, runs, progress)
     with locked(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
         progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
-        return carry_out(running, cells, steps)
+        return run_steps(running, cells, steps)
 
 
-def carry_out(running: Running, cells: list[Cell], steps: Steps) -> Path:
+def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
     """Run the steps in a run directory, whose lock this process has, and write how that ended; see `run`."""
     folder, file, progress = running.folder, running.file, running.progress
     try:
@@ -145,7 +145,7 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
         if target is None and prepared(scenario, first.server).file.serving.offline:
             for cell in together:
                 show(cell)
-                yield msgspec.structs.replace(_offline(running, cell), gpu_memory_before=before)
+                yield msgspec.structs.replace(_run_offline(running, cell), gpu_memory_before=before)
             return
         with endpoint_of(running, first) as endpoint:
             refuse_other_server(kept, first.server, endpoint)
@@ -229,7 +229,9 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
         try:
             return run_cell(running, [cell], endpoint, alive, concurrent=others, shown=cell is cells[0], watch=watch)
         finally:
-            warm_sign(running.counter_path(cell.id)).touch()  # the other loads do not wait for one that has ended
+            warmup_done_file(
+                running.counter_path(cell.id)
+            ).touch()  # the other loads do not wait for one that has ended
 
     with ThreadPoolExecutor(len(cells)) as pool:
         parts = [pool.submit(part, cell) for cell in cells]
@@ -259,11 +261,11 @@ def run_cell(
     job = msgspec.structs.replace(
         jobs[0], then=jobs[1:], concurrent_loads=[running.counter_path(other.id) for other in concurrent]
     )
-    start = generator(running, job, endpoint)
+    start = prepare_generator(running, job, endpoint)
     monitor = Monitor(job, watch)
     if shown:
         running.progress.load(monitor)
-    with watched(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
+    with watch_server(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
         begun_s, now = time.time(), 0
 
         def progressed() -> None:
@@ -301,7 +303,7 @@ def _cell_run(
 
 
 @contextlib.contextmanager
-def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -> Iterator[Watchers]:
+def watch_server(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -> Iterator[Watchers]:
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
@@ -310,7 +312,9 @@ def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -
         yield scraper, sampler
 
 
-def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int] | None = None) -> Callable[[], Child]:
+def prepare_generator(
+    running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int] | None = None
+) -> Callable[[], Child]:
     """Write the job of a cell. Return a function that starts its load generator: a process or a container."""
     job_path, log_path = running.job_path(job.cell), running.log_path(job.cell)
     write_job(job, job_path)
@@ -327,13 +331,13 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
     """The job of a cell; without an endpoint there is no server. Raises HarnessError, ServerError."""
     scenario, folder = running.scenario, running.experiment.folder
     served = None if endpoint is None else endpoint.served_by
-    words = counted_words(running.experiment, running.id, cell.server, endpoint, running.api_key)
+    words = single_token_words(running.experiment, running.id, cell.server, endpoint, running.api_key)
     load, prompts = scenario.loads[cell.load], scenario.prompts
     trace = None if load.trace is None else (folder / load.trace.file).resolve()
     marks = None if trace is None else trace.with_name("processes.jsonl")
     workers = running.experiment.workers
     if workers is not None and cell.mix is not None:  # each load of a mix has its own master and port
-        number = scenario.mixes[cell.mix].index(alone(cell.load) or "")
+        number = scenario.mixes[cell.mix].index(load_of_part(cell.load) or "")
         workers = msgspec.structs.replace(workers, port=workers.port + number, parts=1)
     return Job(
         run=running.id[-4:],  # the random part
@@ -363,25 +367,25 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
 PROCESS = 1  # the job's number in its container
 
 
-def _offline(running: Running, cell: Cell) -> CellRun:
+def _run_offline(running: Running, cell: Cell) -> CellRun:
     """Run a cell without server and load generator: all requests at once through vLLM's offline engine.
 
     Raises ServerError, RunError.
     """
     job = make_job(running, cell, None)
     if job.warmup.until is not None:  # an offline job has no steady state
-        job = msgspec.structs.replace(job, warmup=Warmup(requests=wave_of(job.load)))
+        job = msgspec.structs.replace(job, warmup=Warmup(requests=wave_size(job.load)))
     write_job(job, running.job_path(job.cell))
     outcome = run_offline(
         running.scenario,
         cell.server,
-        requests_of(job),
+        encode_requests(job),
         run_id=running.id,
         cell_id=cell.id,
         run_folder=running.folder,
         say=running.progress.stage,
     )
-    records, head = records_of(job, outcome), outcome.head
+    records, head = offline_records(job, outcome), outcome.head
     ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
     mark = ProcessMark(event="start", process=PROCESS, cell=cell.id, wall_s=head.wall_s, monotonic_s=head.monotonic_s)
     end = msgspec.structs.replace(
@@ -393,7 +397,7 @@ def _offline(running: Running, cell: Cell) -> CellRun:
     return _cell_run(cell, outcome.served_by, head.wall_s, ended_wall_s)
 
 
-def requests_of(job: Job) -> bytes:
+def encode_requests(job: Job) -> bytes:
     """Write the requests of the cell, warm-up first, a JSON object a line."""
     work = workload_of(job, read_rows(job.prompt_file) if job.prompt_file else [])
     warmup = [-1 - number for number in range(job.warmup.requests or 0)]
@@ -410,7 +414,7 @@ def requests_of(job: Job) -> bytes:
     return msgspec.json.Encoder().encode_lines(lines)
 
 
-def records_of(job: Job, outcome: Outcome) -> list[Request]:
+def offline_records(job: Job, outcome: Outcome) -> list[Request]:
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
     if len(outcome.lines) != planned:
         raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
@@ -438,10 +442,10 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
     ]
 
 
-_counted: dict[tuple[str, str], tuple[str, ...]] = {}  # by run and server
+_token_words: dict[tuple[str, str], tuple[str, ...]] = {}  # by run and server
 
 
-def counted_words(
+def single_token_words(
     experiment: Experiment, run_id: str, server: str, endpoint: Endpoint | None, api_key: str | None
 ) -> tuple[str, ...]:
     """Return words of one token each, by the scenario's tokenizer; none without a tokenizer.
@@ -456,8 +460,8 @@ def counted_words(
             f"prompts.tokenizer: '{server}' has no server that could count tokens",
             next_step="Name a local tokenizer.json.",
         )
-    if (run_id, server) not in _counted:
+    if (run_id, server) not in _token_words:
         model = endpoint.served_by.model or experiment.scenario.model
         count = counter(endpoint.url, model, api_key, endpoint.ask_engine)
-        _counted[run_id, server] = words_of(count, f"the server '{server}'")
-    return _counted[run_id, server]
+        _token_words[run_id, server] = words_of(count, f"the server '{server}'")
+    return _token_words[run_id, server]

@@ -92,7 +92,7 @@ class Progress:
         if glance is not None and glance.warmup and not glance.done and not warmup:  # of a timed one it is unknown
             words += f", warm-up until now: {counted(glance.warmup, 'request')}"
         if glance is not None and self._live is None:
-            words = ", ".join([words, *in_words(glance)])
+            words = ", ".join([words, *describe_glance(glance)])
         elif glance is not None and glance.left_s is not None:
             words += f", {duration(glance.left_s)} left"
         self._show(words, glance)
@@ -113,9 +113,9 @@ def table(glance: Glance, width: int) -> Group:
     """The known numbers of the cell, for a terminal of this width: load, server and GPUs."""
     lines: list[RenderableType] = []
     if width < NARROWEST:
-        lines.append(Columns(in_words(msgspec.structs.replace(glance, left_s=None)), padding=(0, 3)))
+        lines.append(Columns(describe_glance(msgspec.structs.replace(glance, left_s=None)), padding=(0, 3)))
     else:
-        load, server = numbers(glance)
+        load, server = named_numbers(glance)
         grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
         for row in [load | server] if width >= NARROW else [load, server]:
             for _ in range(len(row) - len(grid.columns)):
@@ -127,35 +127,35 @@ def table(glance: Glance, width: int) -> Group:
         kinds = ", ".join(f"{count} {kind}" for kind, count in glance.failed.items())
         lines.append(Text(f"failed: {kinds}", style="red"))
     if glance.gpus and width >= NARROWEST:
-        lines.append(Columns(_gpu_words(glance), padding=(0, 3)))
+        lines.append(Columns(_describe_gpus(glance), padding=(0, 3)))
     return Group(*lines)
 
 
-def numbers(glance: Glance) -> tuple[dict[str, str | None], dict[str, str | None]]:
+def named_numbers(glance: Glance) -> tuple[dict[str, str | None], dict[str, str | None]]:
     """The numbers of the load and of the server by their names; None: not known."""
     ttft, tpot = glance.ttft_s or (None, None), glance.tpot_s or (None, None)
     load = {
-        "in flight": _text(glance.in_flight),
-        "TTFT p50": _latency(ttft[0]),
-        "TTFT p95": _latency(ttft[1]),
-        "TPOT p50": _latency(tpot[0]),
-        "TPOT p95": _latency(tpot[1]),
-        "tok/s": _text(glance.tok_s),
-        "req/s": _text(glance.req_s),
+        "in flight": _format_number(glance.in_flight),
+        "TTFT p50": _format_latency(ttft[0]),
+        "TTFT p95": _format_latency(ttft[1]),
+        "TPOT p50": _format_latency(tpot[0]),
+        "TPOT p95": _format_latency(tpot[1]),
+        "tok/s": _format_number(glance.tok_s),
+        "req/s": _format_number(glance.req_s),
     }
     kv = None if glance.kv_usage is None else f"{glance.kv_usage:.0%}"
-    return load, {"running": _text(glance.running), "waiting": _text(glance.waiting), "KV": kv}
+    return load, {"running": _format_number(glance.running), "waiting": _format_number(glance.waiting), "KV": kv}
 
 
-def in_words(glance: Glance) -> list[str]:
+def describe_glance(glance: Glance) -> list[str]:
     """The same as a line of a log."""
-    load, server = numbers(glance)
+    load, server = named_numbers(glance)
     words = [f"{name} {text}" for name, text in (load | server).items() if text is not None]
     left = [] if glance.left_s is None else [f"{duration(glance.left_s)} left"]
-    return words + _gpu_words(glance) + left
+    return words + _describe_gpus(glance) + left
 
 
-def _gpu_words(glance: Glance) -> list[str]:
+def _describe_gpus(glance: Glance) -> list[str]:
     found = []
     for name, gpu in sorted(glance.gpus.items()):
         memory = gpu.vram_used_bytes
@@ -168,13 +168,13 @@ def _gpu_words(glance: Glance) -> list[str]:
     return found
 
 
-def _latency(value_s: float | None) -> str | None:
+def _format_latency(value_s: float | None) -> str | None:
     if value_s is None:
         return None
-    return f"{_text(value_s)} s" if value_s >= 10 else f"{_text(value_s * 1000)} ms"
+    return f"{_format_number(value_s)} s" if value_s >= 10 else f"{_format_number(value_s * 1000)} ms"
 
 
-def _text(value: float | None) -> str | None:
+def _format_number(value: float | None) -> str | None:
     if value is None:
         return None
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -14,14 +14,23 @@ from harness.analysis.summarize import summarize
 from harness.errors import HarnessError
 from harness.files import read_json
 from harness.judge.comparable import ABSENT, flatten, in_words
-from harness.prepare.experiment import Experiment, Target, as_recorded
+from harness.prepare.experiment import Experiment, Target, prepare_recorded
 from harness.prepare.machine_fit import preflight
-from harness.process import owner
+from harness.process import owner_labels
 from harness.redact import HIDDEN
-from harness.run.budget import within
-from harness.run.orchestrator import carry_out, run_cells
+from harness.run.budget import budget_steps
+from harness.run.orchestrator import run_cells, run_steps
 from harness.run.progress import Progress
-from harness.run.running import INPUTS, INPUTS_VERSION, Inputs, RunFile, Running, digest, manifest_of, needs_docker
+from harness.run.running import (
+    INPUTS,
+    INPUTS_VERSION,
+    Inputs,
+    RunFile,
+    Running,
+    digest_files,
+    manifest_of,
+    needs_docker,
+)
 from harness.rundir.directory import locked, make_room, set_aside
 from harness.rundir.manifest import Resumption, Run, read_run, write_run
 from harness.scenario.file import read_scenario
@@ -30,7 +39,7 @@ from harness.serve import connect, sweep
 from harness.units import count
 
 ORPHANS_S = 15.0  # for load processes of a killed harness, which write their last records
-_RAM_SHARE = 0.01  # the memory that the kernel reports differs a little from boot to boot
+_RAM_TOLERANCE = 0.01  # the memory that the kernel reports differs a little from boot to boot
 
 
 def resume(
@@ -48,10 +57,10 @@ def resume(
     """
     with locked(folder):
         run = read_run(folder)
-        cells = _planned(run, folder)
-        inputs = _inputs(folder)
-        experiment = _experiment(run, folder, inputs, scenario, target)
-        if changes := list(changed(run, experiment, inputs, scenario)):
+        cells = _planned_cells(run, folder)
+        inputs = _read_inputs(folder)
+        experiment = _recorded_experiment(run, folder, inputs, scenario, target)
+        if changes := list(list_changes(run, experiment, inputs, scenario)):
             raise HarnessError(
                 f"{folder}: the run cannot be resumed: {changes[0]}",
                 detail="\n".join(changes[1:]),
@@ -63,7 +72,7 @@ def resume(
             with contextlib.closing(connect()) as client:
                 for item in sweep(client, run.id, everything=True):
                     progress.line(f"removed {item}, which the run left")
-        kept = complete(folder, run)
+        kept = complete_cells(folder, run)
         again = [cell for cell in cells if cell.id not in kept]
         if not again and budget_s is None:
             progress.line(f"Run {run.id}: all of its {count(len(cells), 'cell')} are complete and valid.")
@@ -75,10 +84,10 @@ def resume(
             f"{count(len(again), 'cell')} to run. Records go to {folder}"
         )
         running = Running(RunFile(folder, _reopen(folder, run, kept, cells)), experiment, progress)
-        return carry_out(running, again, run_cells if budget_s is None else within(budget_s, run.budget))
+        return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s, run.budget))
 
 
-def _inputs(folder: Path) -> Inputs:
+def _read_inputs(folder: Path) -> Inputs:
     try:
         return read_json(folder / INPUTS, Inputs, INPUTS_VERSION)
     except OSError as error:
@@ -89,7 +98,7 @@ def _inputs(folder: Path) -> Inputs:
         ) from None
 
 
-def _planned(run: Run, folder: Path) -> list[Cell]:
+def _planned_cells(run: Run, folder: Path) -> list[Cell]:
     """The cells of a run, in their order. Raises HarnessError for a run that has no plan to go on with."""
     known = {cell.id: cell for cell in plan(run.scenario)}
     what = "imported" if run.origin is not None else "live" if run.status == "live" else None
@@ -103,7 +112,9 @@ def _planned(run: Run, folder: Path) -> list[Cell]:
     return [known[name] for name in run.order]
 
 
-def _experiment(run: Run, folder: Path, inputs: Inputs, scenario: Path | None, target: Target | None) -> Experiment:
+def _recorded_experiment(
+    run: Run, folder: Path, inputs: Inputs, scenario: Path | None, target: Target | None
+) -> Experiment:
     """What the run measures, as it was resolved at its first start. Raises HarnessError."""
     if HIDDEN in msgspec.json.encode(run.scenario).decode():
         raise HarnessError(
@@ -116,10 +127,10 @@ def _experiment(run: Run, folder: Path, inputs: Inputs, scenario: Path | None, t
         target = Target(inputs.url, inputs.metrics_url)
     files = (Path(inputs.scenario) if scenario is None else scenario.resolve()).parent
     path = folder / "scenario.yaml"
-    return as_recorded(Experiment(path, run.scenario, target, run.computed, run.workers, files=files))
+    return prepare_recorded(Experiment(path, run.scenario, target, run.computed, run.workers, files=files))
 
 
-def changed(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | None = None) -> Iterator[str]:
+def list_changes(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | None = None) -> Iterator[str]:
     """In what the measurement would differ from that of the cells that the run has, in words."""
     if scenario is not None:
         written = [msgspec.to_builtins(read_scenario(path).scenario) for path in (experiment.path, scenario)]
@@ -129,7 +140,7 @@ def changed(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | N
         others = []
         for name, known in inputs.files.items():
             with contextlib.suppress(OSError):  # it is gone
-                if digest([experiment.folder / name]) == known:
+                if digest_files([experiment.folder / name]) == known:
                     continue
             others.append(name)
         yield f"the requests are others; changed: {', '.join(others) or 'how they are made'}"
@@ -137,7 +148,7 @@ def changed(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | N
     yield from _differences("versions", run.versions, now.versions)
     machine, here = msgspec.to_builtins(run.machine), msgspec.to_builtins(now.machine)
     ram = [one["ram_bytes"] or 0 for one in (machine, here)]
-    if abs(ram[0] - ram[1]) <= _RAM_SHARE * ram[0]:
+    if abs(ram[0] - ram[1]) <= _RAM_TOLERANCE * ram[0]:
         here["ram_bytes"] = machine["ram_bytes"]
     yield from _differences("machine", machine, here)
 
@@ -153,7 +164,7 @@ def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
             yield f"{key}: {before} then, {after} now"
 
 
-def complete(folder: Path, run: Run) -> set[str]:
+def complete_cells(folder: Path, run: Run) -> set[str]:
     """The cells that are complete and valid, by their records. Those that ran together are so together, or not.
 
     A setting of a sweep that failed is a result: it stays.
@@ -184,7 +195,7 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
         run,
         status="running",
         reasons=[],
-        owner=owner(),
+        owner=owner_labels(),
         ended_wall_s=None,
         cells=stay,
         resumed=[*run.resumed, resumed],
@@ -206,7 +217,7 @@ def _wait_for_orphans(folder: Path, progress: Progress) -> None:
     jobs = f"{folder.resolve() / 'jobs'}{os.sep}"
     deadline = time.monotonic() + ORPHANS_S
     said = False
-    while left := list(_processes_of(jobs)):
+    while left := list(_job_processes(jobs)):
         if not said:
             progress.line(f"{count(len(left), 'load process', 'load processes')} of the killed run will end first")
             said = True
@@ -217,7 +228,7 @@ def _wait_for_orphans(folder: Path, progress: Progress) -> None:
         time.sleep(0.1)
 
 
-def _processes_of(jobs: str) -> Iterator[psutil.Process]:
+def _job_processes(jobs: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             of_it = any(word.startswith(jobs) for word in process.cmdline())

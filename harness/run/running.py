@@ -23,8 +23,8 @@ from harness.analysis.summarize import Summarized, summarized, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
 from harness.machine.gpus import machine
-from harness.prepare.experiment import Experiment, input_files, sources_of
-from harness.process import owner
+from harness.prepare.experiment import Experiment, input_files, locustfile_sources
+from harness.process import owner_labels
 from harness.reasons import sentence
 from harness.report import html
 from harness.run.progress import Progress
@@ -157,7 +157,7 @@ class Running(msgspec.Struct, frozen=True):
         return f"{cell}/{resumed}" if resumed else cell
 
 
-def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress) -> Running:
+def create_run(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress) -> Running:
     """Make the run directory and write the first manifest. Raises HarnessError where that is not possible."""
     name, target = experiment.path.stem, experiment.target
     started = datetime.datetime.now(datetime.UTC)
@@ -172,7 +172,7 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
         make_room(folder, len(cells))
         inputs = Inputs(
             scenario=str(experiment.path.resolve()),
-            files={one: digest([experiment.folder / one]) for one in input_files(experiment.scenario)},
+            files={one: digest_files([experiment.folder / one]) for one in input_files(experiment.scenario)},
             url=None if target is None else target.url,
             metrics_url=None if target is None else target.metrics_url,
         )
@@ -197,7 +197,7 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
     return Run(
         id=run_id,
         status="running",
-        owner=owner(),
+        owner=owner_labels(),
         started_wall_s=started_wall_s,
         scenario_name=name,
         scenario=experiment.scenario,
@@ -206,12 +206,14 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
         machine=machine(docker=engine_version() if needs_docker(experiment) else None),
         versions={
             "amd-llm-load": __version__,
-            "load generator": digest(own),
+            "load generator": digest_files(own),
             "python": platform.python_version(),
             **packages,
         },
         locustfiles={
-            load.user: digest(sources_of(locustfile_of(load, experiment.folder, files.LOCUSTFILES), files.LOCUSTFILES))
+            load.user: digest_files(
+                locustfile_sources(locustfile_of(load, experiment.folder, files.LOCUSTFILES), files.LOCUSTFILES)
+            )
             for load in experiment.scenario.loads.values()
         },
         git_commit=_git_commit(),
@@ -226,7 +228,7 @@ def needs_docker(experiment: Experiment) -> bool:
     return in_container or experiment.scenario.generator == "container"
 
 
-def digest(paths: Sequence[Path]) -> str:
+def digest_files(paths: Sequence[Path]) -> str:
     """The digest of files by their content, whatever their paths. Raises OSError."""
     return hashlib.sha256(b"".join(sorted(read_bytes(path) for path in paths))).hexdigest()[:16]
 

@@ -22,9 +22,9 @@ from harness.scenario.behaviour import (
 MAX_NAME = 40
 NAME = f"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}"
 LOAD_NAME = rf"{NAME}(?:\.{NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
-_NAMES = f"lower-case letters, digits and '-', at most {MAX_NAME}"
-Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAMES)]
-LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAMES)]
+_NAME_RULE = f"lower-case letters, digits and '-', at most {MAX_NAME}"
+Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAME_RULE)]
+LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAME_RULE)]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 MAX_USERS = 100_000  # of scenario, command line and web form; each takes 10 KiB and more
 Users = Annotated[int, Meta(ge=1, le=MAX_USERS)]
@@ -231,22 +231,22 @@ def warmup_of(scenario: Scenario, load: Load) -> Warmup:
 
     In an open loop that concurrency is unknown, so it is a few requests.
     """
-    return scenario.warmup or Warmup(requests=wave_of(load))
+    return scenario.warmup or Warmup(requests=wave_size(load))
 
 
-def wave_of(load: Load) -> int:
+def wave_size(load: Load) -> int:
     """Requests of one wave: what all users take, so that the server has met the concurrency to come."""
-    if is_open(load):
-        return min(load.users, _OPEN_WARMUP) * taken_together(load)
+    if is_open_loop(load):
+        return min(load.users, _OPEN_WARMUP) * requests_per_task(load)
     # A conversation takes its turns one after the other, a steady stream more than it takes together.
-    return max(at_once(load), load.users * taken_together(load))
+    return max(max_in_flight(load), load.users * requests_per_task(load))
 
 
-def is_open(load: Load) -> bool:
+def is_open_loop(load: Load) -> bool:
     return load.arrivals is not None or load.trace is not None
 
 
-def taken_together(load: Load) -> int:
+def requests_per_task(load: Load) -> int:
     """How many requests a user takes at once, as far as it is known: an own locustfile does as it likes."""
     if load.user == "chat":
         return load.turns or TURNS
@@ -256,7 +256,7 @@ def taken_together(load: Load) -> int:
     return load.batch_size or 1
 
 
-def too_large(servers: int, loads: int, repeats: int = 1) -> str | None:
+def size_problem(servers: int, loads: int, repeats: int = 1) -> str | None:
     """Why a scenario with so many servers, loads and repeats is refused; None: it is not."""
     if servers > MAX_SERVERS:
         return f"it has {servers:,} servers; at most {MAX_SERVERS:,} are read"
@@ -265,7 +265,7 @@ def too_large(servers: int, loads: int, repeats: int = 1) -> str | None:
     return None
 
 
-def at_once(load: Load) -> int:
+def max_in_flight(load: Load) -> int:
     """The most requests that a load has in flight, as far as it is known: an own locustfile does as it likes."""
     if load.user == "agent":
         return load.users * max(1, (load.agent or Agent()).sub_agents)
@@ -273,7 +273,7 @@ def at_once(load: Load) -> int:
 
 
 def connections_per_process(load: Load) -> int:
-    return -(-at_once(load) // load.processes)
+    return -(-max_in_flight(load) // load.processes)
 
 
 def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:

@@ -26,7 +26,7 @@ _MAX_LENGTH = 1_000_000
 _TYPICAL = 128
 _P95 = NormalDist().inv_cdf(0.95)
 _MIN_DRAW = 2.0**-60  # the normal law has no value at 0
-_ADVICE = "Each line is one length, or two: `prompt output`, in tokens."
+_LENGTH_FILE_FORMAT = "Each line is one length, or two: `prompt output`, in tokens."
 
 
 class Lognormal(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,7 +69,7 @@ def length_problems(lengths: int | Lengths, folder: Path) -> Iterator[Problem]:
         yield Problem(".file", f"there is no file {lengths.file} next to the scenario")
 
 
-def _law(lengths: int | Lengths) -> Lengths:
+def _as_lengths(lengths: int | Lengths) -> Lengths:
     return Lengths(fixed=lengths) if isinstance(lengths, int) else lengths
 
 
@@ -93,28 +93,28 @@ def length_at(lengths: int | Lengths, what: str, seed: int, index: int, pairs: P
     return pairs[int(draw * len(pairs))][what == "output"]
 
 
-def max_of(lengths: int | Lengths, what: str = "output", pairs: Pairs = ()) -> int:
+def max_length(lengths: int | Lengths, what: str = "output", pairs: Pairs = ()) -> int:
     """The longest that can come. Of a file that was not read, the longest that there may be at all."""
-    law = _law(lengths)
+    law = _as_lengths(lengths)
     if law.lognormal is not None:
         return law.lognormal.max
     return law.fixed or max(law.uniform or [pair[what == "output"] for pair in pairs], default=_MAX_LENGTH)
 
 
-def unread(lengths: int | Lengths) -> bool:
-    return _law(lengths).file is not None
+def is_length_file(lengths: int | Lengths) -> bool:
+    return _as_lengths(lengths).file is not None
 
 
-def typical_of(lengths: int | Lengths) -> int:
+def typical_length(lengths: int | Lengths) -> int:
     """A length to reckon with. Of a file, which is not read for that, the default of a load."""
-    law = _law(lengths)
+    law = _as_lengths(lengths)
     if law.lognormal is not None:
         return round(law.lognormal.median)
     return law.fixed or (round(sum(law.uniform) / len(law.uniform)) if law.uniform else _TYPICAL)
 
 
-def lengths_in_words(lengths: int | Lengths) -> str:
-    law = _law(lengths)
+def describe_lengths(lengths: int | Lengths) -> str:
+    law = _as_lengths(lengths)
     if law.fixed is not None:
         return f"{law.fixed:,} token{'' if law.fixed == 1 else 's'}"
     if law.uniform is not None:
@@ -124,13 +124,13 @@ def lengths_in_words(lengths: int | Lengths) -> str:
     return f"as many tokens as in {law.file}"
 
 
-def read_pairs(path: Path) -> list[tuple[int, int]]:
+def read_length_file(path: Path) -> list[tuple[int, int]]:
     try:
         lines = read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HarnessError(f"{path}: the lengths cannot be read ({error})") from None
     found: list[tuple[int, int]] = []
-    bad = BadLines(path, _ADVICE)
+    bad = BadLines(path, _LENGTH_FILE_FORMAT)
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
         if not words:
@@ -144,7 +144,7 @@ def read_pairs(path: Path) -> list[tuple[int, int]]:
         found.append((int(words[0]), int(words[-1])))
     bad.refuse()
     if not found:
-        raise HarnessError(f"{path}: there are no lengths in it", next_step=_ADVICE)
+        raise HarnessError(f"{path}: there are no lengths in it", next_step=_LENGTH_FILE_FORMAT)
     return found
 
 
@@ -152,7 +152,7 @@ _Count = Annotated[int, Meta(ge=1, le=100_000)]
 _Few = Annotated[int, Meta(ge=1, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
-_LONGEST = 10.0  # of a pause, in means, by default
+_MAX_PAUSE_MEANS = 10.0  # of a pause, in means, by default
 
 
 class Pause(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -203,25 +203,25 @@ def pause_s(pause: Pause | list[float], seed: int, what: str, index: int) -> flo
     elif pause.distribution == "lognormal" and pause.mean_s:
         normal = math.sqrt(-2 * math.log(1.0 - draw())) * math.cos(2 * math.pi * draw())
         drawn_s = math.exp(math.log(pause.mean_s) - pause.sigma**2 / 2 + pause.sigma * normal)
-    return min(drawn_s, longest_s(pause))
+    return min(drawn_s, max_pause_s(pause))
 
 
-def pause_mean_s(pause: Pause | list[float] | None) -> float:
+def mean_pause_s(pause: Pause | list[float] | None) -> float:
     """How long a pause is on the mean, about: what cuts the longest is left out."""
     if pause is None:
         return 0.0
     return sum(pause) / len(pause) if isinstance(pause, list) else pause.mean_s
 
 
-def longest_s(pause: Pause | list[float] | None) -> float:
+def max_pause_s(pause: Pause | list[float] | None) -> float:
     if pause is None or isinstance(pause, list):
         return pause[1] if pause else 0.0
     if pause.distribution == "fixed":
         return pause.mean_s if pause.max_s is None else min(pause.mean_s, pause.max_s)
-    return _LONGEST * pause.mean_s if pause.max_s is None else pause.max_s
+    return _MAX_PAUSE_MEANS * pause.mean_s if pause.max_s is None else pause.max_s
 
 
-def leaves(abandon: Abandon | None, seed: int, index: int) -> Abandon | None:
+def abandon_of(abandon: Abandon | None, seed: int, index: int) -> Abandon | None:
     if abandon is None or chance(seed, "abandon", index) >= abandon.share:
         return None
     return abandon
@@ -229,12 +229,12 @@ def leaves(abandon: Abandon | None, seed: int, index: int) -> Abandon | None:
 
 def document_of(rag: Rag, seed: int, index: int) -> int:
     """The document, from 0, that request `index` is about."""
-    cumulated = _cumulated(rag.documents, rag.skew)
+    cumulated = _zipf_weights(rag.documents, rag.skew)
     return bisect.bisect(cumulated, chance(seed, "document", index) * cumulated[-1], hi=rag.documents - 1)
 
 
 @cache
-def _cumulated(documents: int, skew: float) -> list[float]:
+def _zipf_weights(documents: int, skew: float) -> list[float]:
     return list(itertools.accumulate(1 / rank**skew for rank in range(1, documents + 1)))
 
 
@@ -265,7 +265,7 @@ _KEYWORDS: dict[str, tuple[type, ...]] = {
     "minLength": (int,), "maxLength": (int,), "pattern": (str,), "minimum": (int, float), "maximum": (int, float),
     "anyOf": (list,),
 }  # fmt: skip
-_ABOUT = ("title", "description", "$schema", "default", "examples")  # say nothing of what is valid
+_ANNOTATIONS = ("title", "description", "$schema", "default", "examples")  # say nothing of what is valid
 
 
 class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -324,7 +324,7 @@ def check_answer(form: Structured, choices: Sequence[str], label: str | None, te
     """
     text = text.strip()
     if form.json_schema is None:
-        bare = _unquoted(text)
+        bare = _strip_json_quotes(text)
         return AnswerCheck(bare in choices, None if label is None else bare == label)
     try:
         value = json.loads(text)
@@ -338,11 +338,13 @@ def check_answer(form: Structured, choices: Sequence[str], label: str | None, te
 def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether a JSON value has the form of a schema, by the keywords that are known here."""
     wanted = schema.get("type")
-    if wanted is not None and not any(_is(value, one) for one in ([wanted] if isinstance(wanted, str) else wanted)):
+    if wanted is not None and not any(
+        _has_type(value, one) for one in ([wanted] if isinstance(wanted, str) else wanted)
+    ):
         return False
-    if "enum" in schema and not any(_same(value, one) for one in schema["enum"]):
+    if "enum" in schema and not any(_json_equal(value, one) for one in schema["enum"]):
         return False
-    if "const" in schema and not _same(value, schema["const"]):
+    if "const" in schema and not _json_equal(value, schema["const"]):
         return False
     if "anyOf" in schema and not any(fits_schema(value, one) for one in schema["anyOf"]):
         return False
@@ -371,7 +373,7 @@ def _object_fits(value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def _is(value: Any, name: str) -> bool:
+def _has_type(value: Any, name: str) -> bool:
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer" and isinstance(value, float):
@@ -379,12 +381,12 @@ def _is(value: Any, name: str) -> bool:
     return isinstance(value, _TYPES[name])
 
 
-def _same(value: Any, other: Any) -> bool:
+def _json_equal(value: Any, other: Any) -> bool:
     """As JSON has it: True is not 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _unquoted(text: str) -> str:
+def _strip_json_quotes(text: str) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -397,7 +399,7 @@ def _schema_problems(schema: Any, path: str) -> Iterator[Problem]:
         yield Problem(path, f"a schema is a mapping, got {schema!r}")
         return
     for key, value in schema.items():
-        if key in _ABOUT:
+        if key in _ANNOTATIONS:
             continue
         if key not in _KEYWORDS:
             known = ", ".join(sorted(_KEYWORDS))

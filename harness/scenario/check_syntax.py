@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from msgspec import Struct
 
 from harness import columns
-from harness.errors import did_you_mean, which_row
+from harness.errors import did_you_mean, suggest_row
 from harness.scenario import LOAD_NAME, NAME
 from harness.summary import NEEDED
 
@@ -26,7 +26,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 LATENCIES = {column.check: column for column in columns.LATENCIES}
 STATISTICS = (*NEEDED, "mean")
 # What an SLO may bound: latencies that a request has one of.
-OF_A_REQUEST = tuple(column.check for column in columns.LATENCIES if column.slo)
+SLO_LATENCIES = tuple(column.check for column in columns.LATENCIES if column.slo)
 # Which units a metric may be written in, and how many of them make one: 95 / 100 is 0.95, and 95 * 0.01 is not.
 _TIME = {"s": 1.0, "ms": 1000.0}
 _SHARE = {"": 1.0, "%": 100.0}
@@ -39,8 +39,8 @@ UNITS: dict[str, dict[str, float]] = {
     "attainment": _SHARE,
     "goodput": {**_SHARE, _RATE: 1.0},
 }
-JUDGED_BY_SLOS = ("attainment", "goodput")
-OF_ANSWERS = ("valid_share", "right_share")
+SLO_METRICS = ("attainment", "goodput")
+ANSWER_SHARES = ("valid_share", "right_share")
 BASELINE = "baseline"
 MAX_DIGITS = 30  # of a bound
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
@@ -96,7 +96,7 @@ def slo_sets(texts: Iterable[str]) -> dict[str, tuple[Slo, ...]]:
     return found
 
 
-def misplaced(text: str, servers: Collection[str] | None, loads: Collection[str] | None) -> str | None:
+def check_problem(text: str, servers: Collection[str] | None, loads: Collection[str] | None) -> str | None:
     """What is wrong with a check in a scenario that has these servers and loads (None: any); None: nothing."""
     try:
         check = parse_check(text)
@@ -104,11 +104,11 @@ def misplaced(text: str, servers: Collection[str] | None, loads: Collection[str]
         return str(error)
     for kind, name, known in (("server", check.server, servers), ("load", check.load, loads)):
         if name is not None and known is not None and name not in known:
-            return f"'{name}' is not a {kind}; {which_row(name, known)}"
+            return f"'{name}' is not a {kind}; {suggest_row(name, known)}"
     return None
 
 
-def on_server(text: str, server: str) -> str:
+def move_check(text: str, server: str) -> str:
     """The check with its selection, if it has one, moved to another server."""
     return re.sub(rf"^\s*{NAME}/(?={LOAD_NAME}\s*:)", f"{server}/", text)
 
@@ -116,12 +116,12 @@ def on_server(text: str, server: str) -> str:
 def parse_check(text: str) -> Check:
     """Read a check. Raises ValueError that says what is wrong, and what is known there."""
     try:
-        return _parsed(text)
+        return _parse(text)
     except CheckError as error:
         raise CheckError(f"check '{text.strip()}': {error}") from None
 
 
-def _parsed(text: str) -> Check:
+def _parse(text: str) -> Check:
     match = _CHECK.fullmatch(text)
     assert match is not None, "every text matches"
     selection, metric, rest = match["selection"], match["metric"], match["rest"].strip()
@@ -130,27 +130,27 @@ def _parsed(text: str) -> Check:
         raise CheckError(f"'{selection.strip()}' is not SERVER/LOAD")
     if metric not in UNITS:
         raise CheckError(f"'{metric}' is not a metric; {_metric_advice(metric)}")
-    if metric in JUDGED_BY_SLOS and match["slos"] is None:
+    if metric in SLO_METRICS and match["slos"] is None:
         raise CheckError(f"'{metric}' needs SLOs in parentheses, such as {metric}(ttft<=1s, tpot<=50ms)")
-    if metric not in JUDGED_BY_SLOS and match["slos"] is not None:
+    if metric not in SLO_METRICS and match["slos"] is not None:
         raise CheckError(f"'{metric}' takes no SLOs")
-    slos = tuple(map(_slo, [] if match["slos"] is None else match["slos"].split(",")))
+    slos = tuple(map(_parse_slo, [] if match["slos"] is None else match["slos"].split(",")))
     if match["sign"] not in OPERATORS:
         raise CheckError(f"{_quoted(match['sign'] or rest)} is not a comparison; use one of {' '.join(OPERATORS)}")
     multiple = re.fullmatch(rf"(?:({_NUMBER}) *\* *)?{BASELINE}", rest)
     if multiple is not None:
-        bound = _number(multiple[1] or "1")
+        bound = _parse_bound(multiple[1] or "1")
         if metric == "speedup":
             raise CheckError("'speedup' is relative to the baseline already; use a plain number")
     elif "*" in rest or BASELINE in rest:
         raise CheckError(f"{_quoted(rest)} is not a bound; a multiple is written '0.97 * {BASELINE}'")
     else:
-        number, unit = _amount(rest, metric, UNITS[metric])
-        bound = _number(number)
+        number, unit = _split_unit(rest, metric, UNITS[metric])
+        bound = _parse_bound(number)
         bound /= UNITS[metric][unit]
         if metric == "goodput" and unit != _RATE:
             metric = "attainment"
-        if metric in OF_ANSWERS and bound > 1:
+        if metric in ANSWER_SHARES and bound > 1:
             raise CheckError("a share of all answers is at most 1")
         if metric == "attainment" and bound > 1:
             advice = f"for requests a second write goodput with '{_RATE}'"
@@ -167,21 +167,24 @@ def _parsed(text: str) -> Check:
     )
 
 
-def _slo(text: str) -> Slo:
+def _parse_slo(text: str) -> Slo:
     match = _SLO.fullmatch(text)
     assert match is not None, "every text matches"
     latency, sign = match["latency"], match["sign"]
-    if latency not in OF_A_REQUEST:
-        raise CheckError(f"'{latency}' is not a latency of a request; known: {', '.join(OF_A_REQUEST)}")
+    if latency not in SLO_LATENCIES:
+        raise CheckError(f"'{latency}' is not a latency of a request; known: {', '.join(SLO_LATENCIES)}")
     if sign not in ("<=", "<"):
         raise CheckError(f"{_quoted(sign)} is not a comparison; use one of <= <")
-    number, unit = _amount(match["rest"].strip(), latency, _TIME)
+    number, unit = _split_unit(match["rest"].strip(), latency, _TIME)
     return Slo(
-        text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=_number(number) / _TIME[unit]
+        text=f"{latency}{sign}{number}{unit}",
+        latency=latency,
+        operator=sign,
+        bound_s=_parse_bound(number) / _TIME[unit],
     )
 
 
-def _amount(text: str, metric: str, units: Collection[str]) -> tuple[str, str]:
+def _split_unit(text: str, metric: str, units: Collection[str]) -> tuple[str, str]:
     match = re.fullmatch(rf"({_NUMBER}) *(.*)", text, re.DOTALL)
     if match is None:
         raise CheckError(f"{_quoted(text)} is not a number")
@@ -191,7 +194,7 @@ def _amount(text: str, metric: str, units: Collection[str]) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def _number(text: str) -> float:
+def _parse_bound(text: str) -> float:
     if len(text) > MAX_DIGITS or not math.isfinite(float(text)):
         raise CheckError(f"a bound has at most {MAX_DIGITS} characters, and is not infinite")
     return float(text)

@@ -18,7 +18,7 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.errors import SHOWN_PROBLEMS, HarnessError, Problem, ScenarioError, did_you_mean, which_row
+from harness.errors import SHOWN_PROBLEMS, HarnessError, Problem, ScenarioError, did_you_mean, suggest_row
 from harness.files import read_text
 from harness.scenario import (
     SERVER_TOKENIZER,
@@ -31,17 +31,17 @@ from harness.scenario import (
     SweepRow,
     Trace,
     Warmup,
-    too_large,
+    size_problem,
 )
 from harness.scenario.behaviour import answer_problems, behaviour_problems, length_problems
-from harness.scenario.check_syntax import misplaced
+from harness.scenario.check_syntax import check_problem
 from harness.scenario.plan import (
+    expand_mixes,
+    expand_stages,
     mix_names,
     mix_problems,
     stage_problems,
     stage_problems_of_load,
-    with_mixes,
-    with_stages,
 )
 from harness.scenario.sweep import expand
 
@@ -52,8 +52,10 @@ MAX_DIGITS = 30
 _PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_HALF = "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
-_IN_QUOTES = "; YAML reads on, off, yes and no so: put the word in quotes"
+_SURROGATE_PROBLEM = (
+    "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
+)
+_QUOTE_ADVICE = "; YAML reads on, off, yes and no so: put the word in quotes"
 # Keys until 0.2.0, each with the names it has now, by where it is.
 _RENAMED = {
     "most": ("max", "max_requests"),
@@ -62,7 +64,7 @@ _RENAMED = {
     "most_requests": ("max_requests",),
 }
 # What msgspec calls the parts of a file, for those who write one.
-_KINDS = {
+_TYPE_NAMES = {
     "object": "a mapping (name: value)",
     "array": "a list",
     "str": "a text",
@@ -71,8 +73,8 @@ _KINDS = {
     "bool": "true or false",
 }
 # Of what a faulty scenario lacks, so that the rest can be checked. Empty texts would be problems of their own.
-_STAND_INS: dict[str, Any] = {"version": 1, "question": "", "model": "?", "servers": {}, "loads": {}}
-_BOUNDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
+_PLACEHOLDERS: dict[str, Any] = {"version": 1, "question": "", "model": "?", "servers": {}, "loads": {}}
+_BOUND_WORDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
 
 
 class ScenarioFile(Struct, frozen=True):
@@ -110,7 +112,7 @@ def read_scenario(path: Path) -> ScenarioFile:
         newer = Problem("$.version", f"{version} was written for a newer harness; this one reads version 1")
         raise ScenarioError(str(path), [newer])
     rows = [len(raw[part]) if isinstance(raw.get(part), dict) else 1 for part in ("servers", "loads")]
-    if too_many := too_large(*rows):
+    if too_many := size_problem(*rows):
         raise ScenarioError(str(path), [Problem("$", too_many)])
     if "swept" in raw:  # made by the harness
         problems.append(Problem("$.swept", "unknown key; vary settings with 'vary' of a server or load").located(lines))
@@ -129,10 +131,10 @@ def read_scenario(path: Path) -> ScenarioFile:
     wrong += [*mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
     known["loads"] = [*known["loads"], *mix_names(scenario)]
     if not wrong:
-        whole = with_mixes(scenario)
-        scenario = with_stages(whole)
+        whole = expand_mixes(scenario)
+        scenario = expand_stages(whole)
         known["loads"] = [name for name in known["loads"] if name not in whole.loads] + list(scenario.loads)
-        if too_many := too_large(len(scenario.servers), len(scenario.loads), scenario.repeats):
+        if too_many := size_problem(len(scenario.servers), len(scenario.loads), scenario.repeats):
             wrong.append(Problem("$", too_many))
     wrong += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if raw.get(part) == {}]
     for place, (load, unsure) in decoder.faulty.items():
@@ -141,7 +143,7 @@ def read_scenario(path: Path) -> ScenarioFile:
         wrong += [problem.below(f"{place}.") for problem in sure]
     wrong += _contradictions(written, path.parent, known)
     return ScenarioFile(
-        scenario, problems + once([problem.located(lines) for problem in wrong], scenario), lines, known
+        scenario, problems + drop_sweep_repeats([problem.located(lines) for problem in wrong], scenario), lines, known
     )
 
 
@@ -159,7 +161,7 @@ def _add_lines(lines: dict[str, int], part: str, rows: dict[str, SweepRow]) -> N
             lines[place] = lines.get(f"{whole}.vary.{key}", lines.get(whole, 1))
 
 
-def once(problems: list[Problem], scenario: Scenario) -> list[Problem]:
+def drop_sweep_repeats(problems: list[Problem], scenario: Scenario) -> list[Problem]:
     """Problems without those that other rows of the same sweep have as well."""
     if scenario.swept is None:
         return problems
@@ -176,7 +178,7 @@ def once(problems: list[Problem], scenario: Scenario) -> list[Problem]:
 # --- YAML
 
 
-class _TooMany(Exception):
+class _TooManyValues(Exception):
     """More values than a scenario can have."""
 
 
@@ -195,30 +197,30 @@ def load_yaml(text: str, problems: list[Problem]) -> tuple[Any, dict[str, int]]:
         return None, {}
     lines: dict[str, int] = {}
     try:
-        return (_value(node, "$", lines, problems) if node is not None else None), lines
+        return (_plain_value(node, "$", lines, problems) if node is not None else None), lines
     except RecursionError:
         problems.append(Problem("", "an alias (*name) refers to what contains it"))
-    except _TooMany:
+    except _TooManyValues:
         problems.append(Problem("", f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat"))
     return None, {}
 
 
-def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Problem]) -> Any:
+def _plain_value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Problem]) -> Any:
     line = node.start_mark.line + 1
 
     def wrong(text: str) -> None:
         problems.append(Problem(path, text, line))
 
     if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
-        wrong(f"{_HALF} (got {node.value!r})")
+        wrong(f"{_SURROGATE_PROBLEM} (got {node.value!r})")
         return _SURROGATE.sub("?", node.value)
     lines[path] = line
     if len(lines) > MAX_VALUES:
-        raise _TooMany
+        raise _TooManyValues
     if isinstance(node, yaml.MappingNode):
-        return _mapping(node, path, lines, problems)
+        return _plain_mapping(node, path, lines, problems)
     if isinstance(node, yaml.SequenceNode):
-        return [_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
+        return [_plain_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
     if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
         wrong(f"a whole number of {len(node.value):,} digits; at most {MAX_DIGITS} are read")
         return 1  # a number, so that no second problem follows
@@ -238,27 +240,27 @@ def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Pro
         constructor.dispose()
 
 
-def _mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems: list[Problem]) -> dict[str, Any]:
+def _plain_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems: list[Problem]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        if (why := _no_key(key_node)) is not None:
+        if (why := _key_problem(key_node)) is not None:
             problems.append(Problem(path, why, line))
             continue
         key = str(key_node.value)
         if key in found:
             problems.append(Problem(f"{path}.{key}", "written twice; keep one", line))
-        found[key] = _value(value_node, f"{path}.{key}", lines, problems)
+        found[key] = _plain_value(value_node, f"{path}.{key}", lines, problems)
         lines[f"{path}.{key}"] = line
     return found
 
 
-def _no_key(node: yaml.Node) -> str | None:
+def _key_problem(node: yaml.Node) -> str | None:
     """Why the node in front of a colon is no key."""
     if not isinstance(node, yaml.ScalarNode):
         return "a key is a name, not a list or mapping"
     if _SURROGATE.search(node.value):
-        return f"{_HALF} (got {node.value!r})"
+        return f"{_SURROGATE_PROBLEM} (got {node.value!r})"
     if node.tag == "tag:yaml.org,2002:merge":
         return "merging with << is not done; write the keys out, or repeat a whole value with an alias: name: *other"
     return None
@@ -300,7 +302,7 @@ class _Decoder:
                 try:
                     msgspec.convert(key, args[0])
                 except msgspec.ValidationError as error:
-                    self.wrong(f"{path}.{key}", f"'{key}' is not a name: {_description(args[0]) or error}")
+                    self.wrong(f"{path}.{key}", f"'{key}' is not a name: {_meta_description(args[0]) or error}")
                 value = self.value(one, args[1], f"{path}.{key}")
                 if len(self.problems) == before:
                     right[key] = value
@@ -312,19 +314,19 @@ class _Decoder:
             close = difflib.get_close_matches(str(raw), known, n=1)
             advice = f"; did you mean '{close[0]}'?" if close else ""
             advice = "; write it without quotes" if raw in close else advice
-            return self.wrong(path, f"expected one of {', '.join(known)}, got {_shown(raw)}{advice}")
+            return self.wrong(path, f"expected one of {', '.join(known)}, got {_short_repr(raw)}{advice}")
         return self.leaf(raw, type_, path)
 
     def leaf(self, raw: Any, type_: Any, path: str) -> Any:
         try:
             return msgspec.convert(raw, type_)
         except msgspec.ValidationError as error:
-            wanted = _description(type_) or _in_words(error)
+            wanted = _meta_description(type_) or _expected_text(error)
             # A key in place of the name of a secret may be the secret.
             hidden = any((one.extra or {}).get("hidden") for one in _metas(type_))
             words = raw if isinstance(raw, list) else [raw]
-            advice = _IN_QUOTES if "text" in wanted and any(isinstance(word, bool) for word in words) else ""
-            self.wrong(path, f"{wanted}{'' if hidden else f', got {_shown(raw)}'}{advice}")
+            advice = _QUOTE_ADVICE if "text" in wanted and any(isinstance(word, bool) for word in words) else ""
+            self.wrong(path, f"{wanted}{'' if hidden else f', got {_short_repr(raw)}'}{advice}")
 
     def struct(self, raw: dict[str, Any], type_: type[Struct], path: str) -> Any:
         hints = typing.get_type_hints(type_, include_extras=True)
@@ -354,7 +356,7 @@ class _Decoder:
                 self.wrong(path, f"'{key}' is missing{write}")
                 bad.add(key)
         if type_ is Scenario:
-            return Scenario(**(_STAND_INS | values))
+            return Scenario(**(_PLACEHOLDERS | values))
         if type_ is Load and bad and "user" in values:
             meant = {one for key in bad for one in difflib.get_close_matches(key, fields, n=1)}
             self.faulty[path] = Load(**values), bad | meant
@@ -365,22 +367,22 @@ def _metas(type_: Any) -> list[msgspec.Meta]:
     return [one for one in typing.get_args(type_) if isinstance(one, msgspec.Meta)]
 
 
-def _description(type_: Any) -> str | None:
+def _meta_description(type_: Any) -> str | None:
     return next((one.description for one in _metas(type_) if one.description), None)
 
 
-def _in_words(error: msgspec.ValidationError) -> str:
+def _expected_text(error: msgspec.ValidationError) -> str:
     """What msgspec expects, in the words of those who write YAML."""
     text = str(error).split(" - at ")[0].split(", got ")[0]
     match = re.fullmatch(r"Expected `([\w| ]+)`(?: ([<>]=?) ([\d.]+))?", text)
     kinds = [kind for kind in match[1].split(" | ") if kind != "null"] if match else []
-    if match is None or not set(kinds) <= set(_KINDS):
+    if match is None or not set(kinds) <= set(_TYPE_NAMES):
         return text
-    bound = f"{_BOUNDS[match[2] or '']}{match[3].removesuffix('.0') if match[3] else ''}"
-    return f"{' or '.join(_KINDS[kind] for kind in kinds)}{bound} is expected"
+    bound = f"{_BOUND_WORDS[match[2] or '']}{match[3].removesuffix('.0') if match[3] else ''}"
+    return f"{' or '.join(_TYPE_NAMES[kind] for kind in kinds)}{bound} is expected"
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -403,7 +405,7 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     if base is not None and base.server not in servers:
         yield Problem("$.baseline.server", f"'{base.server}' is not a server; {did_you_mean(base.server, servers)}")
     if base is not None and base.load not in loads:
-        yield Problem("$.baseline.load", f"'{base.load}' is not a load; {which_row(base.load, loads)}")
+        yield Problem("$.baseline.load", f"'{base.load}' is not a load; {suggest_row(base.load, loads)}")
     if scenario.warmup is not None:
         yield from warmup_problems(scenario.warmup)
     yield from _prompt_problems(scenario.prompts, folder)
@@ -413,11 +415,11 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     for number, pair in enumerate(scenario.compare):
         for key, row in (("row", pair.row), ("against", pair.against)):
             if row not in rows:
-                yield Problem(f"$.compare[{number}].{key}", f"'{row}' is not SERVER/LOAD; {which_row(row, rows)}")
+                yield Problem(f"$.compare[{number}].{key}", f"'{row}' is not SERVER/LOAD; {suggest_row(row, rows)}")
         if pair.row == pair.against:
             yield Problem(f"$.compare[{number}]", f"'{pair.row}' is compared with itself")
     for number, check in enumerate(scenario.checks):
-        if (why := misplaced(check, servers, loads)) is not None:
+        if (why := check_problem(check, servers, loads)) is not None:
             yield Problem(f"$.checks[{number}]", why)
 
 
@@ -460,7 +462,7 @@ def _answer_problems(load: Load, prompts: Prompts) -> Iterator[Problem]:
         yield Problem("", "an answer of a form ends where the form ends; add 'output: natural' to the load")
 
 
-_OF_USER = {
+_KEYS_OF_USER = {
     "batch": ("batch_size", "in_flight"),
     "chat": ("turns", "abandon", "regenerate"),
     "agent": ("agent",),
@@ -508,7 +510,7 @@ def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
         yield Problem("user", f"'{load.user}' is neither a user class that ships nor a .py file; {advice}")
     elif load.user not in USERS and not (folder / load.user).is_file():
         yield Problem("user", f"there is no file {load.user} next to the scenario")
-    for user, keys in _OF_USER.items():
+    for user, keys in _KEYS_OF_USER.items():
         for key in keys:
             if load.user in USERS and load.user != user and getattr(load, key):
                 yield Problem(key, f"belongs to 'user: {user}', and this is {load.user}; remove it")

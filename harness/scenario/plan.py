@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from harness.errors import Problem
-from harness.scenario import Arrivals, Baseline, Load, Scenario, Stage, Warmup, wave_of
+from harness.scenario import Arrivals, Baseline, Load, Scenario, Stage, Warmup, wave_size
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def cell_of(server: str, load: str, repeat: int, name: str | None = None) -> Cell:
     """The cell of a server and a load, by default named after them."""
-    mix, stage = mix_of(load), staged(load)
+    mix, stage = mix_of(load), load_of_stage(load)
     group = f"r{repeat}/{server}/{mix or stage or load}"
     return Cell(name or f"r{repeat}-{server}-{load}", server, load, repeat, mix, stage, group)
 
@@ -50,15 +50,15 @@ def plan(scenario: Scenario) -> list[Cell]:
         # The stages of a load stay in their order.
         groups = [list(group) for _, group in groupby(once, key=lambda cell: cell.group if cell.stage else cell.id)]
         cells += once if repeat % 2 else [cell for group in reversed(groups) for cell in group]
-    return cells if scenario.swept is None or scenario.restart else _with_repeated(cells)
+    return cells if scenario.swept is None or scenario.restart else _repeat_first_cells(cells)
 
 
-def _with_repeated(cells: list[Cell]) -> list[Cell]:
+def _repeat_first_cells(cells: list[Cell]) -> list[Cell]:
     """With the first cell of each server start at its end once more: of one that serves two or more, so that drift is
     seen. A part of a mix and a stage are not repeated alone.
     """
     found: list[Cell] = []
-    for _, block in groupby(cells, key=start_of):
+    for _, block in groupby(cells, key=server_start_of):
         start = list(block)
         first = next((cell for cell in start if cell.mix is None and cell.stage is None), None)
         found += start
@@ -68,13 +68,13 @@ def _with_repeated(cells: list[Cell]) -> list[Cell]:
     return found
 
 
-def start_of(cell: Cell) -> tuple[int, str]:
+def server_start_of(cell: Cell) -> tuple[int, str]:
     return cell.repeat, cell.server
 
 
-def starts(scenario: Scenario) -> int:
+def count_server_starts(scenario: Scenario) -> int:
     cells = plan(scenario)
-    return len({cell.group for cell in cells} if scenario.restart else {start_of(cell) for cell in cells})
+    return len({cell.group for cell in cells} if scenario.restart else {server_start_of(cell) for cell in cells})
 
 
 def baseline_of(scenario: Scenario) -> Baseline:
@@ -89,18 +89,18 @@ def mix_of(load: str) -> str | None:
     return mix if dot else None
 
 
-def alone(load: str) -> str | None:
+def load_of_part(load: str) -> str | None:
     """The name that a part of a mix has outside of it: `chat` of `both.chat`."""
     return load.partition(".")[2] or None
 
 
-def staged(load: str) -> str | None:
+def load_of_stage(load: str) -> str | None:
     """The load of which a load is a stage: `people` of `people@5`."""
     whole, at, _ = load.partition("@")
     return whole if at else None
 
 
-def mixed_with(load: str, mixes: Mapping[str, list[str]]) -> list[str]:
+def concurrent_parts(load: str, mixes: Mapping[str, list[str]]) -> list[str]:
     """The other parts of its mix, which ran concurrently."""
     mix = mix_of(load)
     parts = [f"{mix}.{part}" for part in mixes.get(mix or "", [])]
@@ -122,7 +122,7 @@ def stage_names(name: str, stages: Sequence[Stage]) -> list[str]:
     return found
 
 
-def with_mixes(scenario: Scenario) -> Scenario:
+def expand_mixes(scenario: Scenario) -> Scenario:
     """With each part of each mix among the loads, after those that run alone; without parts that do not decode."""
     parts = {
         f"{mix}.{load}": scenario.loads[load]
@@ -133,7 +133,7 @@ def with_mixes(scenario: Scenario) -> Scenario:
     return msgspec.structs.replace(scenario, loads={**scenario.loads, **parts}) if parts else scenario
 
 
-def with_stages(scenario: Scenario) -> Scenario:
+def expand_stages(scenario: Scenario) -> Scenario:
     """With each load that has stages replaced by them, in their order."""
     loads: dict[str, Load] = {}
     for name, load in scenario.loads.items():
@@ -151,7 +151,7 @@ def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem
         if "." in name:
             yield Problem(f"$.loads.{name}", "a '.' is in the names of a mix's parts only")
     for mix, loads in scenario.mixes.items():
-        if text := _problem_of_mix(mix, loads, scenario.loads, known):
+        if text := _mix_problem(mix, loads, scenario.loads, known):
             yield Problem(f"$.mixes.{mix}", text)
     warmup = scenario.warmup
     if scenario.mixes and warmup is not None and 0 in (warmup.requests, warmup.duration_s):
@@ -159,7 +159,7 @@ def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem
         yield Problem("$.warmup", f"{text}; give it a number above 0, or remove it")
 
 
-def _problem_of_mix(mix: str, loads: list[str], right: Mapping[str, Load], known: Collection[str]) -> str | None:
+def _mix_problem(mix: str, loads: list[str], right: Mapping[str, Load], known: Collection[str]) -> str | None:
     if mix in known:
         return "there is a load of that name"
     if len(loads) < 2 or len(set(loads)) != len(loads):
@@ -212,8 +212,10 @@ def stage_problems_of_load(load: Load) -> Iterator[Problem]:
 
 WINDOWS = 3  # the last so many are compared
 MIN_ANSWERS = 16  # answers in a window, of whole waves
-PART = 6  # and no less than this part of all answers so far: what changes slowly needs long windows to be seen
-NOISE = 4.0  # standard errors that windows may differ by for chance
+MIN_WINDOW_PART = (
+    6  # and no less than this part of all answers so far: what changes slowly needs long windows to be seen
+)
+MAX_STANDARD_ERRORS = 4.0  # standard errors that windows may differ by for chance
 
 
 class Steadiness(NamedTuple):
@@ -235,7 +237,7 @@ class Steadiness(NamedTuple):
 
     def window(self, seen: int) -> int:
         """Answers in each window when there have been so many."""
-        return self.step * max(1, seen // (PART * self.step))
+        return self.step * max(1, seen // (MIN_WINDOW_PART * self.step))
 
     def looks(self, seen: int) -> bool:
         return seen >= self.min_answers and seen % self.step == 0
@@ -245,17 +247,17 @@ class Steadiness(NamedTuple):
         size = self.window(len(answers))
         windows = [answers[len(answers) - size * back :][:size] for back in range(WINDOWS, 0, -1)]
         return all(
-            agree([[answer[which] for answer in window if answer[which] == answer[which]] for window in windows],
+            means_agree([[answer[which] for answer in window if answer[which] == answer[which]] for window in windows],
                   self.within)
             for which in (0, 1)
         )  # fmt: skip
 
 
 def steadiness(load: Load, warmup: Warmup) -> Steadiness:
-    return Steadiness(wave_of(load), warmup.within, warmup.max_s, warmup.max_requests)
+    return Steadiness(wave_size(load), warmup.within, warmup.max_s, warmup.max_requests)
 
 
-def agree(windows: Sequence[Sequence[float]], within: float) -> bool:
+def means_agree(windows: Sequence[Sequence[float]], within: float) -> bool:
     """Whether the means of some windows differ by no more than a part of the smallest, or than chance explains.
 
     Chance is the least standard error of any of them: what only some windows have, such as a kernel that is compiled,
@@ -266,7 +268,7 @@ def agree(windows: Sequence[Sequence[float]], within: float) -> bool:
         return not any(windows)
     means = [statistics.fmean(window) for window in known]
     noise = min(statistics.stdev(window) / math.sqrt(len(window)) for window in known)
-    return max(means) - min(means) <= max(within * min(means), NOISE * noise)
+    return max(means) - min(means) <= max(within * min(means), MAX_STANDARD_ERRORS * noise)
 
 
 # When requests of an open loop arrive: one seeded schedule for a whole cell, whatever the server does. It is an even or
@@ -310,17 +312,17 @@ def steady_arrivals(arrivals: Arrivals) -> Arrivals:
 def arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
     """Seconds after the start at which somebody arrives, ascending; without end unless the rate stays at 0."""
     wave, points = arrivals.wave, arrivals.points or [[0.0, arrivals.rate or 0.0]]
-    for expected in _unit(arrivals, seed):
+    for expected in _unit_rate_arrivals(arrivals, seed):
         if wave is not None:
-            at = _in_wave(expected, wave.min, wave.max, wave.period_s)
+            at = _time_in_wave(expected, wave.min, wave.max, wave.period_s)
         else:
-            at = _in_course(expected, points, arrivals.between == "ramps")
+            at = _time_in_points(expected, points, arrivals.between == "ramps")
         if math.isinf(at):
             return
         yield at
 
 
-def _unit(arrivals: Arrivals, seed: int) -> Iterator[float]:
+def _unit_rate_arrivals(arrivals: Arrivals, seed: int) -> Iterator[float]:
     if arrivals.spacing == "even":
         yield from (float(number) for number in itertools.count())
     draw = random.Random(f"{seed}:arrivals").random  # the one method whose results Python promises to keep
@@ -345,7 +347,7 @@ def _gamma(draw: Callable[[], float], shape: float) -> float:
             return d * v
 
 
-def _in_course(expected: float, points: list[list[float]], ramps: bool) -> float:
+def _time_in_points(expected: float, points: list[list[float]], ramps: bool) -> float:
     for (start, rate), (end, rate_then) in itertools.pairwise(points):
         last = rate_then if ramps else rate
         length = end - start
@@ -361,7 +363,7 @@ def _in_course(expected: float, points: list[list[float]], ramps: bool) -> float
     return start + expected / rate if rate > 0 else math.inf
 
 
-def _in_wave(expected: float, minimum: float, maximum: float, period_s: float) -> float:
+def _time_in_wave(expected: float, minimum: float, maximum: float, period_s: float) -> float:
     """In a rate that swings from `minimum` to `maximum` and back, as a sine, each period."""
     mean, swing = (minimum + maximum) / 2, (maximum - minimum) / 2
     turns, rest = divmod(expected, mean * period_s)

@@ -22,7 +22,7 @@ MAX_COMBINATIONS = 10_000  # of one server or load, before `where`
 MAX_VALUES = 1000  # of one setting
 MAX_CONDITION = 200  # characters
 FLAG = "--"  # a setting that begins with it is an argument of the engine
-_NOT_VARIED = ("stages", "vary", "where")
+_FIXED_KEYS = ("stages", "vary", "where")
 
 
 DecodeLoad = Callable[[Any, list[Problem]], Load | None]  # of plain values; notes what is wrong with them
@@ -31,13 +31,13 @@ DecodeLoad = Callable[[Any, list[Problem]], Load | None]  # of plain values; not
 def expand(scenario: Scenario, decode_load: DecodeLoad) -> tuple[Scenario, list[Problem]]:
     """Replace each server and load that has `vary` by its rows; one that has a problem is left out."""
     problems: list[Problem] = []
-    servers, swept_servers = _rows(scenario.servers, "servers", decode_load, problems)
-    loads, swept_loads = _rows(scenario.loads, "loads", decode_load, problems)
+    servers, swept_servers = _expand_parts(scenario.servers, "servers", decode_load, problems)
+    loads, swept_loads = _expand_parts(scenario.loads, "loads", decode_load, problems)
     swept = Sweep(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
     return msgspec.structs.replace(scenario, servers=servers, loads=loads, swept=swept), problems
 
 
-def _rows(
+def _expand_parts(
     parts: Mapping[str, Any], kind: str, decode_load: DecodeLoad, out: list[Problem]
 ) -> tuple[dict[str, Any], dict[str, SweepRow]]:
     found: dict[str, Any] = {}
@@ -49,14 +49,16 @@ def _rows(
             found[name] = part
             continue
         wrong = [problem.below(f"$.{kind}.{name}.") for problem in _grid_problems(part)]
-        grid = [] if wrong else list(_grid(name, part, kind, wrong))
+        grid = [] if wrong else list(_grid_rows(name, part, kind, wrong))
         for row, _ in grid:
             if row in parts or row in swept:
                 wrong.append(Problem(f"$.{kind}.{name}.vary", f"two {kind} would be called '{row}'; rename one"))
         rows: dict[str, Any] = {}
         for row, settings in [] if wrong else grid:
             mistakes: list[Problem] = []
-            rows[row] = _server(part, settings) if kind == "servers" else _load(part, settings, decode_load, mistakes)
+            rows[row] = (
+                _server_with(part, settings) if kind == "servers" else _load_with(part, settings, decode_load, mistakes)
+            )
             for mistake in mistakes:
                 key = next((key for key in settings if f"$.{key}".startswith(mistake.path.split("[")[0])), "")
                 place = f"{name}.vary.{key}" if key else name
@@ -73,7 +75,7 @@ def _grid_problems(part: Server | Load) -> Iterator[Problem]:
     """What is wrong with `vary` before its values are combined; paths are below the server or load."""
     for key, values in part.vary.items():
         path = f"vary.{key}"
-        if isinstance(part, Load) and (key in _NOT_VARIED or key.startswith(FLAG)):
+        if isinstance(part, Load) and (key in _FIXED_KEYS or key.startswith(FLAG)):
             yield Problem(path, "cannot be varied")
         elif isinstance(part, Server) and not key.startswith(FLAG) and not key.isidentifier():
             yield Problem(path, "a variable of the template is expected, or an argument of the engine such as --flag")
@@ -126,17 +128,17 @@ def _span_values(span: Span) -> list[int | float]:
         number += 1
 
 
-def _grid(name: str, part: Server | Load, kind: str, wrong: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _grid_rows(name: str, part: Server | Load, kind: str, wrong: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a server or load: name and settings. Those that `where` leaves out are not among them."""
     values = {key: _span_values(one) if isinstance(one, Span) else one for key, one in part.vary.items()}
-    short = _abbreviations(list(values))
+    short = _abbreviate_keys(list(values))
     rows: list[tuple[str, dict[str, Any]]] = []
     for combination in itertools.product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
-        known = _named(part, settings)
+        known = _condition_values(part, settings)
         for place, condition in enumerate(part.where):
             try:
-                if not _is_met(condition, known):
+                if not _meets(condition, known):
                     break
             except ValueError as error:
                 wrong.append(Problem(f"$.{kind}.{name}.where[{place}]", str(error)))
@@ -157,7 +159,7 @@ def _grid(name: str, part: Server | Load, kind: str, wrong: list[Problem]) -> It
     yield from rows
 
 
-def _abbreviations(keys: list[str]) -> dict[str, str]:
+def _abbreviate_keys(keys: list[str]) -> dict[str, str]:
     """How names of rows call settings: one setting in full, of several the fewest letters that tell them apart."""
     words = {key: re.findall(r"[a-z0-9]+", key.lower()) for key in keys}
     if len(keys) == 1:
@@ -182,7 +184,7 @@ def _label(value: Any, place: int) -> str:
     return str(place + 1)
 
 
-def _server(server: Server, settings: Mapping[str, Any]) -> Server:
+def _server_with(server: Server, settings: Mapping[str, Any]) -> Server:
     """A server with its settings: variables of its template, and arguments of its engine."""
     variables = dict(server.variables)
     for key, value in settings.items():
@@ -195,13 +197,13 @@ def _server(server: Server, settings: Mapping[str, Any]) -> Server:
     return msgspec.structs.replace(server, variables=variables, vary={}, where=[])
 
 
-def _load(load: Load, settings: Mapping[str, Any], decode_load: DecodeLoad, wrong: list[Problem]) -> Load | None:
+def _load_with(load: Load, settings: Mapping[str, Any], decode_load: DecodeLoad, wrong: list[Problem]) -> Load | None:
     raw = msgspec.to_builtins(msgspec.structs.replace(load, vary={}, where=[]))
-    wrong += [problem for key, value in settings.items() if (problem := _put(raw, key, value)) is not None]
+    wrong += [problem for key, value in settings.items() if (problem := _set_key(raw, key, value)) is not None]
     return None if wrong else decode_load(raw, wrong)
 
 
-def _put(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
+def _set_key(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
     """Set a value at a path such as arrivals.rate."""
     *above, last = key.split(".")
     place: Any = raw
@@ -237,21 +239,21 @@ class _Conditions(ImmutableSandboxedEnvironment):
 
 
 _CONDITIONS = _Conditions()
-_SUCH_AS = "such as max_num_batched_tokens >= max_num_seqs"
+_CONDITION_EXAMPLE = "such as max_num_batched_tokens >= max_num_seqs"
 
 
-def _named(part: Server | Load, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _condition_values(part: Server | Load, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What a condition may name: varied settings, and the variables of a server or the keys of a load."""
     if isinstance(part, Server):
         return part.variables | {key.removeprefix(FLAG).replace("-", "_"): value for key, value in settings.items()}
     raw: dict[str, Any] = msgspec.to_builtins(part)
     for key, value in settings.items():
-        _put(raw, key, value)
+        _set_key(raw, key, value)
     return raw
 
 
 @cache
-def _compiled(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], object]]:
+def _compile_condition(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], object]]:
     """The names in a condition, and a function of their values. Raises ValueError."""
     if len(condition) > MAX_CONDITION:
         raise ValueError(f"a condition has at most {MAX_CONDITION} characters (got {len(condition):,})")
@@ -259,11 +261,11 @@ def _compiled(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], o
         names = meta.find_undeclared_variables(_CONDITIONS.parse(f"{{{{ ({condition}) }}}}"))
         return names, _CONDITIONS.compile_expression(condition, undefined_to_none=False)
     except (TemplateError, RecursionError):
-        raise ValueError(f"'{condition}' is not a condition {_SUCH_AS}") from None
+        raise ValueError(f"'{condition}' is not a condition {_CONDITION_EXAMPLE}") from None
 
 
-def _is_met(condition: str, known: Mapping[str, Any]) -> bool:
-    names, expression = _compiled(condition)
+def _meets(condition: str, known: Mapping[str, Any]) -> bool:
+    names, expression = _compile_condition(condition)
     for name in sorted(names - known.keys()):
         raise ValueError(f"'{name}' is neither varied nor set here; {did_you_mean(name, known)}")
     try:
@@ -271,5 +273,5 @@ def _is_met(condition: str, known: Mapping[str, Any]) -> bool:
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"'{condition}': {error}") from None
     if not isinstance(met, bool):
-        raise ValueError(f"'{condition}' compares nothing; write {_SUCH_AS}")
+        raise ValueError(f"'{condition}' compares nothing; write {_CONDITION_EXAMPLE}")
     return met

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from harness.errors import ServerError, StartError
 from harness.failures.explain import Diagnosis, State, explain
 from harness.files import open_file
-from harness.process import undisturbed
+from harness.process import signals_ignored
 from harness.redact import masked
 from harness.rundir.manifest import ServerDeath
 from harness.serve.compose_file import (
@@ -396,7 +396,7 @@ def torn_down(
         yield
         failed = False
     finally:
-        with undisturbed(), contextlib.closing(client):
+        with signals_ignored(), contextlib.closing(client):
             say("taking the server down")
             try:
                 remove(client, owner, grace_s)

@@ -18,7 +18,7 @@ from msgspec import structs
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
 from harness.machine.doctor import DockerEngine
-from harness.process import owner, owner_is_gone
+from harness.process import owner_is_gone, owner_labels
 from harness.serve.location import EngineLocation, engine_location, engine_socket
 
 OURS = "amd-llm-load"
@@ -35,7 +35,7 @@ def name_of(run_id: str, cell_id: str) -> str:
 
 def owned(run_id: str, cell_id: str) -> dict[str, str]:
     """The labels of what this process starts for a cell."""
-    return {OURS: "1", RUN: run_id, CELL: cell_id, **owner()}
+    return {OURS: "1", RUN: run_id, CELL: cell_id, **owner_labels()}
 
 
 DOCKER_ERRORS = (DockerException, requests.RequestException)

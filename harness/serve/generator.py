@@ -13,7 +13,7 @@ from docker.types import Mount
 from harness.errors import ServerError
 from harness.files import LOCUSTFILES
 from harness.job import SECRETS_ENV, Job
-from harness.process import undisturbed
+from harness.process import signals_ignored
 from harness.redact import known
 from harness.serve.containers import LogFile, follow_log
 from harness.serve.engine import DOCKER_ERRORS, connect, docker_error, ensure_image, name_of, owned
@@ -65,7 +65,7 @@ class ContainerChild:
             try:
                 self._container.start()
             except BaseException:
-                with undisturbed(), contextlib.suppress(*DOCKER_ERRORS):
+                with signals_ignored(), contextlib.suppress(*DOCKER_ERRORS):
                     self._container.remove(v=True, force=True)
                 raise
         except BaseException as error:
@@ -129,7 +129,7 @@ class ContainerChild:
                     self.poll()
                 self._log.settle()
             finally:  # a second Ctrl-C only ends the patience
-                with undisturbed(), contextlib.closing(self._client):
+                with signals_ignored(), contextlib.closing(self._client):
                     self._container.remove(v=True, force=True)
         except NotFound:
             pass

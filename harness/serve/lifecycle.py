@@ -18,7 +18,7 @@ from harness import process, redact
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import State
 from harness.machine.telemetry import Source, cgroup_files, local_source, root
-from harness.process import is_free, signals_interrupt
+from harness.process import is_port_free, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server
 from harness.serve import containers, probe
@@ -189,7 +189,7 @@ def _as_process(start: ServerStart) -> Iterator[Endpoint]:
     """The embedded engine: the command of the service's container on this host. It ends with us, however we end."""
     port = start.compose.serving.port
     url = f"http://127.0.0.1:{port}"
-    if not is_free(port):
+    if not is_port_free(port):
         raise ServerError(
             f"port {port} is in use already",
             next_step="Leave host_port out to get a free one, or stop what uses it "

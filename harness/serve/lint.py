@@ -17,8 +17,8 @@ from harness.engines import Context, engine_of, engines, template_of
 from harness.errors import Problem
 from harness.failures.table import removed_flags, replacements
 from harness.reasons import sentence
-from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, at_once
-from harness.scenario.behaviour import Agent, Rag, max_of, unread
+from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, max_in_flight
+from harness.scenario.behaviour import Agent, Rag, is_length_file, max_length
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in
 from harness.serve.lemonade import MAX_THREADS, PREFIXES, bare_name, pool_size
 from harness.serve.location import engine_location
@@ -364,13 +364,17 @@ def _of_lemonade(server: Server, load: Load, threads: int | None) -> Iterator[st
     if server.template != "lemonade":
         return
     size = MAX_THREADS if threads is None else pool_size(threads)
-    if at_once(load) > size:
+    if max_in_flight(load) > size:
         yield (
-            f"{at_once(load):,} requests will be in flight, and Lemonade serves {size} at once"
+            f"{max_in_flight(load):,} requests will be in flight, and Lemonade serves {size} at once"
             f"{' at most' if threads is None else ' on this machine'}: above that its own queue is measured, "
             "not the engine's"
         )
-    if load.endpoint != "embeddings" and not unread(load.output_tokens) and max_of(load.output_tokens) > MAX_TOKENS:
+    if (
+        load.endpoint != "embeddings"
+        and not is_length_file(load.output_tokens)
+        and max_length(load.output_tokens) > MAX_TOKENS
+    ):
         yield (
             f"for answers of more than {MAX_TOKENS:,} tokens Lemonade has vLLM count each prompt first, "
             "which is measured with it"
@@ -399,10 +403,10 @@ def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
     """A note for a load whose longest request exceeds the server's context, where both are known."""
     known = template_of(server.template)
     context = None if known is None else known.context
-    if context is None or load.trace is not None or unread(load.output_tokens) or load.endpoint == "embeddings":
+    if context is None or load.trace is not None or is_length_file(load.output_tokens) or load.endpoint == "embeddings":
         return None
     limit, which = _limit(server, context)
-    answer = max_of(load.output_tokens)
+    answer = max_length(load.output_tokens)
     prompt = _prompt(load, prompts, answer)
     if limit is None or prompt is None or prompt + answer <= limit:
         return None
@@ -414,9 +418,9 @@ def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
 
 def _prompt(load: Load, prompts: Prompts, answer: int) -> int | None:
     """Tokens of the longest prompt, without the chat template; None where it is not read yet."""
-    if load.user not in ("agent", "batch", "chat", "rag") or unread(prompts.tokens):
+    if load.user not in ("agent", "batch", "chat", "rag") or is_length_file(prompts.tokens):
         return None
-    one = max_of(prompts.tokens, "prompt") if prompts.kind == "synthetic" else 0
+    one = max_length(prompts.tokens, "prompt") if prompts.kind == "synthetic" else 0
     match load.user:
         case "chat":
             turns = load.turns or TURNS
