@@ -121,7 +121,7 @@ sys.exit(1)
             lambda: LocalChild([sys.executable, "-c", program], log),
             monitor,
             log_path=log,
-            progress=lambda: seen.append(monitor.awaited),
+            progress=lambda: seen.append(monitor.missing_workers),
         )
     assert caught.value.what == f"cell r1-a-b: the load could not start: 2 s of {said}"
     assert caught.value.next_step == f"On each machine: harness worker --master 10.0.0.1:5557. The log is {log}."
@@ -301,7 +301,7 @@ def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(HarnessError) as caught:
         preparing.check_locustfile(path)
     assert caught.value.what == f"{path}: the locustfile was still being imported after 1.5 s"
-    preparing.check_locustfile(path, try_it=False)
+    preparing.check_locustfile(path, try_import=False)
 
 
 def test_arguments_are_stock_locust(tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tm
     for name, text in written.items():
         (tmp_path / name).write_text(text)
     used = sorted(tmp_path / name for name in written if name not in ("other.py", "words/unused.py"))
-    found = preparing.locustfile_sources(tmp_path / "mine.py", LOCUSTFILES)
+    found = preparing.locustfile_sources(tmp_path / "mine.py")
     assert found == sorted([*used, LOCUSTFILES / "chat.py"])
-    assert preparing.locustfile_sources(LOCUSTFILES / "agent.py", LOCUSTFILES) == [LOCUSTFILES / "agent.py"]
+    assert preparing.locustfile_sources(LOCUSTFILES / "agent.py") == [LOCUSTFILES / "agent.py"]
 
 
 def test_only_the_user_class_that_ran_is_in_the_manifest(tmp_path: Path) -> None:

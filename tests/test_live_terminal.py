@@ -209,11 +209,11 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
         monitor = Monitor(job(tmp_path, requests=4))
         monitor.started_s -= 1.0
         progress.load(monitor)
-        monitor.awaited = "waiting for workers: 1 of 2 connected; missing: b"
+        monitor.missing_workers = "waiting for workers: 1 of 2 connected; missing: b"
         progress.count()
         time.sleep(0.5)
         append(tmp_path / "requests.jsonl", *(record(index) for index in range(3)))
-        monitor.awaited = ""
+        monitor.missing_workers = ""
         progress.count()
         time.sleep(0.5)
         monitor.failed, monitor.total, monitor.warmup = 1, 34, 30

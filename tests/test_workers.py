@@ -179,7 +179,7 @@ def test_a_load_that_waits_says_who_is_missing(
     with going("worker", "--master", f"127.0.0.1:{port}", cwd=tmp_path), pytest.raises(RunError) as caught:
         drive(
             lambda: LocalChild([sys.executable, "-m", "locust", *arguments], log), monitor, log_path=log,
-            progress=lambda: seen.append(monitor.awaited),
+            progress=lambda: seen.append(monitor.missing_workers),
         )  # fmt: skip
     said = "waiting for workers: 1 of 2 connected; missing: gen2"
     assert seen[-2] == said

@@ -361,9 +361,9 @@ def import_(
 
     wrong = Mistakes()  # a file that cannot be read costs the others nothing
     for file in files:
-        with wrong.noted():
+        with wrong.collect():
             print(import_file(file, runs, form, machine))
-    wrong.refuse()
+    wrong.raise_errors()
 
 
 class RunLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -157,7 +157,7 @@ class Master:
             here = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
             if here != reported:
                 report_status(self._job, WaitsForWorkers(here))
-                logger.info(self._workers.awaited(here))
+                logger.info(self._workers.missing_text(here))
                 reported = here
             gevent.sleep(POLL_S)
 
@@ -228,7 +228,7 @@ class Master:
         names = self._workers.names
         here = [machine for machine in self._machines.values() if not self._is_lost(machine)]
         if len(here) < self._workers.total:
-            raise HarnessError(self._workers.awaited([machine.name for machine in here]))
+            raise HarnessError(self._workers.missing_text([machine.name for machine in here]))
         return sorted(here, key=lambda m: (names.index(m.name) if names else 0, m.name, m.client_id))
 
     def _why_not(self, name: str, version: str) -> str | None:

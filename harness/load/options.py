@@ -275,7 +275,7 @@ def with_options(job: Job, options: Namespace) -> Job:
     wrong = Mistakes()
     for problem in problems:
         wrong.add(HarnessError(f"{_option_at(problem.path)}: {problem.text}"))
-    wrong.refuse()
+    wrong.raise_errors()
     assert changed is not None
     prompt, output = changed.prompts.tokens, changed.load.output_tokens
     return msgspec.structs.replace(

@@ -222,7 +222,7 @@ class Sequencer:
             return  # not the full concurrency yet
         os.pwrite(self._file, _ANSWER.pack(seen.ttft_s, seen.per_token_s), _WIDTH + counts.seen * _ANSWER.size)
         counts.seen += 1
-        if rule.looks(counts.seen):
+        if rule.is_check_due(counts.seen):
             raw = os.pread(self._file, counts.seen * _ANSWER.size, _WIDTH)
             counts.steady = rule.is_steady(list(_ANSWER.iter_unpack(raw)))
 
