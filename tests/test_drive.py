@@ -132,9 +132,9 @@ def test_a_load_that_is_stopped_before_it_has_begun_is_no_error(tmp_path: Path) 
     """The budget of a capacity search may end while Locust is being imported, when it dies of SIGTERM."""
 
     class Enough:
-        def see(self, requests: list[Request]) -> None: ...
+        def add_records(self, requests: list[Request]) -> None: ...
 
-        def enough(self) -> bool:
+        def is_done(self) -> bool:
             return True
 
         def measured_s(self, stopped_s: float) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +48,7 @@ class PlannedRow(msgspec.Struct, frozen=True):
 
     server: str
     load: str
-    describe_load: str
+    work: str
     baseline: bool
     settings: dict[str, Any] = {}  # the varied settings of a sweep
 
@@ -267,7 +268,7 @@ def _work_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
         return _closed_loop_s(load, requests)
     per_task = requests_per_task(load)
     last_s = Schedule(load.arrivals, scenario.seed).at(-(-requests // per_task) - 1) or 0.0
-    return last_s + _closed_loop_s(msgspec.structs.replace(load, users=1), min(requests, per_task))
+    return last_s + _closed_loop_s(replace(load, users=1), min(requests, per_task))
 
 
 def _closed_loop_s(load: Load, requests: int) -> float:

@@ -110,7 +110,7 @@ class _EndedRequests(NamedTuple):
     """The requests of one update."""
 
     last_s: float  # end of the last one, by this machine's monotonic clock
-    count: int
+    number: int
     tokens: int
     longest_s: float
 
@@ -246,7 +246,7 @@ class Monitor:
         span_s = end_s - (self._began_s if self._before_s is None else self._before_s)
         if span_s < _MIN_RATE_SPAN_S:
             return 0, 0, None
-        return sum(ended.count for ended in self._recent), sum(ended.tokens for ended in self._recent), span_s
+        return sum(ended.number for ended in self._recent), sum(ended.tokens for ended in self._recent), span_s
 
     def _in_flight(self) -> int | None:
         """Return the requests in flight of batch agents, from the shared counter; None for other users."""

@@ -9,11 +9,11 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.errors import Problem
 from harness.scenario import Arrivals, Baseline, Load, Scenario, Stage, Warmup, wave_size
@@ -48,9 +48,14 @@ def plan(scenario: Scenario) -> list[Cell]:
     for repeat in range(1, scenario.repeats + 1):
         forward = [cell_of(server, load, repeat) for server in scenario.servers for load in scenario.loads]
         # The stages of a load stay in their order.
-        groups = [list(group) for _, group in groupby(forward, key=lambda cell: cell.group if cell.stage else cell.id)]
+        groups = grouped(forward, lambda cell: cell.group if cell.stage else cell.id)
         cells += forward if repeat % 2 else [cell for group in reversed(groups) for cell in group]
     return cells if scenario.swept is None or scenario.restart else _repeat_first_cells(cells)
+
+
+def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[Cell]]:
+    """Return lists of consecutive cells with the same key."""
+    return [list(group) for _, group in itertools.groupby(cells, key=key)]
 
 
 def _repeat_first_cells(cells: list[Cell]) -> list[Cell]:
@@ -59,13 +64,12 @@ def _repeat_first_cells(cells: list[Cell]) -> list[Cell]:
     A part of a mix or a stage is not repeated alone.
     """
     repeated: list[Cell] = []
-    for _, group in groupby(cells, key=server_start_of):
-        start = list(group)
+    for start in grouped(cells, server_start_of):
         first = next((cell for cell in start if cell.mix is None and cell.stage is None), None)
         repeated += start
         if first is not None and len(start) > 1:
             name, group_name = f"{first.id}_again", f"{first.group}_again"
-            repeated.append(msgspec.structs.replace(first, id=name, group=group_name, again=first.id))
+            repeated.append(replace(first, id=name, group=group_name, again=first.id))
     return repeated
 
 
@@ -131,7 +135,7 @@ def expand_mixes(scenario: Scenario) -> Scenario:
         for load in loads
         if load in scenario.loads
     }
-    return msgspec.structs.replace(scenario, loads={**scenario.loads, **parts})
+    return replace(scenario, loads={**scenario.loads, **parts})
 
 
 def expand_stages(scenario: Scenario) -> Scenario:
@@ -141,8 +145,8 @@ def expand_stages(scenario: Scenario) -> Scenario:
         if not load.stages:
             loads[name] = load
         for stage_name, stage in zip(stage_names(name, load.stages), load.stages, strict=True):
-            loads[stage_name] = msgspec.structs.replace(load, users=stage.users, duration_s=stage.for_s)
-    return msgspec.structs.replace(scenario, loads=loads)
+            loads[stage_name] = replace(load, users=stage.users, duration_s=stage.for_s)
+    return replace(scenario, loads=loads)
 
 
 def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec.structs import replace
 
 from harness.errors import Problem, did_you_mean
 from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow
@@ -34,7 +35,7 @@ def expand(scenario: Scenario, decode_load: DecodeLoad) -> tuple[Scenario, list[
     servers, swept_servers = _expand_parts(scenario.servers, "servers", decode_load, problems)
     loads, swept_loads = _expand_parts(scenario.loads, "loads", decode_load, problems)
     swept = Sweep(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
-    return msgspec.structs.replace(scenario, servers=servers, loads=loads, swept=swept), problems
+    return replace(scenario, servers=servers, loads=loads, swept=swept), problems
 
 
 def _expand_parts(
@@ -192,11 +193,11 @@ def _server_with(server: Server, settings: Mapping[str, Any]) -> Server:
             extra_args = variables.get("extra_args") or []
             if isinstance(extra_args, list):  # else the template refuses it
                 variables["extra_args"] = [*extra_args, key, *([] if value is True else [str(value)])]
-    return msgspec.structs.replace(server, variables=variables, vary={}, where=[])
+    return replace(server, variables=variables, vary={}, where=[])
 
 
 def _load_with(load: Load, settings: Mapping[str, Any], decode_load: DecodeLoad, wrong: list[Problem]) -> Load | None:
-    raw = msgspec.to_builtins(msgspec.structs.replace(load, vary={}, where=[]))
+    raw = msgspec.to_builtins(replace(load, vary={}, where=[]))
     wrong += [problem for key, value in settings.items() if (problem := _set_key(raw, key, value)) is not None]
     return None if wrong else decode_load(raw, wrong)
 
