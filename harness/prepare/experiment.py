@@ -219,8 +219,10 @@ def validate_checks(
     mistakes = Mistakes()
     for text in checks:
         if (problem := check_problem(text, servers, loads)) is not None:
-            next_step = "docs/scenarios.md says how checks are written."
-            mistakes.add(HarnessError(f"--check '{text}': {problem}", next_step=next_step))
+            error = HarnessError(
+                f"--check '{text}': {problem}", next_step="docs/scenarios.md says how checks are written."
+            )
+            mistakes.add(error)
     mistakes.raise_errors()
 
 

@@ -343,19 +343,24 @@ def drive(
 
 
 def _start_failure(job: Job, code: int, log_path: Path, waited_s: float) -> RunError:
-    what, next_step, detail = f"cell {job.cell}: the load could not start: ", f"Its log is {log_path}.", ""
-    missing = missing_workers(job)
     if reported := start_errors(job):
         first, *others = reported.splitlines()
-        what, detail = what + first.removesuffix("."), "\n".join(others)
-    elif job.workers is not None and missing and waited_s > MAX_WORKER_WAIT_S:
-        what += f"{MAX_WORKER_WAIT_S} s of {missing}"
-        next_step = f"On each machine: {job.workers.command}. The log is {log_path}."
-    else:
-        what = f"cell {job.cell}: Locust could not start the load (exit code {code})"
-        next_step += " A locustfile can be tried alone: locust -f FILE --host URL"
-        detail = tail(log_path)
-    return RunError(what, next_step=next_step, detail=detail)
+        return RunError(
+            f"cell {job.cell}: the load could not start: {first.removesuffix('.')}",
+            next_step=f"Its log is {log_path}.",
+            detail="\n".join(others),
+        )
+    missing = missing_workers(job)
+    if job.workers is not None and missing and waited_s > MAX_WORKER_WAIT_S:
+        return RunError(
+            f"cell {job.cell}: the load could not start: {MAX_WORKER_WAIT_S} s of {missing}",
+            next_step=f"On each machine: {job.workers.command}. The log is {log_path}.",
+        )
+    return RunError(
+        f"cell {job.cell}: Locust could not start the load (exit code {code})",
+        next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
+        detail=tail(log_path),
+    )
 
 
 def _watch(

@@ -192,23 +192,25 @@ class _TooManyValues(Exception):
 def load_yaml(text: str, problems: list[Problem]) -> tuple[Any, dict[str, int]]:
     """Return the plain value of a YAML document and the line (from 1) of each path. Adds its mistakes to `problems`."""
     lines: dict[str, int] = {}
+
+    def wrong(text: str) -> tuple[None, dict[str, int]]:
+        problems.append(Problem("", text))
+        return None, {}
+
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = f"not valid YAML{at}: {getattr(error, 'problem', None) or ' '.join(str(error).split())}"
+        return wrong(f"not valid YAML{at}: {getattr(error, 'problem', None) or ' '.join(str(error).split())}")
     except RecursionError:
-        problem = "not a scenario: its lists and mappings are nested too deeply"
-    else:
-        try:
-            return (_plain_value(node, "$", lines, problems) if node is not None else None), lines
-        except RecursionError:
-            problem = "an alias (*name) refers to what contains it"
-        except _TooManyValues:
-            problem = f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat"
-    problems.append(Problem("", problem))
-    return None, {}
+        return wrong("not a scenario: its lists and mappings are nested too deeply")
+    try:
+        return (_plain_value(node, "$", lines, problems) if node is not None else None), lines
+    except RecursionError:
+        return wrong("an alias (*name) refers to what contains it")
+    except _TooManyValues:
+        return wrong(f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat")
 
 
 def _plain_value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Problem]) -> Any:

@@ -154,8 +154,9 @@ def _grid_rows(name: str, part: Server | Load, kind: str, wrong: list[Problem]) 
         text = f"the name '{longest}' has {len(longest)} characters; at most {MAX_NAME} are possible"
         wrong.append(Problem(f"{path}.vary", f"{text}. Shorten the name '{name}', or vary fewer settings"))
     if same := [row for row, times in Counter(row for row, _ in rows).items() if times > 1]:
-        text = f"two {kind} would be called '{same[0]}'; give values that differ in their letters"
-        wrong.append(Problem(f"{path}.vary", text))
+        wrong.append(
+            Problem(f"{path}.vary", f"two {kind} would be called '{same[0]}'; give values that differ in their letters")
+        )
     yield from rows
 
 
