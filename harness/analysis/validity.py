@@ -17,7 +17,7 @@ from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
 from harness.rundir.records import CLOSING_S, LATE_READ_S, MAX_CPU, ProcessMark
 from harness.rundir.samples import MAX_GAP_S
-from harness.scenario import Load, is_open_loop, max_in_flight
+from harness.scenario import Load, is_open_loop, max_concurrency
 from harness.summary import (
     OPEN,
     Answers,
@@ -29,7 +29,7 @@ from harness.summary import (
     Reason,
     Row,
     ServerLoad,
-    Warmed,
+    WarmupResult,
     because,
 )
 from harness.workers import Workers
@@ -64,7 +64,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     marks: Sequence[ProcessMark]
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     mixed: bool = False  # the server served other loads as well at that time
-    warmup: Warmed | None = None
+    warmup: WarmupResult | None = None
     going_on: bool = False  # the run has not ended, as far as its files say
     imported: bool = False  # by another tool, whose load processes left no marks
     workers: Workers | None = None  # on other machines
@@ -287,7 +287,7 @@ def _clocks(marks: Sequence[ProcessMark]) -> Iterator[Reason]:
 
 def _front(ran: CellRun, load: Load) -> Iterator[Reason]:
     """What is in front of the engine, and how many requests it lets through at once."""
-    served, in_flight = ran.served_by, max_in_flight(load)
+    served, in_flight = ran.served_by, max_concurrency(load)
     yield from served.notes
     if served.max_parallel is not None and in_flight > served.max_parallel:
         yield because("own_queue", in_flight=in_flight, server=served.version, at_once=served.max_parallel)
@@ -333,7 +333,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
         yield because("read_clock", answers=tally.read_clock, requests=succeeded)
     yield from _shared_reads(tally, numbers, limits)
     # Each load process opens some until it has seen that the server keeps them.
-    if opened.n > max(2 * max_in_flight(load) + 2 * load.processes, MAX_OPENED * succeeded):
+    if opened.n > max(2 * max_concurrency(load) + 2 * load.processes, MAX_OPENED * succeeded):
         took = {"mean_s": opened.mean or 0.0, "max_s": opened.max or 0.0}
         yield because("connections_opened", opened=opened.n, requests=succeeded, **took)
     retried, overflows = numbers.connect_retried, (machine.listen_overflows if machine is not None else None) or 0
@@ -360,7 +360,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
         yield because("unfinished", requests=numbers.unfinished, drain_s=load.drain_s if drained else None)
 
 
-def warmed(counted: CellCounts, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> Warmed | None:
+def warmed(counted: CellCounts, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> WarmupResult | None:
     """None where there was none. `first_due_s`: of an open loop, when the first is due after the measurement began."""
     if not counted.warmup:
         return None
@@ -369,14 +369,14 @@ def warmed(counted: CellCounts, marks: Iterable[ProcessMark], first_due_s: float
         # At first there may be no request.
         measured = counted.first_sent_s if first_due_s is None or due_s is None else due_s - first_due_s
     said = [mark.steady for mark in marks if mark.steady is not None]
-    return Warmed(
+    return WarmupResult(
         requests=counted.warmup,
         seconds=None if begun is None or measured is None else measured - begun,
         steady=all(said) if said else None,  # of several machines each looks at what it sent
     )
 
 
-def note_on(warm: Warmed | None) -> list[Reason]:
+def note_on(warm: WarmupResult | None) -> list[Reason]:
     """A note on a warm-up that was to last until the server is steady."""
     if warm is None or warm.steady is None:
         return []

@@ -17,7 +17,7 @@ from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
 from harness.report import words
-from harness.scenario import Load, Scenario, Sweep, max_in_flight, requests_per_task, warmup_of
+from harness.scenario import Load, Scenario, Sweep, max_concurrency, requests_per_task, warmup_of
 from harness.scenario.behaviour import Agent, describe_lengths, mean_pause_s, typical_length
 from harness.scenario.plan import (
     WINDOWS,
@@ -171,7 +171,7 @@ def sweep_lines(swept: Sweep) -> Iterator[str]:
     for kind, rows in (("server", swept.servers), ("load", swept.loads)):
         for name in dict.fromkeys(row.of for row in rows.values()):
             settings = [row.settings for row in rows.values() if row.of == name]
-            values = {key: dict.fromkeys(words.setting(each[key]) for each in settings) for key in settings[0]}
+            values = {key: dict.fromkeys(words.format_setting(each[key]) for each in settings) for key in settings[0]}
             varied = "; ".join(f"{key} {', '.join(shown)}" for key, shown in values.items())
             yield f"sweep of the {kind} '{name}', {count(len(settings), 'row')}: {varied}"
 
@@ -211,13 +211,13 @@ def describe_load(load: Load) -> str:
     users = count(load.users, f"{load.user} user")
     burst = f", {load.in_flight or load.batch_size or 1} at a time" if load.user == "batch" else ""
     if load.in_flight:
-        each = f" each, {max_in_flight(load)} in all" if load.users > 1 else ""
+        each = f" each, {max_concurrency(load)} in all" if load.users > 1 else ""
         burst = f", always {load.in_flight} in flight{each}"
     if load.trace is not None:
-        users = f"{load.user} users by the trace {words.replayed(load.trace)}, at most {load.users} at once"
+        users = f"{load.user} users by the trace {words.describe_trace(load.trace)}, at most {load.users} at once"
         return f"{users}, {amount} of its lengths ({load.output})"
     if load.arrivals is not None:
-        users = f"{load.user} users arriving {words.arrival_rate(load.arrivals)}, at most {load.users} at once"
+        users = f"{load.user} users arriving {words.describe_arrivals(load.arrivals)}, at most {load.users} at once"
     if load.endpoint == "embeddings":
         return f"{users}{burst}, {amount}, embeddings"
     return f"{users}{burst}, {amount}, {describe_lengths(load.output_tokens)} each ({load.output})"
@@ -276,7 +276,7 @@ def _closed_loop_s(load: Load, requests: int) -> float:
     pause_s = mean_pause_s(load.think or load.think_s)
     if load.user == "agent":
         pause_s = mean_pause_s((load.agent or Agent()).tool_time)  # of each step
-    return -(-requests // max_in_flight(load)) * (_answer_s(load) + pause_s)
+    return -(-requests // max_concurrency(load)) * (_answer_s(load) + pause_s)
 
 
 def _answer_s(load: Load) -> float:

@@ -44,13 +44,13 @@ from harness.failures.explain import explain
 from harness.judge.stats import effect
 from harness.prepare.experiment import Experiment, load_name
 from harness.process import pause, refuse_too_few_files
-from harness.report.capacity import amounts_text
+from harness.report.capacity import format_loads
 from harness.run.drive import POLL_S
 from harness.run.orchestrator import endpoint_of, run_group, start_run
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
-from harness.rundir.samples import ask_metrics
+from harness.rundir.samples import fetch_metrics
 from harness.scenario import (
     MAX_USERS,
     Load,
@@ -531,7 +531,7 @@ class ServerSearch:
         if self._answer_s is None and answer_s is not None:
             took, left = duration(time.monotonic() - begun_s), duration(max(0.0, self.deadline_s - time.monotonic()))
             whole.progress.line(
-                f"{self.name}: an answer takes {answer_s:.2g} s at {amounts_text(whole.report, levels)}, and the first "
+                f"{self.name}: an answer takes {answer_s:.2g} s at {format_loads(whole.report, levels)}, and the first "
                 f"probe took {took}. The others take at most {left}."
             )
         self._answer_s = answer_s or self._answer_s
@@ -550,7 +550,7 @@ class ServerSearch:
 
     def _describe(self, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch) -> str:
         """Describe the level and its attainment so far."""
-        text = amounts_text(self.whole.report, levels)
+        text = format_loads(self.whole.report, levels)
         if purpose == "drift":
             text += " once more"
         for slo, share in zip(self.slos, shares_of(watch.blocks, len(self.slos)), strict=True):
@@ -589,7 +589,7 @@ def in_flight(endpoint: Endpoint, api_key: str | None) -> float | None:
     """Return the requests that the server runs or queues, from its metrics; None: unknown."""
     source = endpoint.metrics_source
     try:
-        values = {} if source is None else ask_metrics(source, api_key)
+        values = {} if source is None else fetch_metrics(source, api_key)
     except (requests.RequestException, ValueError, OSError):
         return None
     return values["running"] + values.get("waiting", 0.0) if "running" in values else None

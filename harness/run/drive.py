@@ -27,7 +27,7 @@ from harness.redact import known
 from harness.rundir.directory import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, Samples, Tail, read_marks
 from harness.rundir.samples import GpuSample
-from harness.scenario import MAX_USERS, is_open_loop, max_in_flight
+from harness.scenario import MAX_USERS, is_open_loop, max_concurrency
 from harness.scenario.behaviour import max_length
 from harness.summary import Reason, because
 from harness.workers import MACHINE
@@ -179,8 +179,8 @@ class Monitor:
         """Read what is new, and return the state of the cell."""
         self.update()
         now_s = time.monotonic()
-        self._metrics.look()
-        self._telemetry.look()
+        self._metrics.read_new()
+        self._telemetry.read_new()
         values = (self._metrics.newest or {}).get("values", {})
         ended, tokens, span_s = self._recent_rate(now_s)
         return Glance(
@@ -257,7 +257,7 @@ class Monitor:
             with open_file(self.job.counter_path) as file:
                 counts = msgspec.json.decode(file.readline())
             in_flight = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
-            return min(max(int(in_flight), 0), max_in_flight(load))
+            return min(max(int(in_flight), 0), max_concurrency(load))
         except (OSError, *UNDECODABLE, KeyError, TypeError):
             return None
 
@@ -269,7 +269,7 @@ class Monitor:
         if load.duration_s is not None:
             return max(0.0, self._began_s + load.duration_s - now_s)
         # In a closed loop users start together: a rate needs the answers of at least one full wave.
-        needed = _MIN_REQUESTS if is_open_loop(load) else max(_MIN_REQUESTS, max_in_flight(load))
+        needed = _MIN_REQUESTS if is_open_loop(load) else max(_MIN_REQUESTS, max_concurrency(load))
         if load.requests is None or self._done < needed:
             return None
         return max(0.0, (load.requests - self._done) * (now_s - self._began_s) / self._done)

@@ -32,7 +32,7 @@ from harness.run.running import (
     manifest_of,
     needs_docker,
 )
-from harness.rundir.directory import locked, make_room, set_aside
+from harness.rundir.directory import lock_folder, prepare_folder, set_aside
 from harness.rundir.manifest import Resumption, Run, read_run, write_run
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
@@ -56,7 +56,7 @@ def resume(
     running server. `budget_s`: a time limit. Raises HarnessError when the run cannot be resumed, or when a resumed
     measurement would differ; else as `harness.run.orchestrator.run`.
     """
-    with locked(folder):
+    with lock_folder(folder):
         run = read_run(folder)
         cells = _planned_cells(run, folder)
         inputs = _read_inputs(folder)
@@ -207,7 +207,7 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
         resumed=[*earlier, resumption],
     )
     write_run(folder, run)
-    make_room(folder, len(cells))
+    prepare_folder(folder, len(cells))
     for name in ("summary.json", "report.html"):  # of the earlier results
         (folder / name).unlink(missing_ok=True)
     attempts = set_aside(folder, kept, [cell.id for cell in cells])

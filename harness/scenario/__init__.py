@@ -238,7 +238,7 @@ def wave_size(load: Load) -> int:
     if is_open_loop(load):
         return min(load.users, _OPEN_LOOP_WARMUP) * requests_per_task(load)
     # The turns of a conversation follow each other; `in_flight` can be more than the requests of a task.
-    return max(max_in_flight(load), load.users * requests_per_task(load))
+    return max(max_concurrency(load), load.users * requests_per_task(load))
 
 
 def is_open_loop(load: Load) -> bool:
@@ -264,7 +264,7 @@ def size_problem(servers: int, loads: int, repeats: int = 1) -> str | None:
     return None
 
 
-def max_in_flight(load: Load) -> int:
+def max_concurrency(load: Load) -> int:
     """Return the most requests that a load has in flight. A user's own locustfile counts as one per user."""
     if load.user == "agent":
         return load.users * max(1, (load.agent or Agent()).sub_agents)
@@ -272,7 +272,7 @@ def max_in_flight(load: Load) -> int:
 
 
 def connections_per_process(load: Load) -> int:
-    return -(-max_in_flight(load) // load.processes)
+    return -(-max_concurrency(load) // load.processes)
 
 
 def locustfile_of(load: Load, folder: Path) -> Path:

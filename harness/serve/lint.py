@@ -17,7 +17,7 @@ from harness.engines import Context, engine_of, engines, template_of
 from harness.errors import Problem
 from harness.failures.table import removed_flags, replacements
 from harness.reasons import sentence
-from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, max_in_flight
+from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, max_concurrency
 from harness.scenario.behaviour import Agent, Rag, is_length_file, max_length
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in
 from harness.serve.lemonade import MAX_THREADS, PREFIXES, bare_name, pool_size
@@ -364,9 +364,9 @@ def _of_lemonade(server: Server, load: Load, threads: int | None) -> Iterator[st
     if server.template != "lemonade":
         return
     size = MAX_THREADS if threads is None else pool_size(threads)
-    if max_in_flight(load) > size:
+    if max_concurrency(load) > size:
         yield (
-            f"{max_in_flight(load):,} requests will be in flight, and Lemonade serves {size} at once"
+            f"{max_concurrency(load):,} requests will be in flight, and Lemonade serves {size} at once"
             f"{' at most' if threads is None else ' on this machine'}: above that its own queue is measured, "
             "not the engine's"
         )
