@@ -193,8 +193,10 @@ def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path 
         doubts = [f"doubt: {doubt}" for doubt in share.doubts]
         for line in [*doubts, *_model_room(server, experiment.scenario.model, share)]:
             say(f"  {line}")
+    if not computed:
+        return experiment
     scenario = structs.replace(experiment.scenario, servers=servers)
-    return structs.replace(experiment, scenario=scenario, computed=computed or experiment.computed)
+    return structs.replace(experiment, scenario=scenario, computed=computed)
 
 
 def _auto_variable(server: Server) -> str | None:
