@@ -107,8 +107,8 @@ def test_workers_that_do_not_come_are_named(tmp_path: Path, monkeypatch: pytest.
     program = f"""
 import sys, time
 from pathlib import Path
-from harness.job import WaitsForWorkers, read_job, report
-report(read_job(Path({str(tmp_path / "job.json")!r})), WaitsForWorkers(["a"]))
+from harness.job import WaitsForWorkers, read_job, report_status
+report_status(read_job(Path({str(tmp_path / "job.json")!r})), WaitsForWorkers(["a"]))
 time.sleep(2.5)
 sys.exit(1)
 """
