@@ -15,9 +15,9 @@ from docker.errors import DockerException
 from harness.errors import HarnessError, ServerError
 from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
-from harness.serve import engine_version, serve
-from harness.serve.engine import connect, docker_error
-from harness.serve.lifecycle import reached
+from harness.serve import get_engine_version, serve
+from harness.serve.engine import connect, make_docker_error
+from harness.serve.lifecycle import find_reachable_address
 from harness.serve.location import engine_location
 
 CONNECT_AS_NOBODY = """
@@ -66,7 +66,7 @@ def test_no_engine_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         pass
     assert caught.value.exit_code == 2
-    assert engine_version() is None
+    assert get_engine_version() is None
 
 
 def context(folder: Path, name: str, **endpoint: Any) -> Path:
@@ -177,7 +177,7 @@ def test_a_place_that_cannot_be_known(
 def test_a_loopback_port_of_an_engine_over_tcp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://gpubox:2376")
     with pytest.raises(HarnessError, match="publishes the server's port on 127.0.0.1") as caught:
-        reached(engine_location(), "127.0.0.1")
+        find_reachable_address(engine_location(), "127.0.0.1")
     assert "ssh://USER@HOST" in caught.value.next_step
     assert "`publish` to 0.0.0.0" in caught.value.next_step
 
@@ -193,6 +193,6 @@ def test_a_loopback_port_of_an_engine_over_tcp_is_refused(tmp_path: Path, monkey
     ],
 )
 def test_why_an_image_cannot_be_pulled(said: str, words: str) -> None:
-    error: HarnessError = docker_error("the image x", DockerException(said))
+    error: HarnessError = make_docker_error("the image x", DockerException(said))
     assert words in error.what
     assert error.next_step

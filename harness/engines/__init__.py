@@ -159,11 +159,11 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 @cache
 def engines() -> tuple[Engine, ...]:
     """Every server type, in the order of lists."""
-    found = [_read(path) for path in Path(__file__).parent.glob("*.yaml")]
+    found = [_read_engine(path) for path in Path(__file__).parent.glob("*.yaml")]
     return tuple(sorted(found, key=lambda engine: engine.place))
 
 
-def _read(path: Path) -> Engine:
+def _read_engine(path: Path) -> Engine:
     try:
         return msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER), Engine)
     except (yaml.YAMLError, msgspec.ValidationError) as error:
@@ -173,14 +173,14 @@ def _read(path: Path) -> Engine:
         ) from None
 
 
-def engine_of(template: str) -> Engine | None:
+def find_engine(template: str) -> Engine | None:
     """The server type of a template; None for one that no file names."""
     return next((engine for engine in engines() if template in engine.templates), None)
 
 
-def template_of(name: str) -> Template | None:
+def find_template(name: str) -> Template | None:
     """What is known of a template."""
-    engine = engine_of(name)
+    engine = find_engine(name)
     return None if engine is None else engine.templates[name]
 
 
@@ -190,18 +190,18 @@ def listed_names(model: str) -> set[str]:
     return {model, *without, *(model + engine.model_tag for engine in engines() if engine.model_tag)}
 
 
-def any_of(expressions: list[str]) -> re.Pattern[str]:
+def match_any(expressions: list[str]) -> re.Pattern[str]:
     """One expression for a whole text that is any of these; none matches nothing."""
     return re.compile(f"(?:{'|'.join(expressions) or '(?!)'})$")
 
 
 # The largest gpu_memory_utilization with which vLLM starts, exact on bytes. vLLM refuses to start when
 # `free < ceil(total * utilization)` (v1/worker/utils.py, request_memory; the same on the CPU).
-VLLM_DEFAULT = Decimal("0.92")  # since vLLM 0.20; a larger value is only taken when somebody asks for it
+VLLM_DEFAULT_UTILIZATION = Decimal("0.92")  # since vLLM 0.20; a larger value is only taken when somebody asks for it
 _STEP = Decimal("0.01")
 SEVERAL_GPUS_BYTES = 2 * GIB  # RCCL's buffers, allocated before vLLM looks
-HOST_BYTES = 4 * GIB  # left to the system where the GPU's memory is the host's
-_HALF_PRINTED = Decimal("0.005")  # GiB; vLLM prints them rounded to hundredths
+HOST_RESERVE_BYTES = 4 * GIB  # left to the system where the GPU's memory is the host's
+_MAX_ROUNDING_GIB = Decimal("0.005")  # GiB; vLLM prints them rounded to hundredths
 
 
 def vllm_accepts(free: int, total: int, utilization: Decimal) -> bool:
@@ -222,20 +222,20 @@ def safe_utilization(free: int, total: int, *, reserve: int, host_available: int
     """
     usable = min(free, total) - reserve
     if host_available is not None:
-        usable = min(usable, host_available - HOST_BYTES)
+        usable = min(usable, host_available - HOST_RESERVE_BYTES)
     if usable <= 0 or total <= 0:
         return None
-    found = min((Decimal(usable) / total).quantize(_STEP, ROUND_FLOOR), VLLM_DEFAULT)
+    found = min((Decimal(usable) / total).quantize(_STEP, ROUND_FLOOR), VLLM_DEFAULT_UTILIZATION)
     while found > 0 and not vllm_accepts(usable, total, found):
         found -= _STEP  # the nearest float may be above the decimal, and vLLM rounds the bytes up
     return found if found > 0 else None
 
 
-def safe_from_printed(free_gib: str | float, total_gib: str | float) -> Decimal | None:
+def safe_utilization_from_log(free_gib: str | float, total_gib: str | float) -> Decimal | None:
     """The same from the two numbers that vLLM prints, taken at the worse end of what was rounded to them.
 
     vLLM saw them itself, after its runtime had taken its share.
     """
-    total = math.ceil((Decimal(str(total_gib)) + _HALF_PRINTED) * GIB)
-    free = min(int((Decimal(str(free_gib)) - _HALF_PRINTED) * GIB), total)
+    total = math.ceil((Decimal(str(total_gib)) + _MAX_ROUNDING_GIB) * GIB)
+    free = min(int((Decimal(str(free_gib)) - _MAX_ROUNDING_GIB) * GIB), total)
     return safe_utilization(free, total, reserve=default_reserve(free))

@@ -21,14 +21,14 @@ from msgspec import Struct, field, structs
 from harness.engines import Log, engines
 from harness.failures.table import (
     RANKS,
-    SETTINGS,
+    SETTING_WORDS,
     Pattern,
     Phase,
     Severity,
-    cause_and_fix,
+    format_cause_and_fix,
+    parse_settings,
     patterns,
     rules_by_id,
-    settings_in,
 )
 from harness.files import open_file
 from harness.redact import masked, printable
@@ -36,7 +36,7 @@ from harness.redact import masked, printable
 BLOCK_BYTES = 1 << 18
 MAX_LINE_CHARS = 20_000  # a longer line is no sentence
 MAX_FINDINGS = 200  # different ones
-OFTEN = 100  # from then on a line that differs in its numbers only is counted without examining it
+FREQUENT = 100  # from then on a line that differs in its numbers only is counted without examining it
 MAX_SHAPES = 20_000  # remembered without a meaning: at most 10 MB
 SHOWN_CHARS = 500
 _DIGITS = re.compile(r"\d+")
@@ -94,10 +94,10 @@ _SERVERS = tuple(  # words of their logs; those that run another engine have its
 
 
 @cache
-def _telling_words() -> dict[bytes, set[bytes]]:
+def _trigger_words() -> dict[bytes, set[bytes]]:
     """What a line must contain to be examined, by how a shape has it: with zeros in place of digits."""
     words = [pattern.needle.encode() for pattern in patterns()]
-    words += [*_READY, *_FETCHED, *_STARTING, *_STOPPING, *_UNLOADING, *SETTINGS, *_RAISING]
+    words += [*_READY, *_FETCHED, *_STARTING, *_STOPPING, *_UNLOADING, *SETTING_WORDS, *_RAISING]
     found: dict[bytes, set[bytes]] = {}
     for word in words:
         found.setdefault(word.translate(_ZEROS), set()).add(word)
@@ -134,10 +134,10 @@ class Scanned(Struct, frozen=True, kw_only=True):
     server: str | None = None  # the server type that seems to have written the log
 
     def cause(self) -> Diagnosis | None:
-        return most_telling(self.findings)
+        return select_root_cause(self.findings)
 
 
-def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
+def select_root_cause(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     """Return the first finding of the highest rank, with its wrapper; None without any.
 
     No warning, and nothing that the server recovered from: it does not explain how the server ended. What was logged
@@ -162,17 +162,17 @@ def _rank(finding: Diagnosis) -> float:
 def scan(file: BinaryIO) -> Scanned:
     """Search a log."""
     search = _Search()
-    for block in _blocks(file):
+    for block in _read_blocks(file):
         search.feed(block)
     return search.result()
 
 
 def explain_message(message: str) -> Diagnosis | None:
     """Explain an API's error: `message` is `KIND: what it said`, as in a record."""
-    return _diagnosis(plain(message.replace("\n", " ").encode()), patterns(), {}, None)
+    return _match_line(strip_prefixes(message.replace("\n", " ").encode()), patterns(), {}, None)
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
+def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
     """The file in blocks of whole lines; an endless line comes in pieces, and needs no more memory."""
     rest = b""
     while block := file.read(BLOCK_BYTES):
@@ -193,7 +193,7 @@ class LogLine(NamedTuple):
     level: Level | None  # of the innermost program; None: not known
 
 
-def parsed(raw: bytes) -> LogLine:
+def parse_line(raw: bytes) -> LogLine:
     """The text and the level of a line, without control characters."""
     text = raw[:MAX_LINE_CHARS].decode("utf-8", "replace")
     if text.startswith('{"log":"'):  # a file of Docker's json-file driver
@@ -213,16 +213,16 @@ def parsed(raw: bytes) -> LogLine:
     return LogLine(text, level)
 
 
-def plain(raw: bytes) -> str:
+def strip_prefixes(raw: bytes) -> str:
     """The text of a line alone."""
-    return parsed(raw).text
+    return parse_line(raw).text
 
 
-def is_code(line: str, before: bytes = b"") -> bool:
+def is_traceback_code(line: str, before: bytes = b"") -> bool:
     """Whether a line is part of a traceback other than its exception: a frame, carets, or source after a frame."""
     if line[:1].isspace() and (_FRAME.match(line) or _CARETS.match(line)) or line.lstrip().startswith("raise "):
         return True
-    return line[:4].isspace() and _FRAME.match(plain(before)) is not None
+    return line[:4].isspace() and _FRAME.match(strip_prefixes(before)) is not None
 
 
 def _is_exception(line: str) -> bool:
@@ -271,12 +271,12 @@ class _Search:
         """The shapes that contain a word to examine, and those words."""
         fresh = shapes - self._dull
         text = b"\n".join(fresh)
-        found = [word for word in _telling_words() if word in text]
+        found = [word for word in _trigger_words() if word in text]
         if len(self._found) >= MAX_FINDINGS:  # a million different exceptions tell no more than so many
             found = [word for word in found if word not in _RAISING]
         telling = {shape for shape in fresh if any(word in shape for word in found)}
         self._ignore(fresh - telling)
-        return telling, {word for shape in found for word in _telling_words()[shape]}
+        return telling, {word for shape in found for word in _trigger_words()[shape]}
 
     def _ignore(self, shapes: set[bytes]) -> None:
         if len(self._dull) + len(shapes) > MAX_SHAPES:
@@ -286,13 +286,13 @@ class _Search:
     def result(self) -> Scanned:
         names = next((engine.log.names for engine in engines() if engine.title == self._server), {})
         found = [
-            structs.replace(finding, count=self._counts[key], fix=_renamed(finding.fix, names))
+            structs.replace(finding, count=self._counts[key], fix=_rename_variables(finding.fix, names))
             for key, finding in self._found.items()
         ]
         return Scanned(
             lines=self._lines,
             findings=sorted(found, key=lambda finding: finding.number or 0),
-            last=masked(plain(self._last).strip())[:SHOWN_CHARS],
+            last=masked(strip_prefixes(self._last).strip())[:SHOWN_CHARS],
             ready=self._ready,
             stopping=self._stopping,
             server=self._server,
@@ -304,14 +304,14 @@ class _Search:
             self._counts[key] += 1
             self._traceback = None
             return
-        line = parsed(raw)
+        line = parse_line(raw)
         if _QUOTED.search(line.text):
             self._ignore({shape})
             return
         self._follow(raw, line.text, number)
-        if is_code(line.text, before):
+        if is_traceback_code(line.text, before):
             return
-        finding = _diagnosis(line.text, maybe, self._settings, number)
+        finding = _match_line(line.text, maybe, self._settings, number)
         if finding is not None and line.level == "chatter" and finding.severity != "warning":
             finding = finding if rules_by_id()[finding.id].chatter else None
         if finding is None:
@@ -322,7 +322,7 @@ class _Search:
             self._keep(_unknown_exception(*self._logged, self._settings))
             self._logged = None
         key = self._keep(structs.replace(finding, hint=line.level == "warning"))
-        if key is not None and self._counts[key] >= OFTEN and finding.severity != "wrapper":
+        if key is not None and self._counts[key] >= FREQUENT and finding.severity != "wrapper":
             self._known[shape] = key
 
     def _follow(self, raw: bytes, line: str, number: int) -> None:
@@ -338,8 +338,8 @@ class _Search:
             self._recover(self._found)
         elif any(word in raw for word in _FETCHED):
             self._recover({key: one for key, one in self._found.items() if rules_by_id()[one.id].fetching})
-        if any(word in raw for word in SETTINGS):
-            self._settings |= settings_in(line)
+        if any(word in raw for word in SETTING_WORDS):
+            self._settings |= parse_settings(line)
 
     def _recover(self, findings: dict[tuple[str, str], Diagnosis]) -> None:
         self._found |= {key: structs.replace(one, recovered=True) for key, one in findings.items()}
@@ -374,7 +374,7 @@ class _Search:
         return key
 
 
-def _renamed(fix: str, names: dict[str, str]) -> str:
+def _rename_variables(fix: str, names: dict[str, str]) -> str:
     """A fix in the names of the server's own variables."""
     for name, own in names.items():
         fix = re.sub(rf"\b{name}\b", own, fix)
@@ -385,19 +385,19 @@ def _unknown_exception(line: str, number: int, settings: dict[str, Any]) -> Diag
     pattern = next(pattern for pattern in patterns() if pattern.rule.id == EXCEPTION_RULE)
     match = _RAISED.match(line)
     assert match is not None
-    return _explained(pattern, match, settings, number)
+    return _make_diagnosis(pattern, match, settings, number)
 
 
-def _diagnosis(line: str, maybe: Sequence[Pattern], settings: dict[str, Any], number: int | None) -> Diagnosis | None:
+def _match_line(line: str, maybe: Sequence[Pattern], settings: dict[str, Any], number: int | None) -> Diagnosis | None:
     for pattern in maybe:
         if pattern.needle in line and (match := pattern.regex.search(line)) is not None:
-            return _explained(pattern, match, settings, number)
+            return _make_diagnosis(pattern, match, settings, number)
     return None
 
 
-def _explained(pattern: Pattern, match: re.Match[str], settings: dict[str, Any], number: int | None) -> Diagnosis:
+def _make_diagnosis(pattern: Pattern, match: re.Match[str], settings: dict[str, Any], number: int | None) -> Diagnosis:
     rule = pattern.rule
-    cause, fix = cause_and_fix(rule, match, settings)
+    cause, fix = format_cause_and_fix(rule, match, settings)
     line = masked(match.string)
     shown = line.strip()
     if len(shown) > SHOWN_CHARS:  # the part around the match
@@ -417,7 +417,7 @@ def _explained(pattern: Pattern, match: re.Match[str], settings: dict[str, Any],
     )
 
 
-class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ExitState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a server ended, as its supervisor tells."""
 
     exit_code: int | None = None
@@ -425,23 +425,23 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     error: str = ""  # what the Docker Engine said when it could not start the container, or an API's error
 
 
-def explain(log: str | Path, state: State = State()) -> Diagnosis | None:  # noqa: B008 - a frozen value
+def explain(log: str | Path, state: ExitState = ExitState()) -> Diagnosis | None:  # noqa: B008 - a frozen value
     """The most telling known cause, or None. `log`: its text, or its file.
 
     A kill for memory comes first, then a cause in `state.error`, then the log: its first known cause, whatever wrappers
     such as "Engine core initialization failed" say around it. An exit code is asked where the log says nothing better.
     """
     scanned = scan_text(log)
-    ended = _ended(state, scanned.last)
+    ended = _explain_exit(state, scanned.last)
     if state.oom_killed and ended is not None:
         return ended
     said = [structs.replace(failure, number=None) for failure in scan_text(state.error).findings]
     if any(failure.severity == "cause" for failure in said):
-        return most_telling(said)
+        return select_root_cause(said)
     found = scanned.findings
     if state.exit_code is not None:  # a server does not end because it refused a request
         found = [failure for failure in found if failure.severity != "request"]
-    return most_telling([*found, *said, *([ended] if ended is not None else [])])
+    return select_root_cause([*found, *said, *([ended] if ended is not None else [])])
 
 
 def scan_text(log: str | Path) -> Scanned:
@@ -452,7 +452,7 @@ def scan_text(log: str | Path) -> Scanned:
     return scan(io.BytesIO(log.encode("utf-8", "replace")))
 
 
-def _ended(state: State, last_line: str) -> Diagnosis | None:
+def _explain_exit(state: ExitState, last_line: str) -> Diagnosis | None:
     """What an exit code alone says, with the last line of the log."""
     code = state.exit_code
     if code is None and not state.oom_killed:
@@ -462,10 +462,10 @@ def _ended(state: State, last_line: str) -> Diagnosis | None:
     return None if failure is None else structs.replace(failure, line=last_line, number=None)
 
 
-FIRST = 5  # requests, warm-up included
+FIRST_REQUESTS = 5  # requests, warm-up included
 
 
-def mistake_of(first: Sequence[str | None]) -> Diagnosis | None:
+def find_scenario_mistake(first: Sequence[str | None]) -> Diagnosis | None:
     """The mistake that failed the first requests and will fail the rest as well; None: others may succeed.
 
     `first`: the kind of error and the message of each, as `http: status 404: ...`; None of one that did not fail.
@@ -476,7 +476,7 @@ def mistake_of(first: Sequence[str | None]) -> Diagnosis | None:
 
 
 MAX_MESSAGES = 100  # different ones that are kept apart
-_OTHERS = "other messages"
+_OTHER_MESSAGES = "other messages"
 
 
 class ErrorMessages(Struct):
@@ -496,7 +496,7 @@ class ErrorMessages(Struct):
 
     def _add(self, key: tuple[str, str], example: str, count: int) -> None:
         if key not in self.counts and len(self.counts) >= MAX_MESSAGES:
-            key, example = (key[0], _OTHERS), _OTHERS
+            key, example = (key[0], _OTHER_MESSAGES), _OTHER_MESSAGES
         self.counts[key] += count
         self.examples.setdefault(key, example)
 
@@ -512,7 +512,7 @@ class FailureGroup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fix: str | None = None
 
 
-def grouped(said: ErrorMessages) -> list[FailureGroup]:
+def group_failures(said: ErrorMessages) -> list[FailureGroup]:
     """The groups, the most frequent first. What has the same cause is one, whatever numbers it said."""
     groups: dict[tuple[str, str], FailureGroup] = {}
     for (kind, text), count in said.counts.most_common():

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from harness.engines import engines, safe_from_printed
+from harness.engines import engines, safe_utilization_from_log
 from harness.redact import masked
 
 # Files in the order of preference for one line; within a file the first row that matches decides.
@@ -82,7 +82,7 @@ class RemovedFlag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 def rules() -> tuple[Rule, ...]:
     """Every row."""
     of_engines = [row for engine in engines() for row in engine.failures]
-    rows = [row for name in FILES for row in (of_engines if name == "*" else _read(f"table/{name}.yaml"))]
+    rows = [row for name in FILES for row in (of_engines if name == "*" else _read_yaml(f"table/{name}.yaml"))]
     return tuple(msgspec.convert(rows, list[Rule]))
 
 
@@ -95,36 +95,36 @@ def rules_by_id() -> dict[str, Rule]:
 def patterns() -> tuple[Pattern, ...]:
     """Every expression, in the order of preference: a line such as "load failed: REASON" is explained by its reason."""
     return tuple(
-        Pattern(rule, needle, re.compile(_bounded(regex)))
+        Pattern(rule, needle, re.compile(_limit_wildcards(regex)))
         for rule in sorted(rules(), key=lambda rule: rule.severity in ("wrapper", "exception"))
         for entry in rule.match
         for needle, regex in ([(entry, re.escape(entry))] if isinstance(entry, str) else entry.items())
     )
 
 
-def _bounded(regex: str) -> str:
+def _limit_wildcards(regex: str) -> str:
     """Limit `.*` inside an expression: on a line that repeats the words before it, it takes quadratic time."""
     return re.sub(r"(?<!\\)\.\*(?!\)?$)", ".{0,1000}", regex)
 
 
 @cache
 def replacements() -> Replacements:
-    return msgspec.convert(_read("gone.yaml"), Replacements)
+    return msgspec.convert(_read_yaml("gone.yaml"), Replacements)
 
 
 @cache
 def removed_flags() -> dict[str, RemovedFlag]:
     """removed_flags.yaml, by flag."""
-    return {row.flag: row for row in msgspec.convert(_read("removed_flags.yaml"), list[RemovedFlag])}
+    return {row.flag: row for row in msgspec.convert(_read_yaml("removed_flags.yaml"), list[RemovedFlag])}
 
 
-def _read(name: str) -> Any:
+def _read_yaml(name: str) -> Any:
     return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
 WORKING_SEQUENCES = 64  # a sampler's warm-up with so many is small next to any model's weights
 MIN_CACHE_GIB = 1.0  # where no message says what is needed: with less a server runs almost no request
-IN_PIECES = (
+FRAGMENTED_MEMORY = (
     "as much was free as was asked for, so the memory is in pieces: set PYTORCH_HIP_ALLOC_CONF="
     "expandable_segments:True in `environment` (PyTorch 2.11 or newer; not where the start hangs with it), or "
 )
@@ -135,7 +135,7 @@ MAX_GPUS = 10_000
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ARGUMENTS = re.compile(r"non-default args: (\{.*\})")
 # What vLLM prints of its memory settings, in GiB: plain words of the line, and an expression.
-_SETTINGS = {
+_MEMORY_SETTINGS = {
     "--gpu-memory-utilization": r"--gpu-memory-utilization[= '\",]+(?P<gpu_memory_utilization>\d+(?:\.\d+)?|\.\d+)",
     "--gpu_memory_utilization": r"--gpu_memory_utilization[= '\",]+(?P<gpu_memory_utilization>\d+(?:\.\d+)?|\.\d+)",
     "Available KV cache memory: ": r"Available KV cache memory: (?P<kv_gib>-?\d+(?:\.\d+)?) GiB",
@@ -145,10 +145,10 @@ _SETTINGS = {
     "Requested memory: ": r"Initial free memory: (?P<free_gib>\d+(?:\.\d+)?) GiB; "
     r"Requested memory: (?P<gpu_memory_utilization>\d+(?:\.\d+)?) \(util\), (?P<wanted_gib>\d+(?:\.\d+)?) GiB",
 }
-SETTINGS = tuple(word.encode() for word in ("non-default args: ", *_SETTINGS))
+SETTING_WORDS = tuple(word.encode() for word in ("non-default args: ", *_MEMORY_SETTINGS))
 
 
-def settings_in(line: str) -> dict[str, Any]:
+def parse_settings(line: str) -> dict[str, Any]:
     """The arguments that a line of vLLM's or Lemonade's log names."""
     if (printed := _ARGUMENTS.search(line)) is not None:
         try:
@@ -157,7 +157,7 @@ def settings_in(line: str) -> dict[str, Any]:
             return {}
         return arguments if isinstance(arguments, dict) else {}
     found: dict[str, Any] = {}
-    for word, regex in _SETTINGS.items():
+    for word, regex in _MEMORY_SETTINGS.items():
         if word in line and (match := re.search(regex, line)) is not None:
             found |= match.groupdict()
     if "wanted_gib" in found and (share := float(found["gpu_memory_utilization"])) > 0:
@@ -165,17 +165,17 @@ def settings_in(line: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if abs(float(value)) < MAX_NUMBER}
 
 
-def cause_and_fix(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
+def format_cause_and_fix(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
     """Cause and fix of a row for a matching line. `settings`: the server's arguments that the log named before."""
     groups = {name: masked((value or "").strip()) for name, value in match.groupdict().items()}
-    values = _used(settings) | _computed(rule, groups) | _replaced(groups)
+    values = _utilization_values(settings) | _compute_values(rule, groups) | _replacement_advice(groups)
     values |= {name: value[:MAX_VALUE_CHARS] for name, value in groups.items() if value}
-    values |= _raised_share(rule, groups, settings)
+    values |= _raised_utilization(rule, groups, settings)
     hopeless = rule.hopeless and "" in (values.get("safe"), values.get("raised"))
-    return _fill(rule.cause, values), _fill(rule.hopeless if hopeless else rule.fix, values)
+    return _fill_placeholders(rule.cause, values), _fill_placeholders(rule.hopeless if hopeless else rule.fix, values)
 
 
-def _used(settings: Mapping[str, Any]) -> dict[str, str]:
+def _utilization_values(settings: Mapping[str, Any]) -> dict[str, str]:
     try:
         used = float(settings["gpu_memory_utilization"])
     except (KeyError, TypeError, ValueError):
@@ -183,7 +183,7 @@ def _used(settings: Mapping[str, Any]) -> dict[str, str]:
     return {"used": f"{used:g}", "lower": f"{max(0.0, used - STEP):.2f}"}
 
 
-def _raised_share(rule: Rule, groups: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
+def _raised_utilization(rule: Rule, groups: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
     """The gpu_memory_utilization that gives the KV cache what it lacks; empty where none does."""
     if rule.id not in ("mem.no_cache_blocks", "mem.kv_lt_one_request"):
         return {}
@@ -199,20 +199,20 @@ def _raised_share(rule: Rule, groups: Mapping[str, str], settings: Mapping[str, 
     return {"raised": f"{raised:g}" if raised <= max_share else "", "lacking": f"{need - have:.2f}"}
 
 
-def _computed(rule: Rule, groups: Mapping[str, str]) -> dict[str, str]:
+def _compute_values(rule: Rule, groups: Mapping[str, str]) -> dict[str, str]:
     """What the row asks for and the line does not have."""
     number = {name: float(value) for name, value in groups.items() if re.fullmatch(r"-?\d+(?:\.\d+)?", value)}
     number = {name: value for name, value in number.items() if abs(value) < MAX_NUMBER}
     found: dict[str, str] = {}
     if {"free", "total", "util"} <= number.keys():
-        found["safe"] = f"{safe_from_printed(groups['free'], groups['total']) or ''}"
+        found["safe"] = f"{safe_utilization_from_log(groups['free'], groups['total']) or ''}"
     if {"need", "have", "len"} <= number.keys():  # GiB and tokens: a KV cache grows with the length
         found["more"] = f"{max(0.01, math.ceil((number['need'] - number['have']) * 100) / 100):.2f}"
         if number["need"] > 0:  # in blocks of 16 tokens; the printed GiB are rounded
             tokens = number["len"] * max(0.0, number["have"] - 0.005) / (number["need"] + 0.005)
             found["max"] = f"{math.floor(tokens / 16) * 16}"
-    if rule.id == "mem.hip_oom" and 0 < _size(groups.get("want", "")) <= _size(groups.get("free", "")):
-        found["pieces"] = IN_PIECES
+    if rule.id == "mem.hip_oom" and 0 < _parse_size(groups.get("want", "")) <= _parse_size(groups.get("free", "")):
+        found["pieces"] = FRAGMENTED_MEMORY
     if {"heads", "size"} <= number.keys():
         heads, size = int(number["heads"]), int(number["size"])
         found["divisor"] = f"{max((n for n in range(1, min(size, MAX_GPUS)) if heads % n == 0), default=1)}"
@@ -227,13 +227,13 @@ def _computed(rule: Rule, groups: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _size(text: str) -> float:
+def _parse_size(text: str) -> float:
     """Bytes of a text such as "1.50 GiB"; 0 without a unit."""
     number, _, unit = text.partition(" ")
     return float(number) * _UNITS[unit] if unit in _UNITS else 0.0
 
 
-def _replaced(groups: Mapping[str, str]) -> dict[str, str]:
+def _replacement_advice(groups: Mapping[str, str]) -> dict[str, str]:
     """Advice for arguments and variables that a server does not know (any more)."""
     known, removed = replacements(), removed_flags()
     found: dict[str, str] = {}
@@ -253,7 +253,7 @@ _NAME = re.compile(r"(?<!\$)\{([a-z]+)\}")
 _REMARK = re.compile(r" \([^()]*(?<!\$)\{[a-z]+\}[^()]*\)")
 
 
-def _fill(text: str, values: Mapping[str, str]) -> str:
+def _fill_placeholders(text: str, values: Mapping[str, str]) -> str:
     """`text` with its {names} filled in; a remark in parentheses whose value is not known is left out."""
 
     def remark(match: re.Match[str]) -> str:

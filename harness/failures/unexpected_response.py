@@ -38,7 +38,7 @@ class SentKey(NamedTuple):
     given: str = "as 'api_key_env' in the scenario"  # how a person names that variable
 
 
-def decoded(raw: bytes | str) -> Any:
+def decode_json(raw: bytes | str) -> Any:
     """The JSON value in `raw`. Raises ValueError, also where it is nested too deeply."""
     try:
         return msgspec.json.decode(raw)
@@ -46,10 +46,10 @@ def decoded(raw: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def model_ids(raw: bytes) -> list[str]:
+def parse_model_ids(raw: bytes) -> list[str]:
     """The models that an answer to GET /v1/models lists. Raises ValueError for anything else than such a list."""
     try:
-        ids = [entry["id"] for entry in decoded(raw)["data"]]
+        ids = [entry["id"] for entry in decode_json(raw)["data"]]
     except (KeyError, TypeError):
         raise ValueError("not a list of models") from None
     if not all(isinstance(one, str) and 0 < len(one) <= _MAX_ID for one in ids):
@@ -57,13 +57,13 @@ def model_ids(raw: bytes) -> list[str]:
     return ids
 
 
-Words = tuple[str, str]  # what is wrong, and what to do next
+Advice = tuple[str, str]  # what is wrong, and what to do next
 
 
-def explained(got: HttpResponse, base: str, key: SentKey) -> Words | None:
+def explain_response(got: HttpResponse, base: str, key: SentKey) -> Advice | None:
     """Explain a response of a server that refuses access, or is not the intended one; None: neither."""
     if got.status in (401, 403):
-        return _no_entry(got, base, key)
+        return _explain_denied_access(got, base, key)
     if got.status in _REDIRECTS and "location" in got.headers:
         target = got.headers["location"]
         with suppress(ValueError):  # it is no address
@@ -80,15 +80,15 @@ def explained(got: HttpResponse, base: str, key: SentKey) -> Words | None:
     return None
 
 
-def status_in_words(got: HttpResponse) -> str:
-    return f"{got.url} answers HTTP {got.status}: {message(got.body)}"
+def describe_status(got: HttpResponse) -> str:
+    return f"{got.url} answers HTTP {got.status}: {error_message(got.body)}"
 
 
-def unlike(got: HttpResponse, what: str) -> str:
+def describe_mismatch(got: HttpResponse, what: str) -> str:
     return f"{got.url} answers with something that is not {what}"
 
 
-def secret_model(base: str) -> Words:
+def explain_secret_model(base: str) -> Advice:
     """Of a server whose model has a known secret in its name."""
     return (
         f"{base}: the id of its model has the API key in it, which may not be recorded",
@@ -96,16 +96,16 @@ def secret_model(base: str) -> Words:
     )
 
 
-def message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """What an API says of an error, without what looks like a secret."""
     try:
-        error = decoded(body)["error"]
+        error = decode_json(body)["error"]
         return masked(str(error["message"] if isinstance(error, dict) else error)[:_SEARCHED_CHARS])[:300]
     except (ValueError, KeyError, TypeError, RecursionError):
         return masked(body.decode(errors="replace")[:_SEARCHED_CHARS])[:200].strip() or "no text"
 
 
-def _no_entry(got: HttpResponse, base: str, key: SentKey) -> Words:
+def _explain_denied_access(got: HttpResponse, base: str, key: SentKey) -> Advice:
     if key.sent:
         which = f"the key in {key.name}" if key.name else "the API key"
         return (

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from msgspec import Struct
 
-from harness.machine.gpus import text
+from harness.machine.gpus import read_sysfs
 from harness.rundir.records import append_sample
 from harness.rundir.samples import ContainerSample, GpuSample, HostSample, TelemetrySample
 
@@ -61,7 +61,7 @@ def find_files(root: Path, container: list[str] | None = None) -> list[str]:
     drm = root / "sys/class/drm"
     for node in sorted(drm.glob("renderD*"), key=lambda path: path.name):
         device = node / "device"
-        if text(device / "vendor") != AMD:
+        if read_sysfs(device / "vendor") != AMD:
             continue
         paths = [device / name for name in GPU_FILES]
         paths += [sensor / name for sensor in sorted(device.glob("hwmon/hwmon*")) for name in SENSORS]
@@ -80,7 +80,7 @@ def cgroup_files(root: Path, pid: int, container: str) -> list[str]:
     Empty when that process is not the container's: then its engine is on another machine, or this is a container too.
     """
     found = []
-    for line in (text(root / f"proc/{pid}/cgroup") or "").splitlines():
+    for line in (read_sysfs(root / f"proc/{pid}/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if container not in path:
             continue
@@ -93,7 +93,9 @@ def cgroup_files(root: Path, pid: int, container: str) -> list[str]:
     return list(unique.values())
 
 
-def readings_each(read: Callable[[], HostReading | None], interval_s: float, enough: Event) -> Iterator[HostReading]:
+def read_periodically(
+    read: Callable[[], HostReading | None], interval_s: float, enough: Event
+) -> Iterator[HostReading]:
     """Read now, at each interval, and once more when there is `enough`."""
     due = time.monotonic()
     last = False
@@ -104,7 +106,7 @@ def readings_each(read: Callable[[], HostReading | None], interval_s: float, eno
         due = max(due + interval_s, time.monotonic())  # after a slow reading do not catch up
 
 
-def read_now(root: Path, paths: list[str]) -> HostReading:
+def read_files(root: Path, paths: list[str]) -> HostReading:
     """The content of the readable files."""
     wall_s, clock_s = time.time(), time.monotonic()
     files = {}
@@ -125,20 +127,22 @@ def read_now(root: Path, paths: list[str]) -> HostReading:
 # revision for two layouts, so the table's size must be right as well; revision 1.9 describes its own layout. Nothing
 # else is decoded: what is also a file of its own is read there.
 # What of a GPU can be limited, by bit of the ASIC independent status (SMU_THROTTLER_* in the kernel's amdgpu_smu.h).
-_BITS = {"power": range(0, 16), "current": range(16, 32), "heat": range(32, 46), "prochot": range(46, 48)}
+_LIMIT_BITS = {"power": range(0, 16), "current": range(16, 32), "heat": range(32, 46), "prochot": range(46, 48)}
 _ENERGY_UNIT_J = 2.0**-16
 
 # (format, content, size of the table) -> offset of the 64-bit status.
-_STATUS = {(1, 3, 120): 112, (2, 2, 128): 120, (2, 3, 152): 120, (2, 4, 168): 120}
+_STATUS_OFFSETS = {(1, 3, 120): 112, (2, 2, 128): 120, (2, 3, 152): 120, (2, 4, 168): 120}
 # -> offset of the 64-bit energy counter. In earlier revisions its unit is unknown.
-_ENERGY = {(1, 4, 288): 24, (1, 5, 360): 88, (1, 6, 384): 88, (1, 6, 1664): 16, (1, 7, 2208): 24} | {
+_ENERGY_OFFSETS = {(1, 4, 288): 24, (1, 5, 360): 88, (1, 6, 384): 88, (1, 6, 1664): 16, (1, 7, 2208): 24} | {
     (1, 8, size): 24 for size in (3360, 3872)
 }
 # -> offset of a counter of cycles and, right after it, of those in which the GPU was throttled (_INSTINCT).
-_RESIDENCIES = {(1, 6, 384): 104, (1, 6, 1664): 32, (1, 7, 2208): 40} | {(1, 8, size): 40 for size in (3360, 3872)}
-_INSTINCT = ("prochot", "power", "heat", "heat", "heat")  # socket, voltage regulator, memory
+_RESIDENCY_OFFSETS = {(1, 6, 384): 104, (1, 6, 1664): 32, (1, 7, 2208): 40} | {
+    (1, 8, size): 40 for size in (3360, 3872)
+}
+_INSTINCT_KINDS = ("prochot", "power", "heat", "heat", "heat")  # socket, voltage regulator, memory
 # APUs count the throttled time, in an unknown unit and without a counter of all time.
-_APU = {(3, 0, 264): 228}
+_APU_OFFSETS = {(3, 0, 264): 228}
 _APU_KINDS = ("prochot", "power", "power", "power", "heat", "heat", "heat")  # SPL, fast and slow PPT; core, gfx, soc
 # Revision 1.9 (struct gpu_metrics_v1_9): a count of attributes; of each an encoding and its values, without padding.
 _ATTRIBUTES = (1, 9)
@@ -158,7 +162,7 @@ class GpuMetrics(Struct, frozen=True, kw_only=True):
     energy_j: float | None = None  # since an unknown moment
 
 
-def parse_table(raw: bytes) -> GpuMetrics | None:
+def parse_gpu_metrics(raw: bytes) -> GpuMetrics | None:
     """Read the table; None for an unknown revision or size. An empty field is None."""
     if len(raw) < 4:
         return None
@@ -166,21 +170,21 @@ def parse_table(raw: bytes) -> GpuMetrics | None:
     if (form, content) == _ATTRIBUTES and len(raw) >= size:
         return _from_attributes(raw[:size])
     key = (form, content, size)
-    if len(raw) < size or not (key in _STATUS or key in _ENERGY or key in _APU):
+    if len(raw) < size or not (key in _STATUS_OFFSETS or key in _ENERGY_OFFSETS or key in _APU_OFFSETS):
         return None
     now = counters = cycles = energy = None
     kinds: tuple[str, ...] = ()
-    if key in _STATUS:
-        now = _limits(struct.unpack_from("<Q", raw, _STATUS[key])[0])
-    if key in _RESIDENCIES:
-        kinds = _INSTINCT
-        cycles, *found = struct.unpack_from("<6I", raw, _RESIDENCIES[key])
+    if key in _STATUS_OFFSETS:
+        now = _parse_status(struct.unpack_from("<Q", raw, _STATUS_OFFSETS[key])[0])
+    if key in _RESIDENCY_OFFSETS:
+        kinds = _INSTINCT_KINDS
+        cycles, *found = struct.unpack_from("<6I", raw, _RESIDENCY_OFFSETS[key])
         counters = tuple(found)
-    if key in _APU:
+    if key in _APU_OFFSETS:
         kinds = _APU_KINDS
-        counters = struct.unpack_from("<7I", raw, _APU[key])
-    if key in _ENERGY:
-        energy = struct.unpack_from("<Q", raw, _ENERGY[key])[0]
+        counters = struct.unpack_from("<7I", raw, _APU_OFFSETS[key])
+    if key in _ENERGY_OFFSETS:
+        energy = struct.unpack_from("<Q", raw, _ENERGY_OFFSETS[key])[0]
     empty = counters is None or 0xFFFFFFFF in (*counters, cycles)  # the driver first fills a table with ones
     return GpuMetrics(
         now=now,
@@ -213,17 +217,17 @@ def _from_attributes(raw: bytes) -> GpuMetrics | None:
         return None
     cycles, *residencies = (counters.get(number) for number in _RESIDENCY_IDS)
     found = tuple(value for value in residencies if value is not None)
-    full = cycles is not None and len(found) == len(_INSTINCT)
+    full = cycles is not None and len(found) == len(_INSTINCT_KINDS)
     energy = counters.get(_ENERGY_ID)
     return GpuMetrics(
         counters=found if full else None,
-        kinds=_INSTINCT if full else (),
+        kinds=_INSTINCT_KINDS if full else (),
         cycles=cycles if full else None,
         energy_j=None if energy is None else energy * _ENERGY_UNIT_J,
     )
 
 
-def held_back(before: GpuMetrics | None, table: GpuMetrics) -> dict[str, float] | None:
+def compute_throttling(before: GpuMetrics | None, table: GpuMetrics) -> dict[str, float] | None:
     """The share of the time between two tables in which each kind of limit throttled the GPU; {}: none.
 
     A status counts for the whole time. So does a counter of unknown unit that has moved: then it is an upper bound.
@@ -245,10 +249,10 @@ def held_back(before: GpuMetrics | None, table: GpuMetrics) -> dict[str, float] 
     return share
 
 
-def _limits(status: int) -> frozenset[str] | None:
+def _parse_status(status: int) -> frozenset[str] | None:
     if status == 2**64 - 1:
         return None
-    return frozenset(kind for kind, bits in _BITS.items() if any(status >> bit & 1 for bit in bits))
+    return frozenset(kind for kind, bits in _LIMIT_BITS.items() if any(status >> bit & 1 for bit in bits))
 
 
 class Meter:
@@ -280,23 +284,23 @@ class Meter:
         return gpus, self._host(files, rated), self._container(own, passed_s, rated)
 
     def _gpu(self, name: str, files: Mapping[str, bytes]) -> GpuSample:
-        table = parse_table(files.get("gpu_metrics", b""))
-        held = None if table is None else held_back(self._tables.get(name), table)
+        table = parse_gpu_metrics(files.get("gpu_metrics", b""))
+        held = None if table is None else compute_throttling(self._tables.get(name), table)
         self._tables.pop(name, None)
         if table is not None:
             self._tables[name] = table
-        counter = _within(_scaled(files.get("energy1_input"), 1e-6), math.inf)
-        power = _within(_scaled(files.get("power1_average"), 1e-6), MAX_W)
+        counter = _reject_above(_parse_scaled(files.get("energy1_input"), 1e-6), math.inf)
+        power = _reject_above(_parse_scaled(files.get("power1_average"), 1e-6), MAX_W)
         return GpuSample(
-            busy_percent=_within(_scaled(files.get("gpu_busy_percent")), 100),
-            memory_busy_percent=_within(_scaled(files.get("mem_busy_percent")), 100),
-            vram_used_bytes=_size(files.get("mem_info_vram_used")),
-            gtt_used_bytes=_size(files.get("mem_info_gtt_used")),
-            power_w=_within(_scaled(files.get("power1_input"), 1e-6), MAX_W) if power is None else power,
+            busy_percent=_reject_above(_parse_scaled(files.get("gpu_busy_percent")), 100),
+            memory_busy_percent=_reject_above(_parse_scaled(files.get("mem_busy_percent")), 100),
+            vram_used_bytes=_parse_size(files.get("mem_info_vram_used")),
+            gtt_used_bytes=_parse_size(files.get("mem_info_gtt_used")),
+            power_w=_reject_above(_parse_scaled(files.get("power1_input"), 1e-6), MAX_W) if power is None else power,
             package="board_info" not in files,  # which only discrete cards have
-            temperatures_c=_temperatures(files),
-            clock_mhz=_clock(files, "freq1_input", "pp_dpm_sclk"),
-            memory_clock_mhz=_clock(files, "freq2_input", "pp_dpm_mclk"),
+            temperatures_c=_parse_temperatures(files),
+            clock_mhz=_parse_clock(files, "freq1_input", "pp_dpm_sclk"),
+            memory_clock_mhz=_parse_clock(files, "freq2_input", "pp_dpm_mclk"),
             held_back=held,
             energy_j=table.energy_j if counter is None and table is not None else counter,
         )
@@ -310,80 +314,80 @@ class Meter:
             if self._cpu is not None and now[0] > self._cpu[0]:
                 busy = max(0.0, (now[1] - self._cpu[1]) / (now[0] - self._cpu[0]))
             self._cpu = now
-        available = _field(files.get("proc/meminfo", b""), b"MemAvailable:")
+        available = _find_field(files.get("proc/meminfo", b""), b"MemAvailable:")
         if busy is None and available is None:
             return None
         return HostSample(cpu_busy=busy, memory_available_bytes=None if available is None else available * 1024)
 
     def _container(self, files: Mapping[str, bytes], passed_s: float | None, rated: bool) -> ContainerSample | None:
-        micro, nano = _field(files.get("cpu.stat", b""), b"usage_usec"), _whole(files.get("cpuacct.usage"))
+        micro, nano = _find_field(files.get("cpu.stat", b""), b"usage_usec"), _parse_int(files.get("cpuacct.usage"))
         used_s = micro * 1e-6 if micro is not None else None if nano is None else nano * 1e-9
         cores = None
         if rated:
             if used_s is not None and self._used_s is not None and passed_s:
                 cores = max(0.0, (used_s - self._used_s) / passed_s)
             self._used_s = used_s
-        memory = _size(files.get("memory.current", files.get("memory.usage_in_bytes")))
+        memory = _parse_size(files.get("memory.current", files.get("memory.usage_in_bytes")))
         if memory is not None:
             statistics = files.get("memory.stat", b"")
-            cache = _field(statistics, b"total_inactive_file")
-            cache = _field(statistics, b"inactive_file") if cache is None else cache
+            cache = _find_field(statistics, b"total_inactive_file")
+            cache = _find_field(statistics, b"inactive_file") if cache is None else cache
             memory = max(0, memory - (cache or 0))
-        overflows = _listen_overflows(files.get("netstat", b""))
+        overflows = _parse_listen_overflows(files.get("netstat", b""))
         if cores is None and memory is None and overflows is None:
             return None
         return ContainerSample(cpu_cores=cores, memory_bytes=memory, listen_overflows=overflows)
 
 
-def _temperatures(files: Mapping[str, bytes]) -> dict[str, float]:
+def _parse_temperatures(files: Mapping[str, bytes]) -> dict[str, float]:
     found = {}
     for number in (1, 2, 3):
-        value = _scaled(files.get(f"temp{number}_input"), 1e-3)
+        value = _parse_scaled(files.get(f"temp{number}_input"), 1e-3)
         if value is not None:
             label = files.get(f"temp{number}_label", b"").decode(errors="replace").strip()
             found[label or f"temp{number}"] = value
     return found
 
 
-def _clock(files: Mapping[str, bytes], frequency: str, levels: str) -> float | None:
-    hertz = _scaled(files.get(frequency), 1e-6)
+def _parse_clock(files: Mapping[str, bytes], frequency: str, levels: str) -> float | None:
+    hertz = _parse_scaled(files.get(frequency), 1e-6)
     if hertz is not None:
         return hertz
     match = _CURRENT_CLOCK.search(files.get(levels, b""))
     return float(match[1]) if match else None
 
 
-def _listen_overflows(netstat: bytes) -> int | None:
+def _parse_listen_overflows(netstat: bytes) -> int | None:
     """Return how many connections a network namespace has refused since its start because listen queues were full."""
     rows = [line.split() for line in netstat.splitlines() if line.startswith(b"TcpExt:")]
-    return _whole(dict(zip(*rows, strict=False)).get(b"ListenOverflows")) if len(rows) == 2 else None
+    return _parse_int(dict(zip(*rows, strict=False)).get(b"ListenOverflows")) if len(rows) == 2 else None
 
 
-def _field(content: bytes, name: bytes) -> int | None:
+def _find_field(content: bytes, name: bytes) -> int | None:
     """The number after its name, in a file of such lines."""
     for line in content.splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name:
-            return _whole(words[1])
+            return _parse_int(words[1])
     return None
 
 
-def _scaled(content: bytes | None, factor: float = 1.0) -> float | None:
-    value = _whole(content)
+def _parse_scaled(content: bytes | None, factor: float = 1.0) -> float | None:
+    value = _parse_int(content)
     return None if value is None else round(value * factor, 6)
 
 
-def _within(value: float | None, maximum: float) -> float | None:
+def _reject_above(value: float | None, maximum: float) -> float | None:
     """Return None for an impossible value of a driver, such as a counter read as signed."""
     return value if value is not None and 0 <= value <= maximum else None
 
 
-def _size(content: bytes | None) -> int | None:
-    value = _whole(content)
+def _parse_size(content: bytes | None) -> int | None:
+    value = _parse_int(content)
     return value if value is not None and 0 <= value < MAX_BYTES else None
 
 
-def _whole(content: bytes | None) -> int | None:
+def _parse_int(content: bytes | None) -> int | None:
     try:
         return None if content is None else int(content)
     except ValueError:
@@ -392,20 +396,20 @@ def _whole(content: bytes | None) -> int | None:
 
 ROOT_VARIABLE = "AMD_LLM_LOAD_TELEMETRY_ROOT"  # instead of /, for tests on trees of files
 INTERVAL_S = 1.0
-LONGEST_END_S = 3.0  # a hanging driver must not delay the run
+MAX_STOP_S = 3.0  # a hanging driver must not delay the run
 
 Source = Callable[[threading.Event], Iterator[HostReading]]  # readings until there is enough
 
 
-def root() -> Path:
+def telemetry_root() -> Path:
     """The folder of /sys and /proc."""
     return Path(os.environ.get(ROOT_VARIABLE) or "/")
 
 
 def local_source(container: list[str] | None = None, interval_s: float = INTERVAL_S) -> Source:
     """This machine's files; `container`: those of the control group of the server's container."""
-    here = root()
-    return partial(readings_each, partial(read_now, here, find_files(here, container)), interval_s)
+    here = telemetry_root()
+    return partial(read_periodically, partial(read_files, here, find_files(here, container)), interval_s)
 
 
 class Sampler:
@@ -430,7 +434,7 @@ class Sampler:
     ) -> None:
         self._enough.set()
         if self._thread.is_alive():
-            self._thread.join(LONGEST_END_S)
+            self._thread.join(MAX_STOP_S)
 
     def _keep_sampling(self) -> None:
         assert self._source is not None

@@ -88,7 +88,7 @@ class LoadCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fetch: "LoadCall | None" = None  # sent first where the answer is 404: it makes the server get the model
 
 
-class Managed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LemonadeSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What Lemonade is to serve: it listens without a model, and is asked to install, download and load."""
 
     model: str  # with its prefix, as in user.NAME
@@ -110,7 +110,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     offline: bool = False  # a job over a cell's requests, no API
     version: str = "/version"  # where it tells its version
     load: LoadCall | None = None
-    lemonade: Managed | None = None
+    lemonade: LemonadeSettings | None = None
     vllm: bool = False  # its command line is that of `vllm serve`
     gateway: "Serving | None" = None  # in front of the server; takes the load
 
@@ -131,32 +131,32 @@ class ComposeFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         return [name for name in self.services if name not in (SERVER, GATEWAY)]
 
 
-def parse(text: str) -> ComposeFile:
+def parse_compose(text: str) -> ComposeFile:
     """The Compose file of one server. Raises HarnessError that lists everything that is wrong with it."""
-    return checked(*read(text))
+    return require_valid(*read_compose(text))
 
 
-def read(text: str) -> tuple[ComposeFile | None, list[Problem]]:
+def read_compose(text: str) -> tuple[ComposeFile | None, list[Problem]]:
     """The Compose file of one server, and everything that is wrong with it: keys that the harness does not know too."""
     problems: list[Problem] = []
     raw, lines = load_yaml(text, problems)
     compose = None if problems else decode(raw, ComposeFile, lines, problems)
     if compose is not None:
-        problems += _service_names(compose) or _value_problems(compose, os.environ)
+        problems += _check_service_names(compose) or _check_values(compose, os.environ)
     return compose, problems
 
 
-def filled_in(compose: ComposeFile, environment: Mapping[str, str]) -> ComposeFile:
+def fill_variables(compose: ComposeFile, environment: Mapping[str, str]) -> ComposeFile:
     """The Compose file with every `${NAME}` replaced. It now holds secrets: never write it anywhere."""
     problems: list[Problem] = []
     raw = interpolate(msgspec.to_builtins(compose), environment, problems)
     filled = decode(raw, ComposeFile, {}, problems)
     if filled is not None:
-        problems += _value_problems(filled, None)
-    return checked(filled, problems)
+        problems += _check_values(filled, None)
+    return require_valid(filled, problems)
 
 
-def checked(compose: ComposeFile | None, problems: list[Problem]) -> ComposeFile:
+def require_valid(compose: ComposeFile | None, problems: list[Problem]) -> ComposeFile:
     if compose is None or problems:
         raise HarnessError(
             "the server's Compose file cannot be used: " + "; ".join(map(str, problems)),
@@ -165,7 +165,7 @@ def checked(compose: ComposeFile | None, problems: list[Problem]) -> ComposeFile
     return compose
 
 
-def _service_names(compose: ComposeFile) -> list[Problem]:
+def _check_service_names(compose: ComposeFile) -> list[Problem]:
     """Which services there may be: the server, a gateway in front of it, and what only prepares the server's start."""
     services = compose.services
     if SERVER not in services:
@@ -182,14 +182,14 @@ def _service_names(compose: ComposeFile) -> list[Problem]:
     ]
 
 
-def _value_problems(compose: ComposeFile, environment: Mapping[str, str] | None) -> Iterator[Problem]:
+def _check_values(compose: ComposeFile, environment: Mapping[str, str] | None) -> Iterator[Problem]:
     """Values that Docker would misread or refuse later, without a word by its SDK; None: they are filled in."""
     for name, service in compose.services.items():
-        for problem in (*_service_problems(service, environment), *_mount_problems(compose, service, environment)):
+        for problem in (*_check_service(service, environment), *_check_mounts(compose, service, environment)):
             yield problem.below(f"$.services.{name}")
 
 
-def _known(text: str, environment: Mapping[str, str] | None) -> str | None:
+def _fill_text(text: str, environment: Mapping[str, str] | None) -> str | None:
     """A text with its variables filled in; None: one of them is not set yet."""
     if environment is None:
         return text
@@ -198,21 +198,21 @@ def _known(text: str, environment: Mapping[str, str] | None) -> str | None:
     return None if problems else filled
 
 
-def _service_problems(service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
+def _check_service(service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
     checks: list[tuple[str, Sequence[str | None], Callable[[str], object]]] = [
         ("volumes", service.volumes, parse_volume),
         ("devices", service.devices, parse_device),
         ("ports", service.ports, parse_port),
-        ("group_add", service.group_add, _parse_group),
+        ("group_add", service.group_add, _require_group),
         ("shm_size", [service.shm_size], parse_bytes),
         ("mem_limit", [service.mem_limit], parse_bytes),
         ("stop_grace_period", [service.stop_grace_period], parse_seconds),
-        ("image", [service.image], _parse_image),
-        ("ipc", [service.ipc], _parse_ipc),
+        ("image", [service.image], _require_image),
+        ("ipc", [service.ipc], _require_ipc),
     ]
     for key, values, check in checks:
         for value in values:
-            if value is None or (known := _known(value, environment)) is None:
+            if value is None or (known := _fill_text(value, environment)) is None:
                 continue
             try:
                 check(known)
@@ -233,9 +233,9 @@ def _service_problems(service: Service, environment: Mapping[str, str] | None) -
         )
 
 
-def _mount_problems(compose: ComposeFile, service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
+def _check_mounts(compose: ComposeFile, service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
     for text in service.volumes:
-        source = (_known(text, environment) or "").split(":")[0]
+        source = (_fill_text(text, environment) or "").split(":")[0]
         # What is no name of a volume either was said already.
         if is_volume_name(source) and source not in compose.volumes:
             text = f"there is no volume '{source}' in this file; ${{NAME}} must expand to an absolute host path"
@@ -251,24 +251,24 @@ def _has_nul(value: Any) -> bool:
     return any(map(_has_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
 
 
-def _parse_group(text: str) -> None:
+def _require_group(text: str) -> None:
     # A name would be looked up in the image, where the group has another number or none.
     if not text.isdigit() or int(text) > _MAX_GROUP:
         raise ValueError(f"'{text}' is not the number of a group; `stat -c %g /dev/kfd /dev/dri/render*` prints them")
 
 
-def _parse_image(text: str) -> None:
+def _require_image(text: str) -> None:
     if re.fullmatch(r"[a-z0-9][\w.:/@-]*", text) is None:
         raise ValueError(f"'{text}' is not the name of an image")
 
 
-def _parse_ipc(text: str) -> None:
+def _require_ipc(text: str) -> None:
     if text not in ("host", "private", "shareable", "none"):
         raise ValueError(f"'{text}' is not an ipc mode; known: host, none, private, shareable")
 
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES_PER_UNIT = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
+_SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _VOLUME_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 
 
@@ -297,9 +297,9 @@ class Device(NamedTuple):
 def parse_bytes(text: str) -> int:
     """`16g` or `512m` in bytes."""
     match = re.fullmatch(r"(\d+)([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
+    if match is None or match[2] not in _BYTES_PER_UNIT:
         raise ValueError(f"'{text}' is not a size; write it like 16g or 512m")
-    return int(match[1]) * _UNITS[match[2]]
+    return int(match[1]) * _BYTES_PER_UNIT[match[2]]
 
 
 def is_volume_name(text: str) -> bool:
@@ -310,7 +310,7 @@ def parse_seconds(text: str) -> float:
     """`1m30s` or `500ms` in seconds."""
     if re.fullmatch(r"(\d+(us|ms|s|m|h))+", text) is None:
         raise ValueError(f"'{text}' is not a duration; write it like 30s or 1m30s")
-    return sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)(us|ms|s|m|h)", text))
+    return sum(int(number) * _SECONDS_PER_UNIT[unit] for number, unit in re.findall(r"(\d+)(us|ms|s|m|h)", text))
 
 
 def parse_port(text: str) -> Port:
@@ -329,7 +329,7 @@ def parse_port(text: str) -> Port:
     return port
 
 
-def url_of(address: str, port: int) -> str:
+def make_url(address: str, port: int) -> str:
     """Where to connect to what is published on `address`; every address is this host's own."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -363,7 +363,7 @@ def parse_device(text: str) -> Device:
     return Device(host, container, permissions)
 
 
-_PART = re.compile(
+_VARIABLE = re.compile(
     r"\$(?:(?P<escaped>\$)|(?P<plain>[A-Za-z_][A-Za-z0-9_]*)"
     r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<operator>:?-)(?P<word>[^${}]*))?\}|(?P<bad>))"
 )
@@ -376,7 +376,7 @@ def interpolate(value: Any, environment: Mapping[str, str], problems: list[Probl
     ${NAME} that is not set is an error, where Compose warns and uses nothing.
     """
     if isinstance(value, str):
-        return _PART.sub(lambda match: _filled(match, environment, problems, path), value)
+        return _VARIABLE.sub(lambda match: _fill_match(match, environment, problems, path), value)
     if isinstance(value, list):
         return [interpolate(item, environment, problems, f"{path}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
@@ -384,23 +384,23 @@ def interpolate(value: Any, environment: Mapping[str, str], problems: list[Probl
     return value
 
 
-def names_in(text: str) -> set[str]:
+def find_variable_names(text: str) -> set[str]:
     """The environment variables that a text asks for."""
-    return {name for match in _PART.finditer(text) if (name := match["plain"] or match["name"])}
+    return {name for match in _VARIABLE.finditer(text) if (name := match["plain"] or match["name"])}
 
 
-def literal_of(text: str) -> str:
+def drop_variables(text: str) -> str:
     """What a text has itself, defaults included; what comes from the environment becomes a NUL."""
-    return _PART.sub(_literal, text)
+    return _VARIABLE.sub(_keep_default, text)
 
 
-def _literal(match: re.Match[str]) -> str:
+def _keep_default(match: re.Match[str]) -> str:
     if match["plain"] or match["name"]:
         return match["word"] or "\0"
     return "$"
 
 
-def _filled(match: re.Match[str], environment: Mapping[str, str], problems: list[Problem], path: str) -> str:
+def _fill_match(match: re.Match[str], environment: Mapping[str, str], problems: list[Problem], path: str) -> str:
     if match["escaped"]:
         return "$"
     if match["bad"] is not None:

@@ -21,16 +21,16 @@ from harness.machine.telemetry import (
     SENSORS,
     HostReading,
     Source,
-    readings_each,
-    root,
+    read_periodically,
+    telemetry_root,
 )
 from harness.serve.engine import DOCKER_ERRORS
 from harness.trust import MAX_ANSWER_BYTES
 
 FETCH_S = 3.0
-_BEYOND_S = 2.0  # for the way to an engine elsewhere
+_MAX_TRANSFER_S = 2.0  # for the way to an engine elsewhere
 _LINE_BY_LINE = 'while read -r line; do eval "$line"; printf "\\000"; done'
-_HEADER = struct.Struct(">BxxxL")  # of the engine's frames: which stream, how many bytes
+_FRAME_HEADER = struct.Struct(">BxxxL")  # of the engine's frames: which stream, how many bytes
 
 
 class Shell:
@@ -65,7 +65,7 @@ class Shell:
                 self._socket.sendall(f"{line}\n".encode())
                 text = b""
                 while not text.endswith(b"\0"):
-                    _kind, size = _HEADER.unpack(self._exactly(_HEADER.size))
+                    _kind, size = _FRAME_HEADER.unpack(self._exactly(_FRAME_HEADER.size))
                     text += self._exactly(size)
                     if len(text) > MAX_ANSWER_BYTES:
                         raise ConnectionError("an answer without an end")
@@ -93,7 +93,7 @@ class Shell:
         run = api.exec_create(self._container.id, command, stdin=True, stdout=True, stderr=False)["Id"]
         self._stream = api.exec_start(run, socket=True)
         self._socket = getattr(self._stream, "_sock", self._stream)
-        self._socket.settimeout(FETCH_S + _BEYOND_S)
+        self._socket.settimeout(FETCH_S + _MAX_TRANSFER_S)
 
     def _exactly(self, size: int) -> bytes:
         found = b""
@@ -105,7 +105,7 @@ class Shell:
         return found
 
 
-def command_inside(container: Container, pid: int) -> list[str]:
+def read_command_line(container: Container, pid: int) -> list[str]:
     """The command line of a process, by its number inside the container; empty when it cannot be had."""
     try:
         command = ["cat", f"/proc/{pid}/cmdline"]
@@ -115,7 +115,7 @@ def command_inside(container: Container, pid: int) -> list[str]:
     return (text or b"").decode("utf-8", "replace").rstrip("\0").split("\0") if code == 0 else []
 
 
-_FIND = """
+_FIND_SCRIPT = """
 r={root}
 one=
 tables=
@@ -136,16 +136,16 @@ for d in "$r/sys/fs/cgroup" "$r/sys/fs/cgroup/memory" "$r/sys/fs/cgroup/cpuacct"
 done
 """
 # Of files with many lines, the lines that count; `grep` needs one more file to say the names of all.
-READ = (
+READ_SCRIPT = (
     'grep -s "" /dev/null "$r/proc/uptime" $one; '
     'grep -sE "^(cpu |MemAvailable:|usage_usec |inactive_file |total_inactive_file )" /dev/null $many; '
     'for t in $tables; do echo "table $t"; od -An -v -tx1 "$t" 2>/dev/null; done'
 )
 
 
-def find_script(where: str) -> str:
+def make_find_script(where: str) -> str:
     """The commands that find the files of the machine for `READ`; `where` is the folder that has /sys and /proc."""
-    return _FIND.format(
+    return _FIND_SCRIPT.format(
         root=shlex.quote(where.rstrip("/")),
         amd=AMD,
         gpu=" ".join(name for name in GPU_FILES if name != "gpu_metrics"),
@@ -154,12 +154,12 @@ def find_script(where: str) -> str:
     )
 
 
-def inside(container: Container, interval_s: float = INTERVAL_S) -> Source:
+def container_source(container: Container, interval_s: float = INTERVAL_S) -> Source:
     """Readings of the machine that the container is on, by that machine's own clock."""
 
     def readings(enough: threading.Event) -> Iterator[HostReading]:
-        with closing(Shell(container, find_script(str(root())))) as shell:
-            yield from readings_each(lambda: reading_of(shell.run(READ)), interval_s, enough)
+        with closing(Shell(container, make_find_script(str(telemetry_root())))) as shell:
+            yield from read_periodically(lambda: parse_reading(shell.run(READ_SCRIPT)), interval_s, enough)
 
     return readings
 
@@ -172,9 +172,9 @@ def has_shell(container: Container) -> bool:
         return False
 
 
-def reading_of(printed: bytes) -> HostReading | None:
+def parse_reading(printed: bytes) -> HostReading | None:
     """A reading out of what `READ` prints; None where it prints nothing."""
-    prefix = f"{str(root()).rstrip('/')}/".encode()
+    prefix = f"{str(telemetry_root()).rstrip('/')}/".encode()
     files: dict[str, bytes] = {}
     table: str | None = None
     for line in printed.splitlines():

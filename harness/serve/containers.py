@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.errors import ServerError, StartError
-from harness.failures.explain import Diagnosis, State, explain
+from harness.failures.explain import Diagnosis, ExitState, explain
 from harness.files import open_file
 from harness.process import undisturbed
 from harness.redact import masked
@@ -34,16 +34,16 @@ from harness.serve.compose_file import (
     parse_seconds,
     parse_volume,
 )
-from harness.serve.engine import CELL, DOCKER_ERRORS, RUN, docker_error, name_of
+from harness.serve.engine import CELL_LABEL, DOCKER_ERRORS, RUN_LABEL, make_docker_error, make_name
 
-ENGINE_SILENT_S = 15.0
-PREPARE_S = 300  # such as changing the owner of a volume full of models
-LOOK_EVERY_S = 0.5  # a look at the container costs the engine a millisecond or two
+MAX_ENGINE_SILENCE_S = 15.0
+MAX_PREPARATION_S = 300  # such as changing the owner of a volume full of models
+STATUS_INTERVAL_S = 0.5  # a look at the container costs the engine a millisecond or two
 
 
 TAIL_LINES = 25
-LINE_CHARS = 100
-_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # put there by the Docker Engine
+MAX_LINE_CHARS = 100
+_TIME_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # put there by the Docker Engine
 
 
 class LogFile:
@@ -72,7 +72,7 @@ class LogFile:
     def last_line(self) -> str:
         """The last line that says something, shortened for a terminal."""
         lines = [line.strip() for line in self.text(4096).splitlines() if line.strip()]
-        return lines[-1][:LINE_CHARS] if lines else "no output yet"
+        return lines[-1][:MAX_LINE_CHARS] if lines else "no output yet"
 
     def text(self, limit: int = 4_000_000) -> str:
         """The log, at most its last `limit` bytes, without the engine's time stamps."""
@@ -80,7 +80,7 @@ class LogFile:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - limit))
             text = file.read().decode("utf-8", "replace")
-        return "\n".join(_STAMP.sub("", line) for line in text.splitlines())
+        return "\n".join(_TIME_STAMP.sub("", line) for line in text.splitlines())
 
     def _copy(self, stream: Callable[[], Iterable[bytes]]) -> None:
         rest = b""
@@ -100,7 +100,7 @@ class LogFile:
         return masked(line.decode(errors="surrogateescape"), "known").encode(errors="surrogateescape")
 
 
-class Look(Struct, frozen=True):
+class ServerStatus(Struct, frozen=True):
     """How a server is doing."""
 
     death: ServerDeath | None = None  # None: it runs
@@ -109,21 +109,21 @@ class Look(Struct, frozen=True):
     failure: Diagnosis | None = None  # in its log, once it has ended
 
 
-def prepare(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> None:
+def create_network_and_volumes(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> None:
     """Network and volumes of a cell, and what has to be done in them before its server starts. Raises ServerError.
 
     Whatever was made until then carries the labels `owner`, by which `remove` finds it.
     """
     try:
-        _volumes(client, compose)
+        _create_volumes(client, compose)
         client.networks.create(network_name(owner), driver="bridge", labels=owner)
     except DOCKER_ERRORS as error:
-        raise docker_error("the server's network and volumes cannot be made", error) from None
+        raise make_docker_error("the server's network and volumes cannot be made", error) from None
     for name in compose.preparations:
-        _run_to_its_end(start(client, compose, name, owner), name)
+        _run_preparation(start_container(client, compose, name, owner), name)
 
 
-def start(client: docker.DockerClient, compose: ComposeFile, name: str, owner: dict[str, str]) -> Container:
+def start_container(client: docker.DockerClient, compose: ComposeFile, name: str, owner: dict[str, str]) -> Container:
     """The container of a service, started; in the cell's network it is known by the service's name."""
     service = compose.services[name]
     network = network_name(owner)
@@ -131,29 +131,29 @@ def start(client: docker.DockerClient, compose: ComposeFile, name: str, owner: d
         endpoint = client.api.create_endpoint_config(aliases=[name])
         container = client.containers.create(
             service.image,
-            **_arguments(service),
+            **_sdk_arguments(service),
             name=f"{network}-{name}",
             labels=owner,
             network=network,
             networking_config={network: endpoint},
         )
         if service.configs:
-            container.put_archive("/", _archive(compose, service))
+            container.put_archive("/", _pack_configs(compose, service))
         container.start()
     except ImageNotFound:
         raise ServerError(f"the image {service.image} disappeared", next_step="Run it again.") from None
     except DOCKER_ERRORS as error:
-        raise docker_error(f"the {name}'s container cannot be started", error) from None
+        raise make_docker_error(f"the {name}'s container cannot be started", error) from None
     return container
 
 
-def _run_to_its_end(container: Container, name: str) -> None:
+def _run_preparation(container: Container, name: str) -> None:
     try:
-        code = int(container.wait(timeout=PREPARE_S)["StatusCode"])
+        code = int(container.wait(timeout=MAX_PREPARATION_S)["StatusCode"])
         said = container.logs().decode("utf-8", "replace")
         container.remove(v=True, force=True)
     except DOCKER_ERRORS as error:
-        raise docker_error(f"the preparation '{name}' did not end within {PREPARE_S} s", error) from None
+        raise make_docker_error(f"the preparation '{name}' did not end within {MAX_PREPARATION_S} s", error) from None
     if code != 0:
         raise ServerError(
             f"the preparation '{name}' of the server failed with exit code {code}",
@@ -162,7 +162,7 @@ def _run_to_its_end(container: Container, name: str) -> None:
         )
 
 
-def _archive(compose: ComposeFile, service: Service) -> bytes:
+def _pack_configs(compose: ComposeFile, service: Service) -> bytes:
     """The service's `configs` as a tar: it reaches a remote engine too, which a bind mount does not."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
@@ -174,7 +174,7 @@ def _archive(compose: ComposeFile, service: Service) -> bytes:
     return packed.getvalue()
 
 
-def unpacked(archive: Iterable[bytes]) -> bytes:
+def unpack_file(archive: Iterable[bytes]) -> bytes:
     """The file in an archive out of a container; nothing of what is no file. Raises tarfile.TarError."""
     with tarfile.open(fileobj=io.BytesIO(b"".join(archive))) as tar:
         entry = tar.next()
@@ -184,10 +184,10 @@ def unpacked(archive: Iterable[bytes]) -> bytes:
 
 def network_name(owner: dict[str, str]) -> str:
     """The Docker network of a cell's server; its containers are known there by their services."""
-    return name_of(owner[RUN], owner[CELL])
+    return make_name(owner[RUN_LABEL], owner[CELL_LABEL])
 
 
-def _volumes(client: docker.DockerClient, compose: ComposeFile) -> None:
+def _create_volumes(client: docker.DockerClient, compose: ComposeFile) -> None:
     for volume in compose.volumes.values():
         if not volume.external:
             client.volumes.create(volume.name, labels=volume.labels)
@@ -196,10 +196,10 @@ def _volumes(client: docker.DockerClient, compose: ComposeFile) -> None:
             client.volumes.get(volume.name)
         except NotFound:
             missing = LookupError(f"external volume {volume.name} not found")
-            raise docker_error("the server cannot be started", missing) from None
+            raise make_docker_error("the server cannot be started", missing) from None
 
 
-def _arguments(service: Service) -> dict[str, Any]:
+def _sdk_arguments(service: Service) -> dict[str, Any]:
     """The service in the words of the Docker SDK. Every value was checked when the file was parsed."""
     devices = [parse_device(text) for text in service.devices]
     ports = [parse_port(text) for text in service.ports]
@@ -207,7 +207,7 @@ def _arguments(service: Service) -> dict[str, Any]:
         "command": service.command,
         "entrypoint": service.entrypoint,
         "environment": service.environment,
-        "mounts": [_mount(text) for text in service.volumes],
+        "mounts": [_sdk_mount(text) for text in service.volumes],
         "devices": [":".join(device) for device in devices],
         "group_add": service.group_add,
         "ipc_mode": service.ipc,
@@ -216,7 +216,7 @@ def _arguments(service: Service) -> dict[str, Any]:
         "cap_add": service.cap_add,
         "ulimits": [Ulimit(name=name, soft=u.soft, hard=u.hard) for name, u in service.ulimits.items()],
         "ports": {f"{port.container}/tcp": (port.address, port.host or None) for port in ports},
-        "healthcheck": _healthcheck(service),
+        "healthcheck": _sdk_healthcheck(service),
         "init": service.init,
         "user": service.user,
         "working_dir": service.working_dir,
@@ -229,20 +229,20 @@ def _arguments(service: Service) -> dict[str, Any]:
     }
 
 
-def host_port(container: Container, port: Port) -> int | None:
+def find_host_port(container: Container, port: Port) -> int | None:
     """The port of the host, which the engine has chosen unless `port` names one; None once the container has ended."""
     container.reload()
     bindings = container.attrs["NetworkSettings"]["Ports"].get(f"{port.container}/tcp") or []
     return next((int(one["HostPort"]) for one in bindings if one["HostIp"] == port.address), None)
 
 
-def _mount(text: str) -> Mount:
+def _sdk_mount(text: str) -> Mount:
     volume = parse_volume(text)
     # Unlike -v, a bind mount does not make a folder that is missing.
     return Mount(volume.target, volume.source, type="volume" if volume.named else "bind", read_only=volume.read_only)
 
 
-def _healthcheck(service: Service) -> Healthcheck | None:
+def _sdk_healthcheck(service: Service) -> Healthcheck | None:
     check = service.healthcheck
     if check is None:
         return None
@@ -259,47 +259,47 @@ def follow_log(container: Container, log: LogFile) -> None:
     log.follow(lambda: container.logs(stream=True, follow=True, timestamps=True, stdout=True, stderr=True))
 
 
-def watcher(container: Container, log: LogFile) -> Callable[[bool], Look]:
+def make_status_reader(container: Container, log: LogFile) -> Callable[[bool], ServerStatus]:
     """A function that looks at the container; cheap enough to be called all the time. With true it looks now."""
-    last = Look()
+    last = ServerStatus()
     looked_at = float("-inf")
     answered_at = time.monotonic()
 
-    def look(now: bool) -> Look:
+    def look(now: bool) -> ServerStatus:
         nonlocal last, looked_at, answered_at
-        if last.death is None and (now or time.monotonic() - looked_at >= LOOK_EVERY_S):
+        if last.death is None and (now or time.monotonic() - looked_at >= STATUS_INTERVAL_S):
             looked_at = time.monotonic()
             try:
-                last = _look(container, log)
+                last = _read_status(container, log)
                 answered_at = looked_at
             except DOCKER_ERRORS as error:
                 # A busy engine may miss one look; that is no reason to call its container dead.
-                if looked_at - answered_at > ENGINE_SILENT_S:
-                    silent = f"the Docker Engine has given no answer for {ENGINE_SILENT_S:.0f} s ({error})"
-                    last = Look(ServerDeath(how="unreachable", detail=silent))
+                if looked_at - answered_at > MAX_ENGINE_SILENCE_S:
+                    silent = f"the Docker Engine has given no answer for {MAX_ENGINE_SILENCE_S:.0f} s ({error})"
+                    last = ServerStatus(ServerDeath(how="unreachable", detail=silent))
         return last
 
     return look
 
 
-def _look(container: Container, log: LogFile) -> Look:
+def _read_status(container: Container, log: LogFile) -> ServerStatus:
     try:
         container.reload()
     except NotFound:
-        return Look(ServerDeath(how="removed"))
+        return ServerStatus(ServerDeath(how="removed"))
     state = container.attrs["State"]
     restarts = int(container.attrs.get("RestartCount") or 0)
     oom_killed = bool(state.get("OOMKilled"))
     if state["Running"] and not state.get("Paused"):
-        return Look(ServerDeath(how="restarted") if restarts else None, oom_killed, restarts)
+        return ServerStatus(ServerDeath(how="restarted") if restarts else None, oom_killed, restarts)
     if state.get("Paused"):
-        return Look(ServerDeath(how="paused"), oom_killed, restarts)
+        return ServerStatus(ServerDeath(how="paused"), oom_killed, restarts)
     code = int(state["ExitCode"])
-    ended = State(exit_code=code, oom_killed=oom_killed, error=str(state.get("Error") or ""))
-    return look_at_end(code, ended, log, restarts)
+    ended = ExitState(exit_code=code, oom_killed=oom_killed, error=str(state.get("Error") or ""))
+    return status_at_end(code, ended, log, restarts)
 
 
-def look_at_end(exit_code: int, ended: State, log: LogFile, restarts: int = 0) -> Look:
+def status_at_end(exit_code: int, ended: ExitState, log: LogFile, restarts: int = 0) -> ServerStatus:
     """How a server ended and why, with what its log has to say about it."""
     log.settle()
     found = explain(log.path, ended)
@@ -308,10 +308,10 @@ def look_at_end(exit_code: int, ended: State, log: LogFile, restarts: int = 0) -
         death = replace(
             death, failure=found.id, cause=found.cause, fix=found.fix, line=found.line, line_number=found.number
         )
-    return Look(death, ended.oom_killed, restarts, found)
+    return ServerStatus(death, ended.oom_killed, restarts, found)
 
 
-def death_error(look: Look, log: LogFile) -> ServerError:
+def make_death_error(look: ServerStatus, log: LogFile) -> ServerError:
     """The error for a server that ended, or could not be reached any more, before it was ready."""
     assert look.death is not None
     sentence, ended = look.death.sentence(), look.death.how == "ended"
@@ -319,15 +319,15 @@ def death_error(look: Look, log: LogFile) -> ServerError:
         return ServerError(f"the server cannot be reached: {sentence}", next_step="Check the way to its machine.")
     if look.death.how in ("removed", "paused"):
         return ServerError(f"the server did not start; {sentence}", next_step="Find what else uses the Docker Engine.")
-    found = look.failure if ended else explain(log.path, State(oom_killed=look.oom_killed))
+    found = look.failure if ended else explain(log.path, ExitState(oom_killed=look.oom_killed))
     what = f"the server did not start; {sentence}"
     if found is not None:
-        return start_error(what, log, found, f"To solve it: {found.fix}.")
+        return make_start_error(what, log, found, f"To solve it: {found.fix}.")
     said = f": {log.last_line()}" if ended else ""  # of a server that already worked, it would be any request's
-    return start_error(what + said, log, None, f"Its log is {log.path}.")
+    return make_start_error(what + said, log, None, f"Its log is {log.path}.")
 
 
-def start_error(what: str, log: LogFile, failure: Diagnosis | None, next_step: str) -> StartError:
+def make_start_error(what: str, log: LogFile, failure: Diagnosis | None, next_step: str) -> StartError:
     """The error of a start, with its evidence: the telling line of a known failure, else the log's last lines."""
     if failure is None:
         return StartError(what, next_step=next_step, detail=log.tail())
@@ -340,22 +340,22 @@ def start_error(what: str, log: LogFile, failure: Diagnosis | None, next_step: s
     return StartError(what, next_step=next_step, detail=detail, **known)
 
 
-def refused_load(what: str, said: str, log: LogFile, more: str = "") -> StartError:
+def make_load_error(what: str, said: str, log: LogFile, more: str = "") -> StartError:
     """The error of a server that could not load its model and `said` why; `more` to do."""
-    failure = explain(log.path, State(error=said))
-    return start_error(f"{what}: {said}", log, failure, _advice(failure) + more)
+    failure = explain(log.path, ExitState(error=said))
+    return make_start_error(f"{what}: {said}", log, failure, _format_advice(failure) + more)
 
 
-def advice(said: str) -> str:
+def advise_on_message(said: str) -> str:
     """What to do about an API's words."""
-    return _advice(explain("", State(error=said)))
+    return _format_advice(explain("", ExitState(error=said)))
 
 
-def _advice(failure: Diagnosis | None) -> str:
+def _format_advice(failure: Diagnosis | None) -> str:
     return "Read its log." if failure is None else f"{failure.cause}; {failure.fix}."
 
 
-def inspected(container: Container, compose: ComposeFile, service: Service) -> dict[str, Any]:
+def describe_container(container: Container, compose: ComposeFile, service: Service) -> dict[str, Any]:
     """The container's configuration for the manifest: what makes two starts alike or different.
 
     Command, environment and config files are as in the Compose file, where secrets are only named. No port of the host.
@@ -379,7 +379,7 @@ def inspected(container: Container, compose: ComposeFile, service: Service) -> d
 
 
 @contextlib.contextmanager
-def torn_down(
+def removed_at_exit(
     client: docker.DockerClient,
     compose: ComposeFile,
     owner: dict[str, str],
@@ -399,7 +399,7 @@ def torn_down(
         with undisturbed(), contextlib.closing(client):
             say("taking the server down")
             try:
-                remove(client, owner, grace_s)
+                remove_containers(client, owner, grace_s)
             except ServerError as error:
                 if not failed:
                     raise
@@ -408,9 +408,9 @@ def torn_down(
                 log.settle()
 
 
-def remove(client: docker.DockerClient, owner: dict[str, str], grace_s: float) -> None:
+def remove_containers(client: docker.DockerClient, owner: dict[str, str], grace_s: float) -> None:
     """Stop and remove what `start` made, however far it came. Raises ServerError for what is left."""
-    mine: dict[str, Any] = {"label": [f"{RUN}={owner[RUN]}", f"{CELL}={owner[CELL]}"]}
+    mine: dict[str, Any] = {"label": [f"{RUN_LABEL}={owner[RUN_LABEL]}", f"{CELL_LABEL}={owner[CELL_LABEL]}"]}
     failed: list[Exception] = []
     try:
         for container in client.containers.list(all=True, filters=mine, ignore_removed=True):
@@ -423,7 +423,9 @@ def remove(client: docker.DockerClient, owner: dict[str, str], grace_s: float) -
     except DOCKER_ERRORS as error:
         failed.append(error)
     if failed:
-        raise docker_error("the server's container cannot be removed; `harness clean` tries again", failed[0]) from None
+        raise make_docker_error(
+            "the server's container cannot be removed; `harness clean` tries again", failed[0]
+        ) from None
 
 
 def _remove_container(container: Container, grace_s: float) -> None:

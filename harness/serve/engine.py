@@ -16,26 +16,26 @@ from docker.utils import parse_repository_tag
 from msgspec import structs
 
 from harness.errors import ServerError
-from harness.failures.explain import State, explain
+from harness.failures.explain import ExitState, explain
 from harness.machine.doctor import DockerEngine
 from harness.process import owner, owner_is_gone
-from harness.serve.location import EngineLocation, engine_location, engine_socket
+from harness.serve.location import EngineLocation, engine_location, open_engine_socket
 
-OURS = "amd-llm-load"
-RUN = "amd-llm-load.run"
-CELL = "amd-llm-load.cell"
-CACHE = "amd-llm-load.cache"  # volumes that are kept between runs
+LABEL = "amd-llm-load"
+RUN_LABEL = "amd-llm-load.run"
+CELL_LABEL = "amd-llm-load.cell"
+CACHE_LABEL = "amd-llm-load.cache"  # volumes that are kept between runs
 
 
-def name_of(run_id: str, cell_id: str) -> str:
+def make_name(run_id: str, cell_id: str) -> str:
     """How the names of a cell's containers and of its network begin."""
     # A stage or probe is LOAD@USERS, and Docker's names have no @.
     return f"amd-llm-load-{run_id}-{cell_id.replace('@', '.')}"
 
 
-def owned(run_id: str, cell_id: str) -> dict[str, str]:
+def make_labels(run_id: str, cell_id: str) -> dict[str, str]:
     """The labels of what this process starts for a cell."""
-    return {OURS: "1", RUN: run_id, CELL: cell_id, **owner()}
+    return {LABEL: "1", RUN_LABEL: run_id, CELL_LABEL: cell_id, **owner()}
 
 
 DOCKER_ERRORS = (DockerException, requests.RequestException)
@@ -48,10 +48,10 @@ def connect() -> docker.DockerClient:
         raise ServerError(
             location.problem, next_step=f"Check {location.named_by}; `docker context ls` lists what Docker can use."
         )
-    forwarded = engine_socket(location) if location.ssh else None
+    forwarded = open_engine_socket(location) if location.ssh else None
     address = location.address if forwarded is None else forwarded.url
     try:
-        _knock(address)
+        _check_socket(address)
         client = docker.DockerClient(base_url=address, tls=location.tls or False, timeout=60)
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
@@ -61,11 +61,11 @@ def connect() -> docker.DockerClient:
                 next_step=f"`docker -H {location.address} version` has to work without a question: a key in the agent, "
                 "a known host, Docker and the right to use it over there.",
             ) from None
-        raise _cannot_connect(location, error) from None
+        raise _connection_error(location, error) from None
     return client
 
 
-def engine_version() -> str | None:
+def get_engine_version() -> str | None:
     """The version of the Docker Engine; None when no engine answers."""
     try:
         client = connect()
@@ -75,14 +75,14 @@ def engine_version() -> str | None:
         return str(client.version()["Version"])
 
 
-def _knock(address: str) -> None:
+def _check_socket(address: str) -> None:
     """Try a local engine's socket first: the SDK wraps the reason for a refusal and leaves its socket open."""
     if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(address.removeprefix("unix://"))
 
 
-def _cannot_connect(location: EngineLocation, error: Exception) -> ServerError:
+def _connection_error(location: EngineLocation, error: Exception) -> ServerError:
     where, text = location.address, str(error)
     if isinstance(error, PermissionError) or "Permission denied" in text:
         what = f"no permission to use the Docker Engine at {where}"
@@ -102,10 +102,10 @@ def _cannot_connect(location: EngineLocation, error: Exception) -> ServerError:
     return ServerError(what, next_step=step)
 
 
-def docker_error(doing: str, error: Exception) -> ServerError:
+def make_docker_error(doing: str, error: Exception) -> ServerError:
     """An error of the Docker Engine while `doing`, explained where the table of failures knows it."""
     text = str(error.explanation or error) if isinstance(error, APIError) else str(error)
-    failure = explain("", State(error=text))
+    failure = explain("", ExitState(error=text))
     if failure is not None:
         return ServerError(f"{doing}: {failure.cause}", next_step=f"To solve it: {failure.fix}.", detail=text)
     if isinstance(error, requests.RequestException) and not isinstance(error, APIError):
@@ -113,7 +113,7 @@ def docker_error(doing: str, error: Exception) -> ServerError:
     return ServerError(f"{doing}: {text}", next_step="This is what the Docker Engine said.")
 
 
-def engine_facts() -> DockerEngine:
+def get_engine_facts() -> DockerEngine:
     """The facts of the engine that the environment names. Never raises: what is wrong with it is one of the facts."""
     location = engine_location()
     known = DockerEngine(host=location.host, named_by=location.named_by)
@@ -123,14 +123,14 @@ def engine_facts() -> DockerEngine:
         return structs.replace(known, problem=error.what, remedy=error.next_step.rstrip("."))
     with contextlib.closing(client):
         try:
-            return _facts(client, known, location)
+            return _read_facts(client, known, location)
         except DOCKER_ERRORS as error:
             return structs.replace(known, problem=f"the Docker Engine does not tell about itself: {error}")
 
 
-def _facts(client: docker.DockerClient, known: DockerEngine, location: EngineLocation) -> DockerEngine:
+def _read_facts(client: docker.DockerClient, known: DockerEngine, location: EngineLocation) -> DockerEngine:
     info = client.info()
-    folder = _image_folder(info)
+    folder = _find_image_folder(info)
     free_bytes = None
     with contextlib.suppress(OSError):  # such as Docker Desktop's, which is not on this machine
         free_bytes = shutil.disk_usage(folder).free if location.has_our_files and folder else None
@@ -142,22 +142,22 @@ def _facts(client: docker.DockerClient, known: DockerEngine, location: EngineLoc
         free_bytes=free_bytes,
         stale=[
             f"{kind} {one.name}"
-            for kind, one, its_labels in _ours(client)
+            for kind, one, its_labels in _list_objects(client)
             if kind != "volume" and owner_is_gone(its_labels)
         ],
     )
 
 
-def _image_folder(info: dict[str, Any]) -> str | None:
+def _find_image_folder(info: dict[str, Any]) -> str | None:
     status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or [] if len(pair) == 2}
     if status.get("driver-type", "").startswith("io.containerd.snapshotter"):  # which keeps the images itself
         return "/var/lib/containerd"
     return info.get("DockerRootDir")
 
 
-def _ours(client: docker.DockerClient, run: str | None = None) -> Iterator[tuple[str, Any, dict[str, str]]]:
+def _list_objects(client: docker.DockerClient, run: str | None = None) -> Iterator[tuple[str, Any, dict[str, str]]]:
     """Our containers, then networks, then volumes, of all runs or of one: kind, object and labels."""
-    ours: dict[str, Any] = {"label": [f"{OURS}=1", *([f"{RUN}={run}"] if run is not None else [])]}
+    ours: dict[str, Any] = {"label": [f"{LABEL}=1", *([f"{RUN_LABEL}={run}"] if run is not None else [])]}
     for container in client.containers.list(all=True, filters=ours, ignore_removed=True):
         yield "container", container, container.labels
     for network in client.networks.list(filters=ours):
@@ -181,29 +181,29 @@ def ensure_image(client: docker.DockerClient, name: str, on_progress: Callable[[
                 f"the project's image {name} was not built yet",
                 next_step="Build it: make image (in the project's folder).",
             )
-        _pull(client, name, repository, tag or "latest", on_progress)
+        _pull_image(client, name, repository, tag or "latest", on_progress)
         return client.images.get(name)
     except DOCKER_ERRORS as error:
-        raise docker_error(f"the image {name} is not on this machine and cannot be pulled", error) from None
+        raise make_docker_error(f"the image {name} is not on this machine and cannot be pulled", error) from None
 
 
-def digest_of(image: Image) -> str:
+def get_digest(image: Image) -> str:
     """The digest in the registry (name@sha256:...) where there is one, else the image's id."""
     digests: list[str] = image.attrs.get("RepoDigests") or []
     return digests[0] if digests else str(image.id)
 
 
-def digests_here(names: Iterable[str]) -> dict[str, str]:
+def get_local_digests(names: Iterable[str]) -> dict[str, str]:
     """The digests of those images that the engine has; empty, too, when it does not answer."""
     found = {}
     with contextlib.suppress(ServerError, *DOCKER_ERRORS), contextlib.closing(connect()) as client:
         for name in names:
             with contextlib.suppress(ImageNotFound):
-                found[name] = digest_of(client.images.get(name))
+                found[name] = get_digest(client.images.get(name))
     return found
 
 
-def _pull(
+def _pull_image(
     client: docker.DockerClient, name: str, repository: str, tag: str, on_progress: Callable[[str], None]
 ) -> None:
     on_progress(f"pulling {name}")
@@ -221,7 +221,7 @@ def _pull(
             on_progress(f"pulling {name}: {got:.2f} of {total:.2f} GB")
 
 
-def sweep(
+def remove_leftovers(
     client: docker.DockerClient, run: str | None = None, *, everything: bool = False, caches: bool = False
 ) -> list[str]:
     """Remove our containers, networks and volumes; return what was removed, in words.
@@ -233,20 +233,22 @@ def sweep(
     removed = []
     in_use = False
     try:
-        for kind, one, its_labels in _ours(client, run):
-            if kind == "volume" and CACHE in its_labels:
+        for kind, one, its_labels in _list_objects(client, run):
+            if kind == "volume" and CACHE_LABEL in its_labels:
                 goes = caches and not in_use
             else:
                 goes = everything or owner_is_gone(its_labels)
                 in_use |= kind != "volume" and not goes
-            if goes and _gone(partial(one.remove, v=True, force=True) if kind == "container" else one.remove):
+            if goes and _remove_unless_gone(
+                partial(one.remove, v=True, force=True) if kind == "container" else one.remove
+            ):
                 removed.append(f"{kind} {one.name}")
     except DOCKER_ERRORS as error:
-        raise docker_error("not everything could be removed", error) from None
+        raise make_docker_error("not everything could be removed", error) from None
     return removed
 
 
-def _gone(remove: Callable[[], object]) -> bool:
+def _remove_unless_gone(remove: Callable[[], object]) -> bool:
     """Remove one thing; false for what somebody else removes or still uses."""
     try:
         remove()

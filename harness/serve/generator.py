@@ -14,21 +14,21 @@ from harness.errors import ServerError
 from harness.files import LOCUSTFILES
 from harness.job import SECRETS_ENV, Job
 from harness.process import undisturbed
-from harness.redact import known
+from harness.redact import registered_secrets
 from harness.serve.containers import LogFile, follow_log
-from harness.serve.engine import DOCKER_ERRORS, connect, docker_error, ensure_image, name_of, owned
+from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
 from harness.serve.location import engine_location
 
 IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`
-IN_IMAGE = Path("/opt/amd-llm-load/locustfiles")
+IMAGE_LOCUSTFILES = Path("/opt/amd-llm-load/locustfiles")
 
 
-def in_image(locustfile: Path) -> Path:
+def find_path_in_image(locustfile: Path) -> Path:
     """Where a locustfile is in the container: one that ships is in the image, any other is mounted at its own path."""
-    return IN_IMAGE / locustfile.name if locustfile.parent == LOCUSTFILES else locustfile
+    return IMAGE_LOCUSTFILES / locustfile.name if locustfile.parent == LOCUSTFILES else locustfile
 
 
-def files_needed(job: Job, locustfile: Path) -> list[str]:
+def list_needed_files(job: Job, locustfile: Path) -> list[str]:
     """The files and folders of this host that a load generator in a container has to read, besides its job.
 
     The whole folder of an own locustfile, which may import from it and open its files; those that ship are in the
@@ -72,7 +72,7 @@ class ContainerChild:
             self._client.close()
             if not isinstance(error, DOCKER_ERRORS):
                 raise
-            raise docker_error("the load generator's container cannot be started", error) from None
+            raise make_docker_error("the load generator's container cannot be started", error) from None
         self._log = LogFile(log_path)
         follow_log(self._container, self._log)
         self._code: int | None = None
@@ -81,19 +81,19 @@ class ContainerChild:
     def _options(run_id: str, job: Job, arguments: list[str], locustfile: Path, network: str | None) -> dict[str, Any]:
         folder = str(Path(job.requests_path).parent)
         mounts = [Mount(folder, folder, type="bind")]
-        mounts += [Mount(file, file, type="bind", read_only=True) for file in files_needed(job, locustfile)]
+        mounts += [Mount(file, file, type="bind", read_only=True) for file in list_needed_files(job, locustfile)]
         key = job.api_key_env
         return {
             "command": ["locust", *arguments],
-            "name": f"{name_of(run_id, job.cell)}-locust",
-            "labels": owned(run_id, job.cell),
+            "name": f"{make_name(run_id, job.cell)}-locust",
+            "labels": make_labels(run_id, job.cell),
             "network": network or "host",
             "mounts": mounts,
             # The run directory belongs to the user who started the harness; so must the records in it.
             "user": f"{os.getuid()}:{os.getgid()}",
             "environment": {
                 "HOME": "/tmp",
-                SECRETS_ENV: json.dumps(known()),
+                SECRETS_ENV: json.dumps(registered_secrets()),
                 **({key: os.environ[key]} if key else {}),
             },
             # It writes into the run directory and nowhere else.
@@ -117,7 +117,7 @@ class ContainerChild:
             except NotFound:
                 self._code = -1
             except DOCKER_ERRORS as error:
-                raise docker_error("the load generator's container cannot be watched", error) from None
+                raise make_docker_error("the load generator's container cannot be watched", error) from None
         return self._code
 
     def stop(self, grace_s: float) -> int:
@@ -134,5 +134,5 @@ class ContainerChild:
         except NotFound:
             pass
         except DOCKER_ERRORS as error:
-            raise docker_error("the load generator's container cannot be removed", error) from None
+            raise make_docker_error("the load generator's container cannot be removed", error) from None
         return -1 if self._code is None else self._code

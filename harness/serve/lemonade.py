@@ -18,43 +18,51 @@ from msgspec import Meta, Struct, field
 
 from harness.engines import engines
 from harness.errors import ServerError, StartError, did_you_mean
-from harness.failures.unexpected_response import decoded, message, model_ids
+from harness.failures.unexpected_response import decode_json, error_message, parse_model_ids
 from harness.files import UNDECODABLE
-from harness.serve.compose_file import Managed
-from harness.serve.container_commands import FETCH_S, Shell, command_inside
-from harness.serve.containers import LogFile, advice, refused_load
+from harness.serve.compose_file import LemonadeSettings
+from harness.serve.container_commands import FETCH_S, Shell, read_command_line
+from harness.serve.containers import LogFile, advise_on_message, make_load_error
 from harness.serve.engine import DOCKER_ERRORS
-from harness.serve.probe import Phases, Waiting, death, good_text, lines_of, reason, watched
+from harness.serve.probe import (
+    PhaseTimer,
+    StartupWatch,
+    explain_connection_error,
+    fetch_text,
+    iterate_lines,
+    run_watched,
+    wait_for_death,
+)
 from harness.summary import Reason, because
 from harness.trust import open_session
 
 NAME = "Lemonade"
 # Of a model's canonical name, in the order in which Lemonade looks for it.
-PREFIXES = tuple(prefix for engine in engines() for prefix in engine.model_prefixes)
+MODEL_PREFIXES = tuple(prefix for engine in engines() for prefix in engine.model_prefixes)
 # Each request occupies a thread of Lemonade's HTTP server from its first to its last byte. Above that, connections wait
 # before Lemonade, and what is measured is its queue (src/cpp/server/server.cpp; pull request 2618, v11.0.0).
-PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 32, 256
+REQUESTS_PER_THREAD, MIN_THREADS, MAX_THREADS = 4, 32, 256
 
 
 def bare_name(model: str) -> str:
     """Return a model's name as Lemonade lists it: without its prefix."""
-    return next((model.removeprefix(prefix) for prefix in PREFIXES if model.startswith(prefix)), model)
+    return next((model.removeprefix(prefix) for prefix in MODEL_PREFIXES if model.startswith(prefix)), model)
 
 
-def served_name(canonical: str) -> str:
+def vllm_model_name(canonical: str) -> str:
     """Return the one name under which vLLM behind Lemonade serves a model: only built-in models lose their prefix."""
     return canonical.removeprefix("builtin.")
 
 
-def pool_size(threads: int) -> int:
+def count_server_threads(threads: int) -> int:
     """Threads of the HTTP server on a machine whose processor has so many."""
-    return min(MAX_THREADS, max(MIN_THREADS, PER_THREAD * threads))
+    return min(MAX_THREADS, max(MIN_THREADS, REQUESTS_PER_THREAD * threads))
 
 
-PREFIX = "/api/v1"
+API_PREFIX = "/api/v1"
 HEALTH_S = 30.0  # it waits for a lock, and above the pool's size for a thread
-_MAX_MODELS = 5000  # of its list, in which a similar name is searched
-INFO_S = 120.0  # the first call on a machine looks for its hardware
+MAX_LISTED_MODELS = 5000  # of its list, in which a similar name is searched
+SYSTEM_INFO_S = 120.0  # the first call on a machine looks for its hardware
 
 T = TypeVar("T")
 
@@ -143,9 +151,9 @@ class LemonadeHealth(Struct, frozen=True):
         return next((entry for entry in self.loaded if bare_name(entry.name) == bare), None)
 
 
-def health(api: Api, timeout_s: float = HEALTH_S) -> LemonadeHealth | None:
+def get_health(api: Api, timeout_s: float = HEALTH_S) -> LemonadeHealth | None:
     """What is loaded; None when there is no answer, or not Lemonade's."""
-    return api.read(f"{PREFIX}/health", LemonadeHealth, timeout_s)
+    return api.read(f"{API_PREFIX}/health", LemonadeHealth, timeout_s)
 
 
 class _BackendState(Struct, frozen=True):
@@ -172,9 +180,9 @@ class LemonadeSystem(Struct, frozen=True):
     recipes: dict[str, _Recipe] = {}
 
 
-def system_info(api: Api) -> LemonadeSystem:
+def get_system_info(api: Api) -> LemonadeSystem:
     """Empty for a Lemonade that does not say."""
-    return api.read(f"{PREFIX}/system-info", LemonadeSystem, INFO_S) or LemonadeSystem()
+    return api.read(f"{API_PREFIX}/system-info", LemonadeSystem, SYSTEM_INFO_S) or LemonadeSystem()
 
 
 class ListedModel(Struct, frozen=True):
@@ -192,55 +200,55 @@ class _ModelList(Struct, frozen=True):
     data: list[_ListedName] = []
 
 
-def find_listed(api: Api, model: str) -> ListedModel | ServerError:
+def find_model(api: Api, model: str) -> ListedModel | ServerError:
     """A model by its name, or why Lemonade does not have it, with the most similar name."""
     refused = ""
     for name in dict.fromkeys((model, bare_name(model))):
         try:
-            response = api.get(f"{PREFIX}/models/{name}")
+            response = api.get(f"{API_PREFIX}/models/{name}")
             if response.status_code == 200:
                 return msgspec.json.decode(response.content, type=ListedModel)
         except requests.RequestException as error:
-            return ServerError(f"Lemonade gave no answer about '{model}': {reason(error)}")
+            return ServerError(f"Lemonade gave no answer about '{model}': {explain_connection_error(error)}")
         except UNDECODABLE:
             pass
-        refused = refused or message(response.content)
-    listed = api.read(f"{PREFIX}/models?show_all=true", _ModelList) or _ModelList()
-    meant = did_you_mean(bare_name(model), [one.id for one in listed.data[:_MAX_MODELS]])
+        refused = refused or error_message(response.content)
+    listed = api.read(f"{API_PREFIX}/models?show_all=true", _ModelList) or _ModelList()
+    meant = did_you_mean(bare_name(model), [one.id for one in listed.data[:MAX_LISTED_MODELS]])
     meant = f" D{meant[1:]}" if meant.startswith("did") else ""
-    return ServerError(f"Lemonade does not have '{model}': {refused}", next_step=f"{advice(refused)}{meant}")
+    return ServerError(f"Lemonade does not have '{model}': {refused}", next_step=f"{advise_on_message(refused)}{meant}")
 
 
-def canonical_name(api: Api, model: str) -> str:
+def find_canonical_name(api: Api, model: str) -> str:
     """The name with its prefix; without one where Lemonade does not know the model.
 
     No answer has it: /models/ID lists the bare name, and /models/ID/options repeats the ID that was asked for.
     """
     if bare_name(model) != model:
         return model
-    tried = (prefix + model for prefix in PREFIXES)
-    return next((name for name in tried if api.read(f"{PREFIX}/models/{name}", object) is not None), model)
+    tried = (prefix + model for prefix in MODEL_PREFIXES)
+    return next((name for name in tried if api.read(f"{API_PREFIX}/models/{name}", object) is not None), model)
 
 
 class _LemonadeConfig(Struct, frozen=True):
     global_timeout: Annotated[float, Meta(gt=0, le=7 * 86_400)] | None = None
 
 
-def load_limit_s(api: Api, global_timeout_s: float) -> float:
+def get_load_timeout_s(api: Api, global_timeout_s: float) -> float:
     """How long a load may take: Lemonade tries twice, each as long as its configuration says, else as given."""
     config = api.read("/internal/config", _LemonadeConfig) or _LemonadeConfig()
-    return 2 * (config.global_timeout or global_timeout_s) + BEYOND_S
+    return 2 * (config.global_timeout or global_timeout_s) + CLEANUP_S
 
 
-BEYOND_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
-RETRIED = "evicting all models and retrying"
-KERNEL = (
+CLEANUP_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
+RETRY_WORDS = "evicting all models and retrying"
+KERNEL_FIX = (
     "Install Linux 6.18.4 or newer, or a kernel with the fix (Ubuntu: linux-oem-24.04); it has the fix when `grep -E "
     '"cwsr_size|ctl_stack_size" /sys/class/kfd/kfd/topology/nodes/*/properties` prints lines. Lemonade\'s page: {page}'
 )
 
 
-class Loaded(Struct, frozen=True):
+class LoadedModel(Struct, frozen=True):
     """A model that is loaded."""
 
     model: str  # id to send: vLLM knows no other name
@@ -249,42 +257,46 @@ class Loaded(Struct, frozen=True):
     notes: list[Reason] = []
 
 
-def bring_up(api: Api, asked: Managed, waiting: Waiting, until: float, phases: Phases) -> Loaded:
+def bring_up_model(
+    api: Api, asked: LemonadeSettings, waiting: StartupWatch, until: float, phases: PhaseTimer
+) -> LoadedModel:
     """Have the model loaded. `until` is on the monotonic clock; a load may take longer, as Lemonade itself allows.
 
     `phases` get "install" and "download" where there was something to do, and "load". Raises ServerError.
     """
-    system = _watched(lambda: system_info(api), waiting, until, ["asking Lemonade for its backends"])
-    known = _watched(lambda: find_listed(api, asked.model), waiting, until, ["asking Lemonade for the model"])
+    system = _run_watched(lambda: get_system_info(api), waiting, until, ["asking Lemonade for its backends"])
+    known = _run_watched(lambda: find_model(api, asked.model), waiting, until, ["asking Lemonade for the model"])
     body: dict[str, Any] = {"model_name": asked.model, "stream": True}
     if isinstance(known, ServerError):
         if asked.checkpoint is None:
             raise known
         body |= {"checkpoint": asked.checkpoint, "recipe": asked.recipe}  # which makes it known
     recipe = asked.recipe or (known.recipe if isinstance(known, ListedModel) else None)
-    backend = None if recipe is None else _backend(system, recipe, asked.backend)
+    backend = None if recipe is None else _choose_backend(system, recipe, asked.backend)
     if backend is not None and backend.state not in _INSTALLED:
         install = {"recipe": recipe, "backend": backend.name, "stream": False}
         left_s, name = max(1.0, until - time.monotonic()), f"{recipe}:{backend.name}"
-        answer = _watched(lambda: _post(api, "/install", install, left_s), waiting, until, [f"installing {name}"])
-        problem = _not_installed(answer, name)
+        answer = _run_watched(
+            lambda: _post_or_raise(api, "/install", install, left_s), waiting, until, [f"installing {name}"]
+        )
+        problem = _find_install_error(answer, name)
         if problem is None:
             phases.done("install")
         elif backend.state != "update_required":  # else the older one is installed, and the load shows whether it works
             raise problem
     if isinstance(known, ServerError) or not known.downloaded:
         shown = ["downloading the model"]
-        _watched(lambda: download(api, body, shown, until), waiting, until, shown)
+        _run_watched(lambda: download(api, body, shown, until), waiting, until, shown)
         phases.done("download")
-    limit_s = load_limit_s(api, asked.global_timeout_s)
+    limit_s = get_load_timeout_s(api, asked.global_timeout_s)
     load = {"model_name": asked.model, **asked.options, "pinned": True}
     # To give up before Lemonade does would hide its reason.
     latest = max(until, time.monotonic() + limit_s)
-    answer = _watched(lambda: _post(api, "/load", load, limit_s), waiting, latest, ["loading the model"])
+    answer = _run_watched(lambda: _post_or_raise(api, "/load", load, limit_s), waiting, latest, ["loading the model"])
     if answer.status_code != 200:
-        raise _not_loaded(answer, asked.model, waiting)
+        raise _load_error(answer, asked.model, waiting)
     phases.done("load")
-    return _proven(api, asked.model, waiting)
+    return _confirm_loaded(api, asked.model, waiting)
 
 
 _INSTALLED = ("installed", "update_available")
@@ -297,7 +309,7 @@ class Backend(NamedTuple):
     state: str
 
 
-def _backend(system: LemonadeSystem, recipe: str, wanted: str | None) -> Backend | None:
+def _choose_backend(system: LemonadeSystem, recipe: str, wanted: str | None) -> Backend | None:
     """The backend that a load will take; None where Lemonade knows none."""
     known = system.recipes.get(recipe, _Recipe())
     there = {name: Backend(name, one.state) for name, one in known.backends.items()}
@@ -316,7 +328,7 @@ class _Installed(Struct, frozen=True):
     action: str | None = None
 
 
-def _not_installed(answer: requests.Response, name: str) -> ServerError | None:
+def _find_install_error(answer: requests.Response, name: str) -> ServerError | None:
     """Why the backend is not installed. A kernel that lacks the fix is a status 200 with `action`."""
     try:
         action = msgspec.json.decode(answer.content, type=_Installed).action
@@ -324,11 +336,11 @@ def _not_installed(answer: requests.Response, name: str) -> ServerError | None:
         action = None
     if answer.status_code == 200 and not action:
         return None
-    said = action or message(answer.content)
+    said = action or error_message(answer.content)
     if action or "kernel" in said:
         return ServerError(
             f"Lemonade does not install {name}: this machine's Linux kernel lacks what gfx1151 needs (CWSR)",
-            next_step=KERNEL.format(page=action or "https://lemonade-server.ai/gfx1151_linux.html"),
+            next_step=KERNEL_FIX.format(page=action or "https://lemonade-server.ai/gfx1151_linux.html"),
             detail=said,
         )
     return ServerError(
@@ -338,8 +350,8 @@ def _not_installed(answer: requests.Response, name: str) -> ServerError | None:
     )
 
 
-def _proven(api: Api, model: str, waiting: Waiting) -> Loaded:
-    found = health(api)
+def _confirm_loaded(api: Api, model: str, waiting: StartupWatch) -> LoadedModel:
+    found = get_health(api)
     running = None if found is None else found.of(model)
     if found is None or running is None:
         raise StartError(
@@ -347,52 +359,55 @@ def _proven(api: Api, model: str, waiting: Waiting) -> Loaded:
             next_step="Look at the last lines of its log: the backend may have died at once.",
             detail=waiting.log.tail(),
         )
-    loaded = as_loaded(api, model, running, found.version)
-    if RETRIED not in waiting.log.text():
+    loaded = describe_loaded_model(api, model, running, found.version)
+    if RETRY_WORDS not in waiting.log.text():
         return loaded
     return msgspec.structs.replace(loaded, notes=[because("load_retried", server=NAME)])
 
 
-def as_loaded(api: Api, model: str, running: RunningModel, version: str | None) -> Loaded:
+def describe_loaded_model(api: Api, model: str, running: RunningModel, version: str | None) -> LoadedModel:
     """What is known of a loaded model, whichever client loaded it; `version` is Lemonade's own."""
-    system = system_info(api)
+    system = get_system_info(api)
     threads = system.devices.cpu.threads
-    taken = _backend(system, running.recipe, None)
+    taken = _choose_backend(system, running.recipe, None)
     name = running.backend or (None if taken is None else taken.name)
     names = f"Lemonade {version or '(unknown version)'}, {':'.join(filter(None, (running.recipe, name)))}"
     if running.recipe == "vllm":  # which knows one name alone; llama-server answers to any
-        model = running.argument("--served-model-name") or served_name(canonical_name(api, model))
-    return Loaded(model, names, None if threads is None else pool_size(threads))
+        model = running.argument("--served-model-name") or vllm_model_name(find_canonical_name(api, model))
+    return LoadedModel(model, names, None if threads is None else count_server_threads(threads))
 
 
-def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:
+def _load_error(answer: requests.Response, model: str, waiting: StartupWatch) -> ServerError:
     left = waiting.orphans()
     more = f" It left {', '.join(left)}, which held GPU memory until the container was removed." if left else ""
     what = f"Lemonade could not load '{model}': HTTP {answer.status_code}"
-    return refused_load(what, message(answer.content), waiting.log, more)
+    return make_load_error(what, error_message(answer.content), waiting.log, more)
 
 
-def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> requests.Response:
+def _post_or_raise(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> requests.Response:
     try:
-        return api.post(PREFIX + path, body, timeout_s)
+        return api.post(API_PREFIX + path, body, timeout_s)
     except requests.RequestException as error:
         raise ServerError(
-            f"Lemonade gave no answer to POST {path} ({reason(error)})", next_step="Look at its last lines."
+            f"Lemonade gave no answer to POST {path} ({explain_connection_error(error)})",
+            next_step="Look at its last lines.",
         ) from None
 
 
-def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: list[str]) -> T:
+def _run_watched(call: Callable[[], T], waiting: StartupWatch, until: float, doing: list[str]) -> T:
     """As `watched`; a request that breaks while the server dies is explained by its death."""
     try:
-        return watched(call, waiting, until, doing)
+        return run_watched(call, waiting, until, doing)
     except requests.RequestException as error:
-        raise death(waiting) or ServerError(f"Lemonade gave no answer while {doing[-1]} ({reason(error)})") from None
+        raise wait_for_death(waiting) or ServerError(
+            f"Lemonade gave no answer while {doing[-1]} ({explain_connection_error(error)})"
+        ) from None
     except ServerError as error:
-        raise death(waiting) or error from None
+        raise wait_for_death(waiting) or error from None
 
 
-SILENCE_S = 300.0  # between two events; a hub may take its time
-OFFLINE = (
+MAX_SILENCE_S = 300.0  # between two events; a hub may take its time
+OFFLINE_FIX = (
     "Set offline and no_fetch_executables to false for one run: what is downloaded stays on the volume. "
     "Without a network, put the model into the folder that huggingface_cache names."
 )
@@ -417,26 +432,27 @@ def download(api: Api, body: dict[str, Any], progress: list[str], until: float) 
     """Wait until the model is downloaded; `progress` gets it in words. Raises ServerError, also for an error event."""
     name = body["model_name"]
     try:
-        with api.post(f"{PREFIX}/pull", body, SILENCE_S, stream=True) as response:
+        with api.post(f"{API_PREFIX}/pull", body, MAX_SILENCE_S, stream=True) as response:
             if response.status_code != 200:
-                said = message(response.content)
-                step = OFFLINE if "offline" in said else "Check its name, and that the machine reaches the hub."
+                said = error_message(response.content)
+                step = OFFLINE_FIX if "offline" in said else "Check its name, and that the machine reaches the hub."
                 raise ServerError(f"Lemonade cannot download '{name}': {said}", next_step=step)
-            for kind, data in events(lines_of(response)):
+            for kind, data in parse_events(iterate_lines(response)):
                 if kind == "error":
-                    raise _failed(name, data)
+                    raise _download_error(name, data)
                 if kind == "complete":
                     return
-                progress[-1:] = [_progress(data).in_words()]
+                progress[-1:] = [_parse_progress(data).in_words()]
                 if time.monotonic() > until:
                     return
     except requests.RequestException as error:
         raise ServerError(
-            f"the download of '{name}' by Lemonade broke off ({reason(error)})", next_step="Run again to resume."
+            f"the download of '{name}' by Lemonade broke off ({explain_connection_error(error)})",
+            next_step="Run again to resume.",
         ) from None
 
 
-def events(lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
+def parse_events(lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
     """Kind and data of server-sent events."""
     kind, data = "progress", b""
     for line in lines:
@@ -452,56 +468,58 @@ def events(lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
         yield kind, data
 
 
-def _progress(data: bytes) -> DownloadProgress:
+def _parse_progress(data: bytes) -> DownloadProgress:
     try:
         return msgspec.json.decode(data, type=DownloadProgress, strict=False)
     except (ValueError, RecursionError):
         return DownloadProgress()
 
 
-def _failed(name: str, data: bytes) -> ServerError:
+def _download_error(name: str, data: bytes) -> ServerError:
     return ServerError(
-        f"Lemonade could not download '{name}': {message(data)}",
+        f"Lemonade could not download '{name}': {error_message(data)}",
         next_step="Check the network of the container, the model's name, and HF_TOKEN for a gated model.",
     )
 
 
 ASSUMED_TIMEOUT_S = 600.0  # Lemonade's own default
-LOG = "`journalctl -u lemond | harness explain -`, or what it printed where you started it."
+LOG_ADVICE = "`journalctl -u lemond | harness explain -`, or what it printed where you started it."
 
 
-def attached(url: str, model: str | None, key: str | None) -> Loaded | None:
+def find_running_model(url: str, model: str | None, key: str | None) -> LoadedModel | None:
     """What runs at `url`, with `model` loaded, or what is loaded there. None when that is no Lemonade.
 
     A model that is not loaded yet is loaded with the options that its owner saved; loading is never part of a
     measurement. Raises ServerError when that fails.
     """
     api = Api(url, key)
-    found = health(api, timeout_s=5.0)
+    found = get_health(api, timeout_s=5.0)
     if found is None or (model is None and len(found.loaded) != 1):
         return None
     model = model or found.loaded[0].name
     if found.of(model) is None:
-        _load_as_saved(api, model)
-        found = health(api) or found
+        _load_with_saved_options(api, model)
+        found = get_health(api) or found
     running = found.of(model)
-    return None if running is None else as_loaded(api, model, running, found.version)
+    return None if running is None else describe_loaded_model(api, model, running, found.version)
 
 
-def _load_as_saved(api: Api, model: str) -> None:
-    known = find_listed(api, model)
+def _load_with_saved_options(api: Api, model: str) -> None:
+    known = find_model(api, model)
     if isinstance(known, ServerError):
         raise known
-    limit_s = load_limit_s(api, ASSUMED_TIMEOUT_S)
+    limit_s = get_load_timeout_s(api, ASSUMED_TIMEOUT_S)
     try:
-        answer = api.post(f"{PREFIX}/load", {"model_name": canonical_name(api, model)}, limit_s)
+        answer = api.post(f"{API_PREFIX}/load", {"model_name": find_canonical_name(api, model)}, limit_s)
     except requests.RequestException as error:
-        raise ServerError(f"Lemonade gave no answer while loading '{model}' ({reason(error)})") from None
+        raise ServerError(
+            f"Lemonade gave no answer while loading '{model}' ({explain_connection_error(error)})"
+        ) from None
     if answer.status_code != 200:
-        said = message(answer.content)
+        said = error_message(answer.content)
         # The reason is in a log that only its owner has.
-        log = f" Its log has the reason: {LOG}" if "failed to start" in said else ""
-        raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advice(said) + log)
+        log = f" Its log has the reason: {LOG_ADVICE}" if "failed to start" in said else ""
+        raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advise_on_message(said) + log)
 
 
 OWN_METRICS_S = 1.0  # above the pool's size they wait with all else, and must not hold up the engine's
@@ -540,7 +558,7 @@ class LemonadeMonitor:
             return self._shell.fetch(url + path, sent)
         if url not in self._own:
             self._own[url] = self._is_own(url)
-        return _here(url + path, sent) if self._own[url] else ""
+        return _fetch_local(url + path, sent) if self._own[url] else ""
 
     def effective(self) -> dict[str, Any]:
         """With what the model runs. The command line is Lemonade's word (since v11.8.0), or that of the process."""
@@ -549,7 +567,7 @@ class LemonadeMonitor:
             return {}
         command = running.command
         if not command and running.pid is not None and self._container is not None:
-            command = command_inside(self._container, running.pid)
+            command = read_command_line(self._container, running.pid)
         return ({"launch_command": command} if command else {}) | running.facts
 
     def problems(self) -> list[Reason]:
@@ -564,17 +582,17 @@ class LemonadeMonitor:
         if reset:
             problems.append(because("backend_reset", server=NAME, reason=found[0] if found else None))
         elif before is not None and now is not None and before.pid != now.pid:
-            options, earlier = _options(now), _options(before)
+            options, earlier = _format_options(now), _format_options(before)
             pids = {"before": before.pid, "now": now.pid}
             problems.append(because("backend_restarted", server=NAME, **pids, options=options, options_before=earlier))
         elif before is not None and now is None:
             problems.append(because("backend_lost", server=NAME))
         self._running = now or self._running
-        orphans = [] if self._container is None else orphans_of(self._container)
+        orphans = [] if self._container is None else list_orphans(self._container)
         return problems + [because("orphan_memory", name=name) for name in orphans]
 
     def _look(self, timeout_s: float = HEALTH_S) -> RunningModel | None:
-        found = health(self._api, timeout_s)
+        found = get_health(self._api, timeout_s)
         return None if found is None else found.of(self._model)
 
     def _log_lines(self) -> list[str]:
@@ -596,29 +614,29 @@ class LemonadeMonitor:
         path = None if self._running is None else self._running.argument("-m")
         try:
             if path is not None:  # of llama-server, which answers to any name
-                return bool(decoded(_here(url + "/props"))["model_path"] == path)
-            return self._model in model_ids(_here(url + "/v1/models").encode())
+                return bool(decode_json(_fetch_local(url + "/props"))["model_path"] == path)
+            return self._model in parse_model_ids(_fetch_local(url + "/v1/models").encode())
         except (ValueError, KeyError, TypeError):
             return False
 
     def _own_metrics(self) -> str:
         with self._api.session() as session:
-            return good_text(session, self._api.url + "/metrics", OWN_METRICS_S)
+            return fetch_text(session, self._api.url + "/metrics", OWN_METRICS_S)
 
 
-def _options(running: RunningModel) -> str:
+def _format_options(running: RunningModel) -> str:
     """Those of its load; without the pin, which changes no speed."""
     given = sorted(running.recipe_options.items())
     return ", ".join(f"{name}={value}" for name, value in given if name != "pinned" and value != "")
 
 
-def _here(url: str, body: str | None = None) -> str:
+def _fetch_local(url: str, body: str | None = None) -> str:
     """The good answer of an address on this machine, else nothing. The engine behind Lemonade wants no key."""
     with open_session(None) as session:
-        return good_text(session, url, FETCH_S, body)
+        return fetch_text(session, url, FETCH_S, body)
 
 
-def orphans_of(container: Container) -> list[str]:
+def list_orphans(container: Container) -> list[str]:
     """`VLLM::EngineCore` processes whose server is gone: the container's first process inherited them."""
     try:
         container.reload()

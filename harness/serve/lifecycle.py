@@ -16,23 +16,32 @@ from docker.models.containers import Container
 
 from harness import process, redact
 from harness.errors import HarnessError, ServerError
-from harness.failures.explain import State
-from harness.machine.telemetry import Source, cgroup_files, local_source, root
+from harness.failures.explain import ExitState
+from harness.machine.telemetry import Source, cgroup_files, local_source, telemetry_root
 from harness.process import is_free, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server
 from harness.serve import containers, probe
-from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse_port, url_of
-from harness.serve.container_commands import has_shell, inside
-from harness.serve.containers import LogFile, Look, look_at_end
-from harness.serve.engine import connect, digest_of, ensure_image, owned
-from harness.serve.facts import recorded
-from harness.serve.lemonade import Api, LemonadeMonitor, attached, orphans_of
-from harness.serve.location import EngineLocation, address_of, engine_location, is_this_machine, tunnel
-from harness.serve.probe import Phases, Waiting
-from harness.serve.ready import Ready, wait_ready
-from harness.serve.security import allowed, refuse_without_consent, secrets_in
-from harness.serve.template import written
+from harness.serve.compose_file import (
+    GATEWAY,
+    SERVER,
+    ComposeFile,
+    Service,
+    Serving,
+    fill_variables,
+    make_url,
+    parse_port,
+)
+from harness.serve.container_commands import container_source, has_shell
+from harness.serve.containers import LogFile, ServerStatus, status_at_end
+from harness.serve.engine import connect, ensure_image, get_digest, make_labels
+from harness.serve.facts import record_facts
+from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model, list_orphans
+from harness.serve.location import EngineLocation, engine_location, is_this_machine, open_tunnel, resolve_host
+from harness.serve.probe import PhaseTimer, StartupWatch
+from harness.serve.ready import ReadyServer, wait_ready
+from harness.serve.security import collect_secrets, make_access_notes, require_consent
+from harness.serve.template import write_compose_file
 from harness.summary import Reason
 
 
@@ -41,7 +50,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str  # as this host reaches it, without a slash at the end
     started: ServedBy  # as it was when it became ready
-    look: Callable[[bool], Look]  # with true: look now, else within the last half second
+    look: Callable[[bool], ServerStatus]  # with true: look now, else within the last half second
     metrics_url: str | None = None
     monitor: LemonadeMonitor | None = None  # of an engine behind it, which its clients do not see
     network: str | None = None  # Docker network of the server's container
@@ -83,7 +92,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return None if death is None else death.problem()
 
 
-def source_of(endpoint: Endpoint) -> Source | None:
+def find_telemetry_source(endpoint: Endpoint) -> Source | None:
     """Where a server's telemetry comes from: the files of this machine, or its container.
 
     None for a server on another machine when its container cannot print them.
@@ -92,7 +101,7 @@ def source_of(endpoint: Endpoint) -> Source | None:
     if container is None:
         return local_source() if is_this_machine(urlsplit(endpoint.url).hostname or "") else None
     pid = int(container.attrs["State"].get("Pid") or 0)
-    files = cgroup_files(root(), pid, str(container.id))
+    files = cgroup_files(telemetry_root(), pid, str(container.id))
     if files:
         if container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
             files.append(f"proc/{pid}/net/netstat")
@@ -100,13 +109,13 @@ def source_of(endpoint: Endpoint) -> Source | None:
     # Its processes are not among this machine's: the engine is elsewhere, whatever its address is, or we are in a
     # container ourselves. What is seen from within is right in all cases.
     if has_shell(container):
-        return inside(container)
+        return container_source(container)
     return local_source() if engine_location().is_here else None
 
 
-MISSES = 3  # failed checks in a row of a server that already ran ...
-_LOOK_S = 2.0  # ... with this period ...
-_AGAIN_S = 0.3  # ... and sooner, after a failed check
+MAX_MISSES = 3  # failed checks in a row of a server that already ran ...
+_CHECK_INTERVAL_S = 2.0  # ... with this period ...
+_RETRY_INTERVAL_S = 0.3  # ... and sooner, after a failed check
 
 
 @contextlib.contextmanager
@@ -124,10 +133,10 @@ def serve(
     Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM and SIGHUP end it like Ctrl-C.
     Raises ServerError when it does not become ready, HarnessError for a template or variable that cannot be used.
     """
-    start = start_of(scenario, server_name, cell_id, run_folder, on_progress)
+    start = prepare_start(scenario, server_name, cell_id, run_folder, on_progress)
     if start.serving.offline:
         raise HarnessError(f"the server '{server_name}' is an offline job: only `harness run` can use it")
-    running = _in_container(start, run_id, cell_id) if start.server.container else _as_process(start)
+    running = _serve_container(start, run_id, cell_id) if start.server.container else _serve_process(start)
     with signals_interrupt(), running as endpoint:
         yield endpoint
 
@@ -160,7 +169,7 @@ class ServerStart(msgspec.Struct, frozen=True):
         self, served: ServedBy, container: Container | None = None, behind: LemonadeMonitor | None = None
     ) -> ServedBy:
         """With what it turns out to run with."""
-        return recorded(
+        return record_facts(
             served,
             self.log_path,
             metrics_url=self.metrics_url(served.url),
@@ -170,22 +179,22 @@ class ServerStart(msgspec.Struct, frozen=True):
         )
 
 
-def start_of(
+def prepare_start(
     scenario: Scenario, server_name: str, cell_id: str, run_folder: Path, on_progress: Callable[[str], None]
 ) -> ServerStart:
     """Prepare the start of a server: write its Compose file into the run directory, register its secrets."""
-    one = written(scenario, server_name, run_folder)
+    one = write_compose_file(scenario, server_name, run_folder)
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
     # What the server got from the environment it may say again, in its log and in an error.
-    redact.know(secrets_in(msgspec.to_builtins(one.file), os.environ) | {api_key or "": True})
+    redact.register_secrets(collect_secrets(msgspec.to_builtins(one.file), os.environ) | {api_key or "": True})
     return ServerStart(
         one.server, one.file, scenario.model, SERVER, log_path, api_key, scenario.api_key_env, on_progress
     )
 
 
 @contextlib.contextmanager
-def _as_process(start: ServerStart) -> Iterator[Endpoint]:
+def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
     """The embedded engine: the command of the service's container on this host. It ends with us, however we end."""
     port = start.compose.serving.port
     url = f"http://127.0.0.1:{port}"
@@ -195,7 +204,7 @@ def _as_process(start: ServerStart) -> Iterator[Endpoint]:
             next_step="Leave host_port out to get a free one, or stop what uses it "
             f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
         )
-    service = filled_in(start.compose, os.environ).server
+    service = fill_variables(start.compose, os.environ).server
     command = [sys.executable, *(service.command or [])[1:]]
     command[command.index("--host") + 1] = "127.0.0.1"
     arguments = list(start.compose.server.command or [])  # that say what it is; where it listens differs
@@ -212,12 +221,12 @@ def _as_process(start: ServerStart) -> Iterator[Endpoint]:
     output = child.stdout.fileno()
     log.follow(lambda: iter(lambda: os.read(output, 65536), b""))
 
-    def look(_now: bool) -> Look:
+    def look(_now: bool) -> ServerStatus:
         code = child.poll()
-        return Look() if code is None else look_at_end(code, State(exit_code=code), log)
+        return ServerStatus() if code is None else status_at_end(code, ExitState(exit_code=code), log)
 
     try:
-        ready = _wait(start, url, look, log)
+        ready = _wait_until_ready(start, url, look, log)
         served_by = ServedBy(
             url=url,
             template=start.server.template,
@@ -234,7 +243,7 @@ def _as_process(start: ServerStart) -> Iterator[Endpoint]:
         child.stdout.close()
 
 
-class Containers(msgspec.Struct, frozen=True):
+class CellContainers(msgspec.Struct, frozen=True):
     """Where the containers of a cell are started."""
 
     client: docker.DockerClient
@@ -247,34 +256,34 @@ class StartedContainer(msgspec.Struct, frozen=True):
     """A container that was started and is watched."""
 
     container: Container
-    look: Callable[[bool], Look]
+    look: Callable[[bool], ServerStatus]
     log: LogFile
     served: ServedBy  # as far as it is known before the server answers
 
 
 @contextlib.contextmanager
-def containers_of(start: ServerStart, filled: ComposeFile, run_id: str, cell_id: str) -> Iterator[Containers]:
+def cell_containers(start: ServerStart, filled: ComposeFile, run_id: str, cell_id: str) -> Iterator[CellContainers]:
     """Connect to the Docker Engine, and remove at the end what was started. Raises HarnessError for what cannot run."""
-    refuse_without_consent(start.server, start.compose)
-    made = Containers(connect(), filled, owned(run_id, cell_id), [])
-    with containers.torn_down(made.client, start.compose, made.owner, made.logs, start.on_progress):
+    require_consent(start.server, start.compose)
+    made = CellContainers(connect(), filled, make_labels(run_id, cell_id), [])
+    with containers.removed_at_exit(made.client, start.compose, made.owner, made.logs, start.on_progress):
         yield made
 
 
-def started(start: ServerStart, made: Containers) -> StartedContainer:
+def start_service(start: ServerStart, made: CellContainers) -> StartedContainer:
     """Pull the image and start the container of a service. Raises ServerError."""
     log = LogFile(start.log_path)
     made.logs.append(log)
     before = made.filled.preparations if start.name == SERVER else []
-    phases = Phases()
+    phases = PhaseTimer()
     images = [
         ensure_image(made.client, made.filled.services[name].image, start.on_progress) for name in (start.name, *before)
     ]
     phases.done("pull")
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
-        containers.prepare(made.client, made.filled, made.owner)
-    container = containers.start(made.client, made.filled, start.name, made.owner)
+        containers.create_network_and_volumes(made.client, made.filled, made.owner)
+    container = containers.start_container(made.client, made.filled, start.name, made.owner)
     phases.done("create")
     containers.follow_log(container, log)
     service = start.service  # its secrets are still names
@@ -283,47 +292,47 @@ def started(start: ServerStart, made: Containers) -> StartedContainer:
         template=start.serving.template,
         simulated=start.serving.simulated,
         image=service.image,
-        image_digest=digest_of(images[0]),
-        container=containers.inspected(container, start.compose, service),
+        image_digest=get_digest(images[0]),
+        container=containers.describe_container(container, start.compose, service),
         arguments=[*(service.entrypoint or []), *(service.command or [])],
-        notes=allowed(start.compose) if start.name == SERVER else [],
+        notes=make_access_notes(start.compose) if start.name == SERVER else [],
         phases=phases.all,
     )
-    return StartedContainer(container, containers.watcher(container, log), log, served)
+    return StartedContainer(container, containers.make_status_reader(container, log), log, served)
 
 
 @contextlib.contextmanager
-def _in_container(start: ServerStart, run_id: str, cell_id: str) -> Iterator[Endpoint]:
-    filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
-    with containers_of(start, filled, run_id, cell_id) as made, contextlib.ExitStack() as tunnels:
-        server = _bring_up(start, made, tunnels)
+def _serve_container(start: ServerStart, run_id: str, cell_id: str) -> Iterator[Endpoint]:
+    filled = fill_variables(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
+    with cell_containers(start, filled, run_id, cell_id) as made, contextlib.ExitStack() as tunnels:
+        server = _start_and_wait(start, made, tunnels)
         if start.compose.serving.gateway is None:
             yield server
         else:
             log_path = start.log_path.with_suffix("").with_suffix(".gateway.log")
             gateway = msgspec.structs.replace(start, name=GATEWAY, log_path=log_path)
-            yield _in_front(_bring_up(gateway, made, tunnels), server)
+            yield _join_gateway(_start_and_wait(gateway, made, tunnels), server)
 
 
-def _bring_up(start: ServerStart, made: Containers, tunnels: contextlib.ExitStack) -> Endpoint:
+def _start_and_wait(start: ServerStart, made: CellContainers, tunnels: contextlib.ExitStack) -> Endpoint:
     """A server that is ready, or its gateway; a tunnel to it is left to `tunnels`. Raises ServerError."""
     port = parse_port(made.filled.services[start.name].ports[0])
     location = engine_location()
-    address = reached(location, port.address)
-    one = started(start, made)
+    address = find_reachable_address(location, port.address)
+    one = start_service(start, made)
     container, look, log = one.container, one.look, one.log
-    host_port = containers.host_port(container, port)
+    host_port = containers.find_host_port(container, port)
     if host_port is None:
-        raise containers.death_error(look(True), log)
+        raise containers.make_death_error(look(True), log)
     if address is None:
         start.on_progress(f"opening an ssh tunnel to the {start.name} on {location.host}")
-        local, broken = tunnels.enter_context(tunnel(location, port.address, host_port))
-        url, look = url_of("127.0.0.1", local), _through(broken, look)
+        local, broken = tunnels.enter_context(open_tunnel(location, port.address, host_port))
+        url, look = make_url("127.0.0.1", local), _include_tunnel(broken, look)
     else:
-        url = url_of(address, host_port)
+        url = make_url(address, host_port)
     # What is asked of the server is filled in, too.
     asking = msgspec.structs.replace(start, compose=msgspec.structs.replace(start.compose, serving=made.filled.serving))
-    ready = _wait(asking, url, look, log, container)
+    ready = _wait_until_ready(asking, url, look, log, container)
     loaded = ready.brought_up
     watch = None if loaded is None else LemonadeMonitor(Api(url, start.api_key), ready.model, log, container)
     container.reload()
@@ -353,15 +362,15 @@ def _known_as_simulated(served: ServedBy) -> ServedBy:
     return msgspec.structs.replace(served, simulated=served.simulated or "simulated" in (served.version or ""))
 
 
-def _in_front(gateway: Endpoint, server: Endpoint) -> Endpoint:
+def _join_gateway(gateway: Endpoint, server: Endpoint) -> Endpoint:
     """What takes the load is the gateway; what works, has metrics and may die is the server, too."""
 
-    def look(now: bool) -> Look:
+    def look(now: bool) -> ServerStatus:
         behind = server.look(now)
         if behind.death is not None:
             return behind
         front = gateway.look(now)
-        return behind if front.death is None else Look(msgspec.structs.replace(front.death, of_gateway=True))
+        return behind if front.death is None else ServerStatus(msgspec.structs.replace(front.death, of_gateway=True))
 
     started = msgspec.structs.replace(
         server.started, url=gateway.url, model=gateway.started.model, gateway=gateway.started
@@ -369,7 +378,7 @@ def _in_front(gateway: Endpoint, server: Endpoint) -> Endpoint:
     return msgspec.structs.replace(server, url=gateway.url, network_url=gateway.network_url, started=started, look=look)
 
 
-def attach(
+def attach_to_server(
     url: str,
     model: str | None,
     api_key: str | None = None,
@@ -381,50 +390,52 @@ def attach(
 
     Raises ServerError when its model does not answer.
     """
-    found = attached(probe.base_url(url), model, api_key)  # Lemonade's models have two names
-    served_by = probe.attach(url, model if found is None else found.model, api_key, key_name=key_name)
+    found = find_running_model(probe.parse_base_url(url), model, api_key)  # Lemonade's models have two names
+    served_by = probe.probe_running_server(url, model if found is None else found.model, api_key, key_name=key_name)
     watch = None if found is None else LemonadeMonitor(Api(served_by.url, api_key), found.model, None, None)
     parts = urlsplit(served_by.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    last, looked_at, misses = Look(), time.monotonic(), 0
+    last, looked_at, misses = ServerStatus(), time.monotonic(), 0
 
-    def look(now: bool) -> Look:
+    def look(now: bool) -> ServerStatus:
         nonlocal last, looked_at, misses
-        while last.death is None and (now or time.monotonic() - looked_at > (_AGAIN_S if misses else _LOOK_S)):
+        while last.death is None and (
+            now or time.monotonic() - looked_at > (_RETRY_INTERVAL_S if misses else _CHECK_INTERVAL_S)
+        ):
             looked_at = time.monotonic()
             # A full listen queue can refuse one connection of a server that lives.
-            misses = 0 if probe.listens(host, port) else misses + 1
-            if misses >= MISSES:  # the parts of a mix may look at the same time
-                last = Look(ServerDeath(how="closed", detail=served_by.url))
+            misses = 0 if probe.accepts_connections(host, port) else misses + 1
+            if misses >= MAX_MISSES:  # the parts of a mix may look at the same time
+                last = ServerStatus(ServerDeath(how="closed", detail=served_by.url))
             elif not now or not misses:
                 break
             else:
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_INTERVAL_S)
         return last
 
-    metrics = metrics_url or probe.metrics_url(served_by.url, api_key)
+    metrics = metrics_url or probe.find_metrics_url(served_by.url, api_key)
     if found is not None:
         served_by = msgspec.structs.replace(served_by, version=found.version, max_parallel=found.max_parallel)
-    served_by = _known_as_simulated(recorded(served_by, metrics_url=metrics, api_key=api_key, behind=watch))
+    served_by = _known_as_simulated(record_facts(served_by, metrics_url=metrics, api_key=api_key, behind=watch))
     used = metrics if watch is None else metrics_url
     return Endpoint(url=served_by.url, started=served_by, look=look, metrics_url=used, monitor=watch)
 
 
-def _wait(
-    start: ServerStart, url: str, look: Callable[[bool], Look], log: LogFile, container: Container | None = None
-) -> Ready:
+def _wait_until_ready(
+    start: ServerStart, url: str, look: Callable[[bool], ServerStatus], log: LogFile, container: Container | None = None
+) -> ReadyServer:
     def dead() -> ServerError | None:
         seen = look(False)
-        return None if seen.death is None else containers.death_error(seen, log)
+        return None if seen.death is None else containers.make_death_error(seen, log)
 
     def orphans() -> list[str]:
-        return [] if container is None else orphans_of(container)
+        return [] if container is None else list_orphans(container)
 
-    waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress, orphans)
+    waiting = StartupWatch(dead, log, start.server.startup_timeout_s, start.on_progress, orphans)
     return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
 
 
-def reached(location: EngineLocation, published_on: str) -> str | None:
+def find_reachable_address(location: EngineLocation, published_on: str) -> str | None:
     """The address at which this machine reaches what the engine publishes on an address; None: by an ssh tunnel."""
     address = location.reached_at(published_on)
     if address is None and not location.ssh:
@@ -434,13 +445,15 @@ def reached(location: EngineLocation, published_on: str) -> str | None:
             next_step="Use an engine at ssh://USER@HOST, to which the harness opens a tunnel, or set the server's "
             "variable `publish` to 0.0.0.0 or to an address of that host, and write allow: [open-port] in the server.",
         )
-    return address_of(location) if location.ssh and address == location.host else address
+    return resolve_host(location) if location.ssh and address == location.host else address
 
 
-def _through(broken: Callable[[], str | None], look: Callable[[bool], Look]) -> Callable[[bool], Look]:
+def _include_tunnel(
+    broken: Callable[[], str | None], look: Callable[[bool], ServerStatus]
+) -> Callable[[bool], ServerStatus]:
     """A look at a server and at the tunnel to it: a server that has ended is the reason, not what came of it."""
 
-    def both(now: bool) -> Look:
+    def both(now: bool) -> ServerStatus:
         seen = look(now)
         problem = broken() if seen.death is None or seen.death.how == "unreachable" else None
         if problem is None:

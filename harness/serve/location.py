@@ -33,7 +33,7 @@ from harness.files import read_bytes
 from harness.process import free_port, is_free
 
 DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
-_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "HOME")
+_DOCKER_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "HOME")
 
 
 class EngineLocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ def engine_location() -> EngineLocation:
 
     It stays the same in a process: `docker context use` elsewhere must not lead a teardown to another engine.
     """
-    return _location(tuple(os.environ.get(name, "") for name in _VARIABLES))
+    return _find_location(tuple(os.environ.get(name, "") for name in _DOCKER_VARIABLES))
 
 
 def is_this_machine(host: str) -> bool:
@@ -87,18 +87,18 @@ def is_this_machine(host: str) -> bool:
 
 
 @functools.cache
-def _location(_environment: tuple[str, ...]) -> EngineLocation:
+def _find_location(_environment: tuple[str, ...]) -> EngineLocation:
     address = os.environ.get("DOCKER_HOST", "").strip()
     folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
-    context = os.environ.get("DOCKER_CONTEXT") or _current_context(folder)
+    context = os.environ.get("DOCKER_CONTEXT") or _read_current_context(folder)
     if not address and context != "default":
-        return _of_context(folder / "contexts", context)
+        return _from_context(folder / "contexts", context)
     address = address or DEFAULT_ADDRESS
     try:
         tls = kwargs_from_env().get("tls")
     except DockerException as error:
         return EngineLocation(address=address, problem=f"the Docker Engine at {address} cannot be used: {error}")
-    return _at(address, "DOCKER_HOST", tls)
+    return _from_address(address, "DOCKER_HOST", tls)
 
 
 class _Config(msgspec.Struct):
@@ -118,27 +118,27 @@ class _Context(msgspec.Struct):
     endpoints: dict[str, _Endpoint] = msgspec.field(default_factory=dict, name="Endpoints")
 
 
-def _current_context(folder: Path) -> str:
+def _read_current_context(folder: Path) -> str:
     try:
         return msgspec.json.decode(read_bytes(folder / "config.json"), type=_Config).current or "default"
     except (OSError, msgspec.DecodeError):  # Docker's command line warns of a damaged file, and goes on like this
         return "default"
 
 
-def _of_context(folder: Path, name: str) -> EngineLocation:
+def _from_context(folder: Path, name: str) -> EngineLocation:
     named_by = f"the Docker context '{name}'"
     digest = hashlib.sha256(name.encode()).hexdigest()
     path = folder / "meta" / digest / "meta.json"
     try:
         endpoint = msgspec.json.decode(read_bytes(path), type=_Context).endpoints["docker"]
-        tls = _tls(folder / "tls" / digest / "docker", endpoint)
+        tls = _read_context_tls(folder / "tls" / digest / "docker", endpoint)
     except (OSError, KeyError, msgspec.DecodeError, DockerException) as error:
         why = "it does not exist" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
         return EngineLocation(address="", named_by=named_by, problem=f"{named_by} cannot be used: {why} ({path})")
-    return _at(endpoint.host or DEFAULT_ADDRESS, named_by, tls)
+    return _from_address(endpoint.host or DEFAULT_ADDRESS, named_by, tls)
 
 
-def _tls(folder: Path, endpoint: _Endpoint) -> TLSConfig | None:
+def _read_context_tls(folder: Path, endpoint: _Endpoint) -> TLSConfig | None:
     authority, certificate, key = (
         str(path) if (path := folder / f"{name}.pem").exists() else None for name in ("ca", "cert", "key")
     )
@@ -148,10 +148,10 @@ def _tls(folder: Path, endpoint: _Endpoint) -> TLSConfig | None:
     return TLSConfig(client_cert=pair, ca_cert=authority, verify=not endpoint.unverified)
 
 
-def _at(address: str, named_by: str, tls: TLSConfig | None) -> EngineLocation:
+def _from_address(address: str, named_by: str, tls: TLSConfig | None) -> EngineLocation:
     try:
         if address.startswith("ssh://"):
-            host, ssh = _over_ssh(address)
+            host, ssh = _parse_ssh_address(address)
             return EngineLocation(address=address, named_by=named_by, host=host, ssh=ssh)
         parts = urlsplit(str(parse_host(address, tls=tls is not None)))
     except (DockerException, ValueError) as error:
@@ -161,7 +161,7 @@ def _at(address: str, named_by: str, tls: TLSConfig | None) -> EngineLocation:
     return EngineLocation(address=address, named_by=named_by, host=None if here else parts.hostname, tls=tls)
 
 
-def _over_ssh(address: str) -> tuple[str, tuple[str, ...]]:
+def _parse_ssh_address(address: str) -> tuple[str, tuple[str, ...]]:
     """The host, and what leads `ssh` there. Even localhost is another machine: such a port is mostly forwarded to one.
 
     Raises ValueError.
@@ -177,12 +177,12 @@ def _over_ssh(address: str) -> tuple[str, tuple[str, ...]]:
     return host, (*user, *port, "--", host)
 
 
-LONGEST_S = 30  # until ssh gives up on a host that does not answer
-_END_S = 5.0
-_PORTS = 5  # free ports to try: another program may take one before ssh does
-_SAID_BYTES = 4096
-_FORBIDDEN = "administratively prohibited"  # OpenSSH's name of the reason in RFC 4254, section 5.1
-_TUNNEL = (
+MAX_CONNECT_S = 30  # until ssh gives up on a host that does not answer
+_MAX_STOP_S = 5.0
+_MAX_PORT_TRIES = 5  # free ports to try: another program may take one before ssh does
+_MAX_STDERR_BYTES = 4096
+_FORBIDDEN_WORDS = "administratively prohibited"  # OpenSSH's name of the reason in RFC 4254, section 5.1
+_TUNNEL_OPTIONS = (
     # A process of its own, whose end is the tunnel's: a shared connection would keep the port open.
     "-o", "ControlMaster=no", "-o", "ControlPath=none", "-o", "ExitOnForwardFailure=yes",
     # A connection that is cut without a word is noticed within 15 s.
@@ -191,13 +191,13 @@ _TUNNEL = (
     "-o", "PermitLocalCommand=yes", "-o", "LocalCommand=echo open",
 )  # fmt: skip
 _sockets: dict[tuple[str, ...], "SshSocket"] = {}
-_guard = threading.Lock()
+_sockets_lock = threading.Lock()
 
 
-def engine_socket(location: EngineLocation) -> "SshSocket":
+def open_engine_socket(location: EngineLocation) -> "SshSocket":
     """The socket of an engine behind ssh, one for each in a process. Raises ServerError."""
     command = engine_command(location)
-    with _guard:
+    with _sockets_lock:
         if tuple(command) not in _sockets:
             _sockets[tuple(command)] = SshSocket(command)
         return _sockets[tuple(command)]
@@ -209,29 +209,29 @@ def engine_command(location: EngineLocation) -> list[str]:
     path = urlsplit(location.address).path
     if path not in ("", "/"):
         remote[1:1] = ["--host", f"unix://{path}"]
-    return [*_ssh(location), shlex.join(remote)]
+    return [*_ssh_command(location), shlex.join(remote)]
 
 
 @contextlib.contextmanager
-def tunnel(location: EngineLocation, address: str, port: int) -> Iterator[tuple[int, Callable[[], str | None]]]:
+def open_tunnel(location: EngineLocation, address: str, port: int) -> Iterator[tuple[int, Callable[[], str | None]]]:
     """A port of 127.0.0.1 that leads to `address` and `port` of the engine's machine, while it is needed.
 
     With it comes a function that says why the tunnel does not carry; None while it does. Its `ssh` ends with us,
     however we end. Raises ServerError when it cannot be opened.
     """
     with tempfile.TemporaryFile() as words:
-        local, child = _open(location, f"[{address}]:{port}", words)
+        local, child = _start_tunnel(location, f"[{address}]:{port}", words)
         try:
-            yield local, lambda: _broken(location, child, words)
+            yield local, lambda: _find_tunnel_problem(location, child, words)
         finally:
             process.stop(child)
 
 
-def address_of(location: EngineLocation) -> str:
+def resolve_host(location: EngineLocation) -> str:
     """The address behind a name of ~/.ssh/config, which only `ssh` knows; the name itself when it does not say."""
     try:
         asked = subprocess.run(
-            _ssh(location, "-G"), capture_output=True, text=True, timeout=LONGEST_S, errors="replace"
+            _ssh_command(location, "-G"), capture_output=True, text=True, timeout=MAX_CONNECT_S, errors="replace"
         )
     except subprocess.TimeoutExpired:
         return str(location.host)
@@ -239,26 +239,26 @@ def address_of(location: EngineLocation) -> str:
     return next((value for key, _, value in lines if key == "hostname"), str(location.host))
 
 
-def _ssh(location: EngineLocation, *options: str) -> list[str]:
+def _ssh_command(location: EngineLocation, *options: str) -> list[str]:
     if shutil.which("ssh") is None:
         raise ServerError(
             f"the Docker Engine is at {location.address}, and there is no program `ssh` on this machine",
             next_step=f"Install it (on Debian: sudo apt-get install openssh-client), or change {location.named_by}.",
         )
     *where, end, host = location.ssh
-    return ["ssh", *where, "-o", f"ConnectTimeout={LONGEST_S}", "-T", *options, end, host]
+    return ["ssh", *where, "-o", f"ConnectTimeout={MAX_CONNECT_S}", "-T", *options, end, host]
 
 
-def _open(location: EngineLocation, there: str, words: IO[bytes]) -> tuple[int, subprocess.Popen[bytes]]:
+def _start_tunnel(location: EngineLocation, there: str, words: IO[bytes]) -> tuple[int, subprocess.Popen[bytes]]:
     """A local port and the `ssh` that listens at it."""
-    for _ in range(_PORTS):
+    for _ in range(_MAX_PORT_TRIES):
         local = free_port()
-        command = _ssh(location, *_TUNNEL, "-n", "-N", "-L", f"127.0.0.1:{local}:{there}")
+        command = _ssh_command(location, *_TUNNEL_OPTIONS, "-n", "-N", "-L", f"127.0.0.1:{local}:{there}")
         child = process.start(command, stdout=subprocess.PIPE, stderr=words)
         assert child.stdout is not None
         try:
             with child.stdout:
-                opened = select.select([child.stdout], [], [], 2 * LONGEST_S)[0] and child.stdout.readline()
+                opened = select.select([child.stdout], [], [], 2 * MAX_CONNECT_S)[0] and child.stdout.readline()
             if opened:
                 return local, child
         except BaseException:
@@ -268,34 +268,34 @@ def _open(location: EngineLocation, there: str, words: IO[bytes]) -> tuple[int, 
         if is_free(local):
             break
     raise ServerError(
-        f"no ssh tunnel to {location.host} can be opened: {_last_line(words) or 'ssh gives no answer'}",
+        f"no ssh tunnel to {location.host} can be opened: {_read_last_stderr_line(words) or 'ssh gives no answer'}",
         next_step=f"Try it: {shlex.join(['ssh', *location.ssh])}. Without a tunnel: set the server's variable "
         "`publish` to an address of that host, which opens the port to its network.",
-        detail=_said(words),
+        detail=_read_stderr(words),
     )
 
 
-def _broken(location: EngineLocation, child: subprocess.Popen[bytes], words: IO[bytes]) -> str | None:
+def _find_tunnel_problem(location: EngineLocation, child: subprocess.Popen[bytes], words: IO[bytes]) -> str | None:
     code = child.poll()
     if code is not None:
-        why = _last_line(words) or "ssh did not say why"
+        why = _read_last_stderr_line(words) or "ssh did not say why"
         return f"the ssh tunnel to {location.host} ended (exit code {code}): {why}"
-    if _FORBIDDEN in _said(words):
+    if _FORBIDDEN_WORDS in _read_stderr(words):
         return f"the ssh server of {location.host} forbids tunnels (AllowTcpForwarding, PermitOpen in its sshd_config)"
     return None
 
 
-def _said(words: IO[bytes]) -> str:
+def _read_stderr(words: IO[bytes]) -> str:
     """The first and the last that ssh said on its standard error."""
     size = os.fstat(words.fileno()).st_size
-    parts = [os.pread(words.fileno(), _SAID_BYTES, 0)]
-    if size > _SAID_BYTES:
-        parts.append(os.pread(words.fileno(), _SAID_BYTES, max(_SAID_BYTES, size - _SAID_BYTES)))
+    parts = [os.pread(words.fileno(), _MAX_STDERR_BYTES, 0)]
+    if size > _MAX_STDERR_BYTES:
+        parts.append(os.pread(words.fileno(), _MAX_STDERR_BYTES, max(_MAX_STDERR_BYTES, size - _MAX_STDERR_BYTES)))
     return b"".join(parts).decode("utf-8", "replace")
 
 
-def _last_line(words: IO[bytes]) -> str:
-    return next((line.strip() for line in reversed(_said(words).splitlines()) if line.strip()), "")
+def _read_last_stderr_line(words: IO[bytes]) -> str:
+    return next((line.strip() for line in reversed(_read_stderr(words).splitlines()) if line.strip()), "")
 
 
 class SshSocket:
@@ -319,19 +319,19 @@ class SshSocket:
 
     def said(self) -> str:
         """The last that ssh said on its standard error; empty when nothing."""
-        return _last_line(self._words)
+        return _read_last_stderr_line(self._words)
 
     def close(self) -> None:
         """End what still runs."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # which ends the accepting; closing alone does not
-        self._accepting.join(_END_S)
+        self._accepting.join(_MAX_STOP_S)
         self._listening.close()
         for child in self._running:
             child.terminate()
         for child in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_END_S)
+                child.wait(_MAX_STOP_S)
         self._words.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
