@@ -64,7 +64,7 @@ def _opened(log: str) -> Iterator[BinaryIO]:
 
 
 if TYPE_CHECKING:
-    from harness.machine.memory import Pool
+    from harness.machine.memory import Pool, SafeShare
 
 
 MAX_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
