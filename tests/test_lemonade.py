@@ -85,8 +85,8 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
         "port open", "health", "install", "download", "load", "first answer"]  # fmt: skip
     assert ready.model == BUILT_IN
     assert ready.version == "Lemonade 11.7.0, vllm:rocm"
-    assert ready.brought_up is not None
-    assert (ready.brought_up.notes, ready.brought_up.max_parallel) == ([], 32)
+    assert ready.loaded is not None
+    assert (ready.loaded.notes, ready.loaded.max_parallel) == ([], 32)
     words = running["launch_command"]
     assert words[words.index("--served-model-name") + 1] == BUILT_IN
     assert words[-2:] == ["--max-num-seqs", "8"] and "--enforce-eager" in words
@@ -109,8 +109,8 @@ def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
     (cache / "user_models.json").write_text('{"Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"}}')
     with lemonade(tmp_path, config_dir=False) as server:
         ready = bring_up(server, model="Tiny")
-        assert ready.brought_up is not None
-        assert (ready.brought_up.model, loaded(server).command) == ("user.Tiny", [])
+        assert ready.loaded is not None
+        assert (ready.loaded.model, loaded(server).command) == ("user.Tiny", [])
 
 
 def test_llamacpp_behind_lemonade(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_a_load_is_waited_for_longer_than_lemonades_two_attempts(tmp_path: Path)
 def test_a_second_attempt_is_noted(tmp_path: Path) -> None:
     with lemonade(tmp_path, never_ready=1, defaults={"global_timeout": 3}) as server:
         ready = bring_up(server)
-    assert ready.brought_up is not None
-    assert [note.code for note in ready.brought_up.notes] == ["load_retried"]
+    assert ready.loaded is not None
+    assert [note.code for note in ready.loaded.notes] == ["load_retried"]
 
 
 def test_an_api_key(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_the_log_has_none_of_them(tmp_path: Path) -> None:
     register_secrets({"pass": True, "password1": True, "abc": True})
     log = LogFile(tmp_path / "a.log")
     log.follow(lambda: [b"got pass", b"word1, and pass\nabc ", b"password1"])
-    log.settle()
+    log.wait_for_end()
     assert (tmp_path / "a.log").read_text() == "got ***, and ***\nabc ***\n"
 
 

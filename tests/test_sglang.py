@@ -75,7 +75,7 @@ def test_its_log_tells_of_its_start() -> None:
         engine="sglang", architecture="Qwen3ForCausalLM", max_model_len=2048, kv_cache_tokens=20000, weights_s=0.23,
         weights_gib=0.02,
     )  # fmt: skip
-    phases = [found.ends[name] - (found.began_s or 0) for name in ("process", "weights", "graphs", "warm-up")]
+    phases = [found.ends[name] - (found.started_s or 0) for name in ("process", "weights", "graphs", "warm-up")]
     assert phases == [60, 60, 62, 65]
 
 

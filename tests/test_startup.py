@@ -113,7 +113,7 @@ def test_llamacpp() -> None:
         "pull": 0.5, "create": 0.25, "process": 0.117, "weights": 0.045, "ready": 0.213, "first answer": 0.75,
     }  # fmt: skip
     found = parse_log(DATA / "llamacpp.txt")  # counts from its own start without stamps of its lines
-    assert found.began_s == 0.0
+    assert found.started_s == 0.0
     assert rounded(split_phases(waits(0.25), found))["process"] == 0.005
 
 
@@ -145,7 +145,7 @@ def test_the_embedded_engine_says_with_what_it_runs() -> None:
 
 def test_a_log_that_tells_nothing() -> None:
     found = parse_log_lines(["", "hello", "\x00\xff binary", "init engine (profile) took some s", "version x"])
-    assert (found.facts, found.effective, found.ends, found.began_s) == (Startup(), {}, {}, None)
+    assert (found.facts, found.effective, found.ends, found.started_s) == (Startup(), {}, {}, None)
 
 
 def test_a_part_compiled_anew_is_not_warm() -> None:
@@ -201,7 +201,7 @@ def test_lemonades_command_line_is_the_proof_of_what_ran() -> None:
     health = {"all_models_loaded": [{"model_name": "other"}, loaded], "version": "11.7.0"}
     with server({"/api/v1/health": json.dumps(health)}) as url:
         behind = LemonadeMonitor(Api(url), "user.TinyVLLM", None, None)
-        found = record_facts(ServedBy(url=url, template="lemonade", version="Lemonade 11.7.0, vllm"), behind=behind)
+        found = record_facts(ServedBy(url=url, template="lemonade", version="Lemonade 11.7.0, vllm"), monitor=behind)
     assert found.version == "Lemonade 11.7.0, vllm"  # the engine cannot be asked here
     assert found.effective == {
         "launch_command": [*command[:-1], "***"],
@@ -228,7 +228,7 @@ def test_no_secret_gets_into_the_manifest(tmp_path: Path) -> None:
     register_secrets({token: True})
     with server({"/api/v1/health": json.dumps(health)}) as url:
         behind = LemonadeMonitor(Api(url), "m", None, None)
-        found = record_facts(ServedBy(url=url), log, api_key="the-key-of-clients", behind=behind)
+        found = record_facts(ServedBy(url=url), log, api_key="the-key-of-clients", monitor=behind)
     text = msgspec.json.encode(found).decode()
     for secret in (KEY, token, "hunter22", "pass12", "12345678", "the-key-of-clients"):
         assert secret not in text

@@ -292,7 +292,7 @@ def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytes
 
 def test_whose_telemetry_can_be_had() -> None:
     def at(url: str) -> Endpoint:
-        return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: ServerStatus())
+        return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus())
 
     for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
         assert find_telemetry_source(at(url)) is not None

@@ -469,7 +469,7 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
 def kept(url: str, template: str, behind: LemonadeMonitor | None) -> None:
     """What is found out of a server is in a manifest that can be read."""
     served = served_by(url=url, template=template, version=None, model="m")
-    found = record_facts(served, metrics_url=url + "/metrics", behind=behind)
+    found = record_facts(served, metrics_url=url + "/metrics", monitor=behind)
     assert msgspec.json.decode(msgspec.json.encode(found), type=ServedBy) == found
 
 

@@ -381,7 +381,7 @@ def _offline(running: Running, cell: Cell) -> CellRun:
         run_id=running.id,
         cell_id=cell.id,
         run_folder=running.folder,
-        say=running.progress.stage,
+        on_progress=running.progress.stage,
     )
     records, head = records_of(job, outcome), outcome.head
     ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
@@ -414,8 +414,8 @@ def requests_of(job: Job) -> bytes:
 
 def records_of(job: Job, outcome: OfflineOutcome) -> list[Request]:
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
-    if len(outcome.lines) != planned:
-        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
+    if len(outcome.results) != planned:
+        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.results)} were answered")
     work = workload_of(job, read_rows(job.prompt_file) if job.prompt_file else [])
     return [
         Request(
@@ -436,7 +436,7 @@ def records_of(job: Job, outcome: OfflineOutcome) -> list[Request]:
             cached_tokens=line.cached_tokens,
             finish=line.finish,
         )
-        for line in outcome.lines
+        for line in outcome.results
     ]
 
 

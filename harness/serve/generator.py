@@ -127,7 +127,7 @@ class ContainerChild:
                 if self.poll() is None:
                     self._container.stop(timeout=int(grace_s))
                     self.poll()
-                self._log.settle()
+                self._log.wait_for_end()
             finally:  # a second Ctrl-C only ends the patience
                 with undisturbed(), contextlib.closing(self._client):
                     self._container.remove(v=True, force=True)

@@ -58,15 +58,6 @@ class EngineLocation(msgspec.Struct, frozen=True, kw_only=True):
         # Mounted into a container, the socket is of another file system than the folder that it is in.
         return self.is_here and path != self.address and not os.path.ismount(path)
 
-    def reached_at(self, published_on: str) -> str | None:
-        """The address at which this machine reaches a port published on an IP address; None: only from the engine's."""
-        address = ip_address(published_on)
-        if self.host is None:
-            return published_on
-        if address.is_unspecified:
-            return self.host
-        return None if address.is_loopback else published_on
-
 
 def engine_location() -> EngineLocation:
     """The engine that Docker's command line would use: DOCKER_HOST, else DOCKER_CONTEXT, else the current context.

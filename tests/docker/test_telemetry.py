@@ -49,7 +49,7 @@ def container(client: docker.DockerClient, image: str, tmp_path: Path) -> Iterat
 
 def endpoint(container: Container) -> Endpoint:
     url = "http://gpu-box:8000"
-    return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: ServerStatus(), container=container)
+    return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus(), container=container)
 
 
 def until(sampler: Sampler, samples: int) -> None:
