@@ -87,7 +87,7 @@ def docker_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("address", "host", "has_our_files", "loopback", "every"),
+    ("address", "host", "shares_files", "loopback", "every"),
     [
         (None, None, True, "127.0.0.1", "0.0.0.0"),
         (f"tcp://{socket.gethostname()}:2375", None, False, "127.0.0.1", "0.0.0.0"),
@@ -97,13 +97,13 @@ def docker_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_where_an_engine_is(
-    docker_config: Path, monkeypatch: pytest.MonkeyPatch, address: str | None, host: str | None, has_our_files: bool,
+    docker_config: Path, monkeypatch: pytest.MonkeyPatch, address: str | None, host: str | None, shares_files: bool,
     loopback: str | None, every: str,
 ) -> None:  # fmt: skip
     if address is not None:
         monkeypatch.setenv("DOCKER_HOST", address)
     location = engine_location()
-    assert (location.host, location.is_here, location.has_our_files) == (host, host is None, has_our_files)
+    assert (location.host, location.is_here, location.shares_files) == (host, host is None, shares_files)
     assert location.reached_at("127.0.0.1") == loopback
     assert (location.reached_at("0.0.0.0"), location.reached_at("10.0.0.9")) == (every, "10.0.0.9")
     assert (location.named_by, location.problem) == ("DOCKER_HOST", None)
@@ -112,7 +112,7 @@ def test_where_an_engine_is(
 def test_the_socket_alone_is_mounted_into_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///proc")  # the mount that every machine has
     location = engine_location()
-    assert (location.is_here, location.has_our_files) == (True, False)
+    assert (location.is_here, location.shares_files) == (True, False)
 
 
 def test_docker_contexts_are_followed(docker_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_place_that_cannot_be_known(
     if variable != "DOCKER_TLS_VERIFY":
         monkeypatch.delenv("DOCKER_CERT_PATH")
     monkeypatch.setenv(variable, value)
-    assert (engine_location().is_here, engine_location().has_our_files) == (False, False)
+    assert (engine_location().is_here, engine_location().shares_files) == (False, False)
     with pytest.raises(ServerError, match=message) as caught:
         connect()
     assert "`docker context ls`" in caught.value.next_step

@@ -13,17 +13,8 @@ from typing import Any, cast
 
 from docker.models.containers import Container
 
-from harness.machine.telemetry import (
-    AMD,
-    CGROUP_FILES,
-    GPU_FILES,
-    INTERVAL_S,
-    SENSORS,
-    HostReading,
-    Source,
-    read_periodically,
-    telemetry_root,
-)
+from harness.machine import telemetry
+from harness.machine.telemetry import HostReading, Source
 from harness.serve.engine import DOCKER_ERRORS
 from harness.trust import MAX_ANSWER_BYTES
 
@@ -147,19 +138,19 @@ def make_find_script(where: str) -> str:
     """The commands that find the files of the machine for `READ`; `where` is the folder that has /sys and /proc."""
     return _FIND_SCRIPT.format(
         root=shlex.quote(where.rstrip("/")),
-        amd=AMD,
-        gpu=" ".join(name for name in GPU_FILES if name != "gpu_metrics"),
-        sensors=" ".join(SENSORS),
-        cgroup=" ".join(CGROUP_FILES),
+        amd=telemetry.AMD,
+        gpu=" ".join(name for name in telemetry.GPU_FILES if name != "gpu_metrics"),
+        sensors=" ".join(telemetry.SENSORS),
+        cgroup=" ".join(telemetry.CGROUP_FILES),
     )
 
 
-def container_source(container: Container, interval_s: float = INTERVAL_S) -> Source:
+def container_source(container: Container, interval_s: float = telemetry.INTERVAL_S) -> Source:
     """Readings of the machine that the container is on, by that machine's own clock."""
 
     def readings(enough: threading.Event) -> Iterator[HostReading]:
-        with closing(Shell(container, make_find_script(str(telemetry_root())))) as shell:
-            yield from read_periodically(lambda: parse_reading(shell.run(READ_SCRIPT)), interval_s, enough)
+        with closing(Shell(container, make_find_script(str(telemetry.telemetry_root())))) as shell:
+            yield from telemetry.read_periodically(lambda: parse_reading(shell.run(READ_SCRIPT)), interval_s, enough)
 
     return readings
 
@@ -174,7 +165,7 @@ def has_shell(container: Container) -> bool:
 
 def parse_reading(printed: bytes) -> HostReading | None:
     """A reading out of what `READ` prints; None where it prints nothing."""
-    prefix = f"{str(telemetry_root()).rstrip('/')}/".encode()
+    prefix = f"{str(telemetry.telemetry_root()).rstrip('/')}/".encode()
     files: dict[str, bytes] = {}
     table: str | None = None
     for line in printed.splitlines():

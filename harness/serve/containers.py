@@ -24,16 +24,8 @@ from harness.files import open_file
 from harness.process import undisturbed
 from harness.redact import masked
 from harness.rundir.manifest import ServerDeath
-from harness.serve.compose_file import (
-    ComposeFile,
-    Port,
-    Service,
-    parse_bytes,
-    parse_device,
-    parse_port,
-    parse_seconds,
-    parse_volume,
-)
+from harness.serve import compose_file
+from harness.serve.compose_file import ComposeFile, Port, Service
 from harness.serve.engine import CELL_LABEL, DOCKER_ERRORS, RUN_LABEL, make_docker_error, make_name
 
 MAX_ENGINE_SILENCE_S = 15.0
@@ -199,8 +191,8 @@ def network_name(labels: dict[str, str]) -> str:
 
 def _sdk_arguments(service: Service) -> dict[str, Any]:
     """Return the service as arguments of the Docker SDK. The values were checked when the file was parsed."""
-    devices = [parse_device(text) for text in service.devices]
-    ports = [parse_port(text) for text in service.ports]
+    devices = [compose_file.parse_device(text) for text in service.devices]
+    ports = [compose_file.parse_port(text) for text in service.ports]
     return {
         "command": service.command,
         "entrypoint": service.entrypoint,
@@ -209,7 +201,7 @@ def _sdk_arguments(service: Service) -> dict[str, Any]:
         "devices": [":".join(device) for device in devices],
         "group_add": service.group_add,
         "ipc_mode": service.ipc,
-        "shm_size": None if service.shm_size is None else parse_bytes(service.shm_size),
+        "shm_size": None if service.shm_size is None else compose_file.parse_bytes(service.shm_size),
         "security_opt": service.security_opt,
         "cap_add": service.cap_add,
         "ulimits": [Ulimit(name=name, soft=u.soft, hard=u.hard) for name, u in service.ulimits.items()],
@@ -218,8 +210,8 @@ def _sdk_arguments(service: Service) -> dict[str, Any]:
         "init": service.init,
         "user": service.user,
         "working_dir": service.working_dir,
-        "mem_limit": None if service.mem_limit is None else parse_bytes(service.mem_limit),
-        "memswap_limit": None if service.memswap_limit is None else parse_bytes(service.memswap_limit),
+        "mem_limit": None if service.mem_limit is None else compose_file.parse_bytes(service.mem_limit),
+        "memswap_limit": None if service.memswap_limit is None else compose_file.parse_bytes(service.memswap_limit),
         "nano_cpus": None if service.cpus is None else int(service.cpus * 1e9),
         "cpuset_cpus": service.cpuset,
         "tty": False,
@@ -235,7 +227,7 @@ def find_host_port(container: Container, port: Port) -> int | None:
 
 
 def _sdk_mount(text: str) -> Mount:
-    volume = parse_volume(text)
+    volume = compose_file.parse_volume(text)
     # Unlike -v, a bind mount does not make a folder that is missing.
     return Mount(volume.target, volume.source, type="volume" if volume.named else "bind", read_only=volume.read_only)
 
@@ -244,10 +236,9 @@ def _sdk_healthcheck(service: Service) -> Healthcheck | None:
     check = service.healthcheck
     if check is None:
         return None
-    durations = {
-        name: int(parse_seconds(getattr(check, name)) * 1e9) for name in ("interval", "timeout", "start_period")
-    }
-    return Healthcheck(test=check.test, retries=check.retries, **durations)
+    times = {"interval": check.interval, "timeout": check.timeout, "start_period": check.start_period}
+    nanoseconds = {name: int(compose_file.parse_seconds(text) * 1e9) for name, text in times.items()}
+    return Healthcheck(test=check.test, retries=check.retries, **nanoseconds)
 
 
 def follow_log(container: Container, log: LogFile) -> None:
@@ -384,7 +375,7 @@ def removed_at_exit(
 
     Raises ServerError for what cannot be removed; after another error, the ServerError is only printed.
     """
-    grace_s = max(parse_seconds(service.stop_grace_period) for service in compose.services.values())
+    grace_s = max(compose_file.parse_seconds(service.stop_grace_period) for service in compose.services.values())
     failed = True
     try:
         yield

@@ -133,7 +133,7 @@ def _read_facts(client: docker.DockerClient, known: DockerEngine, location: Engi
     folder = _find_image_folder(info)
     free_bytes = None
     with contextlib.suppress(OSError):  # such as Docker Desktop's, which is not on this machine
-        free_bytes = shutil.disk_usage(folder).free if location.has_our_files and folder else None
+        free_bytes = shutil.disk_usage(folder).free if location.shares_files and folder else None
     return structs.replace(
         known,
         rootless=any("rootless" in option for option in info.get("SecurityOptions") or []),

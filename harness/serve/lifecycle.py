@@ -24,17 +24,8 @@ from harness.machine.telemetry import Source, cgroup_files, local_source, teleme
 from harness.process import is_free, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server
-from harness.serve import containers, probe
-from harness.serve.compose_file import (
-    GATEWAY,
-    SERVER,
-    ComposeFile,
-    Service,
-    Serving,
-    fill_variables,
-    make_url,
-    parse_port,
-)
+from harness.serve import compose_file, containers, probe
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, Serving
 from harness.serve.container_commands import container_source, has_shell
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
 from harness.serve.engine import connect, ensure_image, get_digest, make_labels
@@ -201,7 +192,7 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
             next_step="Leave host_port out to get a free one, or stop what uses it "
             f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
         )
-    service = fill_variables(start.compose, os.environ).server
+    service = compose_file.fill_variables(start.compose, os.environ).server
     command = [sys.executable, *(service.command or [])[1:]]
     command[command.index("--host") + 1] = "127.0.0.1"
     arguments = list(start.compose.server.command or [])  # for the manifest, without the address
@@ -299,7 +290,7 @@ def start_service(start: ServerStart, cell: CellContainers) -> StartedContainer:
 
 @contextlib.contextmanager
 def _serve_container(start: ServerStart, run_id: str, cell_id: str) -> Iterator[Endpoint]:
-    filled = fill_variables(start.compose, os.environ)  # a missing variable is an error before a long pull
+    filled = compose_file.fill_variables(start.compose, os.environ)  # a missing variable is an error before a long pull
     with cell_containers(start, filled, run_id, cell_id) as cell, contextlib.ExitStack() as tunnels:
         server = _start_and_wait(start, cell, tunnels)
         if start.compose.serving.gateway is None:
@@ -315,7 +306,7 @@ def _start_and_wait(start: ServerStart, cell: CellContainers, tunnels: contextli
 
     Raises ServerError.
     """
-    port = parse_port(cell.compose.services[start.name].ports[0])
+    port = compose_file.parse_port(cell.compose.services[start.name].ports[0])
     location = engine_location()
     address = find_reachable_address(location, port.address)
     service = start_service(start, cell)
@@ -326,9 +317,10 @@ def _start_and_wait(start: ServerStart, cell: CellContainers, tunnels: contextli
     if address is None:
         start.on_progress(f"opening an ssh tunnel to the {start.name} on {location.host}")
         local_port, find_tunnel_problem = tunnels.enter_context(open_tunnel(location, port.address, host_port))
-        url, read_status = make_url("127.0.0.1", local_port), _include_tunnel(find_tunnel_problem, read_status)
+        url = compose_file.make_url("127.0.0.1", local_port)
+        read_status = _include_tunnel(find_tunnel_problem, read_status)
     else:
-        url = make_url(address, host_port)
+        url = compose_file.make_url(address, host_port)
     filled_start = replace(start, compose=replace(start.compose, serving=cell.compose.serving))
     ready = _wait_until_ready(filled_start, url, read_status, log, container)
     loaded = ready.loaded

@@ -167,7 +167,7 @@ def _find_missing_program(template: str, service: Service) -> str | None:
 
 def _check_folders(server: Server, compose: ComposeFile) -> Iterator[Problem]:
     """Folders to mount that do not exist. Nothing is known of another machine's folders."""
-    if not engine_location().has_our_files:
+    if not engine_location().shares_files:
         return
     sources: dict[str, str] = {}
     for written in dict.fromkeys(text for service in compose.services.values() for text in service.volumes):

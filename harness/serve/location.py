@@ -52,7 +52,7 @@ class EngineLocation(msgspec.Struct, frozen=True, kw_only=True):
         return self.host is None and self.problem is None
 
     @property
-    def has_our_files(self) -> bool:
+    def shares_files(self) -> bool:
         """Whether a path means the same to the engine as here. A forwarded TCP port of this machine proves nothing."""
         path = self.address.removeprefix("unix://")
         # Mounted into a container, the socket is of another file system than the folder that it is in.
