@@ -184,7 +184,7 @@ def _check_service_names(compose: ComposeFile) -> list[Problem]:
 
 
 def _check_values(compose: ComposeFile, environment: Mapping[str, str] | None) -> Iterator[Problem]:
-    """Yield a problem for each value that Docker would misread or refuse. `environment` None: variables are filled in."""
+    """Yield a problem for each value that Docker would misread or refuse. `environment`: None if already filled in."""
     for name, service in compose.services.items():
         for problem in (*_check_service(service, environment), *_check_mounts(compose, service, environment)):
             yield problem.below(f"$.services.{name}")
@@ -224,7 +224,7 @@ def _check_service(service: Service, environment: Mapping[str, str] | None) -> I
         if not name or not name.isprintable() or set(name) & set("= "):
             yield Problem(".environment", f"{name!r} cannot be the name of a variable; use letters, digits and '_'")
     for key, item in msgspec.to_builtins(service).items():
-        if b"\\u0000" in msgspec.json.encode(item):
+        if _has_nul(item):
             yield Problem(f".{key}", "a text has the character NUL in it, which no program can be given; remove it")
     if service.ipc == "host" and service.shm_size is not None:
         yield Problem(
@@ -243,6 +243,12 @@ def _check_mounts(compose: ComposeFile, service: Service, environment: Mapping[s
     for mount in service.configs:
         if mount.source not in compose.configs:
             yield Problem(".configs", f"'{mount.source}' is not defined under the file's own 'configs'")
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_nul(item) for pair in value.items() for item in pair)
+    return any(map(_has_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
 
 
 def _require_group(text: str) -> None:

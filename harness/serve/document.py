@@ -1,4 +1,4 @@
-"""The Compose file for `docker compose up`: a server with a load generator in front, and Prometheus and Grafana."""
+"""The Compose file for `docker compose up`: a server and its load generator, with Prometheus and Grafana on request."""
 
 import json
 from collections.abc import Iterator
@@ -23,23 +23,23 @@ _NO_GROUPS_NOTE = [
 
 
 def server_document(scenario: Scenario, server_name: str) -> str:
-    """The Compose file of a server alone, to be read by people: the host's port is that of the container."""
+    """Return the Compose file of a server alone, for people: the host's port is that of the container."""
     server = find_server(scenario, server_name)
     return render_server(server, scenario.model, port=get_container_port(server))
 
 
 class Upstream(NamedTuple):
-    """What a load generator in the server's network needs to know."""
+    """The target of a load generator in the server's network."""
 
-    service: str  # takes the load: the gateway where there is one
+    service: str  # the gateway if there is one, else the server
     url: str
-    model: str  # to ask for
+    model: str  # as requests name it
     simulated: bool
-    prepared: bool  # other services end before the server starts
+    prepared: bool  # whether other services must end before the server starts
 
 
 def find_upstream(scenario: Scenario, server_name: str) -> Upstream:
-    """Where the load of a server goes, in the network of its Compose file. Raises HarnessError for an offline job."""
+    """Return the target of a server's load, in the network of its Compose file. Raises HarnessError for an offline job."""
     server, compose = find_server(scenario, server_name), prepare_server(scenario, server_name).file
     serving = compose.serving
     if serving.offline:
@@ -59,9 +59,9 @@ def find_upstream(scenario: Scenario, server_name: str) -> Upstream:
 def compose_document(
     scenario: Scenario, server_name: str, locust: dict[str, Any], head: list[str], *, grafana: bool = False
 ) -> str:
-    """The Compose file for `docker compose up`, with a load generator in front of the server.
+    """Return the Compose file for `docker compose up`, with a load generator in front of the server.
 
-    `locust`: values for the variables of the template `locust`. `head`: lines for the top of the file; those with the
+    `locust`: values for the variables of the template `locust`. `head`: comment lines for the top of the file; the
     addresses of the server and the digests of the images follow. `grafana`: with Prometheus and Grafana.
     """
     server = find_server(scenario, server_name)
@@ -93,19 +93,19 @@ class MonitoringTarget(NamedTuple):
 
 @cache
 def _read_monitoring() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(read_text(COMPOSE / "monitoring.yaml"))
-    return found
+    monitoring: dict[str, Any] = yaml.safe_load(read_text(COMPOSE / "monitoring.yaml"))
+    return monitoring
 
 
 def list_panels() -> list[tuple[str, str, dict[str, str]]]:
-    """Title, Grafana's unit, and the queries by legend, two panels a line."""
-    return [(one["title"], one["unit"], dict(_make_queries(one))) for one in _read_monitoring()["panels"]]
+    """Return title, Grafana's unit and queries by legend of each panel, two panels a line."""
+    return [(panel["title"], panel["unit"], dict(_make_queries(panel))) for panel in _read_monitoring()["panels"]]
 
 
 def _make_queries(panel: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if buckets := panel.get("quantiles"):
-        for at, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
-            yield at, f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
+        for legend, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+            yield legend, f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
     yield from panel.get("queries", {}).items()
     for legend, name in panel.get("server", {}).items():
         yield legend, f"sum({_match_metric(name)})"
@@ -114,13 +114,13 @@ def _make_queries(panel: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _match_metric(name: str) -> str:
-    """A metric under the names that the known servers give it."""
-    names = sorted({one for engine in engines() for one in engine.metrics.get(name, [])})
+    """Return the selector of a server's metric, under all names that the known servers give it."""
+    names = sorted({alias for engine in engines() for alias in engine.metrics.get(name, [])})
     return f'{{__name__=~"{"|".join(names)}",job="server"}}'
 
 
 def make_dashboard() -> dict[str, Any]:
-    """The dashboard, as Grafana reads it from a file."""
+    """Return the dashboard in Grafana's file format."""
     found = [
         {
             "id": number + 1,
@@ -140,7 +140,7 @@ def make_dashboard() -> dict[str, Any]:
 
 
 def make_prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[str, Any]:
-    """The configuration of Prometheus. `generator`: HOST:PORT of the load generator's metrics."""
+    """Return the configuration of Prometheus. `generator`: HOST:PORT of the load generator's metrics."""
     jobs = [{"job_name": "load", "static_configs": [{"targets": [generator]}]}]
     if server is not None:
         jobs.append(
@@ -150,7 +150,7 @@ def make_prometheus_config(generator: str, server: MonitoringTarget | None) -> d
 
 
 def make_monitoring(server: MonitoringTarget | None) -> dict[str, Any]:
-    """Services and configs to add to a Compose file."""
+    """Return the services and configs to add to a Compose file."""
     files = _read_monitoring()["files"] | {
         "prometheus": make_prometheus_config(f"locust:{METRICS_PORT}", server),
         "grafana-dashboard": make_dashboard(),

@@ -24,22 +24,21 @@ IMAGE_LOCUSTFILES = Path("/opt/amd-llm-load/locustfiles")
 
 
 def find_path_in_image(locustfile: Path) -> Path:
-    """Where a locustfile is in the container: one that ships is in the image, any other is mounted at its own path."""
+    """Return a locustfile's path in the container: in the image, or for an own one mounted at the same path."""
     return IMAGE_LOCUSTFILES / locustfile.name if locustfile.parent == LOCUSTFILES else locustfile
 
 
 def list_needed_files(job: Job, locustfile: Path) -> list[str]:
-    """The files and folders of this host that a load generator in a container has to read, besides its job.
+    """Return the files and folders of this host that a load generator in a container needs, besides its job.
 
-    The whole folder of an own locustfile, which may import from it and open its files; those that ship are in the
-    image.
+    An own locustfile needs its whole folder, from which it may import modules and read files.
     """
     own = [] if locustfile.parent == LOCUSTFILES else [str(locustfile.parent)]
     return [*own, *(file for file in (job.prompt_file, job.trace_file, job.trace_marks) if file)]
 
 
 class ContainerChild:
-    """Locust in a container. Its files are this host's, so the engine must be this host's as well."""
+    """Locust in a container. It writes files of this host, so the Docker Engine must be on this host."""
 
     def __init__(
         self,
@@ -89,14 +88,14 @@ class ContainerChild:
             "labels": make_labels(run_id, job.cell),
             "network": network or "host",
             "mounts": mounts,
-            # The run directory belongs to the user who started the harness; so must the records in it.
+            # The records must belong to the user who started the harness, as the run directory does.
             "user": f"{os.getuid()}:{os.getgid()}",
             "environment": {
                 "HOME": "/tmp",
                 SECRETS_ENV: json.dumps(registered_secrets()),
                 **({key: os.environ[key]} if key else {}),
             },
-            # It writes into the run directory and nowhere else.
+            # It may write only into the run directory.
             "read_only": True,
             "tmpfs": {"/tmp": ""},
             "cap_drop": ["ALL"],
@@ -107,7 +106,7 @@ class ContainerChild:
         }
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         if self._code is None:
             try:
                 self._container.reload()
@@ -121,14 +120,14 @@ class ContainerChild:
         return self._code
 
     def stop(self, grace_s: float) -> int:
-        """End it politely, kill it after `grace_s`, remove it."""
+        """Stop it, kill it after `grace_s`, remove it, and return the exit code; -1 if it is unknown."""
         try:
             try:
                 if self.poll() is None:
                     self._container.stop(timeout=int(grace_s))
                     self.poll()
                 self._log.wait_for_end()
-            finally:  # a second Ctrl-C only ends the patience
+            finally:  # after a second Ctrl-C, too
                 with undisturbed(), contextlib.closing(self._client):
                     self._container.remove(v=True, force=True)
         except NotFound:
