@@ -10,7 +10,15 @@ from msgspec import Struct, structs
 from harness.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
 from harness.errors import HarnessError
 from harness.machine.gpus import Gpu, list_gpus, read_meminfo, read_number, select_serving_gpus
-from harness.machine.model import Capacity, Layout, ModelShape
+from harness.machine.model import (
+    DTYPE_BYTES,
+    Capacity,
+    Layout,
+    ModelShape,
+    compute_capacity,
+    make_layout,
+    measure_weights,
+)
 from harness.reasons import sentence
 from harness.summary import Reason, because
 from harness.units import GIB, gib
@@ -236,7 +244,7 @@ def estimate_fit(model: ModelShape, share: SafeShare | None, wish: ServerSetting
             next_step="Give it: --max-model-len N.",
         )
     unknown = list(model.unknown)
-    weights, weights_from = model.measure_weights(model.folder, quantized=model.quantized)
+    weights, weights_from = measure_weights(model.folder, quantized=model.quantized)
     if weights is None:
         unknown.append(f"the size of the weights: {weights_from}")
     else:
@@ -251,7 +259,7 @@ def estimate_fit(model: ModelShape, share: SafeShare | None, wish: ServerSetting
     held = (
         None
         if kv is None or layout is None
-        else (model.compute_capacity(layout, kv[0], length), model.compute_capacity(layout, kv[1], length))
+        else (compute_capacity(layout, kv[0], length), compute_capacity(layout, kv[1], length))
     )
     room = ModelFit(
         model=model.name,
@@ -281,17 +289,17 @@ def _decide_fit(room: ModelFit) -> bool | None:
 
 
 def _layout(model: ModelShape, wish: ServerSettings, unknown: list[str]) -> Layout | None:
-    if wish.kv_cache_dtype not in model.DTYPE_BYTES:
-        known = ", ".join(model.DTYPE_BYTES)
+    if wish.kv_cache_dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
         unknown.append(f"the size of a number as {wish.kv_cache_dtype} in the KV cache (known: {known})")
         return None
-    number = model.DTYPE_BYTES[wish.kv_cache_dtype] or model.kv_bytes
+    number = DTYPE_BYTES[wish.kv_cache_dtype] or model.kv_bytes
     if model.geometry is None or number is None:
         return None
     if model.geometry.latent and number == 1:
         unknown.append("the KV cache per token: a latent as fp8 also has scales, in a layout of its own")
         return None
-    return model.make_layout(
+    return make_layout(
         model.geometry,
         number,
         tensor_parallel=wish.tensor_parallel,

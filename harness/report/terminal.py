@@ -12,7 +12,7 @@ from rich.text import Text
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.capacity.result import read_capacity
 from harness.engines import engines
-from harness.failures.explain import Diagnosis, Scanned
+from harness.failures.explain import Diagnosis, ScannedLog
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
@@ -228,26 +228,26 @@ def simple_table(head: Sequence[str], rows: Iterable[Sequence[str]], styles: Seq
     return table
 
 
-def recognised(scanned: Scanned) -> bool:
+def recognised(scanned: ScannedLog) -> bool:
     """Whether a failure of the table is in the log: no warning, no exception of another name, nothing got over."""
     return _failed(scanned, but=("warning", "exception"))
 
 
-def started_well(scanned: Scanned) -> bool:
+def started_well(scanned: ScannedLog) -> bool:
     """Whether the server became ready and nothing after that says that it failed."""
     return scanned.ready is not None and not _failed(scanned, but=("warning",))
 
 
-def stopped(scanned: Scanned) -> bool:
+def stopped(scanned: ScannedLog) -> bool:
     """Whether the server was stopped in the regular way, and nothing before that says that it failed."""
     return scanned.stopping is not None and not _failed(scanned, but=("warning", "request"))
 
 
-def _failed(scanned: Scanned, but: Collection[str]) -> bool:
+def _failed(scanned: ScannedLog, but: Collection[str]) -> bool:
     return any(finding.severity not in but and not finding.recovered for finding in scanned.findings)
 
 
-def explained_data(name: str, scanned: Scanned) -> dict[str, Any]:
+def explained_data(name: str, scanned: ScannedLog) -> dict[str, Any]:
     """For programs: the most telling failure, every one in the order of the log, and warnings apart."""
     return {
         "log": name,
@@ -261,7 +261,7 @@ def explained_data(name: str, scanned: Scanned) -> dict[str, Any]:
     }
 
 
-def print_explained(name: str, scanned: Scanned, console: Console) -> None:
+def print_explained(name: str, scanned: ScannedLog, console: Console) -> None:
     """For people: the cause first, then what else was found in the order of the log, then warnings."""
     cause = scanned.cause()
     others = [one for one in scanned.findings if one.severity != "warning" and not _same(one, cause)]
@@ -317,7 +317,7 @@ def _row(console: Console, title: Text, text: Text) -> None:
     _show(console, grid)
 
 
-def _print_started(scanned: Scanned, console: Console) -> None:
+def _print_started(scanned: ScannedLog, console: Console) -> None:
     console.print("\nIt started well, and the log names no failure after that.", style="bold green")
     _row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
     if scanned.last:
@@ -327,7 +327,7 @@ def _print_started(scanned: Scanned, console: Console) -> None:
         _row(console, Text("next"), Text(step))
 
 
-def _print_unknown(scanned: Scanned, console: Console) -> None:
+def _print_unknown(scanned: ScannedLog, console: Console) -> None:
     console.print("\nNo failure that the table knows is in this log.", style="bold")
     if scanned.last:
         _row(console, Text("last line"), Text(scanned.last))

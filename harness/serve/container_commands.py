@@ -69,8 +69,9 @@ class Shell:
         """Close the shell's input, which ends it."""
         stream, self._stream, self._socket = self._stream, None, None
         # The SDK attaches the response and the socket to the stream, so that they live as long.
-        for part in (getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)):
-            with suppress(OSError, ValueError, AttributeError):  # one may have closed the other
+        parts = [getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)]
+        for part in filter(None, parts):
+            with suppress(OSError, ValueError):  # one may have closed the other
                 part.close()
 
     def __del__(self) -> None:

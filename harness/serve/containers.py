@@ -236,9 +236,12 @@ def _sdk_healthcheck(service: Service) -> Healthcheck | None:
     check = service.healthcheck
     if check is None:
         return None
-    times = {"interval": check.interval, "timeout": check.timeout, "start_period": check.start_period}
-    nanoseconds = {name: int(compose_file.parse_seconds(text) * 1e9) for name, text in times.items()}
-    return Healthcheck(test=check.test, retries=check.retries, **nanoseconds)
+    interval, timeout, start_period = (
+        int(compose_file.parse_seconds(text) * 1e9) for text in (check.interval, check.timeout, check.start_period)
+    )
+    return Healthcheck(
+        test=check.test, interval=interval, timeout=timeout, retries=check.retries, start_period=start_period
+    )
 
 
 def follow_log(container: Container, log: LogFile) -> None:

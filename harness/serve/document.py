@@ -39,7 +39,7 @@ class Upstream(NamedTuple):
 
 
 def find_upstream(scenario: Scenario, server_name: str) -> Upstream:
-    """Return the target of a server's load, in the network of its Compose file. Raises HarnessError for an offline job."""
+    """Return the target of a server's load in its Compose network. Raises HarnessError for an offline job."""
     server, compose = find_server(scenario, server_name), prepare_server(scenario, server_name).file
     serving = compose.serving
     if serving.offline:

@@ -60,7 +60,7 @@ class EngineLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_location() -> EngineLocation:
-    """Return the engine that Docker's command line would use: DOCKER_HOST, else DOCKER_CONTEXT, else the current context.
+    """Return the engine of Docker's command line: DOCKER_HOST, else DOCKER_CONTEXT, else the current context.
 
     It stays the same in a process: `docker context use` elsewhere must not lead a teardown to another engine.
     """
