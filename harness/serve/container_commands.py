@@ -148,9 +148,9 @@ def make_find_script(where: str) -> str:
 def container_source(container: Container, interval_s: float = telemetry.INTERVAL_S) -> Source:
     """Return a source of readings of the container's machine, timed by that machine's clock."""
 
-    def readings(enough: threading.Event) -> Iterator[HostReading]:
+    def readings(stop: threading.Event) -> Iterator[HostReading]:
         with closing(Shell(container, make_find_script(str(telemetry.telemetry_root())))) as shell:
-            yield from telemetry.read_periodically(lambda: parse_reading(shell.run(READ_SCRIPT)), interval_s, enough)
+            yield from telemetry.read_periodically(lambda: parse_reading(shell.run(READ_SCRIPT)), interval_s, stop)
 
     return readings
 

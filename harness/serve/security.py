@@ -188,9 +188,13 @@ def find_open_secrets(value: Any, path: str) -> list[Problem]:
 
 def find_open_secrets_in_text(text: str) -> list[Problem]:
     """Return a problem for each line of a file that has a secret, also in a comment; it does not show it."""
-    what = "a secret must not be in the scenario, and this line has what looks like one: the whole file is copied into"
     return [
-        Problem("$", f"{what} each run", number)
+        Problem(
+            "$",
+            "a secret must not be in the scenario, and this line has what looks like one: the whole file is copied "
+            "into each run",
+            number,
+        )
         for number, line in enumerate(text.splitlines(), start=1)
         if find_secret_form(compose_file.drop_variables(line)) is not None or masked(line, "sure") != line
     ]
