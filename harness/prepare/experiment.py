@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, suggest_row
 from harness.files import LOCUSTFILES, read_bytes, read_text
-from harness.redact import know
+from harness.redact import register_secrets
 from harness.scenario import (
     SERVER_TOKENIZER,
     USERS,
@@ -36,8 +36,8 @@ from harness.scenario.behaviour import Lengths
 from harness.scenario.check_syntax import check_problem, move_check
 from harness.scenario.file import drop_sweep_repeats, read_scenario
 from harness.scenario.plan import Schedule, load_of_part, load_of_stage, mix_of
-from harness.serve import attach, server_problems_of
-from harness.serve.security import open_secrets_in_text
+from harness.serve import attach_to_server, find_server_problems
+from harness.serve.security import find_open_secrets_in_text
 from harness.summary import Reason
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of
@@ -80,12 +80,12 @@ def prepare(
     """Load a scenario and apply the options of the command line. Raises HarnessError with all problems found."""
     read = read_scenario(path)
     scenario = read.scenario
-    know({os.environ.get(scenario.api_key_env or "", ""): True})
+    register_secrets({os.environ.get(scenario.api_key_env or "", ""): True})
     problems = read.problems
     if target is None:
-        problems = problems + drop_sweep_repeats(server_problems_of(scenario, read.lines), scenario)
+        problems = problems + drop_sweep_repeats(find_server_problems(scenario, read.lines), scenario)
     lines = {problem.line for problem in problems}
-    problems = problems + [secret for secret in open_secrets_in_text(read_text(path)) if secret.line not in lines]
+    problems = problems + [secret for secret in find_open_secrets_in_text(read_text(path)) if secret.line not in lines]
     problems = problems or _never_due_problems(scenario, read.lines)
     if repeats is not None:
         scenario = replace(scenario, repeats=repeats)
@@ -106,7 +106,7 @@ def prepare(
 
 def prepare_recorded(experiment: Experiment) -> Experiment:
     """Check the files and the environment of an experiment that was prepared before. Raises HarnessError."""
-    know({os.environ.get(experiment.scenario.api_key_env or "", ""): True})
+    register_secrets({os.environ.get(experiment.scenario.api_key_env or "", ""): True})
     _raise_problems(experiment.path, [], _file_checks(experiment.scenario, experiment.folder), {})
     return experiment
 
@@ -399,7 +399,7 @@ def scenario_path(given: Path | None, user: str | None, target: Target | None, m
     scenario = {
         "version": 1,
         "question": f"How many {user} users does this server hold?",
-        "model": model or attach(target.url, None).served_by.model or "unknown",
+        "model": model or attach_to_server(target.url, None).served_by.model or "unknown",
         "servers": {RUNNING_SERVER: {"template": RUNNING_SERVER}},  # not started: --url replaces it
         "loads": {user: {**DEFAULT_LOADS[user], "users": 1, "duration_s": 60}},
         "prompts": DEFAULT_PROMPTS.get(user, {"tokens": 256}),

@@ -12,22 +12,30 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from harness.engines import VLLM_DEFAULT, template_of, vllm_accepts
+from harness.engines import VLLM_DEFAULT_UTILIZATION, find_template, vllm_accepts
 from harness.errors import HarnessError, ServerError
-from harness.machine.doctor import DockerEngine, device_blockers, engine_blockers
+from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.findings import Finding
-from harness.machine.gpus import VISIBLE, Card, gpus, has_fp8, shown, table, without_code
-from harness.machine.memory import Share, Wish, brief, pools, room_of, share_of
+from harness.machine.gpus import (
+    VISIBLE_DEVICES,
+    Gpu,
+    find_unsupported_targets,
+    has_fp8,
+    list_gpus,
+    read_gfx_table,
+    select_container_gpus,
+)
+from harness.machine.memory import SafeShare, ServerSettings, compute_share, estimate_fit, list_pools, summarize_fit
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
 from harness.scenario import Server
-from harness.serve import PreparedServer, prepared
+from harness.serve import PreparedServer, prepare_server
 from harness.serve.compose_file import Service, parse_device
-from harness.serve.engine import digests_here, engine_facts
-from harness.serve.lint import ranks_of, value_of
+from harness.serve.engine import get_engine_facts, get_local_digests
+from harness.serve.lint import get_gpu_count, get_option
 from harness.serve.location import engine_location
-from harness.serve.template import AUTO, variable_of
+from harness.serve.template import AUTO, get_variable
 from harness.summary import Reason
 from harness.units import GIB, gib
 
@@ -45,7 +53,7 @@ class Shortage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 def check_all_gpus(experiment: Experiment, root: Path = Path("/")) -> None:
     """Raise HarnessError where a server with vLLM needs more GPUs than it gets, or FP8 that they do not have."""
-    cards = list(gpus(root))
+    cards = list(list_gpus(root))
     for server in _vllm_servers(experiment):
         try:
             check_gpus(visible_gpus(server.service, cards), len(cards), server.engine_arguments)
@@ -53,11 +61,11 @@ def check_all_gpus(experiment: Experiment, root: Path = Path("/")) -> None:
             raise HarnessError(f"server '{server.name}': {error.what}", next_step=error.next_step) from None
 
 
-def check_gpus(cards: Sequence[Card], card_count: int, arguments: Sequence[str]) -> None:
+def check_gpus(cards: Sequence[Gpu], card_count: int, arguments: Sequence[str]) -> None:
     """Raise HarnessError where these GPUs, of all `card_count` of the machine, cannot do what vLLM's arguments need."""
     if not cards:
         return
-    ranks = ranks_of(arguments)
+    ranks = get_gpu_count(arguments)
     if ranks > len(cards):
         targets = ", ".join(sorted({str(card["target"]) for card in cards}))
         has, more = "this machine has", ""
@@ -70,7 +78,7 @@ def check_gpus(cards: Sequence[Card], card_count: int, arguments: Sequence[str])
         )
     without_fp8 = ", ".join(sorted({str(card["target"]) for card in cards[:ranks] if not has_fp8(str(card["target"]))}))
     for flag, names in (("quantization", ("--quantization", "-q")), ("kv_cache_dtype", ("--kv-cache-dtype",))):
-        value = value_of(arguments, *names) or ""
+        value = get_option(arguments, *names) or ""
         if "fp8" in value.lower() and without_fp8:
             raise HarnessError(
                 f"{flag} is {value}, and {without_fp8} has no FP8",
@@ -79,14 +87,14 @@ def check_gpus(cards: Sequence[Card], card_count: int, arguments: Sequence[str])
             )
 
 
-def visible_gpus(service: Service, cards: Sequence[Card]) -> list[Card]:
+def visible_gpus(service: Service, cards: Sequence[Gpu]) -> list[Gpu]:
     """Return the GPUs that the service gets; none where it gets no device of a GPU, or where a variable decides."""
     if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
         return []
-    numbers = [number for name in VISIBLE for number in service.environment.get(name, "0").split(",")]
+    numbers = [number for name in VISIBLE_DEVICES for number in service.environment.get(name, "0").split(",")]
     if not cards or not all(number.strip().isdigit() for number in numbers):
         return []  # ids of GPUs, or a variable of the shell
-    return shown(cards, service.devices, service.environment)
+    return select_container_gpus(cards, service.devices, service.environment)
 
 
 def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shortage]:
@@ -102,9 +110,9 @@ def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shorta
 
 
 def _shortage(server: PreparedServer, utilization: Decimal, origin: str, root: Path) -> Shortage | None:
-    ranks = ranks_of(server.engine_arguments)
-    cards = pools(root, visible_gpus(server.service, list(gpus(root))))
-    share = share_of(cards, tensor_parallel=ranks)
+    ranks = get_gpu_count(server.engine_arguments)
+    cards = list_pools(root, visible_gpus(server.service, list(list_gpus(root))))
+    share = compute_share(cards, tensor_parallel=ranks)
     safe, setting = share.utilization, f"gpu_memory_utilization {utilization}{origin}"
     fix = f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
     if safe is None:
@@ -126,11 +134,11 @@ def _shortage(server: PreparedServer, utilization: Decimal, origin: str, root: P
 
 def _requested_utilization(server: PreparedServer) -> tuple[Decimal | None, str]:
     """Return the utilization of a server, and its origin in words; None: unknown, or still to be computed."""
-    value = value_of(server.engine_arguments, "--gpu-memory-utilization")
+    value = get_option(server.engine_arguments, "--gpu-memory-utilization")
     if value is None:
-        template = template_of(server.server.template)
+        template = find_template(server.server.template)
         has_default = template is not None and template.utilization_default
-        return (VLLM_DEFAULT, " (vLLM's default)") if has_default else (None, "")
+        return (VLLM_DEFAULT_UTILIZATION, " (vLLM's default)") if has_default else (None, "")
     try:
         number = Decimal(value)
     except InvalidOperation:
@@ -141,7 +149,7 @@ def _requested_utilization(server: PreparedServer) -> tuple[Decimal | None, str]
 def _vllm_servers(experiment: Experiment) -> Iterator[PreparedServer]:
     """Yield the servers with vLLM on a GPU, in containers of this machine."""
     for server in local_servers(experiment):
-        template = template_of(server.server.template)
+        template = find_template(server.server.template)
         if template is not None and template.utilization == "gpu":
             yield server
 
@@ -152,7 +160,7 @@ def local_servers(experiment: Experiment) -> Iterator[PreparedServer]:
         return
     for name, server in experiment.scenario.servers.items():
         if server.container:
-            yield prepared(experiment.scenario, name)
+            yield prepare_server(experiment.scenario, name)
 
 
 UTILIZATION = "gpu_memory_utilization"
@@ -167,16 +175,16 @@ def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path 
     """
     servers: dict[str, Server] = {}
     computed: dict[str, Reason] = {}
-    shares: dict[str, Share] = {}
+    shares: dict[str, SafeShare] = {}
     for name, server in experiment.scenario.servers.items():
         variable = _auto_variable(server)
         if variable is None or experiment.target is not None:
             servers[name] = server
             continue
-        ready = prepared(experiment.scenario, name)
-        service, ranks = ready.service, ranks_of(ready.engine_arguments)
+        ready = prepare_server(experiment.scenario, name)
+        service, ranks = ready.service, get_gpu_count(ready.engine_arguments)
         # Compared servers get equal numbers, although free memory changes from one reading to the next.
-        basis = repr([ranks, service.devices, *map(service.environment.get, VISIBLE)])
+        basis = repr([ranks, service.devices, *map(service.environment.get, VISIBLE_DEVICES)])
         share = shares[basis] = shares.get(basis) or _compute_share(name, service, ranks, root)
         if share.utilization is None:
             raise HarnessError(
@@ -203,7 +211,7 @@ def _auto_variable(server: Server) -> str | None:
     """Return the variable that has `auto`: the utilization itself, or a text of arguments with it."""
     if server.variables.get(UTILIZATION) == AUTO:
         return UTILIZATION
-    template = template_of(server.template)
+    template = find_template(server.template)
     name = None if template is None else template.arguments
     text = server.variables.get(name) if name is not None else None
     return name if isinstance(text, str) and _ARGUMENT.search(text) else None
@@ -219,7 +227,7 @@ def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     return lines
 
 
-def _compute_share(name: str, service: Service, ranks: int, root: Path) -> Share:
+def _compute_share(name: str, service: Service, ranks: int, root: Path) -> SafeShare:
     location = engine_location()
     try:
         if not location.is_here:
@@ -227,8 +235,8 @@ def _compute_share(name: str, service: Service, ranks: int, root: Path) -> Share
                 location.problem or f"the Docker Engine is on {location.host}, whose memory is not known here",
                 next_step="`harness memory` computes it over there.",
             )
-        cards = shown(list(gpus(root)), service.devices, service.environment)
-        return share_of(pools(root, cards), tensor_parallel=ranks)
+        cards = select_container_gpus(list(list_gpus(root)), service.devices, service.environment)
+        return compute_share(list_pools(root, cards), tensor_parallel=ranks)
     except HarnessError as error:
         raise HarnessError(
             f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
@@ -236,20 +244,21 @@ def _compute_share(name: str, service: Service, ranks: int, root: Path) -> Share
         ) from None
 
 
-def _model_room(server: Server, model: str, share: Share) -> list[str]:
+def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
     """Return lines on the memory that is left for the model, where this machine has its files."""
     try:
-        cache = str(variable_of(server, "huggingface_cache") or "")
+        cache = str(get_variable(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
-        name = str(variable_of(server, "model_path") or variable_of(server, "checkpoint") or model)
-        wish = Wish(
-            max_model_len=variable_of(server, "max_model_len") or variable_of(server, "ctx_size"),
-            max_num_seqs=variable_of(server, "max_num_seqs"),
-            max_num_batched_tokens=variable_of(server, "max_num_batched_tokens") or Wish().max_num_batched_tokens,
+        name = str(get_variable(server, "model_path") or get_variable(server, "checkpoint") or model)
+        wish = ServerSettings(
+            max_model_len=get_variable(server, "max_model_len") or get_variable(server, "ctx_size"),
+            max_num_seqs=get_variable(server, "max_num_seqs"),
+            max_num_batched_tokens=get_variable(server, "max_num_batched_tokens")
+            or ServerSettings().max_num_batched_tokens,
             tensor_parallel=share.gpus,
-            kv_cache_dtype=variable_of(server, "kv_cache_dtype") or Wish().kv_cache_dtype,
+            kv_cache_dtype=get_variable(server, "kv_cache_dtype") or ServerSettings().kv_cache_dtype,
         )
-        return brief(room_of(read_model(find_model(name, environment)), share, wish))
+        return summarize_fit(estimate_fit(read_model(find_model(name, environment)), share, wish))
     except HarnessError:
         return []  # its files are elsewhere, such as in a volume
 
@@ -264,8 +273,8 @@ def blockers(
     rootless = engine is not None and engine.rootless
     found = {
         name: [
-            *device_blockers(root, _device_nodes(service), rootless=rootless),
-            *(engine_blockers(engine) if engine is not None else ()),
+            *find_device_blockers(root, _device_nodes(service), rootless=rootless),
+            *(find_engine_blockers(engine) if engine is not None else ()),
         ]
         for name, service in _gpu_services(experiment).items()
     }
@@ -301,7 +310,7 @@ def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         f"server '{name}' cannot run on this machine: {'; '.join(each.fact for each in found)} (`harness doctor`)"
         for name, found in blockers(experiment, root).items()
     ]
-    cards = list(gpus(root))
+    cards = list(list_gpus(root))
     for name, service in _gpu_services(experiment).items():
         try:
             visible = visible_gpus(service, cards)
@@ -310,13 +319,13 @@ def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         targets = dict.fromkeys(str(card["target"]) for card in visible)
         nodes = [str(card["render_node"]) for card in visible]
         extra = [str(card["target"]) for card in cards if card not in visible]
-        if extra and not service.environment.keys() & set(VISIBLE) and "/dev/dri" in _device_nodes(service):
+        if extra and not service.environment.keys() & set(VISIBLE_DEVICES) and "/dev/dri" in _device_nodes(service):
             notes.append(
                 f"server '{name}': its container sees {', '.join(dict.fromkeys(extra))} in addition to "
                 f"{', '.join(targets)}; `devices: [/dev/kfd, {', '.join(nodes)}]` leaves it out"
             )
-        if lacking := without_code(service.image, targets):
-            fact = f"is known to have no code for {' and '.join(lacking)} ({table().checked})"
+        if lacking := find_unsupported_targets(service.image, targets):
+            fact = f"is known to have no code for {' and '.join(lacking)} ({read_gfx_table().checked})"
             notes.append(f"server '{name}': its image {service.image} {fact}; docs/doctor.md has the table")
     for short in shortages(experiment, root):
         refused = "; `harness run` refuses it" if short.certain else ""
@@ -336,6 +345,6 @@ def _device_nodes(service: Service) -> list[str]:
 
 def _docker_facts(services: dict[str, Service]) -> DockerEngine:
     """Return the engine's facts, without its free space when no image must be pulled."""
-    engine = engine_facts()
+    engine = get_engine_facts()
     images = {service.image for service in services.values()}
-    return structs.replace(engine, free_bytes=None) if digests_here(images).keys() == images else engine
+    return structs.replace(engine, free_bytes=None) if get_local_digests(images).keys() == images else engine

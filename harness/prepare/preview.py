@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import units
-from harness.engines import template_of
+from harness.engines import find_template
 from harness.judge.checks import undecidable
 from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
@@ -29,7 +29,7 @@ from harness.scenario.plan import (
     steadiness,
     steady_arrivals,
 )
-from harness.serve.lint import notes
+from harness.serve.lint import list_notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS
 from harness.units import count
@@ -94,7 +94,7 @@ def preview(experiment: Experiment) -> Preview:
         estimated_s=estimate_s(scenario, experiment.folder),
         assumed=f"{ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
         f"{_start_assumptions(scenario)}{_first_start_note(scenario)}",
-        notes=[*_plan_notes(experiment), *check_notes(scenario), *notes(scenario, cpu_count)],
+        notes=[*_plan_notes(experiment), *check_notes(scenario), *list_notes(scenario, cpu_count)],
     )
 
 
@@ -194,7 +194,7 @@ def _start_assumptions(scenario: Scenario) -> str:
 
 def _first_start_note(scenario: Scenario) -> str:
     """Return a note on first starts, which download and compile; the estimate assumes later ones."""
-    templates = [template_of(server.template) for server in scenario.servers.values() if server.container]
+    templates = [find_template(server.template) for server in scenario.servers.values() if server.container]
     slow = {template.first_start for template in templates if template is not None} - {None}
     if not slow:
         return ""

@@ -22,9 +22,9 @@ from harness.rundir.manifest import Machine, Run
 from harness.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import load_of_stage, mix_of, plan
-from harness.serve import compose_document, upstream_of
+from harness.serve import compose_document, find_upstream
 from harness.serve.document import GRAFANA_PORT, METRICS_PORT
-from harness.serve.generator import IMAGE, files_needed, in_image
+from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
 from harness.summary import because
 
 UI_HOST = "127.0.0.1"
@@ -139,7 +139,7 @@ def compose_file(
         )
     if records is not None and not records.is_dir():
         raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
-    upstream = upstream_of(experiment.scenario, name)
+    upstream = find_upstream(experiment.scenario, name)
     slos = slos_of_row(experiment.scenario.checks, name, names[0])
     single = _single_server(experiment, name, names, endless=not headless)
     manifest = Run(  # never written
@@ -162,10 +162,10 @@ def compose_file(
     ]
     job = replace(jobs[0], then=jobs[1:])
     locustfile = locustfile_of(job.load, experiment.folder)
-    text, file = _job_argument(job), in_image(locustfile)
+    text, file = _job_argument(job), find_path_in_image(locustfile)
     sending = replace(job, load=replace(job.load, processes=1)) if workers else job
     command = ["locust", *locust_arguments(sending, text, file, upstream.url, None if headless else ("0.0.0.0", 8089))]
-    files = files_needed(job, locustfile)
+    files = list_needed_files(job, locustfile)
     key, whole = experiment.scenario.api_key_env, load_of_stage(names[0]) or names[0]
     return compose_document(
         experiment.scenario,

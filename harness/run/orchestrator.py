@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from harness.errors import HarnessError, RunError
 from harness.files import open_file
 from harness.job import Job, warmup_done_file, workload_of, write_job
-from harness.machine.gpus import gpu_memory, when_free
+from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
 from harness.prepare.experiment import Experiment
 from harness.prepare.machine_fit import preflight
@@ -31,11 +31,11 @@ from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
 from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
 from harness.scenario.plan import Cell, grouped, load_of_part, plan, server_start_of
-from harness.serve import Endpoint, attach, prepared, serve
-from harness.serve.generator import ContainerChild, in_image
-from harness.serve.lifecycle import source_of
-from harness.serve.offline import Outcome, run_offline
-from harness.serve.probe import counter
+from harness.serve import Endpoint, attach_to_server, prepare_server, serve
+from harness.serve.generator import ContainerChild, find_path_in_image
+from harness.serve.lifecycle import find_telemetry_source
+from harness.serve.offline import OfflineOutcome, run_offline
+from harness.serve.probe import make_token_counter
 from harness.summary import Reason, because
 from harness.units import count
 from harness.workload import local_words, pairs_of, salt_words, words_of
@@ -120,7 +120,7 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
     scenario, target, progress = running.scenario, running.experiment.target, running.progress
     kept = running.file.manifest.cells
     took_s: dict[tuple[str, str], float] = {}  # by server and load, in earlier repeats
-    idle_memory = [] if target else gpu_memory()
+    idle_memory = [] if target else read_gpu_memory()
     is_sweep = scenario.swept is not None and target is None
     failed = FailedSettings(scenario, progress.line, kept)
 
@@ -134,8 +134,8 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
         first = together[0]
         show(first, with_time=True)
         begin_s = time.monotonic()
-        memory = [] if target else when_free(idle_memory)
-        if target is None and prepared(scenario, first.server).file.serving.offline:
+        memory = [] if target else wait_until_free(idle_memory)
+        if target is None and prepare_server(scenario, first.server).file.serving.offline:
             for cell in together:
                 show(cell)
                 yield replace(_run_offline(running, cell), gpu_memory_before=memory)
@@ -186,7 +186,9 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
     if target is not None:
         show_stage("asking the server")
         key_name = scenario.api_key_env
-        yield attach(target.url, scenario.model, running.api_key, key_name=key_name, metrics_url=target.metrics_url)
+        yield attach_to_server(
+            target.url, scenario.model, running.api_key, key_name=key_name, metrics_url=target.metrics_url
+        )
         return
     with serve(
         scenario, cell.server, run_id=running.id, cell_id=cell.id, run_folder=running.folder, on_progress=show_stage
@@ -293,7 +295,7 @@ def watch_server(running: Running, job: Job, endpoint: Endpoint, interval_s: flo
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
-        Sampler(source_of(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
+        Sampler(find_telemetry_source(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
     ):
         yield scraper, sampler
 
@@ -307,7 +309,7 @@ def prepare_generator(
     locustfile = locustfile_of(job.load, running.experiment.folder)
     if running.scenario.generator == "container":
         url = endpoint.network_url or endpoint.url
-        arguments = locust_arguments(job, job_path, in_image(locustfile), url)
+        arguments = locust_arguments(job, job_path, find_path_in_image(locustfile), url)
         return lambda: ContainerChild(running.id, job, arguments, locustfile, endpoint.network, log_path)
     command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, locustfile, endpoint.url, ui)]
     return lambda: LocalChild(command, log_path)
@@ -370,7 +372,7 @@ def _run_offline(running: Running, cell: Cell) -> CellRun:
         run_id=running.id,
         cell_id=cell.id,
         run_folder=running.folder,
-        say=running.progress.stage,
+        on_progress=running.progress.stage,
     )
     records, head = offline_records(job, outcome), outcome.head
     ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
@@ -403,11 +405,11 @@ def encode_requests(job: Job) -> bytes:
     return msgspec.json.Encoder().encode_lines(lines)
 
 
-def offline_records(job: Job, outcome: Outcome) -> list[Request]:
+def offline_records(job: Job, outcome: OfflineOutcome) -> list[Request]:
     """Return the records of an offline cell. Raises RunError when an answer is missing."""
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
-    if len(outcome.lines) != planned:
-        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
+    if len(outcome.results) != planned:
+        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.results)} were answered")
     work = workload_of(job, read_rows(job.prompt_file) if job.prompt_file else [])
     return [
         Request(
@@ -428,7 +430,7 @@ def offline_records(job: Job, outcome: Outcome) -> list[Request]:
             cached_tokens=line.cached_tokens,
             finish=line.finish,
         )
-        for line in outcome.lines
+        for line in outcome.results
     ]
 
 
@@ -452,6 +454,6 @@ def single_token_words(
         )
     if (run_id, server) not in _token_words:
         model = endpoint.served_by.model or experiment.scenario.model
-        count = counter(endpoint.url, model, api_key, endpoint.ask_engine)
+        count = make_token_counter(endpoint.url, model, api_key, endpoint.ask_engine)
         _token_words[run_id, server] = words_of(count, f"the server '{server}'")
     return _token_words[run_id, server]

@@ -22,7 +22,7 @@ from harness import __version__, files
 from harness.analysis.summarize import Summarized, summarized, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
-from harness.machine.gpus import machine
+from harness.machine.gpus import read_machine
 from harness.prepare.experiment import Experiment, input_files, locustfile_sources
 from harness.process import owner_labels
 from harness.reasons import sentence
@@ -32,7 +32,7 @@ from harness.rundir.directory import prepare_folder, release_space
 from harness.rundir.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
-from harness.serve import engine_version
+from harness.serve import get_engine_version
 from harness.summary import Reason, because
 from harness.workload import workload_sha256
 
@@ -215,7 +215,7 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
         scenario=scenario,
         workload_sha256=workload_sha256(scenario, folder),
         order=[cell.id for cell in cells],
-        machine=machine(docker=engine_version() if needs_docker(experiment) else None),
+        machine=read_machine(docker=get_engine_version() if needs_docker(experiment) else None),
         versions=versions,
         locustfiles={user: digest_files(paths) for user, paths in locustfiles.items()},
         git_commit=_git_commit(),
