@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from harness.errors import HarnessError
 from harness.files import UNDECODABLE, in_words, read_bytes
 from harness.rundir.records import Request
-from harness.summary import Numbers, Reason
+from harness.summary import NEEDED, Distribution, Numbers, Reason
 
 T = TypeVar("T", bound=Struct)
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # of tokens, or nanoseconds since 1970
@@ -173,6 +173,23 @@ def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else ""
+
+
+class LatencyStats(Struct, frozen=True, kw_only=True):
+    """Statistics that a tool computed, of latencies in milliseconds."""
+
+    mean: Duration
+    min: Duration | None = None
+    max: Duration | None = None
+    p50: Duration | None = None
+    p90: Duration | None = None
+    p95: Duration | None = None
+    p99: Duration | None = None
+
+    def distribution(self, n: int) -> Distribution:
+        """Return the statistics in seconds, without percentiles that `n` requests cannot carry."""
+        known = {name: ms / 1000 for name, ms in msgspec.structs.asdict(self).items() if ms is not None}
+        return Distribution(n=n, **{name: value for name, value in known.items() if n >= NEEDED.get(name, 0)})
 
 
 def last_end_s(records: list[Request]) -> float:
