@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness.failures.explain import FIRST_REQUESTS, scan_text
@@ -228,7 +228,7 @@ def test_the_rule_that_ends_a_load() -> None:
         "the load was ended because the first 5 requests all failed because of a scenario error: "
         "the server has no model named nope; to solve it: set `model` to the id that its /v1/models names"
     )
-    good = msgspec.structs.replace(failing(wrong)[0], error=None, message=None)
+    good = replace(failing(wrong)[0], error=None, message=None)
     assert scenario_mistake([*failing(wrong, 4), good]) is None, "one that succeeded is enough to go on"
     assert scenario_mistake(failing("status 500: boom")) is None
     assert scenario_mistake([*failing(wrong, 4), *failing("status 500: boom", 1)]) is None

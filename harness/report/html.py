@@ -15,6 +15,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness import units
 from harness.analysis.summarize import Summarized, read_summary
@@ -189,9 +190,7 @@ def _distinct_servers(run: Run) -> dict[str, list[ServedBy]]:
     distinct: dict[str, dict[bytes, ServedBy]] = {}
     for cell in run.served:
         # Each start has its own time and port, and the engine measures anew.
-        settings = msgspec.structs.replace(
-            cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={}
-        )
+        settings = replace(cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={})
         distinct.setdefault(cell.server, {}).setdefault(msgspec.json.encode(settings), cell.served_by)
     return {server: list(served.values()) for server, served in distinct.items()}
 

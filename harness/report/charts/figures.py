@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness import units
 from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thinned
@@ -423,7 +423,7 @@ def with_slo_lines(chart: Chart, bounds: dict[str, dict[str, float]]) -> Chart:
     shapes = [*layout.get("shapes", []), *(_slo_line(axis, at, text) for text, at in near.items())]
     figure = {**chart.figure, "layout": {**layout, "shapes": shapes}}
     findings = [f"Far beyond what is shown: {', '.join(far)}"] if far else []
-    return msgspec.structs.replace(chart, figure=figure, findings=[*chart.findings, *findings])
+    return replace(chart, figure=figure, findings=[*chart.findings, *findings])
 
 
 def _slo_line(axis: str, at_ms: float, text: str) -> Figure:
