@@ -235,6 +235,7 @@ def test_the_command_line_and_an_inconclusive_check(tmp_path: Path) -> None:
         ("terminal", "- inconclusive ttft_p95 <= 60s: one / burst: needs 130 "),
         ("markdown", "- **inconclusive**: `ttft_p95 <= 60s`: one / burst: needs 130 "),
         ("json", '"status": "inconclusive"'),
+        ("csv", "server,load,"),
         ("junit", text),
         ("openmetrics", 'check_inconclusive{check="ttft_p95 <= 60s"'),
     ):

@@ -149,19 +149,12 @@ def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: 
     assert throughput_chart(summary, mixed).findings[0] == (
         "open (sequential, batch-5): no knee up to 5 at once: it still rises there"
     )
-    for chart in (
-        throughput_chart(summary, mixed),
-        first_token_chart(summary, mixed),
-        *tradeoff_charts(summary, mixed),
-    ):
-        joined = [len(trace["x"]) for trace in chart.figure["data"]]
-        assert set(joined) == {1, 2}, chart.id
-        assert sum(joined) == sum(len(trace["x"]) for trace in _chart(chart.id, summary, run).figure["data"]), chart.id
-
-
-def _chart(key: str, summary: Summary, run: Run) -> Chart:
-    charts = (throughput_chart(summary, run), first_token_chart(summary, run), *tradeoff_charts(summary, run))
-    return next(chart for chart in charts if chart.id == key)
+    points = {}
+    for name, of in (("alike", run), ("mixed", mixed)):
+        charts = (throughput_chart(summary, of), first_token_chart(summary, of), *tradeoff_charts(summary, of))
+        points[name] = [[len(trace["x"]) for trace in chart.figure["data"]] for chart in charts]
+    assert all(set(lines) == {1, 2} for lines in points["mixed"])
+    assert list(map(sum, points["mixed"])) == list(map(sum, points["alike"]))
 
 
 def test_a_page_of_open_loops_says_once_why_there_is_no_curve(folder: Path, run: Run) -> None:
