@@ -217,7 +217,7 @@ def kernel_findings(root: Path) -> Iterator[Finding]:
 
 
 def check_cwsr(root: Path) -> Iterator[Finding]:
-    """On gfx1151, check that the driver exports two sizes; else ROCm saves waves into memory that it did not reserve."""
+    """On gfx1151, check that the driver exports two sizes; without them ROCm writes beyond its memory."""
     known = [gpu["cwsr_sizes_known"] for gpu in gpus.list_gpus(root) if gpu["target"] == "gfx1151"]
     if not known:
         return
