@@ -342,7 +342,7 @@ def _find_parts(text: str, is_decoded: bool) -> Iterator[tuple[int, int]]:
 
 
 def printable(text: str) -> str:
-    """Return `text` without what changes a terminal: colours, control characters, writing directions. Line ends stay."""
+    """Return `text` without what changes a terminal: colours, control characters, directions. Line ends stay."""
     return text if text.isprintable() else _CONTROL.sub("", text)
 
 
