@@ -211,9 +211,9 @@ def exchanging(
     `known`: it takes the server for one that keeps connections after streams.
     """
     reader = Reader(IdleQueue())
-    dialer = Dialer(ApiAddress.of(url))
+    dialer = Dialer(ApiAddress.parse(url))
     if known:
-        dialer.keeps[True] = True
+        dialer.keeps_connections[True] = True
     client = Client(dialer, reader, timeout_s=timeout_s, headers=headers)
 
     def send(body: bytes = BODY) -> tuple[Exchange, Answer]:

@@ -70,7 +70,7 @@ def pods(*addresses: str) -> Iterator[tuple[int, Counter[str]]]:
 def loading(folder: Path, port: int, users: int = 1) -> Iterator[list[Callable[[], None]]]:
     """For each user a function that sends a request, which must succeed."""
     with load_process(folder, f"http://{NAME}:{port}") as process:
-        process._dialer.keeps[True] = True  # as after a first stream
+        process._dialer.keeps_connections[True] = True  # as after a first stream
         clients = [process.client() for _ in range(users)]
 
         def send(client: Client) -> None:
@@ -162,7 +162,7 @@ USERS = 2000
 @pytest.mark.parametrize("known", [True, False], ids=["a name", "an unknown name"])
 def test_many_users_share_one_slow_look_up(known: bool, resolver: Callable[[Names], Names]) -> None:
     names = resolver(Names(*PODS[:known], takes_s=1.5))
-    dialer = Dialer(ApiAddress.of(f"http://{NAME}:1"))
+    dialer = Dialer(ApiAddress.parse(f"http://{NAME}:1"))
     ticks = []
 
     def tick() -> None:
@@ -188,7 +188,7 @@ def test_many_users_share_one_slow_look_up(known: bool, resolver: Callable[[Name
 
 def test_a_user_who_is_cut_takes_no_look_up_along(resolver: Callable[[Names], Names]) -> None:
     names = resolver(Names(PODS[0], takes_s=0.2))
-    dialer = Dialer(ApiAddress.of(f"http://{NAME}:1"))
+    dialer = Dialer(ApiAddress.parse(f"http://{NAME}:1"))
     first, second = gevent.spawn(dialer.look_up), gevent.spawn(dialer.look_up)
     gevent.sleep(0.1)
     first.kill()
@@ -198,7 +198,7 @@ def test_a_user_who_is_cut_takes_no_look_up_along(resolver: Callable[[Names], Na
 
 def test_an_address_in_place_of_a_name_is_never_looked_up_again(resolver: Callable[[Names], Names]) -> None:
     with pods(PODS[0]) as (port, opened):
-        dialer = Dialer(ApiAddress.of(f"http://{PODS[0]}:{port}"))
+        dialer = Dialer(ApiAddress.parse(f"http://{PODS[0]}:{port}"))
         dialer.connect().close()
         names = resolver(Names())
         gevent.sleep(1.05)

@@ -263,13 +263,13 @@ def test_tls_is_verified_and_uses_the_time_of_the_read(tmp_path: Path, monkeypat
     ],
 )
 def test_base_urls(url: str, expected: ApiAddress) -> None:
-    assert ApiAddress.of(url) == expected
+    assert ApiAddress.parse(url) == expected
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:port"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(HarnessError):
-        ApiAddress.of(url)
+        ApiAddress.parse(url)
 
 
 @pytest.mark.parametrize(

@@ -458,7 +458,7 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: LemonadeMonitor(api, "m", None, None).effective()
     yield lambda: LemonadeMonitor(api, "m", None, None).fetch("/props")
     yield lambda: LemonadeMonitor(api, "m", None, None).problems()
-    yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.of(url))
+    yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.parse(url))
     yield lambda: kept(url, "ollama", None)
     yield lambda: kept(url, "llama-cpp", LemonadeMonitor(api, "m", None, None))
     yield Scraper(url + "/metrics", "c", folder / "metrics.jsonl").scrape_now

@@ -367,7 +367,7 @@ def check_server(environment: Environment, planned: Job | None) -> None:
     if not _remote_workers(environment):
         api_key(job.api_key_env)
         if not job.model:
-            first_model(job, ApiAddress.of(host_of(environment, environment.host)))
+            first_model(job, ApiAddress.parse(host_of(environment, environment.host)))
 
 
 def host_of(environment: Environment, given: str | None) -> str:

@@ -18,7 +18,7 @@ from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, Se
 from harness.job import Job, secrets_of, workload_of
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
-from harness.load.openai_api import PATHS, Answer, Tools, body_of
+from harness.load.openai_api import PATHS, Answer, Tools, encode_request
 from harness.load.reader import IdleQueue, Listeners, Reader
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Part, Plan, Slot, StageSequencer, WarmupSample
@@ -238,7 +238,7 @@ class LoadProcess:
         load, index, planned = self.job.load, work.question, self._work[work.slot.stage]
         more = {} if load.answer is None else answer_fields(load.answer, planned.choices(index))
         more |= {} if work.tools is None else work.tools.fields()
-        return body_of(load, self.model(), work.messages, planned.output_tokens(index), more)
+        return encode_request(load, self.model(), work.messages, planned.output_tokens(index), more)
 
     def _finish(self, work: Work, exchange: Exchange) -> Answer:
         try:
@@ -393,7 +393,7 @@ def replay_of_job(job: Job) -> Replay | None:
 def inputs_of(job: Job, host: str) -> tuple[ApiAddress, list[PromptRow], Replay | None, str | None]:
     """Host, prompt file, trace and API key of a job. Raises HarnessError when one of them cannot be used."""
     refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
-    target = ApiAddress.of(host)
+    target = ApiAddress.parse(host)
     rows = read_rows(job.prompt_file) if job.prompt_file else []
     return target, rows, replay_of_job(job), api_key(job.api_key_env)
 
