@@ -185,7 +185,7 @@ def work(index: int = 0) -> Work:
 def one_record(folder: Path, handler: Handler, **load: Any) -> Request:
     """Sends one request and reads back its one record."""
     with serving(handler) as url, load_process(folder, url, **load) as process:
-        client = process.client()
+        client = process.create_client()
         process.send(client, work())
         client.close()
     records = list(read_requests(folder / "requests.jsonl"))
@@ -219,7 +219,7 @@ def exchanging(
     def send(body: bytes = BODY) -> tuple[Exchange, Answer]:
         exchange = Exchange("x")
         client.send("/chat/completions", lambda: body, exchange)
-        answer = exchange.finish()
+        answer = exchange.finish_answer()
         exchange.time()
         return exchange, answer
 

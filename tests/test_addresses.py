@@ -71,7 +71,7 @@ def loading(folder: Path, port: int, users: int = 1) -> Iterator[list[Callable[[
     """For each user a function that sends a request, which must succeed."""
     with load_process(folder, f"http://{NAME}:{port}") as process:
         process._dialer.keeps_connections[True] = True  # as after a first stream
-        clients = [process.client() for _ in range(users)]
+        clients = [process.create_client() for _ in range(users)]
 
         def send(client: Client) -> None:
             answer = process.send(client, work())
@@ -137,7 +137,7 @@ def test_an_address_that_failed_is_used_again(
 def test_when_all_addresses_refuse_the_request_fails_once(tmp_path: Path, resolver: Callable[[Names], Names]) -> None:
     names = resolver(Names(*PODS))
     with pods() as (port, _), load_process(tmp_path, f"http://{NAME}:{port}") as process:
-        answers = [process.send(process.client(), work(i)) for i in range(2)]
+        answers = [process.send(process.create_client(), work(i)) for i in range(2)]
     assert [(answer.error, answer.message) for answer in answers] == [
         ("connect", f"{NAME}:{port}: connection refused")
     ] * 2
@@ -209,7 +209,7 @@ def test_an_address_in_place_of_a_name_is_never_looked_up_again(resolver: Callab
 @pytest.mark.parametrize("host", ["a" * 64, "a..b"])
 def test_what_cannot_be_a_name_fails_as_one_that_is_unknown(tmp_path: Path, host: str) -> None:
     with load_process(tmp_path, f"http://{host}:8000") as process:
-        answer = process.send(process.client(), work())
+        answer = process.send(process.create_client(), work())
     assert answer.error == "connect"
     (record,) = records_of(tmp_path)
     assert (record.message or "").startswith(f"{host}:8000: not a host name (")

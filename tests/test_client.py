@@ -40,7 +40,7 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         if proxy:
             monkeypatch.setenv("HTTP_PROXY", proxy)
         with load_process(tmp_path, f"http://127.0.0.1:{port}") as process:
-            answer = process.send(process.client(), work())
+            answer = process.send(process.create_client(), work())
         assert answer.error == "connect"
         assert answer.message == f"127.0.0.1:{port}: connection refused{remark}"
     assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["connect", "connect"]
@@ -48,7 +48,7 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
     with load_process(tmp_path, "http://no-such-host.invalid:8000") as process:
-        answer = process.send(process.client(), work())
+        answer = process.send(process.create_client(), work())
     assert answer.error == "connect"
     assert (answer.message or "").startswith("no-such-host.invalid:8000: ")
 

@@ -38,7 +38,7 @@ def read_in(reads: list[bytes], together: int = 5, known: bool = True) -> tuple[
         collector.take(data)
         if number % together == 0:
             exchange.process()
-    answer = exchange.finish()
+    answer = exchange.finish_answer()
     exchange.time()
     return exchange, answer, exchange.reads - len(exchange.parsed)
 

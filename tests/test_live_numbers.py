@@ -35,7 +35,7 @@ class Worker:
         self.in_flight_of: dict[str, int] = {}
         self.busy: float | None = None
 
-    def busy_now(self) -> float | None:
+    def busy_share(self) -> float | None:
         return self.busy
 
     def add(self, request: Request) -> None:

@@ -217,7 +217,7 @@ def test_a_stream_that_is_not_called_one_is_known_however_it_is_cut(kind: bytes)
         exchange.arrivals.append(len(exchange.arrivals), None)
         collector.take(data)
         exchange.process()
-    answer = exchange.finish()
+    answer = exchange.finish_answer()
     exchange.time()
     assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)
 
@@ -360,7 +360,7 @@ def test_a_whole_answer_has_no_chunk_times(tmp_path: Path) -> None:
 def record_of_cut(folder: Path, handler: Handler) -> Request:
     """The record of a request that was cut after a moment, and did not return to the user."""
     with serving(handler) as url, load_process(folder, url) as process:
-        sending = gevent.spawn(process.send, process.client(), work())
+        sending = gevent.spawn(process.send, process.create_client(), work())
         gevent.sleep(0.2)
         sending.kill()
         assert not isinstance(sending.value, Answer)
@@ -392,7 +392,7 @@ def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None
     handler = once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence)
     told: list[str | None] = []
     with serving(handler) as url, load_process(tmp_path, url) as process:
-        client = process.client()
+        client = process.create_client()
         with pytest.raises(gevent.Timeout), gevent.Timeout(0.2):
             process.send(client, work(), lambda answer: told.append(answer.error))
     (record,) = read_requests(tmp_path / "requests.jsonl")
@@ -404,7 +404,7 @@ def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None
 
 def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
     with serving(once(GOOD)) as url, load_process(tmp_path, url) as process:
-        answer = process.send(process.client(), work().saying([{"role": "user", "content": object()}]))  # type: ignore[typeddict-item]
+        answer = process.send(process.create_client(), work().with_messages([{"role": "user", "content": object()}]))  # type: ignore[typeddict-item]
     assert [answer.error, *(one.error for one in read_requests(tmp_path / "requests.jsonl"))] == ["client"] * 2
 
 

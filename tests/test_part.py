@@ -83,11 +83,11 @@ def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None
 def test_the_warm_up_goes_on_until_all_machines_are_warm(tmp_path: Path) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=4, warmup_requests=2, part=Part(0, 2)))
     sequencer.on_hold = True
-    assert not sequencer.warmed_up()
+    assert not sequencer.is_warmed_up()
     assert [sequencer.take()[0].phase for _ in range(3)] == ["warmup"] * 3
-    assert sequencer.warmed_up()
+    assert sequencer.is_warmed_up()
     sequencer.on_hold = False
     assert sequencer.take() == [Slot("measured", 0)]
     without = Sequencer(str(tmp_path / "without"), Plan(requests=4))  # a warm-up: nothing is held
     without.on_hold = True
-    assert without.warmed_up() and without.take() == [Slot("measured", 0)]
+    assert without.is_warmed_up() and without.take() == [Slot("measured", 0)]

@@ -175,9 +175,9 @@ def test_it_is_finished_when_all_stages_are(tmp_path: Path, clock: list[float]) 
         taken += stages.take(2) + stages.take(1)
         assert [slot.phase for slot in taken] == ["warmup"] * 5 + ["measured"]
         clock[0] += 0.15
-        assert not stages.finished()
+        assert not stages.is_finished()
         stages.stages[stage].settle(len(taken))
-    assert stages.finished()
+    assert stages.is_finished()
     assert stages.take() == []
 
 

@@ -117,7 +117,7 @@ def test_the_tickets_change_phase_with_the_answer_that_shows_it(tmp_path: Path) 
     assert (json.loads(line)["seen"], len(rest)) == (64, 64 * 16)
     assert [answer(both[0]) for _ in range(4)] == ["measured"] * 4
     assert both[1].take() == []
-    assert both[1].finished()
+    assert both[1].is_finished()
 
 
 def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> N
     for _ in range(100):
         assert sequencer.take()[0].phase == "warmup"
         sequencer.settle()
-    assert sequencer.warmed_up()
+    assert sequencer.is_warmed_up()
     assert sequencer.steady() is None  # no more were asked for yet
     assert answer(sequencer) == "measured"
     assert sequencer.steady() is False
@@ -134,7 +134,7 @@ def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> N
 def test_the_bound_in_time_begins_behind_the_ramp(tmp_path: Path) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), steady_plan(ramp_s=0.2, steady=Steadiness(1, 0.05, 0.2)))
     sequencer.take()
-    assert not sequencer.warmed_up()
+    assert not sequencer.is_warmed_up()
     for _ in range(50):
         sequencer.settle(seen=WarmupSample(0.0, 0.1, 0.01))  # sent before all users were there
     assert sequencer.steady() is None

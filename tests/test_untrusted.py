@@ -84,7 +84,7 @@ def received(*reads: bytes) -> tuple[Exchange, Answer]:
     except Failure as failure:
         exchange.failure = failure
     exchange.complete = exchange.complete or exchange.answer.done
-    exchange.finish().bound(ASKED, exchange.request_bytes)
+    exchange.finish_answer().drop_impossible_counts(ASKED, exchange.request_bytes)
     exchange.time()
     return exchange, exchange.answer
 
@@ -106,7 +106,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadProcess]:
 def check_record(process: LoadProcess, exchange: Exchange, answer: Answer) -> Request:
     """The record as it is read back; its counts are possible."""
     tools = Tools.of(3, "auto")
-    raw = msgspec.json.encode(process._record(exchange, answer, msgspec.structs.replace(work(), tools=tools)))
+    raw = msgspec.json.encode(process._create_record(exchange, answer, msgspec.structs.replace(work(), tools=tools)))
     record = msgspec.json.decode(raw, type=Request)
     prompt_max = BODY_BYTES + TEMPLATE_TOKENS
     for count, maximum in (
@@ -205,7 +205,7 @@ def test_text_of_another_type_is_no_token() -> None:
     wrong = [event(choices=[{"delta": {"content": value}}]) for value in (5, {"a": 1}, ["x"], True)]
     _, answer = received(UNTIL_CLOSED + TOKEN + b"".join(wrong) + FINISH + DONE)
     assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)
-    assert answer.bad_fields == [BadField("content", "type", "boolean")]
+    assert list(answer.bad.values()) == [BadField("content", "type", "boolean")]
     _, answer = received(UNTIL_CLOSED + b"".join(wrong) + FINISH + DONE)
     assert answer.error == "empty"
 
@@ -352,7 +352,7 @@ def test_whatever_comes_as_http_is_one_record(process: LoadProcess, pieces: list
     raw = b"".join(pieces)
     for reads in ([raw], [raw[:cut], raw[cut:]], pieces):
         exchange, answer = received(*reads)
-        process.client()._note_limits(exchange.headers.get("keep-alive", ""))  # where it keeps the connection
+        process.create_client()._note_keep_alive_limits(exchange.headers.get("keep-alive", ""))  # where it keeps the connection
         check_record(process, exchange, answer)
 
 

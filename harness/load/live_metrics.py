@@ -161,7 +161,7 @@ class CounterDelta(msgspec.Struct, array_like=True):
     def reported(self, recorder: Recorder) -> "CounterDelta":
         self.now = time.monotonic()
         self.in_flight_of = {name: number for name, number in recorder.in_flight_of.items() if number}
-        self.busy = recorder.health.busy_now()
+        self.busy = recorder.health.busy_share()
         return self
 
 

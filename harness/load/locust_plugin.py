@@ -46,7 +46,7 @@ from harness.load.options import (
 )
 from harness.load.process import LoadProcess, plan_of, sequencer_of
 from harness.load.recorder import Anchor, Recorder
-from harness.load.sequencer import StageSequencer, start_barrier, until
+from harness.load.sequencer import StageSequencer, start_barrier, wait_until
 from harness.load.web_ui import Live
 from harness.load.worker import Worker
 from harness.redact import masked
@@ -153,7 +153,7 @@ def stop_gracefully(runner: Runner, patience_s: float, *, cut: bool = False) -> 
         return
     runner.send_message(_STOP, {"cut": cut})
     clients = runner.clients
-    until(lambda: all(one.id in _stopped for one in [*clients.running, *clients.spawning]), patience_s + _MESSAGES_S)
+    wait_until(lambda: all(one.id in _stopped for one in [*clients.running, *clients.spawning]), patience_s + _MESSAGES_S)
 
 
 def _on_stop(environment: Environment, msg: Any, **_: object) -> None:
@@ -318,13 +318,13 @@ def _start(environment: Environment) -> None:
     if _job is not None and _job.concurrent_loads and _process is not None:
         start_barrier(_job, _process.sequencer)
     if _job and options.headless and _process is not None:
-        gevent.spawn(_process.show_quiet, quiet_sign(_job.counter_path).touch)
+        gevent.spawn(_process.report_quiet, quiet_sign(_job.counter_path).touch)
     if _job and options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
             sequencer = sequencer_of(_job)
             gevent.spawn(_end_when_finished, environment, _job.load.drain_s, sequencer)
-            if sequencer.several:
+            if sequencer.has_stages:
                 _follow(environment, _job, sequencer)
 
 

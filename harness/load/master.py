@@ -25,7 +25,7 @@ from harness.errors import HarnessError
 from harness.files import read_bytes
 from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
 from harness.load.recorder import FILES, RecordReceiver
-from harness.load.sequencer import POLL_S, all_warm, until
+from harness.load.sequencer import POLL_S, report_warm, wait_until
 from harness.redact import know
 from harness.workers import Workers
 
@@ -139,8 +139,8 @@ class Master:
             data = {"job": msgspec.json.encode(job), "files": files, "host": self._environment.host}
             more = {"correction_s": machine.correction_s, "error_s": machine.error_s}
             self._send("job", data | more, machine.client_id)
-        until(lambda: all(machine.ready for machine in machines), _READY_S)
-        until(lambda: not any(map(self._is_lost, machines)), _HELLO_S)  # one that was busy reading reconnects
+        wait_until(lambda: all(machine.ready for machine in machines), _READY_S)
+        wait_until(lambda: not any(map(self._is_lost, machines)), _HELLO_S)  # one that was busy reading reconnects
         for machine in machines:
             if machine.error or not machine.ready or self._is_lost(machine):
                 raise HarnessError(f"worker {machine.name}: {machine.error or 'no answer to its job'}")
@@ -178,7 +178,7 @@ class Master:
                 logger.error("worker %s is lost: the load ends, what it has delivered is kept", machine.name)
             if lost:
                 break
-            if gone < min(machine.progress["warm"] for machine in machines) and all_warm(self._job):
+            if gone < min(machine.progress["warm"] for machine in machines) and report_warm(self._job):
                 gone += 1
                 begin_s = time.monotonic() + _LEAD_S
                 for machine in machines:
@@ -215,7 +215,7 @@ class Master:
         started = last = time.monotonic()
         before = -1
         while owing := [machine for machine in owing if not machine.done and not self._is_lost(machine)]:
-            now, taken = time.monotonic(), sum(i.taken for m in owing for i in m.receivers.values())
+            now, taken = time.monotonic(), sum(i.received for m in owing for i in m.receivers.values())
             if taken != before:
                 before, last = taken, now
             if now - last > _STALLED_S or (within_s is not None and now - started > within_s):
@@ -248,7 +248,7 @@ class Master:
             asked = time.monotonic()
             machine.asked = {asked}
             self._send("clock", {"asked": asked}, machine.client_id)
-            until(lambda: not machine.asked, _ANSWER_S, 0.001)
+            wait_until(lambda: not machine.asked, _ANSWER_S, 0.001)
         if machine.error_s is None:
             raise HarnessError(f"worker {machine.name} does not answer")
 
@@ -302,9 +302,9 @@ class Master:
             machine.receivers = {name: RecordReceiver(path, FILES[name]) for name, path in paths.items()}
         try:
             receiver = machine.receivers[data["file"]]
-            before, taken = receiver.left_out, receiver.take(data["offset"], data["data"])
-            if receiver.left_out > before:
-                number = receiver.left_out - before
+            before, taken = receiver.unreadable, receiver.append(data["offset"], data["data"])
+            if receiver.unreadable > before:
+                number = receiver.unreadable - before
                 logger.error("%d records of worker %s cannot be read and are left out", number, machine.name)
         except OSError as error:  # the worker sends it again
             logger.error("records cannot be written: %s", error.strerror)
@@ -313,7 +313,7 @@ class Master:
 
     def _on_done(self, msg: Any, **_: Any) -> None:
         machine = self._machines[msg.node_id]
-        machine.done = {name: receiver.taken for name, receiver in machine.receivers.items()} == msg.data["sizes"]
+        machine.done = {name: receiver.received for name, receiver in machine.receivers.items()} == msg.data["sizes"]
 
 
 def _files(job: Job) -> dict[str, bytes]:

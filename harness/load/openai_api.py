@@ -221,10 +221,6 @@ class Answer:
     def text(self) -> str:
         return "".join(self.texts)
 
-    @property
-    def bad_fields(self) -> list[BadField]:
-        return list(self.bad.values())
-
     def drop_impossible_counts(self, asked_tokens: int | None, request_bytes: int) -> None:
         """Treat impossible token counts as missing, and note them.
 

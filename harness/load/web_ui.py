@@ -331,7 +331,7 @@ class Live:
         if self._job is None or self._job.load.trace is None:
             return False
         with contextlib.closing(Sequencer(self._job.counter_path, plan_of(self._job))) as sequencer:
-            return sequencer.finished()
+            return sequencer.is_finished()
 
     def _report(self, data: dict[str, Any], **_: Any) -> None:
         data[KEY] = msgspec.msgpack.encode(self._delta())

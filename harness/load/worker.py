@@ -30,7 +30,7 @@ from harness.files import UNDECODABLE
 from harness.job import Job
 from harness.load.process import LoadProcess
 from harness.load.recorder import FILES, Anchor, RecordSender
-from harness.load.sequencer import StageSequencer, until
+from harness.load.sequencer import StageSequencer, wait_until
 
 _HELLO_S = 1.0
 _DELIVER_S = 0.2
@@ -78,7 +78,7 @@ class Worker:
         job = self._process.job
         logger.info("load %s of run ...%s begins: part %d of %d", job.cell, job.run, job.machine + 1, job.machines)
         gevent.spawn(self._watch_work, self._process.sequencer, job.load.drain_s)
-        gevent.spawn(self._process.show_quiet, partial(self._send, "quiet"))
+        gevent.spawn(self._process.report_quiet, partial(self._send, "quiet"))
 
     def close(self) -> None:
         """Close at the end of this process. Undelivered records stay here; the log has their path."""
@@ -87,7 +87,7 @@ class Worker:
             return
         if self._process is not None:
             self._process.recorder.close()
-        left = sum(sender.rest() for sender in self._senders.values())
+        left = sum(sender.unconfirmed() for sender in self._senders.values())
         if left:
             logger.error("%d bytes of records were not delivered: they are in %s", left, self._folder)
         else:
@@ -120,7 +120,7 @@ class Worker:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
             return
-        self._process.sequencer.hold()
+        self._process.sequencer.hold_warmup()
         gevent.spawn(self._deliver)
         self._send("ready", {"error": None})
 
@@ -164,9 +164,9 @@ class Worker:
     def _watch_work(self, stages: StageSequencer, drain_s: float) -> None:
         """Report to the master: the start of a stage, the end of its warm-up, the end of the load."""
         for number, stage in enumerate(stages.stages):
-            until(lambda: stages.stage() >= number)  # noqa: B023 - waited for here
+            wait_until(lambda: stages.stage() >= number)  # noqa: B023 - waited for here
             self._send("progress", {"stage": number})
-            until(stage.warmed_up)
+            wait_until(stage.is_warmed_up)
             self._send("progress", {"warm": number})
         stages.wait_for_end(drain_s)
         self._send("progress", {"finished": 1})
@@ -181,7 +181,7 @@ class Worker:
         self._process.listeners.patience_s = msg.data["listeners_s"]
         self._runner.stop()
         self._process.recorder.close()
-        until(lambda: not any(sender.rest() for sender in self._senders.values()))
+        wait_until(lambda: not any(sender.unconfirmed() for sender in self._senders.values()))
         self._send("done", {"sizes": {name: sender.size() for name, sender in self._senders.items()}})
         names = " and ".join(f"a load process of {name}" for name in msg.data["lost"])
         lost = f", cut short because {names} was lost" if names else ""
@@ -191,15 +191,15 @@ class Worker:
     def _deliver(self) -> None:
         while self._delivering:
             for name, sender in self._senders.items():
-                while self._delivering and sender.rest() and (piece := sender.piece()):
+                while self._delivering and sender.unconfirmed() and (piece := sender.next_piece()):
                     self._confirmed.clear()
-                    self._send("records", {"file": name, "offset": sender.taken, "data": piece})
+                    self._send("records", {"file": name, "offset": sender.received, "data": piece})
                     self._confirmed.wait(_AGAIN_S)
             gevent.sleep(_DELIVER_S)
 
     def _on_taken(self, msg: Any, **_: Any) -> None:
         sender = self._senders[msg.data["file"]]
-        sender.taken = max(sender.taken, msg.data["taken"])
+        sender.received = max(sender.received, msg.data["taken"])
         self._confirmed.set()
 
     def _on_heartbeat(self, **_: Any) -> None:
