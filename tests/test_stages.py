@@ -273,14 +273,14 @@ class Person(LLMUser):
     def __init__(self, environment, sends):
         User.__init__(self, environment)
         self.sends = sends
-        self._process, self._held, self._clients, self._under_way = None, [], [], []
-        self._pausing = None
+        self._process, self._unsent, self._idle_clients, self._background = None, [], [], []
+        self._wake = None
 
     @task
     def work(self):
         did.append("begun")
         if self.sends:
-            self._under_way = [gevent.spawn(self.send)]
+            self._background = [gevent.spawn(self.send)]
         gevent.sleep(0.01)
 
     def send(self):
