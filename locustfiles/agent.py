@@ -31,9 +31,7 @@ class ToolAgent(LLMUser):
         self.run_steps(agent, works[: agent.steps], works[agent.steps :])
         self.think()
 
-    def run_steps(
-        self, agent: Agent, works: list[Work], sub_agent_works: list[Work], batch: int | None = None
-    ) -> None:
+    def run_steps(self, agent: Agent, works: list[Work], sub_agent_works: list[Work], batch: int | None = None) -> None:
         """Send the requests of one agent: a task, or several. After the first request, run its sub-agents."""
         tools = Tools.first(agent.tools, agent.choice)
         history: list[Message] = []

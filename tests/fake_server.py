@@ -220,7 +220,7 @@ def exchanging(
         exchange = Exchange("x")
         client.send("/chat/completions", lambda: body, exchange)
         answer = exchange.finish_answer()
-        exchange.time()
+        exchange.add_times()
         return exchange, answer
 
     try:

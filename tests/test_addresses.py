@@ -121,7 +121,7 @@ def test_an_address_that_refuses_costs_no_request(tmp_path: Path, resolver: Call
 def test_an_address_that_failed_is_used_again(
     tmp_path: Path, resolver: Callable[[Names], Names], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.load.client._FAILED_S", 0.2)
+    monkeypatch.setattr("harness.load.client._FAILED_ADDRESS_S", 0.2)
     resolver(Names(*PODS[:2]))
     with pods(PODS[0]) as (port, opened), loading(tmp_path, port, users=8) as users:
         for send in users[:4]:

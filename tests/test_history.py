@@ -229,7 +229,7 @@ def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     assert refused.value.next_step == "--machine other"
     found = history_of("which", runs, results, "strix")
     assert found.runs == ["run-00", "run-01", "run-02", "run-09"]
-    assert {one.reason: one.runs for one in found.unreadable} == {
+    assert {one.reason: one.runs for one in found.left_out} == {
         "unreadable": ["run-10"],
         "not_valid": ["run-04"],
         "workload": ["run-03"],
@@ -239,7 +239,7 @@ def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     }
     gated = check_against_history(runs / "run-02", runs, results)
     assert (gated.runs, gated.sides) == (2, ["run-01", "run-02"])
-    assert {one.reason: one.runs for one in gated.unreadable}["later"] == ["run-09"]
+    assert {one.reason: one.runs for one in gated.left_out}["later"] == ["run-09"]
     with pytest.raises(RunError):
         check_against_history(runs / "run-04", runs, results)
 
@@ -250,10 +250,10 @@ def test_rows_come_and_go(tmp_path: Path) -> None:
         made(tmp_path / "runs", number, 11.0 if number >= 12 else 10.0, made_of=both if 4 <= number != 9 else ONE)
     found = history_of("which", tmp_path / "runs", tmp_path / "results")
     a, b = found.series
-    assert (a.server, len(a.points), a.unreadable) == ("a", 16, [])
+    assert (a.server, len(a.points), a.left_out) == ("a", 16, [])
     assert (b.server, len(b.points)) == ("b", 11)
-    assert b.unreadable[0].reason == "no_row"
-    assert b.unreadable[0].runs == ["run-00", "run-01", "run-02", "run-03", "run-09"]
+    assert b.left_out[0].reason == "no_row"
+    assert b.left_out[0].runs == ["run-00", "run-01", "run-02", "run-03", "run-09"]
     assert [level.first for level in b.levels] == ["run-04", "run-12"]
     gated = check_against_history(tmp_path / "runs" / "run-12", tmp_path / "runs", tmp_path / "results")
     assert [(row.server, row.word, row.runs, row.since) for row in gated.rows] == [

@@ -14,7 +14,7 @@ from harness.scenario.plan import Schedule
 def test_all_parts_are_the_whole_sequence_each_request_once() -> None:
     for whole, of, block in itertools.product([0, 1, 7, 12, 97], [1, 2, 3, 8], [1, 4, 5]):
         parts = [Part(number, of, block) for number in range(of)]
-        sent = [[part.at(place) for place in range(part.share(whole))] for part in parts]
+        sent = [[part.index_at(place) for place in range(part.count_of(whole))] for part in parts]
         assert sorted(itertools.chain(*sent)) == list(range(whole))
         for number, indices in enumerate(sent):
             assert indices == sorted(indices)
@@ -76,7 +76,7 @@ def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None
     numbers = []
     for k in range(2):
         sequencer = Sequencer(str(tmp_path / f"machine{k}"), Plan(part=Part(k, 2)))
-        numbers += [sequencer.user() for _ in range(3)]
+        numbers += [sequencer.add_user() for _ in range(3)]
     assert sorted(numbers) == list(range(6))
 
 

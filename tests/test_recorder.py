@@ -12,7 +12,7 @@ from pathlib import Path
 import gevent
 import pytest
 
-from harness.load.recorder import Health, Recorder, this_host
+from harness.load.recorder import Health, Recorder, _CpuSample, this_host
 from harness.load.sequencer import Plan, Sequencer, Slot
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario import Load
@@ -98,7 +98,7 @@ from pathlib import Path
 from tests.test_recorder import recorder, request
 one = recorder(Path(sys.argv[1]))
 for number in range(400):
-    one.sending("measured")
+    one.note_sending("measured")
     one.add(request(number, int(sys.argv[2]), chunks=300))
     if number % 7 == 0:
         one.flush()
@@ -166,7 +166,7 @@ def test_warmup_comes_first_is_never_mixed_and_never_cut(tmp_path: Path) -> None
         [("measured", 6)],
         [],
     ]
-    assert [sequencer.user() for _ in range(3)] == [0, 1, 2]
+    assert [sequencer.add_user() for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_small_warmup_still_meets_the_concurrency_to_come(tmp_path: Path) -> None:
@@ -237,9 +237,7 @@ def test_a_timed_load_is_not_finished_while_requests_are_in_flight(tmp_path: Pat
 
 def test_the_highest_cpu_use_is_that_of_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0, 0.0, 0.0]  # monotonic, CPU, waited for a core
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "process_time", lambda: now[1])
-    monkeypatch.setattr("harness.load.recorder._waited_s", lambda: now[2])
+    monkeypatch.setattr(_CpuSample, "now", lambda: _CpuSample(*now))
     health = Health()
 
     def pass_seconds(number: int, share: float, waited: float = 0.0) -> None:
@@ -273,7 +271,7 @@ def test_what_has_ended_is_no_longer_in_flight_while_its_record_waits_to_be_made
         one.note_sending("measured")
     assert one.in_flight == 2
     one.in_flight_of["U"] -= 1
-    one.idle.do(lambda: one.add(request(0)))
+    one.idle.add(lambda: one.add(request(0)))
     assert (one.in_flight, one.recorded) == (1, 0)
     one.close()
 
@@ -293,10 +291,10 @@ def test_lags_that_differ_by_microseconds_do_not_grow_with_time() -> None:
     for number in range(200):
         health.note_read_lags([number * 1000 + microsecond for microsecond in range(1000)])
         health.note_loop_lag(number / 1e3 + number / 1e6)
-    assert len(health._lags) <= 11_000
-    assert health._lags.total() == 200_000
+    assert len(health._read_lags_us) <= 11_000
+    assert health._read_lags_us.total() == 200_000
     assert health.end_mark_fields()["read_lag_p99_s"] == pytest.approx(0.198, rel=0.005)
-    assert health._lags[999] == 1, "of short ones each microsecond stays"
+    assert health._read_lags_us[999] == 1, "of short ones each microsecond stays"
 
 
 def test_what_fell_due_while_the_loop_stood_still_was_late_as_well() -> None:

@@ -53,7 +53,7 @@ def test_of_several_gpus_each_has_a_line_and_one_entry_in_the_legend(tmp_path: P
 def test_idle_gpus_are_not_drawn() -> None:
     busy, idle = GpuSample(busy_percent=90.0), GpuSample(busy_percent=0.0)
     found = machine_samples([one(float(t), renderD128=busy, renderD129=idle) for t in range(6)], 0.0)
-    assert (found.drawn, found.unreadable, list(found.panels)) == (1, 1, ["busy"])
+    assert (found.drawn, found.left_out, list(found.panels)) == (1, 1, ["busy"])
 
 
 def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:

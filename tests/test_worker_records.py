@@ -84,7 +84,7 @@ def test_an_address_of_another_machine_is_refused_at_once() -> None:
 
 
 def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "PIECE", 8)
+    monkeypatch.setattr(recorder_module, "_PIECE_BYTES", 8)
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"123\n456\n12345\n12345678901\n789")
     sender, receiver = RecordSender(source), RecordReceiver(target, int)

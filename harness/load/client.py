@@ -43,7 +43,7 @@ class ApiAddress(NamedTuple):
     prefix: str  # path, including /v1
 
     @classmethod
-    def of(cls, url: str) -> "ApiAddress":
+    def parse(cls, url: str) -> "ApiAddress":
         """Return the address of the API at a base URL, with or without /v1. Raises HarnessError for a wrong URL."""
         parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         try:

@@ -81,8 +81,8 @@ def follow_stages(environment: Environment, job: Job, sequencer: StageSequencer 
             is_complete = True
             sequencer.set_users_complete()
         elif time.monotonic() - since_s > max_wait_s:
-            what = f"there are {runner.user_count} users after {max_wait_s:.0f} s, and not {target}"
-            give_up(environment, HarnessError(what))
+            count, wait_s = runner.user_count, f"{max_wait_s:.0f}"
+            give_up(environment, HarnessError(f"there are {count} users after {wait_s} s, and not {target}"))
             return
 
 
@@ -273,7 +273,6 @@ def _start(environment: Environment) -> None:
     """Start a load; in the web UI once for each start, with the values of the form. Raises HarnessError, OSError."""
     runner = environment.runner
     options = options_of(environment)
-    is_worker = isinstance(runner, WorkerRunner)
     if _worker is not None:
         _settle_memory()
         _worker.start_work()
@@ -284,7 +283,7 @@ def _start(environment: Environment) -> None:
         if _job is not None and _job.then:
             gevent.spawn(follow_stages, environment, _job, _master)
         return
-    if _job is not None and _job.load.trace is not None and not (options.headless or is_worker):
+    if _job is not None and _job.load.trace is not None and not (options.headless or isinstance(runner, WorkerRunner)):
         Path(_job.counter_path).unlink(missing_ok=True)  # a trace starts again
     if _recorder is None and (_job is None or not options.headless):
         load_options.check_server(environment, _job)  # otherwise only the workers would see the problem
@@ -292,7 +291,7 @@ def _start(environment: Environment) -> None:
         try:
             _use_form(environment, _recorder)
         except (HarnessError, OSError) as error:
-            if not is_worker:
+            if not isinstance(runner, WorkerRunner):
                 raise
             logger.error(sentence(error))  # an exception would end the greenlet that listens to the master
             runner.send_message(_GAVE_UP, {"what": f"worker {socket.gethostname()}: {sentence(error)}"})
@@ -306,7 +305,7 @@ def _start(environment: Environment) -> None:
         start_barrier(_job, _process.sequencer)
     if options.headless and _process is not None:
         gevent.spawn(_process.report_quiet, quiet_sign(_job.counter_path).touch)
-    if options.headless and not is_worker:
+    if options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
             sequencer = create_sequencer(_job)
@@ -387,7 +386,7 @@ def give_up(environment: Environment, error: Exception) -> None:
     if _job is not None:
         report_error(_job, error)
     if _live is not None:
-        _live.given_up = sentence(error)
+        _live.error = sentence(error)
     assert environment.runner is not None
     if environment.web_ui is None:
         environment.process_exit_code = 1

@@ -109,7 +109,6 @@ class Tools(NamedTuple):
             return False
         return isinstance(arguments, dict) and set(functions[call.name]["parameters"]["required"]) <= arguments.keys()
 
-
     def first_valid(self, calls: Sequence[Call]) -> Call | None:
         """Return the first call that can be continued: a valid one with an id."""
         return next((call for call in calls if call.id and self.is_valid(call)), None)
@@ -237,7 +236,7 @@ class Answer:
             if path in self.bad:  # also if another event had a number
                 setattr(self, name, None)
 
-    def value(self, source: dict[str, Any], key: str, kind: type[T], name: str | None = None) -> T | None:
+    def get_field(self, source: dict[str, Any], key: str, kind: type[T], name: str | None = None) -> T | None:
         """Return the value of a field. A value of another JSON type is noted under `name` and counts as missing."""
         value = source.get(key)
         if value is None or type(value) is kind:  # `type`: a boolean is not a number

@@ -181,7 +181,7 @@ class LoadProcess:
         exchange = Exchange(
             id=self._request_id(work.slot),
             embeddings=self.job.load.endpoint == "embeddings",
-            leaves_after=None if work.leave is None else work.leave.after_tokens,
+            abandon_after_chunks=None if work.leave is None else work.leave.after_tokens,
         )
         answer, is_cut = Answer(), False
         self.recorder.note_sending(work.slot.phase, work.slot.stage)

@@ -172,7 +172,7 @@ class LLMUser(User):
 
     def begin(self, work: Work) -> None:
         """Send one request without waiting for its answer."""
-        self._background.append(gevent.spawn(self._send, self._prepare(work)))
+        self._background.append(gevent.spawn(partial(self._send, self._prepare(work))))
 
     def wait_until_below(self, number: int) -> None:
         """Wait until fewer than `number` requests sent by `begin` are in flight."""

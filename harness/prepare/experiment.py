@@ -40,7 +40,7 @@ from harness.summary import Reason
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of
 from harness.workload.prompt_file import read_rows
-from harness.workload.traces import replay_of
+from harness.workload.traces import cached_replay
 
 RUNNING_SERVER = "running"  # the name of the server given with --url
 
@@ -130,7 +130,7 @@ def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[
         name = alone(each) or staged(each) or each  # as the file calls it
         yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
         if load.trace is not None:
-            yield f"$.loads.{name}.trace", partial(replay_of, folder.resolve() / load.trace.file, load.trace)
+            yield f"$.loads.{name}.trace", partial(cached_replay, folder.resolve() / load.trace.file, load.trace)
         if load.user not in USERS and load.user not in users:
             users.add(load.user)
             # A container has packages of its own: only there can be seen whether the file can be imported.
@@ -188,7 +188,7 @@ def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
     loads = {
         name: load
         if load.trace is None
-        else msgspec.structs.replace(load, requests=len(replay_of(folder / load.trace.file, load.trace)))
+        else msgspec.structs.replace(load, requests=len(cached_replay(folder / load.trace.file, load.trace)))
         for name, load in scenario.loads.items()
     }
     return msgspec.structs.replace(scenario, loads=loads)

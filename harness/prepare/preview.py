@@ -23,7 +23,7 @@ from harness.serve.lint import notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS
 from harness.units import count
-from harness.workload.traces import Beginning, Replay, replay_of
+from harness.workload.traces import Replay, TraceStart, cached_replay
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
 ASSUMED_TPOT_S = 0.03
@@ -134,7 +134,7 @@ def _of_plan(experiment: Experiment) -> Iterator[str]:
                 f"at most {units.duration(rule.max_s)}"
             )
         if load.trace is not None:
-            replay = replay_of(experiment.folder / load.trace.file, load.trace)
+            replay = cached_replay(experiment.folder / load.trace.file, load.trace)
             left_out = replay.without_tokens
             less = f"; {count(left_out, 'row')} without tokens left out" if left_out else ""
             yield (
@@ -237,7 +237,7 @@ def estimate_s(scenario: Scenario, folder: Path) -> float:
         if not scenario.restart and start_of(cell) in begun:
             start_s = 0.0
         begun.add(start_of(cell))
-        replay = None if load.trace is None else replay_of(folder / load.trace.file, load.trace)
+        replay = None if load.trace is None else cached_replay(folder / load.trace.file, load.trace)
         start_s += GENERATOR_START_S
         takes_s = load.ramp_s + _warmup_s(scenario, load, replay) + _work_s(scenario, load, replay)
         before_s = runs.get(cell.group, start_s)
@@ -255,7 +255,7 @@ def _warmup_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
         return 0.0
     last = -(-requests // taken_together(load)) - 1
     if replay is not None:
-        return Beginning(replay).at(last)
+        return TraceStart(replay).at(last)
     if load.arrivals is not None:
         return Schedule(steady_arrivals(load.arrivals), scenario.seed).at(last) or 0.0
     return _rounds_s(load, requests)

@@ -45,7 +45,7 @@ from harness.serve.offline import Outcome, run_offline
 from harness.serve.probe import counter
 from harness.summary import Reason, because
 from harness.units import count
-from harness.workload import local_words, pairs_of, salt_words, words_of
+from harness.workload import local_words, one_token_words, pairs_of, salt_words
 from harness.workload.prompt_file import read_rows
 
 Watchers = tuple[Scraper, Sampler]
@@ -459,5 +459,5 @@ def counted_words(
     if (run_id, server) not in _counted:
         model = endpoint.served_by.model or experiment.scenario.model
         count = counter(endpoint.url, model, api_key, endpoint.ask_engine)
-        _counted[run_id, server] = words_of(count, f"the server '{server}'")
+        _counted[run_id, server] = one_token_words(count, f"the server '{server}'")
     return _counted[run_id, server]
