@@ -12,7 +12,7 @@ from harness.engines import engines, template_of
 from harness.failures.table import IN_PIECES, Rule, removed_flags, replacements, rules
 from harness.files import ROOT
 from harness.machine.findings import findings_tables, targets_table
-from harness.reasons import documented
+from harness.reasons import documented_reasons
 from harness.report import markdown
 from harness.rundir.manifest import read_run
 from harness.serve.template import BY_THE_HARNESS, GATEWAYS, Variable, limits, templates, variables
@@ -62,7 +62,7 @@ def server_pages() -> str:
 
 def reasons_table() -> str:
     """The list of reason codes."""
-    rows = "".join(f"| `{code}` | {text.replace('|', chr(92) + '|')} |\n" for code, text in documented())
+    rows = "".join(f"| `{code}` | {_cell(text)} |\n" for code, text in documented_reasons().items())
     return f"| code | sentence, or what it says |\n|---|---|\n{rows}"
 
 

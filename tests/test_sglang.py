@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.failures.explain import scan_text
-from harness.report.terminal import started_well
+from harness.report.terminal import has_started
 from harness.rundir.manifest import Startup
 from harness.rundir.samples import Scraper, parse_metrics, read_metrics, server_load
 from harness.scenario import Server
@@ -94,7 +94,7 @@ def test_captured_graphs() -> None:
 
 def test_which_logs_tell_of_a_failure() -> None:
     scanned = scan_text(LOG.read_text(encoding="utf-8"))
-    assert (scanned.server, scanned.findings, started_well(scanned)) == ("SGLang", [], True)
+    assert (scanned.server, scanned.findings, has_started(scanned)) == ("SGLang", [], True)
     stopped = scan_text((LOG.parents[1] / "stopped" / "sglang.txt").read_text(encoding="utf-8"))
     assert stopped.stopping is not None and stopped.cause() is None, "its processes say that they crashed"
     cause = scan_text((LOG.parents[1] / "startup" / "sglang-memory.txt").read_text(encoding="utf-8")).cause()

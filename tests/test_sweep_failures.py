@@ -58,7 +58,7 @@ def test_twelve_starts_that_fail_each_with_its_cause(tmp_path: Path) -> None:
     assert done.out.count("failed: memory") == 4
     # A busy machine may limit the client, which the sentence would name instead.
     rows = [msgspec.structs.replace(row, client_limited=[]) for row in summary.rows]
-    assert sentences.of_validity(msgspec.structs.replace(summary, rows=rows, cells=[]), run) == (
+    assert sentences.validity_sentence(msgspec.structs.replace(summary, rows=rows, cells=[]), run) == (
         "VALID: all conditions of a trustworthy measurement held; 12 of 14 rows failed, which is their result"
     )
 

@@ -15,7 +15,7 @@ from harness.analysis.derive import add_up
 from harness.analysis.gaps import Gaps, GapSample, Interval
 from harness.analysis.tally import CellCounts, Clock, SloTally
 from harness.files import UNDECODABLE
-from harness.rundir.records import Block, Lines, Reading, Request, blocks_of, in_file, reader, requests_in
+from harness.rundir.records import Block, Lines, Reading, Request, damaged_in_file, read_block, reader, split_blocks
 from harness.scenario.check_syntax import Slo
 
 KEEP_BYTES = 256 * 2**20  # of records; of a longer file only those chunk gaps are kept that percentiles need
@@ -70,7 +70,7 @@ def tally(
 
     Raises HarnessError when a process that read a part of a long file was killed.
     """
-    blocks = blocks_of(path)
+    blocks = split_blocks(path)
     long = bool(blocks) and blocks[-1].end > KEEP_BYTES
     tallies: dict[str, CellCounts] = {}
     with reader(blocks) as run:
@@ -101,7 +101,7 @@ def tally(
                         tallies[cell] = counted
             if _all_found(tallies, places):
                 break
-    damaged += in_file(lines)
+    damaged += damaged_in_file(lines)
     unknown_cells += unknown
     return tallies
 
@@ -136,7 +136,7 @@ def _tally(
             )
         return tallies[cell]
 
-    for request in requests_in(block, lines):
+    for request in read_block(block, lines):
         cell = request.cell
         if cell not in places:
             unknown_cells[cell] += 1

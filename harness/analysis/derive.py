@@ -15,13 +15,13 @@ import msgspec
 from msgspec import Struct
 
 from harness.columns import LATENCIES
-from harness.rundir.records import SLACK_S, Request, impossible
+from harness.rundir.records import SLACK_S, Request, find_impossible_counts
 from harness.scenario.check_syntax import Slo
 
 
 def possible(request: Request) -> Request:
     """The record without counts that are not possible, which other tools and older harnesses keep."""
-    bad = impossible(request, request.asked_tokens)
+    bad = find_impossible_counts(request, request.asked_tokens)
     if not bad:
         return request
     without: dict[str, None] = dict.fromkeys(bad)

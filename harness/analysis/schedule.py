@@ -15,7 +15,7 @@ from harness.analysis.derive import earliest, latest
 from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load, taken_together
 from harness.scenario.plan import Schedule, arrival_times
-from harness.summary import Kept, median_of_known
+from harness.summary import ScheduleKept, median_of_known
 
 _KNOWN = ("batch", "chat", "agent", "rag")  # of these it is known how many requests begin with an arrival
 
@@ -61,7 +61,7 @@ def first_due_of(load: Load, seed: int) -> float | None:
 
 def kept_of(
     counted: ScheduleTally, load: Load, seed: int, window_s: float | None, part_s: tuple[float, float] | None = None
-) -> Kept | None:
+) -> ScheduleKept | None:
     """How one cell kept its schedule; None of a closed loop. `window_s`: the measured time of a timed load; `part_s`:
     the part of it that counts, of one in a mix.
     """
@@ -77,7 +77,7 @@ def kept_of(
     else:
         asked = _rate(sent, counted.first_due_s, counted.last_due_s)
         achieved = _rate(sent, counted.first_sent_s, counted.last_sent_s)
-    return Kept(
+    return ScheduleKept(
         planned=planned,
         sent=sent,
         never_sent=None if planned is None else max(0, planned - sent),
@@ -86,14 +86,14 @@ def kept_of(
     )
 
 
-def pooled(cells: Sequence[Kept | None]) -> Kept | None:
+def pooled(cells: Sequence[ScheduleKept | None]) -> ScheduleKept | None:
     """Of several cells of one row: sums, and rates as medians."""
     known = [cell for cell in cells if cell is not None]
     if not known:
         return None
     planned = [cell.planned for cell in known if cell.planned is not None]
     never = [cell.never_sent for cell in known if cell.never_sent is not None]
-    return Kept(
+    return ScheduleKept(
         planned=sum(planned) if len(planned) == len(known) else None,
         sent=sum(cell.sent for cell in known),
         never_sent=sum(never) if len(never) == len(known) else None,

@@ -19,8 +19,8 @@ from harness.failures.explain import ErrorMessages, grouped
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
 from harness.judge.verdicts import compare_rows, of_sweep
-from harness.rundir.manifest import FORMULAS, Run, given_numbers, known_numbers, origin_notes, read_run
-from harness.rundir.records import ProcessMark, by_cell, read_marks
+from harness.rundir.manifest import FORMULAS, Run, origin_notes, read_numbers, read_run, without_unknown_numbers
+from harness.rundir.records import ProcessMark, group_by_cell, read_marks
 from harness.rundir.samples import (
     MetricsSample,
     TelemetrySample,
@@ -76,7 +76,7 @@ def summarized(
     asked = [*run.scenario.checks, *more_checks]
     cells = _cells(run)
     damaged: dict[str, list[int]] = {"requests.jsonl": [], "processes.jsonl": []}
-    marks = by_cell(read_marks(folder / "processes.jsonl", damaged["processes.jsonl"]))
+    marks = group_by_cell(read_marks(folder / "processes.jsonl", damaged["processes.jsonl"]))
     slos = slo_sets(asked)
     places = places_of(run, marks, slos)
     unknown_cells: Counter[str] = Counter()
@@ -88,7 +88,7 @@ def summarized(
     }
     samples = read_metrics(folder / "metrics.jsonl")
     watched = read_telemetry(folder / "telemetry.jsonl")
-    given = given_numbers(folder, run)
+    given = read_numbers(folder, run)
     session = validity.sessions_of(run)
     summaries = [
         _cell(
@@ -301,7 +301,7 @@ def _cell(
     given: Numbers | None,
 ) -> CellSummary:
     ran, (cell_load, seed) = run.ran.get(cell.id), load_of(run, cell)
-    numbers = given or known_numbers(numbers_of([counted]), run.origin)
+    numbers = given or without_unknown_numbers(numbers_of([counted]), run.origin)
     if run.origin is None:
         schedule = kept_of(counted.schedule, cell_load, seed, numbers.window_s, counted.part_s())
         numbers = replace(numbers, schedule=schedule)

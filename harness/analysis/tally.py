@@ -28,11 +28,11 @@ from harness.summary import (
     NEEDED,
     NO_SAMPLE,
     Answers,
-    Attained,
     BadFields,
     Distribution,
     Numbers,
     PromptLengths,
+    SloAttainment,
     median_of_known,
 )
 
@@ -491,16 +491,18 @@ def _medians(cells: Sequence[Numbers]) -> dict[str, Any]:
     return {**medians, "window": next((cell.window for cell in cells if cell.window is not None), None)}
 
 
-def attained(one: SloTally, sent: int, window_s: float | None, cells: Sequence[Numbers] = ()) -> dict[str, Attained]:
+def attained(
+    one: SloTally, sent: int, window_s: float | None, cells: Sequence[Numbers] = ()
+) -> dict[str, SloAttainment]:
     """What was attained by one cell, or by several pooled: then a goodput is the median over `cells`."""
-    found: dict[str, Attained] = {}
+    found: dict[str, SloAttainment] = {}
     for name in one.sets:
         met, left, unknown = one.met[name], one.left[name], one.unknown[name]
         if cells:
             goodput = median_of_known(cell.slos[name].goodput_req_s for cell in cells if name in cell.slos)
         else:
             goodput = one.met_ended[name] / window_s if window_s else None
-        found[name] = Attained(
+        found[name] = SloAttainment(
             met=met,
             left=left,
             unknown=unknown,

@@ -29,7 +29,7 @@ from harness.summary import (
     Reason,
     Row,
     ServerLoad,
-    Warmed,
+    WarmupResult,
     because,
 )
 from harness.workers import Workers
@@ -64,7 +64,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     marks: Sequence[ProcessMark]
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     mixed: bool = False  # the server served other loads as well at that time
-    warmup: Warmed | None = None
+    warmup: WarmupResult | None = None
     going_on: bool = False  # the run has not ended, as far as its files say
     imported: bool = False  # by another tool, whose load processes left no marks
     workers: Workers | None = None  # on other machines
@@ -360,7 +360,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
         yield because("unfinished", requests=numbers.unfinished, drain_s=load.drain_s if drained else None)
 
 
-def warmed(counted: CellCounts, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> Warmed | None:
+def warmed(counted: CellCounts, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> WarmupResult | None:
     """None where there was none. `first_due_s`: of an open loop, when the first is due after the measurement began."""
     if not counted.warmup:
         return None
@@ -369,14 +369,14 @@ def warmed(counted: CellCounts, marks: Iterable[ProcessMark], first_due_s: float
         # At first there may be no request.
         measured = counted.first_sent_s if first_due_s is None or due_s is None else due_s - first_due_s
     said = [mark.steady for mark in marks if mark.steady is not None]
-    return Warmed(
+    return WarmupResult(
         requests=counted.warmup,
         seconds=None if begun is None or measured is None else measured - begun,
         steady=all(said) if said else None,  # of several machines each looks at what it sent
     )
 
 
-def note_on(warm: Warmed | None) -> list[Reason]:
+def note_on(warm: WarmupResult | None) -> list[Reason]:
     """A note on a warm-up that was to last until the server is steady."""
     if warm is None or warm.steady is None:
         return []

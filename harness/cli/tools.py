@@ -29,20 +29,20 @@ def explain(
     starts have them as well.
     """
     from harness.failures.explain import scan
-    from harness.report.terminal import explained_data, print_explained, recognised, started_well, stopped
+    from harness.report.terminal import explanation_data, has_started, is_recognised, print_explanation, was_stopped
 
-    with _opened(log) as file:
+    with _open_log(log) as file:
         scanned = scan(file)
     if as_json:
-        cli.print_json(explained_data(log, scanned))
+        cli.print_json(explanation_data(log, scanned))
     else:
-        print_explained(log, scanned, cli.console())
-    if not (recognised(scanned) or started_well(scanned) or stopped(scanned)):
+        print_explanation(log, scanned, cli.console())
+    if not (is_recognised(scanned) or has_started(scanned) or was_stopped(scanned)):
         raise typer.Exit(ExitCode.FAILED)
 
 
 @contextmanager
-def _opened(log: str) -> Iterator[BinaryIO]:
+def _open_log(log: str) -> Iterator[BinaryIO]:
     if log == "-":
         yield sys.stdin.buffer
         return
@@ -86,7 +86,7 @@ def memory(
     ] = None,
     total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
     as_json: cli.JsonOpt = False,
-    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.root_folder)] = Path("/"),
+    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.resolve_root)] = Path("/"),
 ) -> None:
     """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
 
@@ -104,7 +104,7 @@ def memory(
         kv_cache_dtype=kv_cache_dtype,
     )
     given = None if free is None or total is None else (free, total)
-    pools, share = _shared(root, tensor_parallel, given, needed=read is None)
+    pools, share = _memory_share(root, tensor_parallel, given, needed=read is None)
     answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
     if as_json:
         cli.print_json(answer)
@@ -114,7 +114,7 @@ def memory(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _shared(
+def _memory_share(
     root: Path, gpus: int, given: tuple[float, float] | None, *, needed: bool
 ) -> "tuple[list[Pool], Share | None]":
     """The pools of memory and their share: as given (free and total, GiB), or of this machine.

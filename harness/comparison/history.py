@@ -17,7 +17,7 @@ from harness.judge.comparable import NOTED, differences, facts_of
 from harness.judge.noise_floors import RESERVED, is_noise_run
 from harness.judge.stats import Shift, gate, levels_of
 from harness.judge.verdicts import Measured, fields_of, metrics_of, speeds, values_of
-from harness.rundir.manifest import Run, read_run, unlike_rows
+from harness.rundir.manifest import Run, definitions_differ, read_run
 from harness.summary import Difference, Row, Summary
 
 # In this order: a run is left out for the first that applies.
@@ -304,7 +304,7 @@ def _one_series(
     for run, summary, row in having:
         values = values_of(row, {cell.id: cell for cell in summary.cells}, metric)
         known = speeds(metric, [value for value in values if value is not None])
-        if unlike_rows(newest, row, fields_of(metric)):
+        if definitions_differ(newest, row, fields_of(metric)):
             out.setdefault("definition", []).append(run.id)
         elif set(fields_of(metric)) & set(row.client_limited):
             out.setdefault("client_limited", []).append(run.id)

@@ -17,7 +17,7 @@ from harness.columns import VALUES, WORK
 from harness.judge import stats
 from harness.judge.stats import Estimate
 from harness.judge.verdicts import not_valid
-from harness.rundir.manifest import unlike_rows
+from harness.rundir.manifest import definitions_differ
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
@@ -252,7 +252,7 @@ def _baseline_value(
             return _Value(missing=_uncompared(row, comparison)), ""
         name = verdict.baseline
         base = next(one for one in rows if one.name == name)
-    unlike = not_valid(row, base) or unlike_rows(row, base, _fields(check))
+    unlike = not_valid(row, base) or definitions_differ(row, base, _fields(check))
     if unlike is not None:
         return _without("not_compared_with", name=name, why=unlike), name
     found = _value(check, base, None)
@@ -292,7 +292,7 @@ def _value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
         missing = because("tool_unknown", why=row.missing["output_tok_s"])
     else:
         missing = because(_VALUES[metric].missing)
-    return _Value(value=_VALUES[metric].of(row.pooled), missing=missing)
+    return _Value(value=_VALUES[metric].value_of(row.pooled), missing=missing)
 
 
 def _latency(row: Row, latency: str, statistic: str) -> _Value:

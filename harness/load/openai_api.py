@@ -16,7 +16,7 @@ import msgspec
 from harness.failures.unexpected_response import decoded
 from harness.load.sse import Event
 from harness.redact import masked
-from harness.rundir.records import TEMPLATE_TOKENS, BadField, ErrorKind, impossible
+from harness.rundir.records import TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
 from harness.scenario import Load
 from harness.workload import Message
 
@@ -226,10 +226,10 @@ class Answer:
         `asked_tokens` is the max_tokens of the request; `request_bytes` is the size of its body.
         """
         prompt_max, output_min = request_bytes + TEMPLATE_TOKENS, int(self.generated and self.vectors is None)
-        bad = impossible(self, asked_tokens, prompt_max=prompt_max, output_min=output_min)
+        bad = find_impossible_counts(self, asked_tokens, prompt_max=prompt_max, output_min=output_min)
         if self.replaced:  # 0 output tokens are possible in an event in the middle of a stream
             earlier = Answer(**({name: getattr(self, name) for name in _TOKEN_COUNTS} | self.replaced))
-            bad |= impossible(earlier, asked_tokens, prompt_max=prompt_max)
+            bad |= find_impossible_counts(earlier, asked_tokens, prompt_max=prompt_max)
         for name, path in _TOKEN_COUNTS.items():
             if name in bad:
                 self.bad[bad[name].field] = bad[name]

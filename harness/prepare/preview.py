@@ -173,7 +173,7 @@ def sweep_lines(swept: Sweep) -> Iterator[str]:
     for kind, rows in (("server", swept.servers), ("load", swept.loads)):
         for name in dict.fromkeys(row.of for row in rows.values()):
             mine = [row.settings for row in rows.values() if row.of == name]
-            values = {key: list(dict.fromkeys(words.setting(one[key]) for one in mine)) for key in mine[0]}
+            values = {key: list(dict.fromkeys(words.format_setting(one[key]) for one in mine)) for key in mine[0]}
             varied = "; ".join(f"{key} {', '.join(shown)}" for key, shown in values.items())
             yield f"sweep of the {kind} '{name}', {count(len(mine), 'row')}: {varied}"
 
@@ -218,10 +218,10 @@ def work(load: Load) -> str:
         each = f" each, {at_once(load)} in all" if load.users > 1 else ""
         burst = f", always {load.in_flight} in flight{each}"
     if load.trace is not None:
-        who = f"{load.user} users by the trace {words.replayed(load.trace)}, at most {load.users} at once"
+        who = f"{load.user} users by the trace {words.describe_trace(load.trace)}, at most {load.users} at once"
         return f"{who}, {amount} of its lengths ({load.output})"
     if load.arrivals is not None:
-        who = f"{load.user} users arriving {words.arrival_rate(load.arrivals)}, at most {load.users} at once"
+        who = f"{load.user} users arriving {words.describe_arrivals(load.arrivals)}, at most {load.users} at once"
     if load.endpoint == "embeddings":
         return f"{who}{burst}, {amount}, embeddings"
     return f"{who}{burst}, {amount}, {lengths_in_words(load.output_tokens)} each ({load.output})"

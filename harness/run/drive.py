@@ -174,8 +174,8 @@ class Monitor:
     def look(self) -> Glance:
         self.update()
         now = time.monotonic()
-        self._metrics.look()
-        self._telemetry.look()
+        self._metrics.read_new()
+        self._telemetry.read_new()
         values = (self._metrics.newest or {}).get("values", {})
         ended, tokens, span_s = self._lately(now)
         return Glance(

@@ -25,7 +25,7 @@ from harness.reasons import sentence
 from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
 from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, begin
-from harness.rundir.directory import locked, release_space
+from harness.rundir.directory import lock_folder, release_space
 from harness.rundir.manifest import CellRun, ServedBy
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
@@ -69,7 +69,7 @@ def run(experiment: Experiment, runs: Path, progress: Progress, steps: Steps | N
 def conduct(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
     """Make a run directory, run the steps, and write how that ended; see `run`."""
     running = begin(experiment, cells, runs, progress)
-    with locked(running.folder):
+    with lock_folder(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
         progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
         return carry_out(running, cells, steps)

@@ -28,7 +28,7 @@ from harness.process import owner
 from harness.reasons import sentence
 from harness.report import html
 from harness.run.progress import Progress
-from harness.rundir.directory import make_room, release_space
+from harness.rundir.directory import prepare_folder, release_space
 from harness.rundir.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
@@ -169,7 +169,7 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
     try:
         folder.mkdir(parents=True)
         write_run(folder, manifest)
-        make_room(folder, len(cells))
+        prepare_folder(folder, len(cells))
         inputs = Inputs(
             scenario=str(experiment.path.resolve()),
             files={one: digest([experiment.folder / one]) for one in input_files(experiment.scenario)},
