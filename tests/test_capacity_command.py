@@ -24,7 +24,7 @@ from harness.run.capacity import ask, drift_of, in_flight, wait_until_idle
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load
 from harness.scenario.file import load_scenario
-from harness.serve import attach
+from harness.serve import attach_to_server
 from harness.simulated import spawned
 from harness.summary import because
 from tests.command import Done, going, harness, only_run, server, until, write
@@ -121,8 +121,8 @@ def test_a_probe_waits_for_the_requests_that_the_last_one_left() -> None:
 
 def test_the_requests_in_flight_come_from_the_metrics_of_the_server() -> None:
     with spawned("--preset", "instant", quiet=True) as running:
-        assert in_flight(attach(running.url, None), None) == 0.0
-        found = attach(running.url, None)
+        assert in_flight(attach_to_server(running.url, None), None) == 0.0
+        found = attach_to_server(running.url, None)
     assert in_flight(found, None) is None, "it has ended"
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from harness.failures.explain import FIRST, scan_text
+from harness.failures.explain import FIRST_REQUESTS, scan_text
 from harness.reasons import sentence
 from harness.report.terminal import explanation_data, print_explanation
 from harness.run.drive import scenario_mistake
@@ -212,7 +212,7 @@ def test_what_is_no_log(tmp_path: Path) -> None:
         assert (done.code, done.err.startswith(f"error: {said}")) == (1, True), done.err
 
 
-def failing(message: str, count: int = FIRST) -> list[Request]:
+def failing(message: str, count: int = FIRST_REQUESTS) -> list[Request]:
     made = Request(
         id="a", cell="c", load="l", user_class="u", index=0, user=0, process=1, phase="warmup", sent_s=0.0, ended_s=0.1,
         error="http", message=message,

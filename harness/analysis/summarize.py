@@ -15,7 +15,7 @@ from harness.analysis.schedule import first_due_of, kept_of, kind_of
 from harness.analysis.tally import CellCounts, Clock, SloTally, numbers_of
 from harness.columns import NUMBER_WORDS, WORK
 from harness.errors import HarnessError
-from harness.failures.explain import ErrorMessages, grouped
+from harness.failures.explain import ErrorMessages, group_failures
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
 from harness.judge.verdicts import compare_rows, of_sweep
@@ -202,7 +202,7 @@ def _failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedReq
         said = ErrorMessages()
         for cell in row.cells:
             said.merge(tallies[cell].said)
-        for group in grouped(said)[:MAX_CAUSES]:
+        for group in group_failures(said)[:MAX_CAUSES]:
             found.append(FailedRequests(server=row.server, load=row.load, **asdict(group)))
     return found
 

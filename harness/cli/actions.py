@@ -264,13 +264,13 @@ def init(
     machine: Annotated[str | None, typer.Option(help="strix-halo, radeon, instinct or none (default: found).")] = None,
 ) -> None:
     """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
-    from harness.machine.gpus import machine as facts
+    from harness.machine.gpus import read_machine
     from harness.prepare import draft as drafts
     from harness.prepare.experiment import prepare
 
     if file.exists():
         raise HarnessError(f"{file}: this file is there already", next_step="Name another file to write.")
-    kind = drafts.choice("--machine", machine or drafts.machine_kind(facts().gpus), drafts.AT_ONCE)
+    kind = drafts.choice("--machine", machine or drafts.machine_kind(read_machine().gpus), drafts.AT_ONCE)
     wanted = drafts.choice(
         "--question",
         question or ask_choice("What do you want to know?", "--question", drafts.QUESTIONS),
@@ -311,16 +311,16 @@ def doctor(
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
     from harness.machine import findings
     from harness.machine.doctor import diagnose
-    from harness.serve.engine import engine_facts
+    from harness.serve.engine import get_engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = root.resolve() == Path("/")
-    found = diagnose(root, engine_facts() if here else None)
+    found = diagnose(root, get_engine_facts() if here else None)
     if as_json:
-        print(findings.as_json(found, root))
+        print(findings.format_json(found, root))
     else:
-        findings.show(found, cli.console(), root)
-    if findings.worst(found) == "blocker":
+        findings.print_findings(found, cli.console(), root)
+    if findings.find_worst_level(found) == "blocker":
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -412,8 +412,8 @@ def clean(
     ] = False,
 ) -> None:
     """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else."""
-    from harness.serve import connect, sweep
+    from harness.serve import connect, remove_leftovers
 
     with contextlib.closing(connect()) as client:
-        removed = sweep(client, everything=everything, caches=caches)
+        removed = remove_leftovers(client, everything=everything, caches=caches)
     print("\n".join(f"removed {item}" for item in removed) if removed else "no leftovers")

@@ -164,9 +164,9 @@ def validate_model_name(param: typer.CallbackParam, given: str | None) -> str | 
 
 
 def resolve_root(given: Path) -> Path:
-    from harness.machine.gpus import folder
+    from harness.machine.gpus import require_folder
 
-    return folder(given)
+    return require_folder(given)
 
 
 def complete_scenario(incomplete: str) -> list[str]:
@@ -292,10 +292,10 @@ def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: C
 
 def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
     from harness.prepare.experiment import Target
-    from harness.trust import trust
+    from harness.trust import trust_authority
 
     if ca is not None:
-        trust(ca)
+        trust_authority(ca)
     return Target(url, metrics_url) if url is not None else None
 
 

@@ -64,7 +64,7 @@ def _open_log(log: str) -> Iterator[BinaryIO]:
 
 
 if TYPE_CHECKING:
-    from harness.machine.memory import Pool, Share
+    from harness.machine.memory import Pool, SafeShare
 
 
 MAX_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
@@ -92,12 +92,12 @@ def memory(
 
     Exit code 4 when the model does not fit, or when nothing is left.
     """
-    from harness.machine.memory import MemoryEstimate, Wish, of_answer, room_of
-    from harness.machine.model import find_model, known_dtype, read_model
+    from harness.machine.memory import MemoryEstimate, ServerSettings, estimate_fit, format_estimate
+    from harness.machine.model import find_model, read_model, require_known_dtype
 
-    known_dtype(kv_cache_dtype)
+    require_known_dtype(kv_cache_dtype)
     read = None if model is None else read_model(find_model(model), model)
-    wish = Wish(
+    wish = ServerSettings(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         tensor_parallel=tensor_parallel,
@@ -105,23 +105,23 @@ def memory(
     )
     given = None if free is None or total is None else (free, total)
     pools, share = _memory_share(root, tensor_parallel, given, needed=read is None)
-    answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
+    answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else estimate_fit(read, share, wish))
     if as_json:
         cli.print_json(answer)
     else:
-        cli.console().print("\n".join(of_answer(answer)), soft_wrap=True)
+        cli.console().print("\n".join(format_estimate(answer)), soft_wrap=True)
     if (share is not None and share.utilization is None) or (answer.room is not None and answer.room.fits is False):
         raise typer.Exit(ExitCode.FAILED)
 
 
 def _memory_share(
     root: Path, gpus: int, given: tuple[float, float] | None, *, needed: bool
-) -> "tuple[list[Pool], Share | None]":
+) -> "tuple[list[Pool], SafeShare | None]":
     """The pools of memory and their share: as given (free and total, GiB), or of this machine.
 
     No share without a GPU, where it is not needed: what a model needs is known without one.
     """
-    from harness.machine.memory import pools, share, share_of
+    from harness.machine.memory import compute_pool_share, compute_share, list_pools
     from harness.units import GIB
 
     if given is not None:
@@ -132,9 +132,9 @@ def _memory_share(
                 next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
             )
         sizes = [int(Decimal(str(size)) * GIB) for size in given]
-        return [], share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
-    found = pools(root)
-    return found, share_of(found, tensor_parallel=gpus) if found or needed else None
+        return [], compute_pool_share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
+    found = list_pools(root)
+    return found, compute_share(found, tensor_parallel=gpus) if found or needed else None
 
 
 @cli.command(short_help="Run load workers for a remote master.")

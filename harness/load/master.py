@@ -26,7 +26,7 @@ from harness.files import read_bytes
 from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
 from harness.load.recorder import FILES, RecordReceiver
 from harness.load.sequencer import POLL_S, report_warm, wait_until
-from harness.redact import know
+from harness.redact import register_secrets
 from harness.workers import Workers
 
 _MAX_RECONNECT_S = 10.0
@@ -101,7 +101,7 @@ class Master:
         self._environment = environment
         self._runner = runner
         self._job = job
-        know(secrets_of(job))  # workers have the API key, but no data of the server
+        register_secrets(secrets_of(job))  # workers have the API key, but no data of the server
         self._workers = workers
         self._stages = [job, *job.then]
         self._machines: dict[str, _Machine] = {}  # of this run, by client id

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from harness.failures.unexpected_response import decoded
+from harness.failures.unexpected_response import decode_json
 from harness.load.sse import Event
 from harness.redact import masked
 from harness.rundir.records import TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
@@ -372,7 +372,7 @@ def decode_lenient(raw: bytes) -> Any:
     Accepts what some servers send although it is not JSON: NaN, half a surrogate pair, broken UTF-8.
     """
     try:
-        return decoded(raw)
+        return decode_json(raw)
     except ValueError:
         with suppress(ValueError, RecursionError):
             value = json.loads(raw.decode("utf-8", "replace"))

@@ -64,17 +64,23 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
         return server.reasons[:1]
     answers = []
     if (slo := server.slo) is not None:
+        load = {"load": report.varied[0].load} if report.members else {}
+
+        def amount(level: int | None) -> dict[str, Any] | None:
+            return None if level is None else {"amount": report.amount(level), "unit": report.unit, **load}
+
         levels = {"level": slo.level, "low": slo.low, "high": slo.high, "above": slo.above}
         levels |= {"max": report.max_level, "one": 1}
-        load = {"load": report.varied[0].load} if report.members else {}
-        amounts: dict[str, Any] = {
-            name: None if level is None else {"amount": report.amount(level), "unit": report.unit, **load}
-            for name, level in levels.items()
-        }
-        broken = "an SLO" if slo.kind == "found" and slo.broken is None else slo.broken
-        next_to = [{"amount": fixed.amount, "unit": fixed.unit, "load": fixed.load} for fixed in report.fixed]
-        code = f"capacity_{slo.kind}"
-        answers.append(because(code, **amounts, broken=broken, next_to=next_to, complete=slo.complete))
+        answers.append(
+            because(
+                f"capacity_{slo.kind}",
+                **{name: amount(level) for name, level in levels.items()},
+                broken="an SLO" if slo.kind == "found" and slo.broken is None else slo.broken,
+                next_to=[{"amount": fixed.amount, "unit": fixed.unit, "load": fixed.load} for fixed in report.fixed],
+                complete=slo.complete,
+                unconfirmed=[amount(level) for level in slo.unconfirmed],
+            )
+        )
     if server.frontier is not None:
         first, second = report.varied
         answers.append(

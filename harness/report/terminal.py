@@ -12,7 +12,7 @@ from rich.text import Text
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.capacity.result import read_capacity
 from harness.engines import engines
-from harness.failures.explain import Diagnosis, Scanned
+from harness.failures.explain import Diagnosis, ScannedLog
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
@@ -226,26 +226,26 @@ def simple_table(head: Sequence[str], rows: Iterable[Sequence[str]], styles: Seq
     return table
 
 
-def is_recognised(scanned: Scanned) -> bool:
+def is_recognised(scanned: ScannedLog) -> bool:
     """Whether the log has a known failure from which the server did not recover."""
     return _has_failure(scanned, ignored=("warning", "exception"))
 
 
-def has_started(scanned: Scanned) -> bool:
+def has_started(scanned: ScannedLog) -> bool:
     """Whether the server became ready and did not fail after that."""
     return scanned.ready is not None and not _has_failure(scanned, ignored=("warning",))
 
 
-def was_stopped(scanned: Scanned) -> bool:
+def was_stopped(scanned: ScannedLog) -> bool:
     """Whether the server was stopped normally and did not fail before that."""
     return scanned.stopping is not None and not _has_failure(scanned, ignored=("warning", "request"))
 
 
-def _has_failure(scanned: Scanned, ignored: Collection[str]) -> bool:
+def _has_failure(scanned: ScannedLog, ignored: Collection[str]) -> bool:
     return any(finding.severity not in ignored and not finding.recovered for finding in scanned.findings)
 
 
-def explanation_data(name: str, scanned: Scanned) -> dict[str, Any]:
+def explanation_data(name: str, scanned: ScannedLog) -> dict[str, Any]:
     """For programs: the cause, every failure in the order of the log, and the warnings."""
     return {
         "log": name,
@@ -259,7 +259,7 @@ def explanation_data(name: str, scanned: Scanned) -> dict[str, Any]:
     }
 
 
-def print_explanation(name: str, scanned: Scanned, console: Console) -> None:
+def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
     """For people: the cause first, then all other findings in the order of the log, then warnings."""
     cause = scanned.cause()
     hidden = ("warning",) if cause is None or cause.wrapper is None else ("warning", "wrapper")
@@ -310,7 +310,7 @@ def _print_row(console: Console, title: Text, text: Text) -> None:
     _print_trimmed(console, grid)
 
 
-def _print_started(scanned: Scanned, console: Console) -> None:
+def _print_started(scanned: ScannedLog, console: Console) -> None:
     console.print("\nIt started well, and the log names no failure after that.", style="bold green")
     _print_row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
     if scanned.last:
@@ -320,7 +320,7 @@ def _print_started(scanned: Scanned, console: Console) -> None:
         _print_row(console, Text("next"), Text(step))
 
 
-def _print_unknown(scanned: Scanned, console: Console) -> None:
+def _print_unknown(scanned: ScannedLog, console: Console) -> None:
     console.print("\nNo failure that the table knows is in this log.", style="bold")
     if scanned.last:
         _print_row(console, Text("last line"), Text(scanned.last))

@@ -26,7 +26,7 @@ from harness.rundir.directory import lock_folder, prepare_folder, set_aside
 from harness.rundir.manifest import Resumption, Run, read_run, write_run
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
-from harness.serve import connect, sweep
+from harness.serve import connect, remove_leftovers
 from harness.units import count
 
 ORPHANS_S = 15.0  # for load processes of a killed harness, which write their last records
@@ -61,7 +61,7 @@ def resume(
         _wait_for_orphans(folder, progress)
         if needs_docker(experiment):
             with contextlib.closing(connect()) as client:
-                for item in sweep(client, run.id, everything=True):
+                for item in remove_leftovers(client, run.id, everything=True):
                     progress.line(f"removed {item}, which the run left")
         kept = complete(folder, run)
         again = [cell for cell in cells if cell.id not in kept]
