@@ -7,7 +7,7 @@ from locust import task
 
 from harness.load.user import LLMUser
 from harness.scenario import TURNS
-from harness.scenario.behaviour import chance, leaves
+from harness.scenario.behaviour import abandon_of, chance
 from harness.workload import Message
 
 
@@ -33,7 +33,7 @@ class ChatUser(LLMUser):
                 history, exchanged = history + exchanged, []
                 question = work.without_system() if history else work
             request = question.moved_to(work)
-            leave = leaves(self.load.abandon, self.seed, work.index)
+            leave = abandon_of(self.load.abandon, self.seed, work.index)
             answer = self.ask(request, history, conversation=conversation, turn=turn, again=again, leave=leave)
             if answer.error is None:
                 exchanged = [*question.messages, {"role": "assistant", "content": answer.text}]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from harness.analysis.tally import CellCounts
 from harness.rundir.records import MAX_CPU, ProcessMark
-from harness.scenario import Load, is_open
+from harness.scenario import Load, is_open_loop
 from harness.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
 from harness.workers import MACHINE, Workers
 
@@ -137,7 +137,7 @@ def _read_late(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[
 def _slow(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
     """Where requests follow answers, the time from an answer to what follows it is part of every rate."""
     lag_s, e2e_s = _worst(marks, "loop_lag_mean_s"), numbers.e2e_s.mean
-    if is_open(load) or lag_s is None or not e2e_s:
+    if is_open_loop(load) or lag_s is None or not e2e_s:
         return
     allowed_s = max(MAX_LOOP_LAG_S, MAX_LOST * e2e_s)
     if lag_s > allowed_s:

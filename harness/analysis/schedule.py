@@ -13,7 +13,7 @@ import msgspec
 
 from harness.analysis.derive import earliest, latest
 from harness.rundir.records import Request
-from harness.scenario import Arrivals, Load, taken_together
+from harness.scenario import Arrivals, Load, requests_per_task
 from harness.scenario.plan import Schedule, arrival_times
 from harness.summary import ScheduleKept, median_of_known
 
@@ -116,9 +116,9 @@ def planned_of(load: Load, seed: int, part_s: tuple[float, float] | None = None)
     if load.arrivals is None or (load.requests is not None and counts_arrivals(load)):
         return None
     burst = load.user == "batch"  # of which each request has a time; of others only the first of what is taken
-    together = taken_together(load) if burst else 1
+    together = requests_per_task(load) if burst else 1
     if load.requests is not None:
-        return load.requests if burst else -(-load.requests // taken_together(load))
+        return load.requests if burst else -(-load.requests // requests_per_task(load))
     if load.duration_s is None:
         return None  # steered by hand
     whole_s = load.duration_s

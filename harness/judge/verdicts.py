@@ -12,8 +12,8 @@ from harness.columns import RATES, WORK
 from harness.judge import stats
 from harness.judge.stats import Effect, Variation
 from harness.rundir.manifest import definitions_differ
-from harness.scenario import Load, Scenario, is_open
-from harness.scenario.plan import alone, mix_of
+from harness.scenario import Load, Scenario, is_open_loop
+from harness.scenario.plan import load_of_part, mix_of
 from harness.summary import (
     ALPHA,
     MARGIN,
@@ -97,7 +97,7 @@ def values_of(row: Row, cells: Mapping[str, CellSummary], metric: str) -> list[f
 
 def is_paced(load: Load) -> bool:
     """Whether think time or a schedule, and not the server, says when requests come: then latency is what counts."""
-    return is_open(load) or load.think is not None or any(load.think_s or ())
+    return is_open_loop(load) or load.think is not None or any(load.think_s or ())
 
 
 def metrics_of(side: Measured, base: Measured) -> list[str]:
@@ -114,7 +114,7 @@ def metrics_of(side: Measured, base: Measured) -> list[str]:
         return any(sample.n for one in both for sample in one.sampled(name))
 
     def of(name: str) -> str:
-        return f"{name}_sched" if all(is_open(one.load) for one in both) and known(f"{name}_sched") else name
+        return f"{name}_sched" if all(is_open_loop(one.load) for one in both) and known(f"{name}_sched") else name
 
     names = [of("ttft"), *(["tpot"] if known("tpot") else [])] if known("ttft") else [of("e2e")]
     found = []
@@ -261,9 +261,9 @@ def _chosen(
 def _against(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) -> Row | None:
     """What a row is compared with by itself."""
     if mix_of(row.load) is not None:
-        return named.get(f"{row.server}/{alone(row.load)}") or base
+        return named.get(f"{row.server}/{load_of_part(row.load)}") or base
     load, other = scenario.loads[row.load], scenario.loads[base.load]
-    alike = not scenario.mixes and (is_paced(load), is_open(load)) == (is_paced(other), is_open(other))
+    alike = not scenario.mixes and (is_paced(load), is_open_loop(load)) == (is_paced(other), is_open_loop(other))
     if alike or but_for_concurrency(load) == but_for_concurrency(other):
         return base
     same = named.get(f"{base.server}/{row.load}")

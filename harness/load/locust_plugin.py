@@ -26,7 +26,7 @@ from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError, sentence
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
-from harness.job import Job, quiet_sign, report_error
+from harness.job import Job, idle_file, report_error
 from harness.load import options as load_options
 from harness.load import web_access
 from harness.load.master import Master, ignore_foreign_messages
@@ -65,7 +65,7 @@ def follow_stages(environment: Environment, job: Job, sequencer: StageSequencer 
     runner, load = environment.runner, job.load
     assert runner is not None
     environment.stop_timeout = load.timeout_s  # surplus users finish their request first
-    max_wait_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _MAX_USER_START_S
+    max_wait_s = load.ramp_s + load.timeout_s + behaviour.max_pause_s(load.think or load.think_s) + _MAX_USER_START_S
     stage, target, since_s, is_complete = 0, sequencer.user_count(), time.monotonic(), False
     while True:
         gevent.sleep(_POLL_S)
@@ -305,7 +305,7 @@ def _start(environment: Environment) -> None:
     if _job.concurrent_loads and _process is not None:
         start_barrier(_job, _process.sequencer)
     if options.headless and _process is not None:
-        gevent.spawn(_process.report_quiet, quiet_sign(_job.counter_path).touch)
+        gevent.spawn(_process.report_quiet, idle_file(_job.counter_path).touch)
     if options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:

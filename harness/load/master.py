@@ -23,7 +23,7 @@ from locust.runners import STATE_MISSING, MasterRunner
 from harness import __version__
 from harness.errors import HarnessError
 from harness.files import read_bytes
-from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
+from harness.job import Job, WaitsForWorkers, idle_file, report_status, secrets_of
 from harness.load.recorder import FILES, RecordReceiver
 from harness.load.sequencer import POLL_S, report_warm, wait_until
 from harness.redact import register_secrets
@@ -161,8 +161,8 @@ class Master:
         while not self._working and time.monotonic() < end_s:
             names = self._connected_names()
             if names != reported:
-                report(self._job, WaitsForWorkers(names))
-                logger.info(self._workers.awaited(names))
+                report_status(self._job, WaitsForWorkers(names))
+                logger.info(self._workers.missing_text(names))
                 reported = names
             gevent.sleep(POLL_S)
 
@@ -233,7 +233,7 @@ class Master:
         """Return the workers of the run, in the order of their names. Raises HarnessError if some are missing."""
         names = self._workers.names
         if len(connected := self._connected_names()) < self._workers.total:
-            raise HarnessError(self._workers.awaited(connected))
+            raise HarnessError(self._workers.missing_text(connected))
         machines = [machine for machine in self._machines.values() if not self._is_lost(machine)]
         return sorted(machines, key=lambda m: (names.index(m.name) if names else 0, m.name, m.client_id))
 
@@ -298,7 +298,7 @@ class Master:
             Path(self._stages[self.current_stage()].counter_path).write_bytes(b"\n")
 
     def _on_quiet(self, **_: Any) -> None:
-        quiet_sign(self._job.counter_path).touch()
+        idle_file(self._job.counter_path).touch()
 
     def _on_records(self, msg: Any, **_: Any) -> None:
         machine, data = self._machines[msg.node_id], msg.data

@@ -20,7 +20,7 @@ from locust.util.timespan import parse_timespan
 
 from harness.errors import HarnessError, Mistakes, Problem
 from harness.files import UNDECODABLE
-from harness.job import Job, job_of_text, read_job
+from harness.job import Job, decode_job, read_job
 from harness.load.client import ApiAddress
 from harness.load.process import api_key, first_model, load_inputs
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
@@ -243,7 +243,7 @@ def read_job_option(options: Namespace) -> Job | None:
     if not options.job or options.job == FROM_MASTER:
         return None
     try:
-        return job_of_text(options.job) if options.job.startswith("{") else read_job(Path(options.job))
+        return decode_job(options.job) if options.job.startswith("{") else read_job(Path(options.job))
     except (OSError, *UNDECODABLE) as error:
         raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({error})") from None
 
@@ -269,7 +269,7 @@ def apply_options(job: Job, options: Namespace) -> Job:
     mistakes = Mistakes()
     for problem in problems:
         mistakes.add(HarnessError(f"{_option_of_path(problem.path)}: {problem.text}"))
-    mistakes.refuse()
+    mistakes.raise_errors()
     assert changed is not None
     prompt, output = changed.prompts.tokens, changed.load.output_tokens
     return msgspec.structs.replace(

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import gevent
 import msgspec
 
-from harness.job import Job, warm_sign
+from harness.job import Job, warmup_done_file
 from harness.scenario.plan import Due, Steadiness
 
 Phase = Literal["warmup", "measured"]
@@ -224,7 +224,7 @@ class Sequencer:
         numbers = _SAMPLE.pack(sample.ttft_s, sample.per_token_s)
         os.pwrite(self._file, numbers, _LINE_BYTES + counts.sample_count * _SAMPLE.size)
         counts.sample_count += 1
-        if rule.looks(counts.sample_count):
+        if rule.is_check_due(counts.sample_count):
             raw = os.pread(self._file, counts.sample_count * _SAMPLE.size, _LINE_BYTES)
             counts.steady = rule.is_steady(list(_SAMPLE.iter_unpack(raw)))
 
@@ -412,5 +412,5 @@ def start_barrier(job: Job, sequencer: StageSequencer) -> None:
 def report_warm(job: Job) -> bool:
     """Report, by a file, that the warm-up of this load is over. Return whether all loads of its mix have done so."""
     if job.concurrent_loads:
-        warm_sign(job.counter_path).touch()
-    return all(warm_sign(path).exists() for path in job.concurrent_loads)
+        warmup_done_file(job.counter_path).touch()
+    return all(warmup_done_file(path).exists() for path in job.concurrent_loads)

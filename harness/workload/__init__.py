@@ -12,8 +12,8 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.files import read_text
-from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, taken_together
-from harness.scenario.behaviour import Lengths, Pairs, length_at, read_pairs
+from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, requests_per_task
+from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
 from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, cached_replay, sha256_of
 
@@ -313,7 +313,7 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
             continue
         lengths = pairs_of(load.output_tokens, folder)
         workload = Workload(prompts, load, scenario.seed, None, rows, pairs, lengths, words)
-        count, group = load.requests or _TIMED_REQUESTS, taken_together(load)
+        count, group = load.requests or _TIMED_REQUESTS, requests_per_task(load)
         for first in range(0, count, group):
             requests = [workload.messages(index) for index in range(first, min(first + group, count))]
             digest.update(msgspec.json.encode(requests))
@@ -324,7 +324,7 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
 
 def pairs_of(lengths: int | Lengths, folder: Path) -> Pairs:
     """Return the lines of the file of lengths; none if the lengths are not in a file. Raises HarnessError."""
-    return read_pairs(folder / lengths.file) if isinstance(lengths, Lengths) and lengths.file else ()
+    return read_length_file(folder / lengths.file) if isinstance(lengths, Lengths) and lengths.file else ()
 
 
 def local_words(prompts: Prompts, folder: Path) -> tuple[str, ...]:
