@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.analysis.tally import numbers_of
+from harness.analysis.tally import compute_numbers
 from harness.comparison.compare import compare_runs
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge import verdicts as rules
@@ -158,7 +158,7 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
         rate = [2.0 / factor * value for value in TIGHT]
         return Row(
             server=server, load=load, cells=[], wall_s=wall, output_tok_s=[] if load == "vectors" else rate,
-            input_tok_s=rate, pooled=numbers_of([]),
+            input_tok_s=rate, pooled=compute_numbers([]),
         )  # fmt: skip
 
     rows = [row(server, load, factor) for server, factor in (("a", 2.0), ("b", 1.0)) for load in loads]
@@ -227,7 +227,7 @@ def compared(
         cells[few] = msgspec.structs.replace(cells[few], numbers=numbers)
     rows = [
         Row(
-            server=server, load=load, wall_s=[], pooled=numbers_of([]),
+            server=server, load=load, wall_s=[], pooled=compute_numbers([]),
             output_tok_s=[(tok_s or {}).get(load, 100.0) + k for k in range(6)],
             cells=[one.id for one in cells.values() if (one.server, one.load) == (server, load)],
         )

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from harness.analysis.summarize import read_summary
-from harness.analysis.validity import of_sessions, sessions_of
+from harness.analysis.validity import session_notes, number_sessions
 from harness.judge.verdicts import ComparedSides, are_apart, verdicts
 from harness.run.resume import complete
 from harness.rundir.directory import LINES, locked, set_aside
@@ -229,7 +229,7 @@ def test_sessions_and_rows_that_are_apart() -> None:
         )  # fmt: skip
 
     def of(found: Run) -> tuple[list[int], list[str]]:
-        return list(sessions_of(found).values()), [note.code for note in of_sessions(found)]
+        return list(number_sessions(found).values()), [note.code for note in session_notes(found)]
 
     assert of(run(0, 60, 3000)) == ([0, 0, 0], [])
     assert of(run(0, 60, 120 + 3600)) == ([0, 0, 1], ["hours_apart"])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from harness.analysis.tally import numbers_of
+from harness.analysis.tally import compute_numbers
 from harness.judge import stats, verdicts
 from harness.judge.noise_floors import RowNoise
 from harness.judge.verdicts import Measured, Noise, pairs_of
@@ -34,7 +34,7 @@ def only_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(name: str, runs: Speeds) -> Measured:
     rows = [
-        Row(server=name, load="x", cells=[], wall_s=[1 / v for v in run], output_tok_s=[], pooled=numbers_of([]))
+        Row(server=name, load="x", cells=[], wall_s=[1 / v for v in run], output_tok_s=[], pooled=compute_numbers([]))
         for run in runs
     ]
     return Measured(name=name, load_name="x", load=LOAD, rows=rows, cells=[{}] * len(rows))

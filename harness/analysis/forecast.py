@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness.analysis.schedule import kind_of
-from harness.analysis.summarize import places_of, summarize
+from harness.analysis.schedule import load_kind
+from harness.analysis.summarize import cell_contexts, summarize
 from harness.analysis.tally import Clock
 from harness.errors import BadLines, HarnessError, RunError
 from harness.files import UNDECODABLE, read_bytes, read_lines
@@ -85,7 +85,7 @@ class CellProgress(NamedTuple):
 def read_progress(folder: Path, run: Run) -> dict[str, CellProgress | None]:
     """The progress of each cell with records; None: too few requests, or no time."""
     clocks = {
-        name: place.clock for name, place in places_of(run, by_cell(read_marks(folder / "processes.jsonl"))).items()
+        name: place.clock for name, place in cell_contexts(run, by_cell(read_marks(folder / "processes.jsonl"))).items()
     }
     records: dict[str, list[_ItemRecord]] = defaultdict(list)
     for record in read_lines(folder / "requests.jsonl", _ItemRecord):
@@ -117,7 +117,7 @@ def _progress(records: Sequence[_ItemRecord], clock: Clock, load: Load) -> CellP
     due = [one.sent_s + clock.offset_s(one.process) for one in measured]
     begin, last = min(due), float(ended.max())
     # A lone user's bursts have no tail: each waits for all of its answers.
-    end = last if kind_of(load) == "bursts" and load.users == 1 else max(due)
+    end = last if load_kind(load) == "bursts" and load.users == 1 else max(due)
     end = min([end, *(at for at, one in zip(due, measured, strict=True) if one.error in CUT)])
     if end <= begin:
         return None
@@ -453,7 +453,7 @@ def _refused(row: Row, load: Load | None, cells: dict[str, CellSummary]) -> Reas
         return because("plan_no_records")
     if load.user not in _WORKERS:
         return because("plan_not_items", user=load.user)
-    if kind_of(load) not in ("closed loop", "bursts"):
+    if load_kind(load) not in ("closed loop", "bursts"):
         return because("plan_open_loop")
     if any(cells[name].mix or cells[name].stage for name in row.cells):
         return because("plan_mixed")

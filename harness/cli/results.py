@@ -39,7 +39,7 @@ def report(
 
     With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
-    from harness.analysis.summarize import read_summary, summarized, write_summary
+    from harness.analysis.summarize import read_summary, summarize_with_counts, write_summary
     from harness.comparison.compare import reference_to
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import export, html, junit, markdown, terminal
@@ -60,7 +60,7 @@ def report(
             f"{folder}: it has no requests.jsonl, which --check and --baseline need",
             next_step="Give the run directory as `harness run` made it.",
         )
-    made = None if alone else summarized(folder, checks or [], reference, charted=output in ("terminal", "html"))
+    made = None if alone else summarize_with_counts(folder, checks or [], reference, charted=output in ("terminal", "html"))
     summary = read_summary(folder) if made is None else made.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)

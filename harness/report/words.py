@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from harness import units
-from harness.analysis.schedule import kind_of
+from harness.analysis.schedule import load_kind
 from harness.columns import RATES
 from harness.scenario import USERS, Arrivals, Load, Trace, at_once
 from harness.summary import NEEDED, Distribution, Reason
@@ -47,7 +47,7 @@ def load_in_words(load: Load) -> str:
     """How a load sends requests, and what the scenario sets of it: "bursts: user batch, batch_size 5, requests 25"."""
     usual = msgspec.to_builtins(Load(user=load.user, output_tokens=-1))
     given = {key: value for key, value in msgspec.to_builtins(load).items() if value != usual[key]}
-    return f"{kind_of(load)}: user {load.user}" + "".join(f", {key} {setting(value)}" for key, value in given.items())
+    return f"{load_kind(load)}: user {load.user}" + "".join(f", {key} {setting(value)}" for key, value in given.items())
 
 
 def arrival_rate(arrivals: Arrivals) -> str:

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__, files
-from harness.analysis.summarize import Summarized, summarized, write_summary
+from harness.analysis.summarize import Summarized, summarize_with_counts, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
 from harness.machine.gpus import machine
@@ -95,7 +95,7 @@ class RunFile:
                 write_results(folder)
             return
         try:
-            made = summarized(folder, charted=True)
+            made = summarize_with_counts(folder, charted=True)
             verdict: Status = "valid" if made.summary.valid else "invalid"
             write_run(folder, replace(ended, status=verdict, reasons=made.summary.reasons))
             write_results(folder, made)
@@ -110,7 +110,7 @@ class RunFile:
 
 
 def write_results(folder: Path, made: Summarized | None = None) -> None:
-    made = made or summarized(folder, charted=True)
+    made = made or summarize_with_counts(folder, charted=True)
     write_summary(folder, made.summary)
     html.write_report(folder, made)
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from harness import units
-from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thinned
+from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thin_dots
 from harness.columns import FORMULAS, LIVE, LatencyColumn
 from harness.judge.verdicts import but_for_concurrency
 from harness.report import words
@@ -337,7 +337,7 @@ def scatters(summary: Summary, observed: ChartData) -> list[Chart]:
     each = max(30, min(MAX_DOTS, MAX_CHART_DOTS // max(1, len(summary.rows))))
     rows = [(row, observed.rows.get(row.key, RowData())) for row in summary.rows]
     dots = [
-        (row, data, sorted(thinned(data.dots, each), key=lambda dot: (dot.cell, dot.sent_s, dot.draw)))
+        (row, data, sorted(thin_dots(data.dots, each), key=lambda dot: (dot.cell, dot.sent_s, dot.draw)))
         for row, data in rows
     ]
     return [
