@@ -17,7 +17,7 @@ from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge import verdicts as rules
 from harness.judge.comparable import differences, facts_of, refuse_unlike
 from harness.judge.stats import Variation
-from harness.judge.verdicts import ComparedSides, Noise, compare_rows, metric_of, speeds, verdicts
+from harness.judge.verdicts import ComparedSides, Noise, compare_rows, decide_verdicts, to_speeds, work_metric
 from harness.reasons import verdict_sentence
 from harness.report import sentences
 from harness.rundir.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
@@ -50,7 +50,7 @@ def judge(side: list[float], base: list[float], others: int = 0) -> Verdict:
         side="b / x", baseline="a / x", metric="wall_s", side_speeds=[side], baseline_speeds=[base], within_run=True
     )
     dull = msgspec.structs.replace(pair, side="d", side_speeds=[TIGHT], baseline_speeds=[TIGHT])
-    return verdicts([pair, *[dull] * others]).verdicts[0]
+    return decide_verdicts([pair, *[dull] * others]).verdicts[0]
 
 
 def scaled(factor: float, values: Sequence[float] = TIGHT) -> list[float]:
@@ -102,14 +102,14 @@ def test_the_margin_and_the_number_of_comparisons(monkeypatch: pytest.MonkeyPatc
     nothing = ComparedSides(
         side="b", baseline="a", metric="output_tok_s", side_speeds=[[]], baseline_speeds=[[]], within_run=True
     )
-    assert verdicts([nothing]).comparisons == 0
+    assert decide_verdicts([nothing]).comparisons == 0
     monkeypatch.setattr(rules, "MARGIN", 0.005)
     assert judge(scaled(1.003), TIGHT).word == "inconclusive"
 
 
 def test_wall_times_are_turned_round() -> None:
-    assert speeds("wall_s", [2.0, 4.0]) == [0.5, 0.25]
-    assert speeds("output_tok_s", [2.0, 0.0]) == [2.0]
+    assert to_speeds("wall_s", [2.0, 4.0]) == [0.5, 0.25]
+    assert to_speeds("output_tok_s", [2.0, 0.0]) == [2.0]
 
 
 WORK = Load(user="batch", requests=5)
@@ -138,7 +138,7 @@ PAUSING = Load(user="chat", requests=5, think=Pause(mean_s=1.0))
     ],
 )
 def test_the_metric_follows_the_work(one: Load, changes: dict[str, Any], metric: str) -> None:
-    assert metric_of([one, msgspec.structs.replace(one, **changes)]) == metric
+    assert work_metric([one, msgspec.structs.replace(one, **changes)]) == metric
 
 
 def test_each_pair_has_the_metric_of_its_loads() -> None:

@@ -230,6 +230,8 @@ def test_parts_of_a_file_are_counted_as_one() -> None:
         (first if index < 3 else second).add(one)
     merge_counts(first, second)
     assert first == whole
-    assert answer_quality(whole) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)
+    assert answer_quality(whole) == Answers(
+        checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375
+    )
     assert prompt_lengths(whole) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
     assert (answer_quality(AnswerTally()), prompt_lengths(AnswerTally())) == (None, None)

@@ -8,7 +8,7 @@ import pytest
 
 from harness.analysis.derive import meets_slos, missed_slo_before_leaving
 from harness.analysis.summarize import summarize
-from harness.analysis.tally import CellCounts, Clock, SloTally, slo_attainment, compute_numbers
+from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers, slo_attainment
 from harness.reasons import evidence
 from harness.rundir import records as blocks
 from harness.rundir.records import Request
@@ -114,7 +114,9 @@ def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
         for _ in range(number + 1):
             part.add(streamed(0.5, 0.04))
             part.add_ended(streamed(0.5, 0.04))
-    cells = [msgspec.structs.replace(compute_numbers([]), slos=slo_attainment(part, sent=4, window_s=2.0)) for part in parts]
+    cells = [
+        msgspec.structs.replace(compute_numbers([]), slos=slo_attainment(part, sent=4, window_s=2.0)) for part in parts
+    ]
     for part in parts[1:]:
         parts[0].merge(part)
     assert slo_attainment(parts[0], 12, None, cells) == {SLOS: Attained(met=6, attainment=0.5, goodput_req_s=1.0)}

@@ -11,7 +11,7 @@ import pytest
 from harness.analysis import derive
 from harness.analysis.count import CellContext, count_cells
 from harness.analysis.derive import merge_counts
-from harness.analysis.schedule import ScheduleTally, schedule_kept, load_kind, planned_count, pool_schedules
+from harness.analysis.schedule import ScheduleTally, load_kind, planned_count, pool_schedules, schedule_kept
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import Clock
 from harness.errors import HarnessError
@@ -73,7 +73,9 @@ def test_asked_and_achieved() -> None:
 def test_several_runs_are_pooled() -> None:
     one = Kept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
     two = Kept(planned=5, sent=5, never_sent=0, asked_per_s=10.0, achieved_per_s=10.0)
-    assert pool_schedules([one, None, two]) == Kept(planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0)
+    assert pool_schedules([one, None, two]) == Kept(
+        planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0
+    )
     assert pool_schedules([None]) is None
 
 
@@ -247,7 +249,9 @@ def test_the_time_of_an_open_loop_begins_with_its_schedule(tmp_path: Path) -> No
     place = CellContext(Clock([]), duration_s=10.0, first_due_s=3.0)
     (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
     assert found.window_s == pytest.approx((1000.0, 1010.0))
-    closed = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": CellContext(Clock([]), duration_s=10.0)}, [], Counter())
+    closed = count_cells(
+        tmp_path / "requests.jsonl", {"r1-a-x": CellContext(Clock([]), duration_s=10.0)}, [], Counter()
+    )
     assert closed["r1-a-x"].window_s == pytest.approx((1003.01, 1013.01))
 
 
@@ -282,7 +286,9 @@ def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> N
     }
     found = count_cells(tmp_path / "requests.jsonl", places, [], Counter())["r1-a-x"]
     assert found.mix_window_s() == pytest.approx((1.05, 3.05))
-    kept_there = schedule_kept(found.schedule, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0, found.mix_window_s())
+    kept_there = schedule_kept(
+        found.schedule, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0, found.mix_window_s()
+    )
     assert kept_there is not None
     assert (kept_there.planned, kept_there.sent, kept_there.never_sent) == (20, 20, 0)
     assert kept_there.asked_per_s == pytest.approx(10.0)

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from harness.analysis.summarize import read_summary
-from harness.analysis.validity import session_notes, number_sessions
-from harness.judge.verdicts import ComparedSides, are_apart, verdicts
+from harness.analysis.validity import number_sessions, session_notes
+from harness.judge.verdicts import ComparedSides, are_apart, decide_verdicts
 from harness.run.resume import complete
 from harness.rundir.directory import LINES, locked, set_aside
 from harness.rundir.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
@@ -253,7 +253,7 @@ def false_alarms(trials: int, later: tuple[int, int], drift: float) -> float:
             side="a", baseline="b", metric="output_tok_s", side_speeds=sides[:1], baseline_speeds=sides[1:],
             within_run=True, apart=apart,
         )  # fmt: skip
-        (verdict,) = verdicts([pair]).verdicts
+        (verdict,) = decide_verdicts([pair]).verdicts
         assert (verdict.reason == "apart") == apart
         found += verdict.word in ("faster", "slower")
     return found / trials

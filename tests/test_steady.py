@@ -12,7 +12,7 @@ import pytest
 
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import CellCounts, Clock
-from harness.analysis.validity import warmup_notes, summarize_warmup
+from harness.analysis.validity import summarize_warmup, warmup_notes
 from harness.load.process import plan_of
 from harness.load.sequencer import Part, Plan, Sequencer, WarmupSample
 from harness.reasons import sentences
@@ -241,7 +241,9 @@ def test_what_is_known_of_a_warm_up() -> None:
     assert summarize_warmup(counted, []) == Warmed(requests=2, seconds=3.5)
     assert summarize_warmup(counted, marks[:1]) == Warmed(requests=2, seconds=3.5, steady=True)
     assert summarize_warmup(counted, marks) == Warmed(requests=2, seconds=3.5, steady=False)
-    timed = CellCounts(clock=Clock([]), measured_start_s=1002.5)  # when its schedule began, in which nobody comes at first
+    timed = CellCounts(
+        clock=Clock([]), measured_start_s=1002.5
+    )  # when its schedule began, in which nobody comes at first
     for one in (request(sent_s=1000.0, phase="warmup"), request(sent_s=1009.0, scheduled_s=-0.5)):
         counted.add(one)
         timed.add(one)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize
 from harness.analysis.tally import CellCounts, Clock, compute_numbers
-from harness.analysis.validity import Evidence, Findings, missing_cells, check_cell, run_reasons
+from harness.analysis.validity import Evidence, Findings, check_cell, missing_cells, run_reasons
 from harness.reasons import sentences
 from harness.rundir.manifest import CellRun, GpuMemory
 from harness.rundir.records import BadField, ProcessMark, Request

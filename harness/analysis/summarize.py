@@ -18,7 +18,7 @@ from harness.errors import HarnessError
 from harness.failures.explain import ErrorMessages, grouped
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
-from harness.judge.verdicts import compare_rows, of_sweep
+from harness.judge.verdicts import compare_rows, drift_notes
 from harness.rundir.manifest import FORMULAS, Run, given_numbers, known_numbers, origin_notes, read_run
 from harness.rundir.records import ProcessMark, by_cell, read_marks
 from harness.rundir.samples import (
@@ -137,7 +137,7 @@ def summarize_with_counts(
         reasons=reasons,
         notes=[
             *validity.failed_setting_notes(rows),
-            *of_sweep(summaries, run.scenario),
+            *drift_notes(summaries, run.scenario),
             *origin_notes(run.origin),
             *validity.session_notes(run),
             *comparable.notes(run),

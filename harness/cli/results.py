@@ -60,7 +60,11 @@ def report(
             f"{folder}: it has no requests.jsonl, which --check and --baseline need",
             next_step="Give the run directory as `harness run` made it.",
         )
-    made = None if alone else summarize_with_counts(folder, checks or [], reference, charted=output in ("terminal", "html"))
+    made = (
+        None
+        if alone
+        else summarize_with_counts(folder, checks or [], reference, charted=output in ("terminal", "html"))
+    )
     summary = read_summary(folder) if made is None else made.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)

@@ -16,7 +16,7 @@ from harness.judge import comparable
 from harness.judge.checks import evaluate
 from harness.judge.comparable import differences, facts_of, refuse_unlike
 from harness.judge.noise_floors import noise_for
-from harness.judge.verdicts import Measured, Noise, fields_of, metrics_of, pairs_of, verdicts
+from harness.judge.verdicts import Measured, Noise, comparison_metrics, decide_verdicts, number_fields, pair_by_metric
 from harness.reasons import sentences
 from harness.rundir.manifest import DEFINITIONS, Run, UnlikeError, read_run, refuse_other_definitions
 from harness.scenario.check_syntax import parse_check
@@ -93,14 +93,16 @@ def compare_runs(
         for row in rows
     ]
     for side, base in compared:
-        for field in dict.fromkeys(field for metric in metrics_of(side, base) for field in fields_of(metric)):
+        for field in dict.fromkeys(
+            field for metric in comparison_metrics(side, base) for field in number_fields(metric)
+        ):
             refuse_other_definitions(runs, field, [side.rows[0].key])
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     if noise is None and results is not None:
         noise = noise_for(runs, results)
-    pairs = [pair for side, base in compared for pair in pairs_of(side, base, within_run=False)]
+    pairs = [pair for side, base in compared for pair in pair_by_metric(side, base, within_run=False)]
     return msgspec.structs.replace(
-        verdicts(pairs, noise),
+        decide_verdicts(pairs, noise),
         simulated=any(run.simulated for run in runs),
         sides=[side.name for side in sides],
         differences=differences([facts_of(side.runs[0], rows) for side in sides]),

@@ -15,8 +15,8 @@ from harness.errors import HarnessError
 from harness.judge import stats
 from harness.judge.comparable import NOTED, differences, facts_of
 from harness.judge.noise_floors import RESERVED, is_noise_run
-from harness.judge.stats import Shift, gate, levels_of
-from harness.judge.verdicts import Measured, fields_of, metrics_of, speeds, values_of
+from harness.judge.stats import Shift, find_levels, find_shift
+from harness.judge.verdicts import Measured, comparison_metrics, metric_values, number_fields, to_speeds
 from harness.rundir.manifest import Run, read_run, unlike_rows
 from harness.summary import Difference, Row, Summary
 
@@ -287,7 +287,7 @@ def _series(found: Sequence[_Found], only: set[tuple[str, str]] | None = None) -
             cells=[{cell.id: cell for cell in summary.cells} for _, summary, _ in having],
         )
         absent = [run.id for _, run, summary in found if all(row.key != key for row in summary.rows)]
-        for metric in metrics_of(measured, measured):
+        for metric in comparison_metrics(measured, measured):
             made.append(_one_series(key, metric, having, newest_row, absent))
     return sorted(made, key=lambda one: list(keys).index((one.server, one.load)))
 
@@ -302,11 +302,11 @@ def _one_series(
     out: dict[Reason, list[str]] = {"no_row": list(absent)} if absent else {}
     points = []
     for run, summary, row in having:
-        values = values_of(row, {cell.id: cell for cell in summary.cells}, metric)
-        known = speeds(metric, [value for value in values if value is not None])
-        if unlike_rows(newest, row, fields_of(metric)):
+        values = metric_values(row, {cell.id: cell for cell in summary.cells}, metric)
+        known = to_speeds(metric, [value for value in values if value is not None])
+        if unlike_rows(newest, row, number_fields(metric)):
             out.setdefault("definition", []).append(run.id)
-        elif set(fields_of(metric)) & set(row.client_limited):
+        elif set(number_fields(metric)) & set(row.client_limited):
             out.setdefault("client_limited", []).append(run.id)
         elif not known or len(known) < len(values):
             out.setdefault("no_value", []).append(run.id)
@@ -317,19 +317,19 @@ def _one_series(
 
 def _value(metric: str, of_speeds: Sequence[float]) -> float:
     """The geometric mean of speeds, as a value of the metric."""
-    (value,) = speeds(metric, [math.exp(stats.mean_log(of_speeds))])  # a speed turned round is a time
+    (value,) = to_speeds(metric, [math.exp(stats.mean_log(of_speeds))])  # a speed turned round is a time
     return value
 
 
 def _speeds(series: Series) -> list[float]:
-    return speeds(series.metric, [point.value for point in series.points])
+    return to_speeds(series.metric, [point.value for point in series.points])
 
 
 def _divided(series: Series, count: int) -> Series:
     """A series with its levels, corrected for so many series."""
     if not series.points:
         return series
-    found = levels_of(_speeds(series), count)
+    found = find_levels(_speeds(series), count)
     points = [
         replace(point, state="outlier" if place in found.outliers else "undecided")
         if place in found.outliers or place in found.undecided
@@ -391,7 +391,7 @@ def _gated(series: Series, run: str, count: int) -> Gated:
     current = series.points[-1] if series.points and series.points[-1].run == run else None
     shift = Shift("inconclusive", None, None, None, None, 1, [], None, None)
     if current is not None:
-        shift = gate(_speeds(series), count)
+        shift = find_shift(_speeds(series), count)
     found = shift._asdict()
     history = [series.points[place] for place in found.pop("history")]
     return Gated(

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from harness.columns import VALUES, WORK
 from harness.judge import stats
 from harness.judge.stats import Estimate
-from harness.judge.verdicts import not_valid
+from harness.judge.verdicts import invalid_row_reason
 from harness.rundir.manifest import unlike_rows
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import (
@@ -203,7 +203,7 @@ def _relative_interval(found: _Value, base: _Value) -> tuple[float | None, float
     """The interval of the ratio of two values, times the baseline's value. None: both are compared as they are."""
     if (found.interval is None and base.interval is None) or not found.value or not base.value:
         return None
-    ratio = stats.ratio_of(found.estimate(), base.estimate())
+    ratio = stats.estimate_ratio(found.estimate(), base.estimate())
     return (
         None if ratio.low is None else ratio.low * base.value,
         None if ratio.high is None else ratio.high * base.value,
@@ -222,7 +222,7 @@ def _what_decides(check: Check, found: _Value, bound: float) -> tuple[int | None
         share, seen = check.bound, found.value
         if check.metric != "attainment":  # then the question is how many requests meet the bound
             share = float(check.metric.rpartition("_")[2].removeprefix("p")) / 100
-            ranks = stats.order_statistics(found.n, share)
+            ranks = stats.interval_ranks(found.n, share)
             low, high = (found.value if end is None else end for end in found.interval)
             seen = float(np.interp(bound, (low, found.value, high), (ranks[0] / found.n, share, ranks[1] / found.n)))
         needed = stats.requests_to_decide(share, seen)
@@ -252,7 +252,7 @@ def _baseline_value(
             return _Value(missing=_uncompared(row, comparison)), ""
         name = verdict.baseline
         base = next(one for one in rows if one.name == name)
-    unlike = not_valid(row, base) or unlike_rows(row, base, _fields(check))
+    unlike = invalid_row_reason(row, base) or unlike_rows(row, base, _fields(check))
     if unlike is not None:
         return _without("not_compared_with", name=name, why=unlike), name
     found = _value(check, base, None)

@@ -14,7 +14,7 @@ from harness.errors import HarnessError
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import stats
 from harness.judge.stats import Variation
-from harness.judge.verdicts import Measured, Noise, metrics_of, speeds
+from harness.judge.verdicts import Measured, Noise, comparison_metrics, to_speeds
 from harness.rundir.manifest import Run
 from harness.summary import NEEDED, Reason, Summary, because
 
@@ -33,11 +33,11 @@ class RowNoise(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def speeds(self) -> list[list[float]]:
         """Of each run the values of both sides, as speeds."""
-        return [speeds(self.metric, [*a, *again]) for a, again in zip(self.a, self.again, strict=True)]
+        return [to_speeds(self.metric, [*a, *again]) for a, again in zip(self.a, self.again, strict=True)]
 
     def variation(self) -> Variation | None:
         """How far these equal runs differ. None for fewer than two runs."""
-        return stats.variation(self.speeds())
+        return stats.estimate_variation(self.speeds())
 
     def between_repeats(self) -> float | None:
         """Variance of the logarithm of a repeat's value within its run; None for single repeats."""
@@ -93,7 +93,7 @@ def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
             Measured(name=side, load_name=name, load=load, rows=[rows[side, name]], cells=[cells])
             for side in (A, AGAIN)
         )
-        compared = metrics_of(a, again)
+        compared = comparison_metrics(a, again)
         names = dict.fromkeys(metric.rpartition("_")[0] for metric in compared if metric not in WORK)
         # Which percentile of a latency is compared depends on both runs.
         for metric in [f"{name}_{at}" for name in names for at in NEEDED] or compared:
@@ -170,7 +170,9 @@ def noise_for(runs: Sequence[Run], results: Path) -> Noise:
     for noise in found:
         for row in noise.rows:
             seen, key = row.variation(), (row.metric, row.load)
-            if seen is not None and (key not in rows or rows[key].of_run(noise.repeats) < seen.of_run(noise.repeats)):
+            if seen is not None and (
+                key not in rows or rows[key].run_variance(noise.repeats) < seen.run_variance(noise.repeats)
+            ):
                 rows[key] = seen
     return Noise(rows, list(map(source_of, found)))
 

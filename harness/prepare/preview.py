@@ -13,7 +13,7 @@ from harness import units
 from harness.engines import template_of
 from harness.judge.checks import undecidable
 from harness.judge.stats import repeats_to_reach_p
-from harness.judge.verdicts import comparisons_of
+from harness.judge.verdicts import planned_comparisons
 from harness.prepare.experiment import Experiment
 from harness.report import words
 from harness.scenario import Baseline, Load, Scenario, Sweep, at_once, taken_together, warmup_of
@@ -117,7 +117,7 @@ def _of_plan(experiment: Experiment) -> Iterator[str]:
     """Notes on repeats, warm-ups and traces."""
     scenario = experiment.scenario
     base = baseline_of(scenario)
-    comparisons = comparisons_of(scenario, (base.server, base.load))
+    comparisons = planned_comparisons(scenario, (base.server, base.load))
     if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
         yield (
             f"with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "

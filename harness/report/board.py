@@ -21,7 +21,7 @@ from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError
 from harness.files import open_file, pretty_json, read_bytes, read_text, replace_file
 from harness.judge.noise_floors import RESERVED, date_of, folder_name, is_noise_run, noise_path
-from harness.judge.verdicts import fields_of, is_paced, metric_of, values_of
+from harness.judge.verdicts import is_paced, metric_values, number_fields, work_metric
 from harness.report import words
 from harness.report.html import asset, template
 from harness.report.markdown import escape, grid, render
@@ -201,7 +201,7 @@ def read_figures(path: Path) -> list[Figure]:
 def _group(members: Sequence[tuple[Run, Summary]]) -> Group:
     newest = max((run for run, _ in members), key=lambda run: run.started_wall_s)
     used = [run.scenario.loads[row.load] for run, summary in members for row in summary.rows]
-    metric = "ttft_p50" if any(map(is_paced, used)) else metric_of(used)
+    metric = "ttft_p50" if any(map(is_paced, used)) else work_metric(used)
     entries = [_entry(run, summary, row, metric) for run, summary in members for row in summary.rows]
     entries.sort(key=_rank)
     best: dict[str, Entry] = {}
@@ -228,7 +228,7 @@ def _rank(entry: Entry) -> tuple[bool, float, str, str, str, str]:
 
 def _entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
     cells = {cell.id: cell for cell in summary.cells}
-    values = [value for value in values_of(row, cells, metric) if value]
+    values = [value for value in metric_values(row, cells, metric) if value]
     served: ServedBy | None = next((cell.served_by for cell in run.served if cell.server == row.server), None)
     numbers = row.pooled
     valid = summary.valid is True and run.status == "valid"
@@ -248,7 +248,7 @@ def _entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         version=served.version if served else None,
         valid=valid,
         client_limited=row.client_limited,
-        ranked=valid and bool(values) and fields_of(metric)[0] not in row.client_limited,
+        ranked=valid and bool(values) and number_fields(metric)[0] not in row.client_limited,
     )
 
 

@@ -14,7 +14,7 @@ from harness import units
 from harness.columns import METRIC_WORDS, RATES, WORK
 from harness.errors import HarnessError
 from harness.judge.checks import evaluate
-from harness.judge.verdicts import but_for_concurrency
+from harness.judge.verdicts import without_concurrency
 from harness.reasons import evidence, number_words, sentence, sentences, speed, verdict_sentence
 from harness.report import words
 from harness.report.table import LIMITED
@@ -125,7 +125,7 @@ def _curve(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[float, str, Ro
         else:
             level = words.concurrency(load)
             what = count(level, *(("chat user",) if load.user == "chat" else ("request at once", "requests at once")))
-            kind = but_for_concurrency(load)
+            kind = without_concurrency(load)
         found.setdefault(row.server, []).append((level, what, row))
         kinds.setdefault(row.server, set()).add(kind)
     alone = any(len({level for level, _, _ in levels}) < max(2, len(levels)) for levels in found.values())

@@ -313,12 +313,12 @@ def _of_row(row: RowNoise, repeats: int) -> list[str]:
     cells = [NOTHING] * 4
     between = row.between_repeats()
     if between is not None:
-        needed = stats.needed_to_settle(0.0, (between, between), 1, 1, MARGIN)
+        needed = stats.sample_size_to_settle(0.0, (between, between), 1, 1)
         cells[:2] = [_percent(math.sqrt(between)), f"over {MAX_REPEATS}" if needed is None else str(needed)]
     seen = row.variation()
     if seen is not None:
-        variance = seen.of_run(repeats)
-        smallest = max(math.expm1(stats.detectable(variance, seen.freedom)), MARGIN)
+        variance = seen.run_variance(repeats)
+        smallest = max(math.expm1(stats.detectable_log_ratio(variance, seen.freedom)), MARGIN)
         cells[2:] = [_percent(math.sqrt(variance)), f"{_percent(smallest)} or more"]
     return cells
 

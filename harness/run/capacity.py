@@ -39,7 +39,7 @@ from harness.capacity.slo import (
 )
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
-from harness.judge.stats import effect
+from harness.judge.stats import welch_effect
 from harness.prepare.experiment import Experiment, load_name
 from harness.process import pause, refuse_too_few_files
 from harness.report.capacity import amounts_text
@@ -638,9 +638,9 @@ def shares_of(blocks: list[LoadBlock], slos: int) -> list[float | None]:
 
 def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> CapacityDrift | None:
     """How much longer answers take than in an earlier probe of the same level; None with fewer than two blocks."""
-    found = effect(*([block.e2e_s for block in side if block.e2e_s] for side in (after, before)))
+    found = welch_effect(*([block.e2e_s for block in side if block.e2e_s] for side in (after, before)))
     if found is None:
         return None
     low, high = found.interval()
-    drifted = abs(found.log) > max(found.half(), DRIFT_LIMIT)
+    drifted = abs(found.log_ratio) > max(found.half_width(), DRIFT_LIMIT)
     return CapacityDrift(level=level, ratio=found.ratio, low=low, high=high, drifted=drifted)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from harness import units
 from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thin_dots
 from harness.columns import FORMULAS, LIVE, LatencyColumn
-from harness.judge.verdicts import but_for_concurrency
+from harness.judge.verdicts import without_concurrency
 from harness.report import words
 from harness.report.charts import (
     NAME,
@@ -103,7 +103,7 @@ def _curves(summary: Summary, run: Run, drawn: Callable[[Row], bool]) -> Iterato
         for row in sorted(closed, key=lambda row: at_once(row, run)):
             if mix_of(row.load) is None:
                 load = run.scenario.loads.get(row.load)
-                curves.setdefault(None if load is None else but_for_concurrency(load), []).append(row)
+                curves.setdefault(None if load is None else without_concurrency(load), []).append(row)
         for rows in curves.values():
             yield number, server, rows
 
