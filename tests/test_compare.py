@@ -15,7 +15,7 @@ from harness.analysis.tally import compute_numbers
 from harness.comparison.compare import compare_runs
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge import verdicts as rules
-from harness.judge.comparable import differences, facts_of, refuse_unlike
+from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
 from harness.judge.stats import Variation
 from harness.judge.verdicts import ComparedSides, Noise, compare_rows, decide_verdicts, to_speeds, work_metric
 from harness.reasons import verdict_sentence
@@ -357,11 +357,11 @@ def test_another_number_of_machines_is_reported_and_refuses_nothing(tmp_path: Pa
     two = msgspec.structs.replace(one, id="two", workers=Workers(machines=2, bind="10.0.0.1"))
     rows = [("a", "x"), ("b", "x")]
     refuse_unlike([one, two], rows, [0, 1], None)
-    assert differences([facts_of(run, rows) for run in (one, two)]) == [
+    assert find_differences([collect_facts(run, rows) for run in (one, two)]) == [
         Difference(key="load_machines", values=["1", "2"])
     ]
     imported = msgspec.structs.replace(one, origin=Origin(tool="t", files={}, imported_wall_s=0.0, importer="1"))
-    assert "load_machines" not in facts_of(imported, rows)
+    assert "load_machines" not in collect_facts(imported, rows)
 
 
 def refused(tmp_path: Path, about: str | None = None, **other: Any) -> UnlikeError:

@@ -8,7 +8,7 @@ import pytest
 
 from harness.comparison.compare import by_machine, compare_runs
 from harness.errors import HarnessError
-from harness.judge.comparable import differences, differences_of
+from harness.judge.comparable import find_differences, run_differences
 from harness.report.board import publish
 from harness.report.markdown import of_comparison
 from harness.rundir.manifest import Machine, ServedBy, read_run
@@ -117,16 +117,16 @@ def test_arguments_show_what_the_other_side_does_not_have(tmp_path: Path) -> Non
     write_made_run(tmp_path / "one", served=on("--max-num-seqs", "8", "--dtype", "auto", "--enforce-eager"))
     write_made_run(tmp_path / "two", served=on("--dtype", "auto", "--max-num-seqs", "4"))
     runs = [read_run(tmp_path / name) for name in ("one", "two")]
-    assert differences_of(runs) == [
+    assert run_differences(runs) == [
         Difference(key="servers.*.arguments", values=["--max-num-seqs 8 --enforce-eager", "--max-num-seqs 4"])
     ]
 
 
 def test_another_order_is_shown_whole_and_what_is_not_known_is_not_nothing() -> None:
-    assert differences([{"a": ["x", "y"]}, {"a": ["y", "x"]}]) == [
+    assert find_differences([{"a": ["x", "y"]}, {"a": ["y", "x"]}]) == [
         Difference(key="a", values=['["x","y"]', '["y","x"]'])
     ]
-    assert differences([{"machine.cpu": None}, {"machine.cpu": "x"}, {}]) == [
+    assert find_differences([{"machine.cpu": None}, {"machine.cpu": "x"}, {}]) == [
         Difference(key="machine.cpu", values=["unknown", "x", "nothing"])
     ]
 
@@ -136,4 +136,4 @@ def test_a_server_that_only_one_side_has_is_one_line(tmp_path: Path) -> None:
     more = scenario().servers | {"c": Server(template="llamacpp")}
     write_made_run(tmp_path / "two", made_of=scenario(servers=more))
     runs = [read_run(tmp_path / name) for name in ("one", "two")]
-    assert differences_of(runs) == [Difference(key="servers.c", values=["nothing", "there"])]
+    assert run_differences(runs) == [Difference(key="servers.c", values=["nothing", "there"])]

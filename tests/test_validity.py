@@ -55,8 +55,8 @@ def check(
     numbers = replace(compute_numbers([tally]), schedule=schedule)
     return check_cell(
         Evidence(
-            cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, tally=tally, numbers=numbers,
-            server_load=server, machine_load=machine, marks=marks,
+            cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, tally=tally,
+            numbers=numbers, server_load=server, machine_load=machine, marks=marks,
         )
     )  # fmt: skip
 
@@ -301,7 +301,7 @@ def test_parts_of_a_file_are_added_up() -> None:
     for tally, tokens in ((first, -5), (second, -7), (second, 12)):
         tally.add(request(output_tokens=tokens))
     first.merge(second)
-    assert [(bad.code, bad.requests, bad.got, bad.limit) for bad in first.bad_fields.found.values()] == [
+    assert [(bad.code, bad.requests, bad.got, bad.limit) for bad in first.bad_fields.by_field.values()] == [
         ("below", 2, "-5", 0),
         ("above", 1, "12", 11),
     ]

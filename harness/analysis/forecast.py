@@ -23,7 +23,7 @@ from harness.analysis.tally import Clock
 from harness.errors import BadLines, HarnessError, RunError
 from harness.files import UNDECODABLE, read_bytes, read_lines
 from harness.judge import stats
-from harness.judge.noise_floors import noise_for
+from harness.judge.noise_floors import known_noise
 from harness.judge.stats import Array, Variation
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
@@ -329,7 +329,7 @@ def forecast(
     asked = None if lengths is None else read_lengths(lengths)
     run, summary = read_run(folder), summarize(folder)
     _refuse_unfinished(run, summary, folder)
-    noise = noise_for([run], results).rows if results is not None else {}
+    noise = known_noise([run], results).rows if results is not None else {}
     work = read_progress(folder, run)
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], []

@@ -140,7 +140,7 @@ def summarize_with_counts(
             *drift_notes(summaries, run.scenario),
             *origin_notes(run.origin),
             *validity.session_notes(run),
-            *comparable.notes(run),
+            *comparable.start_notes(run),
             *validity.host_cpu_notes(measured, (mark for found in marks.values() for mark in found)),
             *(note for cell in measured for note in cell.notes),
             *validity.token_counter_notes(measured),

@@ -262,13 +262,13 @@ def diff(
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
-    from harness.judge.comparable import differences_of
+    from harness.judge.comparable import run_differences
     from harness.report.markdown import differences_markdown
     from harness.report.terminal import print_differences
     from harness.rundir.manifest import read_run
 
     both = [read_run(cli.find_run(folder, runs)) for folder in (one, other)]
-    found, sides = differences_of(both), [run.id for run in both]
+    found, sides = run_differences(both), [run.id for run in both]
     cli.print_as(
         output,
         {"sides": sides, "differences": found},

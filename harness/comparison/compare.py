@@ -14,8 +14,8 @@ from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
 from harness.judge import comparable
 from harness.judge.checks import evaluate
-from harness.judge.comparable import differences, facts_of, refuse_unlike
-from harness.judge.noise_floors import noise_for
+from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
+from harness.judge.noise_floors import known_noise
 from harness.judge.verdicts import Measured, Noise, comparison_metrics, decide_verdicts, number_fields, pair_by_metric
 from harness.reasons import sentences
 from harness.rundir.manifest import DEFINITIONS, Run, UnlikeError, read_run, refuse_other_definitions
@@ -99,13 +99,13 @@ def compare_runs(
             refuse_other_definitions(runs, field, [side.rows[0].key])
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     if noise is None and results is not None:
-        noise = noise_for(runs, results)
+        noise = known_noise(runs, results)
     pairs = [pair for side, base in compared for pair in pair_by_metric(side, base, within_run=False)]
     return msgspec.structs.replace(
         decide_verdicts(pairs, noise),
         simulated=any(run.simulated for run in runs),
         sides=[side.name for side in sides],
-        differences=differences([facts_of(side.runs[0], rows) for side in sides]),
+        differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
         checks=[result for side in sides[1:] for result in _checked(checks, side, sides[0], rows, several)],
         notes=list(_notes(sides, rows)),
     )
@@ -119,8 +119,8 @@ def _notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> Iterator[
         sizes = {}
         for side in sides:
             cells = [cell.served_by for run in side.runs for cell in run.served if cell.server == server]
-            sizes[side.name] = comparable.measured_of(cells).get("startup.kv_cache_tokens")
-        if (note := comparable.cache_note(sizes, server=server)) is not None:
+            sizes[side.name] = comparable.median_measurements(cells).get("startup.kv_cache_tokens")
+        if (note := comparable.kv_cache_note(sizes, server=server)) is not None:
             yield note
     base = sides[0]
     for side, row in itertools.product(sides[1:], rows):

@@ -13,7 +13,7 @@ from harness.columns import RATES
 from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError
 from harness.judge import stats
-from harness.judge.comparable import NOTED, differences, facts_of
+from harness.judge.comparable import SHOWN_ONLY, collect_facts, find_differences
 from harness.judge.noise_floors import RESERVED, is_noise_run
 from harness.judge.stats import Shift, find_levels, find_shift
 from harness.judge.verdicts import Measured, comparison_metrics, metric_values, number_fields, to_speeds
@@ -216,7 +216,7 @@ def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
         left_out=left_out + others,
         rows=rows,
         sides=[one.id for one in sides],
-        differences=differences([facts_of(one, [key for key in keys if _has(one, key)]) for one in sides])
+        differences=find_differences([collect_facts(one, [key for key in keys if _has(one, key)]) for one in sides])
         if last
         else [],
     )
@@ -373,9 +373,9 @@ def _nearest_difference(
     for one, other in [(before, after), *((at - 1, at) for at in near)]:
         pair = [runs[one], runs[other]]
         common = [key for key in rows if all(_has(run, key) for run in pair)]
-        found = differences([facts_of(run, common) for run in pair])
+        found = find_differences([collect_facts(run, common) for run in pair])
         result = (pair[0].id, pair[1].id), found
-        if any(difference.key not in NOTED for difference in found):
+        if any(difference.key not in SHOWN_ONLY for difference in found):
             return result
         first = first or result
     assert first is not None

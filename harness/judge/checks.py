@@ -74,14 +74,14 @@ def evaluate(
     results = []
     for text in texts:
         try:
-            results.append(_evaluate(parse_check(text), rows, comparison, reference))
+            results.append(_evaluate_check(parse_check(text), rows, comparison, reference))
         except ValueError as error:
             why = because("check_unreadable", error=str(error))
             results.append(CheckResult(check=text, status="failed", code="unreadable", evidence=[why]))
     return results
 
 
-def undecidable(scenario: Scenario) -> Iterator[Undecidable]:
+def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
     """Checks that cannot pass with the planned requests, even if every request meets the bound.
 
     Timed loads are left out: how many requests they send is known after the run.
@@ -101,38 +101,40 @@ def undecidable(scenario: Scenario) -> Iterator[Undecidable]:
             yield Undecidable(check.text, row, fewest, needed)
 
 
-def _evaluate(
+def _evaluate_check(
     check: Check, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
 ) -> CheckResult:
     chosen = [row for row in rows if check.server is None or row.key == (check.server, check.load)]
     within = check.metric == "speedup" or (check.relative and reference is None)
     if within and comparison is not None and check.server is None:
         base = comparison.verdicts[0].baseline if comparison.verdicts else None
-        sides = {side for side, verdict in _own(comparison).items() if verdict.baseline == base}
+        sides = {side for side, verdict in _verdict_by_row(comparison).items() if verdict.baseline == base}
         chosen = [row for row in chosen if row.name in sides]
     if check.server is None:  # rows without streamed answers, say, have no TTFT and are skipped
-        chosen = [row for row in chosen if _has(check, row)] or chosen
+        chosen = [row for row in chosen if _may_have_latency(check, row)] or chosen
     if not chosen:
         return CheckResult(check=check.text, status="failed", code="no_row", evidence=[because("check_no_row")])
     found = [_evaluate_row(check, row, rows, comparison, reference) for row in chosen]
     if failed := [one for one in found if one.status == "failed"]:
-        return replace(max(failed, key=_distance), evidence=[reason for one in failed for reason in one.evidence])
+        return replace(
+            max(failed, key=_relative_distance), evidence=[reason for one in failed for reason in one.evidence]
+        )
     if open_ := [one for one in found if one.status == "inconclusive"]:
         worst = max(open_, key=lambda one: math.inf if one.more_requests is None else one.more_requests)
         return replace(worst, evidence=[reason for one in open_ for reason in one.evidence])
-    worst = min(found, key=_distance)
+    worst = min(found, key=_relative_distance)
     (value,) = worst.evidence
     more = {"rows": len(found)} if len(found) > 1 else {}
     return replace(worst, evidence=[replace(value, values=value.values | more)])
 
 
-def _has(check: Check, row: Row) -> bool:
+def _may_have_latency(check: Check, row: Row) -> bool:
     """Whether a row may have the latency of a check: none of its successful requests has one otherwise."""
     column = LATENCIES.get(check.metric.rpartition("_")[0])
     return column is None or not row.pooled.succeeded or getattr(row.pooled, column.field).n > 0
 
 
-def _distance(result: CheckResult) -> float:
+def _relative_distance(result: CheckResult) -> float:
     """From the bound, relative to it."""
     value, bound = result.value, result.bound
     if value is None:  # too few requests for the value, but not for one end of its interval
@@ -143,12 +145,12 @@ def _distance(result: CheckResult) -> float:
 def _evaluate_row(
     check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
 ) -> CheckResult:
-    found, bound, against = _value(check, row, comparison), check.bound, None
+    found, bound, against = _row_value(check, row, comparison), check.bound, None
     result = CheckResult(check=check.text, row=row.name)
     if check.relative and found.value is not None:
         base, name = _baseline_value(check, row, rows, comparison, reference)
         if base.value is None:
-            return replace(result, code="no_baseline", evidence=_missing(row, base))
+            return replace(result, code="no_baseline", evidence=_missing_evidence(row, base))
         bound, against = check.bound * base.value, {"value": base.value, "name": name}
         found = replace(found, interval=_relative_interval(found, base))
     if check.operator == "==" or (check.relative and found.value is None):
@@ -162,24 +164,26 @@ def _evaluate_row(
         return _without_value(result, row, found)
     shown: dict[str, Any] = {"row": row.name, "unit": _unit(check)}
     if found.value is not None:
-        shown |= {"value": found.value, "counted": _counted(check, row), "against": against}
-        shown["limited"] = bool(set(_fields(check)) & set(row.client_limited)) or None
+        shown |= {"value": found.value, "counted": _share_counts(check, row), "against": against}
+        shown["limited"] = bool(set(_number_fields(check)) & set(row.client_limited)) or None
     result = replace(result, value=found.value, bound=bound)
     if found.interval is not None:
         shown["interval"] = [low, high]
         result = replace(result, low=low, high=high)
     if all(met) or not any(met):
         status, code = ("passed", "met") if all(met) else ("failed", "broken")
-        return replace(result, status=status, code=code, evidence=[_shown(shown)])
-    more, decision = _what_decides(check, found, bound)
-    return replace(result, code="too_close", more_requests=more, evidence=[_shown(shown | {"decision": decision})])
+        return replace(result, status=status, code=code, evidence=[_value_evidence(shown)])
+    more, decision = _requests_to_decide(check, found, bound)
+    return replace(
+        result, code="too_close", more_requests=more, evidence=[_value_evidence(shown | {"decision": decision})]
+    )
 
 
-def _shown(values: dict[str, Any]) -> Reason:
+def _value_evidence(values: dict[str, Any]) -> Reason:
     return because("check_value", **{key: value for key, value in values.items() if value is not None})
 
 
-def _missing(row: Row, found: _Value) -> list[Reason]:
+def _missing_evidence(row: Row, found: _Value) -> list[Reason]:
     return [because("check_missing", row=row.name, why=found.missing)]
 
 
@@ -195,7 +199,7 @@ def _without_value(result: CheckResult, row: Row, found: _Value) -> CheckResult:
         result,
         code="too_few_requests" if few else "no_value",
         more_requests=found.needed - found.n if few else None,
-        evidence=_missing(row, found),
+        evidence=_missing_evidence(row, found),
     )
 
 
@@ -210,7 +214,7 @@ def _relative_interval(found: _Value, base: _Value) -> tuple[float | None, float
     )
 
 
-def _what_decides(check: Check, found: _Value, bound: float) -> tuple[int | None, Reason]:
+def _requests_to_decide(check: Check, found: _Value, bound: float) -> tuple[int | None, Reason]:
     """How many more requests decide a check whose interval contains the bound, if all stays as seen."""
     assert found.value is not None and found.interval is not None
     if check.metric == "speedup":
@@ -240,32 +244,32 @@ def _baseline_value(
     if reference is not None:
         name = reference.run
         if reference.refused is not None:
-            return _without("not_compared_with", name=name, why=reference.refused), name
+            return _missing_value("not_compared_with", name=name, why=reference.refused), name
         base = next((one for one in reference.rows if one.name == row.name), None)
         if base is None:
-            return _without("baseline_without_row", name=name), name
+            return _missing_value("baseline_without_row", name=name), name
     else:
         if comparison is None:
-            return _without("no_baseline"), ""
-        verdict = _own(comparison).get(row.name)
+            return _missing_value("no_baseline"), ""
+        verdict = _verdict_by_row(comparison).get(row.name)
         if verdict is None:
-            return _Value(missing=_uncompared(row, comparison)), ""
+            return _Value(missing=_uncompared_reason(row, comparison)), ""
         name = verdict.baseline
         base = next(one for one in rows if one.name == name)
-    unlike = invalid_row_reason(row, base) or unlike_rows(row, base, _fields(check))
+    unlike = invalid_row_reason(row, base) or unlike_rows(row, base, _number_fields(check))
     if unlike is not None:
-        return _without("not_compared_with", name=name, why=unlike), name
-    found = _value(check, base, None)
+        return _missing_value("not_compared_with", name=name, why=unlike), name
+    found = _row_value(check, base, None)
     if found.value is None:
-        return _without("baseline_without_value", name=name, why=found.missing), name
+        return _missing_value("baseline_without_value", name=name, why=found.missing), name
     return found, name
 
 
-def _without(code: str, **values: Any) -> _Value:
+def _missing_value(code: str, **values: Any) -> _Value:
     return _Value(missing=because(code, **values))
 
 
-def _fields(check: Check) -> list[str]:
+def _number_fields(check: Check) -> list[str]:
     """The fields of Numbers that a check's value is made of, as far as they have a definition."""
     latency, _, statistic = check.metric.rpartition("_")
     if latency in LATENCIES:
@@ -276,18 +280,18 @@ def _fields(check: Check) -> list[str]:
     return [column.field] if column is not None and column.definition else []
 
 
-def _value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
+def _row_value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
     """A row's value, or what it would need."""
     metric = check.metric
     latency, _, statistic = metric.rpartition("_")
     if latency in LATENCIES and statistic in STATISTICS:
-        return _latency(row, latency, statistic)
+        return _latency_value(row, latency, statistic)
     if metric in JUDGED_BY_SLOS:
-        return _attained(check, row)
+        return _slo_value(check, row)
     if metric == "speedup":
-        return _speedup(row, comparison)
+        return _speedup_value(row, comparison)
     if metric in OF_ANSWERS and row.pooled.answers is None:
-        return _without("no_answer_checked")
+        return _missing_value("no_answer_checked")
     if metric == "output_tok_s" and "output_tok_s" in row.missing:
         missing = because("tool_unknown", why=row.missing["output_tok_s"])
     else:
@@ -295,7 +299,7 @@ def _value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
     return _Value(value=_VALUES[metric].of(row.pooled), missing=missing)
 
 
-def _latency(row: Row, latency: str, statistic: str) -> _Value:
+def _latency_value(row: Row, latency: str, statistic: str) -> _Value:
     column = LATENCIES[latency]
     sample: Distribution = getattr(row.pooled, column.field)
     only = {"only": column.only} if not sample.n and column.only else {}
@@ -311,13 +315,13 @@ def _latency(row: Row, latency: str, statistic: str) -> _Value:
     )
 
 
-def _attained(check: Check, row: Row) -> _Value:
+def _slo_value(check: Check, row: Row) -> _Value:
     slos, sent = slos_key(check.slos), row.pooled.sent
     attained = row.pooled.slos.get(slos)
     if attained is None:
-        return _without("slos_uncounted", slos=slos)
+        return _missing_value("slos_uncounted", slos=slos)
     if attained.unknown:
-        return _without("slos_unknown", unknown=attained.unknown, requests=row.pooled.succeeded, slos=slos)
+        return _missing_value("slos_unknown", unknown=attained.unknown, requests=row.pooled.succeeded, slos=slos)
     if check.metric == "goodput":
         return _Value(value=attained.goodput_req_s, missing=because("none_measured"))
     needed, n = requests_needed(check), sent - attained.left
@@ -338,28 +342,28 @@ def requests_needed(check: Check) -> int:
     return stats.samples_needed(min(int(round(check.bound * 1000, 6)), _MAX_PERMILLE))
 
 
-def _speedup(row: Row, comparison: Comparison | None) -> _Value:
+def _speedup_value(row: Row, comparison: Comparison | None) -> _Value:
     if comparison is None:
-        return _without("nothing_compared")
-    verdict = _own(comparison).get(row.name)
+        return _missing_value("nothing_compared")
+    verdict = _verdict_by_row(comparison).get(row.name)
     if verdict is None:
-        return _Value(missing=_uncompared(row, comparison))
+        return _Value(missing=_uncompared_reason(row, comparison))
     if verdict.metric not in WORK:
-        return _without("paced_users")
+        return _missing_value("paced_users")
     if verdict.ratio is None:
-        return _without("no_verdict", verdict=verdict)
+        return _missing_value("no_verdict", verdict=verdict)
     if verdict.low is None:
-        return _without("no_interval")
+        return _missing_value("no_interval")
     return _Value(value=verdict.ratio, interval=(verdict.low, verdict.high))
 
 
-def _uncompared(row: Row, comparison: Comparison) -> Reason:
+def _uncompared_reason(row: Row, comparison: Comparison) -> Reason:
     if comparison.verdicts and comparison.verdicts[0].baseline != row.name:
         return because("no_comparison")
     return because("is_baseline")
 
 
-def _own(comparison: Comparison) -> dict[str, Verdict]:
+def _verdict_by_row(comparison: Comparison) -> dict[str, Verdict]:
     """The verdict of each row but the baseline, by its name: against the baseline, or of a part of a mix against the
     same load alone. What else the scenario compares comes after these.
     """
@@ -369,7 +373,7 @@ def _own(comparison: Comparison) -> dict[str, Verdict]:
     return own
 
 
-def _counted(check: Check, row: Row) -> dict[str, int] | None:
+def _share_counts(check: Check, row: Row) -> dict[str, int] | None:
     """What a share was counted from."""
     answers = row.pooled.answers
     if check.metric in OF_ANSWERS and answers is not None:

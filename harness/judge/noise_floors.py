@@ -81,7 +81,7 @@ def is_noise_run(run: Run) -> bool:
     return set(servers) == {A, AGAIN} and servers[A] == servers[AGAIN]
 
 
-def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
+def measure_noise(run: Run, summary: Summary, server: str) -> StoredNoise:
     """The noise that one A/A run shows: of each load the metrics that it is compared by."""
     cells = {cell.id: cell for cell in summary.cells}
     rows = {row.key: row for row in summary.rows}
@@ -117,7 +117,7 @@ def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
     )
 
 
-def joined(one: StoredNoise, other: StoredNoise) -> StoredNoise:
+def join_noise(one: StoredNoise, other: StoredNoise) -> StoredNoise:
     """The noise of the runs of both. Raises HarnessError, naming the difference, for runs of something else."""
     for field in ("machine", "scenario", "model", "workload_sha256", "server", "image", "image_digest", "version"):
         mine, theirs = getattr(one, field), getattr(other, field)
@@ -155,13 +155,13 @@ def noise_path(results: Path, run: Run) -> Path:
     return results / folder_name(run.machine.name) / folder_name(run.scenario_name) / "noise.json"
 
 
-def noise_for(runs: Sequence[Run], results: Path) -> Noise:
+def known_noise(runs: Sequence[Run], results: Path) -> Noise:
     """What is known of the variation between runs, for a comparison of these. Of several machines the wider counts."""
     stored = {noise_path(results, run): run for run in runs}
     found = []
     for path, run in stored.items():
         noise = read_noise(path)
-        why = None if noise is None else unfit(noise, run)
+        why = None if noise is None else noise_mismatch(noise, run)
         if noise is None or why is not None:
             names = {"scenario": run.scenario_name, "machine": run.machine.name}
             return Noise(source=[because("noise_unknown", **names, other=why)])
@@ -174,17 +174,17 @@ def noise_for(runs: Sequence[Run], results: Path) -> Noise:
                 key not in rows or rows[key].run_variance(noise.repeats) < seen.run_variance(noise.repeats)
             ):
                 rows[key] = seen
-    return Noise(rows, list(map(source_of, found)))
+    return Noise(rows, list(map(noise_source, found)))
 
 
-def source_of(noise: StoredNoise) -> Reason:
+def noise_source(noise: StoredNoise) -> Reason:
     """Where stored noise is from."""
-    days = sorted({date_of(run.started_wall_s) for run in noise.runs})
+    days = sorted({format_date(run.started_wall_s) for run in noise.runs})
     of = {"machine": noise.machine, "runs": len(noise.runs), "server": noise.server}
     return because("noise_measured", **of, first_day=days[0], last_day=days[-1] if len(days) > 1 else None)
 
 
-def unfit(noise: StoredNoise, run: Run) -> str | None:
+def noise_mismatch(noise: StoredNoise, run: Run) -> str | None:
     """In what stored noise is not of this run's work; None when it is."""
     for what, one, other in (
         ("machine", noise.machine, run.machine.name),
@@ -197,7 +197,7 @@ def unfit(noise: StoredNoise, run: Run) -> str | None:
     return "kind of engine" if noise.simulated != run.simulated else None
 
 
-def date_of(wall_s: float) -> str:
+def format_date(wall_s: float) -> str:
     """The day of a moment, in UTC."""
     return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).strftime("%Y-%m-%d")
 
@@ -205,9 +205,9 @@ def date_of(wall_s: float) -> str:
 def folder_name(text: str) -> str:
     """`text` as the name of one folder on any system. A name that had to be changed gets a sum of the original."""
     kept = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:60].rstrip("-._")
-    if kept == text and kept not in RESERVED and kept.split(".")[0] not in _DEVICES:
+    if kept == text and kept not in RESERVED and kept.split(".")[0] not in _WINDOWS_DEVICES:
         return kept
     return f"{kept or 'unnamed'}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
 
 
-_DEVICES = ("con", "prn", "aux", "nul", *(f"{name}{i}" for name in ("com", "lpt") for i in range(1, 10)))
+_WINDOWS_DEVICES = ("con", "prn", "aux", "nul", *(f"{name}{i}" for name in ("com", "lpt") for i in range(1, 10)))

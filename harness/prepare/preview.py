@@ -11,7 +11,7 @@ from rich.table import Table
 
 from harness import units
 from harness.engines import template_of
-from harness.judge.checks import undecidable
+from harness.judge.checks import undecidable_checks
 from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import planned_comparisons
 from harness.prepare.experiment import Experiment
@@ -183,7 +183,7 @@ def check_notes(scenario: Scenario) -> list[str]:
     return [
         f"check '{one.check}' cannot pass: {one.row} sends {count(one.planned, 'request')} in "
         f"{count(scenario.repeats, 'repeat')}, and the check needs {one.needed:,}. Raise 'requests' or 'repeats'."
-        for one in undecidable(scenario)
+        for one in undecidable_checks(scenario)
     ]
 
 

@@ -20,7 +20,7 @@ from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError
 from harness.files import open_file, pretty_json, read_bytes, read_text, replace_file
-from harness.judge.noise_floors import RESERVED, date_of, folder_name, is_noise_run, noise_path
+from harness.judge.noise_floors import RESERVED, folder_name, format_date, is_noise_run, noise_path
 from harness.judge.verdicts import is_paced, metric_values, number_fields, work_metric
 from harness.report import words
 from harness.report.html import asset, template
@@ -241,7 +241,7 @@ def _entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         output_tok_s=median(row.output_tok_s) if row.output_tok_s else None,
         ttft_p50_s=numbers.ttft_s.p50,
         errors=numbers.failed + numbers.unfinished,
-        date=date_of(run.started_wall_s),
+        date=format_date(run.started_wall_s),
         run=run.id,
         image=served.image if served else None,
         image_digest=served.image_digest if served else None,

@@ -33,8 +33,8 @@ from harness.judge.noise_floors import (
     A,
     RowNoise,
     StoredNoise,
-    joined,
-    noise_of,
+    join_noise,
+    measure_noise,
     noise_path,
     read_noise,
     write_noise,
@@ -256,10 +256,10 @@ def noise(
                 next_step=f"harness report {folder} shows all reasons. {number} of {times} runs are stored.",
             )
         path = noise_path(results, manifest)
-        found = noise_of(manifest, summary, name)
+        found = measure_noise(manifest, summary, name)
         if known is None and add:
             known = read_noise(path)
-        known = found if known is None else joined(known, found)
+        known = found if known is None else join_noise(known, found)
         try:
             write_noise(path, known)
         except OSError as error:

@@ -13,7 +13,7 @@ import psutil
 from harness.analysis.summarize import summarize
 from harness.errors import HarnessError
 from harness.files import read_json
-from harness.judge.comparable import ABSENT, flatten, in_words
+from harness.judge.comparable import ABSENT, flatten, format_values
 from harness.prepare.experiment import Experiment, Target, as_recorded
 from harness.prepare.machine_fit import preflight
 from harness.process import owner
@@ -149,7 +149,7 @@ def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
     for key in dict.fromkeys([*sides[0], *sides[1]]):
         values = [side.get(key, ABSENT) for side in sides]
         if values[0] != values[1]:
-            before, after = in_words(values)
+            before, after = format_values(values)
             yield f"{key}: {before} then, {after} now"
 
 
