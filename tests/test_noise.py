@@ -117,7 +117,7 @@ def test_one_run_does_not_show_how_far_runs_differ(tmp_path: Path) -> None:
     run, noise = aa_run(tmp_path / "aa", 0.01)
     write_noise(noise_path(tmp_path, run), noise)
     assert known_noise([run], tmp_path).rows == {}
-    assert noise.rows[0].between_repeats() == pytest.approx(1e-4, rel=3)
+    assert noise.rows[0].repeat_variance() == pytest.approx(1e-4, rel=3)
 
 
 @pytest.mark.parametrize(

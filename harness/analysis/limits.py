@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from harness.analysis.tally import CellCounts
 from harness.rundir.records import MAX_CPU, ProcessMark
 from harness.scenario import Load, is_open
-from harness.summary import ClientLimit, Distribution, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
+from harness.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
 from harness.workers import MACHINE, Workers
 
 MAX_SEND_LAG_S = 0.010
@@ -75,8 +75,8 @@ def _limited(
     what: Any, value: float, allowed: float, numbers: Numbers, affected: list[str], code: str, **values: Any
 ) -> Limited:
     """A limit on the affected fields that the cell has values of, and its reason."""
-    known = {name: value for name in affected if (value := getattr(numbers, name)) is not None}
-    fields = [name for name, value in known.items() if not isinstance(value, Distribution) or value.n]
+    found = {name: getattr(numbers, name) for name in affected}
+    fields = [name for name, number in found.items() if number is not None and getattr(number, "n", 1) > 0]
     unit: Any = "ratio" if what in ("cpu", "shared_reads") else "s"
     invalid = what in ("cpu", "send_lag")
     limit = ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=fields, invalid=invalid)

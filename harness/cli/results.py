@@ -40,7 +40,7 @@ def report(
     With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
     from harness.analysis.summarize import read_summary, summarize_with_counts, write_summary
-    from harness.comparison.compare import reference_to
+    from harness.comparison.compare import make_reference
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import export, html, junit, markdown, terminal
     from harness.rundir.manifest import read_run
@@ -51,7 +51,7 @@ def report(
     folder = _run_of(run_folder, runs)
     manifest = read_run(folder)
     refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
-    reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
+    reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
     checked_anew = bool(checks) or reference is not None
     # A published run has its summary alone: one made without records would say that nothing was measured.
     alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
@@ -126,7 +126,7 @@ def compare(
     Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. With
     --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
     """
-    from harness.comparison.compare import by_machine, compare_runs
+    from harness.comparison.compare import compare_runs, group_by_machine
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import junit
     from harness.report.markdown import of_comparison
@@ -142,7 +142,7 @@ def compare(
     if history:
         _compare_with_history(first[0], output, runs, results)
         return
-    groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
+    groups = group_by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
         refuse_misplaced(checks or [], scenario.servers, scenario.loads)
     try:

@@ -26,7 +26,7 @@ Reason = Literal[
     "no_row", "client_limited", "no_value", "definition",
 ]  # fmt: skip
 _NEAR = 2  # runs around a change point in which a difference of the manifests is looked for
-_Found = tuple[Path, Run, Summary]
+_RunAndSummary = tuple[Path, Run, Summary]
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class Series(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return f"{self.server} / {self.load}"
 
-    def speed(self, level: int) -> float:
+    def level_ratio(self, level: int) -> float:
         """How fast a level is, relative to the one before it."""
         ratio = self.levels[level].value / self.levels[level - 1].value
         return ratio if self.metric in RATES else 1 / ratio
@@ -153,7 +153,7 @@ def history_of(scenario: str, runs: Path, results: Path, machine: str | None = N
     The newest valid run says which model, workload and kind of engine the history is about. Raises HarnessError where
     there is no run, or where several machines have some and `machine` names none.
     """
-    found, left_out = _collect(scenario, runs, results)
+    found, left_out = _collect_runs(scenario, runs, results)
     machines = sorted({run.machine.name for _, run, _ in found})
     if machine is None and len(machines) > 1:
         raise HarnessError(
@@ -167,9 +167,9 @@ def history_of(scenario: str, runs: Path, results: Path, machine: str | None = N
             f"{scenario}: no valid run{where} in {runs} or {results}",
             next_step=f"`harness run {scenario}` makes one; `harness runs --runs {runs}` lists the runs.",
         )
-    chosen, others = _alike(found, mine[-1])
-    series = _series(chosen)
-    divided = [_divided(one, len(series)) for one in series]
+    chosen, others = _select_comparable(found, mine[-1])
+    series = _make_series(chosen)
+    divided = [_divide_into_levels(one, len(series)) for one in series]
     newest = mine[-1]
     return History(
         scenario=scenario,
@@ -180,7 +180,7 @@ def history_of(scenario: str, runs: Path, results: Path, machine: str | None = N
         runs=[run.id for _, run, _ in chosen],
         left_out=left_out + others,
         series=divided,
-        change_points=_change_points(divided, [run for _, run, _ in chosen]),
+        change_points=_find_change_points(divided, [run for _, run, _ in chosen]),
     )
 
 
@@ -192,11 +192,11 @@ def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
             f"{run.id}: an A/A run of `harness noise` is not compared with a history", next_step="Give a `harness run`."
         )
     refuse_invalid(run, summary, "is held against the history")
-    found, left_out = _collect(run.scenario_name, runs, results)
-    chosen, others = _alike([one for one in found if _key(one[1]) != _key(run)], run)
+    found, left_out = _collect_runs(run.scenario_name, runs, results)
+    chosen, others = _select_comparable([one for one in found if _run_key(one[1]) != _run_key(run)], run)
     everything = [*chosen, (folder, run, summary)]
-    series = _series(everything, {row.key for row in summary.rows})
-    rows = [_gated(one, run.id, len(series)) for one in series]
+    series = _make_series(everything, {row.key for row in summary.rows})
+    rows = [_gate_series(one, run.id, len(series)) for one in series]
     # What two or three runs show together began with the first of them; each row has runs of its own.
     places = {one.id: place for place, (_, one, _) in enumerate(chosen)}
     begun = [
@@ -216,39 +216,39 @@ def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
         left_out=left_out + others,
         rows=rows,
         sides=[one.id for one in sides],
-        differences=find_differences([collect_facts(one, [key for key in keys if _has(one, key)]) for one in sides])
+        differences=find_differences([collect_facts(one, [key for key in keys if _has_row(one, key)]) for one in sides])
         if last
         else [],
     )
 
 
-def _collect(scenario: str, runs: Path, results: Path) -> tuple[list[_Found], list[LeftOut]]:
+def _collect_runs(scenario: str, runs: Path, results: Path) -> tuple[list[_RunAndSummary], list[LeftOut]]:
     """The valid runs of a scenario, oldest first, each once; and those that cannot be used."""
     out: dict[Reason, list[str]] = {}
-    found: dict[tuple[str, float], _Found] = {}
+    found: dict[tuple[str, float], _RunAndSummary] = {}
     published = [path for path in results.glob("*/*/*/run.json") if path.relative_to(results).parts[0] not in RESERVED]
     for path in sorted([*runs.glob("*/run.json"), *published]):
         folder = path.parent
         try:
             run = read_run(folder)
-            if run.scenario_name != scenario or _key(run) in found:
+            if run.scenario_name != scenario or _run_key(run) in found:
                 continue
             if is_noise_run(run):
                 out.setdefault("noise_run", []).append(run.id)
             elif run.status in ("valid", "unchecked") and (summary := summary_of(folder)).valid is not False:
-                found[_key(run)] = (folder, run, summary)
+                found[_run_key(run)] = (folder, run, summary)
             else:
                 out.setdefault("not_valid", []).append(run.id)
         except HarnessError:
             out.setdefault("unreadable", []).append(folder.name)
-    return sorted(found.values(), key=lambda one: one[1].started_wall_s), _left_out(out)
+    return sorted(found.values(), key=lambda one: one[1].started_wall_s), _make_left_out(out)
 
 
-def _key(run: Run) -> tuple[str, float]:
+def _run_key(run: Run) -> tuple[str, float]:
     return run.id, run.started_wall_s
 
 
-def _alike(found: Sequence[_Found], like: Run) -> tuple[list[_Found], list[LeftOut]]:
+def _select_comparable(found: Sequence[_RunAndSummary], like: Run) -> tuple[list[_RunAndSummary], list[LeftOut]]:
     """The runs that did the same work as `like` and started no later, and those that did not."""
     unlike: list[tuple[Reason, Callable[[Run], bool]]] = [
         ("machine", lambda run: run.machine.name != like.machine.name),
@@ -265,14 +265,14 @@ def _alike(found: Sequence[_Found], like: Run) -> tuple[list[_Found], list[LeftO
             chosen.append(one)
         else:
             out.setdefault(reason, []).append(one[1].id)
-    return chosen, _left_out(out)
+    return chosen, _make_left_out(out)
 
 
-def _left_out(found: dict[Reason, list[str]]) -> list[LeftOut]:
+def _make_left_out(found: dict[Reason, list[str]]) -> list[LeftOut]:
     return [LeftOut(reason=reason, runs=runs) for reason, runs in found.items()]
 
 
-def _series(found: Sequence[_Found], only: set[tuple[str, str]] | None = None) -> list[Series]:
+def _make_series(found: Sequence[_RunAndSummary], only: set[tuple[str, str]] | None = None) -> list[Series]:
     """The values of every row and metric, not divided yet."""
     keys = dict.fromkeys(row.key for _, _, summary in reversed(found) for row in summary.rows)
     made = []
@@ -288,11 +288,11 @@ def _series(found: Sequence[_Found], only: set[tuple[str, str]] | None = None) -
         )
         absent = [run.id for _, run, summary in found if all(row.key != key for row in summary.rows)]
         for metric in comparison_metrics(measured, measured):
-            made.append(_one_series(key, metric, having, newest_row, absent))
+            made.append(_metric_series(key, metric, having, newest_row, absent))
     return sorted(made, key=lambda one: list(keys).index((one.server, one.load)))
 
 
-def _one_series(
+def _metric_series(
     key: tuple[str, str],
     metric: str,
     having: Sequence[tuple[Run, Summary, Row]],
@@ -311,11 +311,11 @@ def _one_series(
         elif not known or len(known) < len(values):
             out.setdefault("no_value", []).append(run.id)
         else:
-            points.append(HistoryPoint(run=run.id, started_wall_s=run.started_wall_s, value=_value(metric, known)))
-    return Series(server=key[0], load=key[1], metric=metric, points=points, levels=[], left_out=_left_out(out))
+            points.append(HistoryPoint(run=run.id, started_wall_s=run.started_wall_s, value=_mean_value(metric, known)))
+    return Series(server=key[0], load=key[1], metric=metric, points=points, levels=[], left_out=_make_left_out(out))
 
 
-def _value(metric: str, of_speeds: Sequence[float]) -> float:
+def _mean_value(metric: str, of_speeds: Sequence[float]) -> float:
     """The geometric mean of speeds, as a value of the metric."""
     (value,) = to_speeds(metric, [math.exp(stats.mean_log(of_speeds))])  # a speed turned round is a time
     return value
@@ -325,7 +325,7 @@ def _speeds(series: Series) -> list[float]:
     return to_speeds(series.metric, [point.value for point in series.points])
 
 
-def _divided(series: Series, count: int) -> Series:
+def _divide_into_levels(series: Series, count: int) -> Series:
     """A series with its levels, corrected for so many series."""
     if not series.points:
         return series
@@ -344,14 +344,14 @@ def _divided(series: Series, count: int) -> Series:
     return replace(series, points=points, levels=levels)
 
 
-def _change_points(series: Sequence[Series], runs: Sequence[Run]) -> list[ChangePoint]:
+def _find_change_points(series: Sequence[Series], runs: Sequence[Run]) -> list[ChangePoint]:
     """The change points of all series; those between the same two runs are one."""
     places = {run.id: place for place, run in enumerate(runs)}
     found: dict[tuple[str, str], list[Moved]] = {}
     for one in series:
         for number in range(1, len(one.levels)):
             pair = one.levels[number - 1].last, one.levels[number].first
-            ratio = one.speed(number)
+            ratio = one.level_ratio(number)
             found.setdefault(pair, []).append(Moved(server=one.server, load=one.load, metric=one.metric, ratio=ratio))
     made = []
     for (before, after), moved in sorted(found.items(), key=lambda item: places[item[0][1]]):
@@ -372,7 +372,7 @@ def _nearest_difference(
     first: tuple[tuple[str, str], list[Difference]] | None = None
     for one, other in [(before, after), *((at - 1, at) for at in near)]:
         pair = [runs[one], runs[other]]
-        common = [key for key in rows if all(_has(run, key) for run in pair)]
+        common = [key for key in rows if all(_has_row(run, key) for run in pair)]
         found = find_differences([collect_facts(run, common) for run in pair])
         result = (pair[0].id, pair[1].id), found
         if any(difference.key not in SHOWN_ONLY for difference in found):
@@ -382,11 +382,11 @@ def _nearest_difference(
     return first
 
 
-def _has(run: Run, row: tuple[str, str]) -> bool:
+def _has_row(run: Run, row: tuple[str, str]) -> bool:
     return row[0] in run.scenario.servers and row[1] in run.scenario.loads
 
 
-def _gated(series: Series, run: str, count: int) -> Gated:
+def _gate_series(series: Series, run: str, count: int) -> Gated:
     """The newest run of a series against those before it."""
     current = series.points[-1] if series.points and series.points[-1].run == run else None
     shift = Shift("inconclusive", None, None, None, None, 1, [], None, None)

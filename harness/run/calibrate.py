@@ -311,7 +311,7 @@ def show_noise(noise: StoredNoise, console: Console) -> None:
 def _of_row(row: RowNoise, repeats: int) -> list[str]:
     """Spread of repeats, repeats a side for "same", spread of runs, and the difference that one run finds."""
     cells = [NOTHING] * 4
-    between = row.between_repeats()
+    between = row.repeat_variance()
     if between is not None:
         needed = stats.sample_size_to_settle(0.0, (between, between), 1, 1)
         cells[:2] = [_percent(math.sqrt(between)), f"over {MAX_REPEATS}" if needed is None else str(needed)]
