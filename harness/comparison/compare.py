@@ -75,7 +75,7 @@ def compare_runs(
         )
     _refuse_checks(groups, checks)
     sides = [_read_side(group, checks) for group in groups]
-    rows = [row for row in sides[0].common_rows() if all(row in side.rows() for side in sides[1:])]
+    rows = [row for row in sides[0].common_rows() if all(row in side.common_rows() for side in sides[1:])]
     if not rows:
         raise HarnessError(
             "the runs have no row in common: none of their servers and loads have the same names",
