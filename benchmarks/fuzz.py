@@ -149,7 +149,10 @@ PARSERS: dict[str, tuple[Parse, list[bytes]]] = {
         [json.dumps(yaml.safe_load(path.read_text())).encode() for path in SCENARIOS.glob("*.yaml")],
     ),
     "compose": (
-        below_yaml(compose_file, lambda path: compose_file.filled_in(compose_file.parse(path.read_text()), {"A": "b"})),
+        below_yaml(
+            compose_file,
+            lambda path: compose_file.fill_variables(compose_file.parse_compose(path.read_text()), {"A": "b"}),
+        ),
         [json.dumps(COMPOSE).encode()],
     ),
     "yaml": (lambda data: load_yaml(data.decode("utf-8", "replace"), []), [YAML]),

@@ -52,7 +52,7 @@ class ValueColumn(MetricColumn, frozen=True, kw_only=True):
     verdict: Literal["less", "more", ""] = ""  # which is better, where rows are compared by it
     formula: str = ""  # of its column in the main table; empty: it has none of this plain kind
 
-    def of(self, numbers: Numbers) -> Any:
+    def value_of(self, numbers: Numbers) -> Any:
         value: Any = numbers
         for step in self.field.split("."):
             value = None if value is None else getattr(value, step)

@@ -16,11 +16,13 @@ from urllib.parse import quote
 T = TypeVar("T")
 
 HIDDEN = "***"
-SHORTEST = 4  # characters of a secret; a shorter one is blacked out nowhere: it would take half a text with it
-_REMEMBERED_CHARS = 5000  # of a text whose result is kept
-_STRONG = 8  # characters: a shorter secret, a word, a path or a sentence is blacked out literally and as a whole only
-_WHOLE = 12  # characters: of a longer secret its parts are blacked out, too
-_PART = (8, 12)  # characters of a part that is blacked out: at least, and at most as many where a third is more
+MIN_SECRET_CHARS = 4  # characters of a secret; a shorter one is blacked out nowhere: it would take half a text with it
+_MAX_CACHED_CHARS = 5000  # of a text whose result is kept
+_MIN_STRONG_CHARS = (
+    8  # characters: a shorter secret, a word, a path or a sentence is blacked out literally and as a whole only
+)
+_MIN_DIVIDED_CHARS = 12  # characters: of a longer secret its parts are blacked out, too
+_PART_CHARS = (8, 12)  # characters of a part that is blacked out: at least, and at most as many where a third is more
 _WORD_CHARS = 16  # of letters alone: what is shorter may be an everyday word
 _JOINTS = re.compile(r"[-_./]")  # of words
 _PATH = re.compile(r"[/~.]|[a-z]+://|.*\s", re.DOTALL)
@@ -47,7 +49,7 @@ _SHAPE = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----|[\s\S]*)"
 )
 _QUOTE = r"""(?:\\?['"])?"""
-_GIVEN = re.compile(  # a flag, a variable, a key of a dictionary or a header, up to where its value starts
+_ASSIGNMENT = re.compile(  # a flag, a variable, a key of a dictionary or a header, up to where its value starts
     rf"""(?:(?P<flag>(?<![\w-])--[\w.-]+)(?:{_QUOTE},\ ?|=|\ +)
     |(?P<name>(?<![\w-])[A-Za-z_][\w-]*){_QUOTE}\ ?[:=]\ ?)
     \[?{_QUOTE}(?:(?:Bearer|Basic|Token)\ +)?""",
@@ -67,16 +69,16 @@ _JOINING = re.compile(r"0x|[\W_]+")  # between the parts of what was taken apart
 
 def is_secret(name: str) -> bool:
     """Whether the name of an environment variable or argument says that its value must not be shown."""
-    return _NAME.search(_upper(name)) is not None
+    return _NAME.search(_normalize_name(name)) is not None
 
 
-def looks_secret(text: str) -> str | None:
+def find_secret_form(text: str) -> str | None:
     """The first part of `text` that has the form of a secret."""
     found = _SHAPE.search(text)
     return None if found is None else found[0]
 
 
-class _Needle(NamedTuple):
+class _SecretForm(NamedTuple):
     """One form of a secret in lower case. A part of it is found by the anchors: each long enough part holds one."""
 
     text: str
@@ -90,52 +92,57 @@ class _Span(NamedTuple):
     end: int
 
 
-_known: dict[str, bool] = {}  # by text: whether it is surely a secret
+_secrets: dict[str, bool] = {}  # by text: whether it is surely a secret
 
 
-def know(secrets: Mapping[str, bool]) -> None:
+def register_secrets(secrets: Mapping[str, bool]) -> None:
     """Black these out of all that this process keeps or shows from now on.
 
     By text, whether it is surely a secret. If not, it is blacked out literally and as a whole only.
     """
     # As a whole, and line by line, as a log has it.
     texts = {text.strip(): sure for secret, sure in secrets.items() for text in (secret, *secret.splitlines())}
-    new = {text: sure for text, sure in texts.items() if len(text) >= SHORTEST and (sure or text not in _known)}
-    if not new.items() <= _known.items():
-        _known.update(new)
-        for kept in (_cleaned, _needles, _literal):
+    new = {
+        text: sure for text, sure in texts.items() if len(text) >= MIN_SECRET_CHARS and (sure or text not in _secrets)
+    }
+    if not new.items() <= _secrets.items():
+        _secrets.update(new)
+        for kept in (_mask_cached, _strong_forms, _literal_forms):
             kept.cache_clear()
 
 
-def forget() -> None:
+def forget_secrets() -> None:
     """Know no secret any more."""
-    _known.clear()
-    for kept in (_cleaned, _needles, _literal):
+    _secrets.clear()
+    for kept in (_mask_cached, _strong_forms, _literal_forms):
         kept.cache_clear()
 
 
-def known() -> dict[str, bool]:
+def registered_secrets() -> dict[str, bool]:
     """The secrets that `know` got."""
-    return dict(_known)
+    return dict(_secrets)
 
 
-def _each(value: Any, change: Callable[[str], str]) -> Any:
+def _mask_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
-        return {_each(key, partial(_known_out, words=False)): _each(item, change) for key, item in value.items()}
+        return {
+            _mask_texts(key, partial(_mask_registered, words=False)): _mask_texts(item, change)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_each(item, change) for item in value]
+        return [_mask_texts(item, change) for item in value]
     return change(value) if isinstance(value, str) else value
 
 
-def _known_out(text: str, words: bool) -> str:
-    return (_cleaned if len(text) < _REMEMBERED_CHARS else _cleaned.__wrapped__)(text, words)
+def _mask_registered(text: str, words: bool) -> str:
+    return (_mask_cached if len(text) < _MAX_CACHED_CHARS else _mask_cached.__wrapped__)(text, words)
 
 
 @lru_cache(512)  # a manifest, written again and again, and a server that fails say the same things all the time
-def _cleaned(text: str, words: bool) -> str:
-    if _needles():
-        text = _cut_out(text, _found(text))
-    for literal in _literal() if words else ():
+def _mask_cached(text: str, words: bool) -> str:
+    if _strong_forms():
+        text = _replace_spans(text, _find_secrets(text))
+    for literal in _literal_forms() if words else ():
         text = text.replace(literal, HIDDEN)
     return text
 
@@ -147,7 +154,11 @@ def masked(value: T, which: Literal["all", "known", "sure"] = "all") -> T:
     `known`: every known secret. `all`: also what has the form of a secret, or is given under a secret's name or flag.
     """
     if which != "all":
-        return value if not _known else cast(T, _each(value, lambda text: _known_out(text, which == "known")))
+        return (
+            value
+            if not _secrets
+            else cast(T, _mask_texts(value, lambda text: _mask_registered(text, which == "known")))
+        )
     made: Any = value
     if isinstance(value, dict):
         made = {
@@ -161,15 +172,15 @@ def masked(value: T, which: Literal["all", "known", "sure"] = "all") -> T:
         hide = [before and not str(item).startswith("--") for before, item in zip([False, *flags], value, strict=False)]
         made = [HIDDEN if given else masked(item) for given, item in zip(hide, value, strict=True)]
     elif isinstance(value, str):
-        made = _without_forms(_known_out(value, words=True))
+        made = _mask_forms(_mask_registered(value, words=True))
     return cast(T, masked(made, "known") if isinstance(made, dict) else made)
 
 
-def _without_forms(text: str) -> str:
+def _mask_forms(text: str) -> str:
     """`text` with everything blacked out that has the form of a secret or follows the name of one."""
     parts, end = [], 0
-    for given in _GIVEN.finditer(text):
-        value = _VALUE.match(text, given.end()) if given.start() >= end and _is_given(given) else None
+    for given in _ASSIGNMENT.finditer(text):
+        value = _VALUE.match(text, given.end()) if given.start() >= end and _names_secret(given) else None
         if value is not None:
             parts += [text[end : value.start()], HIDDEN]
             end = value.end()
@@ -178,9 +189,9 @@ def _without_forms(text: str) -> str:
 
 def _is_strong(secret: str) -> bool:
     """Whether it cannot be taken for anything else, in lower case or in part."""
-    if len(secret) < _STRONG or _may_be_word(secret):
+    if len(secret) < _MIN_STRONG_CHARS or _may_be_word(secret):
         return False
-    return not (secret.isdigit() and len(secret) < _WHOLE) and _PATH.match(secret) is None
+    return not (secret.isdigit() and len(secret) < _MIN_DIVIDED_CHARS) and _PATH.match(secret) is None
 
 
 def _may_be_word(text: str, max_chars: int = _WORD_CHARS) -> bool:
@@ -188,40 +199,43 @@ def _may_be_word(text: str, max_chars: int = _WORD_CHARS) -> bool:
 
 
 @lru_cache
-def _literal() -> list[str]:
+def _literal_forms() -> list[str]:
     """What is blacked out as it is, and as addresses and JSON write it."""
-    weak = [secret for secret, sure in _known.items() if not (sure and _is_strong(secret))]
+    weak = [secret for secret, sure in _secrets.items() if not (sure and _is_strong(secret))]
     forms = {form for secret in weak for form in (secret, quote(secret, safe=""), json.dumps(secret)[1:-1])}
     return sorted(forms, key=len, reverse=True)
 
 
 @lru_cache
-def _needles() -> list[_Needle]:
+def _strong_forms() -> list[_SecretForm]:
     """All forms in which the strong secrets are looked for."""
-    made: dict[str, _Needle] = {}
-    for secret, sure in _known.items():
+    made: dict[str, _SecretForm] = {}
+    for secret, sure in _secrets.items():
         if not (sure and _is_strong(secret)):
             continue
         size = len(secret)
-        part = size if size < _WHOLE else min(_PART[1], max(_PART[0], size // 3))
+        part = size if size < _MIN_DIVIDED_CHARS else min(_PART_CHARS[1], max(_PART_CHARS[0], size // 3))
         letters = not secret.isalpha()
         raw = secret.encode()
-        forms = [(form, part, letters) for form in {secret, secret[::-1], *(plain for plain, _, _ in _layers(secret))}]
+        forms = [
+            (form, part, letters)
+            for form in {secret, secret[::-1], *(plain for plain, _, _ in _decode_step_by_step(secret))}
+        ]
         forms += [(raw.hex(), 2 * part, False), ("".join(map(str, raw)), 2 * part, False)]
-        once = list(_inner(raw, 6))
-        coded = [*once, *_inner(raw, 5), *_inner(secret.encode("utf-16-le"), 6)]
-        for inner in coded + [twice for one in once for twice in _inner(one.encode(), 6)]:
+        once = list(_encode_at_each_offset(raw, 6))
+        coded = [*once, *_encode_at_each_offset(raw, 5), *_encode_at_each_offset(secret.encode("utf-16-le"), 6)]
+        for inner in coded + [twice for one in once for twice in _encode_at_each_offset(one.encode(), 6)]:
             shortest = -(-part * len(inner) // size)  # characters for as large a part of the secret
             forms += [(inner, shortest, False), (inner.translate(_URL_SAFE), shortest, False)]
         for text, shortest, words in forms:
             text = text.lower()
             step = max(1, (shortest + 1) // 2)
             anchors = [text[at : at + step] for at in range(0, len(text) - step + 1, step)]
-            made.setdefault(text, _Needle(text, shortest, tuple(dict.fromkeys(anchors)), words))
+            made.setdefault(text, _SecretForm(text, shortest, tuple(dict.fromkeys(anchors)), words))
     return list(made.values())
 
 
-def _inner(raw: bytes, bits: int) -> Iterator[str]:
+def _encode_at_each_offset(raw: bytes, bits: int) -> Iterator[str]:
     """What of a text in base64 (6 bits a character) or base32 (5) depends on `raw` alone, for each place in it."""
     encode, places = (b64encode, 3) if bits == 6 else (b32encode, 5)
     for before in range(places):
@@ -236,19 +250,19 @@ _ESCAPED = re.compile(
     re.IGNORECASE,
 )
 _ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
-_NESTED = 3  # encodings of encodings that are looked into
+_MAX_DECODING_STEPS = 3  # encodings of encodings that are looked into
 
 
-def _found(text: str) -> list[_Span]:
+def _find_secrets(text: str) -> list[_Span]:
     """Where the strong secrets are, or parts of them, in any encoding."""
     found: list[_Span] = []
-    for plain, starts, ends in _layers(text):
-        for start, end in _runs(plain, joined=starts is not None):
+    for plain, starts, ends in _decode_step_by_step(text):
+        for start, end in _find_parts(plain, joined=starts is not None):
             found.append(_Span(start, end) if starts is None else _Span(starts[start], ends[end - 1]))
     return found
 
 
-def _layers(text: str) -> list[tuple[str, list[int] | None, list[int]]]:
+def _decode_step_by_step(text: str) -> list[tuple[str, list[int] | None, list[int]]]:
     """`text` in lower case, then decoded step by step, then without blanks and control characters, then without tags,
     then its letters and digits alone.
 
@@ -259,7 +273,7 @@ def _layers(text: str) -> list[tuple[str, list[int] | None, list[int]]]:
         return layers
     starts, ends = list(range(len(text))), list(range(1, len(text) + 1))
     plain = layers[0][0]
-    for pattern in [_ESCAPED] * _NESTED + [_BLANKS, _TAGS, _JOINING]:
+    for pattern in [_ESCAPED] * _MAX_DECODING_STEPS + [_BLANKS, _TAGS, _JOINING]:
         if pattern.search(plain) is None:
             continue
         chars, begins, finishes, at = [], [], [], 0
@@ -270,7 +284,7 @@ def _layers(text: str) -> list[tuple[str, list[int] | None, list[int]]]:
             finishes += ends[at:start]
             if match is not None:
                 at = match.end()
-                if char := _lower(_char(match)) if pattern is _ESCAPED else "":
+                if char := _lower(_decode_char(match)) if pattern is _ESCAPED else "":
                     chars.append(char)
                     begins.append(starts[start])
                     finishes.append(ends[at - 1])
@@ -290,7 +304,7 @@ def _plain_char(char: str) -> str:
     return plain if len(plain) == 1 else char
 
 
-def _char(match: re.Match[str]) -> str:
+def _decode_char(match: re.Match[str]) -> str:
     if code := match["url"] or match["hex"] or match["html"] or match["quoted"]:
         return chr(int(code, 16))
     if match["octal"]:
@@ -298,22 +312,22 @@ def _char(match: re.Match[str]) -> str:
     return chr(int(match["number"])) if match["number"] else _ENTITIES.get((match["name"] or "").lower(), "")
 
 
-def _runs(plain: str, joined: bool) -> Iterator[_Span]:
+def _find_parts(plain: str, joined: bool) -> Iterator[_Span]:
     """Where long enough parts of the needles are. `joined`: words may have been joined, so letters alone are none."""
-    for needle in _needles():
+    for needle in _strong_forms():
         for number, anchor in enumerate(needle.anchors):
             at = plain.find(anchor)
             while at >= 0:
-                start, end = _extended(plain, at, needle, number * len(anchor), len(anchor))
+                start, end = _extend_match(plain, at, needle, number * len(anchor), len(anchor))
                 run = plain[start:end]
-                max_chars = len(run) + 1 if joined else _WHOLE
+                max_chars = len(run) + 1 if joined else _MIN_DIVIDED_CHARS
                 word = needle.letters and run != needle.text and _may_be_word(_JOINTS.sub("", run), max_chars)
                 if len(run) >= needle.shortest and not word:
                     yield _Span(start, end)
                 at = plain.find(anchor, max(at + 1, end if len(run) >= needle.shortest else 0))
 
 
-def _extended(plain: str, at: int, needle: _Needle, place: int, size: int) -> _Span:
+def _extend_match(plain: str, at: int, needle: _SecretForm, place: int, size: int) -> _Span:
     """The longest part of a needle around an anchor that is at `at` in the text and at `place` in the needle."""
     start, end, first, last = at, at + size, place, place + size
     while start > 0 and first > 0 and plain[start - 1] == needle.text[first - 1]:
@@ -323,7 +337,7 @@ def _extended(plain: str, at: int, needle: _Needle, place: int, size: int) -> _S
     return _Span(start, end)
 
 
-def _cut_out(text: str, spans: list[_Span]) -> str:
+def _replace_spans(text: str, spans: list[_Span]) -> str:
     """`text` with HIDDEN in the place of each span; those that meet are one."""
     parts: list[str] = []
     end = 0
@@ -347,12 +361,12 @@ def csv_field(value: object) -> object:
     return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
 
 
-def _is_given(given: re.Match[str]) -> bool:
+def _names_secret(given: re.Match[str]) -> bool:
     name = given["flag"] or given["name"]
     if given["flag"] or name.startswith("-") or (name.isupper() and name not in ("KEY", "KEYS")):
         return is_secret(name)
-    return _NAME_IN_LOG.search(_upper(name)) is not None
+    return _NAME_IN_LOG.search(_normalize_name(name)) is not None
 
 
-def _upper(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-.]", "_", name).upper()

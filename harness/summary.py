@@ -58,7 +58,7 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 NO_SAMPLE = Distribution(n=0)
 
 
-class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SloAttainment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How many of the requests sent met every SLO of a set. Failed and unfinished ones did not, nor did abandoned ones
     that had missed one when the user left; the others are unknown and do not count.
     """
@@ -70,7 +70,7 @@ class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     goodput_req_s: float | None = None  # requests that met every SLO and ended inside the window / window
 
 
-class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScheduleKept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the schedule of an open loop was kept, in requests that have a time of their own; of an own locustfile in
     arrivals. None: not known.
     """
@@ -137,12 +137,12 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     connect_s: Distribution = NO_SAMPLE  # of the requests that opened a connection, before they were sent
     ttft_sched_s: Distribution = NO_SAMPLE  # from schedule; open loops only
     e2e_sched_s: Distribution = NO_SAMPLE
-    schedule: Kept | None = None  # of an open loop
+    schedule: ScheduleKept | None = None  # of an open loop
     tokens_per_chunk: float | None = None
     vectors: int | None = None  # of embeddings
     answers: Answers | None = None  # where answers were to have a form
     prompts: PromptLengths | None = None  # where their length was planned
-    slos: dict[str, Attained] = {}  # by the SLOs that a check asks about, such as "ttft<=1s, tpot<=50ms"
+    slos: dict[str, SloAttainment] = {}  # by the SLOs that a check asks about, such as "ttft<=1s, tpot<=50ms"
 
     @property
     def error_rate(self) -> float | None:
@@ -240,7 +240,7 @@ class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     invalid: bool = False  # whether the run is INVALID for it; else all other numbers are valid
 
 
-class Warmed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WarmupResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The warm-up of a cell."""
 
     requests: int
@@ -276,7 +276,7 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     server_load: ServerLoad
     machine_load: MachineLoad | None = None  # None: nothing was sampled
     ready_s: float | None = None  # the server's start until its first answer
-    warmup: Warmed | None = None  # None: there was none
+    warmup: WarmupResult | None = None  # None: there was none
     bad_fields: list[BadFields] = []
     failed: Reason | None = None  # of a sweep: why the setting failed, which is its result; then it has no other
     problems: list[Reason] = []  # why it is not valid

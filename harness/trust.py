@@ -12,13 +12,13 @@ import requests
 
 from harness.errors import HarnessError
 from harness.files import open_file
-from harness.redact import know
+from harness.redact import register_secrets
 
 MAX_ANSWER_BYTES = 16 << 20
-VARIABLE = "SSL_CERT_FILE"
+CA_VARIABLE = "SSL_CERT_FILE"
 
 
-def authorities() -> str | bool:
+def find_authorities() -> str | bool:
     """What `requests` takes as `verify`: the file of SSL_CERT_FILE, else the system's, else those that come with it."""
     paths = ssl.get_default_verify_paths()
     return paths.cafile or paths.capath or True
@@ -48,23 +48,23 @@ def open_session(api_key: str | None) -> requests.Session:
     """What asks a server for anything but load."""
     session = _Session()
     session.trust_env = False  # no proxy of the environment between the harness and the server
-    session.verify = authorities()
+    session.verify = find_authorities()
     if api_key:
-        know({api_key: True})
+        register_secrets({api_key: True})
         session.headers["Authorization"] = f"Bearer {api_key}"
     return session
 
 
-def trust(ca: Path) -> None:
+def trust_authority(ca: Path) -> None:
     """Trust only this certificate authority, here and in every process started from here.
 
     Raises HarnessError for a file that holds no certificate.
     """
-    refuse_no_authority(ca)
-    os.environ[VARIABLE] = str(ca.resolve())
+    require_certificate(ca)
+    os.environ[CA_VARIABLE] = str(ca.resolve())
 
 
-def refuse_no_authority(ca: Path) -> None:
+def require_certificate(ca: Path) -> None:
     """Raise HarnessError for a file that holds no certificate."""
     try:
         open_file(ca).close()

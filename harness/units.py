@@ -1,11 +1,13 @@
 """Numbers with their units, the same wherever people read them."""
 
+from datetime import UTC, datetime
+
 GIB = 1 << 30
-NOTHING = "–"  # for what is not known
+NOTHING = "–"  # for a value that is not known
 
 
 def significant(value: float | None) -> str:
-    """A number for people: three digits where there is a fraction, all of them where there is none."""
+    """A number with about three significant digits; a whole number with all of its digits."""
     if value is None:
         return NOTHING
     size = abs(value)
@@ -15,7 +17,7 @@ def significant(value: float | None) -> str:
 
 
 def figures(value: float, number: int = 2) -> str:
-    """So many significant figures at least, and never an exponent: "0.26", "1.5", "112"."""
+    """At least so many significant figures, without an exponent: "0.26", "1.5", "112"."""
     return f"{value:.{number}g}" if abs(value) < 10 ** (number - 1) else f"{value:,.0f}"
 
 
@@ -35,7 +37,7 @@ def milliseconds(value_s: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words for people: 45 s, 3 min 20 s, 2 h 5 min."""
+    """Seconds as "45 s", "3 min 20 s" or "2 h 5 min"."""
     whole = round(seconds)
     if whole < 90:
         return f"{whole} s"
@@ -52,3 +54,8 @@ def gib(size: float, digits: int = 1) -> str:
 def count(number: int, one: str, many: str = "") -> str:
     """ "1 request", "1,204 requests" """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def date_time(wall_s: float) -> str:
+    """A Unix time: "2026-01-31 23:59 UTC"."""
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

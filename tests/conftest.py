@@ -126,7 +126,7 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _no_secrets_of_other_tests() -> Iterator[None]:
     """What one test's server was told is no secret of the next one."""
     yield
-    redact.forget()
+    redact.forget_secrets()
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ import re
 from typing import Any
 
 from harness.analysis.summarize import read_summary
-from harness.engines import engines, template_of
-from harness.failures.table import IN_PIECES, Rule, removed_flags, replacements, rules
+from harness.engines import engines, find_template
+from harness.failures.table import FRAGMENTED_MEMORY, Rule, removed_flags, replacements, rules
 from harness.files import ROOT
-from harness.machine.findings import findings_tables, targets_table
-from harness.reasons import documented
+from harness.machine.findings import format_findings_tables, format_targets_table
+from harness.reasons import documented_reasons
 from harness.report import markdown
 from harness.rundir.manifest import read_run
-from harness.serve.template import BY_THE_HARNESS, GATEWAYS, Variable, limits, templates, variables
+from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format_limits, read_variables, templates
 
 LOCUST = "Not a server: what `harness compose` puts in front of one, Locust's web UI."
 COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
@@ -25,16 +25,16 @@ def servers_tables() -> str:
     """The variables of each template."""
     parts = []
     for name in (*templates(), *GATEWAYS, "locust"):
-        known = template_of(name)
+        known = find_template(name)
         introduction = LOCUST if known is None else known.introduction
         parts.append(f"\n## {name}\n{introduction}\n\n{COLUMNS}")
-        parts += [_row(key, value) for key, value in variables(name).items() if key not in BY_THE_HARNESS]
+        parts += [_row(key, value) for key, value in read_variables(name).items() if key not in HARNESS_VARIABLES]
     return "".join(parts)
 
 
 def _row(name: str, variable: Variable) -> str:
     default = "required" if variable.required else f"`{_shown(variable.default)}`"
-    allowed = f": {', '.join(variable.choices)}" if variable.choices else f" {limits(variable)}".rstrip()
+    allowed = f": {', '.join(variable.choices)}" if variable.choices else f" {format_limits(variable)}".rstrip()
     allowed += ", or `auto`" if variable.auto else ""
     cells = (f"`{name}`", variable.type + allowed, default, variable.doc)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
@@ -62,7 +62,7 @@ def server_pages() -> str:
 
 def reasons_table() -> str:
     """The list of reason codes."""
-    rows = "".join(f"| `{code}` | {text.replace('|', chr(92) + '|')} |\n" for code, text in documented())
+    rows = "".join(f"| `{code}` | {_cell(text)} |\n" for code, text in documented_reasons().items())
     return f"| code | sentence, or what it says |\n|---|---|\n{rows}"
 
 
@@ -122,7 +122,7 @@ def _failure_row(rule: Rule) -> str:
 
 def _capitals(text: str) -> str:
     text = re.sub(r"\{(?:gone|instead)\}", "", text)  # what the tables below say
-    text = text.replace("{pieces}", f"where more was free than was asked for: {IN_PIECES.partition(': ')[2]}")
+    text = text.replace("{pieces}", f"where more was free than was asked for: {FRAGMENTED_MEMORY.partition(': ')[2]}")
     return re.sub(r"(?<!\$)\{([a-z]+)\}", lambda name: name[1].upper(), text)
 
 
@@ -139,7 +139,10 @@ MADE = {
     "README.md": {"table": example_table, "servers": server_names},
     "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},
-    "docs/doctor.md": {"targets": lambda: f"\n{targets_table()}\n", "findings": lambda: f"\n{findings_tables()}\n"},
+    "docs/doctor.md": {
+        "targets": lambda: f"\n{format_targets_table()}\n",
+        "findings": lambda: f"\n{format_findings_tables()}\n",
+    },
     "docs/run-directory.md": {"reasons": reasons_table},
 }
 

@@ -33,7 +33,7 @@ def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() 
     of = compared(verdict("vllm / ten", "slower", 0.42), verdict("vllm / five", "faster", 2.0))
     of = msgspec.structs.replace(of, rows=[*of.rows, row("five", numbers(6.5, MANY))])
     text = "five is the fastest: 2.00x faster by wall time than one; ten is 2.38x slower by wall time."
-    assert sentences.answer_of(of, run()) == text
+    assert sentences.run_answer(of, run()) == text
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() 
     ],
 )
 def test_a_comparison_without_a_faster_row(verdicts: list[Verdict], said: str) -> None:
-    assert sentences.answer_of(compared(*verdicts), run()) == said
+    assert sentences.run_answer(compared(*verdicts), run()) == said
 
 
 def checked(of: Summary, *checks: str) -> Summary:
@@ -77,35 +77,35 @@ def users(*counts: int, ttft_s: Sequence[float]) -> tuple[Summary, Any]:
 )
 def test_an_slo_over_several_loads_is_answered_with_a_capacity(ttft_s: tuple[float, ...], said: str) -> None:
     of, made = users(4, 8, 16, ttft_s=ttft_s)
-    assert sentences.answer_of(checked(of, "ttft_p95 <= 1s"), made) == said
+    assert sentences.run_answer(checked(of, "ttft_p95 <= 1s"), made) == said
 
 
 def test_an_slo_of_one_load_is_answered_with_yes_or_no() -> None:
     of, made = users(4, ttft_s=[0.5])
-    yes = sentences.answer_of(checked(of, "ttft_p95 <= 1s"), made)
+    yes = sentences.run_answer(checked(of, "ttft_p95 <= 1s"), made)
     assert yes.startswith("Yes: ttft_p95 <= 1s is met. vllm / u4: 500 ms")
-    no = sentences.answer_of(checked(of, "ttft_p95 <= 100ms", "e2e_p95 <= 2s", "error_rate == 0"), made)
+    no = sentences.run_answer(checked(of, "ttft_p95 <= 100ms", "e2e_p95 <= 2s", "error_rate == 0"), made)
     assert no.startswith("No: 1 of 2 SLO checks failed. ttft_p95 <= 100ms: vllm / u4: 500 ms")
 
 
 def test_checks_against_a_baseline_answer_whether_there_is_a_regression() -> None:
     of = summary()
     slower = checked(of, "wall <= 0.1 * baseline", "error_rate == 0")
-    assert sentences.answer_of(slower, run()).startswith(
+    assert sentences.run_answer(slower, run()).startswith(
         "Regression against the baseline: 1 of 1 check failed: wall <= 0.1"
     )
     fine = checked(of, "wall <= 2 * baseline")
-    assert sentences.answer_of(fine, run()) == "No regression against the baseline: 1 check passed."
+    assert sentences.run_answer(fine, run()) == "No regression against the baseline: 1 check passed."
 
 
 def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> None:
     alone = msgspec.structs.replace(summary(), rows=summary().rows[:1], comparison=None, checks=[])
     said = "vllm / one: 13.07 s wall time, 95.6 tok/s, median TTFT 52.3\u00a0ms."
-    assert sentences.answer_of(alone, run()) == said
-    assert sentences.answer_of(msgspec.structs.replace(alone, valid=None), run()) == said
-    assert sentences.answer_of(msgspec.structs.replace(alone, valid=False), run()) == "No answer: the run is INVALID."
+    assert sentences.run_answer(alone, run()) == said
+    assert sentences.run_answer(msgspec.structs.replace(alone, valid=None), run()) == said
+    assert sentences.run_answer(msgspec.structs.replace(alone, valid=False), run()) == "No answer: the run is INVALID."
     stopped = msgspec.structs.replace(run(), status="interrupted")
-    assert sentences.answer_of(alone, stopped) == "No answer: the run did not come to its end."
+    assert sentences.run_answer(alone, stopped) == "No answer: the run did not come to its end."
 
 
 def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
@@ -114,21 +114,21 @@ def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
     found = compared(slow, fast, unknown).comparison
     assert found is not None
     said = "Regression: 1 of 3 comparisons, b is 1.25x slower by wall time than vllm / one."
-    assert sentences.answer_of_comparison(found) == said
+    assert sentences.comparison_answer(found) == said
     without = msgspec.structs.replace(found, verdicts=[fast])
-    assert sentences.answer_of_comparison(without) == (
+    assert sentences.comparison_answer(without) == (
         "No regression: none of 1 comparison is slower. The largest gain: c is 1.50x faster by wall time."
     )
     open_ = msgspec.structs.replace(found, verdicts=[fast, unknown])
     said = "Inconclusive: 1 of 2 comparisons cannot be decided, and none is slower."
-    assert sentences.answer_of_comparison(open_) == said
+    assert sentences.comparison_answer(open_) == said
 
 
 def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> None:
     many = [verdict(f"vllm / f{i}", "faster", 1.5 + i / 10) for i in range(6)]
     of = compared(verdict("vllm / same", "same", 1.0), *many, verdict("vllm / slow", "slower", 0.5), many[0])
     assert of.comparison is not None
-    found = [said.partition(":")[0] for _, said in sentences.of_verdicts(of.comparison.verdicts)]
+    found = [said.partition(":")[0] for _, said in sentences.verdict_sentences(of.comparison.verdicts)]
     assert found[:3] == ["vllm / slow", "vllm / f5", "vllm / f4"] and found[-1] == "vllm / same"
     out = io.StringIO()
     terminal.print_report(of, run(), Path("x"), Console(file=out, width=150))

@@ -14,7 +14,7 @@ from harness import Comparison, HarnessError, LoadedRun, Summary, compare, load_
 from harness.analysis.summarize import summarize as summarize_folder
 from harness.errors import RunError
 from harness.files import ROOT
-from harness.report.export import columns
+from harness.report.export import record_columns
 
 BEFORE, AFTER = ROOT / "examples" / "before", ROOT / "examples" / "after"
 
@@ -52,10 +52,10 @@ def test_a_run_is_loaded_and_summarized() -> None:
 def test_records_are_a_table(tmp_path: Path) -> None:
     run = load_run(BEFORE)
     table = run.to_arrow()
-    assert (table.num_rows, table.column_names) == (60, list(columns()))
+    assert (table.num_rows, table.column_names) == (60, list(record_columns()))
     assert [request.id for request in run.requests()] == table.column("id").to_pylist()
     frame = pytest.importorskip("pandas") and run.to_pandas()
-    assert (frame.shape, frame.e2e_s.max()) == ((60, len(columns())), max(table.column("e2e_s").to_pylist()))
+    assert (frame.shape, frame.e2e_s.max()) == ((60, len(record_columns())), max(table.column("e2e_s").to_pylist()))
     (tmp_path / "run.json").write_bytes((BEFORE / "run.json").read_bytes())
     with pytest.raises(HarnessError):
         load_run(tmp_path).to_arrow()

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "engines": {"units"},
     "summary": set(),
     "columns": {"summary"},
-    "reasons": {"columns", "summary", "units"},
+    "reasons": {"columns", "files", "summary", "units"},
     "simulated": set(),
     "process": set(),
     "trust": set(),

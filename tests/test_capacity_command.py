@@ -19,12 +19,12 @@ from harness.capacity.slo import FLUSH_S, BlockCutter, LoadPace, parse_slos, slo
 from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
 from harness.reasons import sentence
-from harness.report.capacity import answers_of, capacity_lines, crossover_reason
+from harness.report.capacity import answer_reasons, capacity_lines, crossover_reason
 from harness.run.capacity import ask, drift_of, in_flight, wait_until_idle
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load
 from harness.scenario.file import load_scenario
-from harness.serve import attach
+from harness.serve import attach_to_server
 from harness.simulated import spawned
 from harness.summary import because
 from tests.command import Done, going, harness, only_run, server, until, write
@@ -121,8 +121,8 @@ def test_a_probe_waits_for_the_requests_that_the_last_one_left() -> None:
 
 def test_the_requests_in_flight_come_from_the_metrics_of_the_server() -> None:
     with spawned("--preset", "instant", quiet=True) as running:
-        assert in_flight(attach(running.url, None), None) == 0.0
-        found = attach(running.url, None)
+        assert in_flight(attach_to_server(running.url, None), None) == 0.0
+        found = attach_to_server(running.url, None)
     assert in_flight(found, None) is None, "it has ended"
 
 
@@ -342,7 +342,7 @@ def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one(tmp_path: Path) -> No
     done = capacity(tmp_path, *options, **MIX)
     assert done.code == 0, done.out + done.err
     found = found_in(tmp_path)
-    assert sentence(answers_of(found, found.servers[0])[0]) == (
+    assert sentence(answer_reasons(found, found.servers[0])[0]) == (
         f"does not hold even 1 job user next to 3 people users: people: {HARD} is broken"
     )
     loads = read_run(only_run(tmp_path / "runs")).scenario.loads

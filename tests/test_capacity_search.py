@@ -117,3 +117,18 @@ def test_a_few_late_answers_at_the_start_do_not_hide_a_level_that_meets_its_slo(
 def test_how_many_blocks_it_takes(block: tuple[int, int], state: str, blocks: int) -> None:
     probe = probed([block])
     assert (probe.state, probe.blocks) == (state, blocks)
+
+
+def test_an_answer_for_which_no_probe_was_left_says_so() -> None:
+    """The second probe of 6 users is unresolved, and it is one of the last."""
+    search, shares = SloSearch(256), {"pass": 0.999, "fail": 0.5, "unresolved": 0.95}
+    states = ["fail", "pass", "unresolved", "fail", "pass", "fail", "pass", "unresolved", "fail"]
+    for number, state in enumerate(states):
+        level = search.next_level()
+        assert level is not None
+        search.take(level, filled(shares[state], number))
+    assert [result.state for result in search.results] == states
+    assert [result.level for result in search.results] == [16, 3, 7, 11, 5, 9, 6, 6, 9]
+    answer = search.answer()
+    assert (answer.kind, answer.level, answer.above, answer.unconfirmed) == ("found", 6, 9, [6])
+    assert found(23).unconfirmed == []

@@ -25,7 +25,7 @@ from harness.judge.stats import (
     requests_to_decide,
     share_interval,
 )
-from harness.summary import Attained, CheckResult, Distribution, Numbers, Reference, Row
+from harness.summary import CheckResult, Distribution, Numbers, Reference, Row, SloAttainment
 from tests.nightly import draws, room, scatter
 
 SIGMA = 0.75  # of logarithms: a long tail, as of times to first token
@@ -130,7 +130,7 @@ def of_share(n: int, true: float, text: str = "attainment(ttft<=1s) >= 0.95") ->
 
     def one() -> CheckResult:
         met = int(dice.binomial(n, true))
-        slos = {"ttft<=1s": Attained(met=met, attainment=met / n)}
+        slos = {"ttft<=1s": SloAttainment(met=met, attainment=met / n)}
         return evaluate([text], [row(Distribution(n=n), slos=slos)], None)[0]
 
     return shares(one() for _ in range(TRIALS))

@@ -27,13 +27,13 @@ from harness.scenario.check_syntax import (
 )
 from harness.scenario.file import load_scenario
 from harness.summary import (
-    Attained,
     CheckResult,
     Comparison,
     Distribution,
     Numbers,
     Reference,
     Row,
+    SloAttainment,
     Verdict,
     because,
     upgrade_summary,
@@ -288,7 +288,7 @@ def test_speedup_is_that_of_the_comparison() -> None:
 
 def judged(met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200) -> Row:
     share = met / sent if sent and not unknown else None
-    one_set = Attained(met=met, unknown=unknown, attainment=share, goodput_req_s=goodput)
+    one_set = SloAttainment(met=met, unknown=unknown, attainment=share, goodput_req_s=goodput)
     return row(sent=sent, succeeded=sent, slos={SLOS: one_set})
 
 

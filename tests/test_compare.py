@@ -177,7 +177,7 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
         "a / vectors: inconclusive: one makes text and the other embeddings, which have no output tokens."
     )
     assert [" by wall time (" in verdict_sentence(v) for v in found.verdicts].count(True) == 1
-    assert sentences.of_method(found).startswith(
+    assert sentences.method_sentence(found).startswith(
         "By output tok/s or wall time or prompt tok/s, as each line says; 5 comparisons"
     )
     alone = compare_rows([row for row in rows if row.load == "work"], {}, ("a", "work"), scenario)

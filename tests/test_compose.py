@@ -15,22 +15,22 @@ from harness.errors import HarnessError, Problem, ServerError
 from harness.files import COMPOSE
 from harness.scenario import Gateway, Load, Scenario, Server
 from harness.scenario.file import load_yaml
-from harness.serve import server_document, templates, variables
+from harness.serve import read_variables, server_document, templates
 from harness.serve import template as template_module
 from harness.serve.compose_file import (
-    filled_in,
+    fill_variables,
     interpolate,
-    parse,
+    make_url,
     parse_bytes,
+    parse_compose,
     parse_device,
     parse_port,
     parse_seconds,
     parse_volume,
-    url_of,
 )
-from harness.serve.lint import notes
-from harness.serve.security import missing, refuse_without_consent, secrets_in
-from harness.serve.template import quote, render, with_gateway
+from harness.serve.lint import list_notes
+from harness.serve.security import collect_secrets, find_missing_consent, require_consent
+from harness.serve.template import add_gateway, quote_yaml, render
 from harness.simulated.engine import PRESETS
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
@@ -57,13 +57,13 @@ def test_the_templates_that_ship() -> None:
 
 @pytest.mark.parametrize("template", NAMES)
 def test_every_template_works_with_its_defaults(template: str) -> None:
-    compose = parse(rendered(template))
+    compose = parse_compose(rendered(template))
     assert compose.serving.template == template
     published = [] if compose.serving.offline else [f"127.0.0.1:18000:{compose.serving.port}"]
     assert compose.server.ports == published
     assert compose.server.init is True
     assert compose.serving.simulated is (template == "simulated")
-    assert filled_in(compose, {}).server.command == compose.server.command
+    assert fill_variables(compose, {}).server.command == compose.server.command
 
 
 @pytest.mark.parametrize("template", [*NAMES, "locust"])
@@ -74,22 +74,22 @@ def test_declared_and_used_variables_are_the_same(template: str) -> None:
     if template == "locust":
         used = set(re.findall(r"\blocust\.(\w+)", text))
     optional = {"start_period", *re.findall(r"(\w+) (?:\| default\(|is defined)", text)}  # what it may set for a part
-    assert used - optional == set(variables(template)) - optional
-    assert set(variables(template)) <= used
+    assert used - optional == set(read_variables(template)) - optional
+    assert set(read_variables(template)) <= used
 
 
 @pytest.mark.parametrize("template", [*NAMES, "locust"])
 def test_every_variable_is_explained_its_default_fits_and_every_port_has_limits(template: str) -> None:
-    for name, variable in variables(template).items():
+    for name, variable in read_variables(template).items():
         assert variable.doc, name
         assert not name.endswith("port") or (variable.min, variable.max) == (1, 65535), name
     if template != "locust":
-        given = {name: v.default for name, v in variables(template).items() if not v.required}
-        assert parse(rendered(template, given)) == parse(rendered(template))
+        given = {name: v.default for name, v in read_variables(template).items() if not v.required}
+        assert parse_compose(rendered(template, given)) == parse_compose(rendered(template))
 
 
 def strings_of(template: str) -> list[str]:
-    free = {name: variable for name, variable in variables(template).items() if variable.choices is None}
+    free = {name: variable for name, variable in read_variables(template).items() if variable.choices is None}
     kinds = {name: variable.type.rstrip("?") for name, variable in free.items()}
     return [name for name, kind in kinds.items() if kind == "string" and name != "model"]
 
@@ -109,9 +109,9 @@ def test_no_text_can_inject_yaml(template: str, name: str) -> None:
 @pytest.mark.parametrize("template", NAMES)
 def test_no_item_of_a_list_or_mapping_can_inject_yaml(template: str) -> None:
     given: dict[str, Any] = {"environment": {"A": EVIL, "B": 0.5}}
-    if "groups" in variables(template):
+    if "groups" in read_variables(template):
         given["groups"] = [EVIL]
-    if "extra_args" in variables(template):
+    if "extra_args" in read_variables(template):
         given["extra_args"] = [EVIL, 7]
     server = yaml.safe_load(rendered(template, given))["services"]["server"]
     assert server["command"][-2:] == [EVIL, "7"] or EVIL in server["command"] or "extra_args" not in given
@@ -121,14 +121,14 @@ def test_no_item_of_a_list_or_mapping_can_inject_yaml(template: str) -> None:
 @settings(deadline=None, max_examples=50)  # rendering takes long on a busy machine
 @given(st.text().filter(lambda model: "\0" not in model))  # which is refused
 def test_the_model_arrives_as_it_was_written(model: str) -> None:
-    server = parse(rendered("simulated", model=model)).server
+    server = parse_compose(rendered("simulated", model=model)).server
     assert server.command is not None and server.command[-1] == model
 
 
 @settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
 def test_what_is_quoted_stays_on_its_line_and_keeps_its_value(value: Any) -> None:
-    text = quote(value)
+    text = quote_yaml(value)
     assert len(text.splitlines()) == 1
     expected = [str(item) for item in value] if isinstance(value, list) else value
     assert yaml.safe_load(text) == expected
@@ -216,7 +216,7 @@ def test_the_limits_themselves_are_allowed(template: str, given: dict[str, Any])
 
 
 def test_the_presets_of_the_template_are_those_of_the_engine() -> None:
-    assert variables("simulated")["preset"].choices == list(PRESETS)
+    assert read_variables("simulated")["preset"].choices == list(PRESETS)
 
 
 def test_a_problem_has_the_line_of_its_variable() -> None:
@@ -296,7 +296,7 @@ def test_what_is_no_secret_is_let_through(given: dict[str, Any]) -> None:
 def test_what_must_not_be_in_a_log() -> None:
     environment = {"MY_KEY": "by-its-name", "X": "by-its-place", "Y": HUB, "Z": "not-secret", "S_KEY": "sho", "K": "o"}
     asked = {"command": ["--api-key", "${X}", "--y=$Y", "${Z}"], "environment": {"A": "${MY_KEY}", "B": "${S_KEY:-}"}}
-    assert secrets_in(asked, environment) == {
+    assert collect_secrets(asked, environment) == {
         HUB: True, "by-its-place": True, "by-its-name": True, "not-secret": False
     }  # fmt: skip
 
@@ -319,7 +319,7 @@ def test_a_value_of_the_wrong_shape_and_an_unknown_key_are_refused(place: str, k
         at = at.setdefault(name, {})
     at[key] = value
     with pytest.raises(HarnessError) as caught:
-        parse(yaml.safe_dump(raw))
+        parse_compose(yaml.safe_dump(raw))
     assert f"$.{place}.{key} (line " in caught.value.what
 
 
@@ -327,15 +327,15 @@ def test_only_one_service_is_a_server() -> None:
     raw = yaml.safe_load(rendered("simulated"))
     raw["services"]["two"] = raw["services"]["server"]
     with pytest.raises(HarnessError, match="two: the harness starts 'server', 'gateway' and"):
-        parse(yaml.safe_dump(raw))
+        parse_compose(yaml.safe_dump(raw))
 
 
 def test_vllm_rocm_says_what_the_documents_ask_for() -> None:
-    server = parse(rendered("vllm-rocm")).server
+    server = parse_compose(rendered("vllm-rocm")).server
     assert server.devices == ["/dev/kfd", "/dev/dri"]
     assert server.group_add == ["44", "992"]
     assert (server.ipc, server.shm_size) == (None, "16g")  # ends with the container; that of the host would not
-    hosts = parse(rendered("vllm-rocm", {"ipc": "host"})).server
+    hosts = parse_compose(rendered("vllm-rocm", {"ipc": "host"})).server
     assert (hosts.ipc, hosts.shm_size) == ("host", None)
     assert server.security_opt == ["seccomp=unconfined"]
     assert server.cap_add == ["SYS_PTRACE"]
@@ -358,7 +358,7 @@ def test_a_digest_an_entrypoint_and_a_size_of_shared_memory_pass_through() -> No
         "max_num_seqs": None, "model_path": "/models/x", "huggingface_cache": "/data/hf", "vllm_cache": None,
         "volumes": ["/models:/models:ro", "weights:/weights"],
     }  # fmt: skip
-    compose = parse(rendered("vllm-rocm", given))
+    compose = parse_compose(rendered("vllm-rocm", given))
     server = compose.server
     assert (server.image, server.entrypoint) == (given["image"], ["vllm", "serve"])
     assert (server.ipc, server.shm_size) == (None, "8g")
@@ -378,21 +378,21 @@ def test_a_secret_is_filled_in_at_the_start_and_never_rendered(monkeypatch: pyte
     server = Server(template="vllm-rocm", variables={"environment": {"MY_API_KEY": "${MY_API_KEY}"}})
     text = composed(scenario(server))
     assert "hf_secret" not in text
-    compose = parse(server_document(scenario(server), "s"))
+    compose = parse_compose(server_document(scenario(server), "s"))
     assert compose.server.environment["HF_TOKEN"] == "${HF_TOKEN-}"
-    filled = filled_in(compose, {"HF_TOKEN": "hf_secret", "MY_API_KEY": "k"})
+    filled = fill_variables(compose, {"HF_TOKEN": "hf_secret", "MY_API_KEY": "k"})
     assert (filled.server.environment["HF_TOKEN"], filled.server.environment["MY_API_KEY"]) == ("hf_secret", "k")
     with pytest.raises(HarnessError, match="MY_API_KEY is not set; export it, or write"):
-        filled_in(compose, {})
+        fill_variables(compose, {})
 
 
 def test_an_interpolated_value_is_checked_like_any_other() -> None:
-    compose = parse(rendered("simulated", {"volumes": ["${FOLDER}:/models"]}))
-    assert filled_in(compose, {"FOLDER": "/data"}).server.volumes == ["/data:/models"]
+    compose = parse_compose(rendered("simulated", {"volumes": ["${FOLDER}:/models"]}))
+    assert fill_variables(compose, {"FOLDER": "/data"}).server.volumes == ["/data:/models"]
     with pytest.raises(HarnessError, match="would give the whole host"):
-        filled_in(compose, {"FOLDER": "/"})
+        fill_variables(compose, {"FOLDER": "/"})
     with pytest.raises(HarnessError, match="there is no volume 'other' in this file"):
-        filled_in(compose, {"FOLDER": "other"})
+        fill_variables(compose, {"FOLDER": "other"})
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_the_short_forms_of_values() -> None:
     assert [parse_seconds(text) for text in ("30s", "1m30s", "500ms", "1h")] == [30.0, 90.0, 0.5, 3600.0]
     assert parse_port("127.0.0.1:18000:8000") == ("127.0.0.1", 18000, 8000)
     assert parse_port("[::1]:0:8000") == ("::1", 0, 8000)  # the engine chooses
-    assert [url_of(address, 80) for address in ("0.0.0.0", "::", "::1", "10.0.0.1")] == [
+    assert [make_url(address, 80) for address in ("0.0.0.0", "::", "::1", "10.0.0.1")] == [
         "http://127.0.0.1:80", "http://[::1]:80", "http://[::1]:80", "http://10.0.0.1:80"
     ]  # fmt: skip
     assert parse_port("[::1]:1:2/tcp") == ("::1", 1, 2)
@@ -488,10 +488,10 @@ def test_what_gives_the_container_this_machine_needs_consent(
     assert "needs consent" in problem and f"write allow: [{code}] in the server" in problem
     agreed = msgspec.structs.replace(server, allow=[code])
     assert [one for one in server_problems_of(scenario(agreed), {}) if "there is no " not in one] == []
-    (note,) = notes(scenario(agreed))
+    (note,) = list_notes(scenario(agreed))
     assert f"the scenario lets its container reach this machine: {code} (" in note
     with pytest.raises(ServerError, match="the server is not started"):
-        refuse_without_consent(server, parse(server_document(scenario(server), "s")))
+        require_consent(server, parse_compose(server_document(scenario(server), "s")))
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_what_gives_the_container_this_machine_needs_consent(
 )  # fmt: skip
 def test_what_models_and_gpus_need_needs_no_consent(given: dict[str, Any]) -> None:
     for template in ("vllm-rocm", "llamacpp"):
-        known = {name: value for name, value in given.items() if name in variables(template)}
+        known = {name: value for name, value in given.items() if name in read_variables(template)}
         found = server_problems_of(scenario(Server(template=template, variables=known)), {})
         assert [one for one in found if "consent" in one] == []
 
@@ -534,10 +534,12 @@ def test_a_link_to_what_needs_consent_needs_it(tmp_path: Path) -> None:
 def test_a_template_of_ones_own_needs_consent_for_privileges(key: str, value: list[str], problem: str | None) -> None:
     """Those that ship have what their makers' own commands have."""
     server = Server(template="simulated")
-    compose = parse(server_document(scenario(server), "s"))
+    compose = parse_compose(server_document(scenario(server), "s"))
     service = msgspec.structs.replace(compose.server, **{key: value})
     serving = msgspec.structs.replace(compose.serving, template="mine")
-    found = missing(server, msgspec.structs.replace(compose, serving=serving, services={"server": service}), {})
+    found = find_missing_consent(
+        server, msgspec.structs.replace(compose, serving=serving, services={"server": service}), {}
+    )
     assert found == [] if problem is None else [problem in one.text for one in found] == [True]
 
 
@@ -549,7 +551,7 @@ def test_what_the_harness_never_carries_out(key: str) -> None:
     raw = yaml.safe_load(rendered("simulated"))
     raw["services"]["server"][key] = "host"
     with pytest.raises(HarnessError, match=rf"\$.services.server.{key} \(line \d+\): unknown key"):
-        parse(yaml.safe_dump(raw))
+        parse_compose(yaml.safe_dump(raw))
 
 
 @pytest.mark.parametrize(
@@ -576,7 +578,7 @@ def with_front(**gateway: object) -> Scenario:
 
 
 def test_the_gateway_passes_on_to_the_server_and_takes_the_load() -> None:
-    compose = parse(server_document(with_front(port=4100), "s"))
+    compose = parse_compose(server_document(with_front(port=4100), "s"))
     assert list(compose.services) == ["server", "gateway"]
     front = compose.serving.gateway
     assert front is not None
@@ -604,12 +606,12 @@ def test_problems_of_a_gateway_say_where() -> None:
 def test_a_name_that_both_have_is_refused() -> None:
     front = "x-amd-llm-load: {template: t, port: 1, health: /}\nservices: {server: {image: a}}\n"
     with pytest.raises(HarnessError, match=r"\$\.services\.server"):
-        with_gateway("x-amd-llm-load: {}\nservices: {server: {image: a}}\n", front)
+        add_gateway("x-amd-llm-load: {}\nservices: {server: {image: a}}\n", front)
 
 
 @pytest.mark.parametrize("text", ["yes", "012", "0o14", "1e3", "on", "~", "a: b", "#", "two\nlines", " x ", "1:30"])
 def test_a_text_stays_a_text(text: str) -> None:
     front = "x-amd-llm-load: {}\nservices: {gateway: {image: a}}\n"
-    whole = with_gateway(yaml.dump({"x-amd-llm-load": {"a": text}, "services": {}}), front)
+    whole = add_gateway(yaml.dump({"x-amd-llm-load": {"a": text}, "services": {}}), front)
     assert yaml.safe_load(whole)["x-amd-llm-load"]["a"] == text
     assert "\n" in text or f'"{text}"' in whole

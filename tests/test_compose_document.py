@@ -261,10 +261,10 @@ def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both(
 
 
 def test_the_document_says_that_no_group_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "device_groups", lambda: [])
+    monkeypatch.setattr(template, "find_device_groups", lambda: [])
     told = "# group_add is empty: there is no /dev/kfd"
     assert told in composed(scenario(Server(template="vllm-rocm")))
     assert told not in composed(scenario(Server(template="vllm-rocm", variables={"groups": [44]})))
     assert told not in composed(scenario(Server(template="simulated")))  # it is given no GPU
-    monkeypatch.setattr(template, "device_groups", lambda: [44, 992])
+    monkeypatch.setattr(template, "find_device_groups", lambda: [44, 992])
     assert told not in composed(scenario(Server(template="vllm-rocm")))

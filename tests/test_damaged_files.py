@@ -25,7 +25,7 @@ from harness.report.html import write_report
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
 from harness.scenario import Load
-from harness.serve.compose_file import read
+from harness.serve.compose_file import read_compose
 from harness.simulated.wire import BadRequest, parse_json
 from tests.command import harness, write
 from tests.faults import fault
@@ -251,7 +251,7 @@ def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, l
 @pytest.mark.parametrize("part", ["volumes", "services"])
 @pytest.mark.parametrize("value", ["a", 1, ["a"], {"a": "b"}])
 def test_parts_of_a_compose_file_of_another_type_are_problems(part: str, value: Any) -> None:
-    _, problems = read(json.dumps({"services": {"server": {"image": "a:1"}}, part: value}))
+    _, problems = read_compose(json.dumps({"services": {"server": {"image": "a:1"}}, part: value}))
     assert problems and all(problem.path.startswith("$") for problem in problems)
 
 

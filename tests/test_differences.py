@@ -10,7 +10,7 @@ from harness.comparison.compare import compare_runs, group_by_machine
 from harness.errors import HarnessError
 from harness.judge.comparable import find_differences, run_differences
 from harness.report.board import publish
-from harness.report.markdown import of_comparison
+from harness.report.markdown import render_comparison
 from harness.rundir.manifest import Machine, ServedBy, read_run
 from harness.scenario import Server
 from harness.scenario.plan import Cell
@@ -58,8 +58,8 @@ def test_across_machines(two: tuple[Path, Path]) -> None:
     assert [(v.side, v.word) for v in made.verdicts] == [("a / x", "inconclusive"), ("b / x", "inconclusive")]
     assert all(verdict.ratio is not None for verdict in made.verdicts)
     assert (made.sides, made.differences) == (["one", "two"], EXPECTED)
-    assert "| What differs | one | two |\n| --- | --- | --- |\n" in of_comparison(made)
-    assert "\n| machine.name | strix | mi300x |\n" in of_comparison(made)
+    assert "| What differs | one | two |\n| --- | --- | --- |\n" in render_comparison(made)
+    assert "\n| machine.name | strix | mi300x |\n" in render_comparison(made)
 
 
 def test_across_machines_nothing_else_may_differ(two: tuple[Path, Path], tmp_path: Path) -> None:

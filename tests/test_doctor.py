@@ -7,8 +7,8 @@ import pytest
 
 from harness.files import ROOT
 from harness.machine.doctor import DockerEngine, diagnose
-from harness.machine.findings import Finding, finding, known, worst
-from harness.machine.gpus import PciCard, columns, pci_cards, table, target_of
+from harness.machine.findings import Finding, find_worst_level, finding_kinds, make_finding
+from harness.machine.gpus import PciCard, find_target, pci_cards, read_gfx_table, support_columns
 from harness.units import GIB
 from tests import machines
 from tests.machines import drm, write
@@ -378,20 +378,20 @@ def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
 
 
 def test_the_worst_finding_counts() -> None:
-    ok = finding("kernel.profile", "ok", "off")
-    warning = finding("docker.stale", "warning", "x")
-    blocker = finding("docker.desktop", "blocker", "no GPU")
-    assert [worst([]), worst([ok]), worst([ok, warning]), worst([warning, blocker, ok])] == [
+    ok = make_finding("kernel.profile", "ok", "off")
+    warning = make_finding("docker.stale", "warning", "x")
+    blocker = make_finding("docker.desktop", "blocker", "no GPU")
+    assert [find_worst_level(findings) for findings in ([], [ok], [ok, warning], [warning, blocker, ok])] == [
         "ok", "ok", "warning", "blocker"
     ]  # fmt: skip
     with pytest.raises(ValueError, match=r"kernel\.profile cannot be a blocker"):
-        finding("kernel.profile", "blocker", "x")
+        make_finding("kernel.profile", "blocker", "x")
 
 
 def test_every_finding_is_found_by_a_test_at_every_level() -> None:
     """What no test provokes may not be promised."""
     source = Path(__file__).read_text()
-    assert [id for id in known() if f'"{id}"' not in source] == []
+    assert [id for id in finding_kinds() if f'"{id}"' not in source] == []
 
 
 MACHINES: list[Callable[[Path], Path]] = [
@@ -425,19 +425,19 @@ def test_this_machine_can_be_looked_at() -> None:
 
 
 def test_the_table_of_targets() -> None:
-    names = [row.target for row in table().targets]
+    names = [row.target for row in read_gfx_table().targets]
     assert len(set(names)) == len(names)
-    assert {target for column in columns().values() for target in column.targets} <= set(names)
-    halo = target_of("gfx1151")
+    assert {target for column in support_columns().values() for target in column.targets} <= set(names)
+    halo = find_target("gfx1151")
     assert halo is not None and (halo.standing("lemonade-vllm"), halo.standing("vllm-rocm")) == ("validated", "code")
-    assert target_of("gfx906") is None
+    assert find_target("gfx906") is None
 
 
 def test_the_page_lists_every_finding_and_target() -> None:
     text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    for row in known().values():
+    for row in finding_kinds().values():
         assert f"| `{row.id}` | {row.looks_at} | " in text
-    assert all(f"| `{row.target}` | {row.family}" in text for row in table().targets)
+    assert all(f"| `{row.target}` | {row.family}" in text for row in read_gfx_table().targets)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"-1\n", b"\xff\x00 garbage\n", b"999999999999999999999999\n"])

@@ -10,10 +10,10 @@ from rich.console import Console
 from harness.errors import ServerError
 from harness.machine import findings as show
 from harness.machine.doctor import DockerEngine, diagnose
-from harness.machine.gpus import table, without_code
+from harness.machine.gpus import find_unsupported_targets, read_gfx_table
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import SWITCH, blockers, notes, preflight
-from harness.serve import variables
+from harness.serve import read_variables
 from tests import machines
 from tests.command import harness
 from tests.command import write as write_scenario
@@ -29,7 +29,7 @@ def lines(root: Path, width: int) -> list[str]:
     console = Console(width=width, no_color=True, force_terminal=False)
     engine = DockerEngine(image_folder="/var/lib/docker", free_bytes=500 * 10**9)
     with console.capture() as capture:
-        show.show(diagnose(root, engine), console, root)
+        show.print_findings(diagnose(root, engine), console, root)
     return capture.get().splitlines()
 
 
@@ -147,22 +147,25 @@ def test_an_engine_without_room_or_without_a_gpu_is_met_too(tmp_path: Path) -> N
 
 def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> None:
     experiment = scenario(tmp_path, ROCM)
-    image = variables("vllm-rocm")["image"].default
+    image = read_variables("vllm-rocm")["image"].default
     assert notes(experiment, machines.radeon(tmp_path / "7900", 110000, 24)) == []
     assert notes(experiment, machines.radeon(tmp_path / "7600", 110002, 16)) == [
-        f"note: server 'vllm': its image {image} is known to have no code for gfx1102 ({table().checked}); "
+        f"note: server 'vllm': its image {image} is known to have no code for gfx1102 ({read_gfx_table().checked}); "
         "docs/doctor.md has the table"
     ]
-    assert without_code("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
+    assert find_unsupported_targets("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
 
 
 def test_an_image_for_one_instinct_has_no_code_for_another_gpu() -> None:
-    image = str(variables("sglang-rocm")["image"].default)
+    image = str(read_variables("sglang-rocm")["image"].default)
     assert image.endswith("-mi30x")
     targets = ["gfx942", "gfx950", "gfx1151"]
-    assert without_code(image, targets) == ["gfx950", "gfx1151"]
-    assert without_code("lmsysorg/sglang-rocm:v0.5.14-rocm720-mi35x-20260704", targets) == ["gfx942", "gfx1151"]
-    assert without_code("lmsysorg/sglang:latest", targets) == []
+    assert find_unsupported_targets(image, targets) == ["gfx950", "gfx1151"]
+    assert find_unsupported_targets("lmsysorg/sglang-rocm:v0.5.14-rocm720-mi35x-20260704", targets) == [
+        "gfx942",
+        "gfx1151",
+    ]
+    assert find_unsupported_targets("lmsysorg/sglang:latest", targets) == []
 
 
 def test_what_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from harness.failures.explain import FIRST, scan_text
+from harness.failures.explain import FIRST_REQUESTS, scan_text
 from harness.reasons import sentence
-from harness.report.terminal import explained_data, print_explained
+from harness.report.terminal import explanation_data, print_explanation
 from harness.run.drive import scenario_mistake
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_requests
@@ -31,14 +31,14 @@ memory on device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU mem
 
 def told(log: str | Path) -> dict[str, Any]:
     """What `harness explain --json` prints of a log."""
-    return explained_data("some.log", scan_text(log))
+    return explanation_data("some.log", scan_text(log))
 
 
 def shown(log: str | Path) -> str:
     """What `harness explain` prints of a log, without line breaks."""
     console = Console(width=200)
     with console.capture() as capture:
-        print_explained("some.log", scan_text(log), console)
+        print_explanation("some.log", scan_text(log), console)
     return " ".join(capture.get().split())
 
 
@@ -212,7 +212,7 @@ def test_what_is_no_log(tmp_path: Path) -> None:
         assert (done.code, done.err.startswith(f"error: {said}")) == (1, True), done.err
 
 
-def failing(message: str, count: int = FIRST) -> list[Request]:
+def failing(message: str, count: int = FIRST_REQUESTS) -> list[Request]:
     made = Request(
         id="a", cell="c", load="l", user_class="u", index=0, user=0, process=1, phase="warmup", sent_s=0.0, ended_s=0.1,
         error="http", message=message,

@@ -41,7 +41,7 @@ def test_parquet_holds_every_record(run: Path, tmp_path: Path, monkeypatch: pyte
     file = pyarrow.parquet.ParquetFile(tmp_path / "r.parquet")
     assert file.num_row_groups == -(-len(records) // 7), "written batch by batch"
     table = file.read()
-    assert table.column_names == list(export.columns())
+    assert table.column_names == list(export.record_columns())
     assert str(table.schema.field("chunks_s").type) == "list<element: double>"
     assert export.arrow_table(run).equals(table)
     rows = table.to_pylist()
@@ -66,7 +66,7 @@ def test_csv_holds_every_record(run: Path, tmp_path: Path) -> None:
     assert export.export(run, tmp_path / "r.csv") == (3, 1)
     with (tmp_path / "r.csv").open(newline="") as text:
         good, bad, odd = csv.DictReader(text)
-    assert list(good) == list(export.columns())
+    assert list(good) == list(export.record_columns())
     assert json.loads(good["chunks_s"]) == request().chunks_s
     assert (good["server"], good["ttft_s"], good["fixed_length"], good["error"]) == ("a", "0.5", "1", "")
     assert (bad["message"], bad["chunks_s"], bad["ttft_s"], bad["output_tokens"]) == (failed.message, "[]", "", "")
@@ -79,9 +79,9 @@ def test_every_column_has_a_type_that_its_field_has() -> None:
     kinds = {"string": str, "int64": int, "double": float, "bool": bool, "list<double>": list}
     for name, value in full.items():
         if value is not None and name != "bad_fields":  # which are one text, as JSON
-            assert isinstance(value, kinds[export.columns()[name]]), name
-    assert export.columns()["scheduled_s"] == "double"
-    assert export.columns()["error"] == "string"
+            assert isinstance(value, kinds[export.record_columns()[name]]), name
+    assert export.record_columns()["scheduled_s"] == "double"
+    assert export.record_columns()["error"] == "string"
 
 
 def test_without_pyarrow_the_extra_is_named(run: Path, tmp_path: Path) -> None:

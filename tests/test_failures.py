@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engines import safe_from_printed, vllm_accepts
+from harness.engines import safe_utilization_from_log, vllm_accepts
 from harness.failures.explain import (
     BLOCK_BYTES,
     MAX_FINDINGS,
     MAX_MESSAGES,
     ErrorMessages,
-    State,
+    ExitState,
     explain,
     explain_message,
-    grouped,
-    plain,
+    group_failures,
     scan,
     scan_text,
+    strip_prefixes,
 )
 from harness.failures.table import RANKS, Pattern, Rule, patterns, rules
 
@@ -134,7 +134,7 @@ def test_a_fix_has_its_value(line: str, fix: str) -> None:
 def test_the_proposed_fraction_is_one_that_vllm_accepts(free: int, total: int) -> None:
     line = FREE.format(f"Free memory on device ({free / 100}/{total / 100} GiB)", "GPU", "1.0, 1.0")
     (found,) = scan_text(line).findings
-    safe = safe_from_printed(free / 100, total / 100)
+    safe = safe_utilization_from_log(free / 100, total / 100)
     assert (f"(to {safe} or less)" in found.fix) == (safe is not None)
     if safe is not None:
         worst = int(min(free, total) / 100 * (1 << 30)) - (1 << 22)
@@ -175,7 +175,7 @@ def test_what_the_log_said_of_the_arguments_is_used() -> None:
     ],
 )  # fmt: skip
 def test_what_others_put_before_a_line_goes(raw: bytes, text: str) -> None:
-    assert plain(raw) == text
+    assert strip_prefixes(raw) == text
 
 
 def test_source_lines_of_a_traceback_name_errors_that_did_not_happen() -> None:
@@ -222,7 +222,7 @@ def test_an_unknown_exception_wins_over_a_wrapper() -> None:
 
 
 def test_an_oom_kill_needs_no_line() -> None:
-    failure = explain("KeyError: 'x'\nall is well", State(exit_code=137, oom_killed=True))
+    failure = explain("KeyError: 'x'\nall is well", ExitState(exit_code=137, oom_killed=True))
     assert failure is not None and (failure.id, failure.line) == ("mem.container_oom", "all is well")
 
 
@@ -238,7 +238,7 @@ def test_an_oom_kill_needs_no_line() -> None:
     ],
 )
 def test_an_exit_code_alone_says_something(code: int, cause: str) -> None:
-    failure = explain("nothing telling", State(exit_code=code))
+    failure = explain("nothing telling", ExitState(exit_code=code))
     assert failure is not None and (failure.cause, failure.line) == (cause, "nothing telling")
 
 
@@ -250,20 +250,24 @@ FAILED_CORE = "RuntimeError: Engine core initialization failed. See root cause a
 @pytest.mark.parametrize(
     ("log", "state", "row"),
     [
-        ("", State(), None),
-        ("nothing telling", State(exit_code=1), None),
-        (FAILED_CORE, State(), "engine.init_failed"),
-        ("Failed to load model 'user.X': CURL error: Couldn't resolve host name", State(), "lemonade.hub_unreachable"),
-        ("HIP out of memory", State(error="Unable to find group render: no matching entries"), "gpu.group_name"),
-        ("HIP out of memory\n", State(exit_code=137), "mem.hip_oom"),
-        (EXCEPTION + DEAD, State(exit_code=137), "container.killed"),
-        (EXCEPTION + DEAD, State(exit_code=1), "engine.exception"),
-        (DEAD, State(exit_code=0), "engine.dead"),
-        (REFUSED, State(exit_code=1), None),  # a server does not end because it refused a request
-        (REFUSED, State(), "req.context"),
+        ("", ExitState(), None),
+        ("nothing telling", ExitState(exit_code=1), None),
+        (FAILED_CORE, ExitState(), "engine.init_failed"),
+        (
+            "Failed to load model 'user.X': CURL error: Couldn't resolve host name",
+            ExitState(),
+            "lemonade.hub_unreachable",
+        ),
+        ("HIP out of memory", ExitState(error="Unable to find group render: no matching entries"), "gpu.group_name"),
+        ("HIP out of memory\n", ExitState(exit_code=137), "mem.hip_oom"),
+        (EXCEPTION + DEAD, ExitState(exit_code=137), "container.killed"),
+        (EXCEPTION + DEAD, ExitState(exit_code=1), "engine.exception"),
+        (DEAD, ExitState(exit_code=0), "engine.dead"),
+        (REFUSED, ExitState(exit_code=1), None),  # a server does not end because it refused a request
+        (REFUSED, ExitState(), "req.context"),
     ],
 )
-def test_the_order_of_what_is_known(log: str, state: State, row: str | None) -> None:
+def test_the_order_of_what_is_known(log: str, state: ExitState, row: str | None) -> None:
     failure = explain(log, state)
     assert (None if failure is None else failure.id) == row
 
@@ -361,7 +365,7 @@ def test_messages_that_mean_the_same_are_one_group() -> None:
     more.add("disconnect", "connection reset by peer before the response was complete", count=2)
     more.add("client", "it is our own fault")
     said.merge(more)
-    groups = grouped(said)
+    groups = group_failures(said)
     assert [(group.id, group.kind, group.count) for group in groups] == [
         ("req.context", "http", 30), ("req.disconnected", "disconnect", 3), (None, "client", 1),
     ]  # fmt: skip
@@ -397,9 +401,9 @@ def test_lemonade_s_words_do_not_hide_what_its_vllm_said() -> None:
     assert (failure.id, failure.number, failure.wrapper_number) == ("mem.free_lt_util", 3, 7)
     assert failure.wrapper == "Retry also failed: vllm-server failed to start"
     said = "Failed to load model 'user.X': vllm-server failed to start within timeout"
-    through_the_api = explain(LEMONADE, State(error=said))
+    through_the_api = explain(LEMONADE, ExitState(error=said))
     assert through_the_api is not None and through_the_api.id == "mem.free_lt_util"
-    alone = explain("", State(error=said))
+    alone = explain("", ExitState(error=said))
     assert alone is not None and (alone.id, alone.number) == ("lemonade.start_timeout", None)
     assert "lemonade.second_try" in [one.id for one in scan_text(LEMONADE).findings if one.severity == "warning"]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.failures.explain import Diagnosis, State, explain, scan_text
+from harness.failures.explain import Diagnosis, ExitState, explain, scan_text
 from harness.failures.table import rules
-from harness.serve.facts import of_lines
+from harness.serve.facts import parse_log_lines
 
 ENGINE = "(EngineCore pid=277) ERROR 11-21 08:53:41 [core.py:1200] "
 WRAPPER = (
@@ -164,7 +164,7 @@ def test_an_exit_code_of_a_worker_says_its_own_meaning(code: int, row: str, word
         others = {"-9", "-7", "-11"} - {str(code)}
         assert not any(other in failure.cause + failure.fix for other in others)
     assert cause_of(line, "HIP out of memory").id == "mem.hip_oom", "a cause in the log says more"
-    assert explain(line, State(exit_code=1)) is not None
+    assert explain(line, ExitState(exit_code=1)) is not None
 
 
 @pytest.mark.parametrize(
@@ -269,4 +269,4 @@ def test_numbers_that_no_server_prints(number: str) -> None:
         log = SETTINGS.replace("{}", number) + re.sub(r"\d+(?:\.\d+)?", number, "\n".join(rule.samples))
         explain(log)
     lines = [path.read_text(errors="replace") for path in (Path(__file__).parent / "data" / "startup").glob("*.txt")]
-    of_lines([re.sub(r"\d+(?:\.\d+)?", number, line) for line in "\n".join(lines).splitlines()])
+    parse_log_lines([re.sub(r"\d+(?:\.\d+)?", number, line) for line in "\n".join(lines).splitlines()])

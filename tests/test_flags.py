@@ -4,12 +4,12 @@ import pytest
 
 from harness.failures.table import removed_flags
 from harness.scenario import Load, Scenario, Server
-from harness.serve.lint import flags_in, removed_in, version_of
+from harness.serve.lint import find_removed_flags, parse_flag_names, parse_vllm_version
 from tests.made_runs import server_problems_of
 
 
 def test_flags_are_named_as_the_parser_names_them() -> None:
-    assert flags_in(["m", "--a_b=c_d", "--x_y.k_l", "1", "-tp", "-2", "--", "--z"]) == ["--a-b", "--x-y", "-tp"]
+    assert parse_flag_names(["m", "--a_b=c_d", "--x_y.k_l", "1", "-tp", "-2", "--", "--z"]) == ["--a-b", "--x-y", "-tp"]
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,14 @@ def test_flags_are_named_as_the_parser_names_them() -> None:
     ],
 )
 def test_the_tag_tells_the_version_or_nothing(image: str, version: tuple[int, int, int] | None) -> None:
-    assert version_of(image) == version
+    assert parse_vllm_version(image) == version
 
 
 def test_a_removed_flag_is_refused_unstarted_where_the_tag_tells() -> None:
     words = ["--swap-space", "16", "--task", "generate"]
-    assert removed_in(words, "vllm/vllm-openai-rocm:v0.17.1") == []
-    assert removed_in(words, "vllm/vllm-openai-rocm:latest") == []
-    assert removed_in(words, "vllm/vllm-openai-rocm:v0.18.0") == [
+    assert find_removed_flags(words, "vllm/vllm-openai-rocm:v0.17.1") == []
+    assert find_removed_flags(words, "vllm/vllm-openai-rocm:latest") == []
+    assert find_removed_flags(words, "vllm/vllm-openai-rocm:v0.18.0") == [
         f"--swap-space: {removed_flags()['--swap-space'].advice}"
     ]
     server = Server(template="vllm-rocm", variables={"extra_args": ["--disable-log-requests"]})

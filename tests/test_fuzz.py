@@ -23,7 +23,7 @@ from harness.rundir.records import read_marks, read_requests
 from harness.rundir.samples import read_metrics, read_telemetry
 from harness.scenario import Trace
 from harness.scenario.file import load_scenario
-from harness.serve.compose_file import parse, read
+from harness.serve.compose_file import parse_compose, read_compose
 from harness.workload.prompt_file import read_rows
 from harness.workload.traces import Replay
 from tests.made_runs import scenario, write_made_run
@@ -159,8 +159,8 @@ def test_compose_files(seed: int) -> None:
     text = yaml.safe_dump(changed(COMPOSE, rng))
     if rng.random() < 0.3:
         text = bytes_changed(text.encode(), rng).decode("utf-8", "replace")
-    survives(lambda: parse(text))
-    survives(lambda: read(text))
+    survives(lambda: parse_compose(text))
+    survives(lambda: read_compose(text))
 
 
 IMPORTS = sorted(path for path in (ROOT / "tests" / "data" / "imports").rglob("*.json*") if path.is_file())

@@ -14,7 +14,7 @@ from harness.rundir import records as blocks
 from harness.rundir.records import Request
 from harness.scenario import Load
 from harness.scenario.check_syntax import parse_check
-from harness.summary import Attained
+from harness.summary import SloAttainment
 from tests.made_runs import MONOTONIC_S, request
 from tests.test_summarize import one_cell
 
@@ -79,7 +79,7 @@ def test_failed_and_unfinished_requests_stay_in_the_denominator(tmp_path: Path) 
     ]
     summary = one_cell(tmp_path / "run", records, checks=[CHECK], max_error_rate=1.0)
     wall_s = 1.5  # of the failed ones, which ended last
-    found = Attained(met=1, unknown=0, attainment=0.25, goodput_req_s=1 / wall_s)
+    found = SloAttainment(met=1, unknown=0, attainment=0.25, goodput_req_s=1 / wall_s)
     assert summary.cells[0].numbers.slos == summary.rows[0].pooled.slos == {SLOS: found}
     assert evidence(summary.checks[0].evidence) == "a / x: needs 11 requests; 4 were sent, of which 1 met every SLO"
 
@@ -94,7 +94,7 @@ def test_rates_of_a_timed_load_count_the_same_answers(tmp_path: Path) -> None:
         streamed(0.6, 0.04, index=1, sent_s=MONOTONIC_S + 1.5, prompt_tokens=20),
     ]
     numbers = one_cell(tmp_path / "run", records, load=load, checks=[CHECK]).cells[0].numbers
-    assert numbers.slos[SLOS] == Attained(met=2, attainment=1.0, goodput_req_s=1.0)
+    assert numbers.slos[SLOS] == SloAttainment(met=2, attainment=1.0, goodput_req_s=1.0)
     assert (numbers.requests_per_s, numbers.input_tok_s) == (1.0, 25.0)
     slow = [streamed(2.0, 0.04, sent_s=MONOTONIC_S - 0.5, phase="warmup"), *records[2:]]
     numbers = one_cell(tmp_path / "slow", slow, load=load, checks=[CHECK]).cells[0].numbers
@@ -104,7 +104,7 @@ def test_rates_of_a_timed_load_count_the_same_answers(tmp_path: Path) -> None:
 def test_one_latency_that_is_not_known_leaves_the_share_unknown(tmp_path: Path) -> None:
     records = [streamed(0.5, 0.04, index=i, output_tokens=11 if i else None) for i in range(4)]
     summary = one_cell(tmp_path / "run", records, checks=[CHECK])
-    assert summary.rows[0].pooled.slos[SLOS] == Attained(met=3, unknown=1)
+    assert summary.rows[0].pooled.slos[SLOS] == SloAttainment(met=3, unknown=1)
     assert (summary.checks[0].status, summary.checks[0].code) == ("inconclusive", "no_value")
 
 
@@ -119,7 +119,7 @@ def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
     ]
     for part in parts[1:]:
         parts[0].merge(part)
-    assert slo_attainment(parts[0], 12, None, cells) == {SLOS: Attained(met=6, attainment=0.5, goodput_req_s=1.0)}
+    assert slo_attainment(parts[0], 12, None, cells) == {SLOS: SloAttainment(met=6, attainment=0.5, goodput_req_s=1.0)}
 
 
 def test_a_run_read_in_blocks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ from harness.errors import HarnessError
 from harness.machine.gpus import has_fp8
 from harness.prepare.machine_fit import refuse_unfit
 from harness.scenario import Server
-from harness.serve.compose_file import Service, parse
-from harness.serve.lint import value_of
-from harness.serve.template import rendered
+from harness.serve.compose_file import Service, parse_compose
+from harness.serve.lint import get_option
+from harness.serve.template import render_server
 
 
 def service(**variables: Any) -> Service:
-    return parse(rendered(Server(template="vllm-rocm", variables=variables), "m", port=1)).server
+    return parse_compose(render_server(Server(template="vllm-rocm", variables=variables), "m", port=1)).server
 
 
 def gpus(*targets: str) -> list[dict[str, Any]]:
@@ -58,13 +58,16 @@ def test_what_depends_on_the_machine_is_pinned() -> None:
     pinned = {"--dtype": "auto", "--seed": "0", "--tensor-parallel-size": "1", "--max-model-len": "8192",
               "--gpu-memory-utilization": "0.75", "--max-num-seqs": "64", "--max-num-batched-tokens": "8192",
               "--kv-cache-dtype": "auto"}  # fmt: skip
-    assert {name: value_of(words, name) for name in pinned} == pinned
+    assert {name: get_option(words, name) for name in pinned} == pinned
     assert {"--enable-prefix-caching", "--no-enforce-eager"} <= set(words)
 
 
 def test_values_of_the_new_variables_reach_the_command_line() -> None:
     words = service(kv_cache_memory_bytes="4G", attention_backend="TRITON_ATTN", enforce_eager=True).command or []
-    assert (value_of(words, "--kv-cache-memory-bytes"), value_of(words, "--attention-backend")) == ("4G", "TRITON_ATTN")
+    assert (get_option(words, "--kv-cache-memory-bytes"), get_option(words, "--attention-backend")) == (
+        "4G",
+        "TRITON_ATTN",
+    )
     assert "--enforce-eager" in words and "--no-enforce-eager" not in words
     assert service(gpus=[0, 2]).environment["HIP_VISIBLE_DEVICES"] == "0,2"
 
@@ -77,10 +80,13 @@ def test_llama_cpp_has_its_switches() -> None:
         "flash_attn": "on",
         "cache_type_k": "q8_0",
     }
-    words = parse(rendered(Server(template="llamacpp", variables=given), "m", port=1)).server.command or []
+    words = parse_compose(render_server(Server(template="llamacpp", variables=given), "m", port=1)).server.command or []
     assert {"--no-cont-batching", "--kv-unified", "--metrics"} <= set(words)
-    assert (value_of(words, "--flash-attn"), value_of(words, "--cache-type-k")) == ("on", "q8_0")
+    assert (get_option(words, "--flash-attn"), get_option(words, "--cache-type-k")) == ("on", "q8_0")
     plain = (
-        parse(rendered(Server(template="llamacpp", variables={"model_path": "/m"}), "m", port=1)).server.command or []
+        parse_compose(
+            render_server(Server(template="llamacpp", variables={"model_path": "/m"}), "m", port=1)
+        ).server.command
+        or []
     )
     assert not {"--cont-batching", "--no-cont-batching", "--kv-unified", "--flash-attn"} & set(plain)

@@ -13,7 +13,7 @@ from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
 from harness.judge.verdicts import is_paced
 from harness.report.board import publish
-from harness.report.history import html
+from harness.report.history import history_page
 from harness.rundir.manifest import Machine, Run
 from harness.scenario import Load, Scenario, Server
 from tests.command import harness, write
@@ -299,7 +299,7 @@ def test_the_command_line(stepped: Path) -> None:
     code, text = call("history", "which")
     assert (code, "Change point: run-07 -> run-08" in text) == (0, True)
     code, page = call("history", "which", "--format", "html")
-    assert (code, page) == (0, html(history_of("which", stepped / "runs", stepped / "results")) + "\n")
+    assert (code, page) == (0, history_page(history_of("which", stepped / "runs", stepped / "results")) + "\n")
     for wrong in (["history", "nothing"], ["compare", "--history", "run-01", "run-02"]):
         done = harness(*wrong, cwd=stepped)
         assert (done.code, done.out) == (1, "")

@@ -60,7 +60,7 @@ def pooled(summary: Summary, load: str) -> Numbers:
 @pytest.mark.parametrize("name", GOOD)
 def test_every_sample_is_recognised_and_gives_a_valid_run(name: str, tmp_path: Path) -> None:
     value = read_file(DATA / name)[0].value
-    assert [known for known, form in FORMATS.items() if form.is_of(value)] == [GOOD[name]]
+    assert [known for known, form in FORMATS.items() if form.matches(value)] == [GOOD[name]]
     run, summary, _ = imported(name, tmp_path)
     assert (run.status, run.reasons, summary.valid) == ("unchecked", [], None)
     assert run.origin is not None and set(run.origin.definitions) <= set(DEFINITIONS)
@@ -262,7 +262,7 @@ def test_what_tells_the_two_speeds_of_lemonade_apart(
     scenario = {"name": "s", "category": "chat", "failed_runs": 0}
     scenario |= {"output_tokens": tokens, "ttft_ms": all_alike(ttft)}
     scenario |= {"duration_ms": all_alike(took), "tps": all_alike(speed)}
-    assert lemonade.meaning_of(Source(Path("f"), "", scenario).read(lemonade.LemonadeScenario)) == meaning
+    assert lemonade.speed_definition(Source(Path("f"), "", scenario).read(lemonade.LemonadeScenario)) == meaning
 
 
 def test_rows_of_two_files_that_mean_different_things_are_refused(tmp_path: Path) -> None:
@@ -490,8 +490,8 @@ def test_a_request_of_another_type_is_refused_where_it_is(tmp_path: Path, kind: 
 def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) -> None:
     folder = import_file(DATA / "vllm-plain.json", tmp_path)
     run, summary = read_run(folder), summarize(folder)
-    assert of_report.of_validity(summary, run).startswith("NOT CHECKED: ")
-    assert (of_report.state_of(summary, run), msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
+    assert of_report.validity_sentence(summary, run).startswith("NOT CHECKED: ")
+    assert (of_report.validity_style(summary, run), msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
     case = xml.fromstring(junit.render(summary, run)).find(".//testcase")
     assert case is not None and [part.tag for part in case] == ["skipped"]
     text = export.openmetrics(summary, run)

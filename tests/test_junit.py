@@ -107,7 +107,7 @@ def verdict(word: str) -> Verdict:
 def test_a_comparison_of_runs() -> None:
     four = [verdict(word) for word in ("faster", "slower", "same", "inconclusive")]
     compared = Comparison(metric="output_tok_s", comparisons=4, noise_floor=0.02, noise_source=[], verdicts=four)
-    found = cases(junit.of_comparison(compared))
+    found = cases(junit.comparison_xml(compared))
     name = "amd-llm-load.compare.comparison | {} / x against a / x (before): output tok/s"
     assert {key: value[0] for key, value in found.items()} == {
         name.format("faster"): "passed",
@@ -217,7 +217,7 @@ def test_an_error_before_there_is_a_report_is_a_file_as_well(
 @given(st.text(), st.text())
 def test_whatever_a_text_holds_the_file_can_be_read(what: str, detail: str) -> None:
     error = ServerError(what, detail=detail)
-    ((word, _),) = cases(junit.of_error("s", error)).values()
+    ((word, _),) = cases(junit.error_xml("s", error)).values()
     assert word == "error"
 
 

@@ -12,10 +12,10 @@ from urllib.parse import quote, unquote
 import pytest
 
 from harness.errors import HarnessError
-from harness.redact import know, masked
+from harness.redact import masked, register_secrets
 from harness.rundir.records import read_requests
 from harness.serve import probe
-from harness.serve.lifecycle import attach
+from harness.serve.lifecycle import attach_to_server
 from tests.command import harness, only_run, write
 from tests.fake_server import (
     CHUNKED,
@@ -208,7 +208,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_is_masked(name: str) -> None:
-    know({KEY: True})
+    register_secrets({KEY: True})
     assert found(f"x {FORMS[name]} y") is not None, "the search of this test finds it"
     for shown in (masked(f"x {FORMS[name]} y", "known"), masked({"a": [f"x {FORMS[name]} y"]})["a"][0]):
         assert found(shown) is None
@@ -287,9 +287,9 @@ def search(folder: Path) -> None:
 @pytest.mark.parametrize("name", STARTS)
 @pytest.mark.parametrize("model", ["tiny", None])
 def test_no_error_of_a_start_has_the_key(monkeypatch: pytest.MonkeyPatch, name: str, model: str | None) -> None:
-    monkeypatch.setattr(probe, "RETRY_S", 0.0)
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
     with serving(leaking(SAID | STARTS[name], [GOOD])) as url, pytest.raises(HarnessError) as caught:
-        attach(url, model, KEY, key_name=NAME)
+        attach_to_server(url, model, KEY, key_name=NAME)
     told = caught.value
     assert found(f"{told} {told.what} {told.detail} {told.next_step}") is None
 
@@ -301,7 +301,7 @@ def test_no_error_of_a_first_answer_has_the_key(name: str) -> None:
         connection.sendall(LEAKS[name].replace(b" 500 ", b" 400 ") if asked.startswith(b"POST") else MODELS)
 
     with serving(handler) as url, pytest.raises(HarnessError) as caught:
-        attach(url, "tiny", KEY, key_name=NAME)
+        attach_to_server(url, "tiny", KEY, key_name=NAME)
     assert found(f"{caught.value.what} {caught.value.detail} {caught.value.next_step}") is None
 
 
@@ -387,18 +387,18 @@ def test_a_scenario_that_has_the_key_in_it_is_refused(tmp_path: Path, change: di
 
 
 def test_parts_that_are_words_stay() -> None:
-    know({"lemonade-local-key-2024": True, "sk-model-tokens-per-second-1": True, "my-own-key": True})
+    register_secrets({"lemonade-local-key-2024": True, "sk-model-tokens-per-second-1": True, "my-own-key": True})
     text = "lemonade serves the model with 12 tokens per second, lemonade-server"
     assert masked(text, "known") == text
     assert masked("lemonade-local-ke x my-own-key, MY-OWN-KEY", "known") == "*** x ***, ***"
     # What is named in the environment and is no secret is masked as a whole only.
-    know({"Qwen/Qwen3-0.6B": False})
+    register_secrets({"Qwen/Qwen3-0.6B": False})
     assert masked("Qwen/Qwen3-0.6B or Qwen/Qwen3-8B", "known") == "*** or Qwen/Qwen3-8B"
     assert masked("Qwen/Qwen3-0.6B", "sure") == "Qwen/Qwen3-0.6B"
 
 
 @pytest.mark.parametrize("word", ["stop", "null", "token", "tiny", "batch", "lemonade", "12345", "/models", "x"])
 def test_a_key_that_is_an_everyday_word_leaves_a_run_whole(tmp_path: Path, word: str) -> None:
-    know({word: True})
+    register_secrets({word: True})
     record = {"model": "tiny", "finish": "stop", "path": "/models/lemonade", "n": 12345, "none": None, "user": "batch"}
     assert masked(record, "sure") == record

@@ -14,12 +14,12 @@ import requests
 
 from harness.errors import ServerError
 from harness.rundir.samples import parse_metrics
-from harness.serve.compose_file import Managed, Serving
+from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
-from harness.serve.lemonade import Api, LemonadeMonitor, attached, health, system_info
-from harness.serve.lifecycle import attach
-from harness.serve.probe import Waiting, counter
-from harness.serve.ready import Ready, wait_ready
+from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model, get_health, get_system_info
+from harness.serve.lifecycle import attach_to_server
+from harness.serve.probe import StartupWatch, make_token_counter
+from harness.serve.ready import ReadyServer, wait_ready
 from harness.summary import because
 from tests.doubles.lemonade.spawn import Spawned, spawned
 
@@ -37,20 +37,20 @@ def lemonade(tmp_path: Path, **given: Any) -> Iterator[Spawned]:
         yield server
 
 
-def bring_up(server: Spawned, say: Callable[[str], None] = lambda line: None, **asked: Any) -> Ready:
+def bring_up(server: Spawned, say: Callable[[str], None] = lambda line: None, **asked: Any) -> ReadyServer:
     def dead() -> ServerError | None:
         return ServerError("it died") if server.process.poll() is not None else None
 
     timeout_s = float(asked.pop("timeout_s", 30.0))
     key = asked.pop("api_key", None)
-    managed = Managed(**({"model": "user.Tiny", "options": {"ctx_size": 4096}} | asked))
+    managed = LemonadeSettings(**({"model": "user.Tiny", "options": {"ctx_size": 4096}} | asked))
     serving = Serving(template="lemonade", port=1, health="/live", lemonade=managed)
-    waiting = Waiting(dead, LogFile(server.log), timeout_s, say)
+    waiting = StartupWatch(dead, LogFile(server.log), timeout_s, say)
     return wait_ready(server.url, serving, managed.model, waiting, api_key=key, key_name="K")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Spawned, Ready]]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Spawned, ReadyServer]]:
     """A model of the user, loaded."""
     with lemonade(tmp_path_factory.mktemp("tiny")) as server:
         yield server, bring_up(server)
@@ -66,7 +66,7 @@ def chat(server: Spawned, model: str, **more: Any) -> requests.Response:
 
 
 def loaded(server: Spawned) -> Any:
-    found = health(Api(server.url))
+    found = get_health(Api(server.url))
     assert found is not None
     return found.loaded[0]
 
@@ -85,8 +85,8 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
         "port open", "health", "install", "download", "load", "first answer"]  # fmt: skip
     assert ready.model == BUILT_IN
     assert ready.version == "Lemonade 11.7.0, vllm:rocm"
-    assert ready.brought_up is not None
-    assert (ready.brought_up.notes, ready.brought_up.max_parallel) == ([], 32)
+    assert ready.loaded is not None
+    assert (ready.loaded.notes, ready.loaded.max_parallel) == ([], 32)
     words = running["launch_command"]
     assert words[words.index("--served-model-name") + 1] == BUILT_IN
     assert words[-2:] == ["--max-num-seqs", "8"] and "--enforce-eager" in words
@@ -94,7 +94,7 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     assert any(line.startswith("install after ") for line in told)
 
 
-def test_a_model_of_the_user_is_sent_by_its_canonical_name(tiny: tuple[Spawned, Ready]) -> None:
+def test_a_model_of_the_user_is_sent_by_its_canonical_name(tiny: tuple[Spawned, ReadyServer]) -> None:
     server, ready = tiny
     assert ready.model == "user.Tiny"
     assert [phase.name for phase in ready.phases] == ["port open", "health", "load", "first answer"]
@@ -109,8 +109,8 @@ def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
     (cache / "user_models.json").write_text('{"Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"}}')
     with lemonade(tmp_path, config_dir=False) as server:
         ready = bring_up(server, model="Tiny")
-        assert ready.brought_up is not None
-        assert (ready.brought_up.model, loaded(server).command) == ("user.Tiny", [])
+        assert ready.loaded is not None
+        assert (ready.loaded.model, loaded(server).command) == ("user.Tiny", [])
 
 
 def test_llamacpp_behind_lemonade(tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_a_backend_that_cannot_be_had(
 
 @pytest.mark.parametrize(("model", "meant"), [("Tny", "Did you mean 'Tiny'?"), ("user.Qwen3.5-0.8B-GUF", "-GGUF'?")])
 def test_a_model_that_lemonade_does_not_have_is_reported_with_the_one_that_may_be_meant(
-    tiny: tuple[Spawned, Ready], model: str, meant: str
+    tiny: tuple[Spawned, ReadyServer], model: str, meant: str
 ) -> None:
     server, _ = tiny
-    for act in (lambda: bring_up(server, model=model), lambda: attach(server.url, model)):
+    for act in (lambda: bring_up(server, model=model), lambda: attach_to_server(server.url, model)):
         with pytest.raises(ServerError, match=f"Model '{model}' was not found. Available models") as caught:
             act()
         assert caught.value.next_step.endswith(meant)
@@ -202,8 +202,8 @@ def test_a_load_is_waited_for_longer_than_lemonades_two_attempts(tmp_path: Path)
 def test_a_second_attempt_is_noted(tmp_path: Path) -> None:
     with lemonade(tmp_path, never_ready=1, defaults={"global_timeout": 3}) as server:
         ready = bring_up(server)
-    assert ready.brought_up is not None
-    assert [note.code for note in ready.brought_up.notes] == ["load_retried"]
+    assert ready.loaded is not None
+    assert [note.code for note in ready.loaded.notes] == ["load_retried"]
 
 
 def test_an_api_key(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_load_in_progress_is_shown_and_a_death_ends_it(tmp_path: Path) -> None
     assert told != []
 
 
-def test_the_numbers_are_those_of_the_engine_behind_it(tiny: tuple[Spawned, Ready]) -> None:
+def test_the_numbers_are_those_of_the_engine_behind_it(tiny: tuple[Spawned, ReadyServer]) -> None:
     server, _ = tiny
     watch = monitor(server)
     text = watch.metrics()
@@ -295,28 +295,28 @@ def test_above_its_pool_the_engine_does_not_see_the_load_and_is_still_read(tmp_p
 def test_a_lemonade_that_runs_already(tmp_path: Path) -> None:
     saved = {"user.Tiny": {"ctx_size": 2048, "vllm_args": "--max-num-seqs 4"}}
     with lemonade(tmp_path, recipe_options=saved) as server:
-        found = attached(server.url, "Tiny", None)
+        found = find_running_model(server.url, "Tiny", None)
         assert found is not None and (found.model, found.max_parallel) == ("user.Tiny", 32)
         assert shown(server)["recipe_options"] == saved["user.Tiny"]
-        endpoint = attach(server.url, "Tiny")
+        endpoint = attach_to_server(server.url, "Tiny")
         assert endpoint.started.model == "user.Tiny"
         assert endpoint.started.simulated  # no page takes the double's numbers for a machine's
         assert endpoint.started.effective["launch_command"][-2:] == ["--max-num-seqs", "4"]
         assert not isinstance(endpoint.metrics_source, str) and endpoint.metrics_source is not None
         assert parse_metrics(endpoint.metrics_source())["generated_tokens"] >= 1
         assert endpoint.problems() == []
-        assert attach(server.url, None).started.model == "user.Tiny"  # the only one that is loaded
+        assert attach_to_server(server.url, None).started.model == "user.Tiny"  # the only one that is loaded
 
 
 def test_what_is_no_lemonade_is_none(tmp_path: Path) -> None:
-    assert attached("http://127.0.0.1:1", "m", None) is None
+    assert find_running_model("http://127.0.0.1:1", "m", None) is None
 
 
 def test_a_model_of_a_folder_has_a_prefix_of_its_own(tmp_path: Path) -> None:
     extra = {"Found": {"checkpoint": "/models/found", "recipe": "vllm"}}
     with lemonade(tmp_path, extra_models=extra, config_dir=False, user_models=None) as server:
         for name in ("Found", "extra.Found"):
-            assert attach(server.url, name).started.model == "extra.Found"
+            assert attach_to_server(server.url, name).started.model == "extra.Found"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_the_engine_itself_says_its_version_and_what_it_runs_with(
 ) -> None:
     with lemonade(tmp_path, llamacpp_backend="rocm") as server:
         bring_up(server, model=model, options={"ctx_size": 4096, **options})
-        started = attach(server.url, model).started
+        started = attach_to_server(server.url, model).started
     assert started.version == f"Lemonade 11.7.0, {engine} {version}"
     assert started.simulated and started.startup is not None
     assert started.startup.version == version
@@ -349,18 +349,18 @@ def test_the_engine_itself_says_its_version_and_what_it_runs_with(
         assert (started.effective["parallel"], started.effective["model_path"]) == (4, "/m.gguf")
 
 
-def test_an_unexpected_engine_on_the_same_port_is_not_believed(tiny: tuple[Spawned, Ready]) -> None:
+def test_an_unexpected_engine_on_the_same_port_is_not_believed(tiny: tuple[Spawned, ReadyServer]) -> None:
     server, _ = tiny
     assert monitor(server, "user.Other").fetch("/version") == ""  # nothing is loaded under that name
     assert monitor(server, "Tiny").fetch("/version") == ""  # what answers there serves user.Tiny
 
 
-def test_tokens_are_counted_by_the_engine_behind_lemonade(tiny: tuple[Spawned, Ready]) -> None:
+def test_tokens_are_counted_by_the_engine_behind_lemonade(tiny: tuple[Spawned, ReadyServer]) -> None:
     server, _ = tiny
-    endpoint = attach(server.url, "Tiny")
+    endpoint = attach_to_server(server.url, "Tiny")
     with pytest.raises(ServerError, match="tokens cannot be counted, the server does not do it"):
-        counter(server.url, "user.Tiny")("one two")
-    assert counter(server.url, "user.Tiny", None, endpoint.ask_engine)("one two three") == 3
+        make_token_counter(server.url, "user.Tiny")("one two")
+    assert make_token_counter(server.url, "user.Tiny", None, endpoint.ask_engine)("one two three") == 3
 
 
 def test_an_engine_that_counts_as_llamacpp_does_is_asked_once_for_each_text_after_the_first() -> None:
@@ -370,7 +370,7 @@ def test_an_engine_that_counts_as_llamacpp_does_is_asked_once_for_each_text_afte
         asked.append(set(body))
         return '{"tokens": [1, 2]}' if "content" in body else '{"tokens": []}'  # as a real one answers vLLM's keys
 
-    count = counter("http://127.0.0.1:1", "user.Gguf", None, ask)
+    count = make_token_counter("http://127.0.0.1:1", "user.Gguf", None, ask)
     assert [count("a b") for _ in range(3)] == [2, 2, 2]
     assert asked == [{"model", "prompt", "add_special_tokens"}] + 3 * [{"content", "add_special"}]
 
@@ -392,15 +392,15 @@ def test_a_backend_with_a_newer_one_to_be_had_is_installed(tmp_path: Path) -> No
         ready = bring_up(server)
         assert "install" not in [phase.name for phase in ready.phases]
         assert ready.version == "Lemonade 11.7.0, vllm:rocm"
-        info = system_info(Api(server.url))
+        info = get_system_info(Api(server.url))
         assert {backend.state for backend in info.recipes["vllm"].backends.values()} == {"update_available"}
         assert info.devices.cpu.threads == 2
 
 
-def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tiny: tuple[Spawned, Ready]) -> None:
+def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tiny: tuple[Spawned, ReadyServer]) -> None:
     server, _ = tiny
     with pytest.raises(ServerError, match="All loaded models of type llm are pinned") as caught:
-        attach(server.url, "Gguf")
+        attach_to_server(server.url, "Gguf")
     assert "unload or unpin the other model" in caught.value.next_step
 
 
@@ -410,7 +410,7 @@ def test_a_backend_that_ends_at_once_is_not_called_slow_and_an_attached_lemonade
     with lemonade(tmp_path, die_at_start=4) as server:
         for act, advice in (
             (lambda: bring_up(server), "the vllm-server that Lemonade had started ended with exit code -9; "),
-            (lambda: attach(server.url, "Tiny"), "journalctl -u lemond | harness explain -"),
+            (lambda: attach_to_server(server.url, "Tiny"), "journalctl -u lemond | harness explain -"),
         ):
             with pytest.raises(ServerError, match="vllm-server failed to start within timeout") as caught:
                 act()
@@ -422,7 +422,7 @@ def test_a_backend_that_died_unused_is_loaded_again_with_the_saved_options(tmp_p
         bring_up(server, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
         watch, before = monitor(server), shown(server)
         os.kill(before["pid"], signal.SIGKILL)
-        while health(Api(server.url)).loaded:  # type: ignore[union-attr]  # until Lemonade knows
+        while get_health(Api(server.url)).loaded:  # type: ignore[union-attr]  # until Lemonade knows
             time.sleep(0.05)
         assert chat(server, "user.Tiny").status_code == 200
         after = shown(server)

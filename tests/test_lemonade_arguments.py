@@ -13,10 +13,10 @@ import yaml
 from harness.failures.table import replacements
 from harness.job import job_of_text
 from harness.scenario import Gateway, Load, Scenario, Server
-from harness.serve.compose_file import parse
+from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
-from harness.serve.lemonade import pool_size
-from harness.serve.lint import notes, vllm_problems
+from harness.serve.lemonade import count_server_threads
+from harness.serve.lint import check_vllm_args, list_notes
 from tests.command import harness
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
@@ -36,7 +36,7 @@ def problems(**variables: Any) -> list[str]:
 
 
 def contents(model: str = "Tiny", **variables: Any) -> dict[str, Any]:
-    compose = parse(server_document(scenario(model, **variables), "s"))
+    compose = parse_compose(server_document(scenario(model, **variables), "s"))
     return {name: json.loads(config.content.replace("$$", "$")) for name, config in compose.configs.items()}
 
 
@@ -64,7 +64,7 @@ def test_the_protected_flags_are_those_of_the_double() -> None:
     ],
 )
 def test_what_would_fail_later_is_reported_now(text: str, problem: str) -> None:
-    (found,) = vllm_problems(text)
+    (found,) = check_vllm_args(text)
     assert problem in found
 
 
@@ -78,7 +78,7 @@ def test_what_would_fail_later_is_reported_now(text: str, problem: str) -> None:
     ],
 )
 def test_what_lemonade_takes_is_let_through(text: str) -> None:
-    assert vllm_problems(text) == []
+    assert check_vllm_args(text) == []
     assert double.checked(text) == text.split()
 
 
@@ -93,7 +93,7 @@ def test_variables_that_do_not_go_together() -> None:
 
 
 def test_a_model_that_lemonade_knows() -> None:
-    compose = parse(server_document(scenario("Qwen-vLLM", vllm_args="--max-num-seqs 32"), "s"))
+    compose = parse_compose(server_document(scenario("Qwen-vLLM", vllm_args="--max-num-seqs 32"), "s"))
     asked = compose.serving.lemonade
     assert asked is not None
     assert (asked.model, asked.recipe, asked.checkpoint) == ("Qwen-vLLM", None, None)
@@ -116,7 +116,7 @@ def test_a_model_that_lemonade_knows() -> None:
 @pytest.mark.parametrize("model", ["Mine", "user.Mine"])
 def test_a_checkpoint_is_registered_under_its_canonical_name(model: str) -> None:
     given = {"checkpoint": "org/repo", "recipe": "vllm", "ctx_size": 4096, "vllm_backend": "rocm"}
-    compose = parse(server_document(scenario(model, **given), "s"))
+    compose = parse_compose(server_document(scenario(model, **given), "s"))
     asked = compose.serving.lemonade
     assert asked is not None and (asked.model, asked.backend) == ("user.Mine", "rocm")
     found = contents(model, **given)
@@ -137,7 +137,7 @@ def test_the_files_are_json_whatever_is_in_them(name: str) -> None:
 
 
 def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
-    compose = parse(server_document(scenario(watchdog=False, watchdog_grace_s=600), "s"))
+    compose = parse_compose(server_document(scenario(watchdog=False, watchdog_grace_s=600), "s"))
     assert compose.preparations == ["prepare"]
     server, prepare = compose.server, compose.services["prepare"]
     assert (server.user, prepare.user, server.init) == ("10001", "0", True)
@@ -152,7 +152,7 @@ def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
 
 def prepared(tmp_path: Path, **variables: Any) -> Path:
     """The volumes of a server as its preparation leaves them, made of a folder; owners stay as they are."""
-    prepare = parse(server_document(scenario(**variables), "s")).services["prepare"]
+    prepare = parse_compose(server_document(scenario(**variables), "s")).services["prepare"]
     (command,) = prepare.command or []
     tools = tmp_path / "tools"
     for folder in (tools, tmp_path / "configs", tmp_path / "cache/lemonade", tmp_path / "cache/huggingface"):
@@ -207,7 +207,7 @@ def test_the_load_by_hand_asks_for_the_name_that_vllm_knows(model: str, variable
 
 def test_a_folder_of_the_host_keeps_its_owner() -> None:
     given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
-    command = parse(server_document(given, "s")).services["prepare"].command
+    command = parse_compose(server_document(given, "s")).services["prepare"].command
     assert command is not None and "chown -R" not in command[0]
 
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: s
 
 
 def hints_of(load: Load, threads: int | None = 8, **variables: Any) -> list[str]:
-    return notes(msgspec.structs.replace(scenario(**variables), loads={"l": load}), threads)
+    return list_notes(msgspec.structs.replace(scenario(**variables), loads={"l": load}), threads)
 
 
 def test_a_load_above_the_pool_is_reported_before() -> None:
@@ -269,4 +269,4 @@ def test_long_answers_are_told_before() -> None:
 
 @pytest.mark.parametrize(("threads", "size"), [(2, 32), (8, 32), (32, 128), (64, 256), (192, 256)])
 def test_how_many_requests_lemonade_serves_at_once(threads: int, size: int) -> None:
-    assert pool_size(threads) == size
+    assert count_server_threads(threads) == size

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.gpus import device_groups, gfx_target, gpu_memory, gpus, machine
+from harness.machine.gpus import find_device_groups, gfx_target, list_gpus, read_gpu_memory, read_machine
 from tests.machines import CPU_NODE, NODES, write
 
 STRIX_HALO = """cpu_cores_count 0
@@ -51,16 +51,16 @@ def strix_halo(tmp_path: Path) -> Path:
 
 
 def test_memory_in_use_is_one_pool_on_an_apu_and_no_fact_of_the_machine(strix_halo: Path) -> None:
-    (found,) = gpu_memory(strix_halo)
+    (found,) = read_gpu_memory(strix_halo)
     assert found.render_node == "/dev/dri/renderD128"
     assert (found.used_bytes, found.total_bytes) == (163840000 + 14680064, 536870912 + 133143986176)
-    before = machine(strix_halo)
+    before = read_machine(strix_halo)
     (strix_halo / "sys/class/drm/renderD128/device/mem_info_gtt_used").write_text("99999999\n")
-    assert machine(strix_halo) == before
+    assert read_machine(strix_halo) == before
 
 
 def test_a_strix_halo(strix_halo: Path) -> None:
-    found = machine(strix_halo, docker="28.0")
+    found = read_machine(strix_halo, docker="28.0")
     assert (found.name, found.kernel, found.docker, found.rocm) == ("halo", "6.18.4", "28.0", "7.14.0-1")
     assert (found.cpu, found.cores, found.ram_bytes) == ("AMD RYZEN AI MAX+ 395", 2, 130023648 * 1024)
     assert found.gpus == [
@@ -90,18 +90,18 @@ def test_a_strix_halo(strix_halo: Path) -> None:
 def test_a_kernel_without_the_fix_and_a_card_of_its_own_are_seen(strix_halo: Path) -> None:
     (strix_halo / NODES / "1/properties").write_text(STRIX_HALO.replace("cwsr_size", "other_size"))
     (strix_halo / "sys/class/drm/renderD128/device/board_info").touch()
-    assert [(gpu["cwsr_sizes_known"], gpu["integrated"]) for gpu in gpus(strix_halo)] == [(False, False)]
+    assert [(gpu["cwsr_sizes_known"], gpu["integrated"]) for gpu in list_gpus(strix_halo)] == [(False, False)]
 
 
 def test_an_empty_machine_has_no_facts(tmp_path: Path) -> None:
-    found = machine(tmp_path)
+    found = read_machine(tmp_path)
     assert (found.name, found.gpus, found.kernel_parameters) == ("unknown", [], {})
     assert (found.kernel, found.cpu, found.cores, found.ram_bytes, found.docker) == (None, None, None, None, None)
-    assert device_groups(tmp_path) == []
+    assert find_device_groups(tmp_path) == []
 
 
 def test_this_machine_has_a_name_and_memory() -> None:
-    found = machine()
+    found = read_machine()
     assert found.name
     assert found.kernel == os.uname().release
     assert found.ram_bytes is not None and found.ram_bytes > 1 << 28
@@ -118,6 +118,6 @@ def test_groups_come_from_the_device_nodes_and_roots_is_none(tmp_path: Path) -> 
     if os.geteuid() == 0:
         for name, group in (("kfd", 0), ("dri/renderD128", 992), ("dri/card0", 44), ("dri/by-path/x", 7)):
             os.chown(tmp_path / "dev" / name, -1, group)
-        assert device_groups(tmp_path) == [44, 992]
+        assert find_device_groups(tmp_path) == [44, 992]
     else:
-        assert device_groups(tmp_path) == [os.getgid()]
+        assert find_device_groups(tmp_path) == [os.getgid()]

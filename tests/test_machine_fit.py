@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError, ServerError
-from harness.machine.gpus import gpus, shown, working
-from harness.machine.memory import pools
+from harness.machine.gpus import list_gpus, select_container_gpus, select_serving_gpus
+from harness.machine.memory import list_pools
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import fill_in, notes, preflight, refuse_impossible, shortages
 from harness.units import GIB
@@ -114,21 +114,23 @@ def test_a_card_wins_over_the_graphics_unit(
 ) -> None:
     root = unit_and_card(tmp_path / "root", version, vram_gib, unit_first=unit_first)
     card = f"/dev/dri/renderD{129 if unit_first else 128}"
-    assert [pool.render_node for pool in pools(root)] == [card]
+    assert [pool.render_node for pool in list_pools(root)] == [card]
     found = fill_in(experiment(tmp_path, gpu_memory_utilization="auto"), lambda _line: None, root)
     assert found.scenario.servers["s"].variables["gpu_memory_utilization"] == share
 
 
 def test_what_the_server_is_given_counts(tmp_path: Path) -> None:
-    cards = list(gpus(unit_and_card(tmp_path / "root")))
+    cards = list(list_gpus(unit_and_card(tmp_path / "root")))
     unit, card = cards
-    assert working(cards) == [card]
-    assert working([unit]) == [unit]
-    assert shown(cards, ["/dev/kfd", "/dev/dri"], {}) == [card]
-    assert shown(cards, ["/dev/kfd", "/dev/dri/renderD128"], {}) == [unit]
-    assert shown(cards, ["/dev/kfd", "/dev/dri"], {"HIP_VISIBLE_DEVICES": "0"}) == [unit]
-    assert shown(cards, ["/dev/kfd", "/dev/dri/renderD129:/dev/dri/renderD129"], {"HIP_VISIBLE_DEVICES": "0"}) == [card]
-    assert shown(cards, [], {"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}) == [card]
+    assert select_serving_gpus(cards) == [card]
+    assert select_serving_gpus([unit]) == [unit]
+    assert select_container_gpus(cards, ["/dev/kfd", "/dev/dri"], {}) == [card]
+    assert select_container_gpus(cards, ["/dev/kfd", "/dev/dri/renderD128"], {}) == [unit]
+    assert select_container_gpus(cards, ["/dev/kfd", "/dev/dri"], {"HIP_VISIBLE_DEVICES": "0"}) == [unit]
+    assert select_container_gpus(
+        cards, ["/dev/kfd", "/dev/dri/renderD129:/dev/dri/renderD129"], {"HIP_VISIBLE_DEVICES": "0"}
+    ) == [card]
+    assert select_container_gpus(cards, [], {"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}) == [card]
     asks = experiment(tmp_path, gpus=[0, 7])
     assert notes(asks, strix_halo_carve_out(tmp_path / "halo")) == []
     with pytest.raises(HarnessError, match="server 's': HIP_VISIBLE_DEVICES names '7', and there are 1 GPUs here"):
@@ -136,7 +138,7 @@ def test_what_the_server_is_given_counts(tmp_path: Path) -> None:
     by_id = experiment(tmp_path, environment={"HIP_VISIBLE_DEVICES": "GPU-1f2e"}, tensor_parallel_size=1)
     refuse_impossible(by_id, tmp_path / "halo")
     with pytest.raises(HarnessError, match="HIP_VISIBLE_DEVICES names '2', and there are 2 GPUs here, counted from 0"):
-        shown(cards, [], {"HIP_VISIBLE_DEVICES": "2"})
+        select_container_gpus(cards, [], {"HIP_VISIBLE_DEVICES": "2"})
 
 
 @pytest.mark.parametrize(

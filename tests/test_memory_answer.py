@@ -10,17 +10,17 @@ import pytest
 from harness.errors import HarnessError
 from harness.machine.memory import (
     OTHER_BYTES,
+    ModelFit,
     Pool,
-    Room,
-    Wish,
-    brief,
-    of_pool,
-    of_room,
-    of_share,
-    pools,
-    room_of,
-    share,
-    share_of,
+    ServerSettings,
+    compute_pool_share,
+    compute_share,
+    estimate_fit,
+    format_fit,
+    format_pool,
+    format_share,
+    list_pools,
+    summarize_fit,
 )
 from harness.machine.model import ModelShape, read_model
 from harness.reasons import sentence
@@ -29,7 +29,7 @@ from tests.command import harness
 from tests.machines import strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_model import QWEN3, model, safetensors
 
-SEED = share(int(76.45 * GIB), 96 * GIB, source="given")
+SEED = compute_pool_share(int(76.45 * GIB), 96 * GIB, source="given")
 
 
 def pool(free_gib: float | None, total_gib: float = 96, *, available_gib: float | None = None) -> Pool:
@@ -63,19 +63,19 @@ def test_the_seeds_case_as_given() -> None:
 
 
 def test_the_driver_knows_nothing_of_the_runtimes_own_share() -> None:
-    found = share_of([pool(76.45)])
+    found = compute_share([pool(76.45)])
     assert (found.utilization, found.reserve_bytes - SEED.reserve_bytes) == (Decimal("0.77"), GIB)
 
 
 def test_the_cap_is_vllms_default() -> None:
-    assert share_of([pool(95.6)]).utilization == Decimal("0.92")
-    assert sentence(share_of([pool(95.6)]).formula).endswith(
+    assert compute_share([pool(95.6)]).utilization == Decimal("0.92")
+    assert sentence(compute_share([pool(95.6)]).formula).endswith(
         "= 0.9655, down to hundredths, at most 0.92 (the engine's default)"
     )
 
 
 def test_pages_of_the_host_end_where_the_hosts_memory_ends() -> None:
-    found = share_of([pool(122, 124, available_gib=90)])
+    found = compute_share([pool(122, 124, available_gib=90)])
     assert found.utilization == Decimal("0.69")
     assert sentence(found.formula) == (
         "(90.00 GiB available on the host - 4.00 GiB left to it) / 124.00 GiB total = 0.6935, down to hundredths"
@@ -83,30 +83,31 @@ def test_pages_of_the_host_end_where_the_hosts_memory_ends() -> None:
 
 
 def test_of_several_gpus_the_least_counts() -> None:
-    found = share_of([pool(190, 192), pool(150, 192), pool(10, 192)], tensor_parallel=2)
+    found = compute_share([pool(190, 192), pool(150, 192), pool(10, 192)], tensor_parallel=2)
     assert (found.utilization, found.gpus, found.free_bytes) == (Decimal("0.76"), 2, 150 * GIB)
     assert (
-        of_share(found)[0] == "--gpu-memory-utilization 0.76 (145.92 GiB of each of 2 GPUs, by the one that has least: "
+        format_share(found)[0]
+        == "--gpu-memory-utilization 0.76 (145.92 GiB of each of 2 GPUs, by the one that has least: "
         "/dev/dri/renderD128)"
     )
 
 
 def test_no_length_beyond_the_models_own_is_advised(tmp_path: Path) -> None:
-    room = room_of(qwen3(tmp_path, gib=67), SEED, Wish(max_model_len=500000))
+    room = estimate_fit(qwen3(tmp_path, gib=67), SEED, ServerSettings(max_model_len=500000))
     assert room.capacity is not None and 40960 < room.capacity[0].longest < 500000
     assert room.advice[0].endswith("set --max-model-len 40960")
 
 
 def test_free_above_total_is_said() -> None:
-    found = share(120 * GIB, int(62.47 * GIB), source="given")
+    found = compute_pool_share(120 * GIB, int(62.47 * GIB), source="given")
     assert found.utilization == Decimal("0.92")
     assert found.doubts == ["120.00 GiB of 62.47 GiB are reported as free; the total is the limit"]
 
 
 def test_nothing_left_is_an_answer() -> None:
-    found = share_of([pool(1.5)])
+    found = compute_share([pool(1.5)])
     assert (found.utilization, found.budget_bytes) == (None, 0)
-    assert of_share(found)[0] == "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
+    assert format_share(found)[0] == "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
 
 
 @pytest.mark.parametrize(
@@ -123,13 +124,13 @@ def test_nothing_left_is_an_answer() -> None:
 )
 def test_what_cannot_be_known_is_an_error(found: list[Pool], gpus: int, what: str) -> None:
     with pytest.raises(HarnessError) as caught:
-        share_of(found, tensor_parallel=gpus)
+        compute_share(found, tensor_parallel=gpus)
     assert caught.value.what == what
     assert "harness memory --free" in caught.value.next_step
 
 
 def test_what_is_left_for_a_model(tmp_path: Path) -> None:
-    room = room_of(qwen3(tmp_path), SEED, Wish(max_model_len=8192, max_num_seqs=10))
+    room = estimate_fit(qwen3(tmp_path), SEED, ServerSettings(max_model_len=8192, max_num_seqs=10))
     rest = SEED.budget_bytes - room.weights_bytes  # type: ignore[operator]
     assert room.kv_bytes == (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
     assert (room.token_bytes, room.request_bytes) == (114688, 8192 * 114688)
@@ -138,37 +139,39 @@ def test_what_is_left_for_a_model(tmp_path: Path) -> None:
     assert careful.tokens == room.kv_bytes[0] // (16 * 114688) * 16
     assert hopeful.concurrency == pytest.approx(hopeful.tokens / 8192)
     assert (room.fits, room.unknown, room.advice) == (True, [], [])
-    assert brief(room) == ["left for the KV cache: about 662,656 to 676,704 tokens, 80.9 to 82.6 requests of 8,192"]
+    assert summarize_fit(room) == [
+        "left for the KV cache: about 662,656 to 676,704 tokens, 80.9 to 82.6 requests of 8,192"
+    ]
 
 
 def test_a_model_that_is_too_large(tmp_path: Path) -> None:
-    room = room_of(qwen3(tmp_path, gib=80), SEED, Wish(max_model_len=8192))
+    room = estimate_fit(qwen3(tmp_path, gib=80), SEED, ServerSettings(max_model_len=8192))
     assert room.fits is False
     assert [text.split(":")[0] for text in room.advice] == [
         "the weights and what vLLM needs besides take all of the budget",
         "a little room is won by --enforce-eager (no graphs) and a smaller --max-num-batched-tokens",
     ]
-    assert "  it does NOT fit" in of_room(room)
+    assert "  it does NOT fit" in format_fit(room)
 
 
 def test_a_request_that_is_too_long(tmp_path: Path) -> None:
-    room = room_of(qwen3(tmp_path, gib=71), SEED, Wish(max_model_len=40960))
+    room = estimate_fit(qwen3(tmp_path, gib=71), SEED, ServerSettings(max_model_len=40960))
     assert room.fits is False
     assert room.capacity is not None
     longest = room.capacity[0].longest
     assert room.advice[0] == f"a request of 40,960 tokens does not fit for sure: set --max-model-len {longest}"
-    assert room_of(qwen3(tmp_path, gib=71), SEED, Wish(max_model_len=longest)).fits is True
+    assert estimate_fit(qwen3(tmp_path, gib=71), SEED, ServerSettings(max_model_len=longest)).fits is True
     assert room.advice[1][:44] == "--kv-cache-dtype fp8 halves the KV cache (gf"
 
 
 def test_between_the_ends_no_user_knows(tmp_path: Path) -> None:
-    room = room_of(qwen3(tmp_path, gib=71.3), SEED, Wish(max_model_len=16384))
+    room = estimate_fit(qwen3(tmp_path, gib=71.3), SEED, ServerSettings(max_model_len=16384))
     assert room.fits is None
-    assert "  whether it fits is decided by what vLLM needs besides" in of_room(room)
+    assert "  whether it fits is decided by what vLLM needs besides" in format_fit(room)
 
 
 def test_more_sequences_than_the_cache_holds(tmp_path: Path) -> None:
-    room = room_of(qwen3(tmp_path), SEED, Wish(max_model_len=40960, max_num_seqs=64))
+    room = estimate_fit(qwen3(tmp_path), SEED, ServerSettings(max_model_len=40960, max_num_seqs=64))
     assert room.advice == [
         "64 requests fit at once up to about 10,354 tokens each; of 40,960 tokens 16 do, and the others wait: "
         "--max-num-seqs 16 makes that certain"
@@ -176,13 +179,15 @@ def test_more_sequences_than_the_cache_holds(tmp_path: Path) -> None:
 
 
 def test_gpus_share_weights_and_heads(tmp_path: Path) -> None:
-    one, two = (room_of(qwen3(tmp_path), SEED, Wish(max_model_len=8192, tensor_parallel=gpus)) for gpus in (1, 2))
+    one, two = (
+        estimate_fit(qwen3(tmp_path), SEED, ServerSettings(max_model_len=8192, tensor_parallel=gpus)) for gpus in (1, 2)
+    )
     assert (two.weights_bytes, two.token_bytes) == (one.weights_bytes // 2, 57344)  # type: ignore[operator]
 
 
 def test_what_is_not_known_is_said_and_nothing_is_made_up(tmp_path: Path) -> None:
     found = read_model(model(tmp_path, QWEN3 | {"mamba_d_state": 128}))
-    room = room_of(found, SEED, Wish(max_model_len=8192))
+    room = estimate_fit(found, SEED, ServerSettings(max_model_len=8192))
     assert (room.weights_bytes, room.token_bytes, room.kv_bytes, room.capacity, room.fits) == (None,) * 5
     assert room.unknown == [
         "the KV cache per token: layers of another form (mamba_d_state in config.json)",
@@ -193,29 +198,32 @@ def test_what_is_not_known_is_said_and_nothing_is_made_up(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wish", "unknown"),
     [
-        (Wish(kv_cache_dtype="nvfp4"), "the size of a number as nvfp4 in the KV cache (known: auto, float16, "),
-        (Wish(max_model_len=50000), "whether vLLM takes 50,000 tokens: the model's own limit is 40,960"),
+        (
+            ServerSettings(kv_cache_dtype="nvfp4"),
+            "the size of a number as nvfp4 in the KV cache (known: auto, float16, ",
+        ),
+        (ServerSettings(max_model_len=50000), "whether vLLM takes 50,000 tokens: the model's own limit is 40,960"),
     ],
 )
-def test_wishes_that_are_not_known(tmp_path: Path, wish: Wish, unknown: str) -> None:
-    assert [text[: len(unknown)] for text in room_of(qwen3(tmp_path), SEED, wish).unknown] == [unknown]
+def test_wishes_that_are_not_known(tmp_path: Path, wish: ServerSettings, unknown: str) -> None:
+    assert [text[: len(unknown)] for text in estimate_fit(qwen3(tmp_path), SEED, wish).unknown] == [unknown]
 
 
 def test_a_length_is_needed(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="does not tell the greatest length"):
-        room_of(qwen3(tmp_path, max_position_embeddings=None), SEED)
+        estimate_fit(qwen3(tmp_path, max_position_embeddings=None), SEED)
 
 
 def test_without_a_share_the_model_is_reported_alone(tmp_path: Path) -> None:
-    room = room_of(qwen3(tmp_path), None, Wish(max_model_len=8192))
+    room = estimate_fit(qwen3(tmp_path), None, ServerSettings(max_model_len=8192))
     assert (room.token_bytes, room.kv_bytes, room.fits, room.advice) == (114688, None, None, [])
 
 
 def test_a_pool_in_words(tmp_path: Path) -> None:
-    assert of_pool(pools(strix_halo_carve_out(tmp_path / "a"))[0]) == (
+    assert format_pool(list_pools(strix_halo_carve_out(tmp_path / "a"))[0]) == (
         "/dev/dri/renderD128 gfx1151: 94.50 GiB of 96.00 GiB VRAM free"
     )
-    assert of_pool(pools(strix_halo_gtt(tmp_path / "b"))[0]) == (
+    assert format_pool(list_pools(strix_halo_gtt(tmp_path / "b"))[0]) == (
         "/dev/dri/renderD128 gfx1151: 115.90 GiB of 116.00 GiB pages of the host (GTT) free; "
         "121.00 GiB available on the host"
     )
@@ -244,7 +252,7 @@ def test_the_command_on_a_machine_with_a_gpu(tmp_path: Path) -> None:
     assert [found["target"] for found in said["pools"]] == ["gfx1151"]
     assert (said["share"]["utilization"], said["share"]["source"]) == ("0.92", "driver")
     assert (said["room"]["token_bytes"], said["room"]["fits"]) == (114688, True)
-    assert Room.__struct_fields__ == tuple(said["room"])
+    assert ModelFit.__struct_fields__ == tuple(said["room"])
 
 
 def test_the_command_without_a_gpu(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.machine.model import Geometry, capacity, layout_of
+from harness.machine.model import Geometry, compute_capacity, make_layout
 from harness.units import GIB
 
 DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"
@@ -39,8 +39,8 @@ REFUSED = (
 def test_as_vllms_own_functions(case: dict[str, Any]) -> None:
     names = ("full_layers", "sliding_layers", "window", "kv_heads", "head_size", "latent")
     geometry = Geometry(**{name: case[name] for name in names})
-    layout = layout_of(geometry, 2, block=case["block"], in_flight=case["in_flight"])
-    found = capacity(layout, case["available"], case["max_model_len"])
+    layout = make_layout(geometry, 2, block=case["block"], in_flight=case["in_flight"])
+    found = compute_capacity(layout, case["available"], case["max_model_len"])
     if case["tokens"] is None:
         assert (found.fits, found.longest) == (False, case["longest"])
     else:
@@ -49,7 +49,7 @@ def test_as_vllms_own_functions(case: dict[str, Any]) -> None:
 
 
 def test_a_line_of_a_start() -> None:
-    found = capacity(layout_of(TINY, 2, block=CPU_BLOCK), GIB, 2048)
+    found = compute_capacity(make_layout(TINY, 2, block=CPU_BLOCK), GIB, 2048)
     said = f"KV cache size: {found.tokens:,} tokens, Maximum concurrency for 2,048 tokens per request: "
     assert said + f"{found.concurrency:.2f}x" in STARTED
 
@@ -58,15 +58,16 @@ def test_lines_of_a_start_by_a_share() -> None:
     gib = float(AUTO[0].partition("(")[2].partition("/")[0])
     tokens, concurrency = re.findall(r"size: ([\d,]+) .*: ([\d.]+)x", AUTO[1])[0]
     minimum, maximum = (
-        capacity(layout_of(QWEN3_100M, 2, block=CPU_BLOCK), int(g * GIB), 2048) for g in (gib - 0.005, gib + 0.005)
+        compute_capacity(make_layout(QWEN3_100M, 2, block=CPU_BLOCK), int(g * GIB), 2048)
+        for g in (gib - 0.005, gib + 0.005)
     )
     assert minimum.tokens <= int(tokens.replace(",", "")) <= maximum.tokens
     assert minimum.concurrency <= float(concurrency) <= maximum.concurrency
 
 
 def test_a_line_of_a_refusal() -> None:
-    layout = layout_of(QWEN3_06B, 2, block=CPU_BLOCK)
-    found = capacity(layout, 100 << 20, 4096)
+    layout = make_layout(QWEN3_06B, 2, block=CPU_BLOCK)
+    found = compute_capacity(layout, 100 << 20, 4096)
     match = re.search(r"\(([\d.]+) GiB KV.*memory \(([\d.]+) GiB\).*length is (\d+)", REFUSED)
     assert match is not None
     usable = (100 << 20) - layout.block_bytes
@@ -75,15 +76,19 @@ def test_a_line_of_a_refusal() -> None:
 
 
 def test_what_a_token_costs() -> None:
-    assert layout_of(QWEN3_06B, 2).token_bytes == 2 * 28 * 8 * 128 * 2 == 2 * (layout_of(QWEN3_06B, 1).token_bytes or 0)
-    sizes = [layout_of(QWEN3_06B, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 2, 8, 16)]
+    assert (
+        make_layout(QWEN3_06B, 2).token_bytes
+        == 2 * 28 * 8 * 128 * 2
+        == 2 * (make_layout(QWEN3_06B, 1).token_bytes or 0)
+    )
+    sizes = [make_layout(QWEN3_06B, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 2, 8, 16)]
     assert sizes == [114688, 57344, 14336, 14336]  # heads are divided among GPUs, but each has one
     latent = Geometry(full_layers=61, kv_heads=1, head_size=576, latent=True)
-    assert {layout_of(latent, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 8)} == {61 * 576 * 2}
+    assert {make_layout(latent, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 8)} == {61 * 576 * 2}
     window = Geometry(full_layers=1, sliding_layers=1, window=128, kv_heads=1, head_size=64)
-    assert layout_of(window, 2).token_bytes is None  # a window has no price of a token
+    assert make_layout(window, 2).token_bytes is None  # a window has no price of a token
 
 
 def test_no_memory_holds_nothing() -> None:
-    found = capacity(layout_of(TINY, 2), -GIB, 2048)
+    found = compute_capacity(make_layout(TINY, 2), -GIB, 2048)
     assert (found.tokens, found.concurrency, found.longest, found.fits) == (0, 0.0, 0, False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError
-from harness.machine.model import Geometry, find_model, hub_cache, read_model, weight_bytes
+from harness.machine.model import Geometry, find_model, hub_cache, measure_weights, read_model
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -141,23 +141,23 @@ def test_weights_are_counted_from_headers(tmp_path: Path) -> None:
     safetensors(tmp_path / "model.safetensors", tensors)
     safetensors(tmp_path / "consolidated.safetensors", tensors)  # the same once more, in another form
     # vLLM makes 16 bit of 32 where nothing is quantised
-    assert weight_bytes(tmp_path, quantized=False) == (2000 + 2000 + 32, "the headers of 1 safetensors")
-    assert weight_bytes(tmp_path, quantized=True) == (2000 + 4000 + 32, "the headers of 1 safetensors")
+    assert measure_weights(tmp_path, quantized=False) == (2000 + 2000 + 32, "the headers of 1 safetensors")
+    assert measure_weights(tmp_path, quantized=True) == (2000 + 4000 + 32, "the headers of 1 safetensors")
 
 
 def test_weights_of_several_files_are_those_of_the_index(tmp_path: Path) -> None:
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = {"metadata": {"total_size": 5000}, "weight_map": {"a": names[0], "b": names[1]}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert weight_bytes(tmp_path, quantized=False) == (5000, "the index of the safetensors")
+    assert measure_weights(tmp_path, quantized=False) == (5000, "the index of the safetensors")
     for name in names:
         safetensors(tmp_path / name, {"a": ("F16", [1000], 2000)})
     safetensors(tmp_path / "old.safetensors", {"a": ("F16", [1000], 2000)})
-    assert weight_bytes(tmp_path, quantized=False) == (4000, "the headers of 2 safetensors")
+    assert measure_weights(tmp_path, quantized=False) == (4000, "the headers of 2 safetensors")
 
 
 def test_weights_that_are_not_here_are_unknown(tmp_path: Path) -> None:
-    assert weight_bytes(tmp_path, quantized=False) == (None, "there are no safetensors of it on this machine")
+    assert measure_weights(tmp_path, quantized=False) == (None, "there are no safetensors of it on this machine")
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs")
-    size, why = weight_bytes(tmp_path, quantized=False)
+    size, why = measure_weights(tmp_path, quantized=False)
     assert (size, why[:30]) == (None, "a safetensors file is damaged ")

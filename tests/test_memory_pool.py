@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.machine.memory import Pool, pools
+from harness.machine.memory import Pool, list_pools
 from harness.units import GIB
 
 MIB = 2**20
@@ -40,7 +40,7 @@ def tree(
 
 
 def one(root: Path) -> dict[str, Any]:
-    (found,) = pools(root)
+    (found,) = list_pools(root)
     return {name: getattr(found, name) for name in Pool.__struct_fields__ if name not in ("doubts", "target")}
 
 
@@ -59,7 +59,7 @@ def test_an_apu_with_a_large_carve_out_allocates_from_it(tmp_path: Path) -> None
         "host_available_bytes": None,
         "overstated": False,
     }
-    assert pools(tmp_path)[0].doubts == []
+    assert list_pools(tmp_path)[0].doubts == []
 
 
 def test_an_apu_with_a_small_carve_out_allocates_pages_of_the_host(tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def test_an_apu_with_a_small_carve_out_allocates_pages_of_the_host(tmp_path: Pat
         "host_available_bytes": 90 * GIB,
         "overstated": False,
     }
-    assert [doubt[:42] for doubt in pools(tmp_path)[0].doubts] == ["what is in use of GTT may lag behind what "]
+    assert [doubt[:42] for doubt in list_pools(tmp_path)[0].doubts] == ["what is in use of GTT may lag behind what "]
 
 
 def test_a_gtt_size_beyond_ttm_is_not_believed(tmp_path: Path) -> None:
     limit = 16375808  # of 4 KiB: 62.47 GiB
     tree(tmp_path, PAGES | {"gtt_total": 128 * GIB, "gtt_used": 8 * GIB}, pages_limit=limit, available=60 * GIB)
-    (found,) = pools(tmp_path)
+    (found,) = list_pools(tmp_path)
     assert (found.total_bytes, found.free_bytes) == (limit * 4096, limit * 4096 - 8 * GIB)
     assert found.doubts[0] == (
         "the driver states a GTT of 128.00 GiB, but ttm.pages_limit allows 62.47 GiB: "
@@ -91,7 +91,9 @@ def test_cards_of_their_own_have_their_vram(tmp_path: Path) -> None:
     card = {"vram_total": 24 * GIB, "vram_used": 1 * GIB, "gtt_total": 64 * GIB, "gtt_used": 0}
     tree(tmp_path, card, version=110000, own_card=True)
     tree(tmp_path, card | {"vram_used": 3 * GIB}, version=110000, own_card=True, minor=129)
-    assert [(pool.render_node, pool.target, pool.kind, pool.free_bytes, pool.unified) for pool in pools(tmp_path)] == [
+    assert [
+        (pool.render_node, pool.target, pool.kind, pool.free_bytes, pool.unified) for pool in list_pools(tmp_path)
+    ] == [
         ("/dev/dri/renderD128", "gfx1100", "vram", 23 * GIB, False),
         ("/dev/dri/renderD129", "gfx1100", "vram", 21 * GIB, False),
     ]
@@ -100,15 +102,15 @@ def test_cards_of_their_own_have_their_vram(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["vram_total", "vram_used"])
 def test_what_the_driver_does_not_tell_is_unknown(tmp_path: Path, missing: str) -> None:
     card = {name: size for name, size in CARVE_OUT.items() if name != missing}
-    (found,) = pools(tree(tmp_path, card, own_card=True))
+    (found,) = list_pools(tree(tmp_path, card, own_card=True))
     assert found.free_bytes is None
     assert found.doubts == ["the driver does not tell its size, or how much of it is in use"]
 
 
 def test_more_in_use_than_there_is_leaves_nothing(tmp_path: Path) -> None:
-    (found,) = pools(tree(tmp_path, PAGES, pages_limit=GIB // 4096))
+    (found,) = list_pools(tree(tmp_path, PAGES, pages_limit=GIB // 4096))
     assert (found.total_bytes, found.used_bytes, found.free_bytes) == (GIB, 2 * GIB, 0)
 
 
 def test_a_machine_without_an_amd_gpu_has_no_pool(tmp_path: Path) -> None:
-    assert pools(tmp_path) == []
+    assert list_pools(tmp_path) == []

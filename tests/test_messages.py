@@ -13,12 +13,13 @@ import yaml
 
 from harness.failures.table import rules
 from harness.files import ROOT
-from harness.reasons import SENTENCES
+from harness.reasons import COMPOSED, reason_templates
 
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
 ERRORS = (
     "HarnessError", "ServerError", "StartError", "RunError", "ScenarioError", "UnlikeError", "CheckError", "Problem",
     "wrong",
+    "error_at",
     "problem",
 )  # fmt: skip
 
@@ -69,9 +70,10 @@ def of_function(function: Callable[..., str]) -> Iterator[str]:
 
 def of_reasons() -> Iterator[str]:
     """Each code of a reason, a note or evidence with its sentence."""
-    for code, entry in sorted(SENTENCES.items()):
-        texts = [entry] if isinstance(entry, str) else list(of_function(entry))
-        yield from (f"{code}: {text}" for text in texts or ["(made of others)"])
+    texts = {code: [template] for code, template in reason_templates().items()}
+    texts |= {code: list(of_function(compose)) for code, compose in COMPOSED.items()}
+    for code in sorted(texts):
+        yield from (f"{code}: {text}" for text in texts[code])
 
 
 def of_failures() -> Iterator[str]:

@@ -18,9 +18,9 @@ from harness.judge.verdicts import compare_rows
 from harness.reasons import evidence
 from harness.reasons import sentences as texts
 from harness.report import export, junit, markdown, sentences
-from harness.report.charts.data import observe
+from harness.report.charts.data import read_chart_data
 from harness.report.html import render
-from harness.report.table import lines
+from harness.report.table import table_lines
 from harness.report.terminal import print_report
 from harness.rundir.manifest import Run, read_run, write_run
 from harness.rundir.records import Request, read_marks, read_requests
@@ -148,7 +148,7 @@ def test_each_part_has_its_row_its_slos_and_what_it_is_compared_with(run: Path) 
     assert [check.status for check in summary.checks] == ["passed", "passed"]
     if summary.comparison is not None:
         assert [verdict.baseline for verdict in summary.comparison.verdicts] == ["sim / chat", "sim / job"]
-        own = lines(summary, read_run(run))
+        own = table_lines(summary, read_run(run))
         assert [line.against for line in own] == ["", "", "", "sim / job"]
         assert [line.verdict is None for line in own] == [True, True, False, False]
 
@@ -274,7 +274,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
     made_mix(tmp_path / "run")
-    summary, observed = summarize(tmp_path / "run"), observe(tmp_path / "run")
+    summary, observed = summarize(tmp_path / "run"), read_chart_data(tmp_path / "run")
     assert [row.pooled.succeeded for row in summary.rows] == [40, 40, 36, 37]
     for row in summary.rows:
         drawn = observed.rows[row.server, row.load]
@@ -286,7 +286,7 @@ def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
     path = tmp_path / "run" / "requests.jsonl"
     write_lines(path, [msgspec.structs.replace(one, coalesced=10 * (one.index % 2)) for one in read_requests(path)])
     row = summarize(tmp_path / "run").rows[0]
-    assert row.pooled.tpot_s.n == len(observe(tmp_path / "run").rows["a", "chat"].latencies["tpot_s"]) == 20
+    assert row.pooled.tpot_s.n == len(read_chart_data(tmp_path / "run").rows["a", "chat"].latencies["tpot_s"]) == 20
 
 
 def test_the_head_says_what_each_load_feels_of_the_other(five: Path) -> None:
@@ -300,8 +300,8 @@ def test_the_head_says_what_each_load_feels_of_the_other(five: Path) -> None:
     ]  # fmt: skip
     assert summary.comparison.comparisons == 3
     said = "Together, a / both.chat is slowed most: TTFT p50 201 → 401 ms, 2.00x longer."
-    assert sentences.answer_of(summary, run) == said
-    page = render(summary, run, observe(five))
+    assert sentences.run_answer(summary, run) == said
+    page = render(summary, run, read_chart_data(five))
     head = page[page.index('class="answer"') : page.index('class="contents"')]
     assert said in head
     console = Console(file=io.StringIO(), width=200)

@@ -7,14 +7,14 @@ import pytest
 
 from harness.scenario import Load, Prompts, Scenario, Server
 from harness.scenario.behaviour import Agent, Lengths, Rag
-from harness.serve.lint import notes
+from harness.serve.lint import list_notes
 from tests.command import called
 
 
 def of(template: str, load: Load | None = None, prompts: Prompts | None = None, **given: Any) -> list[str]:
     chosen = load or Load(user="batch", output_tokens=10)
     server = Server(template=template, variables=given)
-    return notes(
+    return list_notes(
         Scenario(
             version=1, question="q", model="m", servers={"s": server}, loads={"l": chosen},
             prompts=prompts or Prompts(tokens=10),

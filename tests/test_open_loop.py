@@ -17,12 +17,12 @@ from harness.analysis.tally import Clock
 from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
 from harness.report import words
-from harness.report.charts.data import observe
+from harness.report.charts.data import read_chart_data
 from harness.report.table import schedule_table
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.behaviour import Agent
-from harness.summary import Kept
+from harness.summary import ScheduleKept
 from tests.command import Done, called, harness, only_run, write
 from tests.made_runs import request, write_lines
 
@@ -62,18 +62,18 @@ def test_what_is_planned(load: Load, kind: str, planned: int | None) -> None:
 def test_asked_and_achieved() -> None:
     found = counted((100.0, 0.0), (101.0, 0.5), (102.0, 2.0))
     fixed = schedule_kept(found, Load(user="batch", requests=3, arrivals=EVEN), 1, 9.0)
-    assert fixed == Kept(planned=3, sent=3, never_sent=0, asked_per_s=1.0, achieved_per_s=0.5)
+    assert fixed == ScheduleKept(planned=3, sent=3, never_sent=0, asked_per_s=1.0, achieved_per_s=0.5)
     timed = schedule_kept(found, Load(user="batch", duration_s=0.5, arrivals=EVEN), 1, 0.5)
-    assert timed == Kept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
+    assert timed == ScheduleKept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
     assert schedule_kept(found, Load(user="batch", requests=3), 1, 9.0) is None
     single = schedule_kept(counted((100.0, 0.0)), Load(user="batch", requests=1, arrivals=EVEN), 1, None)
-    assert single == Kept(planned=1, sent=1, never_sent=0)
+    assert single == ScheduleKept(planned=1, sent=1, never_sent=0)
 
 
 def test_several_runs_are_pooled() -> None:
-    one = Kept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
-    two = Kept(planned=5, sent=5, never_sent=0, asked_per_s=10.0, achieved_per_s=10.0)
-    assert pool_schedules([one, None, two]) == Kept(
+    one = ScheduleKept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
+    two = ScheduleKept(planned=5, sent=5, never_sent=0, asked_per_s=10.0, achieved_per_s=10.0)
+    assert pool_schedules([one, None, two]) == ScheduleKept(
         planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0
     )
     assert pool_schedules([None]) is None
@@ -110,18 +110,18 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
 
 def test_schedules_in_words() -> None:
     waves = Load(user="batch", users=9, requests=5, arrivals=Arrivals(points=[[0, 1], [60, 4]]))
-    assert words.loop(waves) == "open loop, Poisson, 1 a second from 0 s, 4 a second from 60 s"
-    assert words.load_in_words(waves) == (
+    assert words.describe_schedule(waves) == "open loop, Poisson, 1 a second from 0 s, 4 a second from 60 s"
+    assert words.describe_load(waves) == (
         "open loop: user batch, users 9, requests 5, arrivals {points: [[0 1] [60 4]], between: steps, "
         "spacing: poisson, burstiness: 1}, output_tokens 128"
     )
-    assert words.load_in_words(Load(user="batch", in_flight=5, stream=False)) == (
+    assert words.describe_load(Load(user="batch", in_flight=5, stream=False)) == (
         "closed loop: user batch, in_flight 5, output_tokens 128, stream false"
     )
     trace = Trace(file="day.csv", from_s=60, to_s=120, speed=2, max_requests=1000)
-    said = words.loop(Load(user="batch", trace=trace))
+    said = words.describe_schedule(Load(user="batch", trace=trace))
     assert said == "trace day.csv from 60 s to 120 s, 1,000 rows at most, at 2 times its speed"
-    assert words.loop(Load(user="batch")) == ""
+    assert words.describe_schedule(Load(user="batch")) == ""
 
 
 OWN = """
@@ -227,17 +227,17 @@ def test_too_few_users_make_a_row_invalid_and_say_what_to_do(
 
 def test_an_own_locustfile_that_cannot_keep_up(ran: tuple[Done, Path, dict[str, Any]]) -> None:
     (cell,) = (cell for cell in read_summary(ran[1]).cells if cell.load == "own")
-    assert cell.numbers.schedule == Kept(planned=10, sent=2, never_sent=8, asked_per_s=5.0, achieved_per_s=1.0)
+    assert cell.numbers.schedule == ScheduleKept(planned=10, sent=2, never_sent=8, asked_per_s=5.0, achieved_per_s=1.0)
     assert cell.numbers.sent == 4
     assert (cell.problems[0].code, cell.problems[0].values["never_sent"]) == ("never_sent", 8)
 
 
 def test_the_timeline_has_asked_and_sent(ran: tuple[Done, Path, dict[str, Any]]) -> None:
     folder = ran[1]
-    open_, *_, shut = observe(folder).timelines
-    for rates in (open_.asked_s, open_.gone_s):
+    open_, *_, shut = read_chart_data(folder).timelines
+    for rates in (open_.due_per_s, open_.sent_per_s):
         assert len(rates) == len(open_.arrivals_at_s) and max(rates) == pytest.approx(10, abs=1)
-    assert (shut.asked_s, shut.gone_s) == ([], [])
+    assert (shut.due_per_s, shut.sent_per_s) == ([], [])
     assert "How the schedules were kept" in (folder / "report.html").read_text()
 
 

@@ -18,7 +18,7 @@ from harness.analysis.forecast import Forecast, forecast, read_duration, read_pr
 from harness.errors import HarnessError, RunError
 from harness.files import ROOT
 from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
-from harness.report.terminal import headline, of_deadline
+from harness.report.terminal import deadline_sentence, forecast_headline
 from harness.rundir.manifest import CellRun, Machine, Run, write_run
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import GpuSample, TelemetrySample
@@ -268,7 +268,7 @@ def test_energy_cost_and_machines_follow_from_power_price_and_deadline(tmp_path:
     assert row.start_s == 3.5
     fixed = row.start_s + row.tail_s
     assert row.machines == math.ceil((row.time_s.high - fixed) / (3600 - fixed))
-    assert row.deadline == "missed" and "such machines would meet it" in of_deadline(row, 3600)
+    assert row.deadline == "missed" and "such machines would meet it" in deadline_sentence(row, 3600)
     assert only(plan(tmp_path / "run", 100_000, deadline_s=2.0)).machines is None
     inside = only(plan(tmp_path / "run", 100_000, deadline_s=row.time_s.value))
     assert (inside.deadline, inside.machines) == ("inconclusive", 2)
@@ -280,7 +280,7 @@ def test_the_command_answers_first_and_ends_by_the_deadline(tmp_path: Path) -> N
     done = called("plan", "one", "--items", "500000", "--deadline", "8h", "--price", "0.30/kWh", cwd=tmp_path)
     first, second, third = done.out.splitlines()[:3]
     expected = forecast(tmp_path / "runs" / "one", 500_000)
-    assert first == headline(expected)
+    assert first == forecast_headline(expected)
     assert first.startswith("500,000 items take ") and first.endswith(" with a / x.")
     assert (done.code, second.partition(";")[0]) == (4, "The deadline of 8.00 h is not met")
     assert third.startswith("Energy ") and "; cost " in third

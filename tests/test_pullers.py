@@ -8,19 +8,19 @@ import pytest
 from harness.errors import ServerError
 from harness.rundir.manifest import ServedBy
 from harness.scenario import Server
-from harness.serve import attach
-from harness.serve.compose_file import LoadCall, Serving, parse
+from harness.serve import attach_to_server
+from harness.serve.compose_file import LoadCall, Serving, parse_compose
 from harness.serve.containers import LogFile
-from harness.serve.facts import recorded
-from harness.serve.probe import Waiting
-from harness.serve.ready import Ready, wait_ready
-from harness.serve.template import rendered
+from harness.serve.facts import record_facts
+from harness.serve.probe import StartupWatch
+from harness.serve.ready import ReadyServer, wait_ready
+from harness.serve.template import render_server
 from tests.doubles.pullers import serving
 
 
-def ready(folder: Path, url: str, model: str, **given: Any) -> Ready:
-    compose = parse(rendered(Server(template="ollama", variables=given), model, port=1))
-    waiting = Waiting(lambda: None, LogFile(folder / "log"), 20.0, lambda text: None)
+def ready(folder: Path, url: str, model: str, **given: Any) -> ReadyServer:
+    compose = parse_compose(render_server(Server(template="ollama", variables=given), model, port=1))
+    waiting = StartupWatch(lambda: None, LogFile(folder / "log"), 20.0, lambda text: None)
     return wait_ready(url, compose.serving, model, waiting)
 
 
@@ -33,7 +33,7 @@ def test_a_model_is_pulled_once_and_loaded_before_the_first_request(tmp_path: Pa
         again = ready(tmp_path, url, "qwen3:0.6b")
         assert [phase.name for phase in again.phases] == ["port open", "health", "load", "first answer"]
         assert sum("/api/pull" in line for line in double.asked) == 1
-        served = recorded(ServedBy(url=url, template="ollama", model="qwen3:0.6b")).effective
+        served = record_facts(ServedBy(url=url, template="ollama", model="qwen3:0.6b")).effective
         assert (served["model_digest"], served["quantization"]) == ("2ae6", "Q4_K_M")
         assert (served["model_bytes"], served["gpu_bytes"]) == (1000, 750)
 
@@ -42,7 +42,7 @@ def test_a_name_of_ollama_without_a_tag_is_the_latest(tmp_path: Path) -> None:
     with serving("ollama") as (url, double):
         ready(tmp_path, url, "qwen3")
         assert double.models == ["qwen3:latest"]
-        assert attach(url, "qwen3").started.version == "0.12.6"  # found under that name, too
+        assert attach_to_server(url, "qwen3").started.version == "0.12.6"  # found under that name, too
 
 
 def test_a_model_that_cannot_be_pulled_is_explained(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_what_the_templates_say() -> None:
         "flash_attention": True,
         "kv_cache_type": "q8_0",
     }
-    compose = parse(rendered(Server(template="ollama", variables=given), "qwen3:0.6b", port=1))
+    compose = parse_compose(render_server(Server(template="ollama", variables=given), "qwen3:0.6b", port=1))
     said = compose.server.environment
     assert compose.serving == Serving(
         template="ollama", port=11434, health="/", version="/api/version",
@@ -76,10 +76,14 @@ def test_what_the_templates_say() -> None:
     assert {said[f"OLLAMA_{name}"] for name in ("NUM_PARALLEL", "CONTEXT_LENGTH", "KEEP_ALIVE")} == {"10", "8192", "-1"}
     assert (said["OLLAMA_FLASH_ATTENTION"], said["OLLAMA_KV_CACHE_TYPE"]) == ("1", "q8_0")
     assert compose.server.devices == ["/dev/kfd", "/dev/dri"]
-    of_localai = parse(rendered(Server(template="localai", variables={"parallel": 10}), "qwen3-0.6b", port=1))
+    of_localai = parse_compose(
+        render_server(Server(template="localai", variables={"parallel": 10}), "qwen3-0.6b", port=1)
+    )
     assert of_localai.server.environment["LLAMACPP_PARALLEL"] == "10"
     assert of_localai.server.command == ["qwen3-0.6b"]
     elsewhere = {"model_config": "https://example.org/mine.yaml", "extra_args": ["--debug"]}
-    command = parse(rendered(Server(template="localai", variables=elsewhere), "mine", port=1)).server.command
+    command = parse_compose(
+        render_server(Server(template="localai", variables=elsewhere), "mine", port=1)
+    ).server.command
     assert command == ["https://example.org/mine.yaml", "--debug"]
     assert of_localai.serving.health == "/readyz"

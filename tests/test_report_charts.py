@@ -8,14 +8,21 @@ import pytest
 from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thin_dots
 from harness.analysis.summarize import read_summary
 from harness.report.charts import Chart
-from harness.report.charts.data import ChartFailures, MachineSamples, ServerSamples, Timeline, observe
-from harness.report.charts.figures import first_token, scatters, slo_bounds, throughput, tradeoffs, with_slo_lines
-from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
+from harness.report.charts.data import ChartFailures, MachineSamples, ServerSamples, Timeline, read_chart_data
+from harness.report.charts.figures import (
+    first_token_chart,
+    scatter_charts,
+    slo_bounds,
+    throughput_chart,
+    tradeoff_charts,
+    with_slo_lines,
+)
+from harness.report.charts.timeline import TimelineEvent, timeline_events, timeline_figure
 from harness.report.html import render
 from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
 from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent
-from harness.summary import CheckResult, Kept, Summary
+from harness.summary import CheckResult, ScheduleKept, Summary
 from tests import made_runs
 from tests.report_runs import write_run_directory
 from tests.test_report_text import summary as text_summary
@@ -78,7 +85,7 @@ def test_a_death_is_marked_where_connections_broke() -> None:
     failures = {
         "rejected": ChartFailures(3, 1.0), "disconnect": ChartFailures(7, 4.5), "connect": ChartFailures(1, 4.6),
     }  # fmt: skip
-    assert events_of(timeline(failures=failures), None, cell(exit_code=137, oom_killed=True)) == [
+    assert timeline_events(timeline(failures=failures), None, cell(exit_code=137, oom_killed=True)) == [
         TimelineEvent(0.0, "measurement starts", label="start"),
         TimelineEvent(1.0, "the first of 3 requests fails: rejected", True),
         TimelineEvent(4.5, "the first of 7 requests fails: disconnect", True),
@@ -92,14 +99,14 @@ def test_a_death_is_marked_where_connections_broke() -> None:
         (cell(), TimelineEvent(0.0, "measurement starts", label="start")),
         (cell(death=unreachable), TimelineEvent(0.0, "measurement starts", label="start")),
     ):
-        assert events_of(timeline(), None, of)[-1] == last
+        assert timeline_events(timeline(), None, of)[-1] == last
 
 
 def test_queues_and_preemptions_are_marked_and_not_without_end() -> None:
     at = [float(i) for i in range(60)]
     waiting = [0.0, 2.0, 5.0, *[0.0, 1.0] * 28, None]
     server = ServerSamples(at_s=at, values={"waiting": waiting}, preempted=[(t, 1.0) for t in at])
-    texts = [event.text for event in events_of(timeline(server=server, ends_s=60.0), None, None)]
+    texts = [event.text for event in timeline_events(timeline(server=server, ends_s=60.0), None, None)]
     assert texts[:3] == ["5 preemptions", "measurement starts", "requests wait in the server during 4 s, 5 at most"]
     assert (texts.count("5 preemptions"), len(texts)) == (12, 1 + 12 + 10)
 
@@ -108,7 +115,7 @@ def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
     gauges: dict[str, list[float | None]] = {"running": [1.0, 2.0], "kv_usage": [0.5, None]}
     machine = MachineSamples(at_s=[0.0, 1.0], panels={"power": {"power": [80.0, 95.5]}}, drawn=1)
     line = timeline(server=ServerSamples(at_s=[0.0, 1.0], values=gauges), machine=machine)
-    figure = figure_of(line, [TimelineEvent(0.0, "x")])
+    figure = timeline_figure(line, [TimelineEvent(0.0, "x")])
     axes = [axis for key, axis in figure["layout"].items() if key.startswith("yaxis")]
     assert [axis["title"]["text"] for axis in axes] == ["", "requests", "tok/s", "KV cache, %", "power, W"]
     drawn = {trace["name"]: trace["y"] for trace in figure["data"]}
@@ -125,7 +132,7 @@ def test_the_knee_is_marked_and_told(folder: Path, run: Run) -> None:
         msgspec.structs.replace(row, output_tok_s=[100.0, 102.0]) if row.server == "limited" else row
         for row in summary.rows
     ]
-    chart = throughput(msgspec.structs.replace(summary, rows=flat), run)
+    chart = throughput_chart(msgspec.structs.replace(summary, rows=flat), run)
     assert chart.findings == [
         "open: no knee up to 10 at once: it still rises there",
         "limited: knee at 1 at once, the best; more does not help",
@@ -141,34 +148,38 @@ def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: 
     loads["batch-10"] = msgspec.structs.replace(loads["batch-10"], user="agent", agent=Agent(sub_agents=4))
     mixed = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
     summary = read_summary(folder)
-    assert throughput(summary, mixed).findings[0] == (
+    assert throughput_chart(summary, mixed).findings[0] == (
         "open (sequential, batch-5): no knee up to 5 at once: it still rises there"
     )
-    for chart in (throughput(summary, mixed), first_token(summary, mixed), *tradeoffs(summary, mixed)):
+    for chart in (
+        throughput_chart(summary, mixed),
+        first_token_chart(summary, mixed),
+        *tradeoff_charts(summary, mixed),
+    ):
         joined = [len(trace["x"]) for trace in chart.figure["data"]]
         assert set(joined) == {1, 2}, chart.id
         assert sum(joined) == sum(len(trace["x"]) for trace in _chart(chart.id, summary, run).figure["data"]), chart.id
 
 
 def _chart(key: str, summary: Summary, run: Run) -> Chart:
-    charts = (throughput(summary, run), first_token(summary, run), *tradeoffs(summary, run))
+    charts = (throughput_chart(summary, run), first_token_chart(summary, run), *tradeoff_charts(summary, run))
     return next(chart for chart in charts if chart.id == key)
 
 
 def test_a_page_of_open_loops_says_once_why_there_is_no_curve(folder: Path, run: Run) -> None:
     summary = read_summary(folder)
     rows = [
-        msgspec.structs.replace(row, pooled=msgspec.structs.replace(row.pooled, schedule=Kept(sent=30)))
+        msgspec.structs.replace(row, pooled=msgspec.structs.replace(row.pooled, schedule=ScheduleKept(sent=30)))
         for row in summary.rows
     ]
-    page = render(msgspec.structs.replace(summary, rows=rows), run, observe(folder))
+    page = render(msgspec.structs.replace(summary, rows=rows), run, read_chart_data(folder))
     assert page.count("All loads are open loops, which have no concurrency of their own.") == 1
     assert 'class="empty"' not in page
     assert "Not drawn, since an open loop" not in page
 
 
 def test_single_requests_show_failures(folder: Path, run: Run) -> None:
-    chart = scatters(read_summary(folder), observe(folder))[0]
+    chart = scatter_charts(read_summary(folder), read_chart_data(folder))[0]
     failed = [trace for trace in chart.figure["data"] if trace["marker"]["symbol"] == "x"]
     assert [len(trace["x"]) for trace in failed] == [6] * 6
     assert set(failed[0]["text"]) == {"timeout", "stream_error", "rejected"}
@@ -183,7 +194,7 @@ def test_who_left_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Pat
         made_runs.request(id="q3", index=3, chunks_s=[], first_visible_s=None, output_tokens=None, vectors=1),
     ]
     one_cell(tmp_path / "run", records, max_error_rate=1.0)
-    seen = observe(tmp_path / "run")
+    seen = read_chart_data(tmp_path / "run")
     assert [(one.count, one.failures) for one in seen.rows.values()] == [(2, 1)]
 
 

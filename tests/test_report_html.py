@@ -15,7 +15,7 @@ import pytest
 from harness.analysis.summarize import read_summary
 from harness.errors import HarnessError
 from harness.files import ROOT
-from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution, observe
+from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
 from harness.report.html import LIBRARY, Forest, render, write_report
 from harness.rundir.manifest import read_run, write_run
 from harness.summary import because
@@ -144,16 +144,16 @@ def test_the_library_is_the_one_that_was_published_and_draws_all_that_charts_ask
 
 
 def test_a_distribution_keeps_its_ends_and_every_point_of_a_small_sample() -> None:
-    assert distribution([3.0, 1.0, 2.0]) == ([1.0, 2.0, 3.0], [0.33333, 0.66667, 1.0])
-    assert distribution([]) == ([], [])
-    values, shares = distribution(float(i) for i in range(1, 100_001))
+    assert distribution_points([3.0, 1.0, 2.0]) == ([1.0, 2.0, 3.0], [0.33333, 0.66667, 1.0])
+    assert distribution_points([]) == ([], [])
+    values, shares = distribution_points(float(i) for i in range(1, 100_001))
     assert len(values) == MAX_POINTS
     assert (values[0], shares[0], values[-1], shares[-1]) == (1.0, 1e-5, 100_000.0, 1.0)
     assert all(abs(share - value / 100_000) < 1e-5 for value, share in zip(values, shares, strict=True))
 
 
 def test_the_timeline_counts_every_token_and_joins_the_clocks(folder: Path) -> None:
-    timelines = {line.cell: line for line in observe(folder).timelines}
+    timelines = {line.cell: line for line in read_chart_data(folder).timelines}
     line = timelines["r1-open-batch-10"]
     # 30 measured and 10 warm-up requests of 50 tokens each, less the three that failed.
     assert sum(line.tok_s) * line.step_s == pytest.approx(37 * 50, abs=1)
@@ -179,7 +179,7 @@ def test_a_run_that_was_killed_before_anything_happened(tmp_path: Path) -> None:
 def test_intervals_share_one_logarithmic_scale() -> None:
     scale = Forest(0.5, 2.0)
     assert [scale.place(ratio) for ratio in (0.1, 0.5, 1.0, 2.0, 9.0)] == [0.0, 0.0, 50.0, 100.0, 100.0]
-    assert 0 < Forest.of([]).place(1.0) < 100
+    assert 0 < Forest.around([]).place(1.0) < 100
 
 
 def test_a_text_from_outside_does_not_turn_the_page_round(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_text_from_outside_does_not_turn_the_page_round(tmp_path: Path) -> Non
     servers = {f"{name}{controls}": server for name, server in run.scenario.servers.items()}
     run = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, servers=servers))
     summary = msgspec.structs.replace(read_summary(tmp_path), question=f"Is it {controls}fast?")
-    text = render(summary, run, observe(tmp_path))
+    text = render(summary, run, read_chart_data(tmp_path))
     page = Page(text)
     assert "Is it " + "\ufffd" * len(controls) + "fast?" in "".join(page.text)
     assert not set(controls) & set(text)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from harness import units
 from harness.report import export, markdown, sentences, terminal
-from harness.report.table import columns, errors, lines
+from harness.report.table import format_errors, table_columns, table_lines
 from harness.rundir.manifest import CellRun, Machine, Run, ServedBy
 from harness.scenario import Load, Scenario, Server
 from harness.summary import (
@@ -153,7 +153,7 @@ def test_a_narrow_terminal_stacks_two_tables_within_its_width() -> None:
 )
 def test_what_did_not_finish_is_no_error(failed: int, unfinished: int, said: str) -> None:
     of = msgspec.structs.replace(numbers(1.0, MANY, failed), unfinished=unfinished, succeeded=25 - failed - unfinished)
-    assert errors(of) == said
+    assert format_errors(of) == said
     assert of.error_rate == failed / 25  # what a check sees
 
 
@@ -180,7 +180,7 @@ def test_a_cause_that_several_rows_have_is_reported_once() -> None:
         failed("ten", 1, "timeout", "no first byte"),
         failed("ten", 1, "http", "too long for vllm", cause="too long for vllm", **long),
     ]
-    said = sentences.of_failures(msgspec.structs.replace(summary(), failures=of))
+    said = sentences.failure_sentences(msgspec.structs.replace(summary(), failures=of))
     assert [text.partition(";")[0] for text in said] == [
         "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens)",
         "vllm / one: 2 requests, vllm / ten: 1 request (timeout): nothing known of it",
@@ -242,7 +242,7 @@ def test_markdown_keeps_texts_from_outside_plain() -> None:
     assert markdown.escape("a|b <script> & [x](y)\n# *z* `q` ~~s~~") == (
         r"a\|b &lt;script&gt; &amp; \[x\](y) # \*z\* \`q\` \~\~s\~\~"
     )
-    assert markdown.code("a `b`") == r"a \`b\`"
+    assert markdown.inline_code("a `b`") == r"a \`b\`"
 
 
 def test_the_same_reason_in_many_cells_is_said_once() -> None:
@@ -269,7 +269,7 @@ def test_what_is_said_of_several_verdicts_is_said_once() -> None:
 
     unknown: dict[str, Any] = {"reason": "run_variation_unknown", "needed": 4}
     refused: dict[str, Any] = {"reason": "refused", "refused": because("run_invalid"), "ratio": None}
-    said = sentences.of_verdicts([
+    said = sentences.verdict_sentences([
         verdict("b / x", "wall_s", **unknown),
         verdict("b / y", "ttft_p50", **unknown),
         verdict("b / z", "wall_s", word="faster", ratio=2.0, low=1.9, high=2.1, p=0.01),
@@ -303,8 +303,12 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
 def test_answers_in_one_piece_have_no_first_token() -> None:
     whole = msgspec.structs.replace(numbers(10.0, MANY), ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
     of = msgspec.structs.replace(summary(), rows=[row("one", whole)], comparison=None, checks=[])
-    latencies = [column for column in columns(of) if column.group == "latency" and column.unit == "ms"]
-    assert [column.of(line) for line in lines(of, run()) for column in latencies] == [*["–"] * 4, "1,098", "1,200"]
+    latencies = [column for column in table_columns(of) if column.group == "latency" and column.unit == "ms"]
+    assert [column.show(line) for line in table_lines(of, run()) for column in latencies] == [
+        *["–"] * 4,
+        "1,098",
+        "1,200",
+    ]
 
 
 def test_csv_has_raw_numbers_and_leaves_the_unknown_empty() -> None:

@@ -15,7 +15,7 @@ from harness.errors import ExitCode, HarnessError, RunError
 from harness.files import RESULTS
 from harness.judge.noise_floors import folder_name
 from harness.report import board as boards
-from harness.report.board import Figure, collect, publish, read_figures
+from harness.report.board import Figure, collect_board, publish, read_figures
 from harness.rundir.manifest import Machine, read_run, write_run
 from harness.scenario import Server
 from harness.scenario.plan import Cell
@@ -108,7 +108,7 @@ def filed(tmp_path: Path) -> Path:
 
 
 def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
-    board = collect(filed, RESULTS)
+    board = collect_board(filed, RESULTS)
     assert list(board.machines.items()) == [("<script>alert(1)</script>|x", "2x MI300X"), ("strix", "Ryzen")]
     real, model = board.groups
     assert (real.simulated, model.simulated, real.metric) == (False, True, "wall_s")
@@ -130,13 +130,13 @@ def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> N
     far = next(filed.glob("*/which/far"))
     write_summary(far, msgspec.structs.replace(read_summary(far), valid=False, reasons=[because("interrupted")]))
     (filed / "strix/which/old/summary.json").write_text("{")
-    board = collect(filed, RESULTS)
+    board = collect_board(filed, RESULTS)
     assert [(e.run, e.valid, e.best) for e in board.groups[0].entries] == [
         ("new", True, True), ("new", True, False), ("far", False, False), ("far", False, False),
     ]  # fmt: skip
     assert len(board.unreadable) == 1 and "strix/which/old/summary.json:1: cannot be read" in board.unreadable[0]
-    assert '<span class="no">INVALID</span>' in boards.html(board)
-    assert "- not readable: " in boards.markdown(board)
+    assert '<span class="no">INVALID</span>' in boards.board_page(board)
+    assert "- not readable: " in boards.board_markdown(board)
 
 
 def test_what_the_client_limited_is_marked_and_never_ranked(filed: Path) -> None:
@@ -145,24 +145,24 @@ def test_what_the_client_limited_is_marked_and_never_ranked(filed: Path) -> None
     limited = {"a": ["wall_s"], "b": ["wall_s", "ttft_s"]}
     rows = [msgspec.structs.replace(row, client_limited=limited[row.server]) for row in summary.rows]
     write_summary(far, msgspec.structs.replace(summary, rows=rows))
-    (real, model) = (board := collect(filed, RESULTS)).groups
+    (real, model) = (board := collect_board(filed, RESULTS)).groups
     assert [(e.run, e.server, e.ranked, e.best) for e in real.entries] == [
         ("new", "b", True, True), ("old", "b", True, False), ("new", "a", True, False), ("old", "a", True, False),
         ("far", "b", False, False), ("far", "a", False, False),
     ]  # fmt: skip
-    text = boards.markdown(board)
+    text = boards.board_markdown(board)
     far_b, far_a = (line.split(" | ") for line in text.splitlines() if line.endswith("| far |"))
     assert (far_b[0], far_b[4][-1], far_b[8][-1], far_b[13]) == ("| –", "‡", "‡", "CLIENT-LIMITED")
     assert (far_a[0], far_a[4][-1], far_a[8][-1], far_a[13]) == ("| –", "‡", far_a[8][-1], "CLIENT-LIMITED")
     assert far_a[8][-1] != "‡"
     assert text.count("‡ the load generator was the limit") == 1
-    page = boards.html(board)
+    page = boards.board_page(board)
     assert page.count("CLIENT-LIMITED") == 2 and page.count("‡ the load generator was the limit") == 1
     assert model.limited is None
 
 
 def test_the_page_needs_nothing_else_and_texts_stay_texts(filed: Path) -> None:
-    page = boards.html(collect(filed, RESULTS))
+    page = boards.board_page(collect_board(filed, RESULTS))
     assert re.findall(r"""(?:src|href)=["']?[^#"']""", page) == [] and "<script" not in page
     text = html.unescape(page)
     assert all(one in text for one in ("<script>alert(1)</script>|x", "Simulated engine", "2027-01-16"))
@@ -170,7 +170,7 @@ def test_the_page_needs_nothing_else_and_texts_stay_texts(filed: Path) -> None:
 
 
 def test_the_markdown_has_the_same(filed: Path) -> None:
-    text = boards.markdown(collect(filed, RESULTS))
+    text = boards.board_markdown(collect_board(filed, RESULTS))
     assert "<script>" not in text
     assert [line.partition(": b")[0] for line in text.splitlines()[4:8]] == [
         "| Scenario | &lt;script&gt;alert(1)&lt;/script&gt;\\|x | strix |", "| --- | --- | --- |",
@@ -209,7 +209,7 @@ def test_the_third_party_figures_have_a_source_and_a_class_and_no_verdict() -> N
     for figure in figures:
         assert figure.source and figure.date and any(c.isdigit() for c in figure.result), figure
         assert figure.url is None or figure.url.startswith("https://")
-    text = boards.markdown(collect(Path("nowhere"), RESULTS))
+    text = boards.board_markdown(collect_board(Path("nowhere"), RESULTS))
     assert "## Third-party figures" in text and "never enter a verdict or a ranking" in text
 
 
@@ -218,7 +218,7 @@ def test_own_third_party_figures(tmp_path: Path) -> None:
     path.parent.mkdir()
     one = Figure(hardware="h", model="m", setup="s", load="l", result="1", claim="vendor", source="x", date="2026")
     path.write_bytes(b"figures: [" + msgspec.json.encode(one) + b"]")
-    assert collect(tmp_path, RESULTS).figures == [one]
+    assert collect_board(tmp_path, RESULTS).figures == [one]
     path.write_text("figures: [{hardware: h}]")
     with pytest.raises(HarnessError, match="cannot be read"):
-        collect(tmp_path, RESULTS)
+        collect_board(tmp_path, RESULTS)

@@ -18,7 +18,7 @@ from harness.analysis.summarize import read_summary
 from harness.analysis.validity import number_sessions, session_notes
 from harness.judge.verdicts import ComparedSides, are_apart, decide_verdicts
 from harness.run.resume import complete
-from harness.rundir.directory import LINES, locked, set_aside
+from harness.rundir.directory import LINES, lock_folder, set_aside
 from harness.rundir.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
 from harness.rundir.records import read_requests
 from harness.scenario import Server
@@ -169,7 +169,7 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
         assert expected in refused()
     write_run(run, known)
     manifest = (run / "run.json").read_bytes()
-    with locked(run):
+    with lock_folder(run):
         assert "another harness process is running this run" in refused()
     assert "--resume does not go with --repeats" in refused("--repeats", "3")
     assert "--url: the run started its servers itself" in refused("--url", "http://127.0.0.1:1")

@@ -23,7 +23,7 @@ from harness.errors import HarnessError
 from harness.judge.stats import percentile
 from harness.report.html import write_report
 from harness.rundir import records as blocks
-from harness.rundir.records import Lines, blocks_of, in_file, requests_in
+from harness.rundir.records import Lines, damaged_in_file, read_block, split_blocks
 from harness.summary import Numbers, Summary
 from tests.made_runs import request, write_lines
 
@@ -119,11 +119,11 @@ def test_blocks_hold_each_line_once(tmp_path: Path) -> None:
     for text in (b"", b"\n", b"a\n", b"a", b"\n\n\n", b"one\ntwo\n\nthree\n" + b"x" * 50 + b"\nend", b"abc\n" * 9):
         path.write_bytes(text)
         for size in (1, 2, 3, 4, 7, 20, 100):
-            divided = blocks_of(path, size)
+            divided = split_blocks(path, size)
             assert b"".join(line for block in divided for line in block.lines()) == text
             assert [line for block in divided for line in block.lines()] == text.splitlines(keepends=True)
             assert all(block.end > block.start for block in divided)
-    assert blocks_of(tmp_path / "none") == []
+    assert split_blocks(tmp_path / "none") == []
 
 
 def test_damaged_lines_are_numbered_from_the_start_of_the_file(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_damaged_lines_are_numbered_from_the_start_of_the_file(tmp_path: Path) -
     for size in (1, 500, 1000, NEVER):
         lines: list[Lines] = []
         indices: list[int] = []
-        for block in blocks_of(path, size):
+        for block in split_blocks(path, size):
             lines.append(Lines())
-            indices += [record.index for record in requests_in(block, lines[-1])]
-        assert in_file(lines) == [3, 8, 10]
+            indices += [record.index for record in read_block(block, lines[-1])]
+        assert damaged_in_file(lines) == [3, 8, 10]
         assert indices == [0, 1, 3, 4, 5, 6, 8]
 
 
@@ -196,7 +196,7 @@ def test_a_reading_process_that_is_killed_is_an_error_with_words(tmp_path: Path,
     write_lines(path, [request(index=i) for i in range(9)])
     limits.setattr(blocks, "PARALLEL_BYTES", 0)
     limits.setattr(blocks, "processes", lambda: 2)
-    with pytest.raises(HarnessError) as error, blocks.reader(blocks_of(path, 500)) as run:
+    with pytest.raises(HarnessError) as error, blocks.reader(split_blocks(path, 500)) as run:
         list(run(die))
     assert error.value.what == f"{path}: a process that read it was killed"
 

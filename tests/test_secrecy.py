@@ -11,11 +11,11 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.failures.explain import explain
-from harness.redact import is_secret, know, masked
+from harness.redact import is_secret, masked, register_secrets
 from harness.rundir.manifest import ServedBy
 from harness.serve.containers import LogFile
-from harness.serve.facts import recorded
-from harness.serve.security import open_secrets, open_secrets_in_text, secrets_in
+from harness.serve.facts import record_facts
+from harness.serve.security import collect_secrets, find_open_secrets, find_open_secrets_in_text
 from tests.command import called
 from tests.fake_server import answering, load_process, one_record, read_request, serving, whole, work
 
@@ -44,11 +44,11 @@ OTHER_NAMES = (
 
 def test_a_literal_under_a_secrets_name_is_refused_and_not_shown() -> None:
     for name in SECRET_NAMES:
-        (problem,) = open_secrets({name: "hunter2hunter"}, "$.environment")
+        (problem,) = find_open_secrets({name: "hunter2hunter"}, "$.environment")
         assert problem.path == f"$.environment.{name}" and f" as {name}" in problem.text
         assert "hunter" not in problem.text
     assert [name for name in OTHER_NAMES if is_secret(name)] == []
-    assert open_secrets({"REQUIRE_AUTH": "false", "NO_API_KEY": 1, "DB_PWD": "${DB_PWD}"}, "$") == []  # switches
+    assert find_open_secrets({"REQUIRE_AUTH": "false", "NO_API_KEY": 1, "DB_PWD": "${DB_PWD}"}, "$") == []  # switches
 
 
 FORMS = pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_a_secret_is_hidden_wherever_it_is_shown(text: str) -> None:
 
 @FORMS
 def test_a_value_that_looks_like_a_secret_is_refused_under_any_name(text: str) -> None:
-    (problem,) = open_secrets({"PLAIN": f"x {text}"}, "$.environment")
+    (problem,) = find_open_secrets({"PLAIN": f"x {text}"}, "$.environment")
     assert problem.path == "$.environment.PLAIN"
     assert text.split()[-1] not in problem.text
-    (line,) = open_secrets_in_text(f"version: 1\n# {text}\n")
+    (line,) = find_open_secrets_in_text(f"version: 1\n# {text}\n")
     assert (line.path, line.line) == ("$", 2) and text.split()[-1] not in line.text
 
 
@@ -93,7 +93,7 @@ def test_a_plain_value_passes() -> None:
         "ghcr.io/org/image:v1.2@sha256:0123456789abcdef", "127.0.0.1:8000:8000", "hf.co/ggml-org/Qwen3-0.6B-GGUF:Q4_0",
         "http://proxy:3128", "the bearer of good news", "a basic question", "/data/hf_models:/models",
     ):  # fmt: skip
-        assert open_secrets({"PLAIN": text}, "$") == []
+        assert find_open_secrets({"PLAIN": text}, "$") == []
 
 
 @pytest.mark.parametrize(
@@ -156,20 +156,20 @@ def test_every_value_from_the_environment_is_hidden_whatever_it_is_called() -> N
         "LINES": "first line\nsecond line",
         "OTHER": "not asked for",
     }
-    found = secrets_in(asked, environment)
+    found = collect_secrets(asked, environment)
     assert found == {
         "an odd value": False, "a/b c": False, "mything-value": False, "pass": True, "first line\nsecond line": False,
     }  # fmt: skip
-    know(found)
+    register_secrets(found)
     text = "first%20line%0Asecond%20line first line\\nsecond line an%20odd%20value mything-value second line a%2Fb%20c"
     assert masked(f"{text} pass level 64 true abc", "known") == "*** *** *** *** *** *** *** level 64 true abc"
 
 
 def test_the_log_has_none_of_them(tmp_path: Path) -> None:
-    know({"pass": True, "password1": True, "abc": True})
+    register_secrets({"pass": True, "password1": True, "abc": True})
     log = LogFile(tmp_path / "a.log")
     log.follow(lambda: [b"got pass", b"word1, and pass\nabc ", b"password1"])
-    log.settle()
+    log.wait_for_end()
     assert (tmp_path / "a.log").read_text() == "got ***, and ***\nabc ***\n"
 
 
@@ -180,8 +180,8 @@ def test_the_manifest_has_none_of_them_and_keeps_the_names() -> None:
         "HostConfig": {"Mounts": [{"Source": "/secret/my-own-value", "ReadOnly": True}]},
     }
     served = ServedBy(url="http://127.0.0.1:9", template="ollama", version="my-own-value 1", container=container)
-    know({"my-own-value": True})
-    found = recorded(served)
+    register_secrets({"my-own-value": True})
+    found = record_facts(served)
     assert found.version == "*** 1"
     assert found.container == {
         "Entrypoint": ["env", "X=***", "vllm"],

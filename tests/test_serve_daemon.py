@@ -15,9 +15,9 @@ from docker.errors import DockerException
 from harness.errors import HarnessError, ServerError
 from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
-from harness.serve import engine_version, serve
-from harness.serve.engine import connect, docker_error
-from harness.serve.lifecycle import reached
+from harness.serve import get_engine_version, serve
+from harness.serve.engine import connect, make_docker_error
+from harness.serve.lifecycle import find_reachable_address
 from harness.serve.location import engine_location
 
 CONNECT_AS_NOBODY = """
@@ -66,7 +66,7 @@ def test_no_engine_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         pass
     assert caught.value.exit_code == 2
-    assert engine_version() is None
+    assert get_engine_version() is None
 
 
 def context(folder: Path, name: str, **endpoint: Any) -> Path:
@@ -87,7 +87,7 @@ def docker_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("address", "host", "has_our_files", "loopback", "every"),
+    ("address", "host", "shares_files", "loopback", "every"),
     [
         (None, None, True, "127.0.0.1", "0.0.0.0"),
         (f"tcp://{socket.gethostname()}:2375", None, False, "127.0.0.1", "0.0.0.0"),
@@ -97,22 +97,25 @@ def docker_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_where_an_engine_is(
-    docker_config: Path, monkeypatch: pytest.MonkeyPatch, address: str | None, host: str | None, has_our_files: bool,
+    docker_config: Path, monkeypatch: pytest.MonkeyPatch, address: str | None, host: str | None, shares_files: bool,
     loopback: str | None, every: str,
 ) -> None:  # fmt: skip
     if address is not None:
         monkeypatch.setenv("DOCKER_HOST", address)
     location = engine_location()
-    assert (location.host, location.is_here, location.has_our_files) == (host, host is None, has_our_files)
-    assert location.reached_at("127.0.0.1") == loopback
-    assert (location.reached_at("0.0.0.0"), location.reached_at("10.0.0.9")) == (every, "10.0.0.9")
+    assert (location.host, location.is_here, location.shares_files) == (host, host is None, shares_files)
+    assert find_reachable_address(location, "10.0.0.9") == "10.0.0.9"
+    if not location.ssh:  # else `ssh` is asked for the address
+        assert find_reachable_address(location, "0.0.0.0") == every
+    if location.ssh or loopback is not None:  # else it is refused
+        assert find_reachable_address(location, "127.0.0.1") == loopback
     assert (location.named_by, location.problem) == ("DOCKER_HOST", None)
 
 
 def test_the_socket_alone_is_mounted_into_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///proc")  # the mount that every machine has
     location = engine_location()
-    assert (location.is_here, location.has_our_files) == (True, False)
+    assert (location.is_here, location.shares_files) == (True, False)
 
 
 def test_docker_contexts_are_followed(docker_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +171,7 @@ def test_a_place_that_cannot_be_known(
     if variable != "DOCKER_TLS_VERIFY":
         monkeypatch.delenv("DOCKER_CERT_PATH")
     monkeypatch.setenv(variable, value)
-    assert (engine_location().is_here, engine_location().has_our_files) == (False, False)
+    assert (engine_location().is_here, engine_location().shares_files) == (False, False)
     with pytest.raises(ServerError, match=message) as caught:
         connect()
     assert "`docker context ls`" in caught.value.next_step
@@ -177,7 +180,7 @@ def test_a_place_that_cannot_be_known(
 def test_a_loopback_port_of_an_engine_over_tcp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://gpubox:2376")
     with pytest.raises(HarnessError, match="publishes the server's port on 127.0.0.1") as caught:
-        reached(engine_location(), "127.0.0.1")
+        find_reachable_address(engine_location(), "127.0.0.1")
     assert "ssh://USER@HOST" in caught.value.next_step
     assert "`publish` to 0.0.0.0" in caught.value.next_step
 
@@ -193,6 +196,6 @@ def test_a_loopback_port_of_an_engine_over_tcp_is_refused(tmp_path: Path, monkey
     ],
 )
 def test_why_an_image_cannot_be_pulled(said: str, words: str) -> None:
-    error: HarnessError = docker_error("the image x", DockerException(said))
+    error: HarnessError = make_docker_error("the image x", DockerException(said))
     assert words in error.what
     assert error.next_step

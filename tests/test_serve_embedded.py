@@ -18,7 +18,7 @@ import requests
 from harness.errors import ServerError
 from harness.files import ROOT
 from harness.reasons import sentence
-from harness.redact import know
+from harness.redact import register_secrets
 from harness.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve
 from harness.serve.containers import LogFile
@@ -163,11 +163,11 @@ def test_the_engine_ends_with_its_owner(tmp_path: Path, number: signal.Signals) 
 
 
 def test_a_log_hides_secrets_and_the_engines_time_stamps(tmp_path: Path) -> None:
-    know({"hf_secret": True})
+    register_secrets({"hf_secret": True})
     log = LogFile(tmp_path / "x.log")
     stamp = b"2026-11-21T11:53:00.123456789Z "
     log.follow(lambda: iter([stamp + b"token=hf_se", b"cret\n" + stamp + b"a\xff", b"b"]))
-    log.settle()
+    log.wait_for_end()
     assert log.path.read_bytes() == stamp + b"token=***\n" + stamp + b"a\xffb\n"
     assert log.text() == "token=***\na\ufffdb"
     assert log.tail() == log.text()
@@ -180,5 +180,5 @@ def test_a_broken_stream_of_the_log_is_said_in_it(tmp_path: Path) -> None:
 
     log = LogFile(tmp_path / "x.log")
     log.follow(stream)
-    log.settle()
+    log.wait_for_end()
     assert log.text() == "one\n\n[the log ends here: the engine went away]"

@@ -11,11 +11,11 @@ import pytest
 
 from harness.errors import HarnessError, ServerError
 from harness.process import free_port
-from harness.serve import attach, probe
+from harness.serve import attach_to_server, probe
 from harness.serve.compose_file import LoadCall, Serving
 from harness.serve.containers import LogFile
-from harness.serve.probe import Waiting, base_url, find_model
-from harness.serve.ready import Ready, wait_ready
+from harness.serve.probe import StartupWatch, find_model, parse_base_url
+from harness.serve.ready import ReadyServer, wait_ready
 from harness.trust import open_session
 from tests.http_double import Handler, listening
 
@@ -34,7 +34,7 @@ RESET: Answer = (0, "broken", "")
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "RETRY_S", 0.2)
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.2)
     monkeypatch.setattr(probe, "RETRY_EVERY_S", 0.05)
 
 
@@ -70,13 +70,13 @@ def server(
 
 def waiting(
     tmp_path: Path, dead: ServerError | None = None, timeout_s: float = 0.5, log: str = "last words"
-) -> Waiting:
+) -> StartupWatch:
     file = LogFile(tmp_path / "server.log")
     file.path.write_text(log)
-    return Waiting(lambda: dead, file, timeout_s, lambda line: None)
+    return StartupWatch(lambda: dead, file, timeout_s, lambda line: None)
 
 
-def ready(url: str, wait: Waiting, model: str = "one", api_key: str | None = None) -> Ready:
+def ready(url: str, wait: StartupWatch, model: str = "one", api_key: str | None = None) -> ReadyServer:
     return wait_ready(url, SERVING, model, wait, api_key=api_key)
 
 
@@ -152,7 +152,7 @@ def test_a_death_during_the_first_answer_is_noticed(tmp_path: Path) -> None:
 
     with listening(Slow) as url:
         wait = waiting(tmp_path)
-        wait = Waiting(lambda: ServerError("it died") if asked.is_set() else None, wait.log, 60, wait.on_progress)
+        wait = StartupWatch(lambda: ServerError("it died") if asked.is_set() else None, wait.log, 60, wait.on_progress)
         with pytest.raises(ServerError, match="it died"):
             ready(url, wait)
         release.set()
@@ -166,7 +166,7 @@ def test_a_model_is_chosen_of_those_that_are_served(tmp_path: Path) -> None:
         with pytest.raises(ServerError, match="does not serve 'one'; it serves 'a', 'b'"):
             ready(url, waiting(tmp_path))
         with pytest.raises(ServerError, match="serves 'a', 'b'; choose one"):
-            attach(url, None)
+            attach_to_server(url, None)
 
 
 def test_lemonade_lists_user_models_without_their_prefix() -> None:
@@ -198,7 +198,7 @@ def test_an_answer_that_is_no_api_is_explained(tmp_path: Path, path: str, answer
         with pytest.raises(ServerError, match=message):
             ready(url, waiting(tmp_path))
         with pytest.raises(ServerError, match=message):
-            attach(url, "one")
+            attach_to_server(url, "one")
 
 
 CHAT_PATH = "POST /v1/chat/completions"
@@ -215,13 +215,13 @@ def test_one_broken_answer_is_asked_again(tmp_path: Path, path: str, broken: Ans
         assert ready(url, waiting(tmp_path)).model == "one"
         assert len([line for line in seen if line.startswith(path)]) == 2
     with server(GOOD, first={path: [broken]}) as url:
-        assert attach(url, "one").served_by.model == "one"
+        assert attach_to_server(url, "one").served_by.model == "one"
 
 
 @pytest.mark.parametrize("path", ["GET /v1/models", CHAT_PATH])
 @pytest.mark.parametrize("answer", [(500, *HTML[1:]), (401, "text/plain", ""), (200, "application/json", "[]")])
 def test_what_will_not_pass_is_asked_once(tmp_path: Path, path: str, answer: Answer) -> None:
-    for go in (lambda url: ready(url, waiting(tmp_path)), lambda url: attach(url, "one")):
+    for go in (lambda url: ready(url, waiting(tmp_path)), lambda url: attach_to_server(url, "one")):
         seen: list[str] = []
         with server({**GOOD, path: answer}, seen) as url, pytest.raises(ServerError):
             go(url)
@@ -232,15 +232,15 @@ def test_a_wrong_key_is_not_a_missing_one(tmp_path: Path) -> None:
     answers: dict[str, Answer] = {**GOOD, "GET /v1/models": (401, "text/plain", "")}
     with server(answers) as url:
         with pytest.raises(ServerError) as caught:
-            attach(url, "one", "k-123", key_name="MY_KEY")
+            attach_to_server(url, "one", "k-123", key_name="MY_KEY")
         assert caught.value.what == f"the server rejected the key in MY_KEY ({url} answers HTTP 401)"
         assert caught.value.next_step == "Export the right key as MY_KEY."
         with pytest.raises(ServerError, match="the server rejected the key in MY_KEY"):
             wait_ready(url, SERVING, "one", waiting(tmp_path), api_key="k-123", key_name="MY_KEY")
         with pytest.raises(ServerError, match="the server rejected the API key"):
-            attach(url, "one", "k-123")
+            attach_to_server(url, "one", "k-123")
         with pytest.raises(ServerError, match="wants an API key"):
-            attach(url, "one", key_name="MY_KEY")
+            attach_to_server(url, "one", key_name="MY_KEY")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_wrong_key_is_not_a_missing_one(tmp_path: Path) -> None:
 )
 def test_a_key_that_the_server_repeats_is_masked(tmp_path: Path, path: str, answer: Answer) -> None:
     for go in (lambda url: ready(url, waiting(tmp_path), api_key="my-own-key"),
-               lambda url: attach(url, "one", "my-own-key")):  # fmt: skip
+               lambda url: attach_to_server(url, "one", "my-own-key")):  # fmt: skip
         with server({**GOOD, path: answer}) as url, pytest.raises(ServerError) as caught:
             go(url)
         assert "my-o" not in f"{caught.value} {caught.value.next_step} {caught.value.detail}"
@@ -262,16 +262,16 @@ def test_a_key_that_the_server_repeats_is_masked(tmp_path: Path, path: str, answ
 
 def test_a_wrong_model_says_how_to_give_another() -> None:
     with server(GOOD) as url, pytest.raises(ServerError, match="does not serve 'onne'; it serves 'one'") as caught:
-        attach(url, "onne")
+        attach_to_server(url, "onne")
     assert "`--model NAME` (did you mean 'one'?)" in caught.value.next_step
     with server({**GOOD, "GET /metrics": HTML}) as url:  # a web page is no metrics
-        assert attach(url, "one").metrics_url is None
-        assert attach(url, "one", metrics_url="http://127.0.0.1:9/m").metrics_url == "http://127.0.0.1:9/m"
+        assert attach_to_server(url, "one").metrics_url is None
+        assert attach_to_server(url, "one", metrics_url="http://127.0.0.1:9/m").metrics_url == "http://127.0.0.1:9/m"
 
 
 def test_a_running_server_is_attached_to() -> None:
     with server({**GOOD, "GET /metrics": (200, "text/plain", "a 1\n")}) as url:
-        endpoint = attach(url + "/v1/", None)
+        endpoint = attach_to_server(url + "/v1/", None)
         assert endpoint.url == url
         assert endpoint.metrics_url == url + "/metrics"
         assert (endpoint.served_by.model, endpoint.served_by.version) == ("one", "1.2.3")
@@ -286,7 +286,7 @@ def test_where_nothing_answers() -> None:
         ("http://no-such-host.invalid", "name is not k"),
     ):
         with pytest.raises(ServerError, match=why):
-            attach(address, "one")
+            attach_to_server(address, "one")
 
 
 def test_however_the_address_is_written() -> None:
@@ -294,6 +294,6 @@ def test_however_the_address_is_written() -> None:
         "127.0.0.1:8000": "http://127.0.0.1:8000", "http://h:1/": "http://h:1", "http://h:1/v1": "http://h:1",
         "https://h/api/v1/": "https://h/api", "http://h:1/v1/chat/completions": "http://h:1",
     }  # fmt: skip
-    assert {written: base_url(written) for written in meant} == meant
+    assert {written: parse_base_url(written) for written in meant} == meant
     with pytest.raises(HarnessError, match="'ftp://h' is not the address of a server"):
-        base_url("ftp://h")
+        parse_base_url("ftp://h")

@@ -14,9 +14,9 @@ from harness.comparison.compare import compare_runs
 from harness.judge import comparable
 from harness.judge.comparable import run_differences
 from harness.reasons import sentences
-from harness.report.charts.timeline import starts_of, startup
+from harness.report.charts.timeline import observed_starts, startup_chart
 from harness.report.html import write_report
-from harness.report.markdown import of_comparison
+from harness.report.markdown import render_comparison
 from harness.report.terminal import print_report
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.scenario import Server
@@ -104,7 +104,7 @@ def test_kv_caches_of_different_sizes_are_told_before_the_verdicts(tmp_path: Pat
     compared = compare_runs(two(tmp_path, serving({"kv_cache_tokens": 50_000})))
     assert "a: KV caches of different sizes (tokens): one 100,000, two 50,000. " in sentences(compared.notes)[0]
     assert [note[:2] for note in sentences(compared.notes)] == ["a:", "b:"]
-    text = of_comparison(compared)
+    text = render_comparison(compared)
     assert text.index("**Warning:** a: KV caches") < text.index("- a / x")
     assert {d.key for d in compared.differences} == {"servers.*.startup.kv_cache_tokens"}
     # Of a run whose servers differ in their cache.
@@ -192,7 +192,7 @@ def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path)
     made = write_made_run(
         tmp_path / "run", served=lambda cell: served_by(phases=other) if cell.server == "a" else plain(cell)
     )
-    chart = startup(made)
+    chart = startup_chart(made)
     assert [trace["name"] for trace in chart.figure["data"]] == [
         "pull", "create", "process", "weights", "compile", "ready", "port open", "health", "first answer",
     ]  # fmt: skip
@@ -208,7 +208,7 @@ def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path)
 def test_cells_that_share_a_start_count_once(tmp_path: Path) -> None:
     write_made_run(tmp_path / "run", made_of=scenario(restart=False, repeats=2), served=serving())
     run = read_run(tmp_path / "run")
-    assert {server: len(found) for server, found in starts_of(run).items()} == {"a": 2, "b": 2}
+    assert {server: len(found) for server, found in observed_starts(run).items()} == {"a": 2, "b": 2}
 
 
 def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from harness.failures.explain import scan_text
-from harness.report.terminal import started_well
+from harness.report.terminal import has_started
 from harness.rundir.manifest import Startup
 from harness.rundir.samples import Scraper, parse_metrics, read_metrics, server_load
 from harness.scenario import Server
-from harness.serve import attach
-from harness.serve.compose_file import parse as compose_of
-from harness.serve.facts import of_lines
-from harness.serve.probe import counter
-from harness.serve.template import rendered
+from harness.serve import attach_to_server
+from harness.serve.compose_file import parse_compose as compose_of
+from harness.serve.facts import parse_log_lines
+from harness.serve.probe import make_token_counter
+from harness.serve.template import render_server
 from tests.doubles.sglang import serving, text
 from tests.made_runs import server_problems_of
 from tests.test_compose import scenario
@@ -26,7 +26,7 @@ LOG = Path(__file__).parent / "data" / "startup" / "sglang-cpu.txt"
 @pytest.mark.parametrize("deprecated", [False, True])
 def test_one_that_runs_tells_its_version_and_settings(deprecated: bool) -> None:
     with serving(deprecated) as url:
-        found = attach(url, None)
+        found = attach_to_server(url, None)
     assert (found.started.model, found.started.version) == ("tiny-sglang", "0.5.23")
     assert found.metrics_url == f"{url}/metrics"
     if deprecated:  # settings are read from the newer path only
@@ -58,7 +58,7 @@ def test_a_cells_counters_come_from_the_server(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with serving() as url:
         with Scraper(f"{url}/metrics", "c", path) as scraper:
-            attach(url, None)  # asks for one answer
+            attach_to_server(url, None)  # asks for one answer
         assert scraper.last_failure is None
     load = server_load(read_metrics(path)["c"])
     assert (load.generated_tokens, load.running_max, load.preemptions) == (5.0, 0.0, None)
@@ -66,16 +66,16 @@ def test_a_cells_counters_come_from_the_server(tmp_path: Path) -> None:
 
 def test_its_tokenizer_counts() -> None:
     with serving() as url:
-        assert counter(url, "tiny-sglang")("one two three") == 3
+        assert make_token_counter(url, "tiny-sglang")("one two three") == 3
 
 
 def test_its_log_tells_of_its_start() -> None:
-    found = of_lines(LOG.read_text(encoding="utf-8").splitlines())
+    found = parse_log_lines(LOG.read_text(encoding="utf-8").splitlines())
     assert found.facts == Startup(
         engine="sglang", architecture="Qwen3ForCausalLM", max_model_len=2048, kv_cache_tokens=20000, weights_s=0.23,
         weights_gib=0.02,
     )  # fmt: skip
-    phases = [found.ends[name] - (found.began_s or 0) for name in ("process", "weights", "graphs", "warm-up")]
+    phases = [found.ends[name] - (found.started_s or 0) for name in ("process", "weights", "graphs", "warm-up")]
     assert phases == [60, 60, 62, 65]
 
 
@@ -88,13 +88,13 @@ def test_captured_graphs() -> None:
             0.5,
         ),
     ):
-        facts = of_lines([f"[2026-09-01 06:12:00 TP0] {line}"]).facts
+        facts = parse_log_lines([f"[2026-09-01 06:12:00 TP0] {line}"]).facts
         assert (facts.graphs_s, facts.graphs_gib) == (seconds, gib)
 
 
 def test_which_logs_tell_of_a_failure() -> None:
     scanned = scan_text(LOG.read_text(encoding="utf-8"))
-    assert (scanned.server, scanned.findings, started_well(scanned)) == ("SGLang", [], True)
+    assert (scanned.server, scanned.findings, has_started(scanned)) == ("SGLang", [], True)
     stopped = scan_text((LOG.parents[1] / "stopped" / "sglang.txt").read_text(encoding="utf-8"))
     assert stopped.stopping is not None and stopped.cause() is None, "its processes say that they crashed"
     cause = scan_text((LOG.parents[1] / "startup" / "sglang-memory.txt").read_text(encoding="utf-8")).cause()
@@ -111,7 +111,7 @@ def test_advice_for_the_gpus_memory_names_its_own_variables() -> None:
 
 
 def command_of(**variables: Any) -> list[str]:
-    text = rendered(Server(template="sglang-rocm", variables=variables), "org/model", port=30000)
+    text = render_server(Server(template="sglang-rocm", variables=variables), "org/model", port=30000)
     return compose_of(text).server.command or []
 
 

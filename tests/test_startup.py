@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.redact import know
+from harness.redact import register_secrets
 from harness.rundir.manifest import Phase, ServedBy, Startup
-from harness.serve.facts import labels_of, listed, of_lines, phases_of, recorded, started
+from harness.serve.facts import parse_labels, parse_log, parse_log_lines, parse_versions, record_facts, split_phases
 from harness.serve.lemonade import Api, LemonadeMonitor
 from tests.http_double import Handler, listening
 
@@ -40,7 +40,7 @@ def rounded(phases: list[Phase]) -> dict[str, float]:
 
 
 def test_vllm_without_compiling() -> None:
-    found = started(DATA / "vllm-eager-docker.txt")
+    found = parse_log(DATA / "vllm-eager-docker.txt")
     assert found.facts == Startup(
         engine="vllm", version="0.32.0", architecture="Qwen3ForCausalLM", max_model_len=2048, weights_s=1.48,
         kv_cache_gib=1.0, kv_cache_tokens=74880, max_concurrency=36.56, init_engine_s=3.3,
@@ -52,38 +52,38 @@ def test_vllm_without_compiling() -> None:
         "served_model_name": ["qwen3-100m"], "max_num_batched_tokens": 2048, "max_num_seqs": 10,
     }  # fmt: skip
     measured, began_s = waits(46.0), moment("2026-11-21T12:32:25.000000000Z")
-    phases = phases_of(measured, found, began_s)
+    phases = split_phases(measured, found, began_s)
     assert rounded(phases) == {
         "pull": 0.5, "create": 0.25, "process": 36.096, "weights": 1.753, "warm-up": 5.105, "ready": 3.171,
         "first answer": 0.75,
     }  # fmt: skip
     assert sum(phase.seconds for phase in phases) == pytest.approx(sum(phase.seconds for phase in measured))
     # A log whose clock was set meanwhile is not believed.
-    assert phases_of(waits(30.0), found, began_s) == waits(30.0)
+    assert split_phases(waits(30.0), found, began_s) == waits(30.0)
 
 
 def test_a_process_that_ran_before_its_start_had_returned_is_no_gap() -> None:
-    found = started(DATA / "vllm-eager-docker.txt")
+    found = parse_log(DATA / "vllm-eager-docker.txt")
     measured = waits(42.5)  # 42.625 s were waited for what took 42.954 s by the log
-    phases = phases_of(measured, found, moment("2026-11-21T12:32:25.000000000Z"))
+    phases = split_phases(measured, found, moment("2026-11-21T12:32:25.000000000Z"))
     assert rounded(phases)["process"] == 35.767
     assert rounded(phases)["ready"] == 0
     assert sum(phase.seconds for phase in phases) == pytest.approx(sum(phase.seconds for phase in measured))
 
 
 def test_vllm_with_a_cold_compile_cache_and_stamps_of_its_own() -> None:
-    found = started(DATA / "vllm-cold.txt")
+    found = parse_log(DATA / "vllm-cold.txt")
     assert (found.facts.compile_cache, found.facts.warmup_s, found.facts.init_engine_s) == ("cold", 0.25, 43.17)
     assert (found.facts.kv_cache_tokens, found.facts.max_concurrency) == (524288, 256.0)
     # Whole seconds is all that vLLM writes; the log begins with the banner.
-    assert rounded(phases_of(waits(80.0), found)) == {
+    assert rounded(split_phases(waits(80.0), found)) == {
         "pull": 0.5, "create": 0.25, "process": 29.0, "weights": 0.0, "compile": 44.0, "warm-up": 1.0, "ready": 6.125,
         "first answer": 0.75,
     }  # fmt: skip
 
 
 def test_vllm_on_a_gpu_behind_lemonade_with_a_warm_cache() -> None:
-    found = started(DATA / "lemonade-vllm-warm.txt")
+    found = parse_log(DATA / "lemonade-vllm-warm.txt")
     assert found.facts == Startup(
         engine="vllm", attention_backend="ROCM_ATTN", download_s=2.125, weights_s=4.31, weights_gib=7.56,
         model_load_s=8.903412, compile_s=3.42, compile_cache="warm", warmup_s=1.8, kv_cache_gib=52.87,
@@ -97,7 +97,7 @@ def test_vllm_on_a_gpu_behind_lemonade_with_a_warm_cache() -> None:
         "compilation_config": "CompilationConfig(level=3, mode=<CompilationMode.VLLM_COMPILE: 3>, sizes=[1, 2])",
         "enable_prefix_caching": False,
     }
-    phases = phases_of(waits(1.0, load=42.0), found, moment("2026-09-20T10:00:00.000000000Z"))
+    phases = split_phases(waits(1.0, load=42.0), found, moment("2026-09-20T10:00:00.000000000Z"))
     assert rounded(phases) == {
         "pull": 0.5, "create": 0.25, "process": 20.0, "weights": 9.0, "compile": 6.0, "graphs": 6.0, "warm-up": 0.5,
         "ready": 1.625, "first answer": 0.75,
@@ -105,16 +105,16 @@ def test_vllm_on_a_gpu_behind_lemonade_with_a_warm_cache() -> None:
 
 
 def test_llamacpp() -> None:
-    found = started(DATA / "llamacpp-docker.txt")
+    found = parse_log(DATA / "llamacpp-docker.txt")
     assert found.facts == Startup(engine="llama.cpp", version="b0-unknown", max_model_len=2048)
     assert found.effective == {"parallel": 10, "ctx_per_slot": 2048}
-    phases = phases_of(waits(0.25), found, moment("2026-11-21T15:14:10.200000000Z"))
+    phases = split_phases(waits(0.25), found, moment("2026-11-21T15:14:10.200000000Z"))
     assert rounded(phases) == {
         "pull": 0.5, "create": 0.25, "process": 0.117, "weights": 0.045, "ready": 0.213, "first answer": 0.75,
     }  # fmt: skip
-    found = started(DATA / "llamacpp.txt")  # counts from its own start without stamps of its lines
-    assert found.began_s == 0.0
-    assert rounded(phases_of(waits(0.25), found))["process"] == 0.005
+    found = parse_log(DATA / "llamacpp.txt")  # counts from its own start without stamps of its lines
+    assert found.started_s == 0.0
+    assert rounded(split_phases(waits(0.25), found))["process"] == 0.005
 
 
 def test_llamacpp_on_gpus() -> None:
@@ -125,7 +125,7 @@ def test_llamacpp_on_gpus() -> None:
         "llama_kv_cache_unified: size = 2048.00 MiB ( 16384 cells,  32 layers,  4/4 seqs), K (f16): 1024.00 MiB",
         "print_info: arch             = llama",
     ]
-    assert of_lines(lines).facts == Startup(
+    assert parse_log_lines(lines).facts == Startup(
         engine="llama.cpp", architecture="llama", offloaded_layers="25/25", weights_gib=24.0, kv_cache_gib=2.0,
         kv_cache_tokens=16384,
     )  # fmt: skip
@@ -137,27 +137,27 @@ def test_the_embedded_engine_says_with_what_it_runs() -> None:
         "parameters: step_base_s=0.007, max_num_seqs=256, enable=False",
         "GPU KV cache size: 2,176 tokens, Maximum concurrency for 2,048 tokens per request: 1.06x",
     )
-    found = of_lines([f"INFO 11-21 13:32:43 [simulated] {line}" for line in lines])
+    found = parse_log_lines([f"INFO 11-21 13:32:43 [simulated] {line}" for line in lines])
     assert found.facts == Startup(engine="simulated", kv_cache_tokens=2176, max_concurrency=1.06)
     assert found.effective == {"step_base_s": 0.007, "max_num_seqs": 256, "enable": False}
-    assert phases_of(waits(0.25), found) == waits(0.25)
+    assert split_phases(waits(0.25), found) == waits(0.25)
 
 
 def test_a_log_that_tells_nothing() -> None:
-    found = of_lines(["", "hello", "\x00\xff binary", "init engine (profile) took some s", "version x"])
-    assert (found.facts, found.effective, found.ends, found.began_s) == (Startup(), {}, {}, None)
+    found = parse_log_lines(["", "hello", "\x00\xff binary", "init engine (profile) took some s", "version x"])
+    assert (found.facts, found.effective, found.ends, found.started_s) == (Startup(), {}, {}, None)
 
 
 def test_a_part_compiled_anew_is_not_warm() -> None:
     lines = ["Compiling a graph for dynamic shape takes 7.47 s", "Directly load AOT compilation from path /x"]
-    assert of_lines(lines).facts.compile_cache == "cold"
-    assert of_lines(lines[::-1]).facts.compile_cache == "cold"
+    assert parse_log_lines(lines).facts.compile_cache == "cold"
+    assert parse_log_lines(lines[::-1]).facts.compile_cache == "cold"
 
 
 def test_labels_of_vllms_metrics() -> None:
-    assert labels_of(METRICS, "vllm:cache_config_info")["kv_cache_size_tokens"] == 74880
-    assert labels_of("<html>", "vllm:cache_config_info") == {}
-    assert labels_of("vllm:cache_config_info{broken", "vllm:cache_config_info") == {}
+    assert parse_labels(METRICS, "vllm:cache_config_info")["kv_cache_size_tokens"] == 74880
+    assert parse_labels("<html>", "vllm:cache_config_info") == {}
+    assert parse_labels("vllm:cache_config_info{broken", "vllm:cache_config_info") == {}
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def server(answers: Mapping[str, str]) -> Iterator[str]:
 def test_metrics_know_better_than_the_log() -> None:
     with server({"/metrics": METRICS}) as url:
         served = ServedBy(url=url, template="vllm-cpu", phases=waits(46.0), version="0.32.0")
-        found = recorded(served, DATA / "vllm-eager-docker.txt", metrics_url=f"{url}/metrics")
+        found = record_facts(served, DATA / "vllm-eager-docker.txt", metrics_url=f"{url}/metrics")
     assert found.startup is not None
     known = found.startup
     assert (known.kv_cache_blocks, known.kv_block_size, known.max_concurrency) == (585, 128, 36.5)
@@ -188,7 +188,7 @@ def test_metrics_know_better_than_the_log() -> None:
 def test_llamacpp_is_asked_for_its_settings_where_there_is_no_log() -> None:
     props = {"default_generation_settings": {"n_ctx": 2048}, "total_slots": 4, "build_info": "b6000-abc", "x": 1}
     with server({"/props": json.dumps(props)}) as url:
-        found = recorded(ServedBy(url=url))
+        found = record_facts(ServedBy(url=url))
     assert found.startup == Startup(engine="llama.cpp", version="b6000-abc", max_model_len=2048)
     assert found.effective == {"parallel": 4, "ctx_per_slot": 2048}
     assert found.version == "b6000-abc"
@@ -201,7 +201,7 @@ def test_lemonades_command_line_is_the_proof_of_what_ran() -> None:
     health = {"all_models_loaded": [{"model_name": "other"}, loaded], "version": "11.7.0"}
     with server({"/api/v1/health": json.dumps(health)}) as url:
         behind = LemonadeMonitor(Api(url), "user.TinyVLLM", None, None)
-        found = recorded(ServedBy(url=url, template="lemonade", version="Lemonade 11.7.0, vllm"), behind=behind)
+        found = record_facts(ServedBy(url=url, template="lemonade", version="Lemonade 11.7.0, vllm"), monitor=behind)
     assert found.version == "Lemonade 11.7.0, vllm"  # the engine cannot be asked here
     assert found.effective == {
         "launch_command": [*command[:-1], "***"],
@@ -213,7 +213,7 @@ def test_lemonades_command_line_is_the_proof_of_what_ran() -> None:
 @pytest.mark.parametrize("answer", ["[]", '{"all_models_loaded": 7}', "<html>"])
 def test_answers_of_strangers_are_no_facts(answer: str) -> None:
     with server({"/props": answer, "/version": answer, "/metrics": answer}) as url:
-        found = recorded(ServedBy(url=url, version="1"), metrics_url=f"{url}/metrics")
+        found = record_facts(ServedBy(url=url, version="1"), metrics_url=f"{url}/metrics")
     assert (found.startup, found.effective, found.version) == (None, {}, "1")
 
 
@@ -225,10 +225,10 @@ def test_no_secret_gets_into_the_manifest(tmp_path: Path) -> None:
         f"'note': 'Bearer {KEY}', 'extra': ['--password', 'hunter22', '--x={token}'], 'max_num_seqs': 4}}\n"
     )
     health = {"all_models_loaded": [{"model_name": "m", "launch_command": ["s", f"--api-key={KEY}", "-np", "8"]}]}
-    know({token: True})
+    register_secrets({token: True})
     with server({"/api/v1/health": json.dumps(health)}) as url:
         behind = LemonadeMonitor(Api(url), "m", None, None)
-        found = recorded(ServedBy(url=url), log, api_key="the-key-of-clients", behind=behind)
+        found = record_facts(ServedBy(url=url), log, api_key="the-key-of-clients", monitor=behind)
     text = msgspec.json.encode(found).decode()
     for secret in (KEY, token, "hunter22", "pass12", "12345678", "the-key-of-clients"):
         assert secret not in text
@@ -242,7 +242,7 @@ def test_no_secret_gets_into_the_manifest(tmp_path: Path) -> None:
 def test_versions_of_an_image() -> None:
     text = "BASE_IMAGE: rocm/dev-ubuntu-22.04:7.0-complete\nTRITON_BRANCH: f9e5bf54\n\nodd line\n"
     base = "rocm/dev-ubuntu-22.04:7.0-complete"
-    assert listed(text) == {"BASE_IMAGE": base, "TRITON_BRANCH": "f9e5bf54", "line 3": "odd line"}
+    assert parse_versions(text) == {"BASE_IMAGE": base, "TRITON_BRANCH": "f9e5bf54", "line 3": "odd line"}
 
 
 def test_numbers_of_a_log_that_no_manifest_can_hold_are_left_out() -> None:
@@ -252,7 +252,7 @@ def test_numbers_of_a_log_that_no_manifest_can_hold_are_left_out() -> None:
         lines = (f"{number}.00.000.000 I x", f"INFO GPU KV cache size: {number} tokens",
                  f"INFO Chunked prefill is enabled with max_num_batched_tokens={number}",
                  "INFO Maximum concurrency for 512 tokens per request: 3.5x")  # fmt: skip
-        found = of_lines(lines)
+        found = parse_log_lines(lines)
         assert (found.facts.kv_cache_tokens, found.facts.max_concurrency) == (None, 3.5)
         assert msgspec.json.decode(msgspec.json.encode(found.facts), type=Startup) == found.facts
         assert all(not isinstance(value, int) for value in found.effective.values())

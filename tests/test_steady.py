@@ -22,7 +22,7 @@ from harness.scenario.file import load_scenario
 from harness.scenario.plan import Steadiness, agree
 from harness.simulated import spawned
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
-from harness.summary import Warmed
+from harness.summary import WarmupResult
 from tests.command import called, harness, only_run
 from tests.load_runs import by_hand, driven, end, ends_of, log_of, make_job, start
 from tests.made_runs import request
@@ -238,19 +238,19 @@ def test_what_is_known_of_a_warm_up() -> None:
     assert summarize_warmup(counted, marks) is None
     for at, phase in ((1000.0, "warmup"), (1002.0, "warmup"), (1003.5, "measured")):
         counted.add(request(sent_s=at, phase=phase))
-    assert summarize_warmup(counted, []) == Warmed(requests=2, seconds=3.5)
-    assert summarize_warmup(counted, marks[:1]) == Warmed(requests=2, seconds=3.5, steady=True)
-    assert summarize_warmup(counted, marks) == Warmed(requests=2, seconds=3.5, steady=False)
+    assert summarize_warmup(counted, []) == WarmupResult(requests=2, seconds=3.5)
+    assert summarize_warmup(counted, marks[:1]) == WarmupResult(requests=2, seconds=3.5, steady=True)
+    assert summarize_warmup(counted, marks) == WarmupResult(requests=2, seconds=3.5, steady=False)
     timed = CellCounts(
         clock=Clock([]), measured_start_s=1002.5
     )  # when its schedule began, in which nobody comes at first
     for one in (request(sent_s=1000.0, phase="warmup"), request(sent_s=1009.0, scheduled_s=-0.5)):
         counted.add(one)
         timed.add(one)
-    assert summarize_warmup(timed, marks[:1], first_due_s=6.0) == Warmed(requests=1, seconds=2.5, steady=True)
-    assert summarize_warmup(counted, marks[:1], first_due_s=6.0) == Warmed(requests=3, seconds=2.5, steady=True)
-    assert sentences(warmup_notes(Warmed(requests=2, seconds=3.5))) == []
-    assert sentences(warmup_notes(Warmed(requests=1, seconds=0.5, steady=True))) == [
+    assert summarize_warmup(timed, marks[:1], first_due_s=6.0) == WarmupResult(requests=1, seconds=2.5, steady=True)
+    assert summarize_warmup(counted, marks[:1], first_due_s=6.0) == WarmupResult(requests=3, seconds=2.5, steady=True)
+    assert sentences(warmup_notes(WarmupResult(requests=2, seconds=3.5))) == []
+    assert sentences(warmup_notes(WarmupResult(requests=1, seconds=0.5, steady=True))) == [
         "the server was steady after 0.5 s and 1 warm-up request"
     ]
 

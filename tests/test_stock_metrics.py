@@ -40,7 +40,13 @@ from harness.load.live_outputs import (
 from harness.process import free_port
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import parse_check
-from harness.serve.document import MonitoringTarget, dashboard, monitoring, panels, prometheus_config
+from harness.serve.document import (
+    MonitoringTarget,
+    list_panels,
+    make_dashboard,
+    make_monitoring,
+    make_prometheus_config,
+)
 from tests.command import Done, called, until
 from tests.load_runs import by_hand, composed, end, log_of, start
 from tests.test_live_numbers import Worker, delta, request
@@ -255,7 +261,7 @@ def test_a_compose_file_with_grafana_has_all_that_its_services_need(given: dict[
     targets = [(job["job_name"], job["static_configs"][0]["targets"]) for job in jobs]
     assert targets == [("load", ["locust:9646"]), ("server", ["server:8000"])]
     shown = json.loads(configs["grafana-dashboard"]["content"].replace("$$", "$"))
-    assert [panel["title"] for panel in shown["panels"]] == [title for title, _, _ in panels()]
+    assert [panel["title"] for panel in shown["panels"]] == [title for title, _, _ in list_panels()]
     assert services["grafana"]["ports"] == ["127.0.0.1:3000:3000"] and "ports" not in services["prometheus"]
     images = [services[name]["image"] for name in ("prometheus", "grafana")]
     assert all(re.search(r":v?\d+\.\d+\.\d+$", image) for image in images)
@@ -263,7 +269,7 @@ def test_a_compose_file_with_grafana_has_all_that_its_services_need(given: dict[
 
 def test_the_dashboard_has_the_structure_that_grafana_reads() -> None:
     """Grafana is in no package index that this project may use; what its documentation requires is checked here."""
-    shown = dashboard()
+    shown = make_dashboard()
     assert shown["uid"] and shown["title"] and shown["schemaVersion"] >= 36
     places: set[tuple[int, int]] = set()
     for number, panel in enumerate(shown["panels"], start=1):
@@ -276,7 +282,9 @@ def test_the_dashboard_has_the_structure_that_grafana_reads() -> None:
         assert panel["fieldConfig"]["defaults"]["unit"] in ("s", "reqps", "short", "percentunit")
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) >= 1
         assert all(target["expr"] and target["legendFormat"] for target in panel["targets"])
-    sources = json.loads(monitoring(None)["configs"]["grafana-source"]["content"].replace("$$", "$"))["datasources"]
+    sources = json.loads(make_monitoring(None)["configs"]["grafana-source"]["content"].replace("$$", "$"))[
+        "datasources"
+    ]
     assert [(one["uid"], one["type"]) for one in sources] == [("prometheus", "prometheus")]
 
 
@@ -287,7 +295,7 @@ def test_a_real_prometheus_reads_them(tmp_path: Path, engine: str) -> None:
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
     with loaded(tmp_path, engine) as url:
         target = url.removeprefix("http://").removesuffix("/metrics")
-        config = prometheus_config(target, MonitoringTarget(engine.removeprefix("http://"), "/metrics"))
+        config = make_prometheus_config(target, MonitoringTarget(engine.removeprefix("http://"), "/metrics"))
         (tmp_path / "prometheus.yml").write_text(json.dumps(config))
         port = free_port()
         command = [program, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/tsdb"]
@@ -311,7 +319,7 @@ def test_a_real_prometheus_reads_them(tmp_path: Path, engine: str) -> None:
             assert value("sum(amd_llm_load_live_slo_met_requests_total) / sum(amd_llm_load_live_requests_total)") == 1
             targets = json.loads(read(f"{api}/targets"))["data"]["activeTargets"]
             assert [(one["health"], one["lastError"]) for one in targets] == [("up", "")] * 2
-            queries = {query: legend for _, _, panel in panels() for legend, query in panel.items()}
+            queries = {query: legend for _, _, panel in list_panels() for legend, query in panel.items()}
             shown = [query for query, legend in queries.items() if legend != "{{error_type}}"]  # there are no errors
             until(lambda: None not in [value(query) for query in shown], 60)
             assert value(next(query for query, legend in queries.items() if legend == "{{error_type}}")) is None

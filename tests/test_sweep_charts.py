@@ -7,7 +7,7 @@ import msgspec
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.report.charts import figures
-from harness.report.charts.sweeps import front, sweep_charts
+from harness.report.charts.sweeps import pareto_front, sweep_charts
 from harness.report.html import write_report
 from harness.rundir.manifest import Run
 from harness.scenario.file import load_scenario
@@ -83,13 +83,13 @@ def test_other_values_are_categories_and_concurrency_is_drawn_elsewhere(tmp_path
 
 
 def test_the_pareto_front() -> None:
-    assert (front([]), front([(10.0, 5.0), (10.0, 5.0)])) == ([], [0])
-    assert front([(10.0, 5.0), (20.0, 5.0), (20.0, 9.0), (5.0, 1.0), (4.0, 2.0)]) == [3, 1]
+    assert (pareto_front([]), pareto_front([(10.0, 5.0), (10.0, 5.0)])) == ([], [0])
+    assert pareto_front([(10.0, 5.0), (20.0, 5.0), (20.0, 9.0), (5.0, 1.0), (4.0, 2.0)]) == [3, 1]
 
 
 def test_the_front_is_in_the_chart_of_latency_over_throughput(tmp_path: Path) -> None:
     run, summary = made(tmp_path / "run", "[2, 4]", BATCHES, {"l-batch-size-4": 5.0})
-    chart = figures.tradeoffs(summary, run)[0]
+    chart = figures.tradeoff_charts(summary, run)[0]
     line = next(trace for trace in chart.figure["data"] if trace["name"] == "Pareto front")
     assert len(line["x"]) == 1, "twice as fast, and half the wait"
     assert chart.findings[0].startswith("1 row of 3 on the Pareto front (dashed): from s-max-num-seqs-2 / l-batch-siz")

@@ -8,7 +8,7 @@ import pytest
 
 from harness.analysis.summarize import summarize
 from harness.failures.table import rules_by_id
-from harness.machine.gpus import when_free
+from harness.machine.gpus import wait_until_free
 from harness.report import sentences
 from harness.run.running import FailedSettings
 from harness.rundir.manifest import CellRun, GpuMemory, Run, read_run
@@ -58,7 +58,7 @@ def test_twelve_starts_that_fail_each_with_its_cause(tmp_path: Path) -> None:
     assert done.out.count("failed: memory") == 4
     # A busy machine may limit the client, which the sentence would name instead.
     rows = [msgspec.structs.replace(row, client_limited=[]) for row in summary.rows]
-    assert sentences.of_validity(msgspec.structs.replace(summary, rows=rows, cells=[]), run) == (
+    assert sentences.validity_sentence(msgspec.structs.replace(summary, rows=rows, cells=[]), run) == (
         "VALID: all conditions of a trustworthy measurement held; 12 of 14 rows failed, which is their result"
     )
 
@@ -139,6 +139,6 @@ def test_the_next_server_starts_when_the_memory_is_free(
     monkeypatch.setattr("harness.machine.gpus.time.sleep", sleep)
     monkeypatch.setattr("harness.machine.gpus.time.monotonic", lambda: now)
     left = iter(readings)
-    found = when_free(memory(9), read=lambda: memory(next(left)), max_s=5)
+    found = wait_until_free(memory(9), read=lambda: memory(next(left)), max_s=5)
     assert found[0].used_bytes == (readings[-1] if waited is None else readings[waited])
     assert len(slept) == (10 if waited is None else waited)

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.summarize import read_summary
-from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_now
+from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_files
 from harness.rundir.manifest import ServedBy
 from harness.rundir.samples import ContainerSample, GpuSample, HostSample, TelemetrySample, machine_load, read_telemetry
 from harness.serve import Endpoint, container_commands
-from harness.serve.containers import Look
-from harness.serve.lifecycle import source_of
+from harness.serve.containers import ServerStatus
+from harness.serve.lifecycle import find_telemetry_source
 from tests import command
 from tests.fake_gpus import device, gpu, host, instinct_table
 from tests.machines import write
 
 
 def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
-    found = read_now(root, paths or find_files(root))
+    found = read_files(root, paths or find_files(root))
     reading = HostReading(found.wall_s, clock_s, 0.0, found.files)
     gpus, machine, container = meter.sample(reading)
     return TelemetrySample(wall_s=1000 + clock_s, cell="c", gpus=gpus, host=machine, container=container)
@@ -209,7 +209,7 @@ def test_samples_are_taken_at_the_start_each_interval_and_at_the_end(tmp_path: P
 
 def test_a_driver_that_hangs_does_not_hold_up_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path))
-    monkeypatch.setattr("harness.machine.telemetry.LONGEST_END_S", 0.1)
+    monkeypatch.setattr("harness.machine.telemetry.MAX_STOP_S", 0.1)
     gpu(tmp_path)
     hangs = tmp_path / device() / "gpu_busy_percent"
     hangs.unlink()
@@ -279,9 +279,9 @@ def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytes
         {"sys/fs/cgroup/memory.current": "5000\n", "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 1000\n"},
     )
     write(tmp_path, {"sys/fs/cgroup/cpu.stat": "usage_usec 9000000\nuser_usec 1\n"})
-    script = f"{container_commands.find_script(str(tmp_path))}\n{container_commands.READ}"
+    script = f"{container_commands.make_find_script(str(tmp_path))}\n{container_commands.READ_SCRIPT}"
     printed = subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, check=False).stdout
-    first = container_commands.reading_of(printed)
+    first = container_commands.parse_reading(printed)
     assert first is not None and (first.clock_s, first.took_s) == (1000.0, None)
     gpus, machine, container = Meter().sample(first)
     there = sampled(Meter(), tmp_path, 0)
@@ -292,9 +292,9 @@ def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytes
 
 def test_whose_telemetry_can_be_had() -> None:
     def at(url: str) -> Endpoint:
-        return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look())
+        return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus())
 
     for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
-        assert source_of(at(url)) is not None
+        assert find_telemetry_source(at(url)) is not None
     for url in ("http://gpu-box:8000", "https://10.0.0.7"):
-        assert source_of(at(url)) is None
+        assert find_telemetry_source(at(url)) is None

@@ -9,8 +9,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from harness.analysis.summarize import read_summary
 from harness.report import export
-from harness.report.charts.data import machine_samples, observe
-from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
+from harness.report.charts.data import machine_samples, read_chart_data
+from harness.report.charts.timeline import TimelineEvent, timeline_events, timeline_figure
 from harness.report.table import machine_table
 from harness.rundir.manifest import read_run
 from harness.rundir.samples import GpuSample
@@ -27,11 +27,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_panels_of_an_apu(watched: Path) -> None:
-    line = observe(watched).timelines[0]
+    line = read_chart_data(watched).timelines[0]
     assert {panel: list(lines) for panel, lines in line.machine.panels.items()} == {
         "busy": ["busy"], "memory": ["VRAM", "GTT"], "power": ["power"], "temperature": ["edge"], "clock": ["GPU"],
     }  # fmt: skip
-    figure = figure_of(line, [TimelineEvent(0.0, "x")])
+    figure = timeline_figure(line, [TimelineEvent(0.0, "x")])
     titles = [axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")]
     assert titles == ["", "requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]
     drawn = {trace["name"]: trace for trace in figure["data"]}
@@ -42,9 +42,9 @@ def test_the_panels_of_an_apu(watched: Path) -> None:
 def test_of_several_gpus_each_has_a_line_and_one_entry_in_the_legend(tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=20)
     watch(tmp_path, gpus=3)
-    line = observe(tmp_path).timelines[0]
+    line = read_chart_data(tmp_path).timelines[0]
     assert list(line.machine.panels["temperature"]) == ["renderD128", "renderD129", "renderD130"]
-    figure = figure_of(line, [TimelineEvent(0.0, "x")])
+    figure = timeline_figure(line, [TimelineEvent(0.0, "x")])
     traces = [trace for trace in figure["data"] if trace["name"].startswith("renderD")]
     assert len(traces) == 15
     assert [trace["name"] for trace in traces if trace["showlegend"]] == ["renderD128", "renderD129", "renderD130"]
@@ -67,8 +67,8 @@ def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
     assert problem.values["heat_s"] == pytest.approx(2.0) and problem.values["invalid"]
     assert found["sequential"][0] == []
     assert any(note.code == "gpu_throttled" and not note.values["invalid"] for note in found["sequential"][1])
-    line = observe(tmp_path).timelines[0]
-    (event,) = [event for event in events_of(line, None, None) if event.label == "heat"]
+    line = read_chart_data(tmp_path).timelines[0]
+    (event,) = [event for event in timeline_events(line, None, None) if event.label == "heat"]
     assert event.bad and event.text.startswith("heat throttles the GPU renderD128, last seen at ")
 
 

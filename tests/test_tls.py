@@ -11,8 +11,8 @@ from harness.errors import HarnessError, ServerError
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
 from harness.rundir.samples import read_metrics
-from harness.serve import attach
-from harness.trust import VARIABLE, authorities, trust
+from harness.serve import attach_to_server
+from harness.trust import CA_VARIABLE, find_authorities, trust_authority
 from tests.command import called, harness, write
 from tests.faults import fault
 from tests.test_serve_embedded import served
@@ -29,7 +29,7 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> Signed:
 @pytest.fixture(autouse=True)
 def own_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = dict(os.environ)
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(CA_VARIABLE, raising=False)
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -68,13 +68,13 @@ def test_an_authority_is_believed_from_then_on_and_that_of_somebody_else_does_no
     signed: Signed, tmp_path: Path
 ) -> None:
     with served(tmp_path) as engine, wrapped(port_of(engine.url), signed) as url:
-        trust(sign(tmp_path / "another").ca)
+        trust_authority(sign(tmp_path / "another").ca)
         with pytest.raises(ServerError, match="its certificate is not trusted") as caught:
-            attach(url, "sim")
+            attach_to_server(url, "sim")
         assert "--ca FILE" in caught.value.next_step
-        trust(signed.ca)
-        assert authorities() == str(signed.ca)
-        assert attach(url, "sim").served_by.model == "sim"
+        trust_authority(signed.ca)
+        assert find_authorities() == str(signed.ca)
+        assert attach_to_server(url, "sim").served_by.model == "sim"
 
 
 @fault("network", "a TLS certificate for another name", seen="the certificate is refused, with the reason",
@@ -82,16 +82,16 @@ def test_an_authority_is_believed_from_then_on_and_that_of_somebody_else_does_no
 def test_a_certificate_for_another_name_is_refused_although_its_authority_is_known(tmp_path: Path) -> None:
     other = sign(tmp_path / "other", "DNS:elsewhere.example")
     with served(tmp_path) as engine, wrapped(port_of(engine.url), other) as url:
-        trust(other.ca)
+        trust_authority(other.ca)
         with pytest.raises(ServerError, match="not trusted") as caught:
-            attach(url, "sim")
+            attach_to_server(url, "sim")
     assert caught.value.next_step == "Give the address by the name that the certificate is for."
 
 
 def test_what_is_no_certificate_is_refused_early(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("hello")
     with pytest.raises(HarnessError, match=r"--ca: .*ca\.pem holds no certificate"):
-        trust(tmp_path / "ca.pem")
+        trust_authority(tmp_path / "ca.pem")
 
 
 @pytest.mark.parametrize("command", ["run", "live", "noise"])

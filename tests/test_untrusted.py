@@ -27,8 +27,8 @@ from harness.rundir.samples import MetricsSample, Scraper
 from harness.scenario import Load
 from harness.scenario.behaviour import AnswerCheck, Structured, check_answer
 from harness.serve import lemonade, probe
-from harness.serve.facts import recorded
-from harness.serve.lemonade import Api, LemonadeMonitor, attached, download
+from harness.serve.facts import record_facts
+from harness.serve.lemonade import Api, LemonadeMonitor, download, find_running_model
 from harness.trust import open_session
 from tests.fake_server import (
     CHUNKED,
@@ -443,17 +443,19 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     session, api = open_session(None), Api(url)
     yield lambda: probe.find_model(url, "m", session)
     yield lambda: probe.find_model(url, None, session)
-    yield lambda: probe.attach(url, "m")
-    yield lambda: probe.server_version(url, session)
-    yield lambda: probe.metrics_url(url)
-    yield lambda: probe.counter(url, "m")("text")
-    yield lambda: probe.counter(url, "m", ask_engine=lambda path, body: probe.good_text(session, url))("text")
-    yield lambda: lemonade.health(api)
-    yield lambda: lemonade.system_info(api)
-    yield lambda: lemonade.find_listed(api, "m")
-    yield lambda: lemonade.canonical_name(api, "m")
-    yield lambda: lemonade.load_limit_s(api, 600.0)
-    yield lambda: attached(url, "m", None)
+    yield lambda: probe.probe_running_server(url, "m")
+    yield lambda: probe.get_version(url, session)
+    yield lambda: probe.find_metrics_url(url)
+    yield lambda: probe.make_token_counter(url, "m")("text")
+    yield lambda: probe.make_token_counter(url, "m", ask_engine=lambda path, body: probe.fetch_text(session, url))(
+        "text"
+    )
+    yield lambda: lemonade.get_health(api)
+    yield lambda: lemonade.get_system_info(api)
+    yield lambda: lemonade.find_model(api, "m")
+    yield lambda: lemonade.find_canonical_name(api, "m")
+    yield lambda: lemonade.get_load_timeout_s(api, 600.0)
+    yield lambda: find_running_model(url, "m", None)
     yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
     yield lambda: LemonadeMonitor(api, "m", None, None).effective()
     yield lambda: LemonadeMonitor(api, "m", None, None).fetch("/props")
@@ -467,7 +469,7 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
 def kept(url: str, template: str, behind: LemonadeMonitor | None) -> None:
     """What is found out of a server is in a manifest that can be read."""
     served = served_by(url=url, template=template, version=None, model="m")
-    found = recorded(served, metrics_url=url + "/metrics", behind=behind)
+    found = record_facts(served, metrics_url=url + "/metrics", monitor=behind)
     assert msgspec.json.decode(msgspec.json.encode(found), type=ServedBy) == found
 
 
@@ -475,7 +477,7 @@ def kept(url: str, template: str, behind: LemonadeMonitor | None) -> None:
 def test_whatever_a_probe_is_reported_is_an_error_of_ours_at_most(
     tmp_path: Path, status: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "RETRY_S", 0.0)
+    monkeypatch.setattr(probe, "MAX_RETRY_S", 0.0)
     told = [b""]
 
     def handler(connection: Any, number: int) -> None:
@@ -512,6 +514,6 @@ def test_no_answer_is_longer_than_memory_and_no_redirect_is_followed() -> None:
         for path in ("/endless", "/metrics"):
             with pytest.raises(RequestException, match="more than 16 MiB"):
                 session.get(url + path)
-        assert probe.metrics_url(url) is None
+        assert probe.find_metrics_url(url) is None
         with session.get(url, stream=True) as response, pytest.raises(RequestException, match="a line of more than"):
-            list(probe.lines_of(response))
+            list(probe.iterate_lines(response))

@@ -9,11 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.engines import (
-    HOST_BYTES,
-    VLLM_DEFAULT,
+    HOST_RESERVE_BYTES,
+    VLLM_DEFAULT_UTILIZATION,
     default_reserve,
-    safe_from_printed,
     safe_utilization,
+    safe_utilization_from_log,
     vllm_accepts,
 )
 from harness.units import GIB
@@ -48,7 +48,7 @@ def refused_by_vllm(free: int, total: int, utilization: str) -> bool:
 )
 def test_known_cases(free: str, total: str, expected: str | None) -> None:
     in_bytes = safe(int(Decimal(free) * GIB), int(Decimal(total) * GIB))
-    assert in_bytes == safe_from_printed(free, total) == (None if expected is None else Decimal(expected))
+    assert in_bytes == safe_utilization_from_log(free, total) == (None if expected is None else Decimal(expected))
 
 
 @given(free=SIZES, total=SIZES)
@@ -58,14 +58,14 @@ def test_vllm_never_refuses_it(free: int, total: int) -> None:
     found = safe(free, total)
     if found is not None:
         assert not refused_by_vllm(min(free, total), total, str(found))
-        assert Decimal("0.01") <= found <= VLLM_DEFAULT
+        assert Decimal("0.01") <= found <= VLLM_DEFAULT_UTILIZATION
 
 
 @given(free=SIZES, total=SIZES, reserve=st.integers(0, 8 * GIB))
 def test_the_next_hundredth_would_be_too_much(free: int, total: int, reserve: int) -> None:
     found = safe_utilization(free, total, reserve=reserve)
     more = (found or Decimal(0)) + Decimal("0.01")
-    if more <= VLLM_DEFAULT:
+    if more <= VLLM_DEFAULT_UTILIZATION:
         assert not vllm_accepts(min(free, total) - reserve, total, more)
 
 
@@ -75,13 +75,13 @@ def test_shared_pages_and_several_gpus_only_make_it_smaller(free: int, total: in
     found = safe(free, total, gpus, available)
     if found is not None:
         assert found <= alone
-        assert not refused_by_vllm(min(free, available - HOST_BYTES), total, str(found))
+        assert not refused_by_vllm(min(free, available - HOST_RESERVE_BYTES), total, str(found))
 
 
 @given(free=st.integers(1, 200_000), total=st.integers(1, 200_000), off=st.floats(-0.00499, 0.00499))
 def test_printed_numbers_are_as_safe_as_bytes(free: int, total: int, off: float) -> None:
     """Hundredths of a GiB, as printed; the true bytes may be anywhere that is rounded to them."""
-    found = safe_from_printed(free / 100, total / 100)
+    found = safe_utilization_from_log(free / 100, total / 100)
     if found is not None and free <= total:
         true_free, true_total = (int((size / 100 + off) * GIB) for size in (free, total))
         assert not refused_by_vllm(true_free, true_total, str(found))

@@ -16,7 +16,7 @@ from harness.reasons import sentences
 from harness.rundir.manifest import CellRun, GpuMemory
 from harness.rundir.records import BadField, ProcessMark, Request
 from harness.scenario import Arrivals, Load
-from harness.summary import BadFields, GpuLoad, Kept, MachineLoad, Reason, ServerLoad, because
+from harness.summary import BadFields, GpuLoad, MachineLoad, Reason, ScheduleKept, ServerLoad, because
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
 
 LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
@@ -48,7 +48,7 @@ def check(
     server: ServerLoad = ServerLoad(),  # noqa: B008
     machine: MachineLoad | None = None,
     max_error_rate: float = 0.0,
-    schedule: Kept | None = None,
+    schedule: ScheduleKept | None = None,
     reached: bool = True,
 ) -> Findings:
     tally = counted(four() if records is None else records, marks)
@@ -226,7 +226,7 @@ def test_a_rule(given: dict[str, Any], reasons: Expected, notes: Expected) -> No
 def test_a_killed_process_is_no_reason_for_more_users() -> None:
     """What a killed process took is missing, and the others were late: more of them would not help."""
     load = Load(user="batch", duration_s=10.0, arrivals=Arrivals(rate=1.0, spacing="even"), output_tokens=11)
-    late, schedule = many(4, scheduled_s=-0.5), Kept(planned=10, sent=4, never_sent=6)
+    late, schedule = many(4, scheduled_s=-0.5), ScheduleKept(planned=10, sent=4, never_sent=6)
     for marks, why in ((MARKS, "busy"), ([*MARKS, replace(MARKS[0], process=8)], "killed")):
         found = check(late, load=load, marks=marks, schedule=schedule)
         by_code = {reason.code: reason.values for reason in found.reasons}

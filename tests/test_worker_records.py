@@ -12,7 +12,7 @@ from harness.job import SECRETS_ENV, secrets_of
 from harness.load import recorder as recorder_module
 from harness.load.recorder import RecordReceiver, RecordSender
 from harness.process import free_port
-from harness.redact import know
+from harness.redact import register_secrets
 from harness.rundir.records import Request, read_requests
 from harness.scenario import Load
 from harness.workers import Workers, parse_workers
@@ -118,7 +118,7 @@ def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkey
     monkeypatch.setenv("KEY_OF_THIS_TEST", " sk-of-the-api\n")
     job = make_job(tmp_path, Load(user="batch"), api_key_env="KEY_OF_THIS_TEST")
     assert secrets_of(job) == {password: True, "sk-of-the-api": True}
-    know(secrets_of(job))
+    register_secrets(secrets_of(job))
     told = [
         "nothing of it",
         f"status 500: {password}, or {password}",
@@ -142,7 +142,7 @@ def test_a_key_that_is_an_everyday_word_leaves_the_records_whole(tmp_path: Path)
     """Servers without a key are asked with any: nothing but messages quotes a server."""
     failed = request(error="http", message="status 401: token x is not null")
     sent = b"".join(msgspec.json.encode(one) + b"\n" for one in (request(), failed))
-    know({"x": True, "null": True, "token": True})
+    register_secrets({"x": True, "null": True, "token": True})
     receiver = RecordReceiver(tmp_path / "requests.jsonl", Request)
     assert receiver.take(0, sent) == len(sent)
     whole, without = read_requests(tmp_path / "requests.jsonl")

@@ -15,7 +15,7 @@ from harness.analysis.derive import max_known, merge_counts, min_known
 from harness.analysis.gaps import Gaps, GapSample, Interval
 from harness.analysis.tally import CellCounts, Clock, SloTally
 from harness.files import UNDECODABLE
-from harness.rundir.records import Block, Lines, Reading, Request, blocks_of, in_file, reader, requests_in
+from harness.rundir.records import Block, Lines, Reading, Request, damaged_in_file, read_block, reader, split_blocks
 from harness.scenario.check_syntax import Slo
 
 KEEP_BYTES = 256 * 2**20  # of records; of a longer file only the chunk gaps that percentiles need are kept
@@ -70,7 +70,7 @@ def count_cells(
     Appends the numbers of unreadable lines to `damaged_lines` and adds records of unknown cells to `unknown_cells`.
     Raises HarnessError when a process that read a part of a long file was killed.
     """
-    blocks = blocks_of(path)
+    blocks = split_blocks(path)
     long = bool(blocks) and blocks[-1].end > KEEP_BYTES
     tallies: dict[str, CellCounts] = {}
     with reader(blocks) as run:
@@ -100,7 +100,7 @@ def count_cells(
                         tallies[cell] = counted
             if _has_all_percentiles(tallies, contexts):
                 break
-    damaged_lines += in_file(lines)
+    damaged_lines += damaged_in_file(lines)
     unknown_cells += unknown
     return tallies
 
@@ -134,7 +134,7 @@ def _count_block(
             )
         return tallies[cell]
 
-    for request in requests_in(block, lines):
+    for request in read_block(block, lines):
         cell = request.cell
         if cell not in contexts:
             unknown_cells[cell] += 1

@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Struct
 
 from harness.columns import LATENCIES
-from harness.rundir.records import SLACK_S, Request, impossible
+from harness.rundir.records import SLACK_S, Request, find_impossible_counts
 from harness.scenario.check_syntax import Slo
 
 
 def drop_impossible_counts(request: Request) -> Request:
     """Replace impossible counts by None and list them in `bad_fields`. Other tools and older harnesses store them."""
-    bad = impossible(request, request.asked_tokens)
+    bad = find_impossible_counts(request, request.asked_tokens)
     if not bad:
         return request
     unknown: dict[str, None] = dict.fromkeys(bad)

@@ -27,7 +27,7 @@ from harness.judge.noise_floors import known_noise
 from harness.judge.stats import Array, Variation
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
-from harness.rundir.records import CUT, by_cell, read_marks
+from harness.rundir.records import CUT, group_by_cell, read_marks
 from harness.scenario import Load
 from harness.summary import CellSummary, Reason, Row, Summary, because
 
@@ -85,7 +85,8 @@ class CellProgress(NamedTuple):
 def read_progress(folder: Path, run: Run) -> dict[str, CellProgress | None]:
     """The progress of each cell with records; None: too few requests, or no time."""
     clocks = {
-        name: place.clock for name, place in cell_contexts(run, by_cell(read_marks(folder / "processes.jsonl"))).items()
+        name: place.clock
+        for name, place in cell_contexts(run, group_by_cell(read_marks(folder / "processes.jsonl"))).items()
     }
     records: dict[str, list[_ItemRecord]] = defaultdict(list)
     for record in read_lines(folder / "requests.jsonl", _ItemRecord):
@@ -205,7 +206,7 @@ class Blocks(NamedTuple):
         return found, spread
 
 
-def blocks_of(work: Sequence[CellProgress]) -> Blocks | None:
+def split_blocks(work: Sequence[CellProgress]) -> Blocks | None:
     """The blocks of a row's repeats. None: a block without any progress."""
     at, each, lengths = [], [], []
     for one in work:
@@ -478,7 +479,7 @@ def _row(
     if not blocked and len(known) < 3:
         return because("plan_too_short", needed_s=max(one.needed_s for one in known))
     notes = [] if blocked else [because("plan_no_blocks", repeats=len(known))]
-    blocks = blocks_of(known) if blocked else None
+    blocks = split_blocks(known) if blocked else None
     if blocked and blocks is None:
         return because("plan_stalled")
     drift = 0.0 if blocks is None else trend(blocks)

@@ -15,7 +15,7 @@ from harness.analysis.derive import max_known, min_known
 from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load, taken_together
 from harness.scenario.plan import Schedule, arrival_times
-from harness.summary import Kept, median_of_known
+from harness.summary import ScheduleKept, median_of_known
 
 _BUNDLED_USERS = ("batch", "chat", "agent", "rag")  # it is known how many of their requests start with an arrival
 
@@ -61,7 +61,7 @@ def first_arrival_s(load: Load, seed: int) -> float | None:
 
 def schedule_kept(
     tally: ScheduleTally, load: Load, seed: int, window_s: float | None, mix_window_s: tuple[float, float] | None = None
-) -> Kept | None:
+) -> ScheduleKept | None:
     """Planned and sent requests of one cell, and their rates; None for a closed loop.
 
     `window_s`: the measured time of a timed load. `mix_window_s`: the part of it that counts in a mix.
@@ -77,7 +77,7 @@ def schedule_kept(
     else:
         asked_per_s = _rate(sent, tally.first_due_s, tally.last_due_s)
         achieved_per_s = _rate(sent, tally.first_sent_s, tally.last_sent_s)
-    return Kept(
+    return ScheduleKept(
         planned=planned,
         sent=sent,
         never_sent=None if planned is None else max(0, planned - sent),
@@ -86,13 +86,13 @@ def schedule_kept(
     )
 
 
-def pool_schedules(cells: Sequence[Kept | None]) -> Kept | None:
+def pool_schedules(cells: Sequence[ScheduleKept | None]) -> ScheduleKept | None:
     """The sums over several cells of one row, and the medians of their rates."""
     known = [cell for cell in cells if cell is not None]
     if not known:
         return None
     is_planned = all(cell.planned is not None for cell in known)
-    return Kept(
+    return ScheduleKept(
         planned=sum(cell.planned or 0 for cell in known) if is_planned else None,
         sent=sum(cell.sent for cell in known),
         never_sent=sum(cell.never_sent or 0 for cell in known) if is_planned else None,

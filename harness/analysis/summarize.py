@@ -15,12 +15,12 @@ from harness.analysis.schedule import first_arrival_s, load_kind, schedule_kept
 from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers
 from harness.columns import NUMBER_WORDS, WORK
 from harness.errors import HarnessError
-from harness.failures.explain import ErrorMessages, grouped
+from harness.failures.explain import ErrorMessages, group_failures
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
 from harness.judge.verdicts import compare_rows, drift_notes
-from harness.rundir.manifest import FORMULAS, Run, given_numbers, known_numbers, origin_notes, read_run
-from harness.rundir.records import ProcessMark, by_cell, read_marks
+from harness.rundir.manifest import FORMULAS, Run, origin_notes, read_numbers, read_run, without_unknown_numbers
+from harness.rundir.records import ProcessMark, group_by_cell, read_marks
 from harness.rundir.samples import (
     MetricsSample,
     TelemetrySample,
@@ -76,7 +76,7 @@ def summarize_with_counts(
     check_texts = [*run.scenario.checks, *extra_checks]
     planned_cells = _recorded_cells(run)
     damaged: dict[str, list[int]] = {"requests.jsonl": [], "processes.jsonl": []}
-    marks = by_cell(read_marks(folder / "processes.jsonl", damaged["processes.jsonl"]))
+    marks = group_by_cell(read_marks(folder / "processes.jsonl", damaged["processes.jsonl"]))
     slos = slo_sets(check_texts)
     contexts = cell_contexts(run, marks, slos)
     unknown_cells: Counter[str] = Counter()
@@ -88,7 +88,7 @@ def summarize_with_counts(
     }
     metrics = read_metrics(folder / "metrics.jsonl")
     telemetry = read_telemetry(folder / "telemetry.jsonl")
-    imported = given_numbers(folder, run)
+    imported = read_numbers(folder, run)
     sessions = validity.number_sessions(run)
     summaries = [
         _summarize_cell(
@@ -199,13 +199,13 @@ def _mix_overlap_reasons(
 
 
 def _explain_failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedRequests]:
-    """The failed requests of each row, grouped by cause."""
+    """The failed requests of each row, group_failures by cause."""
     failures = []
     for row in rows:
         messages = ErrorMessages()
         for cell in row.cells:
             messages.merge(tallies[cell].error_messages)
-        for group in grouped(messages)[:MAX_CAUSES]:
+        for group in group_failures(messages)[:MAX_CAUSES]:
             failures.append(FailedRequests(server=row.server, load=row.load, **asdict(group)))
     return failures
 
@@ -304,7 +304,7 @@ def _summarize_cell(
     imported: Numbers | None,
 ) -> CellSummary:
     ran, (load, seed) = run.ran.get(cell.id), effective_load(run, cell)
-    numbers = imported or known_numbers(compute_numbers([tally]), run.origin)
+    numbers = imported or without_unknown_numbers(compute_numbers([tally]), run.origin)
     if run.origin is None:
         schedule = schedule_kept(tally.schedule, load, seed, numbers.window_s, tally.mix_window_s())
         numbers = replace(numbers, schedule=schedule)

@@ -36,11 +36,11 @@ from harness.summary import (
     NEEDED,
     NO_SAMPLE,
     Answers,
-    Attained,
     BadFields,
     Distribution,
     Numbers,
     PromptLengths,
+    SloAttainment,
     median_of_known,
 )
 
@@ -488,16 +488,16 @@ def _median_rates(cells: Sequence[Numbers]) -> dict[str, Any]:
 
 def slo_attainment(
     counts: SloTally, sent: int, window_s: float | None, cells: Sequence[Numbers] = ()
-) -> dict[str, Attained]:
+) -> dict[str, SloAttainment]:
     """Attainment and goodput by set of SLOs, of one cell or several pooled: then goodput is the median over `cells`."""
-    attained: dict[str, Attained] = {}
+    attained: dict[str, SloAttainment] = {}
     for name in counts.sets:
         met, left, unknown = counts.met[name], counts.left[name], counts.unknown[name]
         if cells:
             goodput = median_of_known(cell.slos[name].goodput_req_s for cell in cells if name in cell.slos)
         else:
             goodput = counts.met_ended[name] / window_s if window_s else None
-        attained[name] = Attained(
+        attained[name] = SloAttainment(
             met=met,
             left=left,
             unknown=unknown,

@@ -29,7 +29,7 @@ from harness.summary import (
     Reason,
     Row,
     ServerLoad,
-    Warmed,
+    WarmupResult,
     because,
 )
 from harness.workers import Workers
@@ -66,7 +66,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     marks: Sequence[ProcessMark]
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     shared_server: bool = False  # the server served other loads at the same time
-    warmup: Warmed | None = None
+    warmup: WarmupResult | None = None
     running: bool = False  # the run has not ended, as far as its files show
     imported: bool = False  # from another tool, whose load processes have no start and end records
     workers: Workers | None = None  # on other machines
@@ -371,7 +371,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
 
 def summarize_warmup(
     tally: CellCounts, marks: Iterable[ProcessMark], first_due_s: float | None = None
-) -> Warmed | None:
+) -> WarmupResult | None:
     """The warm-up of a cell; None where there was none.
 
     `first_due_s`: of an open loop, seconds from the start of the measured time to its first arrival.
@@ -382,14 +382,14 @@ def summarize_warmup(
     if measured_s is None:
         measured_s = tally.first_sent_s if first_due_s is None or due_s is None else due_s - first_due_s
     steady = [mark.steady for mark in marks if mark.steady is not None]  # each machine checks its own requests
-    return Warmed(
+    return WarmupResult(
         requests=tally.warmup,
         seconds=None if tally.first_any_s is None or measured_s is None else measured_s - tally.first_any_s,
         steady=all(steady) if steady else None,
     )
 
 
-def warmup_notes(warmup: Warmed | None) -> list[Reason]:
+def warmup_notes(warmup: WarmupResult | None) -> list[Reason]:
     """A note on a warm-up that should have lasted until the server was steady."""
     if warmup is None or warmup.steady is None:
         return []

@@ -31,7 +31,7 @@ class SloCapacity(Struct, frozen=True, kw_only=True):
     found: `level`, in low..high (inclusive). more_than: even the highest level meets them; `high` is None. none: not
     even one user does; `level` is 0. unresolved: no level has clear evidence on both sides, or the search was stopped
     early: `low` is the highest level that passed and `high` the last one below the first that failed; None where there
-    is no such level.
+    is no such level. `unconfirmed`: the levels around the answer at which one probe decided, because none was left.
     """
 
     kind: CapacityKind
@@ -41,6 +41,7 @@ class SloCapacity(Struct, frozen=True, kw_only=True):
     above: int | None = None  # the smallest level above that failed ...
     broken: str | None = None  # ... and the SLO that it broke most clearly
     complete: bool = True  # False: the search was stopped early
+    unconfirmed: list[int] = []
     posterior: list[tuple[int, float]] = []  # level, and the probability that it is the answer
 
 
@@ -141,7 +142,8 @@ class SloSearch:
         first, last = self._interval()
         complete = self.next_level() is None
         posterior = [(level, chance) for level, chance in self.posterior() if chance > 1e-4]
-        capacity = partial(SloCapacity, complete=complete, posterior=posterior)
+        unconfirmed = [level for level in (low, high) if level is not None and abs(self._net(level)) < 2]
+        capacity = partial(SloCapacity, complete=complete, unconfirmed=unconfirmed, posterior=posterior)
         if low == self.levels[-1]:
             return capacity(kind="more_than", level=low, low=first, high=None)
         if high == self.levels[0]:

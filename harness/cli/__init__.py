@@ -13,7 +13,7 @@ from harness.cli import actions as actions  # importing them registers their com
 from harness.cli import results as results
 from harness.cli import tools as tools
 from harness.cli.common import app as app
-from harness.cli.common import console, mute, protect_terminal, usage_error
+from harness.cli.common import console, mute_stdout, protect_terminal, usage_error
 from harness.errors import INTERRUPTED, ExitCode, HarnessError, ScenarioError, SeveralErrors
 from harness.redact import masked
 
@@ -76,9 +76,9 @@ def main() -> None:
         print(INTERRUPTED, file=sys.stderr)
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
-        mute()
+        mute_stdout()
     except OSError as error:
-        mute()  # what is left in its buffer would fail again
+        mute_stdout()  # what is left in its buffer would fail again
         print_error(HarnessError(f"{error.filename or 'the output'}: {error.strerror or error}"))
         code = ExitCode.USAGE
     except UnicodeEncodeError as error:  # of a file or folder: what is written is UTF-8
@@ -96,5 +96,5 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except OSError:  # what had been printed before it ended otherwise than well
-        mute()
+        mute_stdout()
     sys.exit(code)

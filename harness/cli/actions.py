@@ -32,7 +32,8 @@ def run(
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     metrics_url: Annotated[
-        str | None, typer.Option(help="With --url: where its metrics are (default: URL/metrics).", callback=cli.address)
+        str | None,
+        typer.Option(help="With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url),
     ] = None,
     model: cli.ModelOpt = None,
     repeats: cli.RepeatsOpt = None,
@@ -83,10 +84,10 @@ def run(
         return
     budget_s = None if budget is None else read_duration("--budget", budget)
     base = None if baseline is None else cli.find_baseline(baseline, runs)
-    target = cli.target_of(url, metrics_url, ca)
+    target = cli.make_target(url, metrics_url, ca)
     if resume is not None:
         folder = cli.find_run(resume, runs)
-        with cli.junit_of_failure(junit, read_run(folder).scenario_name):
+        with cli.junit_until_finished(junit, read_run(folder).scenario_name):
             resuming.resume(folder, Progress(cli.console()), scenario, target, budget_s)
     elif scenario is None:
         raise HarnessError("missing argument 'SCENARIO'", next_step="`harness run --help` lists the options.")
@@ -96,7 +97,7 @@ def run(
             experiment = experiments.with_workers(experiment, workers, bind)
         for note in check_notes(experiment.scenario):
             cli.console().print(f"note: {note}")
-        with cli.junit_of_failure(junit, scenario.stem):
+        with cli.junit_until_finished(junit, scenario.stem):
             steps = None if budget_s is None else within(budget_s)
             folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
     manifest = read_run(folder)
@@ -107,7 +108,7 @@ def run(
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
         junit_xml.write(junit, junit_xml.render(summary, manifest))
-    cli.end_as(summary)
+    cli.exit_after_run(summary)
 
 
 @cli.command(short_help="Find how many users a server holds.")
@@ -170,8 +171,8 @@ def capacity(
     from harness.run.progress import Progress
 
     budget_s = read_duration("--budget", budget)
-    target = cli.target_of(url, ca=ca)
-    with experiments.scenario_of(scenario and cli.scenario_path(scenario), user, target, model) as path:
+    target = cli.make_target(url, ca=ca)
+    with experiments.scenario_of(scenario and cli.find_scenario(scenario), user, target, model) as path:
         experiment = experiments.prepare(path, target, model)
         experiment, question = searching.ask(
             experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
@@ -182,7 +183,7 @@ def capacity(
     else:
         print_capacity(found, cli.console())
         cli.console().print(f"{folder / 'report.html'}")
-    cli.capacity_end(folder, found)
+    cli.exit_after_capacity(folder, found)
 
 
 @cli.command(short_help="Serve Locust's web UI for a scenario's server.")
@@ -201,7 +202,7 @@ def live(
     from harness.run import live as living
     from harness.run.progress import Progress
 
-    experiment = experiments.prepare(scenario, cli.target_of(url, ca=ca), model)
+    experiment = experiments.prepare(scenario, cli.make_target(url, ca=ca), model)
     living.live(experiment, server, load, port, runs, Progress(cli.console()))
 
 
@@ -230,7 +231,7 @@ def check(
     refuse_impossible(experiment)
 
 
-def ask(question: str, option: str, answers: Mapping[str, str]) -> str:
+def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:
     """One of the answers, by its number or name; Enter takes the first. Raises HarnessError without a terminal."""
     if not sys.stdin.isatty():
         raise HarnessError(
@@ -263,21 +264,23 @@ def init(
     machine: Annotated[str | None, typer.Option(help="strix-halo, radeon, instinct or none (default: found).")] = None,
 ) -> None:
     """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
-    from harness.machine.gpus import machine as facts
+    from harness.machine.gpus import read_machine
     from harness.prepare import draft as drafts
     from harness.prepare.experiment import prepare
 
     if file.exists():
         raise HarnessError(f"{file}: this file is there already", next_step="Name another file to write.")
-    kind = drafts.choice("--machine", machine or drafts.machine_kind(facts().gpus), drafts.AT_ONCE)
+    kind = drafts.choice("--machine", machine or drafts.machine_kind(read_machine().gpus), drafts.AT_ONCE)
     wanted = drafts.choice(
-        "--question", question or ask("What do you want to know?", "--question", drafts.QUESTIONS), drafts.QUESTIONS
+        "--question",
+        question or ask_choice("What do you want to know?", "--question", drafts.QUESTIONS),
+        drafts.QUESTIONS,
     )
     servers = list(server or [])
     known = {name: made.model for name, made in drafts.offered().items()}
     while not server and len(servers) < drafts.servers_of(wanted):
         rest = {name: text for name, text in known.items() if name not in servers}
-        servers.append(ask("Which server? (with the model that is proposed)", "--server", rest))
+        servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
     text = drafts.draft(wanted, [drafts.choice("--server", name, known) for name in servers], model or [], kind)
     try:
         file.write_text(text, encoding="utf-8")
@@ -299,23 +302,25 @@ def doctor(
     root: Annotated[
         Path,
         typer.Option(
-            metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.", callback=cli.root_folder
+            metavar="DIR",
+            help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.",
+            callback=cli.resolve_root,
         ),
     ] = Path("/"),
 ) -> None:
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
     from harness.machine import findings
     from harness.machine.doctor import diagnose
-    from harness.serve.engine import engine_facts
+    from harness.serve.engine import get_engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = root.resolve() == Path("/")
-    found = diagnose(root, engine_facts() if here else None)
+    found = diagnose(root, get_engine_facts() if here else None)
     if as_json:
-        print(findings.as_json(found, root))
+        print(findings.format_json(found, root))
     else:
-        findings.show(found, cli.console(), root)
-    if findings.worst(found) == "blocker":
+        findings.print_findings(found, cli.console(), root)
+    if findings.find_worst_level(found) == "blocker":
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -389,7 +394,7 @@ def noise(
     from harness.run.calibrate import show_noise
     from harness.run.progress import Progress
 
-    experiment = experiments.prepare(scenario, cli.target_of(url, ca=ca), model, repeats)
+    experiment = experiments.prepare(scenario, cli.make_target(url, ca=ca), model, repeats)
     stored, found = measure_noise(
         experiment, server, folder, results, Progress(cli.console()), times=count, pause_s=60 * every, add=add
     )
@@ -407,8 +412,8 @@ def clean(
     ] = False,
 ) -> None:
     """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else."""
-    from harness.serve import connect, sweep
+    from harness.serve import connect, remove_leftovers
 
     with contextlib.closing(connect()) as client:
-        removed = sweep(client, everything=everything, caches=caches)
+        removed = remove_leftovers(client, everything=everything, caches=caches)
     print("\n".join(f"removed {item}" for item in removed) if removed else "no leftovers")

@@ -43,7 +43,7 @@ EXCLUDES = {
 _KINDS = {"int": "a whole number", "float": "a number", "finite": "a number"}
 _BOUNDS = {"ge": "a number of at least", "le": "a number of at most"}
 
-_JUDGES = {  # group and name of the case in the JUnit output of a command that failed
+_JUNIT_CASES = {  # group and name of the case in the JUnit output of a command that failed
     "report": ("validity", "the run is VALID"),
     "compare": ("comparison", "the runs can be compared"),
 }
@@ -74,7 +74,7 @@ class CliCommand(TyperCommand):
         except Exception as error:
             if ctx.params.get("output") == "junit":
                 known = error if isinstance(error, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
-                _print_junit(ctx, known, *_JUDGES.get(ctx.info_name, ("", "")))
+                _print_junit(ctx, known, *_JUNIT_CASES.get(ctx.info_name, ("", "")))
             raise
 
     def _check_combinations(self, ctx: Any) -> None:
@@ -95,7 +95,7 @@ def _print_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
     from harness.report import junit
 
     with suppress(BrokenPipeError):
-        print(junit.of_error(ctx.info_name, error, group=group, name=name), end="")
+        print(junit.error_xml(ctx.info_name, error, group=group, name=name), end="")
 
 
 def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
@@ -132,7 +132,7 @@ app = typer.Typer(
 command = partial(app.command, cls=CliCommand)
 
 
-def scenario_path(given: Path | None) -> Path | None:
+def find_scenario(given: Path | None) -> Path | None:
     from harness.files import SCENARIOS
 
     if given is None or given.exists():
@@ -147,7 +147,7 @@ def scenario_path(given: Path | None) -> Path | None:
     )
 
 
-def address(param: typer.CallbackParam, given: str | None) -> str | None:
+def validate_url(param: typer.CallbackParam, given: str | None) -> str | None:
     from harness.prepare.experiment import check_url
 
     if given is not None:
@@ -155,7 +155,7 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
     return given
 
 
-def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
+def validate_model_name(param: typer.CallbackParam, given: str | None) -> str | None:
     if given is not None and (not given.strip() or given.startswith("-")):
         raise HarnessError(
             f"{param.opts[0]}: '{given}' is no model's name", next_step="Write it as the server knows it."
@@ -163,20 +163,20 @@ def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
     return given
 
 
-def root_folder(given: Path) -> Path:
-    from harness.machine.gpus import folder
+def resolve_root(given: Path) -> Path:
+    from harness.machine.gpus import require_folder
 
-    return folder(given)
+    return require_folder(given)
 
 
-def scenario_names(incomplete: str) -> list[str]:
+def complete_scenario(incomplete: str) -> list[str]:
     """For the shell: names of scenarios that ship."""
     from harness.files import SCENARIOS
 
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem.startswith(incomplete))
 
 
-def run_ids(incomplete: str) -> list[str]:
+def complete_run(incomplete: str) -> list[str]:
     """For the shell: ids of runs in the folder that is used without --runs."""
     folder = Path(os.environ.get("HARNESS_RUNS") or RUNS)
     return sorted(path.parent.name for path in folder.glob("*/run.json") if path.parent.name.startswith(incomplete))
@@ -185,12 +185,12 @@ def run_ids(incomplete: str) -> list[str]:
 _SCENARIO = typer.Argument(
     metavar="SCENARIO",
     help="A scenario file, or the name of one that ships.",
-    callback=scenario_path,
-    autocompletion=scenario_names,
+    callback=find_scenario,
+    autocompletion=complete_scenario,
 )
 ScenarioArg = Annotated[Path, _SCENARIO]
 RunArg = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=run_ids)
+    Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=complete_run)
 ]
 ScenarioToResume = Annotated[Path | None, _SCENARIO]
 RunsDir = Annotated[Path, typer.Option(help="Where run directories are kept.", envvar="HARNESS_RUNS")]
@@ -209,12 +209,15 @@ AboutOpt = Annotated[
     str | None, typer.Option(metavar="KEY", help="The one manifest key in which the sides may differ.")
 ]
 UrlOpt = Annotated[
-    str | None, typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address)
+    str | None,
+    typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url),
 ]
 CaOpt = Annotated[
     Path | None, typer.Option(metavar="FILE", help="With --url https://...: the authority that signed its certificate.")
 ]
-ModelOpt = Annotated[str | None, typer.Option(help="Use this model instead of the scenario's.", callback=model_name)]
+ModelOpt = Annotated[
+    str | None, typer.Option(help="Use this model instead of the scenario's.", callback=validate_model_name)
+]
 ResultsDir = Annotated[
     Path, typer.Option(help="Where published runs and the variation between runs are kept.", envvar="HARNESS_RESULTS")
 ]
@@ -246,10 +249,10 @@ class Output(Console):
 
     def on_broken_pipe(self) -> None:
         """A run goes on when its reader, such as `head`, has seen enough; rich would exit here."""
-        mute()
+        mute_stdout()
 
 
-def mute() -> None:
+def mute_stdout() -> None:
     """Nothing more may be written to the standard output, not even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -287,12 +290,12 @@ def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: C
         print(text, end="" if text.endswith("\n") else "\n")
 
 
-def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
+def make_target(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
     from harness.prepare.experiment import Target
-    from harness.trust import trust
+    from harness.trust import trust_authority
 
     if ca is not None:
-        trust(ca)
+        trust_authority(ca)
     return Target(url, metrics_url) if url is not None else None
 
 
@@ -319,21 +322,21 @@ def find_baseline(given: Path, runs: Path) -> Path:
 
 
 @contextmanager
-def junit_of_failure(path: Path | None, scenario: str) -> Iterator[None]:
+def junit_until_finished(path: Path | None, scenario: str) -> Iterator[None]:
     """What is in the JUnit file until the run has its summary: an error, also when nothing can be written any more."""
     from harness.report import junit
 
     if path is not None:
-        junit.write(path, junit.of_error(scenario, RunError("the run did not end")))
+        junit.write(path, junit.error_xml(scenario, RunError("the run did not end")))
     try:
         yield
     except HarnessError as error:
         if path is not None:
-            junit.write(path, junit.of_error(scenario, error))
+            junit.write(path, junit.error_xml(scenario, error))
         raise
 
 
-def capacity_end(folder: Path, found: "CapacityReport") -> None:
+def exit_after_capacity(folder: Path, found: "CapacityReport") -> None:
     """End with the exit code of a capacity search. A server that died under a probe does not make its run INVALID."""
     from harness.rundir.manifest import read_run
 
@@ -348,14 +351,14 @@ def capacity_end(folder: Path, found: "CapacityReport") -> None:
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
-def end_as(summary: "Summary") -> None:
+def exit_after_run(summary: "Summary") -> None:
     """End with the exit code of a run. One whose conditions cannot be checked, an import, ends as a VALID one."""
     if summary.valid is False:
         raise typer.Exit(ExitCode.INVALID)
-    end_as_checks(summary.checks)
+    exit_after_checks(summary.checks)
 
 
-def end_as_checks(checks: "Sequence[CheckResult]") -> None:
+def exit_after_checks(checks: "Sequence[CheckResult]") -> None:
     """End with the exit code of checks; a failed one weighs more than an inconclusive one."""
     found = {result.status for result in checks}
     if "failed" in found:

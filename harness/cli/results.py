@@ -48,7 +48,7 @@ def report(
     if output == "html" and (checks or baseline):
         raise HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
     base = None if baseline is None else cli.find_baseline(baseline, runs)
-    folder = _run_of(run_folder, runs)
+    folder = _find_or_import_run(run_folder, runs)
     manifest = read_run(folder)
     refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
@@ -80,10 +80,10 @@ def report(
         csv=lambda: export.csv_table(summary, manifest),
         openmetrics=lambda: export.openmetrics(summary, manifest),
     )
-    cli.end_as(summary)
+    cli.exit_after_run(summary)
 
 
-def _run_of(given: Path, runs: Path) -> Path:
+def _find_or_import_run(given: Path, runs: Path) -> Path:
     from harness.imports.write import import_file
 
     file = given / "requests.jsonl" if given.is_dir() and not (given / "run.json").exists() else given
@@ -129,7 +129,7 @@ def compare(
     from harness.comparison.compare import compare_runs, group_by_machine
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import junit
-    from harness.report.markdown import of_comparison
+    from harness.report.markdown import render_comparison
     from harness.report.terminal import print_comparison
     from harness.rundir.manifest import UnlikeError, read_run
 
@@ -156,12 +156,12 @@ def compare(
         output,
         comparison,
         terminal=lambda: print_comparison(comparison, cli.console()),
-        junit=lambda: junit.of_comparison(comparison),
-        markdown=lambda: of_comparison(comparison),
+        junit=lambda: junit.comparison_xml(comparison),
+        markdown=lambda: render_comparison(comparison),
     )
     if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
-    cli.end_as_checks(comparison.checks)
+    cli.exit_after_checks(comparison.checks)
 
 
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
@@ -174,7 +174,7 @@ def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) 
         output,
         gate,
         terminal=lambda: print_gate(gate, cli.console()),
-        junit=lambda: junit.of_gate(gate),
+        junit=lambda: junit.gate_xml(gate),
         markdown=lambda: gate_markdown(gate),
     )
     if gate.slower:
@@ -200,11 +200,11 @@ def history(
     Reads run directories and published runs, each run once.
     """
     from harness.comparison.history import history_of
-    from harness.report.history import html, print_history
+    from harness.report.history import history_page, print_history
 
     name = scenario.stem if scenario.suffix in (".yaml", ".yml") else str(scenario)
     found = history_of(name, runs, results, machine)
-    cli.print_as(output, found, terminal=lambda: print_history(found, cli.console()), html=lambda: html(found))
+    cli.print_as(output, found, terminal=lambda: print_history(found, cli.console()), html=lambda: history_page(found))
 
 
 @cli.command(short_help="Predict how long a number of items takes.")
@@ -303,17 +303,17 @@ def leaderboard(
 ) -> None:
     """Rank the published results: machines by scenarios, as one HTML page and as Markdown next to it."""
     from harness.files import RESULTS as SHIPPED
-    from harness.report.board import collect, write_board
+    from harness.report.board import collect_board, write_board
 
     if results != cli.RESULTS and not results.is_dir():
         raise HarnessError(
             f"--results: there is no folder {results}", next_step="`harness publish RUN` files a run, and makes it."
         )
-    for path in write_board(collect(results, SHIPPED), output or results / "leaderboard.html"):
+    for path in write_board(collect_board(results, SHIPPED), output or results / "leaderboard.html"):
         print(path)
 
 
-def _table_file(given: Path) -> Path:
+def _check_export_target(given: Path) -> Path:
     from harness.report.export import refuse_ending
     from harness.report.spans import OTLP
 
@@ -331,7 +331,7 @@ def export(
             metavar="FILE",
             help="Where to: a file that ends in .parquet or .csv; `otlp`: the receiver of OpenTelemetry that "
             "OTEL_EXPORTER_OTLP_ENDPOINT names.",
-            callback=_table_file,
+            callback=_check_export_target,
         ),
     ],
     runs: cli.RunsDir = cli.RUNS,
@@ -384,7 +384,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool | None = None
     reasons: "list[Reason]" = []
 
-    def shown(self) -> tuple[str, ...]:
+    def table_cells(self) -> tuple[str, ...]:
         from harness.reasons import sentence
 
         if self.started_wall_s is None:
@@ -397,7 +397,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
         return self.run, started, self.scenario or "", f"{self.cells}/{self.planned}", status
 
 
-def _line_of(folder: Path) -> RunLine:
+def _run_line(folder: Path) -> RunLine:
     from harness.analysis.summarize import read_summary
     from harness.process import owner_is_gone
     from harness.rundir.manifest import read_run
@@ -429,7 +429,7 @@ def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
     """List the runs with their scenario, verdict and when they ran, the newest last."""
     if runs.exists() and not runs.is_dir():
         raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
-    lines = [_line_of(path.parent) for path in sorted(runs.glob("*/run.json"))]
+    lines = [_run_line(path.parent) for path in sorted(runs.glob("*/run.json"))]
     if as_json:
         cli.print_json(lines)
     elif lines:
@@ -441,7 +441,7 @@ def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
                 table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
         table.columns[0].min_width = min(26, max(len(line.run) for line in lines))
         for line in lines:
-            texts = line.shown()
+            texts = line.table_cells()
             table.add_row(*(texts[:2] + texts[3:] if narrow else texts))
         cli.console().print(table)
     else:

@@ -29,20 +29,20 @@ def explain(
     starts have them as well.
     """
     from harness.failures.explain import scan
-    from harness.report.terminal import explained_data, print_explained, recognised, started_well, stopped
+    from harness.report.terminal import explanation_data, has_started, is_recognised, print_explanation, was_stopped
 
-    with _opened(log) as file:
+    with _open_log(log) as file:
         scanned = scan(file)
     if as_json:
-        cli.print_json(explained_data(log, scanned))
+        cli.print_json(explanation_data(log, scanned))
     else:
-        print_explained(log, scanned, cli.console())
-    if not (recognised(scanned) or started_well(scanned) or stopped(scanned)):
+        print_explanation(log, scanned, cli.console())
+    if not (is_recognised(scanned) or has_started(scanned) or was_stopped(scanned)):
         raise typer.Exit(ExitCode.FAILED)
 
 
 @contextmanager
-def _opened(log: str) -> Iterator[BinaryIO]:
+def _open_log(log: str) -> Iterator[BinaryIO]:
     if log == "-":
         yield sys.stdin.buffer
         return
@@ -64,7 +64,7 @@ def _opened(log: str) -> Iterator[BinaryIO]:
 
 
 if TYPE_CHECKING:
-    from harness.machine.memory import Pool, Share
+    from harness.machine.memory import Pool, SafeShare
 
 
 MAX_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
@@ -86,42 +86,42 @@ def memory(
     ] = None,
     total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
     as_json: cli.JsonOpt = False,
-    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.root_folder)] = Path("/"),
+    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.resolve_root)] = Path("/"),
 ) -> None:
     """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
 
     Exit code 4 when the model does not fit, or when nothing is left.
     """
-    from harness.machine.memory import MemoryEstimate, Wish, of_answer, room_of
-    from harness.machine.model import find_model, known_dtype, read_model
+    from harness.machine.memory import MemoryEstimate, ServerSettings, estimate_fit, format_estimate
+    from harness.machine.model import find_model, read_model, require_known_dtype
 
-    known_dtype(kv_cache_dtype)
+    require_known_dtype(kv_cache_dtype)
     read = None if model is None else read_model(find_model(model), model)
-    wish = Wish(
+    wish = ServerSettings(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         tensor_parallel=tensor_parallel,
         kv_cache_dtype=kv_cache_dtype,
     )
     given = None if free is None or total is None else (free, total)
-    pools, share = _shared(root, tensor_parallel, given, needed=read is None)
-    answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
+    pools, share = _memory_share(root, tensor_parallel, given, needed=read is None)
+    answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else estimate_fit(read, share, wish))
     if as_json:
         cli.print_json(answer)
     else:
-        cli.console().print("\n".join(of_answer(answer)), soft_wrap=True)
+        cli.console().print("\n".join(format_estimate(answer)), soft_wrap=True)
     if (share is not None and share.utilization is None) or (answer.room is not None and answer.room.fits is False):
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _shared(
+def _memory_share(
     root: Path, gpus: int, given: tuple[float, float] | None, *, needed: bool
-) -> "tuple[list[Pool], Share | None]":
+) -> "tuple[list[Pool], SafeShare | None]":
     """The pools of memory and their share: as given (free and total, GiB), or of this machine.
 
     No share without a GPU, where it is not needed: what a model needs is known without one.
     """
-    from harness.machine.memory import pools, share, share_of
+    from harness.machine.memory import compute_pool_share, compute_share, list_pools
     from harness.units import GIB
 
     if given is not None:
@@ -132,9 +132,9 @@ def _shared(
                 next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
             )
         sizes = [int(Decimal(str(size)) * GIB) for size in given]
-        return [], share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
-    found = pools(root)
-    return found, share_of(found, tensor_parallel=gpus) if found or needed else None
+        return [], compute_pool_share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
+    found = list_pools(root)
+    return found, compute_share(found, tensor_parallel=gpus) if found or needed else None
 
 
 @cli.command(short_help="Run load workers for a remote master.")

@@ -1,8 +1,8 @@
-"""Explain why a server did not start or stopped, and what failed requests reported.
+"""Explain why a server did not start or stopped, and why requests failed.
 
-A log of any length is searched in one pass and bounded memory: what failed, in order, with evidence.
-Source lines of tracebacks are left out, since they name errors that did not happen. So are lines that quote what users
-sent, and lines of the level INFO or below, except for rules that are logged there.
+A log of any length is searched in one pass and bounded memory for known failures, in order, with evidence. Ignored are
+source lines of tracebacks, which name errors that did not happen, lines that quote the text of users, and lines of the
+level INFO or below, except for rules that are logged there.
 """
 
 import contextlib
@@ -11,36 +11,39 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from msgspec import Struct, field, structs
 
-from harness.engines import Log, engines
+from harness.engines import engines
 from harness.failures.table import (
     RANKS,
-    SETTINGS,
+    SETTING_WORDS,
     Pattern,
     Phase,
     Severity,
-    cause_and_fix,
+    format_cause_and_fix,
+    parse_settings,
     patterns,
     rules_by_id,
-    settings_in,
 )
 from harness.files import open_file
 from harness.redact import masked, printable
 
 BLOCK_BYTES = 1 << 18
-MAX_LINE_CHARS = 20_000  # a longer line is no sentence
+MAX_LINE_CHARS = 20_000  # the rest of a longer line is ignored
 MAX_FINDINGS = 200  # different ones
-OFTEN = 100  # from then on a line that differs in its numbers only is counted without examining it
-MAX_SHAPES = 20_000  # remembered without a meaning: at most 10 MB
+FREQUENT = 100  # after so many, lines that differ only in numbers are counted without examining them
+MAX_SHAPES = 20_000  # of lines without a failure that are remembered: at most 10 MB
 SHOWN_CHARS = 500
+FIRST_REQUESTS = 5  # warm-up included
+MAX_MESSAGES = 100  # different ones of failed requests; the rest are counted as one
+_OTHER_MESSAGES = "other messages"
 _DIGITS = re.compile(r"\d+")
-_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_ZERO_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 
 Level = Literal["chatter", "warning", "error"]  # chatter: INFO and below
 _PREFIXES = (
@@ -51,7 +54,7 @@ _PREFIXES = (
     r"(?:- )?(?:[\w.]+ - )?(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)(?: - |:[\w.]+:|: *| )",  # Python
     r"\[rank\d+\]: ",  # PyTorch
 )
-_PREFIX = re.compile(
+_LINE_PREFIX = re.compile(
     rf"\s*(?:{'|'.join(text.replace('(?P<level>', f'(?P<level{place}>') for place, text in enumerate(_PREFIXES))})"
 )
 _LEVELS: dict[str, Level] = {
@@ -60,33 +63,34 @@ _LEVELS: dict[str, Level] = {
     "error": "error", "critical": "error", "fatal": "error", "e": "error",
 }  # fmt: skip
 _LOGFMT = re.compile(r"(?:^|\s)level=(\w+)")
-_QUOTED = re.compile(  # a request with its prompt, an access log
+_USER_TEXT = re.compile(  # a request with its prompt, an access log
     r"""\bReceived request\b|\bprompts?['"]?[:=] ?[\['"]|["']content["']: ?[\['"]|"(?:GET|POST|PUT|DELETE|HEAD) /"""
 )
-_FRAME = re.compile(r'^\s+File ".*", line \d+')
-_CARETS = re.compile(r"^\s+[\^~]+\s*$")
+_TRACEBACK_FRAME = re.compile(r'^\s+File ".*", line \d+')
+_TRACEBACK_CARETS = re.compile(r"^\s+[\^~]+\s*$")
 
 EXCEPTION_RULE = "engine.exception"  # the rule of exceptions that are not in the table
 _TRACEBACK = "Traceback (most recent call last)"
-_RAISING = (_TRACEBACK.encode(), b"ERROR")
+_EXCEPTION_WORDS = (_TRACEBACK.encode(), b"ERROR")
 _MAX_TRACEBACK_LINES = 1000
-_RAISED = re.compile(r"(?P<what>(?:(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|[A-Z]\w*)(?:: .*|:)?)$")
-_LOGGED = re.compile(
+_EXCEPTION = re.compile(r"(?P<what>(?:(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|[A-Z]\w*)(?:: .*|:)?)$")
+_LOGGED_EXCEPTION = re.compile(
     r"(?:(?:[A-Za-z_]\w*\.)+[A-Z]\w*[a-z]\w*: .|(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:$|: ))"
 )
-_NO_FAILURES = ("KeyboardInterrupt", "SystemExit", "GeneratorExit", "CancelledError", "StopIteration")
+_HARMLESS_EXCEPTIONS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit", "CancelledError", "StopIteration")
 
 
-def _words(of: Callable[[Log], list[str]], *more: bytes) -> tuple[bytes, ...]:
-    return (*more, *(text.encode() for engine in engines() for text in of(engine.log)))
+def _log_words(key: str, *uvicorn: bytes) -> tuple[bytes, ...]:
+    """Return uvicorn's words and those under a key of every engine's `log`."""
+    return (*uvicorn, *(text.encode() for engine in engines() for text in getattr(engine.log, key)))
 
 
-_READY = _words(lambda log: log.ready, b"Application startup complete")  # uvicorn's, and those of the engines
-_FETCHED = _words(lambda log: log.fetched)
-_STARTING = _words(lambda log: log.starting)
-_STOPPING = _words(lambda log: log.stopping, b":     Shutting down")
-_UNLOADING = _words(lambda log: log.unloading)
-_SERVERS = tuple(  # words of their logs; those that run another engine have its words, too
+_READY_WORDS = _log_words("ready", b"Application startup complete")
+_FETCHED_WORDS = _log_words("fetched")
+_STARTING_WORDS = _log_words("starting")
+_STOPPING_WORDS = _log_words("stopping", b":     Shutting down")
+_UNLOADING_WORDS = _log_words("unloading")
+_SERVER_WORDS = tuple(  # servers that run another engine come last, since their logs have its words, too
     (word.encode(), engine.title)
     for engine in sorted(engines(), key=lambda engine: not engine.log.wraps)
     for word in engine.log.words
@@ -94,14 +98,14 @@ _SERVERS = tuple(  # words of their logs; those that run another engine have its
 
 
 @cache
-def _telling_words() -> dict[bytes, set[bytes]]:
-    """What a line must contain to be examined, by how a shape has it: with zeros in place of digits."""
+def _trigger_words() -> dict[bytes, set[bytes]]:
+    """Return the words of lines that must be examined, by their shape: with zeros in place of digits."""
     words = [pattern.needle.encode() for pattern in patterns()]
-    words += [*_READY, *_FETCHED, *_STARTING, *_STOPPING, *_UNLOADING, *SETTINGS, *_RAISING]
-    found: dict[bytes, set[bytes]] = {}
-    for word in words:
-        found.setdefault(word.translate(_ZEROS), set()).add(word)
-    return found
+    words += [*_READY_WORDS, *_FETCHED_WORDS, *_STARTING_WORDS, *_STOPPING_WORDS, *_UNLOADING_WORDS]
+    by_shape: dict[bytes, set[bytes]] = {}
+    for word in (*words, *SETTING_WORDS, *_EXCEPTION_WORDS):
+        by_shape.setdefault(word.translate(_ZERO_DIGITS), set()).add(word)
+    return by_shape
 
 
 class Diagnosis(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,18 +116,18 @@ class Diagnosis(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     severity: Severity
     cause: str
     fix: str
-    line: str  # the text that shows it, shortened
+    line: str  # the evidence, shortened
     number: int | None = None  # of that line in the log, from 1
-    wrapper: str | None = None  # the line that only says that something failed, where there is one
+    wrapper: str | None = None  # a line that says only that something failed
     wrapper_number: int | None = None
     count: int = 1
     recovered: bool = False  # the server became ready afterwards, or loaded what it could not fetch at first
-    hint: bool = False  # logged as a warning: what is logged as an error, or raised, counts more
+    hint: bool = False  # logged as a warning, so an error or exception counts more
     scenario: bool = False
     source: str
 
 
-class Scanned(Struct, frozen=True, kw_only=True):
+class ScannedLog(Struct, frozen=True, kw_only=True):
     """What a log reports."""
 
     lines: int
@@ -134,20 +138,20 @@ class Scanned(Struct, frozen=True, kw_only=True):
     server: str | None = None  # the server type that seems to have written the log
 
     def cause(self) -> Diagnosis | None:
-        return most_telling(self.findings)
+        return select_root_cause(self.findings)
 
 
-def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
+def select_root_cause(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     """Return the first finding of the highest rank, with its wrapper; None without any.
 
-    No warning, and nothing that the server recovered from: it does not explain how the server ended. What was logged
-    as a warning comes after what is an error or was raised, and before a wrapper.
+    Warnings are left out, and what the server recovered from: they do not explain how it ended. A cause that was
+    logged as a warning ranks below errors and exceptions, but above a wrapper.
     """
-    known = [finding for finding in findings if finding.severity != "warning" and not finding.recovered]
-    if not known:
+    causes = [finding for finding in findings if finding.severity != "warning" and not finding.recovered]
+    if not causes:
         return None
-    first = min(known, key=lambda finding: (_rank(finding), finding.number or math.inf))  # the log, then an API's text
-    wrappers = [finding for finding in known if finding.severity == "wrapper"]
+    first = min(causes, key=lambda finding: (_rank(finding), finding.number or math.inf))  # the log, then an API's text
+    wrappers = [finding for finding in causes if finding.severity == "wrapper"]
     if first.severity not in ("cause", "exception") or not wrappers:
         return first
     last = max(wrappers, key=lambda finding: finding.number or 0)
@@ -159,26 +163,26 @@ def _rank(finding: Diagnosis) -> float:
     return max(rank, RANKS.index("wrapper") - 0.5) if finding.hint else rank
 
 
-def scan(file: BinaryIO) -> Scanned:
+def scan(file: BinaryIO) -> ScannedLog:
     """Search a log."""
-    search = _Search()
-    for block in _blocks(file):
+    search = _LogSearch()
+    for block in _read_blocks(file):
         search.feed(block)
     return search.result()
 
 
 def explain_message(message: str) -> Diagnosis | None:
-    """Explain an API's error: `message` is `KIND: what it said`, as in a record."""
-    return _diagnosis(plain(message.replace("\n", " ").encode()), patterns(), {}, None)
+    """Explain the error of a request; `message` is `KIND: text`, as in a record."""
+    return _match_line(strip_prefixes(message.replace("\n", " ").encode()), patterns(), {}, None)
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The file in blocks of whole lines; an endless line comes in pieces, and needs no more memory."""
+def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the file in blocks of whole lines; an endless line is split, so that memory stays bounded."""
     rest = b""
     while block := file.read(BLOCK_BYTES):
-        whole, end, rest = (rest + block).rpartition(b"\n")
-        if end:
-            yield whole + end
+        lines, newline, rest = (rest + block).rpartition(b"\n")
+        if newline:
+            yield lines + newline
         if len(rest) > BLOCK_BYTES:
             yield rest
             rest = b""
@@ -189,220 +193,218 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 class LogLine(NamedTuple):
     """A line without its prefixes."""
 
-    text: str  # its indentation stays
-    level: Level | None  # of the innermost program; None: not known
+    text: str  # with its indentation
+    level: Level | None  # of the innermost program; None: unknown
 
 
-def parsed(raw: bytes) -> LogLine:
-    """The text and the level of a line, without control characters."""
+def parse_line(raw: bytes) -> LogLine:
+    """Return the text and the level of a line, without control characters."""
     text = raw[:MAX_LINE_CHARS].decode("utf-8", "replace")
     if text.startswith('{"log":"'):  # a file of Docker's json-file driver
         with contextlib.suppress(ValueError, KeyError, RecursionError):
             text = str(json.loads(text)["log"])
     text = printable(text.rstrip("\r\n")).replace("\n", "")
-    place, level = 0, None
-    while match := _PREFIX.match(text, place):
-        place = match.end()
+    end, level = 0, None
+    while match := _LINE_PREFIX.match(text, end):
+        end = match.end()
         if match.lastgroup is not None:
-            named = match.groupdict()
-            name = next(value for group, value in named.items() if value is not None and group.startswith("level"))
-            level = None if named["part"] == "Process" else _LEVELS.get(name.lower())  # Process: another program's line
-    text = text[place:].rstrip()
-    if level is None and (logged := _LOGFMT.search(text)) is not None:
-        level = _LEVELS.get(logged[1].lower())
+            groups = match.groupdict()
+            name = next(value for group, value in groups.items() if value is not None and group.startswith("level"))
+            # `part` is "Process" in a line of another program that the server passes on.
+            level = None if groups["part"] == "Process" else _LEVELS.get(name.lower())
+    text = text[end:].rstrip()
+    if level is None and (logfmt := _LOGFMT.search(text)) is not None:
+        level = _LEVELS.get(logfmt[1].lower())
     return LogLine(text, level)
 
 
-def plain(raw: bytes) -> str:
-    """The text of a line alone."""
-    return parsed(raw).text
+def strip_prefixes(raw: bytes) -> str:
+    """Return the text of a line."""
+    return parse_line(raw).text
 
 
-def is_code(line: str, before: bytes = b"") -> bool:
-    """Whether a line is part of a traceback other than its exception: a frame, carets, or source after a frame."""
-    if line[:1].isspace() and (_FRAME.match(line) or _CARETS.match(line)) or line.lstrip().startswith("raise "):
+def is_traceback_code(line: str, previous: bytes = b"") -> bool:
+    """Check that a line is part of a traceback, but not its exception: a frame, carets, or source after a frame."""
+    if line[:1].isspace() and (_TRACEBACK_FRAME.match(line) or _TRACEBACK_CARETS.match(line)):
         return True
-    return line[:4].isspace() and _FRAME.match(plain(before)) is not None
+    is_source = line[:4].isspace() and _TRACEBACK_FRAME.match(strip_prefixes(previous)) is not None
+    return is_source or line.lstrip().startswith("raise ")
 
 
 def _is_exception(line: str) -> bool:
-    return _RAISED.match(line) is not None and not line.partition(":")[0].endswith(_NO_FAILURES)
+    return _EXCEPTION.match(line) is not None and not line.partition(":")[0].endswith(_HARMLESS_EXCEPTIONS)
 
 
-class _Search:
+class _LogSearch:
     """A search that continues from block to block."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], Diagnosis] = {}  # by rule and cause, whatever its numbers
+        self._findings: dict[tuple[str, str], Diagnosis] = {}  # by rule and cause, without its numbers
         self._counts: Counter[tuple[str, str]] = Counter()
-        # By shape (a line with zeros in place of its digits): without a word to examine; with a frequent finding.
-        self._dull: set[bytes] = set()
-        self._known: dict[bytes, tuple[str, str]] = {}
-        self._lines = 0
-        self._ready: int | None = None
-        self._stopping: int | None = None
-        self._ending = False  # one of its processes was asked to stop
-        self._server: str | None = None
-        self._traceback: int | None = None  # the first line of the traceback that is open
-        self._logged: tuple[str, int] | None = None  # the last exception logged as an error without a traceback
+        # A shape is a line with zeros in place of its digits: those without a trigger word, and of frequent findings.
+        self._plain_shapes: set[bytes] = set()
+        self._frequent_shapes: dict[bytes, tuple[str, str]] = {}
+        self._line_count = 0
+        self._ready_line: int | None = None
+        self._stop_line: int | None = None
+        self._is_stopping = False  # a process of the server was asked to stop
+        self._server_name: str | None = None
+        self._traceback_line: int | None = None  # the first line of the open traceback
+        self._logged_exception: tuple[str, int] | None = None  # the last one without a traceback: text and line
         self._settings: dict[str, Any] = {}
-        self._before = b""  # the last line of the block before
-        self._last = b""  # the last line that is not empty
+        self._previous_line = b""  # the last line of the previous block
+        self._last_line = b""  # the last line that is not empty
 
     def feed(self, block: bytes) -> None:
-        """Search whole lines."""
-        self._server = self._server or next((name for word, name in _SERVERS if word in block), None)
+        """Search a block of whole lines."""
+        self._server_name = self._server_name or next((name for word, name in _SERVER_WORDS if word in block), None)
         lines = block.split(b"\n")
         if block.endswith(b"\n"):
             lines.pop()
-        shapes = block.translate(_ZEROS).split(b"\n")
-        telling, words = self._telling(set(shapes))
-        if telling or self._traceback is not None:
-            maybe = [pattern for pattern in patterns() if pattern.needle.encode() in words]
+        shapes = block.translate(_ZERO_DIGITS).split(b"\n")
+        triggering, words = self._find_triggers(set(shapes))
+        if triggering or self._traceback_line is not None:
+            candidates = [pattern for pattern in patterns() if pattern.needle.encode() in words]
             for place, (raw, shape) in enumerate(zip(lines, shapes, strict=False)):
-                if self._traceback is not None or shape in telling:
-                    before = lines[place - 1] if place else self._before
-                    self._examine(raw, shape, before, self._lines + place + 1, maybe)
-        self._lines += len(lines)
-        self._before = lines[-1]
-        self._last = next((line for line in reversed(lines) if line.strip()), self._last)
+                if self._traceback_line is not None or shape in triggering:
+                    previous = lines[place - 1] if place else self._previous_line
+                    self._examine(raw, shape, previous, self._line_count + place + 1, candidates)
+        self._line_count += len(lines)
+        self._previous_line = lines[-1]
+        self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
 
-    def _telling(self, shapes: set[bytes]) -> tuple[set[bytes], set[bytes]]:
-        """The shapes that contain a word to examine, and those words."""
-        fresh = shapes - self._dull
-        text = b"\n".join(fresh)
-        found = [word for word in _telling_words() if word in text]
-        if len(self._found) >= MAX_FINDINGS:  # a million different exceptions tell no more than so many
-            found = [word for word in found if word not in _RAISING]
-        telling = {shape for shape in fresh if any(word in shape for word in found)}
-        self._ignore(fresh - telling)
-        return telling, {word for shape in found for word in _telling_words()[shape]}
+    def _find_triggers(self, shapes: set[bytes]) -> tuple[set[bytes], set[bytes]]:
+        """Return the shapes that contain a trigger word, and those words."""
+        new = shapes - self._plain_shapes
+        text = b"\n".join(new)
+        found = [word for word in _trigger_words() if word in text]
+        if len(self._findings) >= MAX_FINDINGS:  # further exceptions would not be kept
+            found = [word for word in found if word not in _EXCEPTION_WORDS]
+        triggering = {shape for shape in new if any(word in shape for word in found)}
+        self._remember_plain(new - triggering)
+        return triggering, {word for shape in found for word in _trigger_words()[shape]}
 
-    def _ignore(self, shapes: set[bytes]) -> None:
-        if len(self._dull) + len(shapes) > MAX_SHAPES:
-            self._dull.clear()
-        self._dull.update(shape for shape in shapes if len(shape) <= SHOWN_CHARS)
+    def _remember_plain(self, shapes: set[bytes]) -> None:
+        if len(self._plain_shapes) + len(shapes) > MAX_SHAPES:
+            self._plain_shapes.clear()
+        self._plain_shapes.update(shape for shape in shapes if len(shape) <= SHOWN_CHARS)
 
-    def result(self) -> Scanned:
-        names = next((engine.log.names for engine in engines() if engine.title == self._server), {})
-        found = [
-            structs.replace(finding, count=self._counts[key], fix=_renamed(finding.fix, names))
-            for key, finding in self._found.items()
-        ]
-        return Scanned(
-            lines=self._lines,
-            findings=sorted(found, key=lambda finding: finding.number or 0),
-            last=masked(plain(self._last).strip())[:SHOWN_CHARS],
-            ready=self._ready,
-            stopping=self._stopping,
-            server=self._server,
+    def result(self) -> ScannedLog:
+        names = next((engine.log.names for engine in engines() if engine.title == self._server_name), {})
+        findings = []
+        for key, finding in self._findings.items():
+            fix = finding.fix
+            for name, own_name in names.items():
+                fix = re.sub(rf"\b{name}\b", own_name, fix)
+            findings.append(structs.replace(finding, count=self._counts[key], fix=fix))
+        return ScannedLog(
+            lines=self._line_count,
+            findings=sorted(findings, key=lambda finding: finding.number or 0),
+            last=masked(strip_prefixes(self._last_line).strip())[:SHOWN_CHARS],
+            ready=self._ready_line,
+            stopping=self._stop_line,
+            server=self._server_name,
         )
 
-    def _examine(self, raw: bytes, shape: bytes, before: bytes, number: int, maybe: list[Pattern]) -> None:
-        key = None if self._ending else self._known.get(shape)
-        if key is not None and not self._found[key].recovered:
+    def _examine(self, raw: bytes, shape: bytes, previous: bytes, number: int, candidates: list[Pattern]) -> None:
+        key = None if self._is_stopping else self._frequent_shapes.get(shape)
+        if key is not None and not self._findings[key].recovered:
             self._counts[key] += 1
-            self._traceback = None
+            self._traceback_line = None
             return
-        line = parsed(raw)
-        if _QUOTED.search(line.text):
-            self._ignore({shape})
+        line = parse_line(raw)
+        if _USER_TEXT.search(line.text):
+            self._remember_plain({shape})
             return
-        self._follow(raw, line.text, number)
-        if is_code(line.text, before):
+        self._track_state(raw, line.text, number)
+        if is_traceback_code(line.text, previous):
             return
-        finding = _diagnosis(line.text, maybe, self._settings, number)
+        finding = _match_line(line.text, candidates, self._settings, number)
         if finding is not None and line.level == "chatter" and finding.severity != "warning":
             finding = finding if rules_by_id()[finding.id].chatter else None
         if finding is None:
-            self._follow_traceback(line, number)
+            self._track_exception(line, number)
             return
-        self._traceback = None
-        if finding.severity == "wrapper" and self._logged is not None:
-            self._keep(_unknown_exception(*self._logged, self._settings))
-            self._logged = None
-        key = self._keep(structs.replace(finding, hint=line.level == "warning"))
-        if key is not None and self._counts[key] >= OFTEN and finding.severity != "wrapper":
-            self._known[shape] = key
+        self._traceback_line = None
+        if finding.severity == "wrapper" and self._logged_exception is not None:
+            self._add_finding(_unknown_exception(*self._logged_exception, self._settings))
+            self._logged_exception = None
+        key = self._add_finding(structs.replace(finding, hint=line.level == "warning"))
+        if key is not None and self._counts[key] >= FREQUENT and finding.severity != "wrapper":
+            self._frequent_shapes[shape] = key
 
-    def _follow(self, raw: bytes, line: str, number: int) -> None:
-        """Note the server's arguments, and when its model is complete, when it is ready and when it stops."""
-        if any(word in raw for word in _STARTING):
-            self._stopping, self._ending = None, False
-        elif (unloading := any(word in raw for word in _UNLOADING)) or any(word in raw for word in _STOPPING):
-            if self._stopping is None and not unloading and b"(Process)" not in raw:
-                self._stopping = number
-            self._ending = True
-        if any(word in raw for word in _READY):
-            self._ready = number
-            self._recover(self._found)
-        elif any(word in raw for word in _FETCHED):
-            self._recover({key: one for key, one in self._found.items() if rules_by_id()[one.id].fetching})
-        if any(word in raw for word in SETTINGS):
-            self._settings |= settings_in(line)
+    def _track_state(self, raw: bytes, line: str, number: int) -> None:
+        """Note the server's settings, and when its model is complete, when it is ready and when it stops."""
+        if any(word in raw for word in _STARTING_WORDS):
+            self._stop_line, self._is_stopping = None, False
+        elif (unloads := any(word in raw for word in _UNLOADING_WORDS)) or any(word in raw for word in _STOPPING_WORDS):
+            if self._stop_line is None and not unloads and b"(Process)" not in raw:
+                self._stop_line = number
+            self._is_stopping = True
+        is_ready = any(word in raw for word in _READY_WORDS)
+        if is_ready:
+            self._ready_line = number
+        if is_ready or any(word in raw for word in _FETCHED_WORDS):
+            for key, finding in self._findings.items():
+                if is_ready or rules_by_id()[finding.id].fetching:
+                    self._findings[key] = structs.replace(finding, recovered=True)
+        if any(word in raw for word in SETTING_WORDS):
+            self._settings |= parse_settings(line)
 
-    def _recover(self, findings: dict[tuple[str, str], Diagnosis]) -> None:
-        self._found |= {key: structs.replace(one, recovered=True) for key, one in findings.items()}
-
-    def _follow_traceback(self, line: LogLine, number: int) -> None:
-        """A line that no rule knows may start a traceback, or be the exception of one."""
+    def _track_exception(self, line: LogLine, number: int) -> None:
+        """Note the start of a traceback, its exception, or an exception that was logged without a traceback."""
         text = line.text
         if not text or text[0].isspace() or line.level in ("chatter", "warning"):
             return  # other processes write in between
         if text.startswith(_TRACEBACK):
-            self._traceback = number
-        elif self._traceback is not None:
-            if number - self._traceback < _MAX_TRACEBACK_LINES and _is_exception(text):
-                self._keep(_unknown_exception(text, number, self._settings))
-            self._traceback = None
-        elif line.level == "error" and _LOGGED.match(text) and _is_exception(text):
-            self._logged = text, number
+            self._traceback_line = number
+        elif self._traceback_line is not None:
+            if number - self._traceback_line < _MAX_TRACEBACK_LINES and _is_exception(text):
+                self._add_finding(_unknown_exception(text, number, self._settings))
+            self._traceback_line = None
+        elif line.level == "error" and _LOGGED_EXCEPTION.match(text) and _is_exception(text):
+            self._logged_exception = text, number
 
-    def _keep(self, finding: Diagnosis) -> tuple[str, str] | None:
-        """Add or count a finding. Returns its key, or None where it was left out."""
-        if self._ending and finding.severity not in ("cause", "request", "warning"):
+    def _add_finding(self, finding: Diagnosis) -> tuple[str, str] | None:
+        """Add or count a finding. Return its key, or None if it is left out."""
+        if self._is_stopping and finding.severity not in ("cause", "request", "warning"):
             return None  # a server that stops ends its processes, and reports that they are dead
         key = (finding.id, _DIGITS.sub("#", finding.cause))
-        seen = self._found.get(key)
-        if seen is None and len(self._found) >= MAX_FINDINGS:
+        known = self._findings.get(key)
+        if known is None and len(self._findings) >= MAX_FINDINGS:
             return None
-        # A failed start ends with its last wrapper; after a recovery the same finding counts anew.
-        last = finding.severity == "wrapper" and finding.phase == "start"
-        if seen is None or seen.recovered or last or (seen.hint and not finding.hint):
-            self._found[key] = finding
+        # The last wrapper of a start counts; after a recovery the same finding counts anew.
+        is_start_wrapper = finding.severity == "wrapper" and finding.phase == "start"
+        if known is None or known.recovered or is_start_wrapper or (known.hint and not finding.hint):
+            self._findings[key] = finding
         self._counts[key] += 1
         return key
 
 
-def _renamed(fix: str, names: dict[str, str]) -> str:
-    """A fix in the names of the server's own variables."""
-    for name, own in names.items():
-        fix = re.sub(rf"\b{name}\b", own, fix)
-    return fix
-
-
 def _unknown_exception(line: str, number: int, settings: dict[str, Any]) -> Diagnosis:
     pattern = next(pattern for pattern in patterns() if pattern.rule.id == EXCEPTION_RULE)
-    match = _RAISED.match(line)
+    match = _EXCEPTION.match(line)
     assert match is not None
-    return _explained(pattern, match, settings, number)
+    return _make_diagnosis(pattern, match, settings, number)
 
 
-def _diagnosis(line: str, maybe: Sequence[Pattern], settings: dict[str, Any], number: int | None) -> Diagnosis | None:
-    for pattern in maybe:
+def _match_line(
+    line: str, candidates: Sequence[Pattern], settings: dict[str, Any], number: int | None
+) -> Diagnosis | None:
+    for pattern in candidates:
         if pattern.needle in line and (match := pattern.regex.search(line)) is not None:
-            return _explained(pattern, match, settings, number)
+            return _make_diagnosis(pattern, match, settings, number)
     return None
 
 
-def _explained(pattern: Pattern, match: re.Match[str], settings: dict[str, Any], number: int | None) -> Diagnosis:
+def _make_diagnosis(pattern: Pattern, match: re.Match[str], settings: dict[str, Any], number: int | None) -> Diagnosis:
     rule = pattern.rule
-    cause, fix = cause_and_fix(rule, match, settings)
+    cause, fix = format_cause_and_fix(rule, match, settings)
     line = masked(match.string)
     shown = line.strip()
     if len(shown) > SHOWN_CHARS:  # the part around the match
-        found = pattern.regex.search(line)
-        start = max(0, min((found.start() if found else 0) - 60, len(line) - SHOWN_CHARS))
+        masked_match = pattern.regex.search(line)
+        start = max(0, min((masked_match.start() if masked_match else 0) - 60, len(line) - SHOWN_CHARS))
         shown = ("..." if start else "") + line[start : start + SHOWN_CHARS].strip() + "..."
     return Diagnosis(
         id=rule.id,
@@ -417,70 +419,64 @@ def _explained(pattern: Pattern, match: re.Match[str], settings: dict[str, Any],
     )
 
 
-class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a server ended, as its supervisor tells."""
+class ExitState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a server ended, as its supervisor reports it."""
 
     exit_code: int | None = None
     oom_killed: bool = False
-    error: str = ""  # what the Docker Engine said when it could not start the container, or an API's error
+    error: str = ""  # of the Docker Engine that could not start the container, or of an API
 
 
-def explain(log: str | Path, state: State = State()) -> Diagnosis | None:  # noqa: B008 - a frozen value
-    """The most telling known cause, or None. `log`: its text, or its file.
+def explain(log: str | Path, state: ExitState = ExitState()) -> Diagnosis | None:  # noqa: B008 - a frozen value
+    """Return the most likely known cause, or None. `log`: its text, or its file.
 
-    A kill for memory comes first, then a cause in `state.error`, then the log: its first known cause, whatever wrappers
-    such as "Engine core initialization failed" say around it. An exit code is asked where the log says nothing better.
+    A kill for lack of memory comes first, then a cause in `state.error`, then the first known cause in the log,
+    whatever wrappers such as "Engine core initialization failed" surround it. An exit code counts only if the log has
+    nothing better.
     """
     scanned = scan_text(log)
-    ended = _ended(state, scanned.last)
-    if state.oom_killed and ended is not None:
-        return ended
-    said = [structs.replace(failure, number=None) for failure in scan_text(state.error).findings]
-    if any(failure.severity == "cause" for failure in said):
-        return most_telling(said)
-    found = scanned.findings
+    exit_failure = _explain_exit(state, scanned.last)
+    if state.oom_killed and exit_failure is not None:
+        return exit_failure
+    api_findings = [structs.replace(finding, number=None) for finding in scan_text(state.error).findings]
+    if any(finding.severity == "cause" for finding in api_findings):
+        return select_root_cause(api_findings)
+    findings = scanned.findings
     if state.exit_code is not None:  # a server does not end because it refused a request
-        found = [failure for failure in found if failure.severity != "request"]
-    return most_telling([*found, *said, *([ended] if ended is not None else [])])
+        findings = [finding for finding in findings if finding.severity != "request"]
+    return select_root_cause([*findings, *api_findings, *([exit_failure] if exit_failure is not None else [])])
 
 
-def scan_text(log: str | Path) -> Scanned:
-    """What a log says, given as its text or its file. Raises OSError."""
+def scan_text(log: str | Path) -> ScannedLog:
+    """Search a log, given as its text or its file. Raises OSError."""
     if isinstance(log, Path):
         with open_file(log) as file:
             return scan(file)
     return scan(io.BytesIO(log.encode("utf-8", "replace")))
 
 
-def _ended(state: State, last_line: str) -> Diagnosis | None:
-    """What an exit code alone says, with the last line of the log."""
+def _explain_exit(state: ExitState, last_line: str) -> Diagnosis | None:
+    """Return what an exit code alone means, with the last line of the log as evidence."""
     code = state.exit_code
     if code is None and not state.oom_killed:
         return None
-    code = 137 if code is None else 128 - code if code < 0 else code  # a process that a signal ended: a negative code
+    code = 137 if code is None else 128 - code if code < 0 else code  # negative: a signal ended the process
     failure = scan_text(f"ExitCode={code} OOMKilled={state.oom_killed}").cause()
     return None if failure is None else structs.replace(failure, line=last_line, number=None)
 
 
-FIRST = 5  # requests, warm-up included
+def find_scenario_mistake(errors: Sequence[str | None]) -> Diagnosis | None:
+    """Return the mistake of the scenario that failed all of the first requests; None if later ones may succeed.
 
-
-def mistake_of(first: Sequence[str | None]) -> Diagnosis | None:
-    """The mistake that failed the first requests and will fail the rest as well; None: others may succeed.
-
-    `first`: the kind of error and the message of each, as `http: status 404: ...`; None of one that did not fail.
+    `errors`: kind and message of each, as `http: status 404: ...`; None for a request that did not fail.
     """
-    causes = [explain_message(said) for said in first if said is not None]
-    known = [cause for cause in causes if cause is not None and cause.scenario]
-    return known[0] if known and len(known) == len(first) else None
-
-
-MAX_MESSAGES = 100  # different ones that are kept apart
-_OTHERS = "other messages"
+    causes = [explain_message(error) for error in errors if error is not None]
+    mistakes = [cause for cause in causes if cause is not None and cause.scenario]
+    return mistakes[0] if mistakes and len(mistakes) == len(errors) else None
 
 
 class ErrorMessages(Struct):
-    """Messages of failed requests, those that differ in numbers only as one."""
+    """Messages of failed requests, counted; those that differ only in numbers count as one."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by kind of error, and message without numbers
     examples: dict[tuple[str, str], str] = {}
@@ -490,13 +486,12 @@ class ErrorMessages(Struct):
         self._add((kind, _DIGITS.sub("#", text)), text, count)
 
     def merge(self, other: "ErrorMessages") -> None:
-        """Add what was said further on."""
         for key, count in other.counts.items():
             self._add(key, other.examples[key], count)
 
     def _add(self, key: tuple[str, str], example: str, count: int) -> None:
         if key not in self.counts and len(self.counts) >= MAX_MESSAGES:
-            key, example = (key[0], _OTHERS), _OTHERS
+            key, example = (key[0], _OTHER_MESSAGES), _OTHER_MESSAGES
         self.counts[key] += count
         self.examples.setdefault(key, example)
 
@@ -512,16 +507,16 @@ class FailureGroup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fix: str | None = None
 
 
-def grouped(said: ErrorMessages) -> list[FailureGroup]:
-    """The groups, the most frequent first. What has the same cause is one, whatever numbers it said."""
+def group_failures(messages: ErrorMessages) -> list[FailureGroup]:
+    """Return failed requests by cause, the most frequent first; an unknown message is its own group."""
     groups: dict[tuple[str, str], FailureGroup] = {}
-    for (kind, text), count in said.counts.most_common():
-        example = said.examples[kind, text]
+    for (kind, text), count in messages.counts.most_common():
+        example = messages.examples[kind, text]
         failure = explain_message(f"{kind}: {example}")
         key = (kind, text if failure is None else failure.id + _DIGITS.sub("#", failure.cause))
         if key in groups:
             groups[key] = structs.replace(groups[key], count=groups[key].count + count)
             continue
-        words = {} if failure is None else {"id": failure.id, "cause": failure.cause, "fix": failure.fix}
-        groups[key] = FailureGroup(kind=kind, count=count, message=example, **words)
+        known = {} if failure is None else {"id": failure.id, "cause": failure.cause, "fix": failure.fix}
+        groups[key] = FailureGroup(kind=kind, count=count, message=example, **known)
     return sorted(groups.values(), key=lambda group: -group.count)

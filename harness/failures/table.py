@@ -1,4 +1,4 @@
-"""The table of known failures and of removed flags, and the cause and the fix of a row for a line of a log."""
+"""The table of known failures and of removed flags. Causes and fixes are filled in from the matching line of a log."""
 
 import ast
 import math
@@ -12,7 +12,7 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from harness.engines import engines, safe_from_printed
+from harness.engines import engines, safe_utilization_from_log
 from harness.redact import masked
 
 # Files in the order of preference for one line; within a file the first row that matches decides.
@@ -31,20 +31,20 @@ RANKS: tuple[Severity, ...] = get_args(Severity)
 
 
 class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A row. `cause` and `fix` contain {names}: named groups of `match`, or values that `cause_and_fix` computes."""
+    """A row. `cause` and `fix` contain {names}: named groups of `match`, or values that are computed from them."""
 
     id: str
     phase: Phase
     where: Literal["docker", "log", "http", "exit"]
     severity: Severity = "cause"
-    scenario: bool = False  # of a request: the scenario is wrong, so all requests like it will be refused
-    fetching: bool = False  # of fetching the model: recovered from once the model is loaded
-    chatter: bool = False  # logged at the level INFO, where other rows only match quoted user text
+    scenario: bool = False  # of a request: the scenario is wrong, so all such requests will be refused
+    fetching: bool = False  # of fetching the model: the server has recovered once the model is loaded
+    chatter: bool = False  # logged at the level INFO, where other rows would only match quoted user text
     match: list[str | dict[str, str]]  # plain words, or {plain words that each matching line has: regular expression}
     samples: list[str]  # real lines, each explained by this row
     cause: str
     fix: str
-    hopeless: str = ""  # the fix where no value of the variable in `fix` is enough
+    hopeless: str = ""  # the fix if no value of the variable in `fix` is enough
     source: str
 
 
@@ -52,12 +52,12 @@ class Pattern(Struct, frozen=True):
     """One expression of a row."""
 
     rule: Rule
-    needle: str  # plain words that a matching line has; much faster to search for
+    needle: str  # plain words of a matching line; much faster to search for
     regex: re.Pattern[str]
 
 
 class Replacements(Struct, frozen=True, forbid_unknown_fields=True):
-    """gone.yaml."""
+    """gone.yaml: advice for arguments, variables and protected flags that a server does not know."""
 
     names: dict[str, str]
     variables: dict[str, str]
@@ -80,9 +80,9 @@ class RemovedFlag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Every row."""
-    of_engines = [row for engine in engines() for row in engine.failures]
-    rows = [row for name in FILES for row in (of_engines if name == "*" else _read(f"table/{name}.yaml"))]
+    """Return all rows."""
+    engine_rows = [row for engine in engines() for row in engine.failures]
+    rows = [row for name in FILES for row in (engine_rows if name == "*" else _read_yaml(f"table/{name}.yaml"))]
     return tuple(msgspec.convert(rows, list[Rule]))
 
 
@@ -93,49 +93,49 @@ def rules_by_id() -> dict[str, Rule]:
 
 @cache
 def patterns() -> tuple[Pattern, ...]:
-    """Every expression, in the order of preference: a line such as "load failed: REASON" is explained by its reason."""
+    """Return all expressions in the order of preference: in "load failed: REASON", the reason explains the line."""
+
+    def compile_bounded(regex: str) -> re.Pattern[str]:
+        # An inner `.*` takes quadratic time on a line that repeats the words before it.
+        return re.compile(re.sub(r"(?<!\\)\.\*(?!\)?$)", ".{0,1000}", regex))
+
     return tuple(
-        Pattern(rule, needle, re.compile(_bounded(regex)))
+        Pattern(rule, needle, compile_bounded(regex))
         for rule in sorted(rules(), key=lambda rule: rule.severity in ("wrapper", "exception"))
         for entry in rule.match
         for needle, regex in ([(entry, re.escape(entry))] if isinstance(entry, str) else entry.items())
     )
 
 
-def _bounded(regex: str) -> str:
-    """Limit `.*` inside an expression: on a line that repeats the words before it, it takes quadratic time."""
-    return re.sub(r"(?<!\\)\.\*(?!\)?$)", ".{0,1000}", regex)
-
-
 @cache
 def replacements() -> Replacements:
-    return msgspec.convert(_read("gone.yaml"), Replacements)
+    return msgspec.convert(_read_yaml("gone.yaml"), Replacements)
 
 
 @cache
 def removed_flags() -> dict[str, RemovedFlag]:
-    """removed_flags.yaml, by flag."""
-    return {row.flag: row for row in msgspec.convert(_read("removed_flags.yaml"), list[RemovedFlag])}
+    """Return removed_flags.yaml, by flag."""
+    return {row.flag: row for row in msgspec.convert(_read_yaml("removed_flags.yaml"), list[RemovedFlag])}
 
 
-def _read(name: str) -> Any:
+def _read_yaml(name: str) -> Any:
     return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
-WORKING_SEQUENCES = 64  # a sampler's warm-up with so many is small next to any model's weights
-MIN_CACHE_GIB = 1.0  # where no message says what is needed: with less a server runs almost no request
-IN_PIECES = (
+WORKING_SEQUENCES = 64  # with so many, a sampler's warm-up is small compared with any model's weights
+MIN_CACHE_GIB = 1.0  # if no message has the needed size: with less, a server runs almost no request
+FRAGMENTED_MEMORY = (
     "as much was free as was asked for, so the memory is in pieces: set PYTORCH_HIP_ALLOC_CONF="
     "expandable_segments:True in `environment` (PyTorch 2.11 or newer; not where the start hangs with it), or "
 )
-MAX_VALUE_CHARS = 300  # of a value in a line
-STEP = 0.05  # of gpu_memory_utilization, where a message has no number to compute from
-MAX_NUMBER = 1e15  # of a line that is read; a log can print anything
+MAX_VALUE_CHARS = 300
+STEP = 0.05  # of gpu_memory_utilization, if a message has no number to compute from
+MAX_NUMBER = 1e15  # a log can print anything
 MAX_GPUS = 10_000
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ARGUMENTS = re.compile(r"non-default args: (\{.*\})")
-# What vLLM prints of its memory settings, in GiB: plain words of the line, and an expression.
-_SETTINGS = {
+# Lines of vLLM with its memory settings in GiB: plain words of the line, and an expression.
+_MEMORY_SETTINGS = {
     "--gpu-memory-utilization": r"--gpu-memory-utilization[= '\",]+(?P<gpu_memory_utilization>\d+(?:\.\d+)?|\.\d+)",
     "--gpu_memory_utilization": r"--gpu_memory_utilization[= '\",]+(?P<gpu_memory_utilization>\d+(?:\.\d+)?|\.\d+)",
     "Available KV cache memory: ": r"Available KV cache memory: (?P<kv_gib>-?\d+(?:\.\d+)?) GiB",
@@ -145,37 +145,39 @@ _SETTINGS = {
     "Requested memory: ": r"Initial free memory: (?P<free_gib>\d+(?:\.\d+)?) GiB; "
     r"Requested memory: (?P<gpu_memory_utilization>\d+(?:\.\d+)?) \(util\), (?P<wanted_gib>\d+(?:\.\d+)?) GiB",
 }
-SETTINGS = tuple(word.encode() for word in ("non-default args: ", *_SETTINGS))
+SETTING_WORDS = tuple(word.encode() for word in ("non-default args: ", *_MEMORY_SETTINGS))
 
 
-def settings_in(line: str) -> dict[str, Any]:
-    """The arguments that a line of vLLM's or Lemonade's log names."""
+def parse_settings(line: str) -> dict[str, Any]:
+    """Return the server's settings that a line of vLLM's or Lemonade's log contains."""
     if (printed := _ARGUMENTS.search(line)) is not None:
         try:
             arguments = ast.literal_eval(printed[1])
         except (ValueError, SyntaxError):
             return {}
         return arguments if isinstance(arguments, dict) else {}
-    found: dict[str, Any] = {}
-    for word, regex in _SETTINGS.items():
-        if word in line and (match := re.search(regex, line)) is not None:
-            found |= match.groupdict()
-    if "wanted_gib" in found and (share := float(found["gpu_memory_utilization"])) > 0:
-        found["total_gib"] = f"{float(found['wanted_gib']) / share:.2f}"
-    return {name: value for name, value in found.items() if abs(float(value)) < MAX_NUMBER}
+    settings: dict[str, Any] = {}
+    for words, regex in _MEMORY_SETTINGS.items():
+        if words in line and (match := re.search(regex, line)) is not None:
+            settings |= match.groupdict()
+    if "wanted_gib" in settings and (utilization := float(settings["gpu_memory_utilization"])) > 0:
+        settings["total_gib"] = f"{float(settings['wanted_gib']) / utilization:.2f}"
+    return {name: value for name, value in settings.items() if abs(float(value)) < MAX_NUMBER}
 
 
-def cause_and_fix(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Cause and fix of a row for a matching line. `settings`: the server's arguments that the log named before."""
+def format_cause_and_fix(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the cause and the fix of a row for a matching line. `settings`: those that the log had before."""
     groups = {name: masked((value or "").strip()) for name, value in match.groupdict().items()}
-    values = _used(settings) | _computed(rule, groups) | _replaced(groups)
+    values = _compute_values(rule, groups) | _find_replacements(groups)
     values |= {name: value[:MAX_VALUE_CHARS] for name, value in groups.items() if value}
-    values |= _raised_share(rule, groups, settings)
-    hopeless = rule.hopeless and "" in (values.get("safe"), values.get("raised"))
-    return _fill(rule.cause, values), _fill(rule.hopeless if hopeless else rule.fix, values)
+    values = _lower_utilization(settings) | values | _raise_utilization(rule, groups, settings)
+    is_hopeless = rule.hopeless and "" in (values.get("safe"), values.get("raised"))
+    return _fill_placeholders(rule.cause, values), _fill_placeholders(
+        rule.hopeless if is_hopeless else rule.fix, values
+    )
 
 
-def _used(settings: Mapping[str, Any]) -> dict[str, str]:
+def _lower_utilization(settings: Mapping[str, Any]) -> dict[str, str]:
     try:
         used = float(settings["gpu_memory_utilization"])
     except (KeyError, TypeError, ValueError):
@@ -183,8 +185,8 @@ def _used(settings: Mapping[str, Any]) -> dict[str, str]:
     return {"used": f"{used:g}", "lower": f"{max(0.0, used - STEP):.2f}"}
 
 
-def _raised_share(rule: Rule, groups: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
-    """The gpu_memory_utilization that gives the KV cache what it lacks; empty where none does."""
+def _raise_utilization(rule: Rule, groups: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the gpu_memory_utilization that gives the KV cache what it lacks; "" if none does."""
     if rule.id not in ("mem.no_cache_blocks", "mem.kv_lt_one_request"):
         return {}
     try:
@@ -192,74 +194,75 @@ def _raised_share(rule: Rule, groups: Mapping[str, str], settings: Mapping[str, 
         have = float(groups["have"] if "have" in groups else settings["kv_gib"])
         need = float(groups.get("need", MIN_CACHE_GIB))
         free = settings.get("free_gib")
-        max_share = 1.0 if free is None else min(1.0, (float(free) - 0.01) / total)
+        max_utilization = 1.0 if free is None else min(1.0, (float(free) - 0.01) / total)
         raised = math.ceil((used + (need - have + 0.01) / total) * 100 - 1e-9) / 100  # both are rounded to hundredths
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return {}
-    return {"raised": f"{raised:g}" if raised <= max_share else "", "lacking": f"{need - have:.2f}"}
+    return {"raised": f"{raised:g}" if raised <= max_utilization else "", "lacking": f"{need - have:.2f}"}
 
 
-def _computed(rule: Rule, groups: Mapping[str, str]) -> dict[str, str]:
-    """What the row asks for and the line does not have."""
+def _compute_values(rule: Rule, groups: Mapping[str, str]) -> dict[str, str]:
+    """Return values of a row's placeholders that are computed from the numbers of the line."""
     number = {name: float(value) for name, value in groups.items() if re.fullmatch(r"-?\d+(?:\.\d+)?", value)}
     number = {name: value for name, value in number.items() if abs(value) < MAX_NUMBER}
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     if {"free", "total", "util"} <= number.keys():
-        found["safe"] = f"{safe_from_printed(groups['free'], groups['total']) or ''}"
+        values["safe"] = f"{safe_utilization_from_log(groups['free'], groups['total']) or ''}"
     if {"need", "have", "len"} <= number.keys():  # GiB and tokens: a KV cache grows with the length
-        found["more"] = f"{max(0.01, math.ceil((number['need'] - number['have']) * 100) / 100):.2f}"
+        values["more"] = f"{max(0.01, math.ceil((number['need'] - number['have']) * 100) / 100):.2f}"
         if number["need"] > 0:  # in blocks of 16 tokens; the printed GiB are rounded
             tokens = number["len"] * max(0.0, number["have"] - 0.005) / (number["need"] + 0.005)
-            found["max"] = f"{math.floor(tokens / 16) * 16}"
-    if rule.id == "mem.hip_oom" and 0 < _size(groups.get("want", "")) <= _size(groups.get("free", "")):
-        found["pieces"] = IN_PIECES
+            values["max"] = f"{math.floor(tokens / 16) * 16}"
+    if rule.id == "mem.hip_oom" and 0 < _parse_size(groups.get("want", "")) <= _parse_size(groups.get("free", "")):
+        values["pieces"] = FRAGMENTED_MEMORY
     if {"heads", "size"} <= number.keys():
-        heads, size = int(number["heads"]), int(number["size"])
-        found["divisor"] = f"{max((n for n in range(1, min(size, MAX_GPUS)) if heads % n == 0), default=1)}"
+        heads, gpu_count = int(number["heads"]), int(number["size"])
+        divisors = (count for count in range(1, min(gpu_count, MAX_GPUS)) if heads % count == 0)
+        values["divisor"] = f"{max(divisors, default=1)}"
     if rule.id == "mem.sampler_warmup" and "seqs" in number:
-        found["fewer"] = f"{max(1, min(WORKING_SEQUENCES, int(number['seqs']) // 2))}"
-    if rule.id == "req.context":  # how long a context this request needs
-        asked = number.get("asked") or number.get("prompt", 0.0) + number.get("output", 0.0)
-        if asked > number.get("limit", 0.0):
-            found["needed"] = f"{asked:.0f}"
+        values["fewer"] = f"{max(1, min(WORKING_SEQUENCES, int(number['seqs']) // 2))}"
+    if rule.id == "req.context":  # the context that this request needs
+        needed = number.get("asked") or number.get("prompt", 0.0) + number.get("output", 0.0)
+        if needed > number.get("limit", 0.0):
+            values["needed"] = f"{needed:.0f}"
     if "seconds" in number:
-        found["longer"] = f"{max(3600, 2 * int(number['seconds']))}"
-    return found
+        values["longer"] = f"{max(3600, 2 * int(number['seconds']))}"
+    return values
 
 
-def _size(text: str) -> float:
-    """Bytes of a text such as "1.50 GiB"; 0 without a unit."""
+def _parse_size(text: str) -> float:
+    """Return the bytes of a text such as "1.50 GiB"; 0 without a unit."""
     number, _, unit = text.partition(" ")
     return float(number) * _UNITS[unit] if unit in _UNITS else 0.0
 
 
-def _replaced(groups: Mapping[str, str]) -> dict[str, str]:
-    """Advice for arguments and variables that a server does not know (any more)."""
+def _find_replacements(groups: Mapping[str, str]) -> dict[str, str]:
+    """Return advice for arguments and variables that a server does not know (any more)."""
     known, removed = replacements(), removed_flags()
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     if "args" in groups:
         flags = dict.fromkeys(re.findall(r"--?[A-Za-z][\w-]*", groups["args"].replace("_", "-")))
         advice = [f"{flag}: {removed[flag].advice}; " for flag in flags if flag in removed]
         advice += [f"{flag} is no argument: {known.names[flag]}; " for flag in flags if flag in known.names]
-        found["gone"] = "".join(advice)
+        values["gone"] = "".join(advice)
     for group, table in (("variable", known.variables), ("flag", known.protected)):
         if group in groups:
             instead = table.get(groups[group].partition("=")[0])
-            found["instead"] = f"; {instead}" if instead else ""
-    return found
+            values["instead"] = f"; {instead}" if instead else ""
+    return values
 
 
 _NAME = re.compile(r"(?<!\$)\{([a-z]+)\}")
 _REMARK = re.compile(r" \([^()]*(?<!\$)\{[a-z]+\}[^()]*\)")
 
 
-def _fill(text: str, values: Mapping[str, str]) -> str:
-    """`text` with its {names} filled in; a remark in parentheses whose value is not known is left out."""
+def _fill_placeholders(text: str, values: Mapping[str, str]) -> str:
+    """Return `text` with its {names} filled in, without the parts of a remark in parentheses whose value is unknown."""
 
-    def remark(match: re.Match[str]) -> str:
+    def fill_remark(match: re.Match[str]) -> str:
         parts = match[0][2:-1].split(", ")
-        kept = [part for part in parts if all(values.get(name) for name in _NAME.findall(part))]
-        return f" ({', '.join(kept)})" if kept else ""
+        known = [part for part in parts if all(values.get(name) for name in _NAME.findall(part))]
+        return f" ({', '.join(known)})" if known else ""
 
-    text = _NAME.sub(lambda name: values.get(name[1], ""), _REMARK.sub(remark, text))
+    text = _NAME.sub(lambda name: values.get(name[1], ""), _REMARK.sub(fill_remark, text))
     return re.sub(r"  +", " ", text).replace(" :", ":").replace(" ,", ",").strip(" :;,")

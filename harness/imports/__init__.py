@@ -45,32 +45,32 @@ class Source(Struct, frozen=True):
         """
         document = self.value if value is ... else value
         names = [field.encode_name for field in msgspec.structs.fields(kind)]
-        found = {name: one for name in names if (one := _below(document, name)) is not None}
+        found = {name: one for name in names if (one := _value_at_path(document, name)) is not None}
         try:
             return msgspec.convert(found, kind)
         except msgspec.ValidationError as error:
             what, _, below = str(error).partition(" - at `$")
-            raise self.wrong(place + below.rstrip("`"), what) from None
+            raise self.error_at(place + below.rstrip("`"), what) from None
 
-    def wrong(self, place: str, what: str) -> HarnessError:
+    def error_at(self, place: str, what: str) -> HarnessError:
         return HarnessError(
             f"{self.path}: {place}: {what}",
             next_step="docs/imports.md says which versions of which tool are read; nothing was written.",
         )
 
-    def time(self, place: str, text: str, form: str, such_as: str) -> float:
+    def parse_time(self, place: str, text: str, form: str, such_as: str) -> float:
         """Return a time in UTC as Unix time. Raise HarnessError unless it has the form (of strptime)."""
         try:
             return datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
         except ValueError:
-            raise self.wrong(place, f"a time such as {such_as} is expected, got {text!r}") from None
+            raise self.error_at(place, f"a time such as {such_as} is expected, got {text!r}") from None
 
-    def sibling(self, name: str) -> "Source | None":
+    def read_sibling(self, name: str) -> "Source | None":
         """Return another file of the same folder; None where it is not there."""
         path = self.path.with_name(name)
         return read_source(path) if path.exists() else None
 
-    def must_be(self, place: str, stated: float | None, counted: float, what: str, rounded: float = 0.0) -> None:
+    def require_equal(self, place: str, stated: float | None, counted: float, what: str, rounded: float = 0.0) -> None:
         """Raise HarnessError unless a stated number, if there is one, is what the file's own records come to."""
         if stated is not None and not math.isclose(stated, counted, rel_tol=rounded):
             raise HarnessError(
@@ -116,12 +116,12 @@ class Format(Struct, frozen=True):
     keys: tuple[str, ...]  # which the document has, or the first of its lines; paths
     read: Callable[[Source], Imported]
 
-    def is_of(self, value: Any) -> bool:
+    def matches(self, value: Any) -> bool:
         first = value[0] if isinstance(value, list) and value else value
-        return all(_below(first, key) is not None for key in self.keys)
+        return all(_value_at_path(first, key) is not None for key in self.keys)
 
 
-def _below(value: Any, path: str) -> Any:
+def _value_at_path(value: Any, path: str) -> Any:
     for step in path.split("."):
         if isinstance(value, list) and step.isdigit():
             value = value[int(step)] if int(step) < len(value) else None
@@ -139,10 +139,10 @@ def read_source(path: Path) -> Source:
     try:
         return Source(path, digest, msgspec.json.decode(raw))
     except UNDECODABLE as error:
-        return Source(path, digest, _lines(path, raw, error))
+        return Source(path, digest, _decode_lines(path, raw, error))
 
 
-def _lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
+def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
     """The documents of JSON Lines. Raises HarnessError that names the first invalid line."""
     lines = [(number, line) for number, line in enumerate(raw.splitlines(), start=1) if line.strip()]
     if not lines:
@@ -171,7 +171,7 @@ def last_line(text: str) -> str:
     return lines[-1][:200] if lines else ""
 
 
-def end_s(records: list[Request]) -> float:
+def last_end_s(records: list[Request]) -> float:
     return max(one.sent_s + one.ended_s for one in records)
 
 

@@ -13,8 +13,8 @@ from harness.imports import (
     Imported,
     ImportedPart,
     Source,
-    end_s,
     imported_request,
+    last_end_s,
     last_line,
     load_name,
 )
@@ -100,18 +100,18 @@ def read(source: Source) -> Imported:
     records = []
     for index, (line, number) in enumerate(found):
         try:
-            records.append(_record(line, index, zero, counted))
+            records.append(_make_record(line, index, zero, counted))
         except ValueError as error:
-            raise source.wrong(f"line {number}", str(error)) from None
+            raise source.error_at(f"line {number}", str(error)) from None
     measured = [record for record in records if record.phase == "measured"]
-    totals = source.sibling(SUMMARY) if source.path.name == "profile_export.jsonl" else None
+    totals = source.read_sibling(SUMMARY) if source.path.name == "profile_export.jsonl" else None
     summary = AiperfSummary() if totals is None else totals.read(AiperfSummary)
     phase = AiperfPhase()
     if totals is not None:
         good = sum(record.error is None for record in measured)
-        totals.must_be("$.request_count.avg", summary.succeeded, good, "records of successful requests are")
+        totals.require_equal("$.request_count.avg", summary.succeeded, good, "records of successful requests are")
         failed = len(measured) - good
-        totals.must_be("$.error_request_count.avg", summary.failed, failed, "records of failed requests are")
+        totals.require_equal("$.error_request_count.avg", summary.failed, failed, "records of failed requests are")
         if summary.phases:
             phase = totals.read(AiperfPhase, summary.phases[-1], "$.input_config.phases[-1]")  # the measured one
     load = load_name(phase.rate, phase.concurrency, "aiperf")
@@ -121,9 +121,9 @@ def read(source: Source) -> Imported:
         planned=len(measured),
         records=records,
         started_wall_s=zero / 1e9,
-        ended_wall_s=zero / 1e9 + end_s(records),
+        ended_wall_s=zero / 1e9 + last_end_s(records),
     )
-    whole = all(line.gaps is not None for line, _ in found if _streamed(line))
+    whole = all(line.gaps is not None for line, _ in found if _is_streamed(line))
     lengths = sorted(-1 if line.client_prompt is None else line.client_prompt for line, _ in found)
     return Imported(
         tool="aiperf",
@@ -141,15 +141,15 @@ def read(source: Source) -> Imported:
     )
 
 
-def _streamed(line: AiperfRecord) -> bool:
+def _is_streamed(line: AiperfRecord) -> bool:
     """Whether a record has a first and a later last token."""
     first, latency = _seconds(line.ttft), _seconds(line.latency)
     return first is not None and latency is not None and latency > first
 
 
-def _record(line: AiperfRecord, index: int, zero: int, counted: bool) -> Request:
+def _make_record(line: AiperfRecord, index: int, zero: int, counted: bool) -> Request:
     """Raise ValueError for a record that contradicts itself."""
-    error = _error(line)
+    error = _error_kind(line)
     first, latency = _seconds(line.ttft), _seconds(line.latency)
     if error is None and latency is None:
         raise ValueError("neither an error nor a request_latency")
@@ -180,7 +180,7 @@ def _record(line: AiperfRecord, index: int, zero: int, counted: bool) -> Request
     )
 
 
-def _error(line: AiperfRecord) -> ErrorKind | None:
+def _error_kind(line: AiperfRecord) -> ErrorKind | None:
     if line.cancelled:
         return "unfinished"
     if line.error is None:

@@ -62,12 +62,12 @@ class GenaiExperiment(Struct, frozen=True, kw_only=True):
 def read(source: Source) -> Imported:
     """Raise HarnessError for another task than text generation, or a unit that is not known."""
     run = source.read(GenaiRun)
-    metadata = source.sibling(METADATA)
+    metadata = source.read_sibling(METADATA)
     about = GenaiExperiment() if metadata is None else metadata.read(GenaiExperiment)
     if metadata is not None and about.task is not None and not about.task.endswith("-to-text"):
-        raise metadata.wrong("$.task", f"only tasks that generate text are read, got {about.task!r}")
+        raise metadata.error_at("$.task", f"only tasks that generate text are read, got {about.task!r}")
     at_once = run.num_concurrency if run.iteration == "num_concurrency" else run.batch_size
-    numbers = _numbers(source, run)
+    numbers = _summary_numbers(source, run)
     ended = source.path.stat().st_mtime
     notes = [because("import_file_time")]
     if metadata is None:
@@ -102,14 +102,14 @@ def read(source: Source) -> Imported:
     )
 
 
-def _numbers(source: Source, run: GenaiRun) -> Numbers:
+def _summary_numbers(source: Source, run: GenaiRun) -> Numbers:
     scale = 1e-3 if run.time_unit == "ms" else 1.0
     good = [request for request in run.requests if request.error_code is None]
-    errors = Counter(_kind(request.error_code) for request in run.requests if request.error_code is not None)
+    errors = Counter(_error_kind(request.error_code) for request in run.requests if request.error_code is not None)
     lost, place = len(run.requests) - len(good), "$.aggregated_metrics"
-    source.must_be(f"{place}.num_completed_requests", run.completed, len(good), "successful requests listed are")
-    source.must_be(f"{place}.num_error_requests", run.failed, lost, "failed requests listed are")
-    source.must_be(f"{place}.num_requests", run.total, len(run.requests), "requests listed are")
+    source.require_equal(f"{place}.num_completed_requests", run.completed, len(good), "successful requests listed are")
+    source.require_equal(f"{place}.num_error_requests", run.failed, lost, "failed requests listed are")
+    source.require_equal(f"{place}.num_requests", run.total, len(run.requests), "requests listed are")
     generated = any(request.num_output_tokens != 0 for request in good)
     return Numbers(
         sent=len(run.requests),
@@ -117,31 +117,31 @@ def _numbers(source: Source, run: GenaiRun) -> Numbers:
         failed=lost,
         unfinished=0,
         errors=dict(sorted(errors.items())),
-        prompt_tokens=_sum(good, "num_input_tokens"),
-        output_tokens=_sum(good, "num_output_tokens"),
+        prompt_tokens=_sum_or_none(good, "num_input_tokens"),
+        output_tokens=_sum_or_none(good, "num_output_tokens"),
         window="timed",
         window_s=run.duration_s,
         output_tok_s=run.output_tok_s if generated else None,
         requests_per_s=run.requests_per_s,
-        ttft_s=_latency(good, "ttft", scale),
-        tpot_s=_latency(good, "tpot", scale),
-        e2e_s=_latency(good, "e2e_latency", scale),
+        ttft_s=_distribution(good, "ttft", scale),
+        tpot_s=_distribution(good, "tpot", scale),
+        e2e_s=_distribution(good, "e2e_latency", scale),
     )
 
 
-def _kind(code: Any) -> str:
+def _error_kind(code: Any) -> str:
     """Classify a status; the tool gives statuses of its own making to errors that have none."""
     if code in (429, 503):
         return "rejected"
     return "http" if isinstance(code, int) and code not in (-1, 500) and 400 <= code <= 599 else "unknown"
 
 
-def _sum(requests: list[GenaiRequest], name: str) -> int | None:
+def _sum_or_none(requests: list[GenaiRequest], name: str) -> int | None:
     values = [getattr(request, name) for request in requests]
     return sum(values) if values and None not in values else None
 
 
-def _latency(requests: list[GenaiRequest], name: str, scale: float) -> Distribution:
+def _distribution(requests: list[GenaiRequest], name: str, scale: float) -> Distribution:
     values = [value * scale for request in requests if (value := getattr(request, name)) is not None]
     return distribution([array("d", values)])
 

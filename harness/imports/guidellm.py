@@ -13,8 +13,8 @@ from harness.imports import (
     Imported,
     ImportedPart,
     Source,
-    end_s,
     imported_request,
+    last_end_s,
     last_line,
 )
 from harness.rundir.records import ErrorKind, Request
@@ -93,7 +93,7 @@ def read(source: Source) -> Imported:
             for name, kind in _LISTS.items()
             for index, one in enumerate(benchmark.requests.get(name) or [])
         ]
-        parts.append(_part(source, place, benchmark, requests))
+        parts.append(_make_part(source, place, benchmark, requests))
         # The requests themselves where the report has them, else what it says of how they were made.
         asked = sorted(str(request.request_args) for _, request in requests)
         work.append({"strategy": benchmark.strategy, "constraints": benchmark.constraints, "asked": asked})
@@ -110,29 +110,31 @@ def read(source: Source) -> Imported:
     )
 
 
-def _part(source: Source, place: str, benchmark: GuidellmBenchmark, requests: Requests) -> ImportedPart:
+def _make_part(source: Source, place: str, benchmark: GuidellmBenchmark, requests: Requests) -> ImportedPart:
     if benchmark.sample_size is not None:
-        raise source.wrong(place, "the report holds a sample of its requests only (sample_size), all are needed")
+        raise source.error_at(place, "the report holds a sample of its requests only (sample_size), all are needed")
     if trimmed := benchmark.warmup_duration or benchmark.cooldown_duration:
         what = "which requests were trimmed is not in the report; run without warm-up and cool-down"
-        raise source.wrong(place, f"{what}, got {trimmed}")
+        raise source.error_at(place, f"{what}, got {trimmed}")
     counts = Counter(kind for kind, _ in requests)
     made = f"{place}.scheduler_metrics.requests_made"
-    source.must_be(f"{made}.total", benchmark.requests_made.get("total"), len(requests), "requests in the report are")
+    source.require_equal(
+        f"{made}.total", benchmark.requests_made.get("total"), len(requests), "requests in the report are"
+    )
     for name, kind in _LISTS.items():
         stated = benchmark.requests_made.get(name)
-        source.must_be(f"{made}.{name}", stated, counts[kind], f"'{name}' in the report are")
+        source.require_equal(f"{made}.{name}", stated, counts[kind], f"'{name}' in the report are")
     sent = [(request.start_s, kind, request) for kind, request in requests if request.start_s is not None]
     if not sent:
-        raise source.wrong(place, "no request of the benchmark was sent")
+        raise source.error_at(place, "no request of the benchmark was sent")
     sent.sort(key=lambda item: item[0])
     zero = sent[0][0]
     records = []
     for index, (start, kind, request) in enumerate(sent):
         try:
-            records.append(_record(request, kind, index, start, zero, benchmark.strategy in _SCHEDULED))
+            records.append(_make_record(request, kind, index, start, zero, benchmark.strategy in _SCHEDULED))
         except ValueError as error:
-            raise source.wrong(f"{place}.requests, request {request.request_id}", str(error)) from None
+            raise source.error_at(f"{place}.requests, request {request.request_id}", str(error)) from None
     number = benchmark.rate if benchmark.streams is None else benchmark.streams
     return ImportedPart(
         load=benchmark.strategy if number is None else f"{benchmark.strategy}-{number:g}",
@@ -140,11 +142,11 @@ def _part(source: Source, place: str, benchmark: GuidellmBenchmark, requests: Re
         planned=len(records),
         records=records,
         started_wall_s=zero,
-        ended_wall_s=zero + end_s(records),
+        ended_wall_s=zero + last_end_s(records),
     )
 
 
-def _record(
+def _make_record(
     request: GuidellmRequest, kind: ErrorKind | None, index: int, start: float, zero: float, scheduled: bool
 ) -> Request:
     """Raise ValueError for times that contradict each other."""

@@ -81,9 +81,9 @@ def read(source: Source) -> Imported:
     """Return one server for each backend, one load for each scenario. Raise HarnessError for several models."""
     bench = source.read(LemonadeBench)
     if len(bench.models) != 1:
-        raise source.wrong("$.models", f"a file of one model is expected, got {len(bench.models)}")
+        raise source.error_at("$.models", f"a file of one model is expected, got {len(bench.models)}")
     model = source.read(LemonadeModel, bench.models[0], "$.models[0]")
-    wall_s = source.time("$.timestamp", bench.timestamp, "%Y-%m-%dT%H:%M:%SZ", "2026-01-31T23:59:59Z")
+    wall_s = source.parse_time("$.timestamp", bench.timestamp, "%Y-%m-%dT%H:%M:%SZ", "2026-01-31T23:59:59Z")
     names = [f"{result.recipe}-{result.backend}" for result in model.results]
     # By recipe and backend, with a number where several have the same.
     servers = [
@@ -95,14 +95,16 @@ def read(source: Source) -> Imported:
             place = f"$.models[0].results[{i}].scenarios[{j}]"
             scenario = source.read(LemonadeScenario, raw, place)
             if scenario.category not in _CATEGORIES_WITHOUT_TOKENS:
-                parts.append(_part(source, place, model, scenario, servers[i], wall_s))
+                parts.append(_make_part(source, place, model, scenario, servers[i], wall_s))
     if not parts:
-        raise source.wrong("$.models[0]", "there is no scenario that generates text")
+        raise source.error_at("$.models[0]", "there is no scenario that generates text")
     by_server = dict(zip(servers, model.results, strict=True))
     return Imported(
         tool="lemonade bench",
         version=bench.version,
-        versions={server: _version(bench, result) for server, result in by_server.items()} if bench.version else {},
+        versions={server: _server_version(bench, result) for server, result in by_server.items()}
+        if bench.version
+        else {},
         model=model.model,
         arguments={
             server: [f"ctx_size={result.ctx_size}", *result.backend_args.split()]
@@ -123,26 +125,26 @@ def read(source: Source) -> Imported:
     )
 
 
-def _version(bench: LemonadeBench, result: LemonadeResult) -> str:
+def _server_version(bench: LemonadeBench, result: LemonadeResult) -> str:
     """As of a Lemonade that the harness measures itself; the backend's version is the one that Lemonade lists."""
     listed = bench.backends.get(f"{result.recipe}/{result.backend}")
     return f"Lemonade {bench.version}, {result.recipe}:{result.backend}" + (f" {listed}" if listed else "")
 
 
-def _part(
+def _make_part(
     source: Source, place: str, model: LemonadeModel, scenario: LemonadeScenario, server: str, wall_s: float
 ) -> ImportedPart:
     runs, failed = model.measurement_runs, scenario.failed_runs
     if scenario.all_runs_failed is not UNSET:
         failed = runs
     elif failed and model.warmup_runs:
-        raise source.wrong(place, "runs failed, and the file does not say whether warm-up runs are among them")
+        raise source.error_at(place, "runs failed, and the file does not say whether warm-up runs are among them")
     if failed > runs:
-        raise source.wrong(f"{place}.failed_runs", f"more failed than the {runs} that were made, got {failed}")
+        raise source.error_at(f"{place}.failed_runs", f"more failed than the {runs} that were made, got {failed}")
     n = runs - failed
     if n and (scenario.tps is None or scenario.duration_ms is None):
-        raise source.wrong(place, "tps and duration_ms are expected where a run succeeded")
-    meaning = meaning_of(scenario) if n else None
+        raise source.error_at(place, "tps and duration_ms are expected where a run succeeded")
+    meaning = speed_definition(scenario) if n else None
     speed = scenario.tps.mean if meaning and scenario.tps else 0.0
     numbers = Numbers(
         sent=runs,
@@ -151,8 +153,8 @@ def _part(
         unfinished=0,
         errors={"unknown": failed} if failed else {},
         output_tok_s=speed if speed > 0 else None,  # zero: nothing was reported
-        ttft_s=_latency(scenario.ttft_ms, n),
-        e2e_s=_latency(scenario.duration_ms, n),
+        ttft_s=_distribution(scenario.ttft_ms, n),
+        e2e_s=_distribution(scenario.duration_ms, n),
     )
     return ImportedPart(
         server=server,
@@ -167,7 +169,7 @@ def _part(
     )
 
 
-def meaning_of(scenario: LemonadeScenario) -> str | None:
+def speed_definition(scenario: LemonadeScenario) -> str | None:
     """Return which of the two speeds the file has of this scenario; None where it is unknown.
 
     Tokens / whole request give back the first run's tokens when multiplied with the time of the request, exactly, where
@@ -186,7 +188,7 @@ def meaning_of(scenario: LemonadeScenario) -> str | None:
     return DECODING if 1000 * tokens / speed.mean <= room_ms else None
 
 
-def _latency(stats: LemonadeStats | None, n: int) -> Distribution:
+def _distribution(stats: LemonadeStats | None, n: int) -> Distribution:
     """In ms; a time of zero says that the server reported none."""
     if stats is None or not n or stats.max <= 0 or stats.min <= 0:
         return NO_SAMPLE

@@ -87,14 +87,14 @@ def read(source: Source) -> Imported:
     result = source.read(VllmResult)
     records = _records(source, source.read(VllmDetail)) if "ttfts" in source.value else []
     _refuse_contradictions(source, result, records)
-    ended = source.time("$.date", result.date, "%Y%m%d-%H%M%S", "20260131-235959")  # written at the end
+    ended = source.parse_time("$.date", result.date, "%Y%m%d-%H%M%S", "20260131-235959")  # written at the end
     rate = None if result.request_rate == "inf" else result.request_rate
     part = ImportedPart(
         load=load_name(rate, result.max_concurrency, "all-at-once"),
         at_once=result.max_concurrency,
         planned=result.num_prompts,
         records=records,
-        numbers=None if records else _numbers(source, result),
+        numbers=None if records else _summary_numbers(source, result),
         started_wall_s=ended - result.duration,
         ended_wall_s=ended,
     )
@@ -144,26 +144,28 @@ def _refuse_contradictions(source: Source, result: VllmResult, records: list[Req
     """Raise HarnessError where the file's totals are not those of its own lists, or not of each other."""
     if records:
         good = [record for record in records if record.error is None]
-        source.must_be("$.completed", result.completed, len(good), "requests listed without an error are")
-        source.must_be("$.failed", result.failed, len(records) - len(good), "requests listed with an error are")
+        source.require_equal("$.completed", result.completed, len(good), "requests listed without an error are")
+        source.require_equal("$.failed", result.failed, len(records) - len(good), "requests listed with an error are")
         come_to = "those of the requests listed without an error come to"
         prompts = sum(record.prompt_tokens or 0 for record in good)
-        source.must_be("$.total_input_tokens", result.total_input_tokens, prompts, come_to)
+        source.require_equal("$.total_input_tokens", result.total_input_tokens, prompts, come_to)
         outputs = sum(record.output_tokens or 0 for record in good)
-        source.must_be("$.total_output_tokens", result.total_output_tokens, outputs, come_to)
+        source.require_equal("$.total_output_tokens", result.total_output_tokens, outputs, come_to)
     elif result.failed is not None:
         ended = result.completed + result.failed
-        source.must_be("$.num_prompts", result.num_prompts, ended, "completed and failed together are")
+        source.require_equal("$.num_prompts", result.num_prompts, ended, "completed and failed together are")
     elif result.completed > result.num_prompts:
         what = f"no more than the {result.num_prompts} of num_prompts are expected, got {result.completed}"
-        raise source.wrong("$.completed", what)
+        raise source.error_at("$.completed", what)
     for rate, total in (("request_throughput", "completed"), ("output_throughput", "total_output_tokens")):
         if result.duration > 0:
             counted = getattr(result, total) / result.duration
-            source.must_be(f"$.{rate}", getattr(result, rate), counted, f"$.{total} / $.duration is", rounded=1e-3)
+            source.require_equal(
+                f"$.{rate}", getattr(result, rate), counted, f"$.{total} / $.duration is", rounded=1e-3
+            )
 
 
-def _numbers(source: Source, result: VllmResult) -> Numbers:
+def _summary_numbers(source: Source, result: VllmResult) -> Numbers:
     lost = result.num_prompts - result.completed if result.failed is None else result.failed
     return Numbers(
         sent=result.completed + lost,
@@ -178,13 +180,13 @@ def _numbers(source: Source, result: VllmResult) -> Numbers:
         window_s=result.duration,
         output_tok_s=result.output_throughput,
         requests_per_s=result.request_throughput,
-        ttft_s=_latency(source, "ttft", result.completed),
-        tpot_s=_latency(source, "tpot", result.completed),
-        e2e_s=_latency(source, "e2el", result.completed),
+        ttft_s=_distribution(source, "ttft", result.completed),
+        tpot_s=_distribution(source, "tpot", result.completed),
+        e2e_s=_distribution(source, "e2el", result.completed),
     )
 
 
-def _latency(source: Source, name: str, n: int) -> Distribution:
+def _distribution(source: Source, name: str, n: int) -> Distribution:
     """Mean and percentiles, which the file has in ms, those that n requests can carry."""
     mean, median = source.value.get(f"mean_{name}_ms"), source.value.get(f"median_{name}_ms")
     if mean is None or not n:

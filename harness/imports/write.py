@@ -18,9 +18,9 @@ from harness.imports import (
     ImportedPart,
     Source,
     aiperf,
-    end_s,
     genai_bench,
     guidellm,
+    last_end_s,
     lemonade,
     read_source,
     vllm,
@@ -42,7 +42,7 @@ def _read_records(source: Source) -> Imported:
         try:
             records.append(msgspec.convert(line, Request))
         except UNDECODABLE as error:
-            raise source.wrong(f"record {number}", str(error)) from None
+            raise source.error_at(f"record {number}", str(error)) from None
     if all(one.phase == "warmup" for one in records):
         raise HarnessError(f"{source.path}: holds only warm-up requests", next_step="Record a longer load.")
     places = (Path(f"{source.path}.processes"), source.path.with_name("processes.jsonl"))
@@ -52,7 +52,7 @@ def _read_records(source: Source) -> Imported:
             f"{source.path}: its records are from several machines, or from before and after a restart",
             next_step="Record to a file for each machine and each load.",
         )
-    wall_s = marks[0].wall_s - marks[0].monotonic_s if marks else source.path.stat().st_mtime - end_s(records)
+    wall_s = marks[0].wall_s - marks[0].monotonic_s if marks else source.path.stat().st_mtime - last_end_s(records)
     groups: dict[str, list[Request]] = {}
     for one in records:
         groups.setdefault(one.load or one.user_class, []).append(one)
@@ -64,7 +64,7 @@ def _read_records(source: Source) -> Imported:
             planned=sum(one.phase == "measured" for one in found),
             records=[msgspec.structs.replace(one, sent_s=one.sent_s - began_s) for one in found],
             started_wall_s=wall_s + began_s,
-            ended_wall_s=wall_s + end_s(found),
+            ended_wall_s=wall_s + last_end_s(found),
         )
         parts.append(part)
     return Imported(tool="locust", version=None, model=None, parts=parts, work=sorted(groups))
@@ -90,7 +90,7 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
     if given is not None and given not in FORMATS:
         raise HarnessError(f"--format: there is no format '{given}'; {did_you_mean(given, FORMATS)}")
     source = read_source(path)
-    found = [name for name, form in FORMATS.items() if form.is_of(source.value)]
+    found = [name for name, form in FORMATS.items() if form.matches(source.value)]
     if given is not None and given not in found:
         hint = f"; it looks like {found[0]}" if found else ""
         raise HarnessError(
@@ -117,7 +117,7 @@ def import_file(
     source, imported = read_file(path, given)
     started = min(part.started_wall_s for part in imported.parts)
     moment = datetime.datetime.fromtimestamp(started, datetime.UTC)
-    name = _name(f"{imported.tool}-{path.stem}")
+    name = _valid_name(f"{imported.tool}-{path.stem}")
     run_id = f"{moment:%Y%m%d-%H%M%S}-{name}-{source.sha256[:4]}"
     folder = runs / run_id
     if again and (folder / "run.json").exists():
@@ -129,14 +129,14 @@ def import_file(
         )
     cells: dict[str, ImportedPart] = {}
     for part in imported.parts:
-        part = msgspec.structs.replace(part, server=_name(part.server), load=_name(part.load))
+        part = msgspec.structs.replace(part, server=_valid_name(part.server), load=_valid_name(part.load))
         cell = f"r1-{part.server}-{part.load}"
         if cell in cells:
             raise HarnessError(
                 f"{path}: two of its loads have the same name: {cell}", next_step="Import a file of one run each."
             )
         cells[cell] = part
-    run = _run(run_id, name, source, imported, cells, machine)
+    run = _make_run(run_id, name, source, imported, cells, machine)
     try:
         folder.mkdir(parents=True)
         with (folder / "requests.jsonl").open("wb") as file:
@@ -160,7 +160,7 @@ def import_file(
     return folder
 
 
-def _run(
+def _make_run(
     run_id: str, name: str, source: Source, imported: Imported, cells: dict[str, ImportedPart], machine: str | None
 ) -> Run:
     tool = f"{imported.tool} {imported.version}" if imported.version else imported.tool
@@ -178,7 +178,9 @@ def _run(
             servers={server: Server(template="running") for server in servers},
             loads={
                 # Never fixed: no file says that every answer had to have a certain length.
-                part.load: Load(user="imported", users=_at_once(part), requests=max(part.planned, 1), output="natural")
+                part.load: Load(
+                    user="imported", users=_max_in_flight(part), requests=max(part.planned, 1), output="natural"
+                )
                 for part in cells.values()
             },
             repeats=1,
@@ -223,7 +225,7 @@ def _run(
     )
 
 
-def _at_once(part: ImportedPart) -> int:
+def _max_in_flight(part: ImportedPart) -> int:
     """How many requests were in flight at most: as asked for, else as the records show; 1 where neither is known."""
     if part.at_once is not None:
         return max(part.at_once, 1)
@@ -235,6 +237,6 @@ def _at_once(part: ImportedPart) -> int:
     return max(peak, 1)
 
 
-def _name(text: str) -> str:
+def _valid_name(text: str) -> str:
     """A text as a name of a scenario: lower-case letters, digits and '-', at most 40."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or UNKNOWN

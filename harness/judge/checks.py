@@ -17,7 +17,7 @@ from harness.columns import VALUES, WORK
 from harness.judge import stats
 from harness.judge.stats import Estimate
 from harness.judge.verdicts import invalid_row_reason
-from harness.rundir.manifest import unlike_rows
+from harness.rundir.manifest import definitions_differ
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
@@ -251,7 +251,7 @@ def _baseline_value(
             return _Value(missing=_uncompared_reason(row, comparison)), ""
         name = verdict.baseline
         base = next(base_row for base_row in rows if base_row.name == name)
-    refusal = invalid_row_reason(row, base) or unlike_rows(row, base, _number_fields(check))
+    refusal = invalid_row_reason(row, base) or definitions_differ(row, base, _number_fields(check))
     if refusal is not None:
         return _missing_value("not_compared_with", name=name, why=refusal), name
     value = _row_value(check, base, None)
@@ -291,7 +291,7 @@ def _row_value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
         missing = because("tool_unknown", why=row.missing["output_tok_s"])
     else:
         missing = because(_VALUES[metric].missing)
-    return _Value(value=_VALUES[metric].of(row.pooled), missing=missing)
+    return _Value(value=_VALUES[metric].value_of(row.pooled), missing=missing)
 
 
 def _latency_value(row: Row, latency: str, statistic: str) -> _Value:

@@ -188,9 +188,9 @@ class Observed:
         if not self._files:
             return
         metrics, telemetry = self._files
-        for sample in metrics.look():
+        for sample in metrics.read_new():
             self._update_rate(sample["wall_s"], sample["values"].get("generated_tokens"))
-        telemetry.look()
+        telemetry.read_new()
         server, machine = None, telemetry.newest or {}
         if metrics.newest is not None:
             values = metrics.newest["values"]

@@ -26,7 +26,7 @@ from locust.exception import StopTest
 from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError, sentence
-from harness.failures.explain import FIRST, mistake_of
+from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
 from harness.job import Job, quiet_sign, report_error
 from harness.load import web_access
 from harness.load.master import Master, ignore_foreign_messages
@@ -120,13 +120,14 @@ def end_when_refused(environment: Environment) -> None:
             give_up(environment, HarnessError(what, next_step=next_step))
 
     def on_request(exception: Exception | None = None, **_: Any) -> None:
-        if len(errors) == FIRST:
+        if len(errors) == FIRST_REQUESTS:
             return
         errors.append(None if exception is None else str(exception))
-        mistake = mistake_of(errors) if len(errors) == FIRST else None
+        mistake = find_scenario_mistake(errors) if len(errors) == FIRST_REQUESTS else None
         if mistake is None:
             return
-        what = f"the load was ended because the first {FIRST} requests all failed, as the rest would: {mistake.cause}"
+        failed = f"the first {FIRST_REQUESTS} requests all failed, as the rest would: {mistake.cause}"
+        what = f"the load was ended because {failed}"
         next_step = f"To solve it: {mistake.fix}. By hand, keys of a scenario are options: --model, --api-key-env, ..."
         if isinstance(runner, WorkerRunner):
             runner.send_message(_GAVE_UP, {"what": what, "next_step": next_step})

@@ -26,7 +26,7 @@ from harness.files import read_bytes
 from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
 from harness.load.recorder import FILES, RecordReceiver
 from harness.load.sequencer import POLL_S, all_warm, until
-from harness.redact import know
+from harness.redact import register_secrets
 from harness.workers import Workers
 
 _HELLO_S = 10.0  # until all that have connected have sent their name
@@ -102,7 +102,7 @@ class Master:
         self._environment = environment
         self._runner = runner
         self._job = job
-        know(secrets_of(job))  # workers have the API key, but no data of the server
+        register_secrets(secrets_of(job))  # workers have the API key, but no data of the server
         self._workers = workers
         self._stages = [job, *job.then]
         self._machines: dict[str, _Machine] = {}  # those that belong to the run

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from harness.failures.unexpected_response import decoded
+from harness.failures.unexpected_response import decode_json
 from harness.load.sse import Event
 from harness.redact import masked
-from harness.rundir.records import TEMPLATE_TOKENS, BadField, ErrorKind, impossible
+from harness.rundir.records import TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
 from harness.scenario import Load
 from harness.workload import Message
 
@@ -235,10 +235,10 @@ class Answer:
         `asked_tokens` is the max_tokens of the request; `request_bytes` is the size of its body.
         """
         prompt_max, output_min = request_bytes + TEMPLATE_TOKENS, int(self.generated and self.vectors is None)
-        found = impossible(self, asked_tokens, prompt_max=prompt_max, output_min=output_min)
+        found = find_impossible_counts(self, asked_tokens, prompt_max=prompt_max, output_min=output_min)
         if self.replaced:  # 0 tokens are possible while a stream goes on
             earlier = Answer(**({name: getattr(self, name) for name in _COUNTS} | self.replaced))
-            found |= impossible(earlier, asked_tokens, prompt_max=prompt_max)
+            found |= find_impossible_counts(earlier, asked_tokens, prompt_max=prompt_max)
         for name, path in _COUNTS.items():
             if name in found:
                 self.bad[found[name].field] = found[name]
@@ -390,7 +390,7 @@ def decode_lenient(raw: bytes) -> Any:
     What some servers send although it is no JSON is taken as Python takes it: NaN, half a surrogate pair, broken UTF-8.
     """
     try:
-        return decoded(raw)
+        return decode_json(raw)
     except ValueError:
         with suppress(ValueError, RecursionError):
             loaded = json.loads(raw.decode("utf-8", "replace"))

@@ -23,7 +23,7 @@ from harness.load.reader import IdleQueue, Listeners, Reader
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Part, Plan, Slot, StageSequencer, WarmupSample
 from harness.process import refuse_too_few_files
-from harness.redact import know, masked
+from harness.redact import masked, register_secrets
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import Arrivals, connections_per_process, taken_together
 from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, check_answer
@@ -102,7 +102,7 @@ class LoadProcess:
         self.is_stock = not job.load_name
         self._target, rows, replay, self._secret = inputs_of(job, host)
         self._work = [workload_of(stage, rows, replay) for stage in self._stages]
-        know(secrets_of(job))
+        register_secrets(secrets_of(job))
         self._model = job.model
         self._no_model: HarnessError | None = None
         self._asking_for_model = Semaphore()
@@ -364,21 +364,21 @@ def first_model(job: Job, target: ApiAddress) -> str:
     url = f"{'https' if target.tls else 'http'}://{target.authority}{path}"
     got = HttpResponse.of(url, exchange.status or 0, exchange.headers, body)
     key = SentKey(secret is not None, job.api_key_env, "with --api-key-env")
-    words = unexpected_response.explained(got, url.removesuffix("/v1/models"), key)
+    words = unexpected_response.explain_response(got, url.removesuffix("/v1/models"), key)
     if words is not None:
         raise HarnessError(words[0], next_step=words[1])
     try:
-        model = unexpected_response.model_ids(body)[0]
+        model = unexpected_response.parse_model_ids(body)[0]
     except (ValueError, IndexError):
         what = (
-            unexpected_response.unlike(got, "a list of models")
+            unexpected_response.describe_mismatch(got, "a list of models")
             if got.status == 200
-            else unexpected_response.status_in_words(got)
+            else unexpected_response.describe_status(got)
         )
         next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
         raise HarnessError(what, next_step=next_step) from None
     if masked(model, "sure") != model:
-        what, next_step = unexpected_response.secret_model(url)
+        what, next_step = unexpected_response.explain_secret_model(url)
         raise HarnessError(what, next_step=next_step)
     return model
 
@@ -410,7 +410,7 @@ def api_key(name: str | None) -> str | None:
         )
     if not value.isascii() or not value.isprintable():
         raise HarnessError(f"the environment variable {name} holds characters that no API key has")
-    know({value: True})
+    register_secrets({value: True})
     return value
 
 

@@ -15,13 +15,13 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from harness.engines import Column, Standing, any_of, engines
+from harness.engines import Column, Standing, engines, match_any
 from harness.errors import HarnessError
 from harness.files import read_bytes
 from harness.rundir.manifest import GpuMemory, Machine
 
 
-def folder(root: Path) -> Path:
+def require_folder(root: Path) -> Path:
     """The folder of another machine's files. Raises HarnessError if it does not exist."""
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "is not there"
@@ -31,7 +31,7 @@ def folder(root: Path) -> Path:
     return root
 
 
-def text(path: Path) -> str | None:
+def read_sysfs(path: Path) -> str | None:
     """Return a small file's text; None if it is missing or the driver fails."""
     try:
         return os.fsdecode(read_bytes(path)).strip()
@@ -39,15 +39,15 @@ def text(path: Path) -> str | None:
         return None
 
 
-def number(path: Path) -> int | None:
+def read_number(path: Path) -> int | None:
     """Return the number in a file; None if it has no number."""
-    found = text(path)
+    found = read_sysfs(path)
     return int(found) if found and found.isdigit() else None
 
 
-def meminfo(path: Path) -> dict[str, int]:
+def read_meminfo(path: Path) -> dict[str, int]:
     """Bytes by name, such as MemTotal, of a meminfo file of the host or of one node; empty without the file."""
-    lines = re.findall(r"^(?:Node \d+ )?(\S+):\s*(\d+) kB$", text(path) or "", re.MULTILINE)
+    lines = re.findall(r"^(?:Node \d+ )?(\S+):\s*(\d+) kB$", read_sysfs(path) or "", re.MULTILINE)
     return {name: int(kib) * 1024 for name, kib in lines}
 
 
@@ -67,14 +67,14 @@ def pci_cards(root: Path = Path("/")) -> Iterator[PciCard]:
     """The graphics and compute cards of the machine whose /sys is under `root`, in the order of their slots."""
     folder = root / "sys/bus/pci/devices"
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        kind, vendor, device = (_hex(path / name) for name in ("class", "vendor", "device"))
+        kind, vendor, device = (_read_hex(path / name) for name in ("class", "vendor", "device"))
         if kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR) and vendor is not None and device is not None:
             yield PciCard(slot=path.name, vendor=vendor, device=device)
 
 
-def _hex(path: Path) -> int | None:
+def _read_hex(path: Path) -> int | None:
     try:
-        return int(text(path) or "", 16)
+        return int(read_sysfs(path) or "", 16)
     except ValueError:
         return None
 
@@ -94,22 +94,22 @@ _SETTINGS = {  # files whose content is recorded under this name
 }
 
 
-def machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
+def read_machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
     """The facts of the machine whose /proc and /sys are under `root`; `docker` is its engine's version."""
     return Machine(
-        name=text(root / "proc/sys/kernel/hostname") or "unknown",
-        kernel=text(root / "proc/sys/kernel/osrelease"),
-        cpu=_cpu(root),
-        cores=len(re.findall(r"^processor\s*:", text(root / "proc/cpuinfo") or "", re.MULTILINE)) or None,
-        ram_bytes=meminfo(root / "proc/meminfo").get("MemTotal"),
-        gpus=list(gpus(root)),
-        kernel_parameters=_parameters(root),
+        name=read_sysfs(root / "proc/sys/kernel/hostname") or "unknown",
+        kernel=read_sysfs(root / "proc/sys/kernel/osrelease"),
+        cpu=_read_cpu_name(root),
+        cores=len(re.findall(r"^processor\s*:", read_sysfs(root / "proc/cpuinfo") or "", re.MULTILINE)) or None,
+        ram_bytes=read_meminfo(root / "proc/meminfo").get("MemTotal"),
+        gpus=list(list_gpus(root)),
+        kernel_parameters=_read_parameters(root),
         docker=docker,
-        rocm=text(root / "opt/rocm/.info/version"),
+        rocm=read_sysfs(root / "opt/rocm/.info/version"),
     )
 
 
-def device_groups(root: Path = Path("/")) -> list[int]:
+def find_device_groups(root: Path = Path("/")) -> list[int]:
     """Numeric ids of the groups that own /dev/kfd and the nodes in /dev/dri; none without a GPU, and never root's."""
     dri = root / "dev/dri"
     nodes = [root / "dev/kfd", *sorted(dri.glob("card*")), *sorted(dri.glob("renderD*"))]
@@ -117,13 +117,13 @@ def device_groups(root: Path = Path("/")) -> list[int]:
     return sorted(found - {0})
 
 
-def gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
+def list_gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
     """The AMD GPUs that the kernel's compute driver (KFD) knows, in its order. Sizes in bytes; unknown is None."""
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     if not nodes.is_dir():
         return
     for node in sorted(nodes.iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1):
-        properties = _properties(node / "properties")
+        properties = _read_properties(node / "properties")
         version = properties.get("gfx_target_version", 0)
         minor = properties.get("drm_render_minor", -1)
         if not version:
@@ -131,54 +131,54 @@ def gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
         device = root / f"sys/class/drm/renderD{minor}/device"
         yield {
             "target": gfx_target(version),
-            "name": text(node / "name") or None,
+            "name": read_sysfs(node / "name") or None,
             "device_id": f"0x{properties['device_id']:04x}" if "device_id" in properties else None,
             "render_node": f"/dev/dri/renderD{minor}" if minor > 0 else None,
-            "compute_units": _compute_units(properties),
+            "compute_units": _count_compute_units(properties),
             "integrated": not (device / "board_info").exists() if device.is_dir() else None,
-            "vram_bytes": number(device / "mem_info_vram_total"),
-            "gtt_bytes": number(device / "mem_info_gtt_total"),
-            "vbios": text(device / "vbios_version"),
-            "firmware": _firmware(device),
-            "performance_level": text(device / "power_dpm_force_performance_level"),
+            "vram_bytes": read_number(device / "mem_info_vram_total"),
+            "gtt_bytes": read_number(device / "mem_info_gtt_total"),
+            "vbios": read_sysfs(device / "vbios_version"),
+            "firmware": _read_firmware(device),
+            "performance_level": read_sysfs(device / "power_dpm_force_performance_level"),
             # gfx1151 hangs under load without these two; kernels from 6.18.4 on export them.
             "cwsr_sizes_known": {"cwsr_size", "ctl_stack_size"} <= properties.keys(),
         }
 
 
-def gpu_memory(root: Path = Path("/")) -> list[GpuMemory]:
+def read_gpu_memory(root: Path = Path("/")) -> list[GpuMemory]:
     """How much of each GPU's memory is in use now. On an APU, VRAM and GTT are one pool."""
     found = []
-    for gpu in gpus(root):
+    for gpu in list_gpus(root):
         node = gpu["render_node"]
         device = root / f"sys/class/drm/{Path(node).name}/device" if node else None
         if device is None:
             continue
         pools = ("vram", "gtt") if gpu["integrated"] else ("vram",)
-        used = [value for pool in pools if (value := number(device / f"mem_info_{pool}_used")) is not None]
+        used = [value for pool in pools if (value := read_number(device / f"mem_info_{pool}_used")) is not None]
         total = [value for pool in pools if (value := gpu[f"{pool}_bytes"]) is not None]
         if len(used) == len(total) == len(pools):
             found.append(GpuMemory(render_node=node, used_bytes=sum(used), total_bytes=sum(total)))
     return found
 
 
-FREE_S = 60.0  # the driver frees what a process had a while after its end
-_FREE_LOOK_S = 0.5
-_FREE_SHARE = 0.02  # of a GPU's memory that may be in use besides
+MAX_FREE_WAIT_S = 60.0  # the driver frees what a process had a while after its end
+_FREE_POLL_S = 0.5
+_MAX_EXTRA_SHARE = 0.02  # of a GPU's memory that may be in use besides
 
 
-def when_free(
-    idle: Sequence[GpuMemory], *, read: Callable[[], list[GpuMemory]] = gpu_memory, max_s: float = FREE_S
+def wait_until_free(
+    idle: Sequence[GpuMemory], *, read: Callable[[], list[GpuMemory]] = read_gpu_memory, max_s: float = MAX_FREE_WAIT_S
 ) -> list[GpuMemory]:
     """Wait until each GPU's memory is as free as it was in `idle`, at most `max_s`. Return what is in use then."""
-    allowed = {gpu.render_node: gpu.used_bytes + _FREE_SHARE * gpu.total_bytes for gpu in idle}
+    allowed = {gpu.render_node: gpu.used_bytes + _MAX_EXTRA_SHARE * gpu.total_bytes for gpu in idle}
     deadline = time.monotonic() + max_s
     while True:
         now = read()
         free = all(gpu.used_bytes <= allowed.get(gpu.render_node, gpu.used_bytes) for gpu in now)
         if free or time.monotonic() >= deadline:
             return now
-        time.sleep(_FREE_LOOK_S)
+        time.sleep(_FREE_POLL_S)
 
 
 def gfx_target(version: int) -> str:
@@ -186,49 +186,49 @@ def gfx_target(version: int) -> str:
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
-def _firmware(device: Path) -> dict[str, str]:
+def _read_firmware(device: Path) -> dict[str, str]:
     """Versions of the firmware that the driver has loaded, by part of the GPU; parts without one are left out."""
     files = sorted((device / "fw_version").glob("*_fw_version"))
-    found = {file.name.removesuffix("_fw_version"): text(file) for file in files}
+    found = {file.name.removesuffix("_fw_version"): read_sysfs(file) for file in files}
     return {part: version for part, version in found.items() if version and version.strip("0x.")}
 
 
-def _compute_units(properties: dict[str, int]) -> int | None:
+def _count_compute_units(properties: dict[str, int]) -> int | None:
     simds, per_unit = properties.get("simd_count"), properties.get("simd_per_cu")
     return simds // per_unit if simds and per_unit else None
 
 
-def _properties(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in (text(path) or "").splitlines())
+def _read_properties(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (read_sysfs(path) or "").splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdigit()}
 
 
-def _cpu(root: Path) -> str | None:
-    match = re.search(r"^model name\s*:\s*(.+)$", text(root / "proc/cpuinfo") or "", re.MULTILINE)
+def _read_cpu_name(root: Path) -> str | None:
+    match = re.search(r"^model name\s*:\s*(.+)$", read_sysfs(root / "proc/cpuinfo") or "", re.MULTILINE)
     return match[1].strip() if match else None
 
 
-def _parameters(root: Path) -> dict[str, str]:
-    words = (text(root / "proc/cmdline") or "").split()
+def _read_parameters(root: Path) -> dict[str, str]:
+    words = (read_sysfs(root / "proc/cmdline") or "").split()
     found = {word.partition("=")[0]: word.partition("=")[2] for word in words if _PARAMETERS.match(word)}
-    settings = {name: text(root / path) for name, path in _SETTINGS.items()}
+    settings = {name: read_sysfs(root / path) for name, path in _SETTINGS.items()}
     return found | {name: value for name, value in settings.items() if value}
 
 
-Card = Mapping[str, Any]  # as `gpus` returns it
+Gpu = Mapping[str, Any]  # as `gpus` returns it
 
 
-def working(cards: Sequence[Card]) -> list[Card]:
+def select_serving_gpus(cards: Sequence[Gpu]) -> list[Gpu]:
     """Discrete cards where there are any: the integrated GPU next to them serves no model."""
     own = [card for card in cards if card.get("integrated") is False]
     return own or list(cards)
 
 
 # In the order of their effect: the runtime counts all GPUs, HIP only those of the runtime.
-VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-def shown(cards: Sequence[Card], devices: Sequence[str], environment: Mapping[str, str]) -> list[Card]:
+def select_container_gpus(cards: Sequence[Gpu], devices: Sequence[str], environment: Mapping[str, str]) -> list[Gpu]:
     """The GPUs of a container, in vLLM's order.
 
     `devices`: as in a Compose file; single render nodes among them leave out the others. `environment`: of the
@@ -239,7 +239,7 @@ def shown(cards: Sequence[Card], devices: Sequence[str], environment: Mapping[st
     nodes = [path for path in paths if path.startswith("/dev/dri/renderD")]
     named = bool(nodes) and "/dev/dri" not in paths
     found = [card for card in cards if not named or card["render_node"] in nodes]
-    for name in VISIBLE:
+    for name in VISIBLE_DEVICES:
         if (text := environment.get(name)) is None:
             continue
         named, numbers = True, [number.strip() for number in text.split(",")]
@@ -247,14 +247,14 @@ def shown(cards: Sequence[Card], devices: Sequence[str], environment: Mapping[st
         if missing:
             raise HarnessError(f"{name} names '{missing[0]}', and there are {len(found)} GPUs here, counted from 0")
         found = [found[int(number)] for number in numbers]
-    return found if named else working(found)
+    return found if named else select_serving_gpus(found)
 
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _AMOUNT = re.compile(r"^drm-(?:memory|resident)-(vram|gtt):\s*(\d+)\s*([kmg]ib)?\s*$", re.IGNORECASE | re.MULTILINE)
 
 
-class Holder(NamedTuple):
+class GpuProcess(NamedTuple):
     """A process that holds GPU memory."""
 
     pid: int
@@ -262,14 +262,14 @@ class Holder(NamedTuple):
     bytes: int
 
 
-class Holders(NamedTuple):
+class GpuProcesses(NamedTuple):
     """The processes that hold GPU memory, the largest first."""
 
-    found: list[Holder]
+    found: list[GpuProcess]
     unseen: int  # processes of other users, which are not readable
 
 
-def holders(root: Path = Path("/")) -> Holders:
+def find_gpu_processes(root: Path = Path("/")) -> GpuProcesses:
     """Find the processes that hold memory of an AMD GPU.
 
     Two sources, of which the larger counts: the DRM clients of a process (fdinfo; drm-usage-stats in the kernel's
@@ -277,16 +277,16 @@ def holders(root: Path = Path("/")) -> Holders:
     """
     clients: set[tuple[str, str]] = set()
     found, unseen = [], 0
-    for pid in pids(root):
-        vram, gtt, seen = _of_clients(root / f"proc/{pid}/fdinfo", clients)
-        unseen += not seen and bool(text(root / f"proc/{pid}/cmdline"))  # a kernel thread has no command line
-        vram = max(vram, sum(_of_compute(root, pid)))
+    for pid in list_pids(root):
+        vram, gtt, seen = _read_drm_memory(root / f"proc/{pid}/fdinfo", clients)
+        unseen += not seen and bool(read_sysfs(root / f"proc/{pid}/cmdline"))  # a kernel thread has no command line
+        vram = max(vram, sum(_read_kfd_memory(root, pid)))
         if vram or gtt:
-            found.append(Holder(pid, text(root / f"proc/{pid}/comm") or "?", vram + gtt))
-    return Holders(sorted(found, key=lambda holder: (-holder.bytes, holder.pid)), unseen)
+            found.append(GpuProcess(pid, read_sysfs(root / f"proc/{pid}/comm") or "?", vram + gtt))
+    return GpuProcesses(sorted(found, key=lambda holder: (-holder.bytes, holder.pid)), unseen)
 
 
-def pids(root: Path) -> list[int]:
+def list_pids(root: Path) -> list[int]:
     """All processes; none where there is no /proc."""
     try:
         return sorted(int(name) for name in os.listdir(root / "proc") if name.isdigit())
@@ -294,7 +294,7 @@ def pids(root: Path) -> list[int]:
         return []
 
 
-def _of_clients(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, bool]:
+def _read_drm_memory(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, bool]:
     """VRAM and GTT of the process's DRM clients that no earlier process had, and whether they are readable."""
     try:
         names = os.listdir(folder)
@@ -304,10 +304,10 @@ def _of_clients(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, 
         return 0, 0, False
     vram = gtt = 0
     for name in names:
-        fdinfo = text(folder / name) or ""
+        fdinfo = read_sysfs(folder / name) or ""
         if "drm-driver:\tamdgpu" not in fdinfo:
             continue
-        client = (_value(fdinfo, "drm-pdev"), _value(fdinfo, "drm-client-id"))
+        client = (_parse_fdinfo_value(fdinfo, "drm-pdev"), _parse_fdinfo_value(fdinfo, "drm-client-id"))
         if client in clients:
             continue  # a duplicate of a descriptor, in this process or in one that inherited it
         clients.add(client)
@@ -318,19 +318,19 @@ def _of_clients(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, 
     return vram, gtt, True
 
 
-def _of_compute(root: Path, pid: int) -> Iterator[int]:
+def _read_kfd_memory(root: Path, pid: int) -> Iterator[int]:
     for path in (root / f"sys/class/kfd/kfd/proc/{pid}").glob("vram_*"):
-        yield number(path) or 0
+        yield read_number(path) or 0
 
 
-def _value(fdinfo: str, key: str) -> str:
+def _parse_fdinfo_value(fdinfo: str, key: str) -> str:
     match = re.search(rf"^{key}:\s*(\S+)", fdinfo, re.MULTILINE)
     return match[1] if match else ""
 
 
 # Process names of the kernel, cut to 15 characters.
-_CHILDREN = any_of([name for engine in engines() for name in engine.children])
-_ENGINES = any_of([name for engine in engines() for name in engine.processes])
+_CHILD_NAMES = match_any([name for engine in engines() for name in engine.children])
+_ENGINE_NAMES = match_any([name for engine in engines() for name in engine.processes])
 # Processes that adopt orphans: the first process, a user's systemd, the first one of a container.
 _ADOPTERS = {"systemd", "init", "docker-init", "tini", "dumb-init", "catatonit", "lemond", "bash", "sh"}
 
@@ -343,23 +343,23 @@ class EngineProcess(NamedTuple):
     orphaned: bool  # its server is gone
 
 
-def engine_processes(root: Path) -> list[EngineProcess]:
+def find_engine_processes(root: Path) -> list[EngineProcess]:
     """The processes of inference engines on this machine."""
     running: dict[int, tuple[str, int]] = {}  # name and parent
-    for pid in pids(root):
+    for pid in list_pids(root):
         # The name is in parentheses and may contain some itself; after it come the state and the parent.
-        match = re.match(r"\d+ \((.*)\) (\S) (\d+)", text(root / f"proc/{pid}/stat") or "", re.DOTALL)
+        match = re.match(r"\d+ \((.*)\) (\S) (\d+)", read_sysfs(root / f"proc/{pid}/stat") or "", re.DOTALL)
         if match and match[2] != "Z":
             running[pid] = match[1], int(match[3])
     found = []
     for pid, (name, parent) in running.items():
-        if _ENGINES.match(name):
+        if _ENGINE_NAMES.match(name):
             adopted = parent <= 1 or parent not in running or running[parent][0] in _ADOPTERS
-            found.append(EngineProcess(pid, name, adopted and _CHILDREN.match(name) is not None))
+            found.append(EngineProcess(pid, name, adopted and _CHILD_NAMES.match(name) is not None))
     return found
 
 
-WORDS: dict[Standing, str] = {
+STANDING_LABELS: dict[Standing, str] = {
     "validated": "validated by its makers",
     "supported": "supported",
     "code": "has code for it",
@@ -377,7 +377,7 @@ class GfxTarget(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     architecture: str
 
     def standing(self, column: str) -> Standing:
-        return columns()[column].targets.get(self.target, "unsupported")
+        return support_columns()[column].targets.get(self.target, "unsupported")
 
     @property
     def instinct(self) -> bool:
@@ -392,23 +392,23 @@ class GfxTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 @cache
-def columns() -> dict[str, Column]:
+def support_columns() -> dict[str, Column]:
     """Images and builds of servers, in words, each with its targets."""
     return {key: column for engine in engines() for key, column in engine.columns.items()}
 
 
 @cache
-def table() -> GfxTable:
+def read_gfx_table() -> GfxTable:
     text = Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8")
     return msgspec.convert(yaml.safe_load(text), GfxTable)
 
 
-def without_code(image: str, targets: Iterable[str]) -> list[str]:
+def find_unsupported_targets(image: str, targets: Iterable[str]) -> list[str]:
     """The targets for which an image, such as vllm/vllm-openai-rocm:v0.25.0, is known to have no code."""
-    for name, column in columns().items():
+    for name, column in support_columns().items():
         for pattern, only in column.images.items():
             if fnmatchcase(image, pattern):
-                known = only or [row.target for row in table().targets if row.standing(name) != "unsupported"]
+                known = only or [row.target for row in read_gfx_table().targets if row.standing(name) != "unsupported"]
                 return [target for target in dict.fromkeys(targets) if target not in known]
     return []
 
@@ -421,6 +421,6 @@ def has_fp8(target: str) -> bool:
     return re.match(r"gfx(10[0-3]|11)", target) is None
 
 
-def target_of(name: str) -> GfxTarget | None:
+def find_target(name: str) -> GfxTarget | None:
     """The row of a target such as gfx1151; None for unknown ones."""
-    return next((row for row in table().targets if row.target == name), None)
+    return next((row for row in read_gfx_table().targets if row.target == name), None)

@@ -7,10 +7,18 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
-from harness.engines import HOST_BYTES, VLLM_DEFAULT, default_reserve, safe_utilization
+from harness.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
 from harness.errors import HarnessError
-from harness.machine.gpus import Card, gpus, meminfo, number, working
-from harness.machine.model import DTYPE_BYTES, Capacity, Layout, ModelShape, capacity, layout_of, weight_bytes
+from harness.machine.gpus import Gpu, list_gpus, read_meminfo, read_number, select_serving_gpus
+from harness.machine.model import (
+    DTYPE_BYTES,
+    Capacity,
+    Layout,
+    ModelShape,
+    compute_capacity,
+    make_layout,
+    measure_weights,
+)
 from harness.reasons import sentence
 from harness.summary import Reason, because
 from harness.units import GIB, gib
@@ -37,29 +45,29 @@ class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.kind == "gtt"
 
 
-def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[Pool]:
+def list_pools(root: Path = Path("/"), cards: Sequence[Gpu] | None = None) -> list[Pool]:
     """The pool of each of the AMD GPUs under `root`, in the order of the compute driver; None: those that work.
 
     A card of its own has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), and the driver takes the
     larger one: Linux amdgpu, `apu_prefer_gtt`.
     """
-    available = meminfo(root / "proc/meminfo").get("MemAvailable")
+    available = read_meminfo(root / "proc/meminfo").get("MemAvailable")
     # The limit of ttm counts, not amdgpu.gttsize: ttm gives out all pages of GTT.
-    pages = number(root / "sys/module/ttm/parameters/pages_limit")
+    pages = read_number(root / "sys/module/ttm/parameters/pages_limit")
     limit = pages * PAGE_BYTES if pages else None
     found = []
-    for gpu in working(list(gpus(root))) if cards is None else cards:
+    for gpu in select_serving_gpus(list(list_gpus(root))) if cards is None else cards:
         node = gpu["render_node"]
         device = root / f"sys/class/drm/{Path(node).name}/device" if node else None
-        found.append(_pool(gpu, device, limit, available))
+        found.append(_read_pool(gpu, device, limit, available))
     return found
 
 
-def _pool(gpu: Card, device: Path | None, limit: int | None, available: int | None) -> Pool:
+def _read_pool(gpu: Gpu, device: Path | None, limit: int | None, available: int | None) -> Pool:
     def size(name: str) -> int | None:
-        return number(device / f"mem_info_{name}") if device is not None else None
+        return read_number(device / f"mem_info_{name}") if device is not None else None
 
-    kind = _kind(gpu["integrated"], size("vram_total"), size("gtt_total"))
+    kind = _choose_kind(gpu["integrated"], size("vram_total"), size("gtt_total"))
     total, used = (size(f"{kind}_total") or None, size(f"{kind}_used")) if kind else (None, None)
     doubts, overstated = [], False
     if total is None or used is None or used > total:
@@ -86,7 +94,7 @@ def _pool(gpu: Card, device: Path | None, limit: int | None, available: int | No
     )
 
 
-def _kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal["vram", "gtt"] | None:
+def _choose_kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal["vram", "gtt"] | None:
     if integrated is False:
         return "vram"
     if integrated is None or vram is None or gtt is None:
@@ -102,10 +110,10 @@ CONTEXT_BYTES = GIB  # what the HIP runtime takes for itself before vLLM looks
 
 Source = Literal["driver", "given"]
 NO_GPU = "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
-ELSEWHERE = "`harness memory --free GIB --total GIB` computes it from the two numbers that vLLM's log tells."
+COMPUTE_ELSEWHERE = "`harness memory --free GIB --total GIB` computes it from the two numbers that vLLM's log tells."
 
 
-class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SafeShare(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The utilization that is safe on all pools."""
 
     utilization: Decimal | None  # None: not even 0.01
@@ -125,7 +133,7 @@ class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return 0 if self.utilization is None else int(self.total_bytes * self.utilization)
 
 
-class Room(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelFit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The memory of each GPU for a model. Ranges go from the pessimistic to the optimistic estimate."""
 
     model: str
@@ -147,11 +155,11 @@ class MemoryEstimate(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The output of `harness memory --json`."""
 
     pools: list[Pool] = []
-    share: Share | None = None
-    room: Room | None = None
+    share: SafeShare | None = None
+    room: ModelFit | None = None
 
 
-class Wish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The wanted settings of the server."""
 
     max_model_len: int | None = None  # None: the model's own
@@ -161,7 +169,7 @@ class Wish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kv_cache_dtype: str = "auto"
 
 
-def share_of(pools: list[Pool], *, tensor_parallel: int = 1) -> Share:
+def compute_share(pools: list[Pool], *, tensor_parallel: int = 1) -> SafeShare:
     """The share for the first `tensor_parallel` GPUs: the smallest one, since vLLM has one number for all.
 
     Raises HarnessError where there are not so many, or where one does not tell its memory.
@@ -169,22 +177,24 @@ def share_of(pools: list[Pool], *, tensor_parallel: int = 1) -> Share:
     if len(pools) < tensor_parallel:
         raise HarnessError(
             f"{tensor_parallel} GPUs are asked for, and there are {len(pools)}" if pools else NO_GPU,
-            next_step=ELSEWHERE,
+            next_step=COMPUTE_ELSEWHERE,
         )
     shares = []
     for pool in pools[:tensor_parallel]:
         free, total = pool.free_bytes, pool.total_bytes
         if free is None or total is None:
-            raise HarnessError(f"{pool.render_node or pool.target}: {pool.doubts[0]}", next_step=ELSEWHERE)
+            raise HarnessError(f"{pool.render_node or pool.target}: {pool.doubts[0]}", next_step=COMPUTE_ELSEWHERE)
         host = pool.host_available_bytes
-        one = share(free, total, source="driver", gpus=tensor_parallel, host_available=host, doubts=pool.doubts)
+        one = compute_pool_share(
+            free, total, source="driver", gpus=tensor_parallel, host_available=host, doubts=pool.doubts
+        )
         shares.append(structs.replace(one, node=pool.render_node))
     doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
     smallest = min(shares, key=lambda one: (one.utilization or Decimal(0), one.free_bytes))
     return structs.replace(smallest, doubts=doubts)
 
 
-def share(
+def compute_pool_share(
     free: int,
     total: int,
     *,
@@ -192,13 +202,13 @@ def share(
     gpus: int = 1,
     host_available: int | None = None,
     doubts: Sequence[str] = (),
-) -> Share:
+) -> SafeShare:
     """Compute the share of one pool from its bytes."""
     used = min(free, total)  # HIP reports more free memory than there is on some APUs
     reserve = default_reserve(used, gpus) + (CONTEXT_BYTES if source == "driver" else 0)
     found = safe_utilization(free, total, reserve=reserve, host_available=host_available)
     lies = [f"{gib(free, 2)} of {gib(total, 2)} are reported as free; the total is the limit"] if free > total else []
-    return Share(
+    return SafeShare(
         utilization=found,
         source=source,
         gpus=gpus,
@@ -206,22 +216,26 @@ def share(
         total_bytes=total,
         reserve_bytes=reserve,
         host_available_bytes=host_available,
-        formula=_formula(used, total, reserve, host_available, found),
+        formula=_explain_share(used, total, reserve, host_available, found),
         doubts=[*lies, *doubts],
     )
 
 
-def _formula(free: int, total: int, reserve: int, host: int | None, found: Decimal | None) -> Reason:
-    of_host = host is not None and host - HOST_BYTES < free - reserve
-    share = Decimal(max(0, (host or 0) - HOST_BYTES if of_host else free - reserve)) / total
-    capped = found == VLLM_DEFAULT and share > VLLM_DEFAULT
-    values = {"total_bytes": total, "share": float(share), "max_share": float(VLLM_DEFAULT) if capped else None}
+def _explain_share(free: int, total: int, reserve: int, host: int | None, found: Decimal | None) -> Reason:
+    of_host = host is not None and host - HOST_RESERVE_BYTES < free - reserve
+    share = Decimal(max(0, (host or 0) - HOST_RESERVE_BYTES if of_host else free - reserve)) / total
+    capped = found == VLLM_DEFAULT_UTILIZATION and share > VLLM_DEFAULT_UTILIZATION
+    values = {
+        "total_bytes": total,
+        "share": float(share),
+        "max_share": float(VLLM_DEFAULT_UTILIZATION) if capped else None,
+    }
     if of_host:
-        return because("memory_share_of_host", available_bytes=host, kept_bytes=HOST_BYTES, **values)
+        return because("memory_share_of_host", available_bytes=host, kept_bytes=HOST_RESERVE_BYTES, **values)
     return because("memory_share", free_bytes=free, reserve_bytes=reserve, **values)
 
 
-def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room:  # noqa: B008 - a frozen value
+def estimate_fit(model: ModelShape, share: SafeShare | None, wish: ServerSettings = ServerSettings()) -> ModelFit:  # noqa: B008 - a frozen value
     """The room for the model in the share. Raises HarnessError without a known length."""
     length = wish.max_model_len or model.longest
     if length is None:
@@ -230,7 +244,7 @@ def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room
             next_step="Give it: --max-model-len N.",
         )
     unknown = list(model.unknown)
-    weights, weights_from = weight_bytes(model.folder, quantized=model.quantized)
+    weights, weights_from = measure_weights(model.folder, quantized=model.quantized)
     if weights is None:
         unknown.append(f"the size of the weights: {weights_from}")
     else:
@@ -242,8 +256,12 @@ def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room
     if share is not None and weights is not None:
         rest = share.budget_bytes - weights
         kv = (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
-    held = None if kv is None or layout is None else (capacity(layout, kv[0], length), capacity(layout, kv[1], length))
-    room = Room(
+    held = (
+        None
+        if kv is None or layout is None
+        else (compute_capacity(layout, kv[0], length), compute_capacity(layout, kv[1], length))
+    )
+    room = ModelFit(
         model=model.name,
         gpus=wish.tensor_parallel,
         max_model_len=length,
@@ -256,10 +274,10 @@ def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room
         capacity=held,
         unknown=unknown,
     )
-    return structs.replace(room, fits=_fits(room), advice=_advice(model, room, wish))
+    return structs.replace(room, fits=_decide_fit(room), advice=_list_advice(model, room, wish))
 
 
-def _fits(room: Room) -> bool | None:
+def _decide_fit(room: ModelFit) -> bool | None:
     if room.kv_bytes is None:
         return None
     if room.kv_bytes[1] <= 0:
@@ -270,7 +288,7 @@ def _fits(room: Room) -> bool | None:
     return True if careful.fits else None if hopeful.fits else False
 
 
-def _layout(model: ModelShape, wish: Wish, unknown: list[str]) -> Layout | None:
+def _layout(model: ModelShape, wish: ServerSettings, unknown: list[str]) -> Layout | None:
     if wish.kv_cache_dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         unknown.append(f"the size of a number as {wish.kv_cache_dtype} in the KV cache (known: {known})")
@@ -281,7 +299,7 @@ def _layout(model: ModelShape, wish: Wish, unknown: list[str]) -> Layout | None:
     if model.geometry.latent and number == 1:
         unknown.append("the KV cache per token: a latent as fp8 also has scales, in a layout of its own")
         return None
-    return layout_of(
+    return make_layout(
         model.geometry,
         number,
         tensor_parallel=wish.tensor_parallel,
@@ -289,7 +307,7 @@ def _layout(model: ModelShape, wish: Wish, unknown: list[str]) -> Layout | None:
     )
 
 
-def _advice(model: ModelShape, room: Room, wish: Wish) -> list[str]:
+def _list_advice(model: ModelShape, room: ModelFit, wish: ServerSettings) -> list[str]:
     """The advice if the model, or the wanted number of concurrent requests, does not fit."""
     if room.kv_bytes is None:
         return []
@@ -326,21 +344,21 @@ SOURCES = {
 }
 
 
-def of_answer(answer: MemoryEstimate) -> list[str]:
+def format_estimate(answer: MemoryEstimate) -> list[str]:
     """The whole answer, in lines."""
-    lines = [of_pool(pool) for pool in answer.pools]
-    lines += [NO_GPU] if answer.share is None else of_share(answer.share)
-    return lines + (of_room(answer.room) if answer.room is not None else [])
+    lines = [format_pool(pool) for pool in answer.pools]
+    lines += [NO_GPU] if answer.share is None else format_share(answer.share)
+    return lines + (format_fit(answer.room) if answer.room is not None else [])
 
 
-def of_pool(pool: Pool) -> str:
+def format_pool(pool: Pool) -> str:
     """One line on a GPU's memory."""
     kind = "memory" if pool.kind is None else "pages of the host (GTT)" if pool.unified else "VRAM"
     text = f"{pool.render_node or 'GPU'} {pool.target}: {_gib(pool.free_bytes)} of {_gib(pool.total_bytes)} {kind} free"
     return text + (f"; {_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
 
 
-def of_share(share: Share) -> list[str]:
+def format_share(share: SafeShare) -> list[str]:
     """The value and its formula, in lines."""
     by = f": {share.node}" if share.node is not None else ""
     several = f" of each of {share.gpus} GPUs, by the one that has least{by}" if share.gpus > 1 else ""
@@ -352,7 +370,7 @@ def of_share(share: Share) -> list[str]:
     return [head, f"  {sentence(share.formula)}", f"  {SOURCES[share.source]}", *doubts]
 
 
-def of_room(room: Room) -> list[str]:
+def format_fit(room: ModelFit) -> list[str]:
     """The room for the model, in lines."""
     lines = [
         f"{room.model}{', on each GPU' if room.gpus > 1 else ''}:",
@@ -363,13 +381,13 @@ def of_room(room: Room) -> list[str]:
         lines.append(f"  KV cache: {each}{_gib(room.request_bytes)} for a request of {room.max_model_len:,} tokens")
     if room.kv_bytes is not None:
         lines.append(
-            f"  left for the KV cache: {_from_to(_gib(max(0, size)) for size in room.kv_bytes)} "
+            f"  left for the KV cache: {_format_range(_gib(max(0, size)) for size in room.kv_bytes)} "
             f"(an estimate: activations and graphs take {OTHER_BYTES[0] / GIB:.1f} to {OTHER_BYTES[1] / GIB:.1f} GiB, "
             "which vLLM finds out at start)"
         )
     if room.capacity is not None:
-        tokens = _from_to(f"{held.tokens:,}" for held in room.capacity)
-        at_once = _from_to(f"{held.concurrency:.2f}x" for held in room.capacity)
+        tokens = _format_range(f"{held.tokens:,}" for held in room.capacity)
+        at_once = _format_range(f"{held.concurrency:.2f}x" for held in room.capacity)
         lines.append(f"  KV cache size: {tokens} tokens")
         lines.append(f"  concurrency for {room.max_model_len:,} tokens per request: {at_once}")
     if room.fits is not None:
@@ -380,12 +398,12 @@ def of_room(room: Room) -> list[str]:
     return lines + [f"  to do: {text}" for text in room.advice]
 
 
-def brief(room: Room) -> list[str]:
+def summarize_fit(room: ModelFit) -> list[str]:
     """The room for the model, in a line; and what to do if it is too small."""
     if room.capacity is None:
         return [f"unknown: {text}" for text in room.unknown]
-    tokens = _from_to(f"{held.tokens:,}" for held in room.capacity)
-    at_once = _from_to(f"{held.concurrency:.1f}" for held in room.capacity)
+    tokens = _format_range(f"{held.tokens:,}" for held in room.capacity)
+    at_once = _format_range(f"{held.concurrency:.1f}" for held in room.capacity)
     line = f"left for the KV cache: about {tokens} tokens, {at_once} requests of {room.max_model_len:,}"
     return [line, *(f"to do: {text}" for text in room.advice)]
 
@@ -394,6 +412,6 @@ def _gib(size: int | None) -> str:
     return "unknown" if size is None else gib(size, 2)
 
 
-def _from_to(values: Iterable[str]) -> str:
+def _format_range(values: Iterable[str]) -> str:
     first, last = values
     return first if first == last else f"{first} to {last}"

@@ -17,17 +17,17 @@ from harness.errors import HarnessError, did_you_mean
 from harness.files import open_file, read_text
 
 # Their default head size is hidden_size / heads. Other architectures have defaults in their code.
-_PLAIN = {
+_DERIVED_HEAD_SIZE = {
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "phi3", "phimoe", "olmo", "olmo2", "starcoder2", "granite",
     "internlm2", "internlm3", "stablelm", "cohere", "opt", "gpt_neox",
 }  # fmt: skip
 # Likewise: as many heads of keys as of queries.
 _EQUAL_HEADS = {"llama", "phi3", "granite", "cohere", "olmo", "olmo2", "internlm2", "opt", "gpt_neox"}
 # One latent vector per token and layer (multi-head latent attention) as vLLM keeps it, and nothing else.
-_LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
+_LATENT_ATTENTION = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
 _EVERY_LAYER_SLIDES = {"mistral", "mixtral", "phi3", "starcoder2"}
 # Keys of layers whose cache has another form: states of a recurrence, chunks, heads that differ between layers.
-_OTHER_FORMS = (
+_UNSUPPORTED_KEYS = (
     "attention_chunk_size", "attn_layer_period", "block_configs", "compress_ratios", "conv_L_cache",
     "cross_attention_layers", "full_attention_interval", "global_head_dim", "hybrid_override_pattern", "index_topk",
     "layers_block_type", "linear_attn_config", "linear_num_key_heads", "mamba_d_state", "mamba_d_ssm",
@@ -99,18 +99,18 @@ def hub_cache(environment: dict[str, str] | None = None) -> Path:
 
 def read_model(folder: Path, name: str | None = None) -> ModelShape:
     """A model by its folder. Raises HarnessError for a config.json that cannot be read."""
-    config = _json(folder / "config.json")
+    config = _read_json(folder / "config.json")
     nested = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), None)
     text: dict[str, Any] = nested or config
     unknown: list[str] = []
     try:
-        geometry = geometry_of(text, encoder_decoder=bool(config.get("is_encoder_decoder")))
+        geometry = parse_geometry(text, encoder_decoder=bool(config.get("is_encoder_decoder")))
     except _UnknownError as error:
         geometry = None
         unknown.append(f"the KV cache per token: {error}")
     quantization = config.get("quantization_config") or text.get("quantization_config") or {}
     if (folder / "hf_quant_config.json").is_file():
-        quantization = quantization or _json(folder / "hf_quant_config.json").get("quantization") or {}
+        quantization = quantization or _read_json(folder / "hf_quant_config.json").get("quantization") or {}
     kv_bytes: int | None = 2  # 16 bit; vLLM converts 32 bit to 16
     if quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"):
         kv_bytes = None
@@ -131,31 +131,31 @@ class _UnknownError(Exception):
     """Why the geometry is unknown."""
 
 
-def geometry_of(config: dict[str, Any], *, encoder_decoder: bool = False) -> Geometry:
+def parse_geometry(config: dict[str, Any], *, encoder_decoder: bool = False) -> Geometry:
     """The geometry of the text part of a config.json. Raises _UnknownError with the reason."""
     kind = str(config.get("model_type"))
     if encoder_decoder or config.get("is_encoder_decoder"):
         raise _UnknownError("an encoder-decoder model")
-    others = [key for key in _OTHER_FORMS if config.get(key)]
+    others = [key for key in _UNSUPPORTED_KEYS if config.get(key)]
     if others:
         raise _UnknownError(f"layers of another form ({others[0]} in config.json)")
-    layers = _whole(config, "num_hidden_layers")
+    layers = _parse_positive(config, "num_hidden_layers")
     if config.get("kv_lora_rank") is not None:
-        if kind not in _LATENT:
+        if kind not in _LATENT_ATTENTION:
             raise _UnknownError(f"latent attention of '{kind}', of which the cache's form is not known")
-        size = _whole(config, "kv_lora_rank") + _whole(config, "qk_rope_head_dim")
+        size = _parse_positive(config, "kv_lora_rank") + _parse_positive(config, "qk_rope_head_dim")
         return Geometry(full_layers=layers, kv_heads=1, head_size=size, latent=True)
-    sliding = _sliding_layers(config, kind, layers)
+    sliding = _count_sliding_layers(config, kind, layers)
     return Geometry(
         full_layers=layers - sliding,
         sliding_layers=sliding,
-        window=_whole(config, "sliding_window") if sliding else None,
+        window=_parse_positive(config, "sliding_window") if sliding else None,
         kv_heads=_kv_heads(config, kind),
         head_size=_head_size(config, kind),
     )
 
 
-def _sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int:
+def _count_sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int:
     types = config.get("layer_types")
     if isinstance(types, list):
         strange = sorted({str(one) for one in types} - {"full_attention", "sliding_attention"})
@@ -179,28 +179,28 @@ def _sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int:
 def _kv_heads(config: dict[str, Any], kind: str) -> int:
     for key in ("num_key_value_heads", "num_kv_heads"):
         if config.get(key) is not None:
-            return _whole(config, key)
+            return _parse_positive(config, key)
     if kind in _EQUAL_HEADS:
-        return _whole(config, "num_attention_heads")
+        return _parse_positive(config, "num_attention_heads")
     raise _UnknownError("config.json has no num_key_value_heads")
 
 
 def _head_size(config: dict[str, Any], kind: str) -> int:
     if config.get("head_dim") is not None:
-        return _whole(config, "head_dim")
-    if kind in _PLAIN:
-        return _whole(config, "hidden_size") // _whole(config, "num_attention_heads")
+        return _parse_positive(config, "head_dim")
+    if kind in _DERIVED_HEAD_SIZE:
+        return _parse_positive(config, "hidden_size") // _parse_positive(config, "num_attention_heads")
     raise _UnknownError("config.json has no head_dim")
 
 
-def _whole(config: dict[str, Any], key: str) -> int:
+def _parse_positive(config: dict[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _UnknownError(f"config.json has no usable {key}")
     return value
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -215,7 +215,7 @@ HEADER_LIMIT = 100 << 20  # of the format itself
 _FLOATS = ("F16", "BF16", "F32", "F64")  # become 16 bit without quantisation
 
 
-def weight_bytes(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
+def measure_weights(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
     """Bytes in GPU memory and their source; None, with the reason, if unknown.
 
     The files of a folder are those of its index, if it has one: repositories keep the same weights in other forms, too.
@@ -223,13 +223,13 @@ def weight_bytes(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
     index = folder / "model.safetensors.index.json"
     files, total = sorted(folder.glob("*.safetensors")), None
     if index.is_file():
-        names, total = _index(index)
+        names, total = _read_index(index)
         files = [folder / name for name in names]
     elif (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
     if files and all(path.is_file() for path in files):
         try:
-            return sum(_of_file(path, quantized) for path in files), f"the headers of {len(files)} safetensors"
+            return sum(_measure_file(path, quantized) for path in files), f"the headers of {len(files)} safetensors"
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             return None, f"a safetensors file is damaged ({error})"
     if total is not None:
@@ -237,7 +237,7 @@ def weight_bytes(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
     return None, "there are no safetensors of it on this machine"
 
 
-def _index(path: Path) -> tuple[list[str], int | None]:
+def _read_index(path: Path) -> tuple[list[str], int | None]:
     try:
         found = json.loads(read_text(path))
         total = found.get("metadata", {}).get("total_size")
@@ -246,17 +246,17 @@ def _index(path: Path) -> tuple[list[str], int | None]:
         return [], None
 
 
-def _of_file(path: Path, quantized: bool) -> int:
+def _measure_file(path: Path, quantized: bool) -> int:
     with open_file(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > HEADER_LIMIT:
             raise ValueError(f"{path.name}: no header")
         header: dict[str, Any] = json.loads(file.read(length))
     tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
-    return sum(_of_tensor(tensor, quantized) for tensor in tensors)
+    return sum(_measure_tensor(tensor, quantized) for tensor in tensors)
 
 
-def _of_tensor(tensor: dict[str, Any], quantized: bool) -> int:
+def _measure_tensor(tensor: dict[str, Any], quantized: bool) -> int:
     if not quantized and tensor["dtype"] in _FLOATS:
         return 2 * math.prod(int(size) for size in tensor["shape"])
     begin, end = tensor["data_offsets"]
@@ -267,7 +267,7 @@ GPU_BLOCK = 16  # vLLM's default on a GPU
 DTYPE_BYTES = {"auto": None, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
-def known_dtype(name: str) -> None:
+def require_known_dtype(name: str) -> None:
     """Raise HarnessError for an unknown data type."""
     if name not in DTYPE_BYTES:
         raise HarnessError(
@@ -288,10 +288,12 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def blocks_per_request(self, length: int) -> int:
         """Blocks that a request of `length` tokens holds at most."""
-        blocks = self.full_groups * _up(length, self.block)
+        blocks = self.full_groups * _divide_rounding_up(length, self.block)
         if self.sliding_groups and self.window is not None:
             kept = min(self.window - 1 + self.in_flight, length)
-            blocks += self.sliding_groups * (_up(kept, self.block) + 1)  # a window may start within a block
+            blocks += self.sliding_groups * (
+                _divide_rounding_up(kept, self.block) + 1
+            )  # a window may start within a block
         return blocks
 
     def request_bytes(self, length: int) -> int:
@@ -316,7 +318,7 @@ class Capacity(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.longest > 0 and self.concurrency >= 1
 
 
-def layout_of(
+def make_layout(
     geometry: Geometry, number_bytes: int, *, tensor_parallel: int = 1, block: int = GPU_BLOCK, in_flight: int = 0
 ) -> Layout:
     """The cache on each of `tensor_parallel` GPUs: key heads are divided, but at least one is on each."""
@@ -331,22 +333,24 @@ def layout_of(
     return Layout(
         block=block,
         block_bytes=size * page,
-        full_groups=_up(full, size),
-        sliding_groups=_up(sliding, size),
+        full_groups=_divide_rounding_up(full, size),
+        sliding_groups=_divide_rounding_up(sliding, size),
         window=geometry.window,
         in_flight=in_flight,
     )
 
 
-def capacity(layout: Layout, available: int, length: int) -> Capacity:
+def compute_capacity(layout: Layout, available: int, length: int) -> Capacity:
     """What `available` bytes hold at a max_model_len of `length` tokens."""
     blocks = max(0, available) // layout.block_bytes
     concurrency = blocks / layout.blocks_per_request(length)
     usable = available - layout.block_bytes  # vLLM reserves one block
-    return Capacity(tokens=int(concurrency * length), concurrency=concurrency, longest=_longest(layout, usable, length))
+    return Capacity(
+        tokens=int(concurrency * length), concurrency=concurrency, longest=_find_max_length(layout, usable, length)
+    )
 
 
-def _longest(layout: Layout, available: int, length: int) -> int:
+def _find_max_length(layout: Layout, available: int, length: int) -> int:
     low, high = 0, length
     while low < high:
         middle = (low + high + 1) // 2
@@ -357,5 +361,5 @@ def _longest(layout: Layout, available: int, length: int) -> int:
     return low
 
 
-def _up(number: int, by: int) -> int:
+def _divide_rounding_up(number: int, by: int) -> int:
     return -(-number // by)

@@ -19,7 +19,7 @@ import yaml
 
 from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, which_row
 from harness.files import read_bytes, read_text
-from harness.redact import know
+from harness.redact import register_secrets
 from harness.scenario import (
     SERVER_TOKENIZER,
     USERS,
@@ -34,8 +34,8 @@ from harness.scenario.behaviour import Lengths
 from harness.scenario.check_syntax import misplaced, on_server
 from harness.scenario.file import once, read_scenario
 from harness.scenario.plan import Schedule, alone, mix_of, staged
-from harness.serve import attach, server_problems_of
-from harness.serve.security import open_secrets_in_text
+from harness.serve import attach_to_server, find_server_problems
+from harness.serve.security import find_open_secrets_in_text
 from harness.summary import Reason
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of
@@ -76,11 +76,11 @@ def prepare(
 ) -> Experiment:
     """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
     read = read_scenario(path)
-    know({os.environ.get(read.scenario.api_key_env or "", ""): True})
-    of_servers = [] if target is not None else once(server_problems_of(read.scenario, read.lines), read.scenario)
+    register_secrets({os.environ.get(read.scenario.api_key_env or "", ""): True})
+    of_servers = [] if target is not None else once(find_server_problems(read.scenario, read.lines), read.scenario)
     problems = read.problems + of_servers
     lines = {problem.line for problem in problems}
-    problems = problems + [secret for secret in open_secrets_in_text(read_text(path)) if secret.line not in lines]
+    problems = problems + [secret for secret in find_open_secrets_in_text(read_text(path)) if secret.line not in lines]
     problems = problems or _never_due(read.scenario, read.lines)
     scenario = read.scenario
     if model is not None:
@@ -104,7 +104,7 @@ def prepare(
 
 def as_recorded(experiment: Experiment) -> Experiment:
     """An experiment that was prepared before, once its files and environment can be used. Raises HarnessError."""
-    know({os.environ.get(experiment.scenario.api_key_env or "", ""): True})
+    register_secrets({os.environ.get(experiment.scenario.api_key_env or "", ""): True})
     _refuse_faulty(experiment.path, [], _attempts(experiment.scenario, experiment.folder), {})
     return experiment
 
@@ -402,7 +402,7 @@ def scenario_of(given: Path | None, user: str | None, target: Target | None, mod
     scenario = {
         "version": 1,
         "question": f"How many {user} users does this server hold?",
-        "model": model or attach(target.url, None).served_by.model or "unknown",
+        "model": model or attach_to_server(target.url, None).served_by.model or "unknown",
         "servers": {RUNNING_SERVER: {"template": RUNNING_SERVER}},  # not started: --url replaces it
         "loads": {user: {**LOADS_OF[user], "users": 1, "duration_s": 60}},
         "prompts": PROMPTS_OF.get(user, {"tokens": 256}),

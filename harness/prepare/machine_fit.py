@@ -12,22 +12,30 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from harness.engines import VLLM_DEFAULT, template_of, vllm_accepts
+from harness.engines import VLLM_DEFAULT_UTILIZATION, find_template, vllm_accepts
 from harness.errors import HarnessError, ServerError
-from harness.machine.doctor import DockerEngine, device_blockers, engine_blockers
+from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.findings import Finding
-from harness.machine.gpus import VISIBLE, Card, gpus, has_fp8, shown, table, without_code
-from harness.machine.memory import Share, Wish, brief, pools, room_of, share_of
+from harness.machine.gpus import (
+    VISIBLE_DEVICES,
+    Gpu,
+    find_unsupported_targets,
+    has_fp8,
+    list_gpus,
+    read_gfx_table,
+    select_container_gpus,
+)
+from harness.machine.memory import SafeShare, ServerSettings, compute_share, estimate_fit, list_pools, summarize_fit
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
 from harness.scenario import Server
-from harness.serve import PreparedServer, prepared
+from harness.serve import PreparedServer, prepare_server
 from harness.serve.compose_file import Service, parse_device
-from harness.serve.engine import digests_here, engine_facts
-from harness.serve.lint import ranks_of, value_of
+from harness.serve.engine import get_engine_facts, get_local_digests
+from harness.serve.lint import get_gpu_count, get_option
 from harness.serve.location import engine_location
-from harness.serve.template import AUTO, variable_of
+from harness.serve.template import AUTO, get_variable
 from harness.summary import Reason
 from harness.units import GIB, gib
 
@@ -45,7 +53,7 @@ class Shortage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 def refuse_impossible(experiment: Experiment, root: Path = Path("/")) -> None:
     """Raise HarnessError for what this machine's GPUs cannot do: FP8 where there is none, more GPUs than there are."""
-    cards = list(gpus(root))
+    cards = list(list_gpus(root))
     for one in _vllm(experiment):
         try:
             refuse_unfit(shown_to(one.service, cards), len(cards), one.engine_arguments)
@@ -53,11 +61,11 @@ def refuse_impossible(experiment: Experiment, root: Path = Path("/")) -> None:
             raise HarnessError(f"server '{one.name}': {error.what}", next_step=error.next_step) from None
 
 
-def refuse_unfit(given: Sequence[Card], of_all: int, words: Sequence[str]) -> None:
+def refuse_unfit(given: Sequence[Gpu], of_all: int, words: Sequence[str]) -> None:
     """Raise HarnessError for what the given GPUs, of all that this machine has, cannot do. `words`: of vLLM."""
     if not given:
         return
-    ranks = ranks_of(words)
+    ranks = get_gpu_count(words)
     if ranks > len(given):
         targets = ", ".join(sorted({str(card["target"]) for card in given}))
         has, more = "this machine has", ""
@@ -70,7 +78,7 @@ def refuse_unfit(given: Sequence[Card], of_all: int, words: Sequence[str]) -> No
         )
     lacking = ", ".join(sorted({str(card["target"]) for card in given[:ranks] if not has_fp8(str(card["target"]))}))
     for flag, names in (("quantization", ("--quantization", "-q")), ("kv_cache_dtype", ("--kv-cache-dtype",))):
-        value = value_of(words, *names) or ""
+        value = get_option(words, *names) or ""
         if "fp8" in value.lower() and lacking:
             raise HarnessError(
                 f"{flag} is {value}, and {lacking} has no FP8",
@@ -79,14 +87,14 @@ def refuse_unfit(given: Sequence[Card], of_all: int, words: Sequence[str]) -> No
             )
 
 
-def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
+def shown_to(service: Service, cards: Sequence[Gpu]) -> list[Gpu]:
     """The GPUs that the service is given; none where it has no device of them, or where a variable decides."""
     if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
         return []
-    numbers = [number for name in VISIBLE for number in service.environment.get(name, "0").split(",")]
+    numbers = [number for name in VISIBLE_DEVICES for number in service.environment.get(name, "0").split(",")]
     if not cards or not all(number.strip().isdigit() for number in numbers):
         return []  # ids of GPUs, or a variable of the shell
-    return shown(cards, service.devices, service.environment)
+    return select_container_gpus(cards, service.devices, service.environment)
 
 
 def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shortage]:
@@ -103,9 +111,9 @@ def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shorta
 
 
 def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Shortage | None:
-    ranks = ranks_of(one.engine_arguments)
-    given = pools(root, shown_to(one.service, list(gpus(root))))
-    share = share_of(given, tensor_parallel=ranks)
+    ranks = get_gpu_count(one.engine_arguments)
+    given = list_pools(root, shown_to(one.service, list(list_gpus(root))))
+    share = compute_share(given, tensor_parallel=ranks)
     safe, named = share.utilization, f"gpu_memory_utilization {asked}{whose}"
     fix = f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
     if safe is None:
@@ -125,11 +133,11 @@ def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Sh
 
 def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
     """The utilization that is asked for, and whose number it is; None: not known, or still to be computed."""
-    value = value_of(one.engine_arguments, "--gpu-memory-utilization")
+    value = get_option(one.engine_arguments, "--gpu-memory-utilization")
     if value is None:
-        known = template_of(one.server.template)
+        known = find_template(one.server.template)
         defaulted = known is not None and known.utilization_default
-        return (VLLM_DEFAULT, " (vLLM's default)") if defaulted else (None, "")
+        return (VLLM_DEFAULT_UTILIZATION, " (vLLM's default)") if defaulted else (None, "")
     try:
         number = Decimal(value)
     except InvalidOperation:
@@ -140,7 +148,7 @@ def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
 def _vllm(experiment: Experiment) -> Iterator[PreparedServer]:
     """The servers with vLLM on a GPU, in containers of this machine."""
     for one in servers_here(experiment):
-        known = template_of(one.server.template)
+        known = find_template(one.server.template)
         if known is not None and known.utilization == "gpu":
             yield one
 
@@ -151,7 +159,7 @@ def servers_here(experiment: Experiment) -> Iterator[PreparedServer]:
         return
     for name, server in experiment.scenario.servers.items():
         if server.container:
-            yield prepared(experiment.scenario, name)
+            yield prepare_server(experiment.scenario, name)
 
 
 UTILIZATION = "gpu_memory_utilization"
@@ -166,16 +174,16 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     """
     servers: dict[str, Server] = {}
     computed: dict[str, Reason] = {}
-    known: dict[str, Share] = {}
+    known: dict[str, SafeShare] = {}
     for name, server in experiment.scenario.servers.items():
         where = _where(server)
         if where is None or experiment.target is not None:
             servers[name] = server
             continue
-        one = prepared(experiment.scenario, name)
-        service, ranks = one.service, ranks_of(one.engine_arguments)
+        one = prepare_server(experiment.scenario, name)
+        service, ranks = one.service, get_gpu_count(one.engine_arguments)
         # Servers that are compared get equal numbers, though free memory changes between two looks at it.
-        basis = repr([ranks, service.devices, *(service.environment.get(variable) for variable in VISIBLE)])
+        basis = repr([ranks, service.devices, *(service.environment.get(variable) for variable in VISIBLE_DEVICES)])
         share = known[basis] = known.get(basis) or _share(name, service, ranks, root)
         if share.utilization is None:
             raise HarnessError(
@@ -198,7 +206,7 @@ def _where(server: Server) -> str | None:
     """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
     if server.variables.get(UTILIZATION) == AUTO:
         return UTILIZATION
-    known = template_of(server.template)
+    known = find_template(server.template)
     text = None if known is None or known.arguments is None else server.variables.get(known.arguments)
     return known.arguments if known is not None and isinstance(text, str) and _ARGUMENT.search(text) else None
 
@@ -219,7 +227,7 @@ def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     return lines
 
 
-def _share(name: str, service: Service, ranks: int, root: Path) -> Share:
+def _share(name: str, service: Service, ranks: int, root: Path) -> SafeShare:
     location = engine_location()
     try:
         if not location.is_here:
@@ -227,8 +235,8 @@ def _share(name: str, service: Service, ranks: int, root: Path) -> Share:
                 location.problem or f"the Docker Engine is on {location.host}, whose memory is not known here",
                 next_step="`harness memory` computes it over there.",
             )
-        cards = shown(list(gpus(root)), service.devices, service.environment)
-        return share_of(pools(root, cards), tensor_parallel=ranks)
+        cards = select_container_gpus(list(list_gpus(root)), service.devices, service.environment)
+        return compute_share(list_pools(root, cards), tensor_parallel=ranks)
     except HarnessError as error:
         raise HarnessError(
             f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
@@ -236,20 +244,21 @@ def _share(name: str, service: Service, ranks: int, root: Path) -> Share:
         ) from None
 
 
-def _room(server: Server, model: str, share: Share) -> list[str]:
+def _room(server: Server, model: str, share: SafeShare) -> list[str]:
     """A line on what is left for the model, where this machine has its files."""
     try:
-        cache = str(variable_of(server, "huggingface_cache") or "")
+        cache = str(get_variable(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
-        name = str(variable_of(server, "model_path") or variable_of(server, "checkpoint") or model)
-        wish = Wish(
-            max_model_len=variable_of(server, "max_model_len") or variable_of(server, "ctx_size"),
-            max_num_seqs=variable_of(server, "max_num_seqs"),
-            max_num_batched_tokens=variable_of(server, "max_num_batched_tokens") or Wish().max_num_batched_tokens,
+        name = str(get_variable(server, "model_path") or get_variable(server, "checkpoint") or model)
+        wish = ServerSettings(
+            max_model_len=get_variable(server, "max_model_len") or get_variable(server, "ctx_size"),
+            max_num_seqs=get_variable(server, "max_num_seqs"),
+            max_num_batched_tokens=get_variable(server, "max_num_batched_tokens")
+            or ServerSettings().max_num_batched_tokens,
             tensor_parallel=share.gpus,
-            kv_cache_dtype=variable_of(server, "kv_cache_dtype") or Wish().kv_cache_dtype,
+            kv_cache_dtype=get_variable(server, "kv_cache_dtype") or ServerSettings().kv_cache_dtype,
         )
-        return brief(room_of(read_model(find_model(name, environment)), share, wish))
+        return summarize_fit(estimate_fit(read_model(find_model(name, environment)), share, wish))
     except HarnessError:
         return []  # its files are elsewhere, such as in a volume
 
@@ -264,9 +273,9 @@ def blockers(
     found = {}
     for name, service in _on_gpu(experiment).items():
         rootless = engine is not None and engine.rootless
-        of_server = list(device_blockers(root, _devices(service), rootless=rootless))
+        of_server = list(find_device_blockers(root, _devices(service), rootless=rootless))
         if engine is not None:
-            of_server += engine_blockers(engine)
+            of_server += find_engine_blockers(engine)
         if of_server:
             found[name] = of_server
     return found
@@ -301,7 +310,7 @@ def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in of_it)} (`harness doctor`)"
         for name, of_it in blockers(experiment, root).items()
     ]
-    cards = list(gpus(root))
+    cards = list(list_gpus(root))
     for name, service in _on_gpu(experiment).items():
         try:
             given = shown_to(service, cards)
@@ -310,13 +319,13 @@ def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         targets = dict.fromkeys(str(card["target"]) for card in given)
         nodes = [str(card["render_node"]) for card in given]
         extra = [str(card["target"]) for card in cards if card not in given]
-        if extra and not service.environment.keys() & set(VISIBLE) and "/dev/dri" in _devices(service):
+        if extra and not service.environment.keys() & set(VISIBLE_DEVICES) and "/dev/dri" in _devices(service):
             found.append(
                 f"note: server '{name}': its container sees {', '.join(dict.fromkeys(extra))} in addition to "
                 f"{', '.join(targets)}; `devices: [/dev/kfd, {', '.join(nodes)}]` leaves it out"
             )
-        if lacking := without_code(service.image, targets):
-            known = f"is known to have no code for {' and '.join(lacking)} ({table().checked})"
+        if lacking := find_unsupported_targets(service.image, targets):
+            known = f"is known to have no code for {' and '.join(lacking)} ({read_gfx_table().checked})"
             found.append(f"note: server '{name}': its image {service.image} {known}; docs/doctor.md has the table")
     for short in shortages(experiment, root):
         refused = "; `harness run` refuses it" if short.certain else ""
@@ -336,6 +345,6 @@ def _devices(service: Service) -> list[str]:
 
 def _engine(services: dict[str, Service]) -> DockerEngine:
     """The engine's facts; room for images counts only when one has to be pulled."""
-    engine = engine_facts()
+    engine = get_engine_facts()
     images = {service.image for service in services.values()}
-    return structs.replace(engine, free_bytes=None) if digests_here(images).keys() == images else engine
+    return structs.replace(engine, free_bytes=None) if get_local_digests(images).keys() == images else engine

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import units
-from harness.engines import template_of
+from harness.engines import find_template
 from harness.judge.checks import undecidable_checks
 from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import planned_comparisons
@@ -19,7 +19,7 @@ from harness.report import words
 from harness.scenario import Baseline, Load, Scenario, Sweep, at_once, taken_together, warmup_of
 from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
 from harness.scenario.plan import WINDOWS, Schedule, baseline_of, plan, start_of, starts, steadiness, steady_arrivals
-from harness.serve.lint import notes
+from harness.serve.lint import list_notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS
 from harness.units import count
@@ -79,7 +79,7 @@ def preview(experiment: Experiment) -> Preview:
         estimated_s=estimate_s(scenario, experiment.folder),
         assumed=f"{ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
         f"{_starts(scenario)}{_first_starts(scenario)}",
-        notes=[*_of_plan(experiment), *check_notes(scenario), *notes(scenario, _threads())],
+        notes=[*_of_plan(experiment), *check_notes(scenario), *list_notes(scenario, _threads())],
     )
 
 
@@ -173,7 +173,7 @@ def sweep_lines(swept: Sweep) -> Iterator[str]:
     for kind, rows in (("server", swept.servers), ("load", swept.loads)):
         for name in dict.fromkeys(row.of for row in rows.values()):
             mine = [row.settings for row in rows.values() if row.of == name]
-            values = {key: list(dict.fromkeys(words.setting(one[key]) for one in mine)) for key in mine[0]}
+            values = {key: list(dict.fromkeys(words.format_setting(one[key]) for one in mine)) for key in mine[0]}
             varied = "; ".join(f"{key} {', '.join(shown)}" for key, shown in values.items())
             yield f"sweep of the {kind} '{name}', {count(len(mine), 'row')}: {varied}"
 
@@ -198,7 +198,7 @@ def _starts(scenario: Scenario) -> str:
 
 def _first_starts(scenario: Scenario) -> str:
     """What the assumption leaves out: starts that download, install and compile, which is kept for later ones."""
-    known = [template_of(server.template) for server in scenario.servers.values() if server.container]
+    known = [find_template(server.template) for server in scenario.servers.values() if server.container]
     slow = {template.first_start for template in known if template is not None} - {None}
     if not slow:
         return ""
@@ -218,10 +218,10 @@ def work(load: Load) -> str:
         each = f" each, {at_once(load)} in all" if load.users > 1 else ""
         burst = f", always {load.in_flight} in flight{each}"
     if load.trace is not None:
-        who = f"{load.user} users by the trace {words.replayed(load.trace)}, at most {load.users} at once"
+        who = f"{load.user} users by the trace {words.describe_trace(load.trace)}, at most {load.users} at once"
         return f"{who}, {amount} of its lengths ({load.output})"
     if load.arrivals is not None:
-        who = f"{load.user} users arriving {words.arrival_rate(load.arrivals)}, at most {load.users} at once"
+        who = f"{load.user} users arriving {words.describe_arrivals(load.arrivals)}, at most {load.users} at once"
     if load.endpoint == "embeddings":
         return f"{who}{burst}, {amount}, embeddings"
     return f"{who}{burst}, {amount}, {lengths_in_words(load.output_tokens)} each ({load.output})"

@@ -23,7 +23,7 @@ from harness.files import open_file, pretty_json, read_bytes, read_text, replace
 from harness.judge.noise_floors import RESERVED, folder_name, format_date, is_noise_run, noise_path
 from harness.judge.verdicts import is_paced, metric_values, number_fields, work_metric
 from harness.report import words
-from harness.report.html import asset, template
+from harness.report.html import page_template, read_asset
 from harness.report.markdown import escape, grid, render
 from harness.report.table import LIMITED
 from harness.rundir.manifest import Run, ServedBy, read_run
@@ -44,21 +44,21 @@ THIRD_PARTY = Path("reference") / "third-party.yaml"
 
 
 class Figure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A figure that somebody else published, in reference/third-party.yaml."""
+    """A figure published by others, in reference/third-party.yaml."""
 
     hardware: str
     model: str
     setup: str
     load: str
     result: str
-    claim: str  # who says so: vendor, community, paper
+    claim: str  # its kind of author: vendor, community, paper
     source: str
     date: str  # of the source; "undated" where none was recorded
     url: str | None = None
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """A row of a published run."""
+    """A row of a published run, as the leaderboard shows it."""
 
     machine: str
     server: str
@@ -75,7 +75,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     version: str | None
     valid: bool
     client_limited: list[str]  # fields of Numbers
-    ranked: bool  # a value of the server, of a valid run
+    ranked: bool  # only if the run is valid and the load generator did not limit the value
     best: bool = False  # of its machine
 
     @property
@@ -85,22 +85,22 @@ class Entry(Struct, frozen=True, kw_only=True):
     @property
     def median(self) -> str:
         """The median of the repeats with its unit."""
-        return self._marked(self.value, lambda number: words.in_unit(number, self.metric), self.metric)
+        return self._mark_limited(self.value, lambda number: words.format_metric(number, self.metric), self.metric)
 
     @property
     def spread(self) -> str:
         """The lowest and the highest of the repeats."""
         ends = (min(self.values), max(self.values)) if self.values else ()
-        return " to ".join(words.in_unit(end, self.metric) for end in ends) or units.NOTHING
+        return " to ".join(words.format_metric(end, self.metric) for end in ends) or units.NOTHING
 
     @property
     def rate(self) -> str:
-        return self._marked(self.output_tok_s, units.significant, "output_tok_s")
+        return self._mark_limited(self.output_tok_s, units.significant, "output_tok_s")
 
     @property
     def first_token(self) -> str:
         """The p50 of TTFT in ms."""
-        return self._marked(self.ttft_p50_s, units.milliseconds, "ttft_s")
+        return self._mark_limited(self.ttft_p50_s, units.milliseconds, "ttft_s")
 
     @property
     def validity(self) -> str:
@@ -110,7 +110,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """The beginning of the image's digest, without its repository; of an image that was never in one, of its id."""
+        """The first characters of the image's digest; of its id if the image was never in a repository."""
         if self.image_digest is None:
             return units.NOTHING
         if "@" not in self.image_digest:
@@ -118,14 +118,14 @@ class Entry(Struct, frozen=True, kw_only=True):
         kind, _, digest = self.image_digest.rpartition("@")[2].rpartition(":")
         return f"{kind}:{digest[:_DIGEST]}" if kind else digest[:_DIGEST]
 
-    def _marked(self, number: float | None, shown: Callable[[float], str], field: str) -> str:
+    def _mark_limited(self, number: float | None, shown: Callable[[float], str], field: str) -> str:
         if number is None:
             return units.NOTHING
         return f"{shown(number)}{LIMITED}" if field in self.client_limited else shown(number)
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """Rows of the same work: one scenario, one model, one workload, one kind of engine. Best first."""
+    """The rows with the same scenario, model, workload and kind of engine (simulated or real), best first."""
 
     scenario: str
     question: str
@@ -148,22 +148,25 @@ class Group(Struct, frozen=True, kw_only=True):
 
     @property
     def limited(self) -> str | None:
-        """What the mark of a limited number means, where there is one."""
-        there = any(entry.client_limited for entry in self.entries)
-        return f"{LIMITED} the load generator was the limit of this number, not the server." if there else None
+        """The meaning of the mark of a limited number; None if there is no such number."""
+        limited = any(entry.client_limited for entry in self.entries)
+        return f"{LIMITED} the load generator was the limit of this number, not the server." if limited else None
 
 
 class Board(Struct, frozen=True, kw_only=True):
     """The leaderboard."""
 
-    machines: dict[str, str]  # name: what it is, in short
+    machines: dict[str, str]  # by name its GPUs, else its CPU
     groups: list[Group]
     figures: list[Figure]
     unreadable: list[str]
 
 
-def collect(results: Path, shipped: Path) -> Board:
-    """Everything below `results`; the third-party figures from there, else from `shipped`. Never raises for one run."""
+def collect_board(results: Path, shipped: Path) -> Board:
+    """Read all published runs below `results`, and the third-party figures from there, else from `shipped`.
+
+    A run that cannot be read is listed in the board.
+    """
     runs: list[tuple[Run, Summary]] = []
     unreadable = []
     for path in sorted(results.glob("*/*/*/run.json")):
@@ -173,14 +176,14 @@ def collect(results: Path, shipped: Path) -> Board:
             runs.append((read_run(path.parent), read_summary(path.parent)))
         except HarnessError as error:
             unreadable.append(error.what)
-    alike: dict[tuple[str, str, str, bool], list[tuple[Run, Summary]]] = {}
+    same_work: dict[tuple[str, str, str, bool], list[tuple[Run, Summary]]] = {}
     for run, summary in runs:
         key = (run.scenario_name, run.scenario.model, run.workload_sha256, run.simulated)
-        alike.setdefault(key, []).append((run, summary))
-    groups = [_group(members) for _, members in sorted(alike.items())]
+        same_work.setdefault(key, []).append((run, summary))
+    groups = [_make_group(members) for _, members in sorted(same_work.items())]
     own = results / THIRD_PARTY
     return Board(
-        machines=dict(sorted({run.machine.name: _what(run) for run, _ in runs}.items())),
+        machines=dict(sorted({run.machine.name: _describe_machine(run) for run, _ in runs}.items())),
         groups=sorted(groups, key=lambda group: (group.simulated, group.scenario, group.model)),
         figures=read_figures(own if own.exists() else shipped / THIRD_PARTY),
         unreadable=unreadable,
@@ -198,12 +201,12 @@ def read_figures(path: Path) -> list[Figure]:
         raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
 
 
-def _group(members: Sequence[tuple[Run, Summary]]) -> Group:
+def _make_group(members: Sequence[tuple[Run, Summary]]) -> Group:
     newest = max((run for run, _ in members), key=lambda run: run.started_wall_s)
-    used = [run.scenario.loads[row.load] for run, summary in members for row in summary.rows]
-    metric = "ttft_p50" if any(map(is_paced, used)) else work_metric(used)
-    entries = [_entry(run, summary, row, metric) for run, summary in members for row in summary.rows]
-    entries.sort(key=_rank)
+    loads = [run.scenario.loads[row.load] for run, summary in members for row in summary.rows]
+    metric = "ttft_p50" if any(map(is_paced, loads)) else work_metric(loads)
+    entries = [_make_entry(run, summary, row, metric) for run, summary in members for row in summary.rows]
+    entries.sort(key=_rank_key)
     best: dict[str, Entry] = {}
     for entry in entries:
         if entry.ranked:
@@ -220,13 +223,13 @@ def _group(members: Sequence[tuple[Run, Summary]]) -> Group:
     )
 
 
-def _rank(entry: Entry) -> tuple[bool, float, str, str, str, str]:
-    """Best first; what is not ranked comes last."""
+def _rank_key(entry: Entry) -> tuple[bool, float, str, str, str, str]:
+    """Best first; entries without a rank last."""
     value = (entry.value or 0.0) * (-1 if entry.metric in RATES else 1)
     return not entry.ranked, value, entry.machine, entry.server, entry.load, entry.run
 
 
-def _entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
+def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
     cells = {cell.id: cell for cell in summary.cells}
     values = [value for value in metric_values(row, cells, metric) if value]
     served: ServedBy | None = next((cell.served_by for cell in run.served if cell.server == row.server), None)
@@ -252,8 +255,8 @@ def _entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
     )
 
 
-def _what(run: Run) -> str:
-    """What a machine is, in short: its GPUs, else its CPU."""
+def _describe_machine(run: Run) -> str:
+    """The GPUs of a machine, else its CPU."""
     gpus = Counter(str(gpu.get("name") or gpu.get("target")) for gpu in run.machine.gpus)
     return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.machine.cpu or ""
 
@@ -264,7 +267,7 @@ def write_board(board: Board, path: Path) -> list[Path]:
     if text_path == path:
         raise HarnessError(f"{path}: is also the name of the page in Markdown", next_step="Give a name in .html.")
     try:
-        for target, text in ((path, html(board)), (text_path, markdown(board))):
+        for target, text in ((path, board_page(board)), (text_path, board_markdown(board))):
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, text.encode())
     except OSError as error:
@@ -274,10 +277,10 @@ def write_board(board: Board, path: Path) -> list[Path]:
     return [path, text_path]
 
 
-def html(board: Board) -> str:
-    return template("leaderboard.html.j2").render(
+def board_page(board: Board) -> str:
+    return page_template("leaderboard.html.j2").render(
         board=board,
-        style=Markup(asset("report.css")),
+        style=Markup(read_asset("report.css")),
         units=units,
         ranking=RANKING.replace("`", ""),
         apart=APART,
@@ -285,21 +288,21 @@ def html(board: Board) -> str:
     )
 
 
-def markdown(board: Board) -> str:
-    """The same as GitHub Flavored Markdown."""
+def board_markdown(board: Board) -> str:
+    """The leaderboard as GitHub Flavored Markdown."""
     parts = ["# Leaderboard"]
     if board.groups:
-        parts += [RANKING, _matrix(board), *map(_group_markdown, board.groups)]
+        parts += [RANKING, _matrix_markdown(board), *map(_group_markdown, board.groups)]
     else:
         parts.append(EMPTY)
     if board.unreadable:
         parts.append("\n".join(f"- not readable: {escape(text)}" for text in board.unreadable))
     if board.figures:
-        parts += ["## Third-party figures", APART, _figures(board.figures)]
+        parts += ["## Third-party figures", APART, _figures_markdown(board.figures)]
     return "\n\n".join(parts) + "\n"
 
 
-def _matrix(board: Board) -> str:
+def _matrix_markdown(board: Board) -> str:
     def cell(group: Group, machine: str) -> str:
         best = group.best_of(machine)
         return units.NOTHING if best is None else f"{best.median}: {best.server} / {best.load}, {best.date}"
@@ -341,7 +344,7 @@ def _group_markdown(group: Group) -> str:
     return "\n\n".join([text, grid(head, lines), *filter(None, [group.limited])])
 
 
-def _figures(figures: list[Figure]) -> str:
+def _figures_markdown(figures: list[Figure]) -> str:
     head = ["Hardware", "Model", "Setup", "Load", "Result", "Claim", "Source", "Date"]
     lines = [[f.hardware, f.model, f.setup, f.load, f.result, f.claim, f.source, f.date] for f in figures]
     return grid(head, lines)
@@ -355,7 +358,7 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
     """
     run = read_run(folder)
     summary = summarize(folder)
-    _refuse(run, summary)
+    _refuse_unpublishable(run, summary)
     target = noise_path(results, run).parent / folder_name(run.id)
     files = {
         "run.json": pretty_json(run),
@@ -364,8 +367,8 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
     }
     try:
         target.mkdir(parents=True, exist_ok=True)
-        changed = [name for name, content in files.items() if _replace(target / name, content)]
-        if records and (folder / RECORDS).exists() and _pack(folder / RECORDS, target / f"{RECORDS}.gz"):
+        changed = [name for name, content in files.items() if _write_if_changed(target / name, content)]
+        if records and (folder / RECORDS).exists() and _pack_if_changed(folder / RECORDS, target / f"{RECORDS}.gz"):
             changed.append(f"{RECORDS}.gz")
     except OSError as error:
         raise HarnessError(
@@ -375,7 +378,7 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
     return target, changed
 
 
-def _refuse(run: Run, summary: Summary) -> None:
+def _refuse_unpublishable(run: Run, summary: Summary) -> None:
     if is_noise_run(run):
         raise HarnessError(
             f"{run.id}: an A/A run is no result; what it found is stored as noise.json",
@@ -389,16 +392,16 @@ def _refuse(run: Run, summary: Summary) -> None:
     refuse_invalid(run, summary, "is published")
 
 
-def _replace(path: Path, content: bytes) -> bool:
-    """Write a file in one step unless it is so already; whether it had to be."""
+def _write_if_changed(path: Path, content: bytes) -> bool:
+    """Write a file unless it has this content. Return whether it was written."""
     if path.exists() and read_bytes(path) == content:
         return False
     replace_file(path, content)
     return True
 
 
-def _pack(source: Path, path: Path) -> bool:
-    """gzip without a name or a time, so that the same records always give the same file."""
+def _pack_if_changed(source: Path, path: Path) -> bool:
+    """Pack a file unless that is done. Return whether it was. Equal records give equal files: no name, no time."""
     temporary = path.with_name(f"{path.name}.new")
     with (
         open_file(source) as plain,

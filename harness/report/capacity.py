@@ -1,4 +1,4 @@
-"""What a capacity search found, in words."""
+"""The result of a capacity search as sentences and a table."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from rich.table import Table
 
 from harness.capacity.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
 from harness.capacity.search import Frontier
-from harness.reasons import amounts_words, sentence
+from harness.reasons import format_amounts, sentence
 from harness.summary import Reason, because
 from harness.units import NOTHING, duration, significant
 
@@ -23,102 +23,98 @@ STATES = {
 }
 
 
-def print_capacity(found: CapacityReport, console: Console) -> None:
-    """One sentence for each server and what it rests on, and a table of all probes."""
-    if found.slos:
-        console.print(f"SLOs: {', '.join(found.slos)}")
-    for line in capacity_lines(found):
+def print_capacity(report: CapacityReport, console: Console) -> None:
+    """Print the answers about each server, the notes on them, and a table of all probes."""
+    if report.slos:
+        console.print(f"SLOs: {', '.join(report.slos)}")
+    for line in capacity_lines(report):
         console.print(line, style="bold")
-    for server in found.servers:
-        for note in notes_of(found, server):
+    for server in report.servers:
+        for note in note_reasons(server):
             console.print(f"note: {server.server}: {sentence(note)}")
-    rows = [(server, probe) for server in found.servers for probe in server.probes]
-    if not rows:
-        return
-    table = Table(box=None, pad_edge=False)
-    heads = probe_head(found)
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("server", "result", "for") else "right")
-    for server, probe in rows:
-        table.add_row(*probe_texts(found, server, probe))
-    console.print(table)
+    rows = [probe_cells(report, server, probe) for server in report.servers for probe in server.probes]
+    if rows:
+        table = Table(box=None, pad_edge=False)
+        for heading in probe_headings(report):
+            table.add_column(heading, justify="left" if heading in ("server", "result", "for") else "right")
+        for cells in rows:
+            table.add_row(*cells)
+        console.print(table)
 
 
-def capacity_lines(found: CapacityReport) -> list[str]:
-    """The answers in words, one a server and question."""
-    simulated = " (embedded engine, no real server)" if found.simulated else ""
-    lines = [
-        f"{server.server}{simulated}: {sentence(one)}" for server in found.servers for one in answers_of(found, server)
-    ]
-    return lines + [sentence(crossover_reason(one)) for one in found.crossovers]
+def capacity_lines(report: CapacityReport) -> list[str]:
+    """The answers as sentences: one for each server and question."""
+    simulated = " (embedded engine, no real server)" if report.simulated else ""
+    answers = [(server.server, answer) for server in report.servers for answer in answer_reasons(report, server)]
+    lines = [f"{server}{simulated}: {sentence(answer)}" for server, answer in answers]
+    return lines + [sentence(crossover_reason(crossover)) for crossover in report.crossovers]
 
 
-def crossover_reason(found: Crossover) -> Reason:
-    """From how many users on one server has more throughput than another."""
-    answer = found.answer
+def crossover_reason(crossover: Crossover) -> Reason:
+    """The number of users from which on one server has more throughput than another."""
+    answer = crossover.answer
     levels = {"first": min(answer.levels, default=None), "last": max(answer.levels, default=None)}
-    known = {"level": answer.level, "low": answer.low, "high": answer.high, **levels}
-    return because(f"crossing_{answer.kind}", base=found.base, side=found.side, **known)
+    bounds = {"level": answer.level, "low": answer.low, "high": answer.high}
+    return because(f"crossing_{answer.kind}", base=crossover.base, side=crossover.side, **bounds, **levels)
 
 
-def answers_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
+def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reason]:
     """The answers about one server."""
     if not server.started:
         return server.reasons[:1]
     answers = []
     if (slo := server.slo) is not None:
+        load = {"load": report.varied[0].load} if report.members else {}
+
+        def amount(level: int | None) -> dict[str, Any] | None:
+            return None if level is None else {"amount": report.amount(level), "unit": report.unit, **load}
+
         levels = {"level": slo.level, "low": slo.low, "high": slo.high, "above": slo.above}
-        levels |= {"max": found.max_level, "one": 1}
-        named = {"load": found.varied[0].load} if found.members else {}
-        amounts = {
-            name: None if value is None else {"amount": found.amount(value), "unit": found.unit, **named}
-            for name, value in levels.items()
-        }
-        broken = "an SLO" if slo.kind == "found" and slo.broken is None else slo.broken
-        next_to = [{"amount": one.amount, "unit": one.unit, "load": one.load} for one in found.fixed]
-        known: dict[str, Any] = {"broken": broken, "next_to": next_to, "complete": slo.complete}
-        answers.append(because(f"capacity_{slo.kind}", **amounts, **known))
+        levels |= {"max": report.max_level, "one": 1}
+        answers.append(
+            because(
+                f"capacity_{slo.kind}",
+                **{name: amount(level) for name, level in levels.items()},
+                broken="an SLO" if slo.kind == "found" and slo.broken is None else slo.broken,
+                next_to=[{"amount": fixed.amount, "unit": fixed.unit, "load": fixed.load} for fixed in report.fixed],
+                complete=slo.complete,
+                unconfirmed=[amount(level) for level in slo.unconfirmed],
+            )
+        )
     if server.frontier is not None:
-        first, second = found.varied
+        first, second = report.varied
         answers.append(
             because(
                 "capacity_frontier",
                 first={"unit": first.unit, "load": first.load},
                 second={"unit": second.unit, "load": second.load},
                 corners=[
-                    [one * first.step, None if other is None else other * second.step]
-                    for one, other in corners(server.frontier)
+                    [one * first.step, None if two is None else two * second.step]
+                    for one, two in frontier_corners(server.frontier)
                 ],
                 complete=server.frontier.complete,
-                unresolved=[[one * first.step, other * second.step] for one, other in server.frontier.unresolved],
+                unresolved=[[one * first.step, two * second.step] for one, two in server.frontier.unresolved],
             )
         )
     if (knee := server.knee) is not None:
-        answers.append(
-            because(
-                f"capacity_knee_{knee.kind}",
-                level=knee.level,
-                low=knee.low,
-                high=knee.high,
-                max=found.max_level,
-                peak_level=knee.peak_level,
-                peak_tok_s=knee.peak_tok_s,
-                hurts_from=knee.hurts_from,
-                complete=knee.complete,
-            )
-        )
+        names = ("level", "low", "high", "peak_level", "peak_tok_s", "hurts_from", "complete")
+        values = {name: getattr(knee, name) for name in names}
+        answers.append(because(f"capacity_knee_{knee.kind}", max=report.max_level, **values))
     return answers
 
 
-def corners(frontier: Frontier) -> list[tuple[int, int | None]]:
-    """For each different amount of the second load that fits, the most of the first next to which it does."""
-    last = {other: one for one, other in zip(frontier.firsts, frontier.largest, strict=True) if other is not None}
-    found: list[tuple[int, int | None]] = [(one, other) for other, one in last.items()]
-    full = [one for one, other in zip(frontier.firsts, frontier.largest, strict=True) if other is None]
-    return [*found, *((one, None) for one in full[:1])]
+def frontier_corners(frontier: Frontier) -> list[tuple[int, int | None]]:
+    """For each amount of the second load that fits, the largest amount of the first next to which it does.
+
+    The last pair has the first amount next to which nothing of the second fits.
+    """
+    pairs = list(zip(frontier.firsts, frontier.largest, strict=True))
+    largest_first = {second: first for first, second in pairs if second is not None}
+    full = [(first, None) for first, second in pairs if second is None]
+    return [*((first, second) for second, first in largest_first.items()), *full[:1]]
 
 
-def notes_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
+def note_reasons(server: ServerCapacity) -> list[Reason]:
     """What limits the answers about one server."""
     notes = server.reasons if server.started else server.reasons[1:]
     if server.drift is not None and server.drift.drifted:
@@ -129,20 +125,20 @@ def notes_of(found: CapacityReport, server: ServerCapacity) -> list[Reason]:
     return notes
 
 
-def probe_head(found: CapacityReport) -> list[str]:
-    """The columns of the table of probes."""
-    several = ["server"] if len(found.servers) > 1 else []
-    levels = [f"{one.load} {one.unit}" for one in found.varied] if found.members else [found.unit]
-    return [*several, *levels, *found.slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
+def probe_headings(report: CapacityReport) -> list[str]:
+    """The head of the table of probes."""
+    server = ["server"] if len(report.servers) > 1 else []
+    levels = [f"{varied.load} {varied.unit}" for varied in report.varied] if report.members else [report.unit]
+    return [*server, *levels, *report.slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
 
 
-def probe_texts(found: CapacityReport, server: ServerCapacity, probe: MeasuredProbe) -> list[str]:
-    """A row of that table."""
-    shares = [*probe.met, *([None] * len(found.slos))][: len(found.slos)]
+def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredProbe) -> list[str]:
+    """A row of the table of probes."""
+    shares = [*probe.met, *([None] * len(report.slos))][: len(report.slos)]
     return [
-        *([server.server] if len(found.servers) > 1 else []),
-        level_text(found, probe.level),
-        *([] if probe.second is None else [level_text(found, probe.second, 1)]),
+        *([server.server] if len(report.servers) > 1 else []),
+        format_level(report, probe.level),
+        *([] if probe.second is None else [format_level(report, probe.second, 1)]),
         *(NOTHING if share is None else f"{100 * share:.1f} %" for share in shares),
         f"{probe.answers:,}",
         duration(probe.seconds),
@@ -153,12 +149,14 @@ def probe_texts(found: CapacityReport, server: ServerCapacity, probe: MeasuredPr
     ]
 
 
-def level_text(found: CapacityReport, level: int, which: int = 0) -> str:
-    """A level of the load that is varied as a number of its unit; `which`: of those of a frontier."""
-    unit, step = (found.varied[which].unit, found.varied[which].step) if found.members else (found.unit, found.step)
+def format_level(report: CapacityReport, level: int, which: int = 0) -> str:
+    """A level as a number in the unit of the varied load. `which`: the load, if two are varied."""
+    unit, step = (
+        (report.varied[which].unit, report.varied[which].step) if report.members else (report.unit, report.step)
+    )
     return f"{level:,}" if unit == "users" else f"{level * step:.3g}"
 
 
-def amounts_text(found: CapacityReport, levels: Sequence[int]) -> str:
+def format_loads(report: CapacityReport, levels: Sequence[int]) -> str:
     """All loads of a probe with their amounts: "20 chat users and 3 job users"."""
-    return amounts_words(found.loads_at(levels))
+    return format_amounts(report.loads_at(levels))

@@ -1,4 +1,4 @@
-"""A run for other programs: its records as Parquet or CSV, its rows as CSV or OpenMetrics."""
+"""A run as files for other programs: its records as Parquet or CSV, its rows as CSV or OpenMetrics."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ from harness.analysis.tally import Clock
 from harness.columns import LATENCIES, NUMBER_WORDS, VALUES
 from harness.errors import HarnessError
 from harness.redact import csv_field
-from harness.report.table import MACHINE_VALUES, TableLine, lines, raw, schedule_values
+from harness.report.table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.plan import mixed_with
@@ -29,9 +29,9 @@ from harness.summary import Distribution, LimitedBy, Row, Summary
 BATCH = 10_000
 PACKED = "requests.jsonl.gz"  # as `harness publish --records` files them
 EXTRA = "parquet"  # the optional dependencies of pyproject.toml that hold pyarrow
-# Columns before and after the fields of a record; each number that is derived has its formula in docs/method.md.
-BEFORE = {"run": "string", "server": "string", "repeat": "int64"}
-AFTER = {
+# Columns before and after the fields of a record; docs/method.md has the formulas.
+RUN_COLUMNS = {"run": "string", "server": "string", "repeat": "int64"}
+DERIVED_COLUMNS = {
     "sent_wall_s": "double",  # Unix time
     "ttft_s": "double",
     "tpot_s": "double",
@@ -41,14 +41,12 @@ _TYPES = {str: "string", int: "int64", float: "double", bool: "bool"}
 
 
 class Exported(NamedTuple):
-    """What was written, and how many lines of the records could not be read."""
-
-    records: int
-    damaged: int
+    records: int  # that were written
+    damaged: int  # lines that could not be read
 
 
 def refuse_ending(to: Path) -> None:
-    """Raise HarnessError for a file of neither format."""
+    """Raise HarnessError unless the file ends in .parquet or .csv."""
     if to.suffix not in (".parquet", ".csv"):
         raise HarnessError(
             f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv, or `otlp`."
@@ -61,13 +59,13 @@ def export(folder: Path, to: Path) -> Exported:
     The file appears when it is whole. Raises HarnessError for another ending, for a run without records, for Parquet
     without pyarrow, and when it cannot be written.
     """
-    writers = {".parquet": _write_parquet, ".csv": _write_csv}
     refuse_ending(to)
+    write = _write_parquet if to.suffix == ".parquet" else _write_csv
     damaged: list[int] = []
-    rows = _rows(*dated_records(folder, damaged))
+    rows = _record_rows(*dated_records(folder, damaged))
     temporary = to.with_name(f"{to.name}.new")
     try:
-        written = writers[to.suffix](temporary, rows)
+        written = write(temporary, rows)
         os.replace(temporary, to)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -80,32 +78,32 @@ def arrow_table(folder: Path) -> Any:
 
     Raises HarnessError for a run without records, and without pyarrow.
     """
-    pyarrow = _pyarrow("records as a table")
+    pyarrow = _import_pyarrow("records as a table")
     damaged: list[int] = []
-    rows = _rows(*dated_records(folder, damaged))
-    schema = _schema(pyarrow)
-    table = pyarrow.Table.from_batches(_batches(pyarrow, schema, rows), schema=schema)
+    rows = _record_rows(*dated_records(folder, damaged))
+    schema = _arrow_schema(pyarrow)
+    table = pyarrow.Table.from_batches(_arrow_batches(pyarrow, schema, rows), schema=schema)
     if damaged:
         warnings.warn(f"{folder / 'requests.jsonl'}: {len(damaged)} lines left out: not readable", stacklevel=3)
     return table
 
 
 def dated_records(folder: Path, damaged: list[int]) -> tuple[Run, Iterator[tuple[Request, float | None]]]:
-    """Return the manifest and the records of a run directory, each with the Unix time at which it was sent.
+    """Return the manifest and the records of a run directory, each with the Unix time of sending; None: not known.
 
-    Raises HarnessError for a run without records. None: the time of day is not known.
+    Raises HarnessError for a run without records.
     """
     run, path = read_run(folder), folder / "requests.jsonl"
     if not path.exists():
-        raise _without_records(folder)
-    if run.origin is not None and run.origin.tool == "locust":  # its records begin with their cell
-        began = {cell.id: cell.started_wall_s for cell in run.cells}
-        requests = (one for one in read_requests(path, damaged) if one.cell in began)
-        return run, ((one, began[one.cell] + one.sent_s) for one in requests)
-    return run, _dated(read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
+        raise _no_records_error(folder)
+    requests = read_requests(path, damaged)
+    if run.origin is not None and run.origin.tool == "locust":  # their times count from the start of their cell
+        started = {cell.id: cell.started_wall_s for cell in run.cells}
+        return run, ((r, started[r.cell] + r.sent_s) for r in requests if r.cell in started)
+    return run, _with_send_times(requests, read_marks(folder / "processes.jsonl"))
 
 
-def _dated(requests: Iterator[Request], marks: list[ProcessMark]) -> Iterator[tuple[Request, float | None]]:
+def _with_send_times(requests: Iterator[Request], marks: list[ProcessMark]) -> Iterator[tuple[Request, float | None]]:
     clocks: dict[str, Clock] = {}
     for request in requests:
         if request.cell not in clocks:
@@ -114,7 +112,7 @@ def _dated(requests: Iterator[Request], marks: list[ProcessMark]) -> Iterator[tu
         yield request, clock.wall_s(request.sent_s + clock.offset_s(request.process))
 
 
-def _without_records(folder: Path) -> HarnessError:
+def _no_records_error(folder: Path) -> HarnessError:
     if (folder / PACKED).exists():
         return HarnessError(
             f"{folder}: the records are packed, in {PACKED}", next_step=f"gunzip --keep {folder / PACKED}"
@@ -130,39 +128,37 @@ def _without_records(folder: Path) -> HarnessError:
     )
 
 
-def columns() -> dict[str, str]:
-    """The columns and their types, as Arrow names them; all but those of a record's own required fields may be null."""
-    fields = {name: _type(hint) for name, hint in get_type_hints(Request).items()}
-    return BEFORE | fields | AFTER
+def record_columns() -> dict[str, str]:
+    """The columns and their types, as Arrow names them. Only a record's required fields are never null."""
+    fields = {name: _arrow_type(hint) for name, hint in get_type_hints(Request).items()}
+    return RUN_COLUMNS | fields | DERIVED_COLUMNS
 
 
-def _type(annotation: Any) -> str:
-    arms = [arm for arm in getattr(annotation, "__args__", (annotation,)) if arm is not type(None)]
+def _arrow_type(annotation: Any) -> str:
     if annotation == list[float]:
         return "list<double>"
+    arms = getattr(annotation, "__args__", (annotation,))
     return next((_TYPES[arm] for arm in arms if arm in _TYPES), "string")  # a Literal of words
 
 
-def _rows(run: Run, requests: Iterator[tuple[Request, float | None]]) -> Iterator[dict[str, Any]]:
+def _record_rows(run: Run, requests: Iterator[tuple[Request, float | None]]) -> Iterator[dict[str, Any]]:
     cells = {cell.id: cell for cell in run.cells}
     for request, wall_s in requests:
-        cell = cells.get(request.cell)
-        row: dict[str, Any] = {
+        cell, succeeded = cells.get(request.cell), request.error is None
+        yield {
             "run": run.id,
-            "server": None if cell is None else cell.server,
-            "repeat": None if cell is None else cell.repeat,
+            "server": field_or_none(cell, "server"),
+            "repeat": field_or_none(cell, "repeat"),
+            **{name: getattr(request, name) for name in request.__struct_fields__},
+            "bad_fields": msgspec.json.encode(request.bad_fields).decode() if request.bad_fields else None,
+            "sent_wall_s": wall_s,
+            "ttft_s": derive.ttft_s(request) if succeeded else None,
+            "tpot_s": derive.tpot_s(request) if succeeded else None,
+            "e2e_s": derive.e2e_s(request),
         }
-        row |= {name: getattr(request, name) for name in request.__struct_fields__}
-        row["bad_fields"] = msgspec.json.encode(request.bad_fields).decode() if request.bad_fields else None
-        succeeded = request.error is None
-        row["sent_wall_s"] = wall_s
-        row["ttft_s"] = derive.ttft_s(request) if succeeded else None
-        row["tpot_s"] = derive.tpot_s(request) if succeeded else None
-        row["e2e_s"] = derive.e2e_s(request)
-        yield row
 
 
-def _pyarrow(what: str) -> Any:
+def _import_pyarrow(what: str) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -173,24 +169,23 @@ def _pyarrow(what: str) -> Any:
     return pyarrow
 
 
-def _schema(pyarrow: Any) -> Any:
-    types = {name: getattr(pyarrow, {"double": "float64", "bool": "bool_"}.get(kind, kind))()
-             for name, kind in columns().items() if kind != "list<double>"}  # fmt: skip
-    types["chunks_s"] = pyarrow.list_(pyarrow.float64())
-    return pyarrow.schema([(name, types[name]) for name in columns()])
+def _arrow_schema(pyarrow: Any) -> Any:
+    types = {kind: pyarrow.type_for_alias(kind) for kind in (*_TYPES.values(), "double")}
+    types["list<double>"] = pyarrow.list_(pyarrow.float64())
+    return pyarrow.schema([(name, types[kind]) for name, kind in record_columns().items()])
 
 
-def _batches(pyarrow: Any, schema: Any, rows: Iterator[dict[str, Any]]) -> Iterator[Any]:
+def _arrow_batches(pyarrow: Any, schema: Any, rows: Iterator[dict[str, Any]]) -> Iterator[Any]:
     while batch := list(islice(rows, BATCH)):
         yield pyarrow.RecordBatch.from_pylist(batch, schema=schema)
 
 
 def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> int:
-    pyarrow = _pyarrow(f"{path.stem}: Parquet")
-    schema = _schema(pyarrow)
+    pyarrow = _import_pyarrow(f"{path.stem}: Parquet")
+    schema = _arrow_schema(pyarrow)
     written = 0
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for batch in _batches(pyarrow, schema, rows):
+        for batch in _arrow_batches(pyarrow, schema, rows):
             writer.write_batch(batch)
             written += len(batch)
     return written
@@ -200,7 +195,7 @@ def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     """An empty field is a number that is not known; chunk times are a JSON list in one field."""
     written = 0
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(columns()), lineterminator="\n")
+        writer = csv.DictWriter(file, fieldnames=list(record_columns()), lineterminator="\n")
         writer.writeheader()
         for row in rows:
             plain = {name: int(value) if isinstance(value, bool) else csv_field(value) for name, value in row.items()}
@@ -220,7 +215,7 @@ _CSV_VERDICT = {  # field of a Verdict, by column
 
 def csv_table(summary: Summary, run: Run) -> str:
     """The rows of a run as CSV: raw numbers, units in the column names. An empty field: the number is not known."""
-    rows = [_record(line, mixed_with(line.row.load, run.scenario.mixes)) for line in lines(summary, run)]
+    rows = [_csv_row(line, mixed_with(line.row.load, run.scenario.mixes)) for line in table_lines(summary, run)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["server", "load"], lineterminator="\n")
     writer.writerow({name: csv_field(name) for name in writer.fieldnames})
@@ -228,7 +223,7 @@ def csv_table(summary: Summary, run: Run) -> str:
     return out.getvalue()
 
 
-def _record(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | int | float | None]:
+def _csv_row(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | int | float | None]:
     numbers = line.row.pooled
     record: dict[str, str | int | float | None] = {
         "server": line.row.server,
@@ -245,31 +240,31 @@ def _record(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | int
         **dict.fromkeys(("output_tok_s", "requests_per_s", "input_tok_s")),
         "vectors": numbers.vectors,
         "client_limited": " ".join(line.row.client_limited),
-        **{f"answers_{name}": raw(numbers.answers, name) for name in _CSV_ANSWERS},
-        **{f"prompt_tokens_{name}": raw(numbers.prompts, name) for name in ("asked", "got")},
+        **{f"answers_{name}": field_or_none(numbers.answers, name) for name in _CSV_ANSWERS},
+        **{f"prompt_tokens_{name}": field_or_none(numbers.prompts, name) for name in ("asked", "got")},
     }
-    record |= {column.field: column.of(numbers) for column in VALUES if "." not in column.field}
+    record |= {column.field: column.value_of(numbers) for column in VALUES if "." not in column.field}
     for column in LATENCIES:
         if column.csv:
             sample = getattr(numbers, column.field)
             record |= {f"{column.name}_{statistic}_s": getattr(sample, statistic) for statistic in _CSV_STATISTICS}
-    record |= schedule_values(line.row)
-    record |= {name: raw(line.row.machine_load, field) for name, field, *_ in MACHINE_VALUES}
-    record |= {f"{stage}_mean_s": raw(line.row.time, f"{stage}_s") for stage in STAGES if stage != "connect"}
+    record |= raw_schedule(line.row)
+    record |= {name: field_or_none(line.row.machine_load, field) for name, field, *_ in MACHINE_VALUES}
+    record |= {f"{stage}_mean_s": field_or_none(line.row.time, f"{stage}_s") for stage in STAGES if stage != "connect"}
     record["limited_by"] = line.row.limited_by
     for slos, attained in numbers.slos.items():
         record |= {f"attainment({slos})": attained.attainment, f"goodput_req_s({slos})": attained.goodput_req_s}
     return (
         record
         | {"baseline": int(line.baseline)}
-        | {name: raw(line.verdict, at) for name, at in _CSV_VERDICT.items()}
+        | {name: field_or_none(line.verdict, field) for name, field in _CSV_VERDICT.items()}
         | {"verdict": line.words}
     )
 
 
 Labels = dict[str, str]
 PREFIX = "amd_llm_load"
-SCHEDULES = {  # of open loops: what it is, field of Kept
+SCHEDULES = {  # of open loops: what it is, field of ScheduleKept
     "asked_requests_per_second": ("Requests / s that the schedule asked for, median over runs", "asked_per_s"),
     "achieved_requests_per_second": ("Requests / s that were sent, median over runs", "achieved_per_s"),
     "planned_requests": ("Requests that the schedule has a time for", "planned"),
@@ -279,18 +274,18 @@ QUANTILES = {"p50": "0.5", "p90": "0.9", "p95": "0.95", "p99": "0.99"}
 
 
 def openmetrics(summary: Summary, run: Run) -> str:
-    """A run's summary as OpenMetrics text, which ends with "# EOF", for Prometheus.
+    """A run's summary as OpenMetrics text for Prometheus. It ends with "# EOF".
 
-    Gauges, since a run is over: one sample a row (server, load). What is not known has no sample. Latencies are
-    summaries with the quantiles that the sample carries.
+    Gauges, because a run is over: one sample for each row (server, load). A number that is not known has no sample.
+    Latencies are summaries with the quantiles that the sample carries.
     """
-    families = _Families([*_of_run(summary, run), *_of_rows(summary, run), *_of_verdicts(summary)])
+    families = _Families([*_run_metrics(summary, run), *_row_metrics(summary, run), *_verdict_metrics(summary)])
     text: bytes = generate_latest(families)  # type: ignore[no-untyped-call]
     return text.decode()
 
 
 class _Families(Collector):
-    """What is to be written, as the library wants it."""
+    """The metric families in the form that the library writes."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = [family for family in families if family.samples]
@@ -307,8 +302,8 @@ def _gauge(name: str, explanation: str, unit: str, samples: Iterable[tuple[Label
     return gauge
 
 
-def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
-    labels = {
+def _run_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
+    about_run = {
         "run": run.id,
         "scenario": summary.scenario,
         "model": run.scenario.model,
@@ -317,15 +312,15 @@ def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
         "status": _status(summary, run),
     }
     # Not of OpenMetrics' type `info`: Prometheus' older text format, as node_exporter reads it, knows no such type.
-    yield _gauge("run_info", "The run that all samples are of", "", [(labels, 1)])
-    one = {"run": run.id, "scenario": summary.scenario}
-    yield _gauge("valid", "1: the run is VALID", "", [(one, None if summary.valid is None else int(summary.valid))])
-    started = [(one, run.started_wall_s)]
+    yield _gauge("run_info", "The run that all samples are of", "", [(about_run, 1)])
+    labels = {"run": run.id, "scenario": summary.scenario}
+    yield _gauge("valid", "1: the run is VALID", "", [(labels, None if summary.valid is None else int(summary.valid))])
+    started = [(labels, run.started_wall_s)]
     yield _gauge("started_timestamp_seconds", "When the run began, Unix time", "seconds", started)
-    checks = [({**one, "check": result.check}, result.status) for result in summary.checks]
-    decided = [(at, int(status == "passed")) for at, status in checks if status != "inconclusive"]
+    checks = [({**labels, "check": result.check}, result.status) for result in summary.checks]
+    decided = [(check, int(status == "passed")) for check, status in checks if status != "inconclusive"]
     yield _gauge("check_passed", "1: the check passed; 0: it failed", "", decided)
-    undecided = [(at, int(status == "inconclusive")) for at, status in checks]
+    undecided = [(check, int(status == "inconclusive")) for check, status in checks]
     yield _gauge("check_inconclusive", "1: the run has too few requests to decide the check", "", undecided)
 
 
@@ -336,44 +331,52 @@ def _status(summary: Summary, run: Run) -> str:
     return "unchecked" if summary.valid is None else "valid" if summary.valid else "invalid"
 
 
-def _of_rows(summary: Summary, run: Run) -> Iterator[Metric]:
-    labelled = [(_labels(summary, row), row) for row in summary.rows]
+def _row_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
+    rows = [(_row_labels(summary, row), row) for row in summary.rows]
     mixes = run.scenario.mixes
-    concurrent = [({**at, "concurrent_load": name}, 1) for at, row in labelled for name in mixed_with(row.load, mixes)]
+    concurrent = [
+        ({**labels, "concurrent_load": name}, 1) for labels, row in rows for name in mixed_with(row.load, mixes)
+    ]
     yield _gauge("concurrent_load", "1: this other load of the same mix ran at the same time", "", concurrent)
     outcomes = ("succeeded", "failed", "unfinished", "abandoned")
-    ended = [({**at, "outcome": name}, getattr(row.pooled, name)) for at, row in labelled for name in outcomes]
+    ended = [({**labels, "outcome": name}, getattr(row.pooled, name)) for labels, row in rows for name in outcomes]
     yield _gauge("requests", "Measured requests, by how they ended", "", ended)
     for value in VALUES:
-        known = [(at, value.of(row.pooled)) for at, row in labelled]
+        known = [(labels, value.value_of(row.pooled)) for labels, row in rows]
         yield _gauge(value.openmetrics, value.about, value.unit, known)
     limited = [
-        ({**at, "number": name}, int(name in row.client_limited)) for at, row in labelled for name in NUMBER_WORDS
+        ({**labels, "number": name}, int(name in row.client_limited)) for labels, row in rows for name in NUMBER_WORDS
     ]
     yield _gauge("client_limited", "1: the load generator was the limit of this number of the row", "", limited)
     for name, (explanation, field) in SCHEDULES.items():
-        yield _gauge(name, explanation, "", [(at, raw(row.pooled.schedule, field)) for at, row in labelled])
-    slos = [({**at, "slos": slos}, found) for at, row in labelled for slos, found in row.pooled.slos.items()]
-    met = [(at, found.attainment) for at, found in slos]
+        yield _gauge(
+            name, explanation, "", [(labels, field_or_none(row.pooled.schedule, field)) for labels, row in rows]
+        )
+    slos = [({**labels, "slos": slos}, found) for labels, row in rows for slos, found in row.pooled.slos.items()]
+    met = [(labels, found.attainment) for labels, found in slos]
     yield _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio", met)
-    goodput = [(at, found.goodput_req_s) for at, found in slos]
+    goodput = [(labels, found.goodput_req_s) for labels, found in slos]
     yield _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs", "", goodput)
     for _, field, name, unit, factor in MACHINE_VALUES:
         explanation = f"{name.replace('_', ' ').capitalize()}, median over runs"
-        known = [(at, value) for at, row in labelled if (value := raw(row.machine_load, field)) is not None]
-        yield _gauge(f"{name}_{unit}", explanation, unit, [(at, factor * value) for at, value in known])
-    stages = [({**at, "stage": stage}, raw(row.time, f"{stage}_s")) for at, row in labelled for stage in STAGES]
+        known = [
+            (labels, value) for labels, row in rows if (value := field_or_none(row.machine_load, field)) is not None
+        ]
+        yield _gauge(f"{name}_{unit}", explanation, unit, [(labels, factor * value) for labels, value in known])
+    stages = [
+        ({**labels, "stage": stage}, field_or_none(row.time, f"{stage}_s")) for labels, row in rows for stage in STAGES
+    ]
     yield _gauge("stage_mean_seconds", "Where the time of a request went, mean over requests", "seconds", stages)
     limits = [
-        ({**at, "limit": limit}, int(limit == row.limited_by))
-        for at, row in labelled if row.limited_by is not None for limit in get_args(LimitedBy)
+        ({**labels, "limit": limit}, int(limit == row.limited_by))
+        for labels, row in rows if row.limited_by is not None for limit in get_args(LimitedBy)
     ]  # fmt: skip
     yield _gauge("limited_by", "1: this was the limit of the row", "", limits)
     for column in LATENCIES:
         about = f"{column.about} of successful requests"
         family = Metric(f"{PREFIX}_{column.name}_seconds", about, "summary", "seconds")
-        for at, row in labelled:
-            _add_quantiles(family, at, getattr(row.pooled, column.field))
+        for labels, row in rows:
+            _add_quantiles(family, labels, getattr(row.pooled, column.field))
         yield family
 
 
@@ -387,16 +390,16 @@ def _add_quantiles(family: Metric, labels: Labels, sample: Distribution) -> None
     family.add_sample(f"{family.name}_sum", labels, sample.mean * sample.n)
 
 
-def _of_verdicts(summary: Summary) -> Iterator[Metric]:
+def _verdict_metrics(summary: Summary) -> Iterator[Metric]:
     samples: list[tuple[Labels, float | None]] = []
     for verdict in summary.comparison.verdicts if summary.comparison else []:
         row = next(row for row in summary.rows if row.name == verdict.side)
         labels = {"baseline": verdict.baseline, "metric": verdict.metric, "verdict": verdict.word}
         for bound, value in (("low", verdict.low), ("middle", verdict.ratio), ("high", verdict.high)):
-            samples.append((_labels(summary, row) | labels | {"bound": bound}, value))
+            samples.append((_row_labels(summary, row) | labels | {"bound": bound}, value))
     explanation = "Speed / the baseline's; bound is low, high (95 %) or middle"
     yield _gauge("speedup_ratio", explanation, "ratio", samples)
 
 
-def _labels(summary: Summary, row: Row) -> Labels:
+def _row_labels(summary: Summary, row: Row) -> Labels:
     return {"run": summary.run, "scenario": summary.scenario, "server": row.server, "load": row.load}

@@ -1,11 +1,10 @@
-"""HTML pages that need no network and no other file; the report of a run."""
+"""The report of a run as an HTML page that needs no network and no other file."""
 
 import base64
 import gzip
 import hashlib
 import math
 import re
-from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ from harness.report import sentences, table, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts import Figure, figures, row_keys, server_keys
 from harness.report.charts.capacity import capacity_charts
-from harness.report.charts.data import ChartData, chart_data, observe
+from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
-from harness.report.charts.timeline import TimelineEvent, events_of, figure_of, startup, startup_facts
+from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.markdown import HEADINGS, verdict_cells
 from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
 from harness.summary import Summary, Verdict
@@ -42,58 +41,58 @@ LIBRARY = "plotly-basic.min.js"
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-def neutral(value: Any) -> Any:
-    """A text from outside without characters that a browser would act on; any other value as it is."""
+def neutralize(value: Any) -> Any:
+    """Replace the characters of a text from outside that a browser would act on; return any other value unchanged."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", value)
     return value
 
 
-def template(name: str) -> Template:
-    """A template that escapes every text from outside, so that it stays text."""
+def page_template(name: str) -> Template:
+    """Return a template that escapes every text."""
     environment = Environment(
         loader=PackageLoader("harness.report", "assets"),
         autoescape=True,
-        finalize=neutral,
+        finalize=neutralize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "moment": _moment, "yaml": _yaml, "seconds": units.seconds, "ms": units.milliseconds,
+        "moment": units.date_time, "yaml": _yaml, "seconds": units.seconds, "ms": units.milliseconds,
         "number": units.significant,
     }  # fmt: skip
     return environment.get_template(name)
 
 
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     return (resources.files("harness.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def chart_page(name: str, drawn: dict[str, Figure], drawn_timelines: dict[str, Figure], **values: Any) -> str:
-    """A page with charts, from a template. It needs no network and no other file."""
-    style, theme, script, library = map(asset, ("report.css", "theme.js", "report.js", LIBRARY))
+    """Render a page with charts from a template."""
+    style, theme, script, library = map(read_asset, ("report.css", "theme.js", "report.js", LIBRARY))
     data = msgspec.json.encode({"charts": drawn, "timelines": drawn_timelines}).decode()
-    return template(name).render(
+    return page_template(name).render(
         values,
         style=Markup(style),
         theme=Markup(theme),
         script=Markup(script),
-        policy=policy([theme, script, library]),
-        library=packed(library.encode()),
-        chart_data=packed(neutral(data).encode()),
+        policy=content_security_policy([theme, script, library]),
+        library=pack_data(library.encode()),
+        chart_data=pack_data(neutralize(data).encode()),
     )
 
 
-def packed(data: bytes) -> str:
-    """Data for the page to unpack by itself: base64 of gzip, the same for the same data."""
+def pack_data(data: bytes) -> str:
+    """Pack data for the page's script: base64 of gzip, the same for the same data."""
     return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
 
 
-def policy(scripts: list[str]) -> str:
+def content_security_policy(scripts: list[str]) -> str:
     """A content security policy under which only these scripts run and nothing is fetched."""
     hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
@@ -103,49 +102,49 @@ def policy(scripts: list[str]) -> str:
 def write_report(folder: Path, made: Summarized | None = None) -> Path:
     """Write report.html of a run directory from its files, and return its path.
 
-    `made`: what its summary was just made of, so that its records are not read again. Raises HarnessError when run.json
+    `made`: the counts that its summary was just made of; None: the records are read. Raises HarnessError when run.json
     or summary.json cannot be read.
     """
     run = read_run(folder)
-    observed = observe(folder) if made is None else chart_data(run, made)
-    page = render(read_summary(folder), run, observed, read_capacity(folder))
+    data = read_chart_data(folder) if made is None else chart_data(run, made)
+    page = render(read_summary(folder), run, data, read_capacity(folder))
     path = folder / "report.html"
     replace_file(path, page.encode())
     return path
 
 
-def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityReport | None = None) -> str:
-    """The page. `capacity`: of a run that searched for it."""
-    rows = table.lines(summary, run)
-    of_sweep = sweep_charts(summary, run)
+def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport | None = None) -> str:
+    """Return the page. `capacity`: the result of a capacity search."""
+    lines = table.table_lines(summary, run)
+    charts_of_sweep = sweep_charts(summary, run)
     charts = [
-        *of_sweep,
-        figures.throughput(summary, run),
-        figures.first_token(summary, run),
-        *figures.tradeoffs(summary, run),
-        *figures.distributions(summary, observed),
-        *figures.scatters(summary, observed),
-        startup(run),
+        *charts_of_sweep,
+        figures.throughput_chart(summary, run),
+        figures.first_token_chart(summary, run),
+        *figures.tradeoff_charts(summary, run),
+        *figures.distribution_charts(summary, data),
+        *figures.scatter_charts(summary, data),
+        startup_chart(run),
         *([] if capacity is None else capacity_charts(capacity)),
     ]
     bounds = figures.slo_bounds(summary)
     charts = [figures.with_slo_lines(chart, bounds) for chart in charts]
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
     cells = {cell.id: cell for cell in summary.cells}
-    events = {line.cell: events_of(line, cells.get(line.cell), run.ran.get(line.cell)) for line in observed.timelines}
+    events = {line.cell: timeline_events(line, cells.get(line.cell), run.ran.get(line.cell)) for line in data.timelines}
     return chart_page(
         "report.html.j2",
         drawn,
-        {line.cell: figure_of(line, events[line.cell]) for line in observed.timelines},
+        {line.cell: timeline_figure(line, events[line.cell]) for line in data.timelines},
         summary=summary,
         run=run,
-        columns=table.columns(summary),
-        rows=rows,
+        columns=table.table_columns(summary),
+        rows=lines,
         capacity=[] if capacity is None else capacity_lines(capacity),
-        forest=Forest.of([line.verdict for line in rows if line.verdict]),
-        interval=table.interval,
-        errors=table.errors,
-        loads=sentences.of_loads(run),
+        forest=Forest.around([line.verdict for line in lines if line.verdict]),
+        interval=table.format_interval,
+        errors=table.format_errors,
+        loads=sentences.load_descriptions(run),
         sentences=sentences,
         verdict_headings=HEADINGS,
         verdict_cells=verdict_cells,
@@ -155,51 +154,43 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         units=units,
         check_marks=words.CHECK_MARKS,
         charts={chart.id: chart for chart in charts},
-        sweep_charts=of_sweep,
+        sweep_charts=charts_of_sweep,
         server_keys=server_keys(summary),
         row_keys=row_keys(summary),
         timelines=list(events),
-        timeline_first=_shown_first(run, events),
+        timeline_first=_first_timeline(run, events),
         events=events,
         schedules=table.schedule_table(summary, run),
         times=table.time_table(summary),
         machine=table.machine_table(summary),
         gpus=table.gpu_table(summary),
         differences=server_differences(run),
-        served=_served(run),
+        served=_distinct_servers(run),
     )
 
 
-def _shown_first(run: Run, events: dict[str, list[TimelineEvent]]) -> str:
-    """The cell whose timeline is shown first: where a server died or requests failed, else the most at once."""
+def _first_timeline(run: Run, events: dict[str, list[TimelineEvent]]) -> str:
+    """The cell whose timeline is shown first: where a server died, else requests failed, else the most in flight."""
 
-    def worth(cell: CellRun) -> tuple[bool, bool, int]:
-        found, load = events[cell.id], run.scenario.loads.get(cell.load)
-        died = any(event.label == "died" for event in found)
-        return died, any(event.bad for event in found), words.concurrency(load) if load else 0
+    def interest(cell: CellRun) -> tuple[bool, bool, int]:
+        of_cell, load = events[cell.id], run.scenario.loads.get(cell.load)
+        died = any(event.label == "died" for event in of_cell)
+        return died, any(event.bad for event in of_cell), words.max_in_flight(load) if load else 0
 
     firsts = [cell for cell in reversed(run.cells) if cell.id in events and cell.repeat == 1]
-    return max(firsts, key=worth).id if firsts else next(iter(events), "")
+    return max(firsts, key=interest).id if firsts else next(iter(events), "")
 
 
-def _served(run: Run) -> dict[str, list[ServedBy]]:
-    """What served each server's cells; more than one entry where something differs between them."""
-    result: dict[str, list[ServedBy]] = {}
-    seen: set[tuple[str, bytes]] = set()
+def _distinct_servers(run: Run) -> dict[str, list[ServedBy]]:
+    """By server what served its cells; several entries if its cells differ."""
+    distinct: dict[str, dict[bytes, ServedBy]] = {}
     for cell in run.served:
-        # What belongs to a single start is left out of the comparison: time, port, and what the engine measured.
-        what = msgspec.structs.replace(
+        # Each start has its own time and port, and the engine measures anew.
+        settings = msgspec.structs.replace(
             cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={}
         )
-        key = (cell.server, msgspec.json.encode(what))
-        if key not in seen:
-            seen.add(key)
-            result.setdefault(cell.server, []).append(cell.served_by)
-    return result
-
-
-def _moment(wall_s: float) -> str:
-    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        distinct.setdefault(cell.server, {}).setdefault(msgspec.json.encode(settings), cell.served_by)
+    return {server: list(served.values()) for server, served in distinct.items()}
 
 
 def _yaml(value: Any) -> str:
@@ -207,13 +198,13 @@ def _yaml(value: Any) -> str:
 
 
 class Forest(Struct, frozen=True):
-    """A logarithmic scale that holds every interval and the 1 of the baseline."""
+    """The logarithmic scale of the forest plot: it contains every interval and the 1 of the baseline."""
 
     low: float
     high: float
 
     @classmethod
-    def of(cls, verdicts: list[Verdict]) -> "Forest":
+    def around(cls, verdicts: list[Verdict]) -> "Forest":
         values = [v for verdict in verdicts for v in (verdict.ratio, verdict.low, verdict.high) if v and v > 0]
         low, high = min([0.9, *values]), max([1.1, *values])
         margin = (high / low) ** 0.06

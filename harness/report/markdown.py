@@ -6,49 +6,50 @@ from collections.abc import Collection, Iterable, Sequence
 from harness.columns import METRIC_WORDS
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
-from harness.report.table import columns, lines, schedule_table, time_table
+from harness.report.table import schedule_table, table_columns, table_lines, time_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
 
 def render(summary: Summary, run: Run) -> str:
     """The report as GitHub Flavored Markdown. Texts from outside are escaped and stay text."""
-    parts = [f"## {escape(summary.question)}", f"**{escape(sentences.answer_of(summary, run))}**"]
+    parts = [f"## {escape(summary.question)}", f"**{escape(sentences.run_answer(summary, run))}**"]
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
-    details = [found for found in (schedule_table(summary, run), time_table(summary)) if found.rows]
+    details = [details for details in (schedule_table(summary, run), time_table(summary)) if details.rows]
     for found in details:
         head = ["Row", *(column.title for column in found.columns)]
-        rule = "|:---|" + "".join(":---|" if column.left else "---:|" for column in found.columns)
-        parts += [f"**{found.title}**", grid(head, [[line.name, *line.texts] for line in found.rows], rule)]
+        body = [[line.name, *line.texts] for line in found.rows]
+        parts += [f"**{found.title}**", grid(head, body, [True, *(column.is_text for column in found.columns)])]
     if summary.comparison is not None:
-        parts += _verdicts(summary.comparison)
-    parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
+        parts += _verdict_parts(summary.comparison)
+    parts.append(f"**{escape(sentences.validity_sentence(summary, run))}**")
     if summary.reasons or summary.notes:
-        said = sentences.gathered(summary.reasons) + sentences.gathered(summary.notes)
-        parts.append(_list([escape(text) for text in said]))
+        texts = sentences.group_reasons(summary.reasons) + sentences.group_reasons(summary.notes)
+        parts.append(_bullets(map(escape, texts)))
     if summary.failures:
-        parts.append("**Why requests failed**")
-        parts.append(_list([escape(text) for text in sentences.of_failures(summary)]))
+        parts += ["**Why requests failed**", _bullets(map(escape, sentences.failure_sentences(summary)))]
     if summary.checks:
-        parts.append(_list([check_item(check) for check in summary.checks]))
-    if loads := sentences.of_loads(run):
-        parts.append(_details("Each load", _list([f"{code(name)}: {code(said)}" for name, said in loads.items()])))
-    meant = [*columns(summary), *(column for found in details for column in found.columns if column.explanation)]
-    explained = [f"**{one.heading}**: {escape(one.explanation)} {code(one.formula)}" for one in meant]
-    parts.append(_details("What the columns mean", _list(explained)))
-    parts.append(f"Scenario {code(summary.scenario)}, run {code(summary.run)}. {escape(sentences.of_load(run))}")
+        parts.append(_bullets(map(check_item, summary.checks)))
+    if loads := sentences.load_descriptions(run):
+        items = [f"{inline_code(name)}: {inline_code(text)}" for name, text in loads.items()]
+        parts.append(_folded("Each load", _bullets(items)))
+    shown = [*table_columns(summary), *(column for found in details for column in found.columns if column.explanation)]
+    meanings = [f"**{col.heading}**: {escape(col.explanation)} {inline_code(col.formula)}" for col in shown]
+    parts.append(_folded("What the columns mean", _bullets(meanings)))
+    design = escape(sentences.design_sentence(run))
+    parts.append(f"Scenario {inline_code(summary.scenario)}, run {inline_code(summary.run)}. {design}")
     return "\n\n".join(parts) + "\n"
 
 
 def escape(text: str) -> str:
-    """`text` on one line with every character that Markdown or HTML would act on made plain."""
+    """The text on one line, with every character escaped that Markdown or HTML would act on."""
     text = words.one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
 
 
-def code(text: str) -> str:
+def inline_code(text: str) -> str:
     return escape(text) if "`" in text or "\n" in text else f"`{text}`"
 
 
@@ -56,51 +57,53 @@ def check_item(check: CheckResult) -> str:
     """The result of a check and its evidence; bold unless it passed."""
     mark = words.CHECK_MARKS[check.status]
     mark = mark if check.status == "passed" else f"**{mark}**"
-    return f"{mark}: {code(check.check)}: {escape(evidence(check.evidence))}"
+    return f"{mark}: {inline_code(check.check)}: {escape(evidence(check.evidence))}"
 
 
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
-    shown = [column for column in columns(summary) if keys is None or column.key in keys]
-    rule = "|" + "|".join(":---" if column.left else "---:" for column in shown) + "|"
-    body = [[column.of(line) for column in shown] for line in lines(summary, run)]
-    return grid([column.heading for column in shown], body, rule)
+    shown = [column for column in table_columns(summary) if keys is None or column.key in keys]
+    body = [[column.show(line) for column in shown] for line in table_lines(summary, run)]
+    return grid([column.heading for column in shown], body, [column.is_text for column in shown])
 
 
-def grid(head: Sequence[str], body: Iterable[Sequence[str]], rule: str = "") -> str:
-    """A table; `rule`: the line below its head, which says how columns are aligned."""
+def grid(head: Sequence[str], body: Iterable[Sequence[str]], left: Sequence[bool] = ()) -> str:
+    """A table. `left`: for each column whether it is aligned left, else right; empty: no alignment."""
     first, *others = ("| " + " | ".join(map(escape, row)) + " |" for row in (head, *body))
-    return "\n".join([first, rule or "| " + " | ".join("---" for _ in head) + " |", *others])
+    aligned = "|" + "|".join(":---" if is_left else "---:" for is_left in left) + "|"
+    return "\n".join([first, aligned if left else "| " + " | ".join("---" for _ in head) + " |", *others])
 
 
-def _verdicts(comparison: Comparison) -> list[str]:
+def _verdict_parts(comparison: Comparison) -> list[str]:
     """At most SHOWN verdicts and how they were reached; the others folded."""
-    found = sentences.of_verdicts(comparison.verdicts)
-    items, rest = ([escape(said) for _, said in part] for part in (found[: sentences.SHOWN], found[sentences.SHOWN :]))
-    title = sentences.rest_in_words(word for word, _ in found[sentences.SHOWN :])
-    shown = _list([*items, escape(sentences.of_method(comparison))])
-    return [shown, _details(title, _list(rest))] if rest else [shown]
+    verdicts = sentences.verdict_sentences(comparison.verdicts)
+    shown, hidden = verdicts[: sentences.SHOWN], verdicts[sentences.SHOWN :]
+    parts = [_bullets(map(escape, [*(text for _, text in shown), sentences.method_sentence(comparison)]))]
+    if hidden:
+        title = sentences.hidden_verdicts_text(word for word, _ in hidden)
+        parts.append(_folded(title, _bullets(escape(text) for _, text in hidden)))
+    return parts
 
 
-def _list(items: list[str]) -> str:
+def _bullets(items: Iterable[str]) -> str:
     return "\n".join(f"- {item}" for item in items)
 
 
-def _details(title: str, body: str) -> str:
+def _folded(title: str, body: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
 
 
 HEADINGS = ("Side", "Baseline", "Runs", "By", "Speed", "95 % interval", "p", "Verdict")
 EQUAL = "Nothing that is recorded differs between them."
-_MAX_VALUE = 300  # characters of a value that is shown; JSON has all of it
+_MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
 
 
-def of_comparison(comparison: Comparison) -> str:
+def render_comparison(comparison: Comparison) -> str:
     parts = [f"> **{words.SIMULATED}**"] if comparison.simulated else []
-    parts.append(f"**{escape(sentences.answer_of_comparison(comparison))}**")
+    parts.append(f"**{escape(sentences.comparison_answer(comparison))}**")
     parts.append(grid(HEADINGS, map(verdict_cells, comparison.verdicts)))
     parts += [f"> **Warning:** {escape(sentence(note))}" for note in comparison.notes]
-    parts += _verdicts(comparison)
-    parts += [_list(list(map(check_item, comparison.checks)))] if comparison.checks else []
+    parts += _verdict_parts(comparison)
+    parts += [_bullets(map(check_item, comparison.checks))] if comparison.checks else []
     if comparison.sides:
         parts.append(differences_markdown(comparison.differences, comparison.sides))
     return "\n\n".join(parts)
@@ -123,8 +126,8 @@ def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
 def difference_cells(difference: Difference) -> list[str]:
     """The key of a difference and the value of each side, on one line and shortened."""
     values = map(words.one_line, difference.values)
-    return [difference.key, *(v if len(v) <= _MAX_VALUE else f"{v[: _MAX_VALUE - 3]}..." for v in values)]
+    return [difference.key, *(v if len(v) <= _MAX_VALUE_CHARS else f"{v[: _MAX_VALUE_CHARS - 3]}..." for v in values)]
 
 
-def differences_markdown(found: Sequence[Difference], sides: Sequence[str]) -> str:
-    return grid(["What differs", *sides], map(difference_cells, found)) if found else EQUAL
+def differences_markdown(differences: Sequence[Difference], sides: Sequence[str]) -> str:
+    return grid(["What differs", *sides], map(difference_cells, differences)) if differences else EQUAL

@@ -34,7 +34,7 @@ def send_spans(folder: Path) -> Exported:
     Sending a run again sends spans with the same ids. Raises HarnessError without a receiver or the packages, for a run
     without records or without times of day, and when the receiver does not take the spans.
     """
-    endpoint = _endpoint()
+    endpoint = _receiver_address()
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -47,15 +47,15 @@ def send_spans(folder: Path) -> Exported:
     damaged: list[int] = []
     run, records = dated_records(folder, damaged)
     # What the environment says of the resource (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) goes first.
-    resource = Resource(_of_run(run)).merge(OTELResourceDetector().detect())
+    resource = Resource(_run_attributes(run)).merge(OTELResourceDetector().detect())
     cells = {cell.id: cell for cell in run.cells}
     spans = (
-        _span(run, cells.get(request.cell), request, wall_s, resource)
+        _make_span(run, cells.get(request.cell), request, wall_s, resource)
         for request, wall_s in records
         if wall_s is not None
     )
     sent = 0
-    with _log_lines() as lines:
+    with _captured_log() as lines:
         exporter = OTLPSpanExporter()
         try:
             while batch := list(islice(spans, BATCH)):
@@ -74,8 +74,8 @@ def send_spans(folder: Path) -> Exported:
     return Exported(sent, len(damaged))
 
 
-def _endpoint() -> str:
-    """What the environment says, without a password."""
+def _receiver_address() -> str:
+    """The variable of the receiver with its address, without a password."""
     for name in ENDPOINTS:
         if value := os.environ.get(name, "").strip():
             if urlsplit(value).scheme not in ("http", "https"):
@@ -88,8 +88,8 @@ def _endpoint() -> str:
 
 
 @contextmanager
-def _log_lines() -> Iterator[list[str]]:
-    """What the exporter logs, which is where it says why a receiver refused something."""
+def _captured_log() -> Iterator[list[str]]:
+    """The lines that the exporter logs: they say why a receiver refused spans."""
     logger, lines = logging.getLogger("opentelemetry"), list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ def _log_lines() -> Iterator[list[str]]:
         logger.propagate = before
 
 
-def _of_run(run: Run) -> dict[str, str | bool]:
+def _run_attributes(run: Run) -> dict[str, str | bool]:
     return {
         "service.name": "amd-llm-load",
         "service.version": run.versions.get("amd-llm-load", "unknown"),
@@ -113,12 +113,12 @@ def _of_run(run: Run) -> dict[str, str | bool]:
     }
 
 
-def _span(run: Run, cell: CellRun | None, request: Request, wall_s: float, resource: Any) -> Any:
+def _make_span(run: Run, cell: CellRun | None, request: Request, wall_s: float, resource: Any) -> Any:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
     digest = sha256(f"{run.id}/{request.cell}/{request.process}/{request.id}/{request.sent_s}".encode()).digest()
-    attributes = {name: value for name, value in _attributes(run, cell, request).items() if value is not None}
+    attributes = {name: value for name, value in _request_attributes(run, cell, request).items() if value is not None}
     failed = request.error is not None and request.error not in CUT
     start_ns = round(wall_s * 1e9)
     return ReadableSpan(
@@ -135,8 +135,8 @@ def _span(run: Run, cell: CellRun | None, request: Request, wall_s: float, resou
     )
 
 
-def _attributes(run: Run, cell: CellRun | None, request: Request) -> dict[str, Any]:
-    """By name; None is left out."""
+def _request_attributes(run: Run, cell: CellRun | None, request: Request) -> dict[str, Any]:
+    """The attributes of a request. None: not known."""
     load = run.scenario.loads.get(cell.load if cell else request.load)
     served = cell.served_by if cell else None
     address = urlsplit(served.gateway.url if served and served.gateway else served.url if served else "")

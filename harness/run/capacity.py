@@ -42,13 +42,13 @@ from harness.failures.explain import explain
 from harness.judge.stats import welch_effect
 from harness.prepare.experiment import Experiment, load_name
 from harness.process import pause, refuse_too_few_files
-from harness.report.capacity import amounts_text
+from harness.report.capacity import format_loads
 from harness.run.drive import POLL_S
 from harness.run.orchestrator import conduct, endpoint_of, run_group
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
-from harness.rundir.samples import ask_metrics
+from harness.rundir.samples import fetch_metrics
 from harness.scenario import (
     MAX_USERS,
     Load,
@@ -560,13 +560,13 @@ class ServerSearch:
     def _say_how_long(self, answer_s: float, took_s: float, levels: tuple[int, ...]) -> None:
         left_s = max(0.0, self.deadline_s - time.monotonic())
         self.whole.progress.line(
-            f"{self.name}: an answer takes {answer_s:.2g} s at {amounts_text(self.whole.found, levels)}, and the first "
+            f"{self.name}: an answer takes {answer_s:.2g} s at {format_loads(self.whole.found, levels)}, and the first "
             f"probe took {duration(took_s)}. The others take at most {duration(left_s)}."
         )
 
     def _so_far(self, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch) -> str:
         """The level and what it attained until now."""
-        words = amounts_text(self.whole.found, levels)
+        words = format_loads(self.whole.found, levels)
         if purpose == "drift":
             words += " once more"
         for slo, share in zip(self.slos, shares_of(watch.blocks, len(self.slos)), strict=True):
@@ -605,7 +605,7 @@ def in_flight(endpoint: Endpoint, api_key: str | None) -> float | None:
     """How many requests the server works on or has in its queue; None where its metrics do not say."""
     source = endpoint.metrics_source
     try:
-        values = {} if source is None else ask_metrics(source, api_key)
+        values = {} if source is None else fetch_metrics(source, api_key)
     except (requests.RequestException, ValueError, OSError):
         return None
     return values["running"] + values.get("waiting", 0.0) if "running" in values else None

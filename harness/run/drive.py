@@ -19,11 +19,11 @@ import psutil
 from harness import process
 from harness.analysis import derive
 from harness.errors import RunError
-from harness.failures.explain import FIRST, mistake_of
+from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
 from harness.files import UNDECODABLE, open_file, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
 from harness.process import free_port, pause
-from harness.redact import known
+from harness.redact import registered_secrets
 from harness.rundir.directory import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, Samples, Tail, read_marks
 from harness.rundir.samples import GpuSample
@@ -76,7 +76,7 @@ class Child(Protocol):
 
 class LocalChild:
     def __init__(self, command: list[str], log_path: Path) -> None:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(known())}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(registered_secrets())}
         with log_path.open("wb") as log:
             self._child = process.start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
@@ -166,16 +166,16 @@ class Monitor:
 
     def mistake(self) -> Reason | None:
         """Why all further requests will fail too. Checked once, on the first requests."""
-        if self._first is None or len(self._first) < FIRST:
+        if self._first is None or len(self._first) < FIRST_REQUESTS:
             return None
-        first, self._first = self._first[:FIRST], None
+        first, self._first = self._first[:FIRST_REQUESTS], None
         return scenario_mistake(first)
 
     def look(self) -> Glance:
         self.update()
         now = time.monotonic()
-        self._metrics.look()
-        self._telemetry.look()
+        self._metrics.read_new()
+        self._telemetry.read_new()
         values = (self._metrics.newest or {}).get("values", {})
         ended, tokens, span_s = self._lately(now)
         return Glance(
@@ -438,7 +438,7 @@ def _patience_s(job: Job) -> float:
 
 def scenario_mistake(first: list[Request]) -> Reason | None:
     """Return the common cause if the server rejected all of these requests because of the scenario."""
-    mistake = mistake_of([None if one.error is None else f"{one.error}: {one.message}" for one in first])
+    mistake = find_scenario_mistake([None if one.error is None else f"{one.error}: {one.message}" for one in first])
     if mistake is None:
         return None
     return because("scenario_mistake", requests=len(first), cause=mistake.cause, fix=mistake.fix)

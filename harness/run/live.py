@@ -23,9 +23,9 @@ from harness.rundir.manifest import Machine, Run
 from harness.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import mix_of, plan, staged
-from harness.serve import compose_document, upstream_of
+from harness.serve import compose_document, find_upstream
 from harness.serve.document import GRAFANA_PORT, METRICS_PORT
-from harness.serve.generator import IMAGE, files_needed, in_image
+from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
 from harness.summary import because
 
 UI_HOST = "127.0.0.1"
@@ -140,7 +140,7 @@ def compose_file(
         )
     if records is not None and not records.is_dir():
         raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
-    upstream = upstream_of(experiment.scenario, name)
+    upstream = find_upstream(experiment.scenario, name)
     slos = slos_for(experiment.scenario.checks, name, names[0])
     folder = Path(_RECORDS)
     one = _alone(experiment, name, names, endless=not headless)
@@ -164,10 +164,10 @@ def compose_file(
     ]
     job = msgspec.structs.replace(jobs[0], then=jobs[1:])
     locustfile = locustfile_of(job.load, experiment.folder, LOCUSTFILES)
-    text, file = _argument(job), in_image(locustfile)
+    text, file = _argument(job), find_path_in_image(locustfile)
     sending = msgspec.structs.replace(job, load=msgspec.structs.replace(job.load, processes=1)) if workers else job
     command = ["locust", *locust_arguments(sending, text, file, upstream.url, None if headless else ("0.0.0.0", 8089))]
-    files = files_needed(job, locustfile)
+    files = list_needed_files(job, locustfile)
     key, whole = experiment.scenario.api_key_env, staged(names[0]) or names[0]
     return compose_document(
         experiment.scenario,

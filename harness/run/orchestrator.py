@@ -16,7 +16,7 @@ import msgspec
 from harness.errors import HarnessError, RunError
 from harness.files import LOCUSTFILES, open_file
 from harness.job import Job, warm_sign, workload_of, write_job
-from harness.machine.gpus import gpu_memory, when_free
+from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
 from harness.prepare.experiment import Experiment
 from harness.prepare.machine_fit import preflight
@@ -25,7 +25,7 @@ from harness.reasons import sentence
 from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
 from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, begin
-from harness.rundir.directory import locked, release_space
+from harness.rundir.directory import lock_folder, release_space
 from harness.rundir.manifest import CellRun, ServedBy
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
@@ -38,11 +38,11 @@ from harness.scenario import (
     wave_of,
 )
 from harness.scenario.plan import Cell, alone, plan
-from harness.serve import Endpoint, attach, prepared, serve
-from harness.serve.generator import ContainerChild, in_image
-from harness.serve.lifecycle import source_of
-from harness.serve.offline import Outcome, run_offline
-from harness.serve.probe import counter
+from harness.serve import Endpoint, attach_to_server, prepare_server, serve
+from harness.serve.generator import ContainerChild, find_path_in_image
+from harness.serve.lifecycle import find_telemetry_source
+from harness.serve.offline import OfflineOutcome, run_offline
+from harness.serve.probe import make_token_counter
 from harness.summary import Reason, because
 from harness.units import count
 from harness.workload import local_words, pairs_of, salt_words, words_of
@@ -69,7 +69,7 @@ def run(experiment: Experiment, runs: Path, progress: Progress, steps: Steps | N
 def conduct(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
     """Make a run directory, run the steps, and write how that ended; see `run`."""
     running = begin(experiment, cells, runs, progress)
-    with locked(running.folder):
+    with lock_folder(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
         progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
         return carry_out(running, cells, steps)
@@ -128,7 +128,7 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
     scenario, target, progress = running.scenario, running.experiment.target, running.progress
     kept = running.file.manifest.cells
     took: dict[tuple[str, str], float] = {}  # by server and load, in earlier repeats
-    idle = [] if target else gpu_memory()
+    idle = [] if target else read_gpu_memory()
     failed = FailedSettings(scenario, progress.line, kept)
 
     def show(cell: Cell, *, first: bool = False) -> None:
@@ -141,8 +141,8 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
         first = together[0]
         show(first, first=True)
         begin = time.monotonic()
-        before = [] if target else when_free(idle)
-        if target is None and prepared(scenario, first.server).file.serving.offline:
+        before = [] if target else wait_until_free(idle)
+        if target is None and prepare_server(scenario, first.server).file.serving.offline:
             for cell in together:
                 show(cell)
                 yield msgspec.structs.replace(_offline(running, cell), gpu_memory_before=before)
@@ -198,7 +198,9 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
     if target is not None:
         tell("asking the server")
         key_name = scenario.api_key_env
-        yield attach(target.url, scenario.model, running.api_key, key_name=key_name, metrics_url=target.metrics_url)
+        yield attach_to_server(
+            target.url, scenario.model, running.api_key, key_name=key_name, metrics_url=target.metrics_url
+        )
         return
     with serve(
         scenario, cell.server, run_id=running.id, cell_id=cell.id, run_folder=running.folder, on_progress=tell
@@ -305,7 +307,7 @@ def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
-        Sampler(source_of(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
+        Sampler(find_telemetry_source(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
     ):
         yield scraper, sampler
 
@@ -317,7 +319,7 @@ def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int
     locustfile = locustfile_of(job.load, running.experiment.folder, LOCUSTFILES)
     if running.scenario.generator == "container":
         url = endpoint.network_url or endpoint.url
-        arguments = locust_arguments(job, job_path, in_image(locustfile), url)
+        arguments = locust_arguments(job, job_path, find_path_in_image(locustfile), url)
         return lambda: ContainerChild(running.id, job, arguments, locustfile, endpoint.network, log_path)
     command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, locustfile, endpoint.url, ui)]
     return lambda: LocalChild(command, log_path)
@@ -379,7 +381,7 @@ def _offline(running: Running, cell: Cell) -> CellRun:
         run_id=running.id,
         cell_id=cell.id,
         run_folder=running.folder,
-        say=running.progress.stage,
+        on_progress=running.progress.stage,
     )
     records, head = records_of(job, outcome), outcome.head
     ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
@@ -410,10 +412,10 @@ def requests_of(job: Job) -> bytes:
     return msgspec.json.Encoder().encode_lines(lines)
 
 
-def records_of(job: Job, outcome: Outcome) -> list[Request]:
+def records_of(job: Job, outcome: OfflineOutcome) -> list[Request]:
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
-    if len(outcome.lines) != planned:
-        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
+    if len(outcome.results) != planned:
+        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.results)} were answered")
     work = workload_of(job, read_rows(job.prompt_file) if job.prompt_file else [])
     return [
         Request(
@@ -434,7 +436,7 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
             cached_tokens=line.cached_tokens,
             finish=line.finish,
         )
-        for line in outcome.lines
+        for line in outcome.results
     ]
 
 
@@ -458,6 +460,6 @@ def counted_words(
         )
     if (run_id, server) not in _counted:
         model = endpoint.served_by.model or experiment.scenario.model
-        count = counter(endpoint.url, model, api_key, endpoint.ask_engine)
+        count = make_token_counter(endpoint.url, model, api_key, endpoint.ask_engine)
         _counted[run_id, server] = words_of(count, f"the server '{server}'")
     return _counted[run_id, server]

@@ -22,11 +22,11 @@ from harness.run.budget import within
 from harness.run.orchestrator import carry_out, run_cells
 from harness.run.progress import Progress
 from harness.run.running import INPUTS, INPUTS_VERSION, Inputs, RunFile, Running, digest, manifest_of, needs_docker
-from harness.rundir.directory import locked, make_room, set_aside
+from harness.rundir.directory import lock_folder, prepare_folder, set_aside
 from harness.rundir.manifest import Resumption, Run, read_run, write_run
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
-from harness.serve import connect, sweep
+from harness.serve import connect, remove_leftovers
 from harness.units import count
 
 ORPHANS_S = 15.0  # for load processes of a killed harness, which write their last records
@@ -46,7 +46,7 @@ def resume(
     address of the server that already runs. `budget_s`: its time limit. Raises HarnessError when the run cannot be
     resumed, or when what it would measure has changed; else as `harness.run.orchestrator.run`.
     """
-    with locked(folder):
+    with lock_folder(folder):
         run = read_run(folder)
         cells = _planned(run, folder)
         inputs = _inputs(folder)
@@ -61,7 +61,7 @@ def resume(
         _wait_for_orphans(folder, progress)
         if needs_docker(experiment):
             with contextlib.closing(connect()) as client:
-                for item in sweep(client, run.id, everything=True):
+                for item in remove_leftovers(client, run.id, everything=True):
                     progress.line(f"removed {item}, which the run left")
         kept = complete(folder, run)
         again = [cell for cell in cells if cell.id not in kept]
@@ -190,7 +190,7 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
         resumed=[*run.resumed, resumed],
     )
     write_run(folder, manifest)
-    make_room(folder, len(cells))
+    prepare_folder(folder, len(cells))
     for derived in ("summary.json", "report.html"):  # of the run as it was
         (folder / derived).unlink(missing_ok=True)
     attempts = set_aside(folder, kept, [cell.id for cell in cells])

@@ -22,17 +22,17 @@ from harness import __version__, files
 from harness.analysis.summarize import Summarized, summarize_with_counts, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
-from harness.machine.gpus import machine
+from harness.machine.gpus import read_machine
 from harness.prepare.experiment import Experiment, input_files, sources_of
 from harness.process import owner
 from harness.reasons import sentence
 from harness.report import html
 from harness.run.progress import Progress
-from harness.rundir.directory import make_room, release_space
+from harness.rundir.directory import prepare_folder, release_space
 from harness.rundir.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
-from harness.serve import engine_version
+from harness.serve import get_engine_version
 from harness.summary import Reason, because
 from harness.workload import workload_sha256
 
@@ -169,7 +169,7 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
     try:
         folder.mkdir(parents=True)
         write_run(folder, manifest)
-        make_room(folder, len(cells))
+        prepare_folder(folder, len(cells))
         inputs = Inputs(
             scenario=str(experiment.path.resolve()),
             files={one: digest([experiment.folder / one]) for one in input_files(experiment.scenario)},
@@ -203,7 +203,7 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
         scenario=experiment.scenario,
         workload_sha256=workload_sha256(experiment.scenario, experiment.folder),
         order=[cell.id for cell in cells],
-        machine=machine(docker=engine_version() if needs_docker(experiment) else None),
+        machine=read_machine(docker=get_engine_version() if needs_docker(experiment) else None),
         versions={
             "amd-llm-load": __version__,
             "load generator": digest(own),

@@ -27,7 +27,7 @@ LINES: dict[str, type[Any]] = {
 }
 
 
-def make_room(folder: Path, cells: int) -> None:
+def prepare_folder(folder: Path, cells: int) -> None:
     """Make the parts of a run directory that are missing, and reserve space for its end. Raises OSError."""
     with (folder / RESERVE).open("wb") as file:  # so that a full disk cannot hide how a run ended
         os.posix_fallocate(file.fileno(), 0, 2 * RESERVED_BYTES + 2**16 * min(cells, 500))
@@ -52,7 +52,7 @@ def disk_is_full(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold a run directory, as the one process that writes to it. The kernel gives the lock back when it dies.
 
     Raises HarnessError while another process has it.

@@ -268,7 +268,7 @@ def write_run(folder: Path, run: Run) -> None:
 
 def read_run(folder: Path) -> Run:
     try:
-        run = read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_contradiction, upgrade=_upgrade)
+        run = read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_find_contradiction, upgrade=_upgrade)
         # Earlier harnesses called an import without a problem valid.
         return replace(run, status="unchecked") if run.origin and run.status == "valid" else run
     except FileNotFoundError:
@@ -293,7 +293,7 @@ def _upgrade(raw: dict[str, Any]) -> None:
         upgrade_reasons(raw["origin"], "notes")
 
 
-def _contradiction(run: Run) -> tuple[str, str] | None:
+def _find_contradiction(run: Run) -> tuple[str, str] | None:
     """What no run can be, and the path of it in run.json."""
     scenario = run.scenario
     for name, parts in (("servers", scenario.servers), ("loads", scenario.loads)):
@@ -326,7 +326,7 @@ DEFINITIONS = {
     "percentiles": "the least value that so many per cent do not exceed",
 }
 FORMULAS = 2  # version of DEFINITIONS; rows of a summary carry it
-_FORMER = {  # in version 1, where it was something else
+_FORMER_DEFINITIONS = {  # in version 1, where it was something else
     "tpot_s": "(last - first chunk with a generated token) / (output tokens - 1)",
     "tokens_per_chunk": "output tokens / chunks with generated tokens",
 }
@@ -369,9 +369,11 @@ def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tu
                 )
 
 
-def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
+def definitions_differ(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
     """Why two rows have no ratio by numbers of these fields: they mean different things. None: they do not."""
-    own, others = (DEFINITIONS if one.formulas == FORMULAS else DEFINITIONS | _FORMER for one in (row, other))
+    own, others = (
+        DEFINITIONS if one.formulas == FORMULAS else DEFINITIONS | _FORMER_DEFINITIONS for one in (row, other)
+    )
     for field in fields:
         one, two = row.definitions.get(field, own[field]), other.definitions.get(field, others[field])
         if one != two:
@@ -381,14 +383,14 @@ def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
     return None
 
 
-def given_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
+def read_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
     path = folder / NUMBERS_FILE
     if run.origin is None or not path.exists():
         return {}
     return read_json(path, dict[str, Numbers], FORMAT_VERSION, upgrade=lambda _: None)  # it has no version of its own
 
 
-def known_numbers(numbers: Numbers, origin: Origin | None) -> Numbers:
+def without_unknown_numbers(numbers: Numbers, origin: Origin | None) -> Numbers:
     """`numbers` without what the tool's records cannot show."""
     if origin is None:
         return numbers
@@ -408,10 +410,10 @@ def origin_notes(origin: Origin | None) -> list[Reason]:
         by_reason.setdefault(why, []).append(field)
     found += [because("import_unknown", why=why, fields=fields) for why, fields in by_reason.items()]
     found += [because("import_defined", field=field, meaning=text) for field, text in origin.definitions.items()]
-    return found + _notes_of_rows(origin.rows)
+    return found + _row_notes(origin.rows)
 
 
-def _notes_of_rows(rows: Sequence[RowOrigin]) -> list[Reason]:
+def _row_notes(rows: Sequence[RowOrigin]) -> list[Reason]:
     """What differs from row to row, rows of the same together."""
     defined: dict[tuple[str, str], list[str]] = {}
     unknown: dict[tuple[str, str], list[str]] = {}

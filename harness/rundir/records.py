@@ -73,7 +73,7 @@ class TokenCounts(Protocol):
     def reasoning_tokens(self) -> int | None: ...
 
 
-def impossible(
+def find_impossible_counts(
     counts: TokenCounts, asked_tokens: int | None, *, prompt_max: int = MAX_TOKENS, output_min: int = 0
 ) -> dict[str, BadField]:
     """Return the counts that are out of bounds, by their names in a record.
@@ -241,7 +241,7 @@ class Lines(msgspec.Struct):
     damaged: list[int] = []
 
 
-def blocks_of(path: Path, block_bytes: int | None = None) -> list[Block]:
+def split_blocks(path: Path, block_bytes: int | None = None) -> list[Block]:
     """The file in blocks of about that many bytes; none when it is empty or not there."""
     if not path.exists():
         return []
@@ -257,7 +257,7 @@ def blocks_of(path: Path, block_bytes: int | None = None) -> list[Block]:
     return [Block(str(path), start, end) for start, end in zip(places, ends, strict=True) if end > start]
 
 
-def requests_in(block: Block, lines: Lines) -> Iterator[Request]:
+def read_block(block: Block, lines: Lines) -> Iterator[Request]:
     """The records of a block; `lines` has afterwards what was read. Torn lines are skipped."""
     decode = msgspec.json.Decoder(Request).decode
     for line in block.lines():
@@ -268,7 +268,7 @@ def requests_in(block: Block, lines: Lines) -> Iterator[Request]:
             lines.damaged.append(lines.count)
 
 
-def in_file(parts: Iterable[Lines]) -> list[int]:
+def damaged_in_file(parts: Iterable[Lines]) -> list[int]:
     damaged: list[int] = []
     before = 0
     for part in parts:
@@ -327,7 +327,7 @@ def append_sample(path: Path, sample: OfCell) -> None:
         os.close(file)
 
 
-def by_cell(found: Iterable[S]) -> dict[str, list[S]]:
+def group_by_cell(found: Iterable[S]) -> dict[str, list[S]]:
     cells: dict[str, list[S]] = defaultdict(list)
     for one in found:
         cells[one.cell].append(one)
@@ -366,7 +366,7 @@ class Samples:
         self._tail = Tail(path)
         self._cell = cell
 
-    def look(self) -> list[dict[str, Any]]:
+    def read_new(self) -> list[dict[str, Any]]:
         """Those that came since the last look: a few short lines, so it takes well below a millisecond."""
         came: list[dict[str, Any]] = []
         for line in self._tail.lines():

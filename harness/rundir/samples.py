@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.engines import engines
 from harness.files import read_lines
-from harness.rundir.records import Number, Seconds, Whole, append_sample, by_cell
+from harness.rundir.records import Number, Seconds, Whole, append_sample, group_by_cell
 from harness.summary import GpuLoad, MachineLoad, ServerLoad, median_of_known
 from harness.trust import open_session
 
@@ -62,7 +62,7 @@ def parse_metrics(text: str) -> dict[str, float]:
     Raises ValueError for anything else than that format, such as HTML.
     """
     found: dict[str, list[float]] = defaultdict(list)
-    names_of = _names()
+    names_of = _metric_names()
     known = set(itertools.chain.from_iterable(names_of.values()))
     try:
         families = list(text_string_to_metric_families(text))
@@ -83,13 +83,13 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 @cache
-def _names() -> dict[str, list[str]]:
+def _metric_names() -> dict[str, list[str]]:
     """By key what servers call it: the engines' names, and one that all of them may have."""
     found = {key: [name for engine in engines() for name in engine.metrics.get(key, [])] for key in KEYS}
     return {**found, "started_s": ["process_start_time_seconds"]}
 
 
-def ask_metrics(
+def fetch_metrics(
     source: str | Callable[[], str],
     api_key: str | None = None,
     *,
@@ -155,7 +155,7 @@ class Scraper:
         assert source is not None
         try:
             timeout_s = min(5.0, max(1.0, self._interval_s))
-            values = ask_metrics(source, session=self._session, timeout_s=timeout_s)
+            values = fetch_metrics(source, session=self._session, timeout_s=timeout_s)
             append_sample(self._path, MetricsSample(wall_s, self.cell, values))
         except (requests.RequestException, ValueError, OSError) as problem:
             self.last_failure = f"{type(problem).__name__}: {problem}"
@@ -170,7 +170,7 @@ class Scraper:
 
 
 def read_metrics(path: Path) -> dict[str, list[MetricsSample]]:
-    return by_cell(read_lines(path, MetricsSample))
+    return group_by_cell(read_lines(path, MetricsSample))
 
 
 def server_load(
@@ -186,7 +186,7 @@ def server_load(
     from the last sample before to the first one after `measured_wall_s`. Means are over the samples within
     `measured_wall_s`, or all of them when it is not given.
     """
-    restarted = _restarted(samples)
+    restarted = _has_restarted(samples)
     covered = (
         len(samples) >= 2
         and bool(samples[0].values)
@@ -199,7 +199,7 @@ def server_load(
         # A counter with labels appears with its first event: absent at first means that nothing was counted.
         deltas = {key: last[key] - first.get(key, 0.0) for key in COUNTERS if key in last}
     queries = deltas.get("prefix_queries")
-    stages = {} if restarted else _stages(samples, measured_wall_s)
+    stages = {} if restarted else _stage_growth(samples, measured_wall_s)
     inside = [s for s in samples if measured_wall_s is None or measured_wall_s[0] <= s.wall_s <= measured_wall_s[1]]
     running = _values(inside, "running")
     return ServerLoad(
@@ -215,7 +215,7 @@ def server_load(
     )
 
 
-def _stages(samples: Sequence[MetricsSample], measured_wall_s: tuple[float, float] | None) -> dict[str, float]:
+def _stage_growth(samples: Sequence[MetricsSample], measured_wall_s: tuple[float, float] | None) -> dict[str, float]:
     """What the counters of STAGES gained in the measured time; nothing where no sample is before it, or none after."""
     if measured_wall_s is None:
         return {}
@@ -231,7 +231,7 @@ def _values(samples: Iterable[MetricsSample], key: str) -> list[float]:
     return [sample.values[key] for sample in samples if key in sample.values]
 
 
-def _restarted(samples: Sequence[MetricsSample]) -> bool:
+def _has_restarted(samples: Sequence[MetricsSample]) -> bool:
     for before, after in itertools.pairwise(samples):
         for key in COUNTERS:
             if key in before.values and key in after.values and after.values[key] < before.values[key]:
@@ -247,7 +247,7 @@ MAX_GAP_S = 5.0  # between two samples; beyond, what happened in between is not 
 MIN_BUSY = 5.0  # percent on average: a GPU below did not serve ...
 MIN_PART = 0.1  # ... nor one below that part of the busiest
 
-_WHOLE = (
+_INTEGER_FIELDS = (
     "samples", "memory_max_bytes", "host_memory_min_bytes", "container_memory_max_bytes", "listen_overflows"
 )  # fmt: skip
 
@@ -296,7 +296,7 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
-    return by_cell(read_lines(path, TelemetrySample))
+    return group_by_cell(read_lines(path, TelemetrySample))
 
 
 def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens: float | None) -> MachineLoad | None:
@@ -308,33 +308,33 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
     if not inside or window is None:
         return None
     names = list(dict.fromkeys(name for one in samples for name in one.gpus))
-    used = serving(inside)
-    gpus = {name: _gpu(samples, inside, window, name, name in used) for name in names}
+    used = busy_gpus(inside)
+    gpus = {name: _gpu_load(samples, inside, window, name, name in used) for name in names}
     mine = [gpus[name] for name in names if name in used]
-    energy = _total([gpu.energy_j for gpu in mine])
+    energy = _sum_if_known([gpu.energy_j for gpu in mine])
     times = [window[0], *(one.wall_s for one in inside), window[1]]
-    host, container = _known(inside, "host"), _known(inside, "container")
+    host, container = _known_values(inside, "host"), _known_values(inside, "container")
     return MachineLoad(
         samples=len(inside),
         gap_max_s=max(after - before for before, after in itertools.pairwise(times)),
-        took_max_s=max(_known(inside, "took_s"), default=None),
+        took_max_s=max(_known_values(inside, "took_s"), default=None),
         gpus=gpus,
-        busy_mean_percent=_mean(_known(mine, "busy_mean_percent")),
-        busy_max_percent=max(_known(mine, "busy_max_percent"), default=None),
-        memory_max_bytes=max((m for one in inside if (m := _memory(one, used)) is not None), default=None),
-        power_mean_w=_total([gpu.power_mean_w for gpu in mine]),
-        power_max_w=max((power for one in inside if (power := _power(one, used)) is not None), default=None),
+        busy_mean_percent=_mean_or_none(_known_values(mine, "busy_mean_percent")),
+        busy_max_percent=max(_known_values(mine, "busy_max_percent"), default=None),
+        memory_max_bytes=max((m for one in inside if (m := _used_memory(one, used)) is not None), default=None),
+        power_mean_w=_sum_if_known([gpu.power_mean_w for gpu in mine]),
+        power_max_w=max((power for one in inside if (power := _total_power(one, used)) is not None), default=None),
         package=any(gpu.package for gpu in mine),
         energy_j=energy,
         energy_per_token_j=energy / tokens if energy is not None and tokens else None,
-        counted_energy_j=_total([gpu.counted_energy_j for gpu in mine]),
+        counted_energy_j=_sum_if_known([gpu.counted_energy_j for gpu in mine]),
         temperature_max_c=max((t for gpu in mine for t in gpu.temperatures_max_c.values()), default=None),
-        heat_s=max(_known(mine, "heat_s"), default=None),
-        limited_s=max(_known(mine, "limited_s"), default=None),
-        host_cpu_mean=_mean(_known(host, "cpu_busy")),
-        host_memory_min_bytes=min(_known(host, "memory_available_bytes"), default=None),
-        container_cpu_mean_cores=_mean(_known(container, "cpu_cores")),
-        container_memory_max_bytes=max(_known(container, "memory_bytes"), default=None),
+        heat_s=max(_known_values(mine, "heat_s"), default=None),
+        limited_s=max(_known_values(mine, "limited_s"), default=None),
+        host_cpu_mean=_mean_or_none(_known_values(host, "cpu_busy")),
+        host_memory_min_bytes=min(_known_values(host, "memory_available_bytes"), default=None),
+        container_cpu_mean_cores=_mean_or_none(_known_values(container, "cpu_cores")),
+        container_memory_max_bytes=max(_known_values(container, "memory_bytes"), default=None),
         listen_overflows=_listen_overflows(samples, window),
     )
 
@@ -347,48 +347,48 @@ def median_load(loads: Sequence[MachineLoad | None]) -> MachineLoad | None:
 
     names = [name for name in MachineLoad.__struct_fields__ if name not in ("gpus", "package")]
     numbers = {name: median_of_known(getattr(load, name) for load in known) for name in names}
-    whole = {name: round(value) for name in _WHOLE if (value := numbers[name]) is not None}
+    whole = {name: round(value) for name in _INTEGER_FIELDS if (value := numbers[name]) is not None}
     found: MachineLoad = msgspec.convert(
         {**numbers, **whole, "package": any(one.package for one in known)}, MachineLoad
     )
     return found
 
 
-def serving(samples: Sequence[TelemetrySample]) -> set[str]:
+def busy_gpus(samples: Sequence[TelemetrySample]) -> set[str]:
     """The GPUs that worked for the server: busy for a good part of the time, or all where none says how busy it is."""
     names = {name for one in samples for name in one.gpus}
     busy = {
         name: statistics.fmean(known)
         for name in names
-        if (known := _known([one.gpus[name] for one in samples if name in one.gpus], "busy_percent"))
+        if (known := _known_values([one.gpus[name] for one in samples if name in one.gpus], "busy_percent"))
     }
     if not busy:
         return names
     return {name for name, mean in busy.items() if mean >= max(MIN_BUSY, MIN_PART * max(busy.values()))}
 
 
-def _gpu(
+def _gpu_load(
     samples: Sequence[TelemetrySample], inside: Sequence[TelemetrySample], window: Span, name: str, used: bool
 ) -> GpuLoad:
     seen = [one.gpus[name] for one in inside if name in one.gpus]
-    busy, power, clocks = (_known(seen, field) for field in ("busy_percent", "power_w", "clock_mhz"))
+    busy, power, clocks = (_known_values(seen, field) for field in ("busy_percent", "power_w", "clock_mhz"))
     labels = list(dict.fromkeys(label for gpu in seen for label in gpu.temperatures_c))
     return GpuLoad(
         used=used,
-        busy_mean_percent=_mean(busy),
+        busy_mean_percent=_mean_or_none(busy),
         busy_max_percent=max(busy, default=None),
-        memory_busy_mean_percent=_mean(_known(seen, "memory_busy_percent")),
-        vram_max_bytes=max(_known(seen, "vram_used_bytes"), default=None),
-        gtt_max_bytes=max(_known(seen, "gtt_used_bytes"), default=None),
-        power_mean_w=_mean(power),
+        memory_busy_mean_percent=_mean_or_none(_known_values(seen, "memory_busy_percent")),
+        vram_max_bytes=max(_known_values(seen, "vram_used_bytes"), default=None),
+        gtt_max_bytes=max(_known_values(seen, "gtt_used_bytes"), default=None),
+        power_mean_w=_mean_or_none(power),
         power_max_w=max(power, default=None),
         package=any(gpu.package for gpu in seen),
         energy_j=integral(_series(samples, name, "power_w"), window),
-        counted_energy_j=_counted(_series(samples, name, "energy_j"), window),
+        counted_energy_j=_counter_growth(_series(samples, name, "energy_j"), window),
         temperatures_max_c={
             label: max(gpu.temperatures_c[label] for gpu in seen if label in gpu.temperatures_c) for label in labels
         },
-        clock_mean_mhz=_mean(clocks),
+        clock_mean_mhz=_mean_or_none(clocks),
         clock_min_mhz=min(clocks, default=None),
         heat_s=held_back_s(samples, window, name, ("heat", "prochot")),
         limited_s=held_back_s(samples, window, name, ("power", "current")),
@@ -405,7 +405,7 @@ def integral(series: Series, window: Span) -> float | None:
     inside = [point for point in series if begin <= point[0] <= end]
     if len(inside) < MIN_SAMPLES:
         return None
-    points = [(begin, _at(series, begin)), *inside, (end, _at(series, end))]
+    points = [(begin, _interpolate(series, begin)), *inside, (end, _interpolate(series, end))]
     before = max((at for at, _ in series if at < begin), default=begin)
     after = min((at for at, _ in series if at > end), default=end)
     times = [before, *(at for at, _ in inside), after]
@@ -426,13 +426,13 @@ def held_back_s(samples: Sequence[TelemetrySample], window: Span, name: str, kin
     return total if known else None
 
 
-def _counted(series: Series, window: Span) -> float | None:
+def _counter_growth(series: Series, window: Span) -> float | None:
     """By how much a counter grew in the window. None when it is not known before and after it, or began anew."""
     if not series or series[0][0] > window[0] or series[-1][0] < window[1]:
         return None
     if any(late[1] < early[1] for early, late in itertools.pairwise(series)):
         return None
-    return _at(series, window[1]) - _at(series, window[0])
+    return _interpolate(series, window[1]) - _interpolate(series, window[0])
 
 
 def _listen_overflows(samples: Sequence[TelemetrySample], window: Span) -> int | None:
@@ -446,7 +446,7 @@ def _listen_overflows(samples: Sequence[TelemetrySample], window: Span) -> int |
     return last[1] - first[1]
 
 
-def _at(series: Series, when: float) -> float:
+def _interpolate(series: Series, when: float) -> float:
     """The value at a time, on the straight line between its neighbours; outside of all samples that of the nearest."""
     before = max((point for point in series if point[0] <= when), default=series[0])
     after = min((point for point in series if point[0] >= when), default=series[-1])
@@ -455,15 +455,17 @@ def _at(series: Series, when: float) -> float:
     return before[1] + (after[1] - before[1]) * (when - before[0]) / (after[0] - before[0])
 
 
-def _known(seen: Iterable[msgspec.Struct], field: str) -> list[Any]:
+def _known_values(seen: Iterable[msgspec.Struct], field: str) -> list[Any]:
     return [value for one in seen if (value := getattr(one, field)) is not None]
 
 
 def _series(samples: Sequence[TelemetrySample], name: str, field: str) -> Series:
-    return [(one.wall_s, value) for one in samples if name in one.gpus for value in _known([one.gpus[name]], field)]
+    return [
+        (one.wall_s, value) for one in samples if name in one.gpus for value in _known_values([one.gpus[name]], field)
+    ]
 
 
-def _memory(sample: TelemetrySample, names: set[str]) -> int | None:
+def _used_memory(sample: TelemetrySample, names: set[str]) -> int | None:
     found = [
         used
         for name, gpu in sample.gpus.items()
@@ -474,15 +476,15 @@ def _memory(sample: TelemetrySample, names: set[str]) -> int | None:
     return sum(found) if found else None
 
 
-def _power(sample: TelemetrySample, names: set[str]) -> float | None:
-    return _total([sample.gpus[name].power_w if name in sample.gpus else None for name in sorted(names)])
+def _total_power(sample: TelemetrySample, names: set[str]) -> float | None:
+    return _sum_if_known([sample.gpus[name].power_w if name in sample.gpus else None for name in sorted(names)])
 
 
-def _total(values: Sequence[float | None]) -> float | None:
+def _sum_if_known(values: Sequence[float | None]) -> float | None:
     """The sum; None when there is nothing to sum up, or one part of it is not known."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean_or_none(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None

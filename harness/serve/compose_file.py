@@ -1,4 +1,4 @@
-"""A rendered Compose file as typed values: the keys that the harness carries out, and no other."""
+"""A rendered Compose file as typed values. A key that the harness does not support is a problem."""
 
 import ipaddress
 import os
@@ -40,7 +40,7 @@ class ConfigMount(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A container, in the words of the Compose specification."""
+    """A container; the keys are those of the Compose specification."""
 
     image: str
     command: list[str] | None = None
@@ -69,7 +69,7 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file that a container finds at its start; `${NAME}` in it is filled in."""
+    """A file that a container gets at its start; `${NAME}` in it is filled in."""
 
     content: str
 
@@ -85,22 +85,22 @@ class LoadCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     path: str
     body: dict[str, Any]
-    fetch: "LoadCall | None" = None  # sent first where the answer is 404: it makes the server get the model
+    fetch: "LoadCall | None" = None  # sent after the answer 404: the server downloads the model
 
 
-class Managed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What Lemonade is to serve: it listens without a model, and is asked to install, download and load."""
+class LemonadeSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model that Lemonade will serve: it starts without one, and installs, downloads and loads on request."""
 
     model: str  # with its prefix, as in user.NAME
     recipe: str | None = None  # None: the model's own
     checkpoint: str | None = None  # of a model that Lemonade does not know
     backend: str | None = None  # of the recipe; None: Lemonade's choice
     options: dict[str, Any] = {}  # of the load
-    global_timeout_s: float = 600.0  # how long Lemonade waits for a backend, of each of two attempts
+    global_timeout_s: float = 600.0  # how long Lemonade waits for a backend, in each of two attempts
 
 
 class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a client has to know of the server; the Compose file carries it as its `x-amd-llm-load`."""
+    """What a client must know about the server: `x-amd-llm-load` of the Compose file."""
 
     template: str
     port: int = 0  # inside the container
@@ -108,9 +108,9 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metrics: str | None = None
     simulated: bool = False
     offline: bool = False  # a job over a cell's requests, no API
-    version: str = "/version"  # where it tells its version
+    version: str = "/version"  # path of its version
     load: LoadCall | None = None
-    lemonade: Managed | None = None
+    lemonade: LemonadeSettings | None = None
     vllm: bool = False  # its command line is that of `vllm serve`
     gateway: "Serving | None" = None  # in front of the server; takes the load
 
@@ -127,36 +127,37 @@ class ComposeFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def preparations(self) -> list[str]:
-        """Services that have to end well before the server starts."""
+        """The services that must end well before the server starts."""
         return [name for name in self.services if name not in (SERVER, GATEWAY)]
 
 
-def parse(text: str) -> ComposeFile:
-    """The Compose file of one server. Raises HarnessError that lists everything that is wrong with it."""
-    return checked(*read(text))
+def parse_compose(text: str) -> ComposeFile:
+    """Return the Compose file of one server. Raises HarnessError with all of its problems."""
+    return require_valid(*read_compose(text))
 
 
-def read(text: str) -> tuple[ComposeFile | None, list[Problem]]:
-    """The Compose file of one server, and everything that is wrong with it: keys that the harness does not know too."""
+def read_compose(text: str) -> tuple[ComposeFile | None, list[Problem]]:
+    """Return the Compose file of one server, and its problems: unknown keys, and values that Docker would refuse."""
     problems: list[Problem] = []
     raw, lines = load_yaml(text, problems)
     compose = None if problems else decode(raw, ComposeFile, lines, problems)
     if compose is not None:
-        problems += _service_names(compose) or _value_problems(compose, os.environ)
+        problems += _check_service_names(compose) or _check_values(compose, os.environ)
     return compose, problems
 
 
-def filled_in(compose: ComposeFile, environment: Mapping[str, str]) -> ComposeFile:
-    """The Compose file with every `${NAME}` replaced. It now holds secrets: never write it anywhere."""
+def fill_variables(compose: ComposeFile, environment: Mapping[str, str]) -> ComposeFile:
+    """Return the Compose file with every `${NAME}` replaced. It then holds secrets: never write it anywhere."""
     problems: list[Problem] = []
     raw = interpolate(msgspec.to_builtins(compose), environment, problems)
     filled = decode(raw, ComposeFile, {}, problems)
     if filled is not None:
-        problems += _value_problems(filled, None)
-    return checked(filled, problems)
+        problems += _check_values(filled, None)
+    return require_valid(filled, problems)
 
 
-def checked(compose: ComposeFile | None, problems: list[Problem]) -> ComposeFile:
+def require_valid(compose: ComposeFile | None, problems: list[Problem]) -> ComposeFile:
+    """Return the Compose file. Raises HarnessError with its problems, if there are any."""
     if compose is None or problems:
         raise HarnessError(
             "the server's Compose file cannot be used: " + "; ".join(map(str, problems)),
@@ -165,15 +166,15 @@ def checked(compose: ComposeFile | None, problems: list[Problem]) -> ComposeFile
     return compose
 
 
-def _service_names(compose: ComposeFile) -> list[Problem]:
-    """Which services there may be: the server, a gateway in front of it, and what only prepares the server's start."""
+def _check_service_names(compose: ComposeFile) -> list[Problem]:
+    """Return the problems of the services: only the server, its gateway, and its preparations may be there."""
     services = compose.services
     if SERVER not in services:
         return [Problem("$.services", f"a service named '{SERVER}' is expected, got {list(services)}")]
     if (compose.serving.gateway is not None) != (GATEWAY in services):
         return [Problem("$.services", f"the service '{GATEWAY}' and $.x-amd-llm-load.gateway belong together")]
-    waits = compose.server.depends_on.items()
-    prepared = [name for name, how in waits if how.condition == "service_completed_successfully"]
+    dependencies = compose.server.depends_on.items()
+    prepared = [name for name, how in dependencies if how.condition == "service_completed_successfully"]
     started = f"'{SERVER}', '{GATEWAY}' and what '{SERVER}' waits for with service_completed_successfully"
     return [
         Problem(f"$.services.{name}", f"the harness starts {started}; nothing else")
@@ -182,15 +183,15 @@ def _service_names(compose: ComposeFile) -> list[Problem]:
     ]
 
 
-def _value_problems(compose: ComposeFile, environment: Mapping[str, str] | None) -> Iterator[Problem]:
-    """Values that Docker would misread or refuse later, without a word by its SDK; None: they are filled in."""
+def _check_values(compose: ComposeFile, environment: Mapping[str, str] | None) -> Iterator[Problem]:
+    """Yield a problem for each value that Docker would misread or refuse. `environment`: None if already filled in."""
     for name, service in compose.services.items():
-        for problem in (*_service_problems(service, environment), *_mount_problems(compose, service, environment)):
+        for problem in (*_check_service(service, environment), *_check_mounts(compose, service, environment)):
             yield problem.below(f"$.services.{name}")
 
 
-def _known(text: str, environment: Mapping[str, str] | None) -> str | None:
-    """A text with its variables filled in; None: one of them is not set yet."""
+def _fill_text(text: str, environment: Mapping[str, str] | None) -> str | None:
+    """Return a text with its variables filled in; None if one of them is not set yet."""
     if environment is None:
         return text
     problems: list[Problem] = []
@@ -198,27 +199,27 @@ def _known(text: str, environment: Mapping[str, str] | None) -> str | None:
     return None if problems else filled
 
 
-def _service_problems(service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
+def _check_service(service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
     checks: list[tuple[str, Sequence[str | None], Callable[[str], object]]] = [
         ("volumes", service.volumes, parse_volume),
         ("devices", service.devices, parse_device),
         ("ports", service.ports, parse_port),
-        ("group_add", service.group_add, _parse_group),
+        ("group_add", service.group_add, _require_group),
         ("shm_size", [service.shm_size], parse_bytes),
         ("mem_limit", [service.mem_limit], parse_bytes),
         ("stop_grace_period", [service.stop_grace_period], parse_seconds),
-        ("image", [service.image], _parse_image),
-        ("ipc", [service.ipc], _parse_ipc),
+        ("image", [service.image], _require_image),
+        ("ipc", [service.ipc], _require_ipc),
     ]
     for key, values, check in checks:
         for value in values:
-            if value is None or (known := _known(value, environment)) is None:
+            if value is None or (filled := _fill_text(value, environment)) is None:
                 continue
             try:
-                check(known)
+                check(filled)
             except ValueError as error:
-                # The text as written: what the environment holds may be a secret.
-                yield Problem(f".{key}", str(error).replace(known, value) if known else str(error))
+                # Show the text as written: the environment's value may be a secret.
+                yield Problem(f".{key}", str(error).replace(filled, value) if filled else str(error))
     for name in service.environment:
         if not name or not name.isprintable() or set(name) & set("= "):
             yield Problem(".environment", f"{name!r} cannot be the name of a variable; use letters, digits and '_'")
@@ -233,13 +234,12 @@ def _service_problems(service: Service, environment: Mapping[str, str] | None) -
         )
 
 
-def _mount_problems(compose: ComposeFile, service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
+def _check_mounts(compose: ComposeFile, service: Service, environment: Mapping[str, str] | None) -> Iterator[Problem]:
     for text in service.volumes:
-        source = (_known(text, environment) or "").split(":")[0]
-        # What is no name of a volume either was said already.
+        source = (_fill_text(text, environment) or "").split(":")[0]
         if is_volume_name(source) and source not in compose.volumes:
-            text = f"there is no volume '{source}' in this file; ${{NAME}} must expand to an absolute host path"
-            yield Problem(".volumes", text)
+            problem = f"there is no volume '{source}' in this file; ${{NAME}} must expand to an absolute host path"
+            yield Problem(".volumes", problem)
     for mount in service.configs:
         if mount.source not in compose.configs:
             yield Problem(".configs", f"'{mount.source}' is not defined under the file's own 'configs'")
@@ -251,24 +251,24 @@ def _has_nul(value: Any) -> bool:
     return any(map(_has_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
 
 
-def _parse_group(text: str) -> None:
+def _require_group(text: str) -> None:
     # A name would be looked up in the image, where the group has another number or none.
     if not text.isdigit() or int(text) > _MAX_GROUP:
         raise ValueError(f"'{text}' is not the number of a group; `stat -c %g /dev/kfd /dev/dri/render*` prints them")
 
 
-def _parse_image(text: str) -> None:
+def _require_image(text: str) -> None:
     if re.fullmatch(r"[a-z0-9][\w.:/@-]*", text) is None:
         raise ValueError(f"'{text}' is not the name of an image")
 
 
-def _parse_ipc(text: str) -> None:
+def _require_ipc(text: str) -> None:
     if text not in ("host", "private", "shareable", "none"):
         raise ValueError(f"'{text}' is not an ipc mode; known: host, none, private, shareable")
 
 
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES_PER_UNIT = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
+_SECONDS_PER_UNIT = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _VOLUME_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 
 
@@ -295,11 +295,11 @@ class Device(NamedTuple):
 
 
 def parse_bytes(text: str) -> int:
-    """`16g` or `512m` in bytes."""
+    """Return a size such as `16g` or `512m` in bytes."""
     match = re.fullmatch(r"(\d+)([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
+    if match is None or match[2] not in _BYTES_PER_UNIT:
         raise ValueError(f"'{text}' is not a size; write it like 16g or 512m")
-    return int(match[1]) * _UNITS[match[2]]
+    return int(match[1]) * _BYTES_PER_UNIT[match[2]]
 
 
 def is_volume_name(text: str) -> bool:
@@ -307,14 +307,14 @@ def is_volume_name(text: str) -> bool:
 
 
 def parse_seconds(text: str) -> float:
-    """`1m30s` or `500ms` in seconds."""
+    """Return a duration such as `1m30s` or `500ms` in seconds."""
     if re.fullmatch(r"(\d+(us|ms|s|m|h))+", text) is None:
         raise ValueError(f"'{text}' is not a duration; write it like 30s or 1m30s")
-    return sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)(us|ms|s|m|h)", text))
+    return sum(int(number) * _SECONDS_PER_UNIT[unit] for number, unit in re.findall(r"(\d+)(us|ms|s|m|h)", text))
 
 
 def parse_port(text: str) -> Port:
-    """`ADDRESS:HOST:CONTAINER`; a published port must say where, so the address is not optional.
+    """Parse `ADDRESS:HOST:CONTAINER`. The address is required, because it decides who can connect.
 
     The host's port 0 leaves the choice to the Docker Engine.
     """
@@ -329,14 +329,14 @@ def parse_port(text: str) -> Port:
     return port
 
 
-def url_of(address: str, port: int) -> str:
-    """Where to connect to what is published on `address`; every address is this host's own."""
+def make_url(address: str, port: int) -> str:
+    """Return the URL of a port that is published on `address` of this host."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def parse_volume(text: str) -> Mount:
-    """`SOURCE:TARGET[:ro|rw]`; the source is an absolute path of the host or a volume's name."""
+    """Parse `SOURCE:TARGET[:ro|rw]`; the source is an absolute path of the host or a volume's name."""
     parts = text.split(":")
     if len(parts) not in (2, 3) or (len(parts) == 3 and parts[2] not in ("ro", "rw")):
         raise ValueError(f"'{text}' is not a volume; write it like /data/models:/models:ro")
@@ -352,7 +352,7 @@ def parse_volume(text: str) -> Mount:
 
 
 def parse_device(text: str) -> Device:
-    """`HOST[:CONTAINER[:PERMISSIONS]]`, both below /dev."""
+    """Parse `HOST[:CONTAINER[:PERMISSIONS]]`, both below /dev."""
     parts = text.split(":")
     host = parts[0]
     container = parts[1] if len(parts) > 1 else host
@@ -363,20 +363,20 @@ def parse_device(text: str) -> Device:
     return Device(host, container, permissions)
 
 
-_PART = re.compile(
+_VARIABLE = re.compile(
     r"\$(?:(?P<escaped>\$)|(?P<plain>[A-Za-z_][A-Za-z0-9_]*)"
     r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<operator>:?-)(?P<word>[^${}]*))?\}|(?P<bad>))"
 )
 
 
 def interpolate(value: Any, environment: Mapping[str, str], problems: list[Problem], path: str = "$") -> Any:
-    """`value` with every text in it filled in; what cannot be filled in goes to `problems`.
+    """Fill in the variables of all texts in `value`; add a problem for each one that cannot be filled in.
 
     The forms are those of Compose: $NAME, ${NAME}, ${NAME-default}, ${NAME:-default}, and $$ for a dollar sign. A plain
     ${NAME} that is not set is an error, where Compose warns and uses nothing.
     """
     if isinstance(value, str):
-        return _PART.sub(lambda match: _filled(match, environment, problems, path), value)
+        return _VARIABLE.sub(lambda match: _fill_match(match, environment, problems, path), value)
     if isinstance(value, list):
         return [interpolate(item, environment, problems, f"{path}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
@@ -384,23 +384,21 @@ def interpolate(value: Any, environment: Mapping[str, str], problems: list[Probl
     return value
 
 
-def names_in(text: str) -> set[str]:
-    """The environment variables that a text asks for."""
-    return {name for match in _PART.finditer(text) if (name := match["plain"] or match["name"])}
+def find_variable_names(text: str) -> set[str]:
+    """Return the environment variables that a text names."""
+    return {name for match in _VARIABLE.finditer(text) if (name := match["plain"] or match["name"])}
 
 
-def literal_of(text: str) -> str:
-    """What a text has itself, defaults included; what comes from the environment becomes a NUL."""
-    return _PART.sub(_literal, text)
+def drop_variables(text: str) -> str:
+    """Return what a text itself contains, defaults included; the value of a variable becomes a NUL."""
+
+    def keep_default(match: re.Match[str]) -> str:
+        return match["word"] or "\0" if match["plain"] or match["name"] else "$"
+
+    return _VARIABLE.sub(keep_default, text)
 
 
-def _literal(match: re.Match[str]) -> str:
-    if match["plain"] or match["name"]:
-        return match["word"] or "\0"
-    return "$"
-
-
-def _filled(match: re.Match[str], environment: Mapping[str, str], problems: list[Problem], path: str) -> str:
+def _fill_match(match: re.Match[str], environment: Mapping[str, str], problems: list[Problem], path: str) -> str:
     if match["escaped"]:
         return "$"
     if match["bad"] is not None:

@@ -1,4 +1,4 @@
-"""What is read inside of a server's container: metrics behind Lemonade, and the machine's telemetry.
+"""Commands inside a server's container: metrics of the engine behind Lemonade, and the machine's telemetry.
 
 Nothing is installed there. The telemetry is for an engine on another machine, whose /sys is the same in a container.
 """
@@ -13,43 +13,34 @@ from typing import Any, cast
 
 from docker.models.containers import Container
 
-from harness.machine.telemetry import (
-    AMD,
-    CGROUP_FILES,
-    GPU_FILES,
-    INTERVAL_S,
-    SENSORS,
-    HostReading,
-    Source,
-    readings_each,
-    root,
-)
+from harness.machine import telemetry
+from harness.machine.telemetry import HostReading, Source
 from harness.serve.engine import DOCKER_ERRORS
 from harness.trust import MAX_ANSWER_BYTES
 
 FETCH_S = 3.0
-_BEYOND_S = 2.0  # for the way to an engine elsewhere
+_MAX_TRANSFER_S = 2.0  # to an engine on another machine
 _LINE_BY_LINE = 'while read -r line; do eval "$line"; printf "\\000"; done'
-_HEADER = struct.Struct(">BxxxL")  # of the engine's frames: which stream, how many bytes
+_FRAME_HEADER = struct.Struct(">BxxxL")  # of the engine's frames: stream number, byte count
 
 
 class Shell:
-    """One shell inside a container, which runs a line of commands at a time.
+    """A shell inside a container that runs one line of commands at a time.
 
-    To start a process in a container costs the Docker Engine some 100 ms of CPU; an engine on the same machine would
-    notice one each second. So one shell waits there. It is open from the first `run` to `close`, or to the first that
-    fails; then the next one opens it again. `first`: the commands that it begins with.
+    Starting a process in a container costs the Docker Engine some 100 ms of CPU, which an engine on the same machine
+    would notice each second. So one shell waits there. `run` opens it; `close` or a failed line closes it, and the
+    next `run` opens it again. `prelude`: commands that it runs first.
     """
 
-    def __init__(self, container: Container, first: str = "") -> None:
+    def __init__(self, container: Container, prelude: str = "") -> None:
         self._container = container
-        self._script = f"{first}\n{_LINE_BY_LINE}"
-        self._stream: Any = None  # what the Docker SDK gives, which keeps the connection open
+        self._script = f"{prelude}\n{_LINE_BY_LINE}"
+        self._stream: Any = None  # the Docker SDK's object, which keeps the connection open
         self._socket: Any = None
-        self._lock = threading.Lock()  # metrics are read while others ask
+        self._lock = threading.Lock()  # several threads use the shell
 
     def fetch(self, url: str, body: str | None = None) -> str:
-        """The answer's text to a GET, or to a POST of JSON without line ends; empty when none comes in time."""
+        """Return the answer to a GET, or to a POST of JSON without line ends; empty without an answer in time."""
         curl = f"curl --silent --fail --max-time {FETCH_S:g} {shlex.quote(url)}"
         if body is not None:
             post = "--header 'Content-Type: application/json' --data-binary @-"
@@ -57,32 +48,31 @@ class Shell:
         return self.run(curl).decode("utf-8", "replace")
 
     def run(self, line: str) -> bytes:
-        """What a line of commands prints, without NUL; empty when it does not end in time."""
+        """Return what a line of commands prints, which must not contain NUL; empty if it does not end in time."""
         with self._lock:
             try:
                 if self._socket is None:
                     self._open()
                 self._socket.sendall(f"{line}\n".encode())
-                text = b""
-                while not text.endswith(b"\0"):
-                    _kind, size = _HEADER.unpack(self._exactly(_HEADER.size))
-                    text += self._exactly(size)
-                    if len(text) > MAX_ANSWER_BYTES:
+                output = b""
+                while not output.endswith(b"\0"):
+                    _stream, size = _FRAME_HEADER.unpack(self._receive(_FRAME_HEADER.size))
+                    output += self._receive(size)
+                    if len(output) > MAX_ANSWER_BYTES:
                         raise ConnectionError("an answer without an end")
             except (OSError, *DOCKER_ERRORS):
                 self.close()
                 return b""
-        return text[:-1]
+        return output[:-1]
 
     def close(self) -> None:
-        """Its input ends, and so does the shell."""
+        """Close the shell's input, which ends it."""
         stream, self._stream, self._socket = self._stream, None, None
-        if stream is None:
-            return
-        response = getattr(stream, "_response", None)  # the SDK hangs it there, so that it lives as long
-        for part in (response, stream, getattr(stream, "_sock", None)):
-            with suppress(OSError, ValueError, AttributeError):  # one may have closed the other
-                part.close()  # type: ignore[union-attr]
+        # The SDK attaches the response and the socket to the stream, so that they live as long.
+        parts = [getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)]
+        for part in filter(None, parts):
+            with suppress(OSError, ValueError):  # one may have closed the other
+                part.close()
 
     def __del__(self) -> None:
         self.close()
@@ -93,20 +83,21 @@ class Shell:
         run = api.exec_create(self._container.id, command, stdin=True, stdout=True, stderr=False)["Id"]
         self._stream = api.exec_start(run, socket=True)
         self._socket = getattr(self._stream, "_sock", self._stream)
-        self._socket.settimeout(FETCH_S + _BEYOND_S)
+        self._socket.settimeout(FETCH_S + _MAX_TRANSFER_S)
 
-    def _exactly(self, size: int) -> bytes:
-        found = b""
-        while len(found) < size:
-            part = self._socket.recv(size - len(found))
+    def _receive(self, size: int) -> bytes:
+        """Return exactly `size` bytes."""
+        received = b""
+        while len(received) < size:
+            part = self._socket.recv(size - len(received))
             if not part:
                 raise ConnectionError("the shell ended")
-            found += part
-        return found
+            received += part
+        return received
 
 
-def command_inside(container: Container, pid: int) -> list[str]:
-    """The command line of a process, by its number inside the container; empty when it cannot be had."""
+def read_command_line(container: Container, pid: int) -> list[str]:
+    """Return the command line of a process, by its number inside the container; empty if it is unknown."""
     try:
         command = ["cat", f"/proc/{pid}/cmdline"]
         code, text = cast(tuple[int, bytes], container.exec_run(command, stderr=False))
@@ -115,7 +106,7 @@ def command_inside(container: Container, pid: int) -> list[str]:
     return (text or b"").decode("utf-8", "replace").rstrip("\0").split("\0") if code == 0 else []
 
 
-_FIND = """
+_FIND_SCRIPT = """
 r={root}
 one=
 tables=
@@ -135,46 +126,46 @@ for d in "$r/sys/fs/cgroup" "$r/sys/fs/cgroup/memory" "$r/sys/fs/cgroup/cpuacct"
   done
 done
 """
-# Of files with many lines, the lines that count; `grep` needs one more file to say the names of all.
-READ = (
+# Of files with many lines, only those that are used. `grep` prints the names of files if there are several.
+READ_SCRIPT = (
     'grep -s "" /dev/null "$r/proc/uptime" $one; '
     'grep -sE "^(cpu |MemAvailable:|usage_usec |inactive_file |total_inactive_file )" /dev/null $many; '
     'for t in $tables; do echo "table $t"; od -An -v -tx1 "$t" 2>/dev/null; done'
 )
 
 
-def find_script(where: str) -> str:
-    """The commands that find the files of the machine for `READ`; `where` is the folder that has /sys and /proc."""
-    return _FIND.format(
+def make_find_script(where: str) -> str:
+    """Return the commands that find the machine's files for READ_SCRIPT, below the folder `where` of /sys and /proc."""
+    return _FIND_SCRIPT.format(
         root=shlex.quote(where.rstrip("/")),
-        amd=AMD,
-        gpu=" ".join(name for name in GPU_FILES if name != "gpu_metrics"),
-        sensors=" ".join(SENSORS),
-        cgroup=" ".join(CGROUP_FILES),
+        amd=telemetry.AMD,
+        gpu=" ".join(name for name in telemetry.GPU_FILES if name != "gpu_metrics"),
+        sensors=" ".join(telemetry.SENSORS),
+        cgroup=" ".join(telemetry.CGROUP_FILES),
     )
 
 
-def inside(container: Container, interval_s: float = INTERVAL_S) -> Source:
-    """Readings of the machine that the container is on, by that machine's own clock."""
+def container_source(container: Container, interval_s: float = telemetry.INTERVAL_S) -> Source:
+    """Return a source of readings of the container's machine, timed by that machine's clock."""
 
-    def readings(enough: threading.Event) -> Iterator[HostReading]:
-        with closing(Shell(container, find_script(str(root())))) as shell:
-            yield from readings_each(lambda: reading_of(shell.run(READ)), interval_s, enough)
+    def readings(stop: threading.Event) -> Iterator[HostReading]:
+        with closing(Shell(container, make_find_script(str(telemetry.telemetry_root())))) as shell:
+            yield from telemetry.read_periodically(lambda: parse_reading(shell.run(READ_SCRIPT)), interval_s, stop)
 
     return readings
 
 
 def has_shell(container: Container) -> bool:
-    """Whether the container has what the shell needs to print its files."""
+    """Check that the container has the programs that print its files."""
     try:
         return bool(container.exec_run(["sh", "-c", "command -v grep && command -v od"]).exit_code == 0)
     except DOCKER_ERRORS:
         return False
 
 
-def reading_of(printed: bytes) -> HostReading | None:
-    """A reading out of what `READ` prints; None where it prints nothing."""
-    prefix = f"{str(root()).rstrip('/')}/".encode()
+def parse_reading(printed: bytes) -> HostReading | None:
+    """Return the reading that READ_SCRIPT printed; None if it printed nothing."""
+    prefix = f"{str(telemetry.telemetry_root()).rstrip('/')}/".encode()
     files: dict[str, bytes] = {}
     table: str | None = None
     for line in printed.splitlines():

@@ -19,35 +19,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.errors import ServerError, StartError
-from harness.failures.explain import Diagnosis, State, explain
+from harness.failures.explain import Diagnosis, ExitState, explain
 from harness.files import open_file
 from harness.process import undisturbed
 from harness.redact import masked
 from harness.rundir.manifest import ServerDeath
-from harness.serve.compose_file import (
-    ComposeFile,
-    Port,
-    Service,
-    parse_bytes,
-    parse_device,
-    parse_port,
-    parse_seconds,
-    parse_volume,
-)
-from harness.serve.engine import CELL, DOCKER_ERRORS, RUN, docker_error, name_of
+from harness.serve import compose_file
+from harness.serve.compose_file import ComposeFile, Port, Service
+from harness.serve.engine import CELL_LABEL, DOCKER_ERRORS, RUN_LABEL, make_docker_error, make_name
 
-ENGINE_SILENT_S = 15.0
-PREPARE_S = 300  # such as changing the owner of a volume full of models
-LOOK_EVERY_S = 0.5  # a look at the container costs the engine a millisecond or two
-
-
+MAX_ENGINE_SILENCE_S = 15.0
+MAX_PREPARATION_S = 300  # such as changing the owner of a volume full of models
+STATUS_INTERVAL_S = 0.5  # each check costs the engine a millisecond or two
 TAIL_LINES = 25
-LINE_CHARS = 100
-_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # put there by the Docker Engine
+MAX_LINE_CHARS = 100
+_TIME_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # of the Docker Engine
 
 
 class LogFile:
-    """Copies a stream of bytes to a file in a thread of its own."""
+    """Copies a stream of bytes to a file in its own thread, without known secrets."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,115 +45,127 @@ class LogFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
-    def follow(self, stream: Callable[[], Iterable[bytes]]) -> None:
-        """Start to copy what `stream()` yields."""
-        self._thread = threading.Thread(target=self._copy, args=(stream,), name="server-log", daemon=True)
+    def follow(self, open_stream: Callable[[], Iterable[bytes]]) -> None:
+        """Start to copy the stream."""
+        self._thread = threading.Thread(target=self._copy, args=(open_stream,), name="server-log", daemon=True)
         self._thread.start()
 
-    def settle(self) -> None:
-        """Wait until the stream has ended; it does so by itself when its container has stopped."""
+    def wait_for_end(self) -> None:
+        """Wait until the stream ends, for at most 2 s; it ends when its container has stopped."""
         if self._thread is not None:
             self._thread.join(2.0)
 
     def tail(self) -> str:
-        """The last lines, without the engine's time stamps."""
+        """Return the last lines, without the engine's time stamps."""
         return "\n".join(self.text().splitlines()[-TAIL_LINES:])
 
     def last_line(self) -> str:
-        """The last line that says something, shortened for a terminal."""
+        """Return the last line that is not empty, shortened for a terminal."""
         lines = [line.strip() for line in self.text(4096).splitlines() if line.strip()]
-        return lines[-1][:LINE_CHARS] if lines else "no output yet"
+        return lines[-1][:MAX_LINE_CHARS] if lines else "no output yet"
 
-    def text(self, limit: int = 4_000_000) -> str:
-        """The log, at most its last `limit` bytes, without the engine's time stamps."""
+    def text(self, max_bytes: int = 4_000_000) -> str:
+        """Return the last `max_bytes` of the log, without the engine's time stamps."""
         with open_file(self.path) as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - limit))
+            file.seek(max(0, file.tell() - max_bytes))
             text = file.read().decode("utf-8", "replace")
-        return "\n".join(_STAMP.sub("", line) for line in text.splitlines())
+        return "\n".join(_TIME_STAMP.sub("", line) for line in text.splitlines())
 
-    def _copy(self, stream: Callable[[], Iterable[bytes]]) -> None:
+    def _copy(self, open_stream: Callable[[], Iterable[bytes]]) -> None:
         rest = b""
         with self.path.open("ab") as file:
             try:
-                for block in stream():
-                    *whole, rest = (rest + block).split(b"\n")
-                    for line in whole:
-                        file.write(self._clean(line) + b"\n")
+                for block in open_stream():
+                    *lines, rest = (rest + block).split(b"\n")
+                    file.writelines(self._mask(line) for line in lines)
                     file.flush()
             except Exception as error:
                 rest += f"\n[the log ends here: {error}]".encode()
             if rest:
-                file.write(self._clean(rest) + b"\n")
+                file.write(self._mask(rest))
 
-    def _clean(self, line: bytes) -> bytes:
-        return masked(line.decode(errors="surrogateescape"), "known").encode(errors="surrogateescape")
+    def _mask(self, line: bytes) -> bytes:
+        return masked(line.decode(errors="surrogateescape"), "known").encode(errors="surrogateescape") + b"\n"
 
 
-class Look(Struct, frozen=True):
-    """How a server is doing."""
+class ServerStatus(Struct, frozen=True):
+    """The state of a server at one moment."""
 
     death: ServerDeath | None = None  # None: it runs
     oom_killed: bool = False
     restarts: int = 0
-    failure: Diagnosis | None = None  # in its log, once it has ended
+    failure: Diagnosis | None = None  # from the log of a server that has ended
 
 
-def prepare(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> None:
-    """Network and volumes of a cell, and what has to be done in them before its server starts. Raises ServerError.
+StatusReader = Callable[[bool], ServerStatus]  # True: check now; False: the last check may be a moment old
 
-    Whatever was made until then carries the labels `owner`, by which `remove` finds it.
+
+def create_network_and_volumes(client: docker.DockerClient, compose: ComposeFile, labels: dict[str, str]) -> None:
+    """Create the network and the volumes of a cell, and run the services that prepare them. Raises ServerError.
+
+    Everything has `labels`, by which `remove_containers` finds it.
     """
     try:
-        _volumes(client, compose)
-        client.networks.create(network_name(owner), driver="bridge", labels=owner)
+        for volume in compose.volumes.values():
+            if not volume.external:
+                client.volumes.create(volume.name, labels=volume.labels)
+                continue
+            try:
+                client.volumes.get(volume.name)
+            except NotFound:
+                missing = LookupError(f"external volume {volume.name} not found")
+                raise make_docker_error("the server cannot be started", missing) from None
+        client.networks.create(network_name(labels), driver="bridge", labels=labels)
     except DOCKER_ERRORS as error:
-        raise docker_error("the server's network and volumes cannot be made", error) from None
+        raise make_docker_error("the server's network and volumes cannot be made", error) from None
     for name in compose.preparations:
-        _run_to_its_end(start(client, compose, name, owner), name)
+        _run_preparation(start_container(client, compose, name, labels), name)
 
 
-def start(client: docker.DockerClient, compose: ComposeFile, name: str, owner: dict[str, str]) -> Container:
-    """The container of a service, started; in the cell's network it is known by the service's name."""
+def start_container(client: docker.DockerClient, compose: ComposeFile, name: str, labels: dict[str, str]) -> Container:
+    """Start the container of a service; in the cell's network its host name is the service's name."""
     service = compose.services[name]
-    network = network_name(owner)
+    network = network_name(labels)
     try:
         endpoint = client.api.create_endpoint_config(aliases=[name])
         container = client.containers.create(
             service.image,
-            **_arguments(service),
+            **_sdk_arguments(service),
             name=f"{network}-{name}",
-            labels=owner,
+            labels=labels,
             network=network,
             networking_config={network: endpoint},
         )
         if service.configs:
-            container.put_archive("/", _archive(compose, service))
+            container.put_archive("/", _pack_configs(compose, service))
         container.start()
     except ImageNotFound:
         raise ServerError(f"the image {service.image} disappeared", next_step="Run it again.") from None
     except DOCKER_ERRORS as error:
-        raise docker_error(f"the {name}'s container cannot be started", error) from None
+        raise make_docker_error(f"the {name}'s container cannot be started", error) from None
     return container
 
 
-def _run_to_its_end(container: Container, name: str) -> None:
+def _run_preparation(container: Container, name: str) -> None:
+    """Wait until a service that prepares the server has ended well. Raises ServerError."""
     try:
-        code = int(container.wait(timeout=PREPARE_S)["StatusCode"])
-        said = container.logs().decode("utf-8", "replace")
+        code = int(container.wait(timeout=MAX_PREPARATION_S)["StatusCode"])
+        output = container.logs().decode("utf-8", "replace")
         container.remove(v=True, force=True)
     except DOCKER_ERRORS as error:
-        raise docker_error(f"the preparation '{name}' did not end within {PREPARE_S} s", error) from None
+        what = f"the preparation '{name}' did not end within {MAX_PREPARATION_S} s"
+        raise make_docker_error(what, error) from None
     if code != 0:
         raise ServerError(
             f"the preparation '{name}' of the server failed with exit code {code}",
             next_step="Look at its output, and at the volumes that the server's variables name.",
-            detail=said.strip()[-2000:],
+            detail=output.strip()[-2000:],
         )
 
 
-def _archive(compose: ComposeFile, service: Service) -> bytes:
-    """The service's `configs` as a tar: it reaches a remote engine too, which a bind mount does not."""
+def _pack_configs(compose: ComposeFile, service: Service) -> bytes:
+    """Return the service's `configs` as a tar: it reaches a remote engine too, which a bind mount does not."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for mount in service.configs:
@@ -174,54 +176,42 @@ def _archive(compose: ComposeFile, service: Service) -> bytes:
     return packed.getvalue()
 
 
-def unpacked(archive: Iterable[bytes]) -> bytes:
-    """The file in an archive out of a container; nothing of what is no file. Raises tarfile.TarError."""
+def unpack_file(archive: Iterable[bytes]) -> bytes:
+    """Return the first file of an archive from a container; empty if it is not a file. Raises tarfile.TarError."""
     with tarfile.open(fileobj=io.BytesIO(b"".join(archive))) as tar:
         entry = tar.next()
         file = tar.extractfile(entry) if entry is not None else None
         return b"" if file is None else file.read()
 
 
-def network_name(owner: dict[str, str]) -> str:
-    """The Docker network of a cell's server; its containers are known there by their services."""
-    return name_of(owner[RUN], owner[CELL])
+def network_name(labels: dict[str, str]) -> str:
+    """Return the name of the Docker network of a cell's server."""
+    return make_name(labels[RUN_LABEL], labels[CELL_LABEL])
 
 
-def _volumes(client: docker.DockerClient, compose: ComposeFile) -> None:
-    for volume in compose.volumes.values():
-        if not volume.external:
-            client.volumes.create(volume.name, labels=volume.labels)
-            continue
-        try:
-            client.volumes.get(volume.name)
-        except NotFound:
-            missing = LookupError(f"external volume {volume.name} not found")
-            raise docker_error("the server cannot be started", missing) from None
-
-
-def _arguments(service: Service) -> dict[str, Any]:
-    """The service in the words of the Docker SDK. Every value was checked when the file was parsed."""
-    devices = [parse_device(text) for text in service.devices]
-    ports = [parse_port(text) for text in service.ports]
+def _sdk_arguments(service: Service) -> dict[str, Any]:
+    """Return the service as arguments of the Docker SDK. The values were checked when the file was parsed."""
+    devices = [compose_file.parse_device(text) for text in service.devices]
+    ports = [compose_file.parse_port(text) for text in service.ports]
     return {
         "command": service.command,
         "entrypoint": service.entrypoint,
         "environment": service.environment,
-        "mounts": [_mount(text) for text in service.volumes],
+        "mounts": [_sdk_mount(text) for text in service.volumes],
         "devices": [":".join(device) for device in devices],
         "group_add": service.group_add,
         "ipc_mode": service.ipc,
-        "shm_size": None if service.shm_size is None else parse_bytes(service.shm_size),
+        "shm_size": None if service.shm_size is None else compose_file.parse_bytes(service.shm_size),
         "security_opt": service.security_opt,
         "cap_add": service.cap_add,
         "ulimits": [Ulimit(name=name, soft=u.soft, hard=u.hard) for name, u in service.ulimits.items()],
         "ports": {f"{port.container}/tcp": (port.address, port.host or None) for port in ports},
-        "healthcheck": _healthcheck(service),
+        "healthcheck": _sdk_healthcheck(service),
         "init": service.init,
         "user": service.user,
         "working_dir": service.working_dir,
-        "mem_limit": None if service.mem_limit is None else parse_bytes(service.mem_limit),
-        "memswap_limit": None if service.memswap_limit is None else parse_bytes(service.memswap_limit),
+        "mem_limit": None if service.mem_limit is None else compose_file.parse_bytes(service.mem_limit),
+        "memswap_limit": None if service.memswap_limit is None else compose_file.parse_bytes(service.memswap_limit),
         "nano_cpus": None if service.cpus is None else int(service.cpus * 1e9),
         "cpuset_cpus": service.cpuset,
         "tty": False,
@@ -229,25 +219,25 @@ def _arguments(service: Service) -> dict[str, Any]:
     }
 
 
-def host_port(container: Container, port: Port) -> int | None:
-    """The port of the host, which the engine has chosen unless `port` names one; None once the container has ended."""
+def find_host_port(container: Container, port: Port) -> int | None:
+    """Return the host's port, which the engine chooses unless `port` names one; None once the container has ended."""
     container.reload()
     bindings = container.attrs["NetworkSettings"]["Ports"].get(f"{port.container}/tcp") or []
-    return next((int(one["HostPort"]) for one in bindings if one["HostIp"] == port.address), None)
+    return next((int(binding["HostPort"]) for binding in bindings if binding["HostIp"] == port.address), None)
 
 
-def _mount(text: str) -> Mount:
-    volume = parse_volume(text)
+def _sdk_mount(text: str) -> Mount:
+    volume = compose_file.parse_volume(text)
     # Unlike -v, a bind mount does not make a folder that is missing.
     return Mount(volume.target, volume.source, type="volume" if volume.named else "bind", read_only=volume.read_only)
 
 
-def _healthcheck(service: Service) -> Healthcheck | None:
+def _sdk_healthcheck(service: Service) -> Healthcheck | None:
     check = service.healthcheck
     if check is None:
         return None
     interval, timeout, start_period = (
-        int(parse_seconds(text) * 1e9) for text in (check.interval, check.timeout, check.start_period)
+        int(compose_file.parse_seconds(text) * 1e9) for text in (check.interval, check.timeout, check.start_period)
     )
     return Healthcheck(
         test=check.test, interval=interval, timeout=timeout, retries=check.retries, start_period=start_period
@@ -255,80 +245,78 @@ def _healthcheck(service: Service) -> Healthcheck | None:
 
 
 def follow_log(container: Container, log: LogFile) -> None:
-    """Copy the container's output to `log`, from its first line on, each line with the engine's time stamp."""
+    """Copy the container's output to `log`, from the first line on, each line with the engine's time stamp."""
     log.follow(lambda: container.logs(stream=True, follow=True, timestamps=True, stdout=True, stderr=True))
 
 
-def watcher(container: Container, log: LogFile) -> Callable[[bool], Look]:
-    """A function that looks at the container; cheap enough to be called all the time. With true it looks now."""
-    last = Look()
-    looked_at = float("-inf")
-    answered_at = time.monotonic()
+def make_status_reader(container: Container, log: LogFile) -> StatusReader:
+    """Return a function that checks the container, at most every STATUS_INTERVAL_S unless it is called with True."""
+    last = ServerStatus()
+    checked_s = float("-inf")
+    answered_s = time.monotonic()
 
-    def look(now: bool) -> Look:
-        nonlocal last, looked_at, answered_at
-        if last.death is None and (now or time.monotonic() - looked_at >= LOOK_EVERY_S):
-            looked_at = time.monotonic()
+    def read_status(now: bool) -> ServerStatus:
+        nonlocal last, checked_s, answered_s
+        if last.death is None and (now or time.monotonic() - checked_s >= STATUS_INTERVAL_S):
+            checked_s = time.monotonic()
             try:
-                last = _look(container, log)
-                answered_at = looked_at
+                last = _read_status(container, log)
+                answered_s = checked_s
             except DOCKER_ERRORS as error:
-                # A busy engine may miss one look; that is no reason to call its container dead.
-                if looked_at - answered_at > ENGINE_SILENT_S:
-                    silent = f"the Docker Engine has given no answer for {ENGINE_SILENT_S:.0f} s ({error})"
-                    last = Look(ServerDeath(how="unreachable", detail=silent))
+                # A busy engine may miss one check; its container may still work.
+                if checked_s - answered_s > MAX_ENGINE_SILENCE_S:
+                    silent = f"the Docker Engine has given no answer for {MAX_ENGINE_SILENCE_S:.0f} s ({error})"
+                    last = ServerStatus(ServerDeath(how="unreachable", detail=silent))
         return last
 
-    return look
+    return read_status
 
 
-def _look(container: Container, log: LogFile) -> Look:
+def _read_status(container: Container, log: LogFile) -> ServerStatus:
     try:
         container.reload()
     except NotFound:
-        return Look(ServerDeath(how="removed"))
+        return ServerStatus(ServerDeath(how="removed"))
     state = container.attrs["State"]
     restarts = int(container.attrs.get("RestartCount") or 0)
     oom_killed = bool(state.get("OOMKilled"))
-    if state["Running"] and not state.get("Paused"):
-        return Look(ServerDeath(how="restarted") if restarts else None, oom_killed, restarts)
     if state.get("Paused"):
-        return Look(ServerDeath(how="paused"), oom_killed, restarts)
-    code = int(state["ExitCode"])
-    ended = State(exit_code=code, oom_killed=oom_killed, error=str(state.get("Error") or ""))
-    return look_at_end(code, ended, log, restarts)
+        return ServerStatus(ServerDeath(how="paused"), oom_killed, restarts)
+    if state["Running"]:
+        return ServerStatus(ServerDeath(how="restarted") if restarts else None, oom_killed, restarts)
+    exit_code, error = int(state["ExitCode"]), str(state.get("Error") or "")
+    return status_at_end(ExitState(exit_code=exit_code, oom_killed=oom_killed, error=error), log, restarts)
 
 
-def look_at_end(exit_code: int, ended: State, log: LogFile, restarts: int = 0) -> Look:
-    """How a server ended and why, with what its log has to say about it."""
-    log.settle()
-    found = explain(log.path, ended)
-    death = ServerDeath(how="ended", exit_code=exit_code, line=log.last_line())
-    if found is not None:
-        death = replace(
-            death, failure=found.id, cause=found.cause, fix=found.fix, line=found.line, line_number=found.number
-        )
-    return Look(death, ended.oom_killed, restarts, found)
+def status_at_end(end: ExitState, log: LogFile, restarts: int = 0) -> ServerStatus:
+    """Return how a server ended and why, as far as its log has the cause."""
+    log.wait_for_end()
+    failure = explain(log.path, end)
+    death = ServerDeath(how="ended", exit_code=end.exit_code, line=log.last_line())
+    if failure is not None:
+        line, number = failure.line, failure.number
+        death = replace(death, failure=failure.id, cause=failure.cause, fix=failure.fix, line=line, line_number=number)
+    return ServerStatus(death, end.oom_killed, restarts, failure)
 
 
-def death_error(look: Look, log: LogFile) -> ServerError:
-    """The error for a server that ended, or could not be reached any more, before it was ready."""
-    assert look.death is not None
-    sentence, ended = look.death.sentence(), look.death.how == "ended"
-    if look.death.how == "unreachable":
+def make_death_error(status: ServerStatus, log: LogFile) -> ServerError:
+    """Return the error for a server that ended, or became unreachable, before it was ready."""
+    assert status.death is not None
+    sentence, has_ended = status.death.sentence(), status.death.how == "ended"
+    if status.death.how == "unreachable":
         return ServerError(f"the server cannot be reached: {sentence}", next_step="Check the way to its machine.")
-    if look.death.how in ("removed", "paused"):
-        return ServerError(f"the server did not start; {sentence}", next_step="Find what else uses the Docker Engine.")
-    found = look.failure if ended else explain(log.path, State(oom_killed=look.oom_killed))
     what = f"the server did not start; {sentence}"
-    if found is not None:
-        return start_error(what, log, found, f"To solve it: {found.fix}.")
-    said = f": {log.last_line()}" if ended else ""  # of a server that already worked, it would be any request's
-    return start_error(what + said, log, None, f"Its log is {log.path}.")
+    if status.death.how in ("removed", "paused"):
+        return ServerError(what, next_step="Find what else uses the Docker Engine.")
+    failure = status.failure if has_ended else explain(log.path, ExitState(oom_killed=status.oom_killed))
+    if failure is not None:
+        return make_start_error(what, log, failure, f"To solve it: {failure.fix}.")
+    last_line = f": {log.last_line()}" if has_ended else ""  # of a server that worked, it may be about any request
+    return make_start_error(what + last_line, log, None, f"Its log is {log.path}.")
 
 
-def start_error(what: str, log: LogFile, failure: Diagnosis | None, next_step: str) -> StartError:
-    """The error of a start, with its evidence: the telling line of a known failure, else the log's last lines."""
+def make_start_error(what: str, log: LogFile, failure: Diagnosis | None, next_step: str) -> StartError:
+    """Return the error of a start, with its evidence: the line of a known failure, else the last lines of the log."""
     if failure is None:
         return StartError(what, next_step=next_step, detail=log.tail())
     lines = [f"line {failure.number}: {failure.line}"]
@@ -340,90 +328,91 @@ def start_error(what: str, log: LogFile, failure: Diagnosis | None, next_step: s
     return StartError(what, next_step=next_step, detail=detail, **known)
 
 
-def refused_load(what: str, said: str, log: LogFile, more: str = "") -> StartError:
-    """The error of a server that could not load its model and `said` why; `more` to do."""
-    failure = explain(log.path, State(error=said))
-    return start_error(f"{what}: {said}", log, failure, _advice(failure) + more)
+def make_load_error(what: str, message: str, log: LogFile, more_advice: str = "") -> StartError:
+    """Return the error of a server that could not load its model and gave `message`."""
+    failure = explain(log.path, ExitState(error=message))
+    return make_start_error(f"{what}: {message}", log, failure, _format_advice(failure) + more_advice)
 
 
-def advice(said: str) -> str:
-    """What to do about an API's words."""
-    return _advice(explain("", State(error=said)))
+def advise_on_message(message: str) -> str:
+    """Return what to do about an API's error message."""
+    return _format_advice(explain("", ExitState(error=message)))
 
 
-def _advice(failure: Diagnosis | None) -> str:
+def _format_advice(failure: Diagnosis | None) -> str:
     return "Read its log." if failure is None else f"{failure.cause}; {failure.fix}."
 
 
-def inspected(container: Container, compose: ComposeFile, service: Service) -> dict[str, Any]:
-    """The container's configuration for the manifest: what makes two starts alike or different.
+def describe_container(container: Container, compose: ComposeFile, service: Service) -> dict[str, Any]:
+    """Return the container's configuration for the manifest, without the host's port: it makes two starts comparable.
 
-    Command, environment and config files are as in the Compose file, where secrets are only named. No port of the host.
+    Command, environment and config files are those of the Compose file, in which secrets are only names.
     """
     config, host = container.attrs["Config"], container.attrs["HostConfig"]
-    kept = (
+    keys = (
         "Binds", "Mounts", "IpcMode", "ShmSize", "Devices", "GroupAdd", "SecurityOpt",
         "CapAdd", "Ulimits", "Memory", "MemorySwap", "NanoCpus", "CpusetCpus", "Init", "Privileged", "Runtime",
     )  # fmt: skip
-    found = {
+    description = {
         "Image": container.attrs["Image"],
         "User": config.get("User"),
         "Entrypoint": config.get("Entrypoint"),
         "Cmd": service.command,
         "Environment": dict(sorted(service.environment.items())),
-        "HostConfig": {key: host.get(key) for key in kept if host.get(key) not in (None, [], {}, "")},
+        "HostConfig": {key: host.get(key) for key in keys if host.get(key) not in (None, [], {}, "")},
     }
     if service.configs:
-        found["Configs"] = {mount.target: compose.configs[mount.source].content for mount in service.configs}
-    return found
+        description["Configs"] = {mount.target: compose.configs[mount.source].content for mount in service.configs}
+    return description
 
 
 @contextlib.contextmanager
-def torn_down(
+def removed_at_exit(
     client: docker.DockerClient,
     compose: ComposeFile,
-    owner: dict[str, str],
+    labels: dict[str, str],
     logs: Sequence[LogFile],
-    say: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> Iterator[None]:
-    """Remove at the end what was started, whatever happens; a second Ctrl-C does not stop that. Closes the client.
+    """Remove all containers with `labels` at the end, and close the client. A second Ctrl-C does not interrupt that.
 
-    Raises ServerError for what cannot be removed. After another error, which comes first, it is printed.
+    Raises ServerError for what cannot be removed; after another error, the ServerError is only printed.
     """
-    grace_s = max(parse_seconds(service.stop_grace_period) for service in compose.services.values())
+    grace_s = max(compose_file.parse_seconds(service.stop_grace_period) for service in compose.services.values())
     failed = True
     try:
         yield
         failed = False
     finally:
         with undisturbed(), contextlib.closing(client):
-            say("taking the server down")
+            on_progress("taking the server down")
             try:
-                remove(client, owner, grace_s)
+                remove_containers(client, labels, grace_s)
             except ServerError as error:
                 if not failed:
                     raise
                 print(error, file=sys.stderr)
             for log in logs:
-                log.settle()
+                log.wait_for_end()
 
 
-def remove(client: docker.DockerClient, owner: dict[str, str], grace_s: float) -> None:
-    """Stop and remove what `start` made, however far it came. Raises ServerError for what is left."""
-    mine: dict[str, Any] = {"label": [f"{RUN}={owner[RUN]}", f"{CELL}={owner[CELL]}"]}
-    failed: list[Exception] = []
+def remove_containers(client: docker.DockerClient, labels: dict[str, str], grace_s: float) -> None:
+    """Stop and remove the containers and the network of a cell. Raises ServerError for what is left."""
+    filters: dict[str, Any] = {"label": [f"{name}={labels[name]}" for name in (RUN_LABEL, CELL_LABEL)]}
+    errors: list[Exception] = []
     try:
-        for container in client.containers.list(all=True, filters=mine, ignore_removed=True):
+        for container in client.containers.list(all=True, filters=filters, ignore_removed=True):
             try:
                 _remove_container(container, grace_s)
             except DOCKER_ERRORS as error:
-                failed.append(error)  # the others go all the same
-        for network in client.networks.list(filters=mine):
+                errors.append(error)  # the others are removed all the same
+        for network in client.networks.list(filters=filters):
             network.remove()
     except DOCKER_ERRORS as error:
-        failed.append(error)
-    if failed:
-        raise docker_error("the server's container cannot be removed; `harness clean` tries again", failed[0]) from None
+        errors.append(error)
+    if errors:
+        what = "the server's container cannot be removed; `harness clean` tries again"
+        raise make_docker_error(what, errors[0]) from None
 
 
 def _remove_container(container: Container, grace_s: float) -> None:
@@ -434,5 +423,5 @@ def _remove_container(container: Container, grace_s: float) -> None:
     except NotFound:
         pass
     except APIError as error:
-        if error.status_code != 409:  # 409: somebody else is removing it already
+        if error.status_code != 409:  # 409: another process is removing it already
             raise

@@ -1,4 +1,4 @@
-"""The Compose file for `docker compose up`: a server with a load generator in front, and Prometheus and Grafana."""
+"""The Compose file for `docker compose up`: a server and its load generator, with Prometheus and Grafana on request."""
 
 import json
 from collections.abc import Iterator
@@ -11,68 +11,72 @@ from harness.engines import engines
 from harness.errors import HarnessError
 from harness.files import COMPOSE, read_text
 from harness.scenario import Scenario
-from harness.serve.compose_file import GATEWAY, SERVER, parse, parse_port, url_of
-from harness.serve.engine import digests_here
-from harness.serve.lemonade import served_name
-from harness.serve.template import port_inside, prepared, rendered, server_of, with_services
+from harness.serve.compose_file import GATEWAY, SERVER, make_url, parse_compose, parse_port
+from harness.serve.engine import get_local_digests
+from harness.serve.lemonade import vllm_model_name
+from harness.serve.template import add_services, find_server, get_container_port, prepare_server, render_server
 
-_NO_GROUPS = [
+_NO_GROUPS_NOTE = [
     "group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. Put in what",
     "`stat -c %g /dev/kfd /dev/dri/render*` prints on the GPU's machine, or set the server's variable `groups`.",
 ]
 
 
 def server_document(scenario: Scenario, server_name: str) -> str:
-    """The Compose file of a server alone, to be read by people: the host's port is that of the container."""
-    server = server_of(scenario, server_name)
-    return rendered(server, scenario.model, port=port_inside(server))
+    """Return the Compose file of a server alone, for people: the host's port is that of the container."""
+    server = find_server(scenario, server_name)
+    return render_server(server, scenario.model, port=get_container_port(server))
 
 
 class Upstream(NamedTuple):
-    """What a load generator in the server's network needs to know."""
+    """The target of a load generator in the server's network."""
 
-    service: str  # takes the load: the gateway where there is one
+    service: str  # the gateway if there is one, else the server
     url: str
-    model: str  # to ask for
+    model: str  # as requests name it
     simulated: bool
-    prepared: bool  # other services end before the server starts
+    prepared: bool  # whether other services must end before the server starts
 
 
-def upstream_of(scenario: Scenario, server_name: str) -> Upstream:
-    """Where the load of a server goes, in the network of its Compose file. Raises HarnessError for an offline job."""
-    server, compose = server_of(scenario, server_name), prepared(scenario, server_name).file
+def find_upstream(scenario: Scenario, server_name: str) -> Upstream:
+    """Return the target of a server's load in its Compose network. Raises HarnessError for an offline job."""
+    server, compose = find_server(scenario, server_name), prepare_server(scenario, server_name).file
     serving = compose.serving
     if serving.offline:
         raise HarnessError(
             f"the server '{server_name}' is an offline job, which `harness run` gives its requests",
             next_step="Choose another of the scenario's servers with --server.",
         )
-    service, port = (SERVER, port_inside(server)) if server.gateway is None else (GATEWAY, port_inside(server.gateway))
-    model = scenario.model if serving.lemonade is None else served_name(serving.lemonade.model)
+    service, port = (
+        (SERVER, get_container_port(server))
+        if server.gateway is None
+        else (GATEWAY, get_container_port(server.gateway))
+    )
+    model = scenario.model if serving.lemonade is None else vllm_model_name(serving.lemonade.model)
     return Upstream(service, f"http://{service}:{port}", model, serving.simulated, bool(compose.preparations))
 
 
 def compose_document(
     scenario: Scenario, server_name: str, locust: dict[str, Any], head: list[str], *, grafana: bool = False
 ) -> str:
-    """The Compose file for `docker compose up`, with a load generator in front of the server.
+    """Return the Compose file for `docker compose up`, with a load generator in front of the server.
 
-    `locust`: values for the variables of the template `locust`. `head`: lines for the top of the file; those with the
+    `locust`: values for the variables of the template `locust`. `head`: comment lines for the top of the file; the
     addresses of the server and the digests of the images follow. `grafana`: with Prometheus and Grafana.
     """
-    server = server_of(scenario, server_name)
-    text = rendered(server, scenario.model, port=port_inside(server), locust=locust)
-    compose = parse(server_document(scenario, server_name))
+    server = find_server(scenario, server_name)
+    text = render_server(server, scenario.model, port=get_container_port(server), locust=locust)
+    compose = parse_compose(server_document(scenario, server_name))
     if grafana:
         path = compose.serving.metrics
-        target = None if path is None else MonitoringTarget(f"{SERVER}:{port_inside(server)}", path)
-        text = with_services(text, monitoring(target))
+        target = None if path is None else MonitoringTarget(f"{SERVER}:{get_container_port(server)}", path)
+        text = add_services(text, make_monitoring(target))
     ports = {name: parse_port(one.ports[0]) for name, one in compose.services.items() if one.ports}
-    head = head + [f"{name}: {url_of(port.address, port.host)}" for name, port in sorted(ports.items())]
+    head = head + [f"{name}: {make_url(port.address, port.host)}" for name, port in sorted(ports.items())]
     images = [locust["image"], *(service.image for service in compose.services.values())]
-    head += [f"image {name} is here: {digest}" for name, digest in digests_here(images).items()]
+    head += [f"image {name} is here: {digest}" for name, digest in get_local_digests(images).items()]
     if compose.server.devices and not compose.server.group_add:
-        head += _NO_GROUPS
+        head += _NO_GROUPS_NOTE
     return "".join(f"# {line}\n" for line in head) + text
 
 
@@ -88,35 +92,35 @@ class MonitoringTarget(NamedTuple):
 
 
 @cache
-def _monitoring() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(read_text(COMPOSE / "monitoring.yaml"))
-    return found
+def _read_monitoring() -> dict[str, Any]:
+    monitoring: dict[str, Any] = yaml.safe_load(read_text(COMPOSE / "monitoring.yaml"))
+    return monitoring
 
 
-def panels() -> list[tuple[str, str, dict[str, str]]]:
-    """Title, Grafana's unit, and the queries by legend, two panels a line."""
-    return [(one["title"], one["unit"], dict(_queries(one))) for one in _monitoring()["panels"]]
+def list_panels() -> list[tuple[str, str, dict[str, str]]]:
+    """Return title, Grafana's unit and queries by legend of each panel, two panels a line."""
+    return [(panel["title"], panel["unit"], dict(_make_queries(panel))) for panel in _read_monitoring()["panels"]]
 
 
-def _queries(panel: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _make_queries(panel: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if buckets := panel.get("quantiles"):
-        for at, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
-            yield at, f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
+        for legend, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+            yield legend, f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
     yield from panel.get("queries", {}).items()
     for legend, name in panel.get("server", {}).items():
-        yield legend, f"sum({_of_server(name)})"
+        yield legend, f"sum({_match_metric(name)})"
     for legend, name in panel.get("server_rate", {}).items():
-        yield legend, f"sum(rate({_of_server(name)}[1m]))"
+        yield legend, f"sum(rate({_match_metric(name)}[1m]))"
 
 
-def _of_server(name: str) -> str:
-    """A metric under the names that the known servers give it."""
-    names = sorted({one for engine in engines() for one in engine.metrics.get(name, [])})
+def _match_metric(name: str) -> str:
+    """Return the selector of a server's metric, under all names that the known servers give it."""
+    names = sorted({alias for engine in engines() for alias in engine.metrics.get(name, [])})
     return f'{{__name__=~"{"|".join(names)}",job="server"}}'
 
 
-def dashboard() -> dict[str, Any]:
-    """The dashboard, as Grafana reads it from a file."""
+def make_dashboard() -> dict[str, Any]:
+    """Return the dashboard in Grafana's file format."""
     found = [
         {
             "id": number + 1,
@@ -130,13 +134,13 @@ def dashboard() -> dict[str, Any]:
                 for place, (legend, query) in enumerate(queries.items())
             ],
         }
-        for number, (title, unit, queries) in enumerate(panels())
+        for number, (title, unit, queries) in enumerate(list_panels())
     ]
-    return {**_monitoring()["files"]["grafana-dashboard"], "panels": found}
+    return {**_read_monitoring()["files"]["grafana-dashboard"], "panels": found}
 
 
-def prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[str, Any]:
-    """The configuration of Prometheus. `generator`: HOST:PORT of the load generator's metrics."""
+def make_prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[str, Any]:
+    """Return the configuration of Prometheus. `generator`: HOST:PORT of the load generator's metrics."""
     jobs = [{"job_name": "load", "static_configs": [{"targets": [generator]}]}]
     if server is not None:
         jobs.append(
@@ -145,15 +149,15 @@ def prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[s
     return {"global": {"scrape_interval": "2s", "scrape_timeout": "2s"}, "scrape_configs": jobs}
 
 
-def monitoring(server: MonitoringTarget | None) -> dict[str, Any]:
-    """Services and configs to add to a Compose file."""
-    files = _monitoring()["files"] | {
-        "prometheus": prometheus_config(f"locust:{METRICS_PORT}", server),
-        "grafana-dashboard": dashboard(),
+def make_monitoring(server: MonitoringTarget | None) -> dict[str, Any]:
+    """Return the services and configs to add to a Compose file."""
+    files = _read_monitoring()["files"] | {
+        "prometheus": make_prometheus_config(f"locust:{METRICS_PORT}", server),
+        "grafana-dashboard": make_dashboard(),
     }
     # JSON is YAML as well. Compose replaces $NAME in contents; `$$` is a literal `$`.
     contents = {name: json.dumps(value, indent=1).replace("$", "$$") + "\n" for name, value in files.items()}
     return {
-        "services": _monitoring()["services"],
+        "services": _read_monitoring()["services"],
         "configs": {name: {"content": content} for name, content in contents.items()},
     }

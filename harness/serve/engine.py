@@ -1,11 +1,10 @@
-"""The Docker Engine: the connection to it, its errors in words, its facts, its images, and leftovers of killed runs."""
+"""The Docker Engine: the connection to it, its errors and facts, its images, and the leftovers of killed runs."""
 
 import contextlib
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import docker
@@ -16,57 +15,59 @@ from docker.utils import parse_repository_tag
 from msgspec import structs
 
 from harness.errors import ServerError
-from harness.failures.explain import State, explain
+from harness.failures.explain import ExitState, explain
 from harness.machine.doctor import DockerEngine
 from harness.process import owner, owner_is_gone
-from harness.serve.location import EngineLocation, engine_location, engine_socket
+from harness.serve.location import EngineLocation, engine_location, open_engine_socket
 
-OURS = "amd-llm-load"
-RUN = "amd-llm-load.run"
-CELL = "amd-llm-load.cell"
-CACHE = "amd-llm-load.cache"  # volumes that are kept between runs
-
-
-def name_of(run_id: str, cell_id: str) -> str:
-    """How the names of a cell's containers and of its network begin."""
-    # A stage or probe is LOAD@USERS, and Docker's names have no @.
-    return f"amd-llm-load-{run_id}-{cell_id.replace('@', '.')}"
-
-
-def owned(run_id: str, cell_id: str) -> dict[str, str]:
-    """The labels of what this process starts for a cell."""
-    return {OURS: "1", RUN: run_id, CELL: cell_id, **owner()}
-
-
+LABEL = "amd-llm-load"
+RUN_LABEL = "amd-llm-load.run"
+CELL_LABEL = "amd-llm-load.cell"
+CACHE_LABEL = "amd-llm-load.cache"  # of volumes that are kept between runs
+OWN_IMAGE = "amd-llm-load"  # built from the Dockerfile, never pulled
+_PROGRESS_EVERY_S = 0.5
 DOCKER_ERRORS = (DockerException, requests.RequestException)
 
 
+def make_name(run_id: str, cell_id: str) -> str:
+    """Return the prefix of the names of a cell's containers, and the name of its network."""
+    # A stage or probe is LOAD@USERS, but Docker's names cannot contain @.
+    return f"amd-llm-load-{run_id}-{cell_id.replace('@', '.')}"
+
+
+def make_labels(run_id: str, cell_id: str) -> dict[str, str]:
+    """Return the labels of all containers, networks and volumes that this process creates for a cell."""
+    return {LABEL: "1", RUN_LABEL: run_id, CELL_LABEL: cell_id, **owner()}
+
+
 def connect() -> docker.DockerClient:
-    """A client of the Docker Engine that `engine_location` finds. Raises ServerError."""
+    """Return a client of the Docker Engine that `engine_location` finds. Raises ServerError."""
     location = engine_location()
     if location.problem is not None:
-        raise ServerError(
-            location.problem, next_step=f"Check {location.named_by}; `docker context ls` lists what Docker can use."
-        )
-    forwarded = engine_socket(location) if location.ssh else None
-    address = location.address if forwarded is None else forwarded.url
+        next_step = f"Check {location.named_by}; `docker context ls` lists what Docker can use."
+        raise ServerError(location.problem, next_step=next_step)
+    ssh_socket = open_engine_socket(location) if location.ssh else None
+    address = location.address if ssh_socket is None else ssh_socket.url
     try:
-        _knock(address)
+        if address.startswith("unix://"):  # first: the SDK hides the reason for a refusal and leaves its socket open
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(address.removeprefix("unix://"))
         client = docker.DockerClient(base_url=address, tls=location.tls or False, timeout=60)
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
-        if forwarded is not None:
-            raise ServerError(
-                f"the Docker Engine at {location.address} cannot be reached over ssh: {forwarded.said() or error}",
-                next_step=f"`docker -H {location.address} version` has to work without a question: a key in the agent, "
-                "a known host, Docker and the right to use it over there.",
-            ) from None
-        raise _cannot_connect(location, error) from None
+        if ssh_socket is None:
+            raise _connection_error(location, error) from None
+        reason = ssh_socket.last_error() or error
+        raise ServerError(
+            f"the Docker Engine at {location.address} cannot be reached over ssh: {reason}",
+            next_step=f"`docker -H {location.address} version` has to work without a question: a key in the agent, "
+            "a known host, Docker and the right to use it over there.",
+        ) from None
     return client
 
 
-def engine_version() -> str | None:
-    """The version of the Docker Engine; None when no engine answers."""
+def get_engine_version() -> str | None:
+    """Return the version of the Docker Engine; None without an engine."""
     try:
         client = connect()
     except ServerError:
@@ -75,103 +76,85 @@ def engine_version() -> str | None:
         return str(client.version()["Version"])
 
 
-def _knock(address: str) -> None:
-    """Try a local engine's socket first: the SDK wraps the reason for a refusal and leaves its socket open."""
-    if address.startswith("unix://"):
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(address.removeprefix("unix://"))
-
-
-def _cannot_connect(location: EngineLocation, error: Exception) -> ServerError:
-    where, text = location.address, str(error)
+def _connection_error(location: EngineLocation, error: Exception) -> ServerError:
+    address, text = location.address, str(error)
     if isinstance(error, PermissionError) or "Permission denied" in text:
-        what = f"no permission to use the Docker Engine at {where}"
+        what = f"no permission to use the Docker Engine at {address}"
         step = "sudo usermod -aG docker $USER, then log in again (members of that group rule the host)."
     elif isinstance(error, FileNotFoundError):
-        what = f"there is no Docker Engine at {where}"
+        what = f"there is no Docker Engine at {address}"
         step = (
             "Install and start it (on Debian: sudo apt-get install docker.io), or set DOCKER_HOST. "
             "The embedded engine needs none: `container: false`."
         )
     elif "refused" in text:
-        here = where.startswith("unix://")
-        what = f"the Docker Engine at {where} does not run (connection refused)"
-        step = "Start it: sudo systemctl start docker." if here else f"Start it there, or check {location.named_by}."
+        is_here = address.startswith("unix://")
+        what = f"the Docker Engine at {address} does not run (connection refused)"
+        step = "Start it: sudo systemctl start docker." if is_here else f"Start it there, or check {location.named_by}."
     else:
-        what, step = f"the Docker Engine at {where} cannot be used: {text}", f"Check {location.named_by}."
+        what, step = f"the Docker Engine at {address} cannot be used: {text}", f"Check {location.named_by}."
     return ServerError(what, next_step=step)
 
 
-def docker_error(doing: str, error: Exception) -> ServerError:
-    """An error of the Docker Engine while `doing`, explained where the table of failures knows it."""
+def make_docker_error(what: str, error: Exception) -> ServerError:
+    """Return an error of the Docker Engine, with the cause and the fix if the table of failures knows it."""
     text = str(error.explanation or error) if isinstance(error, APIError) else str(error)
-    failure = explain("", State(error=text))
+    failure = explain("", ExitState(error=text))
     if failure is not None:
-        return ServerError(f"{doing}: {failure.cause}", next_step=f"To solve it: {failure.fix}.", detail=text)
+        return ServerError(f"{what}: {failure.cause}", next_step=f"To solve it: {failure.fix}.", detail=text)
     if isinstance(error, requests.RequestException) and not isinstance(error, APIError):
-        return ServerError(f"{doing}: the Docker Engine gave no answer", next_step="Is it running?", detail=text)
-    return ServerError(f"{doing}: {text}", next_step="This is what the Docker Engine said.")
+        return ServerError(f"{what}: the Docker Engine gave no answer", next_step="Is it running?", detail=text)
+    return ServerError(f"{what}: {text}", next_step="This is what the Docker Engine said.")
 
 
-def engine_facts() -> DockerEngine:
-    """The facts of the engine that the environment names. Never raises: what is wrong with it is one of the facts."""
+def get_engine_facts() -> DockerEngine:
+    """Return the facts of the Docker Engine. Never raises: a problem is one of the facts."""
     location = engine_location()
-    known = DockerEngine(host=location.host, named_by=location.named_by)
+    facts = DockerEngine(host=location.host, named_by=location.named_by)
     try:
         client = connect()
     except ServerError as error:
-        return structs.replace(known, problem=error.what, remedy=error.next_step.rstrip("."))
+        return structs.replace(facts, problem=error.what, remedy=error.next_step.rstrip("."))
     with contextlib.closing(client):
         try:
-            return _facts(client, known, location)
+            info = client.info()
+            leftovers = [
+                f"{kind} {item.name}"
+                for kind, item, labels in _list_objects(client)
+                if kind != "volume" and owner_is_gone(labels)
+            ]
         except DOCKER_ERRORS as error:
-            return structs.replace(known, problem=f"the Docker Engine does not tell about itself: {error}")
-
-
-def _facts(client: docker.DockerClient, known: DockerEngine, location: EngineLocation) -> DockerEngine:
-    info = client.info()
-    folder = _image_folder(info)
+            return structs.replace(facts, problem=f"the Docker Engine does not tell about itself: {error}")
+    status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or [] if len(pair) == 2}
+    # The snapshotter of containerd keeps the images itself.
+    is_containerd = status.get("driver-type", "").startswith("io.containerd.snapshotter")
+    folder = "/var/lib/containerd" if is_containerd else info.get("DockerRootDir")
     free_bytes = None
-    with contextlib.suppress(OSError):  # such as Docker Desktop's, which is not on this machine
-        free_bytes = shutil.disk_usage(folder).free if location.has_our_files and folder else None
+    with contextlib.suppress(OSError):  # such as Docker Desktop's folder, which is not on this machine
+        free_bytes = shutil.disk_usage(folder).free if location.shares_files and folder else None
     return structs.replace(
-        known,
+        facts,
         rootless=any("rootless" in option for option in info.get("SecurityOptions") or []),
         desktop="Docker Desktop" in (info.get("OperatingSystem") or ""),
         image_folder=folder,
         free_bytes=free_bytes,
-        stale=[
-            f"{kind} {one.name}"
-            for kind, one, its_labels in _ours(client)
-            if kind != "volume" and owner_is_gone(its_labels)
-        ],
+        stale=leftovers,
     )
 
 
-def _image_folder(info: dict[str, Any]) -> str | None:
-    status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or [] if len(pair) == 2}
-    if status.get("driver-type", "").startswith("io.containerd.snapshotter"):  # which keeps the images itself
-        return "/var/lib/containerd"
-    return info.get("DockerRootDir")
-
-
-def _ours(client: docker.DockerClient, run: str | None = None) -> Iterator[tuple[str, Any, dict[str, str]]]:
-    """Our containers, then networks, then volumes, of all runs or of one: kind, object and labels."""
-    ours: dict[str, Any] = {"label": [f"{OURS}=1", *([f"{RUN}={run}"] if run is not None else [])]}
-    for container in client.containers.list(all=True, filters=ours, ignore_removed=True):
+def _list_objects(client: docker.DockerClient, run: str | None = None) -> Iterator[tuple[str, Any, dict[str, str]]]:
+    """Yield the kind, object and labels of the harness's containers, networks and volumes, of all runs or of one."""
+    filters: dict[str, Any] = {"label": [f"{LABEL}=1", *([f"{RUN_LABEL}={run}"] if run is not None else [])]}
+    for container in client.containers.list(all=True, filters=filters, ignore_removed=True):
         yield "container", container, container.labels
-    for network in client.networks.list(filters=ours):
+    for network in client.networks.list(filters=filters):
         yield "network", network, network.attrs.get("Labels") or {}
-    for volume in client.volumes.list(filters=ours):
+    for volume in client.volumes.list(filters=filters):
         yield "volume", volume, volume.attrs.get("Labels") or {}
 
 
-OWN_IMAGE = "amd-llm-load"  # built on the spot, never pulled
-_PROGRESS_EVERY_S = 0.5
-
-
 def ensure_image(client: docker.DockerClient, name: str, on_progress: Callable[[str], None]) -> Image:
-    """The image, pulled when the engine does not have it. Raises ServerError: offline, unknown, not allowed."""
+    """Return the image; pull it if the engine does not have it. Raises ServerError: offline, unknown, not allowed."""
     try:
         with contextlib.suppress(ImageNotFound):
             return client.images.get(name)
@@ -181,29 +164,29 @@ def ensure_image(client: docker.DockerClient, name: str, on_progress: Callable[[
                 f"the project's image {name} was not built yet",
                 next_step="Build it: make image (in the project's folder).",
             )
-        _pull(client, name, repository, tag or "latest", on_progress)
+        _pull_image(client, name, repository, tag or "latest", on_progress)
         return client.images.get(name)
     except DOCKER_ERRORS as error:
-        raise docker_error(f"the image {name} is not on this machine and cannot be pulled", error) from None
+        raise make_docker_error(f"the image {name} is not on this machine and cannot be pulled", error) from None
 
 
-def digest_of(image: Image) -> str:
-    """The digest in the registry (name@sha256:...) where there is one, else the image's id."""
+def get_digest(image: Image) -> str:
+    """Return the digest in the registry (name@sha256:...), else the image's id."""
     digests: list[str] = image.attrs.get("RepoDigests") or []
     return digests[0] if digests else str(image.id)
 
 
-def digests_here(names: Iterable[str]) -> dict[str, str]:
-    """The digests of those images that the engine has; empty, too, when it does not answer."""
-    found = {}
+def get_local_digests(names: Iterable[str]) -> dict[str, str]:
+    """Return the digests of those images that the engine has; empty without an engine."""
+    digests = {}
     with contextlib.suppress(ServerError, *DOCKER_ERRORS), contextlib.closing(connect()) as client:
         for name in names:
             with contextlib.suppress(ImageNotFound):
-                found[name] = digest_of(client.images.get(name))
-    return found
+                digests[name] = get_digest(client.images.get(name))
+    return digests
 
 
-def _pull(
+def _pull_image(
     client: docker.DockerClient, name: str, repository: str, tag: str, on_progress: Callable[[str], None]
 ) -> None:
     on_progress(f"pulling {name}")
@@ -221,39 +204,34 @@ def _pull(
             on_progress(f"pulling {name}: {got:.2f} of {total:.2f} GB")
 
 
-def sweep(
+def remove_leftovers(
     client: docker.DockerClient, run: str | None = None, *, everything: bool = False, caches: bool = False
 ) -> list[str]:
-    """Remove our containers, networks and volumes; return what was removed, in words.
+    """Remove containers, networks and volumes of the harness; return their names.
 
     Without `everything`, only objects of harness processes that have ended. With `run`, only objects of that run.
-    Cache volumes stay without `caches`, and while a harness that may live has a container or a network here: it may
-    need them for its next server.
+    Cache volumes are removed only with `caches`, and not while a harness that may live has a container or a network:
+    it may need them for its next server.
     """
     removed = []
     in_use = False
     try:
-        for kind, one, its_labels in _ours(client, run):
-            if kind == "volume" and CACHE in its_labels:
-                goes = caches and not in_use
+        for kind, item, labels in _list_objects(client, run):
+            if kind == "volume" and CACHE_LABEL in labels:
+                is_leftover = caches and not in_use
             else:
-                goes = everything or owner_is_gone(its_labels)
-                in_use |= kind != "volume" and not goes
-            if goes and _gone(partial(one.remove, v=True, force=True) if kind == "container" else one.remove):
-                removed.append(f"{kind} {one.name}")
+                is_leftover = everything or owner_is_gone(labels)
+                in_use |= kind != "volume" and not is_leftover
+            options = {"v": True, "force": True} if kind == "container" else {}
+            try:
+                if is_leftover:
+                    item.remove(**options)
+                    removed.append(f"{kind} {item.name}")
+            except NotFound:
+                pass
+            except APIError as error:
+                if error.status_code != 409:  # 409: another process removes or uses it
+                    raise
     except DOCKER_ERRORS as error:
-        raise docker_error("not everything could be removed", error) from None
+        raise make_docker_error("not everything could be removed", error) from None
     return removed
-
-
-def _gone(remove: Callable[[], object]) -> bool:
-    """Remove one thing; false for what somebody else removes or still uses."""
-    try:
-        remove()
-    except NotFound:
-        return False
-    except APIError as error:
-        if error.status_code == 409:
-            return False
-        raise
-    return True

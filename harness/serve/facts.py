@@ -1,7 +1,7 @@
-"""What a server turns out to run with, for the manifest: from its log, its metrics, its own answers and its image.
+"""The settings with which a server really runs, for the manifest: from its log, its metrics, its answers and its image.
 
-The lines of a log are `startup` of each engine. Of a line's time the Docker Engine's stamp is preferred, else what the
-server wrote itself, which may be whole seconds. Times are only ever compared with others of the same log.
+The lines of a log that matter are `startup` in the facts of each engine. The time of a line is the Docker Engine's
+stamp, else the server's own stamp, which may be in whole seconds. Times are compared only within one log.
 """
 
 import ast
@@ -19,107 +19,110 @@ from docker.models.containers import Container
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.engines import FactSource, Start, engine_of, engines
-from harness.failures.unexpected_response import decoded
+from harness.engines import FactSource, Start, engines, find_engine
+from harness.failures.unexpected_response import decode_json
 from harness.files import open_file
 from harness.redact import masked
 from harness.rundir.manifest import Contents, Phase, ServedBy, Startup
-from harness.serve.containers import unpacked
+from harness.serve.containers import unpack_file
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.lemonade import LemonadeMonitor
-from harness.serve.probe import good_text
+from harness.serve.probe import fetch_text
 from harness.trust import open_session
 
 
-def recorded(
+def record_facts(
     served: ServedBy,
     log_path: Path | None = None,
     *,
     metrics_url: str | None = None,
     api_key: str | None = None,
     container: Container | None = None,
-    behind: LemonadeMonitor | None = None,
+    monitor: LemonadeMonitor | None = None,
 ) -> ServedBy:
-    """`served` with its start, its effective settings and its image's contents filled in.
+    """Return `served` with its start, its effective settings and its image's contents, without secrets.
 
-    `behind`: the engine behind Lemonade, which is asked itself. Never raises for what a server does not say: that stays
-    None. No secret gets in.
+    `monitor` asks the engine behind Lemonade. What a server does not report stays None; nothing is raised for it.
     """
-    log = of_lines([]) if log_path is None else started(log_path)
-    facts, effective = _asked(served, log, metrics_url, api_key, behind)
+    log = parse_log_lines([]) if log_path is None else parse_log(log_path)
+    facts, effective = _collect_facts(served, log, metrics_url, api_key, monitor)
     version = served.version or facts.version
-    if behind is not None and facts.version is not None:
+    if monitor is not None and facts.version is not None:
         version = f"{served.version} {facts.version}"
-    image, began_s = None, None
+    image, started_s = None, None
     if container is not None:
-        image, began_s = contents(container), _time(f"{container.attrs['State'].get('StartedAt')} ", *_DOCKER)
+        image = read_image_contents(container)
+        started_s = _parse_time(f"{container.attrs['State'].get('StartedAt')} ", *_DOCKER_STAMP)
     return msgspec.structs.replace(
         served,
-        # Filled in from the environment, or said by the server; the model's name is what requests carry, and stays.
+        # These may contain text from the environment or from the server. `model` stays: requests send it.
         image=masked(served.image, "known"),
         container=masked(served.container, "known"),
         notes=masked(served.notes, "known"),
         version=masked(version, "known"),
-        phases=phases_of(served.phases, log, began_s),
+        phases=split_phases(served.phases, log, started_s),
         startup=msgspec.convert(masked(msgspec.to_builtins(facts)), Startup) if facts != Startup() else None,
         effective=masked(effective),
         contents=image if image != Contents() else None,
     )
 
 
-def _asked(
-    served: ServedBy, log: "Started", metrics_url: str | None, api_key: str | None, behind: LemonadeMonitor | None
+def _collect_facts(
+    served: ServedBy, log: "LogFacts", metrics_url: str | None, api_key: str | None, monitor: LemonadeMonitor | None
 ) -> tuple[Startup, dict[str, Any]]:
-    """What the log says, and what the server answers on top of it; only those are asked that would know."""
+    """Return the facts and the effective settings from the log, then from paths that this engine has, then metrics."""
     facts, effective = msgspec.structs.asdict(log.facts), dict(log.effective)
+    sources = [(engine.name, source) for engine in engines() for source in engine.answers]
+    engine = None if served.template is None else find_engine(served.template)
     with open_session(api_key) as session:
 
-        def answer(path: str) -> dict[str, Any]:
-            return _decoded(good_text(session, served.url + path) if behind is None else behind.fetch(path))
+        def fetch_object(path: str) -> dict[str, Any]:
+            text = fetch_text(session, served.url + path) if monitor is None else monitor.fetch(path)
+            try:
+                answer = decode_json(text)
+            except ValueError:
+                return {}
+            return answer if isinstance(answer, dict) else {}
 
-        own = None if served.template is None else engine_of(served.template)
-        for name, source in _fact_sources():
-            if source.path is not None and (facts["engine"] in (None, name) or (own is not None and own.name == name)):
-                facts, effective = _read(name, source, answer(source.path), facts, effective)
-        if behind is not None:
-            effective |= behind.effective()
-            own = answer("/version").get("version")
-            facts["version"] = own if isinstance(own, str) else facts["version"]
-        text = "" if behind is None else behind.fetch("/metrics")
+        for name, source in sources:
+            may_know = facts["engine"] in (None, name) or (engine is not None and engine.name == name)
+            if source.path is not None and may_know:
+                facts, effective = _merge_answer(name, source, fetch_object(source.path), facts, effective)
+        if monitor is not None:
+            effective |= monitor.effective()
+            version = fetch_object("/version").get("version")
+            facts["version"] = version if isinstance(version, str) else facts["version"]
+        text = "" if monitor is None else monitor.fetch("/metrics")
         if metrics_url is not None and not text:
-            text = good_text(session, metrics_url)
-        for name, source in _fact_sources():
+            text = fetch_text(session, metrics_url)
+        for name, source in sources:
             if source.metric is not None:
-                facts, effective = _read(name, source, labels_of(text, source.metric), facts, effective)
-    effective = {name: value for name, value in effective.items() if can_be_kept(value)}
+                facts, effective = _merge_answer(name, source, parse_labels(text, source.metric), facts, effective)
+    effective = {name: value for name, value in effective.items() if is_storable(value)}
     try:
-        return msgspec.convert({name: value for name, value in facts.items() if can_be_kept(value)}, Startup), effective
+        return msgspec.convert({name: value for name, value in facts.items() if is_storable(value)}, Startup), effective
     except msgspec.ValidationError:  # an answer of another shape than we know
         return log.facts, effective
 
 
-def _fact_sources() -> list[tuple[str, FactSource]]:
-    return [(engine.name, source) for engine in engines() for source in engine.answers]
-
-
-def _read(
+def _merge_answer(
     engine: str, source: FactSource, reported: dict[str, Any], facts: dict[str, Any], effective: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Facts and effective settings with what an answer tells; a metric counts more than the log, a path less."""
-    if not reported or (source.known_by is not None and _at(reported, source.known_by) is None):
+    """Add the facts and settings of an answer. A metric overrides the log; an answer of a path does not."""
+    if not reported or (source.known_by is not None and _get_value(reported, source.known_by) is None):
         return facts, effective
-    found = {name: value for name, key in source.startup.items() if (value := _at(reported, key)) is not None}
+    found = {name: value for name, key in source.startup.items() if (value := _get_value(reported, key)) is not None}
     if source.metric is None:
         found = {name: facts[name] or value for name, value in found.items()}
     else:
         found = {name: value for name, value in found.items() if not isinstance(value, str)}
     keys = source.effective if isinstance(source.effective, dict) else {key: key for key in source.effective}
-    settings = {name: value for name, key in keys.items() if (value := _at(reported, key)) is not None}
+    settings = {name: value for name, key in keys.items() if (value := _get_value(reported, key)) is not None}
     return facts | found | {"engine": facts["engine"] or engine}, effective | settings
 
 
-def _at(reported: dict[str, Any], key: str) -> Any:
-    """The value at a key such as a.b, or a.0.b with a list in it; or None."""
+def _get_value(reported: dict[str, Any], key: str) -> Any:
+    """Return the value at a key such as a.b, or a.0.b with a list in it; None if it is missing."""
     value: Any = reported
     for name in key.split("."):
         if isinstance(value, list) and name.isdigit():
@@ -129,8 +132,8 @@ def _at(reported: dict[str, Any], key: str) -> Any:
     return value
 
 
-def labels_of(text: str, metric: str) -> dict[str, Any]:
-    """The labels of a metric in a text of metrics, as numbers where they are; of several lines those of the first."""
+def parse_labels(text: str, metric: str) -> dict[str, Any]:
+    """Return the labels of a metric's first line in a Prometheus text; numbers and booleans are converted."""
     line = next((line for line in text.splitlines() if line.startswith(metric + "{")), None)
     if line is None:
         return {}
@@ -138,10 +141,10 @@ def labels_of(text: str, metric: str) -> dict[str, Any]:
         family = next(iter(text_string_to_metric_families(line + "\n")))
     except (ValueError, ArithmeticError, LookupError, TypeError, StopIteration):
         return {}
-    return {name: _label_value(value) for name, value in family.samples[0].labels.items() if value not in ("", "None")}
+    return {name: _parse_label(value) for name, value in family.samples[0].labels.items() if value not in ("", "None")}
 
 
-def _label_value(text: str) -> Any:
+def _parse_label(text: str) -> Any:
     if text in ("True", "False"):
         return text == "True"
     try:
@@ -153,67 +156,64 @@ def _label_value(text: str) -> Any:
     return int(value) if value.is_integer() and text.lstrip("-").isdigit() else value
 
 
-def _decoded(text: str) -> dict[str, Any]:
-    try:
-        answer = decoded(text)
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}
-
-
-ROCM_VERSION = "/opt/rocm/.info/version"
-VERSIONS = "/app/versions.txt"  # of vLLM's images
+ROCM_VERSION_FILE = "/opt/rocm/.info/version"
+VERSIONS_FILE = "/app/versions.txt"  # of vLLM's images
 _MAX_BYTES = 65536
-# Of the environment that an image sets: GPU runtime, engines, and the libraries that they compute with.
-_MATTERS = re.compile(
+# Variables of an image's environment that are recorded: of the GPU runtime, engines and their numeric libraries.
+_RECORDED_VARIABLES = re.compile(
     r"^(?:HIP|HSA|ROCM|ROC[RM]|AMD|GPU|GFX|PYTORCH|TORCH|TRITON|FLASH_ATTENTION|AITER|MIOPEN|TENSILE|HIPBLAS\w*|NCCL|RCCL"
     rf"|{'|'.join(prefix for engine in engines() for prefix in engine.command.environment)}"
     r"|SAFETENSORS|TOKENIZERS|OMP|MKL|OPENBLAS|MALLOC|CUDA)_|^LD_PRELOAD$"
 )
 
 
-def contents(container: Container) -> Contents:
-    """What the container's image holds, read through the Docker API. Unknown is None; a file it lacks is no error."""
+def read_image_contents(container: Container) -> Contents:
+    """Return the versions and the environment of the container's image; None for what the image does not have."""
     try:
         config = container.image.attrs["Config"] if container.image is not None else {}
     except DOCKER_ERRORS:
         config = {}
-    pairs = [str(entry).partition("=") for entry in config.get("Env") or []]
+    variables = sorted(str(entry).partition("=") for entry in config.get("Env") or [])
     return Contents(
-        rocm=file_in(container, ROCM_VERSION),
-        versions=masked(listed(file_in(container, VERSIONS) or "")),
-        environment=masked({name: text for name, _, text in sorted(pairs) if _MATTERS.match(name)}),
+        rocm=read_container_file(container, ROCM_VERSION_FILE),
+        versions=masked(parse_versions(read_container_file(container, VERSIONS_FILE) or "")),
+        environment=masked({name: text for name, _, text in variables if _RECORDED_VARIABLES.match(name)}),
     )
 
 
-def file_in(container: Container, path: str) -> str | None:
-    """A small text file of a container; None where it has no such file, or the engine does not hand it out."""
+def read_container_file(container: Container, path: str) -> str | None:
+    """Return a small text file of a container; None if it is missing or the engine does not give it."""
     try:
         stream, about = container.get_archive(path)
         if about is None or about["size"] > _MAX_BYTES:
             return None
-        return unpacked(stream).decode("utf-8", "replace").strip() or None
+        return unpack_file(stream).decode("utf-8", "replace").strip() or None
     except (*DOCKER_ERRORS, tarfile.TarError, KeyError):
         return None
 
 
-def listed(text: str) -> dict[str, str]:
-    """Lines such as `TRITON_BRANCH: 57c693b6` as a dictionary; a line of another form is its own value."""
-    found: dict[str, str] = {}
+def parse_versions(text: str) -> dict[str, str]:
+    """Return lines such as `TRITON_BRANCH: 57c693b6` as a dictionary; any other line gets the key `line N`."""
+    versions: dict[str, str] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         name, colon, value = line.partition(": ")
-        found[name if colon else f"line {len(found) + 1}"] = value.strip() if colon else line
-    return found
+        versions[name if colon else f"line {len(versions) + 1}"] = value.strip() if colon else line
+    return versions
 
 
 # A log is read as far as starts go; what an engine says under load comes later and is never of interest here.
-LIMIT = 4_000_000
-_SLACK_S = 1.0  # clocks are set now and then; phases that claim more than this above what we saw are not believed
-_DOCKER = (re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "), "%Y-%m-%dT%H:%M:%S")  # the Docker Engine's stamp
+MAX_LOG_BYTES = 4_000_000
+_MAX_CLOCK_SHIFT_S = (
+    1.0  # clocks are set now and then; phases that claim more than this above what we saw are not believed
+)
+_DOCKER_STAMP = (
+    re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "),
+    "%Y-%m-%dT%H:%M:%S",
+)  # the Docker Engine's stamp
 _ELAPSED = "elapsed"  # the form of stamps that count minutes, seconds, ms and us since the process was started
-# The stamps of engines that run others come first: theirs are before those of the engine.
+# The stamps of servers that run another engine come first: in a line, they precede the engine's own stamp.
 _STAMPS = (
-    _DOCKER,
+    _DOCKER_STAMP,
     *(
         (re.compile(stamp["regex"]), stamp["form"])
         for engine in sorted(engines(), key=lambda engine: not engine.log.wraps)
@@ -221,111 +221,113 @@ _STAMPS = (
     ),
 )
 _TYPES = get_type_hints(Startup)
-_VARIABLE = ("port", "host", "model_tag")  # of the arguments: any free port; a second name of `model`
+_IGNORED_ARGUMENTS = ("port", "host", "model_tag")  # of the arguments: any free port; a second name of `model`
 
 
-class Started(Struct, frozen=True):
-    """What was found in a log."""
+class LogFacts(Struct, frozen=True):
+    """The facts of a start that its log reports."""
 
     facts: Startup
     effective: dict[str, Any]
-    ends: dict[str, float]  # by phase: when it was over, on the log's own clock
-    began_s: float | None  # of its first line, or of the process where the log counts from there
+    ends: dict[str, float]  # by phase: when it ended, on the log's own clock
+    started_s: float | None  # of the first line, or of the process if the stamps count from there
 
 
-def started(path: Path) -> Started:
-    """What the log at `path` tells of the server's start; nothing for one that tells nothing."""
+def parse_log(path: Path) -> LogFacts:
+    """Return the facts of the server's start from its log."""
     with open_file(path) as file:
-        text = file.read(LIMIT).decode("utf-8", "replace")
-    return of_lines(text.splitlines())
+        text = file.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+    return parse_log_lines(text.splitlines())
 
 
-def of_lines(lines: Sequence[str]) -> Started:
-    """The same for the lines of a log. Each has its time by the best kind of stamp that the log has."""
+def parse_log_lines(lines: Sequence[str]) -> LogFacts:
+    """Return the facts of the server's start. The best kind of time stamp that the log has gives the times."""
     stamp = next((stamp for stamp in _STAMPS if any(stamp[0].search(line) for line in lines)), None)
-    stamped = [(None if stamp is None else _time(line, *stamp), _DOCKER[0].sub("", line)) for line in lines]
-    found: dict[str, Any] = {}
+    timed = [(None if stamp is None else _parse_time(line, *stamp), _DOCKER_STAMP[0].sub("", line)) for line in lines]
+    facts: dict[str, Any] = {}
     effective: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
     ends: dict[str, float] = {}
-    for at_s, line in stamped:
-        for engine, rule, pattern in _rules():
+    for at_s, line in timed:
+        for engine, rule, pattern in _startup_rules():
             if (match := pattern.search(line)) is None:
                 continue
             if rule.arguments:
-                arguments = _pairs(match["all"])
+                arguments = _parse_settings(match["all"])
                 continue
-            _note(engine, rule, match, effective if rule.effective else found)
+            _store_match(engine, rule, match, effective if rule.effective else facts)
             if rule.ends is not None and at_s is not None:
                 ends[rule.ends] = max(at_s, ends.get(rule.ends, at_s))
-    effective |= {key: value for key, value in arguments.items() if key not in _VARIABLE}
-    began_s = next((at_s for at_s, _ in stamped if at_s is not None), None)
-    return Started(Startup(**found), effective, ends, 0.0 if stamp is not None and stamp[1] == _ELAPSED else began_s)
+    effective |= {key: value for key, value in arguments.items() if key not in _IGNORED_ARGUMENTS}
+    started_s = next((at_s for at_s, _ in timed if at_s is not None), None)
+    if stamp is not None and stamp[1] == _ELAPSED:
+        started_s = 0.0
+    return LogFacts(Startup(**facts), effective, ends, started_s)
 
 
-def can_be_kept(value: Any, depth: int = 8) -> bool:
-    """Whether a manifest with this value can be written and read again, whatever server reported it."""
+def is_storable(value: Any, depth: int = 8) -> bool:
+    """Check that a manifest with this value can be written and read again, whatever server reported it."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value
-        return depth > 0 and len(value) <= 1000 and all(can_be_kept(one, depth - 1) for one in inner)
+        return depth > 0 and len(value) <= 1000 and all(is_storable(one, depth - 1) for one in inner)
     if isinstance(value, str):
         return len(value) <= 10_000
     return not isinstance(value, int | float) or abs(value) <= 2**63
 
 
-def _note(engine: str, rule: Start, match: re.Match[str], into: dict[str, Any]) -> None:
+def _store_match(engine: str, rule: Start, match: re.Match[str], facts: dict[str, Any]) -> None:
+    """Add what a line of the log says to `facts`."""
     if rule.engine:
-        into["engine"] = engine
-    if rule.compile_cache is not None and into.get("compile_cache") != "cold":  # what is new in part is not warm
-        into["compile_cache"] = rule.compile_cache
+        facts["engine"] = engine
+    if rule.compile_cache is not None and facts.get("compile_cache") != "cold":  # partly new is not warm
+        facts["compile_cache"] = rule.compile_cache
     for group, text in match.groupdict().items():
         if text is None:
             continue
         name = re.sub(r"_mib$", "_gib", re.sub(r"_\d$", "", group))
         try:
-            value = _literal(text) if rule.effective else _number(text, _TYPES[name])
+            value = _parse_literal(text) if rule.effective else _parse_number(text, _TYPES[name])
         except ValueError:  # a number of another form than we know
             continue
         if group.endswith("_mib"):
             value = round(value / 1024, 3)
-        if value is not None and can_be_kept(value):
-            into[name] = round(into.get(name, 0) + value, 3) if rule.add else value
+        if value is not None and is_storable(value):
+            facts[name] = round(facts.get(name, 0) + value, 3) if rule.add else value
 
 
-def phases_of(measured: Sequence[Phase], log: Started, began_s: float | None = None) -> list[Phase]:
-    """Phases as seen from outside, with the wait for the server split by its log.
+def split_phases(measured: Sequence[Phase], log: LogFacts, started_s: float | None = None) -> list[Phase]:
+    """Return the measured phases, with the wait for the server ("port open", "health", "load") split by its log.
 
-    What the log has takes the place of "port open", "health" and "load": each phase from the end of the one before
-    to its own, the first from `began_s`, when the server's process was started (on the log's clock; None: its first
-    line). "ready" is the rest, so that the sum stays what was measured. Without such lines, `measured` as it is.
-    A server that gets its engine or model first, as Lemonade does, starts the engine only after that.
+    Each phase of the log lasts from the end of the one before to its own end. The first begins at `started_s`, when
+    the server's process was started (on the log's clock; None: its first line). "ready" is the rest, so the sum stays
+    as measured. Without phases in the log, `measured` is returned as it is. A server that first fetches its engine or
+    model, as Lemonade does, starts the engine only after that.
     """
-    got_by = ("install", "download", "model")
-    got = max((at + 1 for at, phase in enumerate(measured) if phase.name in got_by), default=0)
-    waits = [phase for phase in measured[got:] if phase.name in ("port open", "health", "load")]
+    fetched = [place + 1 for place, phase in enumerate(measured) if phase.name in ("install", "download", "model")]
+    begin = max(fetched, default=0)
+    waits = [phase for phase in measured[begin:] if phase.name in ("port open", "health", "load")]
     total_s = sum(phase.seconds for phase in waits)
-    at_s = log.began_s if began_s is None else began_s
+    at_s = log.started_s if started_s is None else started_s
     inner: list[Phase] = []
     if at_s is None or not waits or "weights" not in log.ends:
         return list(measured)
-    at_s += sum(phase.seconds for phase in measured[:got] if phase.name not in ("pull", "create"))
+    at_s += sum(phase.seconds for phase in measured[:begin] if phase.name not in ("pull", "create"))
     for name in ("process", "weights", "compile", "graphs", "warm-up"):
         end_s = log.ends.get(name)
-        if end_s is None or end_s < at_s:
-            continue
-        inner.append(Phase(name=name, seconds=end_s - at_s))
-        at_s = end_s
-    over_s = sum(phase.seconds for phase in inner) - total_s
-    if not inner or over_s > _SLACK_S or over_s > inner[0].seconds:
+        if end_s is not None and end_s >= at_s:
+            inner.append(Phase(name=name, seconds=end_s - at_s))
+            at_s = end_s
+    excess_s = sum(phase.seconds for phase in inner) - total_s
+    if not inner or excess_s > _MAX_CLOCK_SHIFT_S or excess_s > inner[0].seconds:
         return list(measured)
-    if over_s > 0:  # the process was on its way before the order to start it had come back
-        inner[0] = Phase(name=inner[0].name, seconds=inner[0].seconds - over_s)
-    first = measured.index(waits[0], got)
-    rest = Phase(name="ready", seconds=max(0.0, -over_s))
+    if excess_s > 0:  # the process had started before the call that started it returned
+        inner[0] = Phase(name=inner[0].name, seconds=inner[0].seconds - excess_s)
+    first = measured.index(waits[0], begin)
+    rest = Phase(name="ready", seconds=max(0.0, -excess_s))
     return [*measured[:first], *inner, rest, *measured[first + len(waits) :]]
 
 
-def _time(line: str, pattern: re.Pattern[str], form: str) -> float | None:
+def _parse_time(line: str, pattern: re.Pattern[str], form: str) -> float | None:
     match = pattern.search(line)
     if match is None:
         return None
@@ -341,20 +343,20 @@ def _time(line: str, pattern: re.Pattern[str], form: str) -> float | None:
     return moment.timestamp() + float(match[2] or 0)
 
 
-def _number(text: str, kind: Any) -> Any:
+def _parse_number(text: str, kind: Any) -> Any:
     if kind == int | None:
         return int(text.replace(",", ""))
     return float(text.replace(",", "")) if kind == float | None else text
 
 
-def _pairs(text: str) -> dict[str, Any]:
-    """The entries of a printed dictionary or list of settings; a value that is no literal stays text."""
-    pairs = (re.split("[:=]", part, maxsplit=1) for part in _parts(text))
-    return {name.strip(" '\""): _literal(value.strip()) for name, *values in pairs for value in values}
+def _parse_settings(text: str) -> dict[str, Any]:
+    """Return the entries of a printed dictionary or list of settings; a value that is not a literal stays text."""
+    pairs = (re.split("[:=]", part, maxsplit=1) for part in _split_at_commas(text))
+    return {name.strip(" '\""): _parse_literal(value.strip()) for name, *values in pairs for value in values}
 
 
-def _parts(text: str) -> Iterator[str]:
-    """A text, split at the commas outside brackets and quotes."""
+def _split_at_commas(text: str) -> Iterator[str]:
+    """Yield the parts of a text between the commas outside brackets and quotes."""
     depth, quote, begin = 0, "", 0
     for at, sign in enumerate(text):
         if quote:
@@ -371,7 +373,7 @@ def _parts(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     try:
         value = ast.literal_eval(text)
         msgspec.json.encode(value)
@@ -381,5 +383,5 @@ def _literal(text: str) -> Any:
 
 
 @cache
-def _rules() -> list[tuple[str, Start, re.Pattern[str]]]:
+def _startup_rules() -> list[tuple[str, Start, re.Pattern[str]]]:
     return [(engine.name, rule, re.compile(rule.regex)) for engine in engines() for rule in engine.startup]

@@ -14,32 +14,31 @@ from harness.errors import ServerError
 from harness.files import LOCUSTFILES
 from harness.job import SECRETS_ENV, Job
 from harness.process import undisturbed
-from harness.redact import known
+from harness.redact import registered_secrets
 from harness.serve.containers import LogFile, follow_log
-from harness.serve.engine import DOCKER_ERRORS, connect, docker_error, ensure_image, name_of, owned
+from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
 from harness.serve.location import engine_location
 
 IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`
-IN_IMAGE = Path("/opt/amd-llm-load/locustfiles")
+IMAGE_LOCUSTFILES = Path("/opt/amd-llm-load/locustfiles")
 
 
-def in_image(locustfile: Path) -> Path:
-    """Where a locustfile is in the container: one that ships is in the image, any other is mounted at its own path."""
-    return IN_IMAGE / locustfile.name if locustfile.parent == LOCUSTFILES else locustfile
+def find_path_in_image(locustfile: Path) -> Path:
+    """Return a locustfile's path in the container: in the image, or for an own one mounted at the same path."""
+    return IMAGE_LOCUSTFILES / locustfile.name if locustfile.parent == LOCUSTFILES else locustfile
 
 
-def files_needed(job: Job, locustfile: Path) -> list[str]:
-    """The files and folders of this host that a load generator in a container has to read, besides its job.
+def list_needed_files(job: Job, locustfile: Path) -> list[str]:
+    """Return the files and folders of this host that a load generator in a container needs, besides its job.
 
-    The whole folder of an own locustfile, which may import from it and open its files; those that ship are in the
-    image.
+    An own locustfile needs its whole folder, from which it may import modules and read files.
     """
     own = [] if locustfile.parent == LOCUSTFILES else [str(locustfile.parent)]
     return [*own, *(file for file in (job.prompt_file, job.trace_file, job.trace_marks) if file)]
 
 
 class ContainerChild:
-    """Locust in a container. Its files are this host's, so the engine must be this host's as well."""
+    """Locust in a container. It writes files of this host, so the Docker Engine must be on this host."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class ContainerChild:
             self._client.close()
             if not isinstance(error, DOCKER_ERRORS):
                 raise
-            raise docker_error("the load generator's container cannot be started", error) from None
+            raise make_docker_error("the load generator's container cannot be started", error) from None
         self._log = LogFile(log_path)
         follow_log(self._container, self._log)
         self._code: int | None = None
@@ -81,22 +80,22 @@ class ContainerChild:
     def _options(run_id: str, job: Job, arguments: list[str], locustfile: Path, network: str | None) -> dict[str, Any]:
         folder = str(Path(job.requests_path).parent)
         mounts = [Mount(folder, folder, type="bind")]
-        mounts += [Mount(file, file, type="bind", read_only=True) for file in files_needed(job, locustfile)]
+        mounts += [Mount(file, file, type="bind", read_only=True) for file in list_needed_files(job, locustfile)]
         key = job.api_key_env
         return {
             "command": ["locust", *arguments],
-            "name": f"{name_of(run_id, job.cell)}-locust",
-            "labels": owned(run_id, job.cell),
+            "name": f"{make_name(run_id, job.cell)}-locust",
+            "labels": make_labels(run_id, job.cell),
             "network": network or "host",
             "mounts": mounts,
-            # The run directory belongs to the user who started the harness; so must the records in it.
+            # The records must belong to the user who started the harness, as the run directory does.
             "user": f"{os.getuid()}:{os.getgid()}",
             "environment": {
                 "HOME": "/tmp",
-                SECRETS_ENV: json.dumps(known()),
+                SECRETS_ENV: json.dumps(registered_secrets()),
                 **({key: os.environ[key]} if key else {}),
             },
-            # It writes into the run directory and nowhere else.
+            # It may write only into the run directory.
             "read_only": True,
             "tmpfs": {"/tmp": ""},
             "cap_drop": ["ALL"],
@@ -107,7 +106,7 @@ class ContainerChild:
         }
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         if self._code is None:
             try:
                 self._container.reload()
@@ -117,22 +116,22 @@ class ContainerChild:
             except NotFound:
                 self._code = -1
             except DOCKER_ERRORS as error:
-                raise docker_error("the load generator's container cannot be watched", error) from None
+                raise make_docker_error("the load generator's container cannot be watched", error) from None
         return self._code
 
     def stop(self, grace_s: float) -> int:
-        """End it politely, kill it after `grace_s`, remove it."""
+        """Stop it, kill it after `grace_s`, remove it, and return the exit code; -1 if it is unknown."""
         try:
             try:
                 if self.poll() is None:
                     self._container.stop(timeout=int(grace_s))
                     self.poll()
-                self._log.settle()
-            finally:  # a second Ctrl-C only ends the patience
+                self._log.wait_for_end()
+            finally:  # after a second Ctrl-C, too
                 with undisturbed(), contextlib.closing(self._client):
                     self._container.remove(v=True, force=True)
         except NotFound:
             pass
         except DOCKER_ERRORS as error:
-            raise docker_error("the load generator's container cannot be removed", error) from None
+            raise make_docker_error("the load generator's container cannot be removed", error) from None
         return -1 if self._code is None else self._code

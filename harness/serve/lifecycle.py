@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,100 +14,148 @@ from urllib.parse import urlsplit
 import docker
 import msgspec
 from docker.models.containers import Container
+from msgspec import Struct
+from msgspec.structs import replace
 
 from harness import process, redact
 from harness.errors import HarnessError, ServerError
-from harness.failures.explain import State
-from harness.machine.telemetry import Source, cgroup_files, local_source, root
+from harness.failures.explain import ExitState
+from harness.machine.telemetry import Source, cgroup_files, local_source, telemetry_root
 from harness.process import is_free, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server
-from harness.serve import containers, probe
-from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse_port, url_of
-from harness.serve.container_commands import has_shell, inside
-from harness.serve.containers import LogFile, Look, look_at_end
-from harness.serve.engine import connect, digest_of, ensure_image, owned
-from harness.serve.facts import recorded
-from harness.serve.lemonade import Api, LemonadeMonitor, attached, orphans_of
-from harness.serve.location import EngineLocation, address_of, engine_location, is_this_machine, tunnel
-from harness.serve.probe import Phases, Waiting
-from harness.serve.ready import Ready, wait_ready
-from harness.serve.security import allowed, refuse_without_consent, secrets_in
-from harness.serve.template import written
+from harness.serve import compose_file, containers, probe
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, Serving
+from harness.serve.container_commands import container_source, has_shell
+from harness.serve.containers import LogFile, ServerStatus, StatusReader
+from harness.serve.engine import connect, ensure_image, get_digest, make_labels
+from harness.serve.facts import record_facts
+from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model, list_orphans
+from harness.serve.location import EngineLocation, engine_location, is_this_machine, open_tunnel, resolve_host
+from harness.serve.probe import PhaseTimer, StartupWatch
+from harness.serve.ready import ReadyServer, wait_ready
+from harness.serve.security import collect_secrets, make_access_notes, require_consent
+from harness.serve.template import write_compose_file
 from harness.summary import Reason
 
+MAX_MISSES = 3  # failed checks in a row of a server that already ran ...
+_CHECK_INTERVAL_S = 2.0  # ... with this period ...
+_RETRY_INTERVAL_S = 0.3  # ... and sooner after a failed check
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+
+class Endpoint(Struct, frozen=True, kw_only=True):
     """A server that answers."""
 
     url: str  # as this host reaches it, without a slash at the end
     started: ServedBy  # as it was when it became ready
-    look: Callable[[bool], Look]  # with true: look now, else within the last half second
+    read_status: StatusReader
     metrics_url: str | None = None
-    monitor: LemonadeMonitor | None = None  # of an engine behind it, which its clients do not see
+    monitor: LemonadeMonitor | None = None  # of the engine behind Lemonade
     network: str | None = None  # Docker network of the server's container
     network_url: str | None = None  # as a container in that network reaches it
-    container: Container | None = None  # that works; None: a process, or a server that already ran
+    container: Container | None = None  # of the server itself; None: a process, or a server that already ran
 
     @property
     def served_by(self) -> ServedBy:
-        """What served until now: restarts, OOM kills and an early end included."""
-        seen = self.look(True)
-        return msgspec.structs.replace(
+        """The server's facts until now, with restarts, OOM kills and an early end."""
+        status = self.read_status(True)
+        return replace(
             self.started,
-            restarts=seen.restarts,
-            oom_killed=seen.oom_killed,
-            exit_code=None if seen.death is None or seen.death.of_gateway else seen.death.exit_code,
-            death=seen.death,
+            restarts=status.restarts,
+            oom_killed=status.oom_killed,
+            exit_code=None if status.death is None or status.death.of_gateway else status.death.exit_code,
+            death=status.death,
         )
 
     @property
     def metrics_source(self) -> str | Callable[[], str] | None:
-        """Where its metrics come from: an address, or a function that gives the text."""
+        """The address of its metrics, or a function that returns their text."""
         return self.metrics_url if self.metrics_url is not None or self.monitor is None else self.monitor.metrics
 
     @property
     def ask_engine(self) -> Callable[[str, dict[str, Any]], str] | None:
-        """POST to the engine behind it; the text is empty without an answer."""
+        """A function that posts to the engine behind Lemonade and returns its text, empty without an answer."""
         return None if self.monitor is None else self.monitor.fetch
 
     def problems(self) -> list[Reason]:
-        """Why what was measured since the last call cannot be trusted, as far as the server lives to tell."""
+        """Return why measurements since the last call cannot be trusted; empty for a dead server."""
         return [] if self.monitor is None or self.check_alive() is not None else self.monitor.problems()
 
     def death(self, now: bool = False) -> ServerDeath | None:
-        return self.look(now).death
+        return self.read_status(now).death
 
     def check_alive(self) -> Reason | None:
-        """None while the server lives, else why the load must end. Cheap: made to be asked all the time."""
+        """Return why the load must end; None while the server lives. Cheap, so call it often."""
         death = self.death()
         return None if death is None else death.problem()
 
 
-def source_of(endpoint: Endpoint) -> Source | None:
-    """Where a server's telemetry comes from: the files of this machine, or its container.
+def find_telemetry_source(endpoint: Endpoint) -> Source | None:
+    """Return the source of a server's telemetry: the files of this machine, or its container.
 
-    None for a server on another machine when its container cannot print them.
+    None for a server on another machine whose container cannot print them.
     """
     container = endpoint.container
     if container is None:
         return local_source() if is_this_machine(urlsplit(endpoint.url).hostname or "") else None
     pid = int(container.attrs["State"].get("Pid") or 0)
-    files = cgroup_files(root(), pid, str(container.id))
+    files = cgroup_files(telemetry_root(), pid, str(container.id))
     if files:
         if container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
             files.append(f"proc/{pid}/net/netstat")
         return local_source(files)
-    # Its processes are not among this machine's: the engine is elsewhere, whatever its address is, or we are in a
-    # container ourselves. What is seen from within is right in all cases.
+    # Its processes are not this machine's: the engine is elsewhere, or the harness itself is in a container. The files
+    # inside the container are right in both cases.
     if has_shell(container):
-        return inside(container)
+        return container_source(container)
     return local_source() if engine_location().is_here else None
 
 
-MISSES = 3  # failed checks in a row of a server that already ran ...
-_LOOK_S = 2.0  # ... with this period ...
-_AGAIN_S = 0.3  # ... and sooner, after a failed check
+class ServerStart(Struct, frozen=True):
+    """Everything that is needed to start a server, or the gateway in front of it."""
+
+    server: Server
+    compose: ComposeFile
+    model: str
+    name: str  # of the service
+    log_path: Path
+    api_key: str | None
+    key_name: str | None  # the environment variable that has the API key
+    on_progress: Callable[[str], None]
+
+    @property
+    def service(self) -> Service:
+        return self.compose.services[self.name]
+
+    @property
+    def serving(self) -> Serving:
+        gateway = self.compose.serving.gateway
+        return gateway if self.name == GATEWAY and gateway is not None else self.compose.serving
+
+    def metrics_url(self, url: str) -> str | None:
+        return None if self.serving.metrics is None else url + self.serving.metrics
+
+    def record_facts(
+        self, served: ServedBy, container: Container | None = None, monitor: LemonadeMonitor | None = None
+    ) -> ServedBy:
+        """Return `served` with the settings that the server reports."""
+        metrics_url, api_key = self.metrics_url(served.url), self.api_key
+        return record_facts(
+            served, self.log_path, metrics_url=metrics_url, api_key=api_key, container=container, monitor=monitor
+        )
+
+
+def prepare_start(
+    scenario: Scenario, server_name: str, cell_id: str, run_folder: Path, on_progress: Callable[[str], None]
+) -> ServerStart:
+    """Write the server's Compose file into the run directory, and register its secrets."""
+    prepared = write_compose_file(scenario, server_name, run_folder)
+    log_path = run_folder / "logs" / f"{cell_id}.server.log"
+    key_name = scenario.api_key_env
+    api_key = os.environ.get(key_name) if key_name else None
+    # A server may repeat what it got from the environment, in its log or in an error.
+    redact.register_secrets(collect_secrets(msgspec.to_builtins(prepared.file), os.environ) | {api_key or "": True})
+    return ServerStart(prepared.server, prepared.file, scenario.model, SERVER, log_path, api_key, key_name, on_progress)
 
 
 @contextlib.contextmanager
@@ -119,74 +168,22 @@ def serve(
     run_folder: Path,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Endpoint]:
-    """Start a server, wait until its model answers, and take it down at the end, however that comes.
+    """Start a server, wait until its model answers, and remove it at the end, also after an error or a signal.
 
-    Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM and SIGHUP end it like Ctrl-C.
-    Raises ServerError when it does not become ready, HarnessError for a template or variable that cannot be used.
+    Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM and SIGHUP act like Ctrl-C.
+    Raises ServerError if the server does not become ready, HarnessError for an unusable template or variable.
     """
-    start = start_of(scenario, server_name, cell_id, run_folder, on_progress)
+    start = prepare_start(scenario, server_name, cell_id, run_folder, on_progress)
     if start.serving.offline:
         raise HarnessError(f"the server '{server_name}' is an offline job: only `harness run` can use it")
-    running = _in_container(start, run_id, cell_id) if start.server.container else _as_process(start)
+    running = _serve_container(start, run_id, cell_id) if start.server.container else _serve_process(start)
     with signals_interrupt(), running as endpoint:
         yield endpoint
 
 
-class ServerStart(msgspec.Struct, frozen=True):
-    """Everything that is needed to start a server, or the gateway in front of it."""
-
-    server: Server
-    compose: ComposeFile
-    model: str
-    name: str  # of the service
-    log_path: Path
-    api_key: str | None
-    key_name: str | None
-    on_progress: Callable[[str], None]
-
-    @property
-    def service(self) -> Service:
-        return self.compose.services[self.name]
-
-    @property
-    def serving(self) -> Serving:
-        front = self.compose.serving.gateway
-        return front if self.name == GATEWAY and front is not None else self.compose.serving
-
-    def metrics_url(self, url: str) -> str | None:
-        return None if self.serving.metrics is None else url + self.serving.metrics
-
-    def recorded(
-        self, served: ServedBy, container: Container | None = None, behind: LemonadeMonitor | None = None
-    ) -> ServedBy:
-        """With what it turns out to run with."""
-        return recorded(
-            served,
-            self.log_path,
-            metrics_url=self.metrics_url(served.url),
-            api_key=self.api_key,
-            container=container,
-            behind=behind,
-        )
-
-
-def start_of(
-    scenario: Scenario, server_name: str, cell_id: str, run_folder: Path, on_progress: Callable[[str], None]
-) -> ServerStart:
-    """Prepare the start of a server: write its Compose file into the run directory, register its secrets."""
-    one = written(scenario, server_name, run_folder)
-    log_path = run_folder / "logs" / f"{cell_id}.server.log"
-    api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
-    # What the server got from the environment it may say again, in its log and in an error.
-    redact.know(secrets_in(msgspec.to_builtins(one.file), os.environ) | {api_key or "": True})
-    return ServerStart(
-        one.server, one.file, scenario.model, SERVER, log_path, api_key, scenario.api_key_env, on_progress
-    )
-
-
 @contextlib.contextmanager
-def _as_process(start: ServerStart) -> Iterator[Endpoint]:
-    """The embedded engine: the command of the service's container on this host. It ends with us, however we end."""
+def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
+    """Run the embedded engine: the command of the service, as a process of this host that ends with the harness."""
     port = start.compose.serving.port
     url = f"http://127.0.0.1:{port}"
     if not is_free(port):
@@ -195,10 +192,10 @@ def _as_process(start: ServerStart) -> Iterator[Endpoint]:
             next_step="Leave host_port out to get a free one, or stop what uses it "
             f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
         )
-    service = filled_in(start.compose, os.environ).server
+    service = compose_file.fill_variables(start.compose, os.environ).server
     command = [sys.executable, *(service.command or [])[1:]]
     command[command.index("--host") + 1] = "127.0.0.1"
-    arguments = list(start.compose.server.command or [])  # that say what it is; where it listens differs
+    arguments = list(start.compose.server.command or [])  # for the manifest, without the address
     for flag in ("--host", "--port"):
         at = arguments.index(flag)
         del arguments[at : at + 2]
@@ -212,13 +209,13 @@ def _as_process(start: ServerStart) -> Iterator[Endpoint]:
     output = child.stdout.fileno()
     log.follow(lambda: iter(lambda: os.read(output, 65536), b""))
 
-    def look(_now: bool) -> Look:
+    def read_status(_now: bool) -> ServerStatus:
         code = child.poll()
-        return Look() if code is None else look_at_end(code, State(exit_code=code), log)
+        return ServerStatus() if code is None else containers.status_at_end(ExitState(exit_code=code), log)
 
     try:
-        ready = _wait(start, url, look, log)
-        served_by = ServedBy(
+        ready = _wait_until_ready(start, url, read_status, log)
+        served = ServedBy(
             url=url,
             template=start.server.template,
             simulated=True,
@@ -227,149 +224,150 @@ def _as_process(start: ServerStart) -> Iterator[Endpoint]:
             arguments=arguments,
             phases=ready.phases,
         )
-        yield Endpoint(url=url, started=start.recorded(served_by), look=look, metrics_url=start.metrics_url(url))
+        metrics_url = start.metrics_url(url)
+        yield Endpoint(url=url, started=start.record_facts(served), read_status=read_status, metrics_url=metrics_url)
     finally:
         process.stop(child)
-        log.settle()
+        log.wait_for_end()
         child.stdout.close()
 
 
-class Containers(msgspec.Struct, frozen=True):
-    """Where the containers of a cell are started."""
+class CellContainers(Struct, frozen=True):
+    """The Docker Engine and what the containers of a cell have in common."""
 
     client: docker.DockerClient
-    filled: ComposeFile  # holds secrets: it goes to the engine and nowhere else
-    owner: dict[str, str]
+    compose: ComposeFile  # with its variables filled in, so it holds secrets: only the engine may get it
+    labels: dict[str, str]
     logs: list[LogFile]
 
 
-class StartedContainer(msgspec.Struct, frozen=True):
-    """A container that was started and is watched."""
+@contextlib.contextmanager
+def cell_containers(start: ServerStart, filled: ComposeFile, run_id: str, cell_id: str) -> Iterator[CellContainers]:
+    """Connect to the Docker Engine, and remove the cell's containers at the end. Raises HarnessError."""
+    require_consent(start.server, start.compose)
+    cell = CellContainers(connect(), filled, make_labels(run_id, cell_id), [])
+    with containers.removed_at_exit(cell.client, start.compose, cell.labels, cell.logs, start.on_progress):
+        yield cell
+
+
+class StartedContainer(Struct, frozen=True):
+    """A container that runs, before its server is ready."""
 
     container: Container
-    look: Callable[[bool], Look]
+    read_status: StatusReader
     log: LogFile
     served: ServedBy  # as far as it is known before the server answers
 
 
-@contextlib.contextmanager
-def containers_of(start: ServerStart, filled: ComposeFile, run_id: str, cell_id: str) -> Iterator[Containers]:
-    """Connect to the Docker Engine, and remove at the end what was started. Raises HarnessError for what cannot run."""
-    refuse_without_consent(start.server, start.compose)
-    made = Containers(connect(), filled, owned(run_id, cell_id), [])
-    with containers.torn_down(made.client, start.compose, made.owner, made.logs, start.on_progress):
-        yield made
-
-
-def started(start: ServerStart, made: Containers) -> StartedContainer:
+def start_service(start: ServerStart, cell: CellContainers) -> StartedContainer:
     """Pull the image and start the container of a service. Raises ServerError."""
     log = LogFile(start.log_path)
-    made.logs.append(log)
-    before = made.filled.preparations if start.name == SERVER else []
-    phases = Phases()
-    images = [
-        ensure_image(made.client, made.filled.services[name].image, start.on_progress) for name in (start.name, *before)
-    ]
-    phases.done("pull")
+    cell.logs.append(log)
+    names = [start.name, *(cell.compose.preparations if start.name == SERVER else [])]
+    timer = PhaseTimer()
+    images = [ensure_image(cell.client, cell.compose.services[name].image, start.on_progress) for name in names]
+    timer.finish("pull")
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
-        containers.prepare(made.client, made.filled, made.owner)
-    container = containers.start(made.client, made.filled, start.name, made.owner)
-    phases.done("create")
+        containers.create_network_and_volumes(cell.client, cell.compose, cell.labels)
+    container = containers.start_container(cell.client, cell.compose, start.name, cell.labels)
+    timer.finish("create")
     containers.follow_log(container, log)
-    service = start.service  # its secrets are still names
+    service = start.service  # in which secrets are only names
     served = ServedBy(
         url="",
         template=start.serving.template,
         simulated=start.serving.simulated,
         image=service.image,
-        image_digest=digest_of(images[0]),
-        container=containers.inspected(container, start.compose, service),
+        image_digest=get_digest(images[0]),
+        container=containers.describe_container(container, start.compose, service),
         arguments=[*(service.entrypoint or []), *(service.command or [])],
-        notes=allowed(start.compose) if start.name == SERVER else [],
-        phases=phases.all,
+        notes=make_access_notes(start.compose) if start.name == SERVER else [],
+        phases=timer.phases,
     )
-    return StartedContainer(container, containers.watcher(container, log), log, served)
+    return StartedContainer(container, containers.make_status_reader(container, log), log, served)
 
 
 @contextlib.contextmanager
-def _in_container(start: ServerStart, run_id: str, cell_id: str) -> Iterator[Endpoint]:
-    filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
-    with containers_of(start, filled, run_id, cell_id) as made, contextlib.ExitStack() as tunnels:
-        server = _bring_up(start, made, tunnels)
+def _serve_container(start: ServerStart, run_id: str, cell_id: str) -> Iterator[Endpoint]:
+    filled = compose_file.fill_variables(start.compose, os.environ)  # a missing variable is an error before a long pull
+    with cell_containers(start, filled, run_id, cell_id) as cell, contextlib.ExitStack() as tunnels:
+        server = _start_and_wait(start, cell, tunnels)
         if start.compose.serving.gateway is None:
             yield server
         else:
             log_path = start.log_path.with_suffix("").with_suffix(".gateway.log")
-            gateway = msgspec.structs.replace(start, name=GATEWAY, log_path=log_path)
-            yield _in_front(_bring_up(gateway, made, tunnels), server)
+            gateway = _start_and_wait(replace(start, name=GATEWAY, log_path=log_path), cell, tunnels)
+            yield _join_gateway(gateway, server)
 
 
-def _bring_up(start: ServerStart, made: Containers, tunnels: contextlib.ExitStack) -> Endpoint:
-    """A server that is ready, or its gateway; a tunnel to it is left to `tunnels`. Raises ServerError."""
-    port = parse_port(made.filled.services[start.name].ports[0])
+def _start_and_wait(start: ServerStart, cell: CellContainers, tunnels: contextlib.ExitStack) -> Endpoint:
+    """Start the server or its gateway, and wait until it is ready. An ssh tunnel to it is closed with `tunnels`.
+
+    Raises ServerError.
+    """
+    port = compose_file.parse_port(cell.compose.services[start.name].ports[0])
     location = engine_location()
-    address = reached(location, port.address)
-    one = started(start, made)
-    container, look, log = one.container, one.look, one.log
-    host_port = containers.host_port(container, port)
+    address = find_reachable_address(location, port.address)
+    service = start_service(start, cell)
+    container, read_status, log = service.container, service.read_status, service.log
+    host_port = containers.find_host_port(container, port)
     if host_port is None:
-        raise containers.death_error(look(True), log)
+        raise containers.make_death_error(read_status(True), log)
     if address is None:
         start.on_progress(f"opening an ssh tunnel to the {start.name} on {location.host}")
-        local, broken = tunnels.enter_context(tunnel(location, port.address, host_port))
-        url, look = url_of("127.0.0.1", local), _through(broken, look)
+        local_port, find_tunnel_problem = tunnels.enter_context(open_tunnel(location, port.address, host_port))
+        url = compose_file.make_url("127.0.0.1", local_port)
+        read_status = _include_tunnel(find_tunnel_problem, read_status)
     else:
-        url = url_of(address, host_port)
-    # What is asked of the server is filled in, too.
-    asking = msgspec.structs.replace(start, compose=msgspec.structs.replace(start.compose, serving=made.filled.serving))
-    ready = _wait(asking, url, look, log, container)
-    loaded = ready.brought_up
-    watch = None if loaded is None else LemonadeMonitor(Api(url, start.api_key), ready.model, log, container)
+        url = compose_file.make_url(address, host_port)
+    filled_start = replace(start, compose=replace(start.compose, serving=cell.compose.serving))
+    ready = _wait_until_ready(filled_start, url, read_status, log, container)
+    loaded = ready.loaded
+    monitor = None if loaded is None else LemonadeMonitor(Api(url, start.api_key), ready.model, log, container)
     container.reload()
-    served = msgspec.structs.replace(
-        one.served,
+    served = replace(
+        service.served,
         url=url,
         version=ready.version,
         model=ready.model,
         over_ssh=address is None,
         max_parallel=None if loaded is None else loaded.max_parallel,
-        notes=[*([] if loaded is None else loaded.notes), *one.served.notes],
-        phases=one.served.phases + ready.phases,
+        notes=[*([] if loaded is None else loaded.notes), *service.served.notes],
+        phases=service.served.phases + ready.phases,
     )
     return Endpoint(
         url=url,
-        started=_known_as_simulated(start.recorded(served, container, watch)),
-        look=look,
-        metrics_url=start.metrics_url(url) if watch is None else None,
-        monitor=watch,
-        network=containers.network_name(made.owner),
+        started=_mark_simulated(start.record_facts(served, container, monitor)),
+        read_status=read_status,
+        metrics_url=start.metrics_url(url) if monitor is None else None,
+        monitor=monitor,
+        network=containers.network_name(cell.labels),
         network_url=f"http://{start.name}:{port.container}",
         container=container,
     )
 
 
-def _known_as_simulated(served: ServedBy) -> ServedBy:
-    return msgspec.structs.replace(served, simulated=served.simulated or "simulated" in (served.version or ""))
+def _mark_simulated(served: ServedBy) -> ServedBy:
+    return replace(served, simulated=served.simulated or "simulated" in (served.version or ""))
 
 
-def _in_front(gateway: Endpoint, server: Endpoint) -> Endpoint:
-    """What takes the load is the gateway; what works, has metrics and may die is the server, too."""
+def _join_gateway(gateway: Endpoint, server: Endpoint) -> Endpoint:
+    """Return the server with the gateway's address: the gateway takes the load, and both of them may die."""
 
-    def look(now: bool) -> Look:
-        behind = server.look(now)
-        if behind.death is not None:
-            return behind
-        front = gateway.look(now)
-        return behind if front.death is None else Look(msgspec.structs.replace(front.death, of_gateway=True))
+    def read_status(now: bool) -> ServerStatus:
+        status = server.read_status(now)
+        if status.death is not None:
+            return status
+        death = gateway.read_status(now).death
+        return status if death is None else ServerStatus(replace(death, of_gateway=True))
 
-    started = msgspec.structs.replace(
-        server.started, url=gateway.url, model=gateway.started.model, gateway=gateway.started
-    )
-    return msgspec.structs.replace(server, url=gateway.url, network_url=gateway.network_url, started=started, look=look)
+    url, network_url, front = gateway.url, gateway.network_url, gateway.started
+    started = replace(server.started, url=url, model=front.model, gateway=front)
+    return replace(server, url=url, network_url=network_url, started=started, read_status=read_status)
 
 
-def attach(
+def attach_to_server(
     url: str,
     model: str | None,
     api_key: str | None = None,
@@ -377,74 +375,87 @@ def attach(
     key_name: str | None = None,
     metrics_url: str | None = None,
 ) -> Endpoint:
-    """A server that already runs; `key_name` is the variable that held the key.
+    """Return the endpoint of a server that already runs. `key_name`: the environment variable that has the API key.
 
-    Raises ServerError when its model does not answer.
+    Raises ServerError if its model does not answer.
     """
-    found = attached(probe.base_url(url), model, api_key)  # Lemonade's models have two names
-    served_by = probe.attach(url, model if found is None else found.model, api_key, key_name=key_name)
-    watch = None if found is None else LemonadeMonitor(Api(served_by.url, api_key), found.model, None, None)
-    parts = urlsplit(served_by.url)
+    loaded = find_running_model(probe.parse_base_url(url), model, api_key)  # its models have two names
+    served = probe.probe_running_server(url, model if loaded is None else loaded.model, api_key, key_name=key_name)
+    parts = urlsplit(served.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    last, looked_at, misses = Look(), time.monotonic(), 0
+    last, checked_s, misses = ServerStatus(), time.monotonic(), 0
 
-    def look(now: bool) -> Look:
-        nonlocal last, looked_at, misses
-        while last.death is None and (now or time.monotonic() - looked_at > (_AGAIN_S if misses else _LOOK_S)):
-            looked_at = time.monotonic()
+    def read_status(now: bool) -> ServerStatus:
+        nonlocal last, checked_s, misses
+        while last.death is None:
+            interval_s = _RETRY_INTERVAL_S if misses else _CHECK_INTERVAL_S
+            if not now and time.monotonic() - checked_s <= interval_s:
+                break
+            checked_s = time.monotonic()
             # A full listen queue can refuse one connection of a server that lives.
-            misses = 0 if probe.listens(host, port) else misses + 1
-            if misses >= MISSES:  # the parts of a mix may look at the same time
-                last = Look(ServerDeath(how="closed", detail=served_by.url))
+            misses = 0 if probe.accepts_connections(host, port) else misses + 1
+            if misses >= MAX_MISSES:  # several loads of a mix may check at the same time
+                last = ServerStatus(ServerDeath(how="closed", detail=served.url))
             elif not now or not misses:
                 break
             else:
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_INTERVAL_S)
         return last
 
-    metrics = metrics_url or probe.metrics_url(served_by.url, api_key)
-    if found is not None:
-        served_by = msgspec.structs.replace(served_by, version=found.version, max_parallel=found.max_parallel)
-    served_by = _known_as_simulated(recorded(served_by, metrics_url=metrics, api_key=api_key, behind=watch))
-    used = metrics if watch is None else metrics_url
-    return Endpoint(url=served_by.url, started=served_by, look=look, metrics_url=used, monitor=watch)
+    own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key)
+    if loaded is None:
+        monitor, metrics_url = None, own_metrics_url
+    else:
+        monitor = LemonadeMonitor(Api(served.url, api_key), loaded.model, None, None)
+        served = replace(served, version=loaded.version, max_parallel=loaded.max_parallel)
+    served = _mark_simulated(record_facts(served, metrics_url=own_metrics_url, api_key=api_key, monitor=monitor))
+    return Endpoint(url=served.url, started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)
 
 
-def _wait(
-    start: ServerStart, url: str, look: Callable[[bool], Look], log: LogFile, container: Container | None = None
-) -> Ready:
-    def dead() -> ServerError | None:
-        seen = look(False)
-        return None if seen.death is None else containers.death_error(seen, log)
+def _wait_until_ready(
+    start: ServerStart, url: str, read_status: StatusReader, log: LogFile, container: Container | None = None
+) -> ReadyServer:
+    def find_death() -> ServerError | None:
+        status = read_status(False)
+        return None if status.death is None else containers.make_death_error(status, log)
 
-    def orphans() -> list[str]:
-        return [] if container is None else orphans_of(container)
+    def find_orphans() -> list[str]:
+        return [] if container is None else list_orphans(container)
 
-    waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress, orphans)
-    return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
-
-
-def reached(location: EngineLocation, published_on: str) -> str | None:
-    """The address at which this machine reaches what the engine publishes on an address; None: by an ssh tunnel."""
-    address = location.reached_at(published_on)
-    if address is None and not location.ssh:
-        raise HarnessError(
-            f"the Docker Engine is on {location.host} and publishes the server's port on {published_on}, "
-            "which cannot be reached from here",
-            next_step="Use an engine at ssh://USER@HOST, to which the harness opens a tunnel, or set the server's "
-            "variable `publish` to 0.0.0.0 or to an address of that host, and write allow: [open-port] in the server.",
-        )
-    return address_of(location) if location.ssh and address == location.host else address
+    watch = StartupWatch(find_death, log, start.server.startup_timeout_s, start.on_progress, find_orphans)
+    return wait_ready(url, start.serving, start.model, watch, api_key=start.api_key, key_name=start.key_name)
 
 
-def _through(broken: Callable[[], str | None], look: Callable[[bool], Look]) -> Callable[[bool], Look]:
-    """A look at a server and at the tunnel to it: a server that has ended is the reason, not what came of it."""
+def find_reachable_address(location: EngineLocation, published_on: str) -> str | None:
+    """Return the address at which this machine reaches a published port; None: only through an ssh tunnel.
 
-    def both(now: bool) -> Look:
-        seen = look(now)
-        problem = broken() if seen.death is None or seen.death.how == "unreachable" else None
-        if problem is None:
-            return seen
-        return msgspec.structs.replace(seen, death=ServerDeath(how="unreachable", detail=problem))
+    Raises HarnessError if the port is only reachable on the engine's machine and the engine is not behind ssh.
+    """
+    address = ip_address(published_on)
+    if location.host is None:
+        return published_on
+    if address.is_unspecified:
+        return resolve_host(location) if location.ssh else location.host
+    if not address.is_loopback:
+        return published_on
+    if location.ssh:
+        return None
+    raise HarnessError(
+        f"the Docker Engine is on {location.host} and publishes the server's port on {published_on}, "
+        "which cannot be reached from here",
+        next_step="Use an engine at ssh://USER@HOST, to which the harness opens a tunnel, or set the server's "
+        "variable `publish` to 0.0.0.0 or to an address of that host, and write allow: [open-port] in the server.",
+    )
 
-    return both
+
+def _include_tunnel(find_tunnel_problem: Callable[[], str | None], read_status: StatusReader) -> StatusReader:
+    """Return a status reader that also reports a broken tunnel, unless the server itself has ended."""
+
+    def read_both(now: bool) -> ServerStatus:
+        status = read_status(now)
+        if status.death is not None and status.death.how != "unreachable":
+            return status
+        problem = find_tunnel_problem()
+        return status if problem is None else replace(status, death=ServerDeath(how="unreachable", detail=problem))
+
+    return read_both

@@ -1,6 +1,6 @@
-"""Where the Docker Engine is, and the way to one behind ssh.
+"""The location of the Docker Engine, and the connection to an engine behind ssh.
 
-As with Docker's own command line, the user's `ssh` does it, with all of its settings, keys and agent. The SDK knows
+As with Docker's own command line, the user's `ssh` connects, with all of its settings, keys and agent. The SDK supports
 ssh:// only with a second implementation of SSH (paramiko), which reads little of ~/.ssh/config.
 """
 
@@ -33,51 +33,42 @@ from harness.files import read_bytes
 from harness.process import free_port, is_free
 
 DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
-_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "HOME")
+_DOCKER_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "HOME")
 
 
 class EngineLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine is, by its address alone: nothing is asked of it."""
+    """The location of an engine, from its address alone, without a connection."""
 
     address: str  # such as unix:///var/run/docker.sock, tcp://10.0.0.7:2376 or ssh://ada@gpubox
-    named_by: str = "DOCKER_HOST"  # what to change for another one
+    named_by: str = "DOCKER_HOST"  # the setting to change for another engine
     host: str | None = None  # the other machine that it is on; None: this machine, or `problem`
-    ssh: tuple[str, ...] = ()  # arguments of `ssh` that lead to `host`; empty: not over ssh
+    ssh: tuple[str, ...] = ()  # arguments of `ssh` to reach `host`; empty: not over ssh
     tls: TLSConfig | None = None
-    problem: str | None = None  # why it is unknown
+    problem: str | None = None  # why the location is unknown
 
     @property
     def is_here(self) -> bool:
-        """Whether it is on this machine, whose GPUs, processors and memory are then those of its containers."""
+        """Whether the engine's containers use this machine's GPUs, processors and memory."""
         return self.host is None and self.problem is None
 
     @property
-    def has_our_files(self) -> bool:
-        """Whether a path means the same to the engine as here. A forwarded TCP port of this machine proves nothing."""
+    def shares_files(self) -> bool:
+        """Whether a path is the same file for the engine as here; not known for a TCP port, which may be forwarded."""
         path = self.address.removeprefix("unix://")
-        # Mounted into a container, the socket is of another file system than the folder that it is in.
+        # A socket that is mounted into this container comes from another file system than its folder.
         return self.is_here and path != self.address and not os.path.ismount(path)
-
-    def reached_at(self, published_on: str) -> str | None:
-        """The address at which this machine reaches a port published on an IP address; None: only from the engine's."""
-        address = ip_address(published_on)
-        if self.host is None:
-            return published_on
-        if address.is_unspecified:
-            return self.host
-        return None if address.is_loopback else published_on
 
 
 def engine_location() -> EngineLocation:
-    """The engine that Docker's command line would use: DOCKER_HOST, else DOCKER_CONTEXT, else the current context.
+    """Return the engine of Docker's command line: DOCKER_HOST, else DOCKER_CONTEXT, else the current context.
 
     It stays the same in a process: `docker context use` elsewhere must not lead a teardown to another engine.
     """
-    return _location(tuple(os.environ.get(name, "") for name in _VARIABLES))
+    return _find_location(tuple(os.environ.get(name, "") for name in _DOCKER_VARIABLES))
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a host name or address is this machine's own name or a loopback address."""
+    """Check that a host name or address is this machine's own name or a loopback address."""
     if host in ("", "localhost", socket.gethostname()):
         return True
     try:
@@ -87,22 +78,22 @@ def is_this_machine(host: str) -> bool:
 
 
 @functools.cache
-def _location(_environment: tuple[str, ...]) -> EngineLocation:
+def _find_location(_environment: tuple[str, ...]) -> EngineLocation:
     address = os.environ.get("DOCKER_HOST", "").strip()
     folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
-    context = os.environ.get("DOCKER_CONTEXT") or _current_context(folder)
+    context = os.environ.get("DOCKER_CONTEXT") or _read_current_context(folder)
     if not address and context != "default":
-        return _of_context(folder / "contexts", context)
+        return _from_context(folder / "contexts", context)
     address = address or DEFAULT_ADDRESS
     try:
         tls = kwargs_from_env().get("tls")
     except DockerException as error:
         return EngineLocation(address=address, problem=f"the Docker Engine at {address} cannot be used: {error}")
-    return _at(address, "DOCKER_HOST", tls)
+    return _from_address(address, "DOCKER_HOST", tls)
 
 
 class _Config(msgspec.Struct):
-    """What counts of Docker's config.json."""
+    """The part of Docker's config.json that is used."""
 
     current: str = msgspec.field(default="", name="currentContext")
 
@@ -113,32 +104,32 @@ class _Endpoint(msgspec.Struct):
 
 
 class _Context(msgspec.Struct):
-    """What counts of a context's meta.json."""
+    """The part of a context's meta.json that is used."""
 
     endpoints: dict[str, _Endpoint] = msgspec.field(default_factory=dict, name="Endpoints")
 
 
-def _current_context(folder: Path) -> str:
+def _read_current_context(folder: Path) -> str:
     try:
         return msgspec.json.decode(read_bytes(folder / "config.json"), type=_Config).current or "default"
-    except (OSError, msgspec.DecodeError):  # Docker's command line warns of a damaged file, and goes on like this
+    except (OSError, msgspec.DecodeError):  # Docker's command line also continues after a damaged file
         return "default"
 
 
-def _of_context(folder: Path, name: str) -> EngineLocation:
+def _from_context(folder: Path, name: str) -> EngineLocation:
     named_by = f"the Docker context '{name}'"
     digest = hashlib.sha256(name.encode()).hexdigest()
     path = folder / "meta" / digest / "meta.json"
     try:
         endpoint = msgspec.json.decode(read_bytes(path), type=_Context).endpoints["docker"]
-        tls = _tls(folder / "tls" / digest / "docker", endpoint)
+        tls = _read_context_tls(folder / "tls" / digest / "docker", endpoint)
     except (OSError, KeyError, msgspec.DecodeError, DockerException) as error:
-        why = "it does not exist" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-        return EngineLocation(address="", named_by=named_by, problem=f"{named_by} cannot be used: {why} ({path})")
-    return _at(endpoint.host or DEFAULT_ADDRESS, named_by, tls)
+        reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        return EngineLocation(address="", named_by=named_by, problem=f"{named_by} cannot be used: {reason} ({path})")
+    return _from_address(endpoint.host or DEFAULT_ADDRESS, named_by, tls)
 
 
-def _tls(folder: Path, endpoint: _Endpoint) -> TLSConfig | None:
+def _read_context_tls(folder: Path, endpoint: _Endpoint) -> TLSConfig | None:
     authority, certificate, key = (
         str(path) if (path := folder / f"{name}.pem").exists() else None for name in ("ca", "cert", "key")
     )
@@ -148,10 +139,10 @@ def _tls(folder: Path, endpoint: _Endpoint) -> TLSConfig | None:
     return TLSConfig(client_cert=pair, ca_cert=authority, verify=not endpoint.unverified)
 
 
-def _at(address: str, named_by: str, tls: TLSConfig | None) -> EngineLocation:
+def _from_address(address: str, named_by: str, tls: TLSConfig | None) -> EngineLocation:
     try:
         if address.startswith("ssh://"):
-            host, ssh = _over_ssh(address)
+            host, ssh = _parse_ssh_address(address)
             return EngineLocation(address=address, named_by=named_by, host=host, ssh=ssh)
         parts = urlsplit(str(parse_host(address, tls=tls is not None)))
     except (DockerException, ValueError) as error:
@@ -161,15 +152,15 @@ def _at(address: str, named_by: str, tls: TLSConfig | None) -> EngineLocation:
     return EngineLocation(address=address, named_by=named_by, host=None if here else parts.hostname, tls=tls)
 
 
-def _over_ssh(address: str) -> tuple[str, tuple[str, ...]]:
-    """The host, and what leads `ssh` there. Even localhost is another machine: such a port is mostly forwarded to one.
+def _parse_ssh_address(address: str) -> tuple[str, tuple[str, ...]]:
+    """Return the host, and the arguments of `ssh`. Even localhost is another machine: such a port is mostly forwarded.
 
     Raises ValueError.
     """
     parts = urlsplit(address)
-    # As it is written: a name of ~/.ssh/config may have capitals, which urlsplit makes small.
-    written = parts.netloc.rpartition("@")[2]
-    host = (parts.hostname or "") if written.startswith("[") else written.partition(":")[0]
+    # A name of ~/.ssh/config may have capitals, which `parts.hostname` has not.
+    address = parts.netloc.rpartition("@")[2]
+    host = (parts.hostname or "") if address.startswith("[") else address.partition(":")[0]
     if not host:
         raise ValueError("it has no host; write it like ssh://USER@HOST:PORT")
     user = ("-l", parts.username) if parts.username else ()
@@ -177,177 +168,177 @@ def _over_ssh(address: str) -> tuple[str, tuple[str, ...]]:
     return host, (*user, *port, "--", host)
 
 
-LONGEST_S = 30  # until ssh gives up on a host that does not answer
-_END_S = 5.0
-_PORTS = 5  # free ports to try: another program may take one before ssh does
-_SAID_BYTES = 4096
-_FORBIDDEN = "administratively prohibited"  # OpenSSH's name of the reason in RFC 4254, section 5.1
-_TUNNEL = (
-    # A process of its own, whose end is the tunnel's: a shared connection would keep the port open.
+MAX_CONNECT_S = 30
+_MAX_STOP_S = 5.0
+_MAX_PORT_TRIES = 5  # another program may take a free port before ssh does
+_MAX_STDERR_BYTES = 4096
+_FORBIDDEN_WORDS = "administratively prohibited"  # OpenSSH's text for a reason of RFC 4254, section 5.1
+_TUNNEL_OPTIONS = (
+    # The tunnel ends with this process: a shared connection would keep the port open.
     "-o", "ControlMaster=no", "-o", "ControlPath=none", "-o", "ExitOnForwardFailure=yes",
-    # A connection that is cut without a word is noticed within 15 s.
+    # A silent connection is closed after 15 s.
     "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
-    # Run as soon as the port is open.
+    # Print a line as soon as the port is open.
     "-o", "PermitLocalCommand=yes", "-o", "LocalCommand=echo open",
 )  # fmt: skip
 _sockets: dict[tuple[str, ...], "SshSocket"] = {}
-_guard = threading.Lock()
+_sockets_lock = threading.Lock()
 
 
-def engine_socket(location: EngineLocation) -> "SshSocket":
-    """The socket of an engine behind ssh, one for each in a process. Raises ServerError."""
+def open_engine_socket(location: EngineLocation) -> "SshSocket":
+    """Return the socket of an engine behind ssh, one for each engine in a process. Raises ServerError."""
     command = engine_command(location)
-    with _guard:
+    with _sockets_lock:
         if tuple(command) not in _sockets:
             _sockets[tuple(command)] = SshSocket(command)
         return _sockets[tuple(command)]
 
 
 def engine_command(location: EngineLocation) -> list[str]:
-    """The command that speaks with the engine on its standard input and output. Raises ServerError."""
+    """Return the command that connects its standard input and output to the engine. Raises ServerError."""
     remote = ["docker", "system", "dial-stdio"]
     path = urlsplit(location.address).path
     if path not in ("", "/"):
         remote[1:1] = ["--host", f"unix://{path}"]
-    return [*_ssh(location), shlex.join(remote)]
+    return [*_ssh_command(location), shlex.join(remote)]
 
 
 @contextlib.contextmanager
-def tunnel(location: EngineLocation, address: str, port: int) -> Iterator[tuple[int, Callable[[], str | None]]]:
-    """A port of 127.0.0.1 that leads to `address` and `port` of the engine's machine, while it is needed.
+def open_tunnel(location: EngineLocation, address: str, port: int) -> Iterator[tuple[int, Callable[[], str | None]]]:
+    """Open a port of 127.0.0.1 that leads to `address` and `port` of the engine's machine.
 
-    With it comes a function that says why the tunnel does not carry; None while it does. Its `ssh` ends with us,
-    however we end. Raises ServerError when it cannot be opened.
+    Yield the port, and a function that returns the problem of a broken tunnel, None while it works. The `ssh` process
+    ends with the harness, also if that is killed. Raises ServerError if the tunnel cannot be opened.
     """
-    with tempfile.TemporaryFile() as words:
-        local, child = _open(location, f"[{address}]:{port}", words)
+    with tempfile.TemporaryFile() as stderr:
+        local_port, child = _start_tunnel(location, f"[{address}]:{port}", stderr)
         try:
-            yield local, lambda: _broken(location, child, words)
+            yield local_port, lambda: _find_tunnel_problem(location, child, stderr)
         finally:
             process.stop(child)
 
 
-def address_of(location: EngineLocation) -> str:
-    """The address behind a name of ~/.ssh/config, which only `ssh` knows; the name itself when it does not say."""
+def resolve_host(location: EngineLocation) -> str:
+    """Return the address behind a name of ~/.ssh/config, which only `ssh` knows; else the name itself."""
+    command = _ssh_command(location, "-G")
     try:
-        asked = subprocess.run(
-            _ssh(location, "-G"), capture_output=True, text=True, timeout=LONGEST_S, errors="replace"
-        )
+        result = subprocess.run(command, capture_output=True, text=True, timeout=MAX_CONNECT_S, errors="replace")
     except subprocess.TimeoutExpired:
         return str(location.host)
-    lines = (line.partition(" ") for line in asked.stdout.splitlines())
-    return next((value for key, _, value in lines if key == "hostname"), str(location.host))
+    names = (line.removeprefix("hostname ") for line in result.stdout.splitlines() if line.startswith("hostname "))
+    return next(names, str(location.host))
 
 
-def _ssh(location: EngineLocation, *options: str) -> list[str]:
+def _ssh_command(location: EngineLocation, *options: str) -> list[str]:
     if shutil.which("ssh") is None:
         raise ServerError(
             f"the Docker Engine is at {location.address}, and there is no program `ssh` on this machine",
             next_step=f"Install it (on Debian: sudo apt-get install openssh-client), or change {location.named_by}.",
         )
     *where, end, host = location.ssh
-    return ["ssh", *where, "-o", f"ConnectTimeout={LONGEST_S}", "-T", *options, end, host]
+    return ["ssh", *where, "-o", f"ConnectTimeout={MAX_CONNECT_S}", "-T", *options, end, host]
 
 
-def _open(location: EngineLocation, there: str, words: IO[bytes]) -> tuple[int, subprocess.Popen[bytes]]:
-    """A local port and the `ssh` that listens at it."""
-    for _ in range(_PORTS):
-        local = free_port()
-        command = _ssh(location, *_TUNNEL, "-n", "-N", "-L", f"127.0.0.1:{local}:{there}")
-        child = process.start(command, stdout=subprocess.PIPE, stderr=words)
+def _start_tunnel(location: EngineLocation, target: str, stderr: IO[bytes]) -> tuple[int, subprocess.Popen[bytes]]:
+    """Start an `ssh` that listens at a free local port; return both."""
+    for _ in range(_MAX_PORT_TRIES):
+        local_port = free_port()
+        command = _ssh_command(location, *_TUNNEL_OPTIONS, "-n", "-N", "-L", f"127.0.0.1:{local_port}:{target}")
+        child = process.start(command, stdout=subprocess.PIPE, stderr=stderr)
         assert child.stdout is not None
         try:
             with child.stdout:
-                opened = select.select([child.stdout], [], [], 2 * LONGEST_S)[0] and child.stdout.readline()
-            if opened:
-                return local, child
+                is_open = select.select([child.stdout], [], [], 2 * MAX_CONNECT_S)[0] and child.stdout.readline()
+            if is_open:
+                return local_port, child
         except BaseException:
             process.stop(child)
             raise
         process.stop(child)
-        if is_free(local):
+        if is_free(local_port):
             break
     raise ServerError(
-        f"no ssh tunnel to {location.host} can be opened: {_last_line(words) or 'ssh gives no answer'}",
+        f"no ssh tunnel to {location.host} can be opened: {_read_last_line(stderr) or 'ssh gives no answer'}",
         next_step=f"Try it: {shlex.join(['ssh', *location.ssh])}. Without a tunnel: set the server's variable "
         "`publish` to an address of that host, which opens the port to its network.",
-        detail=_said(words),
+        detail=_read_start_and_end(stderr),
     )
 
 
-def _broken(location: EngineLocation, child: subprocess.Popen[bytes], words: IO[bytes]) -> str | None:
+def _find_tunnel_problem(location: EngineLocation, child: subprocess.Popen[bytes], stderr: IO[bytes]) -> str | None:
     code = child.poll()
     if code is not None:
-        why = _last_line(words) or "ssh did not say why"
-        return f"the ssh tunnel to {location.host} ended (exit code {code}): {why}"
-    if _FORBIDDEN in _said(words):
+        reason = _read_last_line(stderr) or "ssh did not say why"
+        return f"the ssh tunnel to {location.host} ended (exit code {code}): {reason}"
+    if _FORBIDDEN_WORDS in _read_start_and_end(stderr):
         return f"the ssh server of {location.host} forbids tunnels (AllowTcpForwarding, PermitOpen in its sshd_config)"
     return None
 
 
-def _said(words: IO[bytes]) -> str:
-    """The first and the last that ssh said on its standard error."""
-    size = os.fstat(words.fileno()).st_size
-    parts = [os.pread(words.fileno(), _SAID_BYTES, 0)]
-    if size > _SAID_BYTES:
-        parts.append(os.pread(words.fileno(), _SAID_BYTES, max(_SAID_BYTES, size - _SAID_BYTES)))
+def _read_start_and_end(stderr: IO[bytes]) -> str:
+    """Return the first and the last bytes that ssh printed on its standard error."""
+    size = os.fstat(stderr.fileno()).st_size
+    parts = [os.pread(stderr.fileno(), _MAX_STDERR_BYTES, 0)]
+    if size > _MAX_STDERR_BYTES:
+        parts.append(os.pread(stderr.fileno(), _MAX_STDERR_BYTES, max(_MAX_STDERR_BYTES, size - _MAX_STDERR_BYTES)))
     return b"".join(parts).decode("utf-8", "replace")
 
 
-def _last_line(words: IO[bytes]) -> str:
-    return next((line.strip() for line in reversed(_said(words).splitlines()) if line.strip()), "")
+def _read_last_line(stderr: IO[bytes]) -> str:
+    lines = map(str.strip, reversed(_read_start_and_end(stderr).splitlines()))
+    return next(filter(None, lines), "")
 
 
 class SshSocket:
-    """A socket in a folder of its own, each connection of which is a command's input and output, until we end."""
+    """A Unix socket in a private folder. Each connection to it is the input and output of a new `command`."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
-        self._folder = Path(tempfile.mkdtemp(prefix="amd-llm-load-ssh-"))  # of this user alone
-        self._words = (self._folder / "ssh.log").open("ab+")
-        self._running: list[subprocess.Popen[bytes]] = []
-        self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(self._folder / "docker.sock"))
-        self._listening.listen()
+        self._folder = Path(tempfile.mkdtemp(prefix="amd-llm-load-ssh-"))  # only this user can read it
+        self._stderr = (self._folder / "ssh.log").open("ab+")
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(self._folder / "docker.sock"))
+        self._socket.listen()
         atexit.register(self.close)
-        self._accepting = threading.Thread(target=self._keep_accepting, name="engine over ssh", daemon=True)
-        self._accepting.start()
+        self._thread = threading.Thread(target=self._keep_accepting, name="engine over ssh", daemon=True)
+        self._thread.start()
 
     @property
     def url(self) -> str:
         return f"unix://{self._folder}/docker.sock"
 
-    def said(self) -> str:
-        """The last that ssh said on its standard error; empty when nothing."""
-        return _last_line(self._words)
+    def last_error(self) -> str:
+        """Return the last line that ssh printed on its standard error; empty without one."""
+        return _read_last_line(self._stderr)
 
     def close(self) -> None:
-        """End what still runs."""
+        """Stop to accept connections, and end the commands."""
         with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # which ends the accepting; closing alone does not
-        self._accepting.join(_END_S)
-        self._listening.close()
-        for child in self._running:
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`; closing alone does not
+        self._thread.join(_MAX_STOP_S)
+        self._socket.close()
+        for child in self._children:
             child.terminate()
-        for child in self._running:
+        for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_END_S)
-        self._words.close()
+                child.wait(_MAX_STOP_S)
+        self._stderr.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _keep_accepting(self) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
+                connection, _ = self._socket.accept()
             except OSError:
                 return  # closed
             with connection:
-                # Of a session of its own: Ctrl-C is for the harness, which still has to take its containers down.
+                # In its own session: after Ctrl-C, the harness still needs it to remove its containers.
                 child = subprocess.Popen(
                     self._command,
                     stdin=connection.fileno(),
                     stdout=connection.fileno(),
-                    stderr=self._words,
+                    stderr=self._stderr,
                     start_new_session=True,
                 )
-            self._running = [*(one for one in self._running if one.poll() is None), child]
+            self._children = [*(other for other in self._children if other.poll() is None), child]

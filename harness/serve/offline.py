@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 from docker.models.containers import Container
+from msgspec.structs import replace
 
 from harness.errors import HarnessError, StartError
 from harness.files import UNDECODABLE
@@ -14,27 +15,27 @@ from harness.process import pause, signals_interrupt
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario import Scenario
 from harness.serve import containers
-from harness.serve.compose_file import SERVER, ComposeFile, Config, ConfigMount, filled_in
-from harness.serve.engine import DOCKER_ERRORS, docker_error
-from harness.serve.lifecycle import StartedContainer, containers_of, start_of, started
+from harness.serve.compose_file import SERVER, ComposeFile, Config, ConfigMount, fill_variables
+from harness.serve.engine import DOCKER_ERRORS, make_docker_error
+from harness.serve.lifecycle import StartedContainer, cell_containers, prepare_start, start_service
 
 SCRIPT, REQUESTS, ANSWERS = "/opt/offline/job.py", "/opt/offline/requests.jsonl", "/tmp/answers.jsonl"
-LOOK_S = 0.5
-WORKS = "[offline] "  # what the job prints once its model is loaded
+STATUS_INTERVAL_S = 0.5
+LOADED_MARK = "[offline] "  # the job prints it when its model is loaded
 
 
-class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class OfflineHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The first line of the answers. Times on the monotonic clock of the engine's machine."""
 
-    wall_s: float  # read together with `monotonic_s`, when the job began
+    wall_s: float  # read together with `monotonic_s`, when the job started
     monotonic_s: float
-    loaded_s: float  # the model was there
+    loaded_s: float
     ended_s: float
     version: str
 
 
 class OfflineResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What came of one request."""
+    """The result of one request."""
 
     index: int
     phase: str
@@ -46,12 +47,12 @@ class OfflineResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     finish: str | None
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that ended well."""
+class OfflineOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a job that ended well."""
 
     served_by: ServedBy
-    head: Head
-    lines: list[OfflineResult]
+    head: OfflineHead
+    results: list[OfflineResult]
 
 
 def run_offline(
@@ -62,64 +63,62 @@ def run_offline(
     run_id: str,
     cell_id: str,
     run_folder: Path,
-    say: Callable[[str], None],
-) -> Outcome:
+    on_progress: Callable[[str], None],
+) -> OfflineOutcome:
     """Give `requests` (JSON lines) to an offline server, and wait until it has answered all of them.
 
     Writes compose/SERVER.yaml and logs/CELL.server.log. Raises ServerError when the job fails.
     """
-    start = start_of(scenario, server_name, cell_id, run_folder, say)
-    filled = _with_files(filled_in(start.compose, os.environ), requests)
-    with signals_interrupt(), containers_of(start, filled, run_id, cell_id) as made:
-        one = started(start, made)
-        _wait(one, start.server.startup_timeout_s, say)
-        head, lines = _answers(one.container)
-        # The job's clock is this machine's only where the engine is; durations are good anywhere.
-        load = Phase(name="load", seconds=head.loaded_s - head.monotonic_s)
-        served = msgspec.structs.replace(
-            one.served, url="none: offline", version=head.version, model=start.model, phases=[*one.served.phases, load]
-        )
-        one.container.reload()
-        return Outcome(served_by=start.recorded(served, one.container), head=head, lines=lines)
+    start = prepare_start(scenario, server_name, cell_id, run_folder, on_progress)
+    filled = _add_files(fill_variables(start.compose, os.environ), requests)
+    with signals_interrupt(), cell_containers(start, filled, run_id, cell_id) as cell:
+        job = start_service(start, cell)
+        _wait_until_ended(job, start.server.startup_timeout_s, on_progress)
+        head, results = _read_answers(job.container)
+        # The job's clock is this machine's only if the engine is here; durations are right anywhere.
+        phases = [*job.served.phases, Phase(name="load", seconds=head.loaded_s - head.monotonic_s)]
+        served = replace(job.served, url="none: offline", version=head.version, model=start.model, phases=phases)
+        job.container.reload()
+        return OfflineOutcome(served_by=start.record_facts(served, job.container), head=head, results=results)
 
 
-def _with_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
+def _add_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
     """Add the job's script and its requests as files of the container, which reach a remote engine too."""
     files = {SCRIPT: Path(__file__).with_name("offline_job.py").read_text("utf-8"), REQUESTS: requests.decode()}
     mounts = [ConfigMount(source=path, target=path) for path in files]
-    service = msgspec.structs.replace(filled.server, configs=[*filled.server.configs, *mounts])
+    service = replace(filled.server, configs=[*filled.server.configs, *mounts])
     configs = filled.configs | {path: Config(content=content) for path, content in files.items()}
-    return msgspec.structs.replace(filled, services=filled.services | {SERVER: service}, configs=configs)
+    return replace(filled, services=filled.services | {SERVER: service}, configs=configs)
 
 
-def _wait(one: StartedContainer, loading_s: float, say: Callable[[str], None]) -> None:
-    """Wait until the job has ended without an error. The time to load the model is limited, the time to work is not."""
-    log = one.log
-    deadline = time.monotonic() + loading_s
-    works = False
-    while (seen := one.look(False)).death is None:
-        works = works or WORKS in log.text(65_536)
-        if not works and time.monotonic() > deadline:
+def _wait_until_ended(job: StartedContainer, max_load_s: float, on_progress: Callable[[str], None]) -> None:
+    """Wait until the job has ended well. Only the time until its model is loaded is limited. Raises ServerError."""
+    log = job.log
+    deadline = time.monotonic() + max_load_s
+    is_loaded = False
+    while (status := job.read_status(False)).death is None:
+        is_loaded = is_loaded or LOADED_MARK in log.text(65_536)
+        if not is_loaded and time.monotonic() > deadline:
             raise StartError(
-                f"the offline job had not loaded its model within {loading_s:g} s",
+                f"the offline job had not loaded its model within {max_load_s:g} s",
                 next_step="Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario.",
                 detail=log.tail(),
             )
-        say(f"offline: {log.last_line()}")
-        pause(LOOK_S)
-    if seen.death is None or seen.death.exit_code != 0 or seen.oom_killed:
-        log.settle()
-        raise containers.death_error(seen, log)
+        on_progress(f"offline: {log.last_line()}")
+        pause(STATUS_INTERVAL_S)
+    if status.death.exit_code != 0 or status.oom_killed:
+        log.wait_for_end()
+        raise containers.make_death_error(status, log)
 
 
-def _answers(container: Container) -> tuple[Head, list[OfflineResult]]:
+def _read_answers(container: Container) -> tuple[OfflineHead, list[OfflineResult]]:
     try:
-        raw = containers.unpacked(container.get_archive(ANSWERS)[0])
+        raw = containers.unpack_file(container.get_archive(ANSWERS)[0])
     except DOCKER_ERRORS as error:
-        raise docker_error("the answers of the offline job cannot be read", error) from None
+        raise make_docker_error("the answers of the offline job cannot be read", error) from None
     try:
         first, *rest = raw.splitlines()
         decoder = msgspec.json.Decoder(OfflineResult)
-        return msgspec.json.decode(first, type=Head), [decoder.decode(line) for line in rest]
+        return msgspec.json.decode(first, type=OfflineHead), [decoder.decode(line) for line in rest]
     except (ValueError, *UNDECODABLE) as error:
         raise HarnessError(f"the answers of the offline job cannot be read ({error})") from None

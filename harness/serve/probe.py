@@ -1,5 +1,6 @@
-"""HTTP probes of a server: what it serves, whether its model answers, its tokenizer; and free ports."""
+"""HTTP probes of a server: which models it serves, whether its model answers, its version, its tokenizer."""
 
+import math
 import queue
 import re
 import socket
@@ -17,81 +18,89 @@ from msgspec import Struct
 from harness.engines import engines, listed_names
 from harness.errors import HarnessError, ServerError, did_you_mean
 from harness.failures import unexpected_response
-from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decoded
+from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json, error_message
 from harness.redact import masked
 from harness.rundir.manifest import Phase, ServedBy
 from harness.serve.containers import LogFile
 from harness.trust import open_session
 
 PROBE_TIMEOUT_S = 5.0
-ANSWER_S = 300.0  # for a first answer, which may wait for a model that is being loaded
+MAX_ANSWER_S = 300.0  # for a first answer: the server may still load its model
 CONNECT_S = 2.0
-RETRY_S = 10.0  # one broken answer is no reason to give up a server
+MAX_RETRY_S = 10.0  # one broken answer does not mean that the server failed
 RETRY_EVERY_S = 0.5
+POLL_S = 0.2
+REPORT_EVERY_S = 1.0
+MAX_DEATH_DELAY_S = 1.0  # the connections of a process that dies break before its supervisor notices
+TOKENIZE_PATH, TOKENIZE_TIMEOUT_S = "/tokenize", 30.0
+_MAX_SPECIAL_TOKENS = 16  # that a tokenizer may put around a text
+_TOKENIZER_ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."
 _MAX_VERSION = 200  # characters
 _MAX_LINE = 65_536  # bytes
 
 T = TypeVar("T")
-Post = Callable[[str, dict[str, Any]], requests.Response]  # to an address, a body
-BROKE = "the connection broke"
+Post = Callable[[str, dict[str, Any]], requests.Response]  # of an address and a body
+BROKEN_CONNECTION = "the connection broke"
 _DISTRUST = re.compile(r"certificate verify failed: ([^(]*)")
 
 
-class Passing(ServerError):
-    """What may be over at the next request: a status of 5xx, half a body, a connection that broke."""
+class TransientError(ServerError):
+    """An error that may be over at the next request: a status of 5xx, half a body, a connection that broke."""
 
 
-def attach(url: str, model: str | None, api_key: str | None = None, *, key_name: str | None = None) -> ServedBy:
-    """Look at a server that already runs: does its model answer?
+def probe_running_server(
+    url: str, model: str | None, api_key: str | None = None, *, key_name: str | None = None
+) -> ServedBy:
+    """Return the facts of a server that already runs and whose model answers.
 
-    `model` None takes the only one that it serves; `key_name` is the environment variable that held the key. Raises
-    ServerError with the problem.
+    Without `model`, the server must serve exactly one. `key_name`: the environment variable that has the API key.
+    Raises ServerError.
     """
-    base = base_url(url)
+    base = parse_base_url(url)
     with open_session(api_key) as session:
-        served, version = first_answer(base, model, session, partial(_post, session), key_name)
-        version = server_version(base, session) or _other_version(base, session) or version
+        served, version = request_first_answer(base, model, session, partial(_post, session), key_name)
+        version = get_version(base, session) or _get_engine_version(base, session) or version
     return ServedBy(url=base, version=version, model=served)
 
 
-def first_answer(
+def request_first_answer(
     base: str,
     model: str | None,
     session: requests.Session,
     post: Post,
     key_name: str | None,
-    until: float | None = None,
+    deadline: float | None = None,
 ) -> tuple[str, str | None]:
-    """The id under which the server has answered for `model`, and the version that a proxy tells with answers alone.
+    """Return the id under which `model` has answered, and the version that some proxies report in a header only.
 
-    Raises ServerError with the problem.
+    Raises ServerError.
     """
-    served = patiently(lambda: find_model(base, model, session, key_name), until)
+    served = retry_transient(lambda: find_model(base, model, session, key_name), deadline)
     body = {"model": served, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1, "stream": False}
 
-    def answer() -> str | None:
+    def request_answer() -> str | None:
         response = post(base + "/v1/chat/completions", body)
-        check_answer(response, base, key_name)
-        named = (engine.version_header for engine in engines() if engine.version_header is not None)
-        return next((response.headers[name] for name in named if name in response.headers), None)
+        _require_chat_completion(response, base, key_name)
+        headers = (engine.version_header for engine in engines() if engine.version_header is not None)
+        return next((response.headers[name] for name in headers if name in response.headers), None)
 
-    return served, patiently(answer, until)
+    return served, retry_transient(request_answer, deadline)
 
 
-def patiently(attempt: Callable[[], T], until: float | None = None) -> T:
-    """The result of `attempt`, which is repeated for a while, until `until` at most, when it raises `Passing`."""
-    limit = time.monotonic() + RETRY_S if until is None else min(until, time.monotonic() + RETRY_S)
+def retry_transient(attempt: Callable[[], T], deadline: float | None = None) -> T:
+    """Return the result of `attempt`. A TransientError is retried for MAX_RETRY_S, and never after the deadline."""
+    last_try = min(deadline or math.inf, time.monotonic() + MAX_RETRY_S)
     while True:
         try:
             return attempt()
-        except Passing:
-            if time.monotonic() + RETRY_EVERY_S > limit:
+        except TransientError:
+            if time.monotonic() + RETRY_EVERY_S > last_try:
                 raise
         time.sleep(RETRY_EVERY_S)
 
 
-def base_url(url: str) -> str:
-    """A server's address without the API's path, however the user wrote it."""
+def parse_base_url(url: str) -> str:
+    """Return a server's address without the path of the API."""
     if "://" not in url:
         url = "http://" + url
     if not url.startswith(("http://", "https://")):
@@ -99,59 +108,68 @@ def base_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1").rstrip("/")
 
 
-def metrics_url(base: str, api_key: str | None = None) -> str | None:
-    """Where a running server publishes its metrics; None when it does not."""
+def find_metrics_url(base: str, api_key: str | None = None) -> str | None:
+    """Return the address of a running server's metrics; None if it has none."""
     with open_session(api_key) as session:
-        text = good_text(session, base + "/metrics").lstrip()
+        text = fetch_text(session, base + "/metrics").lstrip()
     return base + "/metrics" if text and not text.startswith("<") else None
 
 
 def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
-    """The id under which the server answers for `model`. Raises ServerError that names what it serves."""
-    response = _get(session, base + "/v1/models")
-    refuse_no_api(response, base, key_name)
+    """Return the id to send for `model`; without `model`, the only model's. Raises ServerError that lists the ids."""
+    url = base + "/v1/models"
     try:
-        _json(response)
-        names = unexpected_response.model_ids(response.content)
+        response = session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
+    except requests.RequestException as error:
+        what, next_step = f"no answer from {url}: {explain_connection_error(error)}", _suggest_connection_fix(error)
+        raise connection_error_type(error)(what, next_step=next_step) from None
+    require_api(response, base, key_name)
+    _decode_response(response)
+    try:
+        ids = unexpected_response.parse_model_ids(response.content)
     except ValueError:
-        raise _unlike("a list of models", response) from None
+        raise _unexpected_form("a list of models", response) from None
+    shown = ", ".join(f"'{id}'" for id in ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+    shown = shown or "no model at all"
     if model is None:
-        if len(names) == 1:
-            if masked(names[0], "sure") != names[0]:
-                what, next_step = unexpected_response.secret_model(base)
-                raise ServerError(what, next_step=next_step)
-            return names[0]
-        raise ServerError(f"{base} serves {_listed(names)}; choose one", next_step="Give `--model NAME`.")
-    if listed_names(model) & set(names):
+        if len(ids) != 1:
+            raise ServerError(f"{base} serves {shown}; choose one", next_step="Give `--model NAME`.")
+        if masked(ids[0], "sure") != ids[0]:
+            what, next_step = unexpected_response.explain_secret_model(base)
+            raise ServerError(what, next_step=next_step)
+        return ids[0]
+    if listed_names(model) & set(ids):
         return model
+    hint = did_you_mean(model, ids)
     raise ServerError(
-        f"{base} does not serve '{model}'; it serves {_listed(names)}",
+        f"{base} does not serve '{model}'; it serves {shown}",
         next_step="Set the scenario's 'model' to one of these, or give `--model NAME`"
-        + (f" ({did_you_mean(model, names)})." if did_you_mean(model, names).startswith("did") else "."),
+        + (f" ({hint})." if hint.startswith("did") else "."),
     )
 
 
-def server_version(base: str, session: requests.Session, path: str = "/version") -> str | None:
-    """What GET /version says; None for a server that has no such thing."""
+def get_version(base: str, session: requests.Session, path: str = "/version") -> str | None:
+    """Return the version that GET /version reports; None without one."""
     try:
-        version = unexpected_response.decoded(session.get(base + path, timeout=PROBE_TIMEOUT_S).content)["version"]
+        version = decode_json(session.get(base + path, timeout=PROBE_TIMEOUT_S).content)["version"]
     except (requests.RequestException, ValueError, KeyError, TypeError):
         return None
     return version if isinstance(version, str) and len(version) <= _MAX_VERSION else None
 
 
-def _other_version(base: str, session: requests.Session) -> str | None:
-    """The version of a server that has no /version, from where one of the known engines tells it."""
+def _get_engine_version(base: str, session: requests.Session) -> str | None:
+    """Return the version of a server without /version, from the path that its engine uses."""
     try:
         greeting = session.get(base + "/", timeout=PROBE_TIMEOUT_S).content.decode(errors="replace").strip()
     except requests.RequestException:
         return None
-    asked = (one for engine in engines() for one in engine.versions if one.only_if in (None, greeting))
-    return next((found for one in asked if (found := server_version(base, session, one.path)) is not None), None)
+    sources = (source for engine in engines() for source in engine.versions if source.only_if in (None, greeting))
+    versions = (get_version(base, session, source.path) for source in sources)
+    return next((version for version in versions if version is not None), None)
 
 
-def listens(host: str, port: int) -> bool:
-    """Whether something accepts connections there."""
+def accepts_connections(host: str, port: int) -> bool:
+    """Check that a connection to the port can be opened."""
     try:
         socket.create_connection((host, port), CONNECT_S).close()
     except OSError:
@@ -159,86 +177,75 @@ def listens(host: str, port: int) -> bool:
     return True
 
 
-def _get(session: requests.Session, url: str) -> requests.Response:
-    try:
-        return session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
-    except requests.RequestException as error:
-        raise no_answer(error)(f"no answer from {url}: {reason(error)}", next_step=_way_out(error)) from None
-
-
 def _post(session: requests.Session, url: str, body: dict[str, Any]) -> requests.Response:
     try:
-        return session.post(url, json=body, timeout=ANSWER_S, allow_redirects=False)
+        return session.post(url, json=body, timeout=MAX_ANSWER_S, allow_redirects=False)
     except requests.RequestException as error:
-        step = "Look at the server's log."
-        raise no_answer(error)(f"no answer from {url}: {reason(error)}", next_step=step) from None
+        what = f"no answer from {url}: {explain_connection_error(error)}"
+        raise connection_error_type(error)(what, next_step="Look at the server's log.") from None
 
 
-def no_answer(error: requests.RequestException) -> type[ServerError]:
-    """The kind of error for a request without an answer: a connection that was open and broke may hold next time."""
-    return Passing if reason(error) == BROKE else ServerError
+def connection_error_type(error: requests.RequestException) -> type[ServerError]:
+    """Return the type of error for a request without an answer: an open connection that broke may hold next time."""
+    return TransientError if explain_connection_error(error) == BROKEN_CONNECTION else ServerError
 
 
-def refuse_no_api(response: requests.Response, base: str, key_name: str | None) -> None:
-    """Raise ServerError, in words, for an answer that is not from an OpenAI-compatible API."""
-    _refuse_stranger(response, base, key_name)
+def require_api(response: requests.Response, base: str, key_name: str | None) -> None:
+    """Raise ServerError for an answer that does not come from an OpenAI-compatible API."""
+    _require_expected_server(response, base, key_name)
     if response.status_code != 200:
-        raise _kind(response)(unexpected_response.status_in_words(_got(response)), next_step=CHECK_ADDRESS)
+        what = unexpected_response.describe_status(_to_http_response(response))
+        raise _error_type(response)(what, next_step=CHECK_ADDRESS)
 
 
-def _got(response: requests.Response) -> HttpResponse:
+def _to_http_response(response: requests.Response) -> HttpResponse:
     return HttpResponse.of(response.url, response.status_code, response.headers, response.content)
 
 
-def _kind(response: requests.Response) -> type[ServerError]:
-    return Passing if response.status_code == 429 or response.status_code >= 500 else ServerError
+def _error_type(response: requests.Response) -> type[ServerError]:
+    return TransientError if response.status_code == 429 or response.status_code >= 500 else ServerError
 
 
-def _refuse_stranger(response: requests.Response, base: str, key_name: str | None) -> None:
-    """Unexpected responses: the server refuses access, or is not the intended one."""
-    words = unexpected_response.explained(
-        _got(response), base, unexpected_response.SentKey("Authorization" in response.request.headers, key_name)
-    )
-    if words is not None:
-        raise ServerError(words[0], next_step=words[1])
+def _require_expected_server(response: requests.Response, base: str, key_name: str | None) -> None:
+    """Raise ServerError if the server refuses access, or is not the intended one."""
+    key = unexpected_response.SentKey("Authorization" in response.request.headers, key_name)
+    problem = unexpected_response.explain_response(_to_http_response(response), base, key)
+    if problem is not None:
+        raise ServerError(problem[0], next_step=problem[1])
 
 
-def check_answer(response: requests.Response, base: str, key_name: str | None) -> None:
-    """The first real answer must be a chat completion."""
-    _refuse_stranger(response, base, key_name)
+def _require_chat_completion(response: requests.Response, base: str, key_name: str | None) -> None:
+    """Raise ServerError for an answer that is not a chat completion."""
+    _require_expected_server(response, base, key_name)
     if response.status_code != 200:
-        raise _kind(response)(
-            f"the model does not answer: {response.url} says HTTP {response.status_code}: {message(response)}",
-            next_step="Look at the server's log.",
-        )
+        said = f"{response.url} says HTTP {response.status_code}: {error_message(response.content)}"
+        what, next_step = f"the model does not answer: {said}", "Look at the server's log."
+        raise _error_type(response)(what, next_step=next_step)
     try:
-        good = isinstance(_json(response)["choices"][0]["message"], dict)
+        is_completion = isinstance(_decode_response(response)["choices"][0]["message"], dict)
     except (ValueError, KeyError, TypeError, IndexError):
-        good = False
-    if not good:
-        raise _unlike("a chat completion", response)
+        is_completion = False
+    if not is_completion:
+        raise _unexpected_form("a chat completion", response)
 
 
-def _json(response: requests.Response) -> Any:
+def _decode_response(response: requests.Response) -> Any:
     try:
-        return unexpected_response.decoded(response.content)
+        return decode_json(response.content)
     except ValueError:
-        raise _unlike("JSON", response, Passing) from None
+        raise _unexpected_form("JSON", response, TransientError) from None
 
 
-def _unlike(what: str, response: requests.Response, kind: type[ServerError] = ServerError) -> ServerError:
-    """The error for an answer that has the wrong form."""
-    return kind(
-        unexpected_response.unlike(_got(response), what),
-        next_step=CHECK_ADDRESS,
-        detail=_got(response).body.decode(errors="replace")[:500],
-    )
+def _unexpected_form(form: str, response: requests.Response, kind: type[ServerError] = ServerError) -> ServerError:
+    got = _to_http_response(response)
+    detail = got.body.decode(errors="replace")[:500]
+    return kind(unexpected_response.describe_mismatch(got, form), next_step=CHECK_ADDRESS, detail=detail)
 
 
-def good_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIMEOUT_S, body: str | None = None) -> str:
-    """The text of a good answer to a GET, or to a POST of JSON, else nothing.
+def fetch_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIMEOUT_S, body: str | None = None) -> str:
+    """Return the text of a good answer to a GET, or to a POST of JSON; empty without one.
 
-    It is taken for UTF-8, which JSON and metrics are: to guess the encoding of a long one takes minutes.
+    The text is decoded as UTF-8, as JSON and metrics are: guessing the encoding of a long text takes minutes.
     """
     method, headers = "GET" if body is None else "POST", {"Content-Type": "application/json"} if body else {}
     try:
@@ -248,8 +255,11 @@ def good_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIME
     return response.content.decode("utf-8", "replace") if response.status_code == 200 else ""
 
 
-def lines_of(response: requests.Response) -> Iterator[bytes]:
-    """The lines of a stream as they come, without their ends. Raises requests.RequestException, also for a long one."""
+def iterate_lines(response: requests.Response) -> Iterator[bytes]:
+    """Yield the lines of a stream as they arrive, without line ends.
+
+    Raises requests.RequestException, also for a line of more than _MAX_LINE bytes.
+    """
     rest = b""
     for piece in response.iter_content(512):
         *lines, rest = (rest + piece).split(b"\n")
@@ -260,11 +270,8 @@ def lines_of(response: requests.Response) -> Iterator[bytes]:
         yield rest
 
 
-def message(response: requests.Response) -> str:
-    return unexpected_response.message(_got(response).body)
-
-
-def reason(error: Exception) -> str:
+def explain_connection_error(error: Exception) -> str:
+    """Return the reason for a failed request in a few words."""
     text = str(error)
     if "NameResolutionError" in text or "Name or service not known" in text or "getaddrinfo" in text:
         return "the host's name is not known"
@@ -276,11 +283,11 @@ def reason(error: Exception) -> str:
         return f"its certificate is not trusted ({distrust[1].strip()})"
     if "SSL" in text:
         return "the TLS handshake failed; is it http:// and not https://?"
-    return BROKE
+    return BROKEN_CONNECTION
 
 
-def _way_out(error: Exception) -> str:
-    """What to do about a connection that failed."""
+def _suggest_connection_fix(error: Exception) -> str:
+    """Return what to do about a connection that failed."""
     distrust = _DISTRUST.search(str(error))
     if distrust is None:
         return "Check the address and that the server runs."
@@ -291,105 +298,90 @@ def _way_out(error: Exception) -> str:
     return "Give the certificate of the authority that signed it with --ca FILE; unverified certificates are rejected."
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:8])
-    return (shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")) or "no model at all"
-
-
-PATH = "/tokenize"
-TIMEOUT_S = 30.0
-_ADDED = 16  # tokens that a tokenizer may put around a text
-_ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."
-
-
-def counter(
+def make_token_counter(
     url: str, model: str, api_key: str | None = None, ask_engine: Callable[[str, dict[str, Any]], str] | None = None
 ) -> Callable[[str], int]:
-    """A function that has the server count the tokens of a text, without special ones.
+    """Return a function that lets the server count the tokens of a text, without special tokens.
 
-    `ask_engine` posts to the engine behind the server, where the server itself does not count: Lemonade does not for
-    vLLM. It raises ServerError in words where the server has no such thing.
+    `ask_engine` posts to the engine behind Lemonade, which does not count tokens for vLLM itself. The function raises
+    ServerError if the server cannot count.
     """
-    address = base_url(url) + PATH
+    address = parse_base_url(url) + TOKENIZE_PATH
     session = open_session(api_key)
 
-    def ask(body: dict[str, Any]) -> dict[str, Any]:
+    def request(body: dict[str, Any]) -> dict[str, Any]:
         if ask_engine is not None:
-            text = ask_engine(PATH, body)
+            text = ask_engine(TOKENIZE_PATH, body)
         else:
-            text = good_text(session, address, TIMEOUT_S, msgspec.json.encode(body).decode())
+            text = fetch_text(session, address, TOKENIZE_TIMEOUT_S, msgspec.json.encode(body).decode())
         with suppress(ValueError):
-            if isinstance(found := decoded(text), dict):
-                return found
-        raise ServerError(f"{address}: tokens cannot be counted, the server does not do it", next_step=_ADVICE)
+            if isinstance(answer := decode_json(text), dict):
+                return answer
+        problem = f"{address}: tokens cannot be counted, the server does not do it"
+        raise ServerError(problem, next_step=_TOKENIZER_ADVICE)
 
-    of_llamacpp = False  # learned: a word list takes a thousand counts, each a process where a container is asked
+    is_llamacpp = False  # remembered: a word list takes a thousand counts, and behind Lemonade each starts a process
 
-    def count(text: str) -> int:
-        nonlocal of_llamacpp
-        # Each server looks at its own two keys; `model` is for those that serve several.
-        number = None
-        if not of_llamacpp:
-            number = ask({"model": model, "prompt": text, "add_special_tokens": False}).get("count")
-        if number is None:
-            tokens = ask({"content": text, "add_special": False}).get("tokens")
+    def count_tokens(text: str) -> int:
+        nonlocal is_llamacpp
+        # vLLM reads `prompt`, llama.cpp `content`; a server of several models reads `model`.
+        count = None
+        if not is_llamacpp:
+            count = request({"model": model, "prompt": text, "add_special_tokens": False}).get("count")
+        if count is None:
+            tokens = request({"content": text, "add_special": False}).get("tokens")
             if not isinstance(tokens, list):
-                raise ServerError(f"{address}: the answer has neither a count nor tokens", next_step=_ADVICE)
-            number, of_llamacpp = len(tokens), True
-        max_tokens = len(text.encode()) + _ADDED  # a token of a text has at least one byte
-        if type(number) is not int or not bool(text) <= number <= max_tokens:
-            what = number if type(number) is int and number.bit_length() <= 64 else "no count of tokens"
+                raise ServerError(f"{address}: the answer has neither a count nor tokens", next_step=_TOKENIZER_ADVICE)
+            count, is_llamacpp = len(tokens), True
+        max_tokens = len(text.encode()) + _MAX_SPECIAL_TOKENS  # a token of a text has at least one byte
+        if type(count) is not int or not bool(text) <= count <= max_tokens:
+            what = count if type(count) is int and count.bit_length() <= 64 else "no count of tokens"
             problem = f"{address}: {what} for a text that has 1 to {max_tokens} tokens"
-            raise ServerError(problem, next_step=_ADVICE)
-        return number
+            raise ServerError(problem, next_step=_TOKENIZER_ADVICE)
+        return count
 
-    return count
-
-
-POLL_S = 0.2
-REPORT_EVERY_S = 1.0
-DEATH_S = 1.0  # the connections of a process that dies break before its supervisor notices
+    return count_tokens
 
 
-class Waiting(Struct, frozen=True):
-    """How a server is watched while it becomes ready."""
+class StartupWatch(Struct, frozen=True):
+    """How a server is watched until it is ready."""
 
-    dead: Callable[[], ServerError | None]  # cheap: is called at every look
+    find_death: Callable[[], ServerError | None]  # cheap: is called at every check
     log: LogFile
     timeout_s: float
     on_progress: Callable[[str], None]
-    orphans: Callable[[], list[str]] = list  # engine processes that lost their server, in words
+    list_orphans: Callable[[], list[str]] = list  # engine processes without a server, as text
 
 
-def death(waiting: Waiting) -> ServerError | None:
-    """Why the server died, asked after it broke a request; None where it lives on."""
-    until = time.monotonic() + DEATH_S
-    while (dead := waiting.dead()) is None and time.monotonic() < until:
+def wait_for_death(watch: StartupWatch) -> ServerError | None:
+    """Return why the server died, after it broke a request; None if it is still alive after MAX_DEATH_DELAY_S."""
+    deadline = time.monotonic() + MAX_DEATH_DELAY_S
+    while (death := watch.find_death()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S / 4)
-    return dead
+    return death
 
 
-class Phases:
-    """The steps of a start, each timed as it is done: they follow each other without a gap."""
+class PhaseTimer:
+    """Times the phases of a start, which follow each other without a gap."""
 
-    def __init__(self, on_progress: Callable[[str], None] | None = None) -> None:
-        self.all: list[Phase] = []
+    def __init__(self, on_progress: Callable[[str], None] = lambda text: None) -> None:
+        self.phases: list[Phase] = []
         self._on_progress = on_progress
-        self._began = self._mark = time.monotonic()
+        self._start = self._phase_start = time.monotonic()
 
-    def done(self, name: str) -> None:
+    def finish(self, name: str) -> None:
+        """Add the phase that ends now."""
         now = time.monotonic()
-        self.all.append(Phase(name=name, seconds=now - self._mark))
-        self._mark = now
-        if self._on_progress is not None:
-            self._on_progress(f"{name} after {now - self._began:.1f} s")
+        self.phases.append(Phase(name=name, seconds=now - self._phase_start))
+        self._phase_start = now
+        self._on_progress(f"{name} after {now - self._start:.1f} s")
 
 
-def watched(call: Callable[[], T], waiting: Waiting, until: float, doing: list[str]) -> T:
-    """The result of `call`, which may take minutes, while the server lives. Raises what it raises.
+def run_watched(call: Callable[[], T], watch: StartupWatch, deadline: float, status: list[str]) -> T:
+    """Return the result of `call`, which may take minutes. Raises its exception.
 
-    Raises ServerError when the server dies or `until` passes. Shown is the last of `doing`, which may grow. The call
-    runs in a daemon thread, so Ctrl-C ends the wait at once.
+    Raises ServerError when the server dies or the deadline passes. The last item of `status` is the progress shown;
+    the call may replace it. The call runs in a daemon thread, so Ctrl-C ends the wait at once.
     """
     results: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
 
@@ -400,24 +392,24 @@ def watched(call: Callable[[], T], waiting: Waiting, until: float, doing: list[s
             results.put(error)
 
     threading.Thread(target=work, name="waiting for the server", daemon=True).start()
-    begin = reported_s = time.monotonic()
+    start = reported_s = time.monotonic()
     while True:
         try:
             result = results.get(timeout=POLL_S)
-            break
         except queue.Empty:
-            dead, now = waiting.dead(), time.monotonic()
-        if dead is not None:
-            raise dead
+            death, now = watch.find_death(), time.monotonic()
+        else:
+            if isinstance(result, Exception):
+                raise result
+            return result[0]
+        if death is not None:
+            raise death
         if now - reported_s >= REPORT_EVERY_S:
             reported_s = now
-            waiting.on_progress(f"{doing[-1]}, {now - begin:.0f} s: {waiting.log.last_line()}")
-        if now > until:
+            watch.on_progress(f"{status[-1]}, {now - start:.0f} s: {watch.log.last_line()}")
+        if now > deadline:
             raise ServerError(
-                f"the server did not become ready within {waiting.timeout_s:g} s; last: {doing[-1]}",
+                f"the server did not become ready within {watch.timeout_s:g} s; last: {status[-1]}",
                 next_step="If it only needs longer, raise startup_timeout_s in the scenario.",
-                detail=waiting.log.tail(),
+                detail=watch.log.tail(),
             )
-    if isinstance(result, Exception):
-        raise result
-    return result[0]

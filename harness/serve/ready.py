@@ -9,155 +9,145 @@ from msgspec import Struct
 
 from harness.errors import ServerError, StartError
 from harness.failures.explain import explain
+from harness.failures.unexpected_response import error_message
 from harness.process import pause
 from harness.rundir.manifest import Phase
 from harness.serve.compose_file import LoadCall, Serving
-from harness.serve.containers import refused_load, start_error
-from harness.serve.lemonade import Api, Loaded, bring_up
+from harness.serve.containers import make_load_error, make_start_error
+from harness.serve.lemonade import Api, LoadedModel, bring_up_model
 from harness.serve.probe import (
     POLL_S,
     PROBE_TIMEOUT_S,
     REPORT_EVERY_S,
-    Phases,
+    PhaseTimer,
     Post,
-    Waiting,
-    first_answer,
-    message,
-    no_answer,
-    reason,
-    refuse_no_api,
-    server_version,
-    watched,
+    StartupWatch,
+    connection_error_type,
+    explain_connection_error,
+    get_version,
+    request_first_answer,
+    require_api,
+    run_watched,
 )
 from harness.trust import open_session
 
 
-class Ready(Struct, frozen=True):
+class ReadyServer(Struct, frozen=True):
     """The facts of a server that became ready."""
 
     phases: list[Phase]  # "port open", "health", ("model", "load",) "first answer"; without a gap between them
-    model: str  # its id
+    model: str  # the id that requests send
     version: str | None
-    brought_up: Loaded | None = None  # by Lemonade
+    loaded: LoadedModel | None = None  # if Lemonade loaded it
 
 
 def wait_ready(
     url: str,
     serving: Serving,
     model: str,
-    waiting: Waiting,
+    watch: StartupWatch,
     *,
     api_key: str | None = None,
     key_name: str | None = None,
-) -> Ready:
-    """Wait until `model` at `url` has given one real answer. `key_name` is the variable that held the key.
+) -> ReadyServer:
+    """Wait until `model` at `url` has given one real answer. `key_name`: the environment variable that has the API key.
 
-    Raises ServerError when the server dies, does not become ready in time, or answers with what is no API.
+    Raises ServerError when the server dies, is not ready in time, or is not an OpenAI-compatible API.
     """
-    phases = Phases(waiting.on_progress)
-    deadline = time.monotonic() + waiting.timeout_s
+    timer = PhaseTimer(watch.on_progress)
+    deadline = time.monotonic() + watch.timeout_s
     with open_session(api_key) as session:
-        post = partial(_patient_post, waiting, deadline, api_key)
-        _poll(session, url + serving.health, deadline, waiting, key_name, healthy=False)
-        phases.done("port open")
-        _poll(session, url + serving.health, deadline, waiting, key_name, healthy=True)
-        phases.done("health")
-        brought_up = None
+        post = partial(_post_until_answered, watch, deadline, api_key)
+        _wait_for_http(session, url + serving.health, deadline, watch, key_name, healthy=False)
+        timer.finish("port open")
+        _wait_for_http(session, url + serving.health, deadline, watch, key_name, healthy=True)
+        timer.finish("health")
+        loaded = None
         if serving.lemonade is not None:
-            brought_up = bring_up(Api(url, api_key), serving.lemonade, waiting, deadline, phases)
-            model = brought_up.model
+            loaded = bring_up_model(Api(url, api_key), serving.lemonade, watch, deadline, timer)
+            model = loaded.model
         if serving.load is not None:
-            _load(url, serving.load, model, post, waiting, phases)
+            _load_model(url, serving.load, model, post, watch, timer)
         try:
-            served, version = first_answer(url, model, session, post, key_name, deadline)
+            model, version = request_first_answer(url, model, session, post, key_name, deadline)
         except ServerError as error:
             refused = StartError(error.what, next_step=error.next_step, detail=error.detail)
-            raise waiting.dead() or refused from None
-        phases.done("first answer")
-        if brought_up is not None:
-            return Ready(phases.all, served, brought_up.version, brought_up)
-        return Ready(phases.all, served, server_version(url, session, serving.version) or version)
+            raise watch.find_death() or refused from None
+        timer.finish("first answer")
+        version = loaded.version if loaded is not None else get_version(url, session, serving.version) or version
+        return ReadyServer(timer.phases, model, version, loaded)
 
 
-def _load(url: str, load: LoadCall, model: str, post: Post, waiting: Waiting, phases: Phases) -> None:
-    """Have the server load its model, which it gets first where it does not have it. Raises ServerError."""
-    loaded = post(url + load.path, load.body)
-    if loaded.status_code == 404 and load.fetch is not None:
-        got = post(url + load.fetch.path, load.fetch.body)
-        if got.status_code != 200:
-            what = f"the server could not get '{model}': HTTP {got.status_code}"
-            raise refused_load(what, message(got), waiting.log)
-        phases.done("model")
-        loaded = post(url + load.path, load.body)
-    if loaded.status_code != 200:
-        what = f"the server could not load '{model}': HTTP {loaded.status_code}"
-        raise refused_load(what, message(loaded), waiting.log)
-    phases.done("load")
+def _load_model(url: str, load: LoadCall, model: str, post: Post, watch: StartupWatch, timer: PhaseTimer) -> None:
+    """Let the server load its model, and fetch it first if the server does not have it. Raises ServerError."""
+    response, verb = post(url + load.path, load.body), "load"
+    if response.status_code == 404 and load.fetch is not None:
+        response, verb = post(url + load.fetch.path, load.fetch.body), "get"
+        if response.status_code == 200:
+            timer.finish("model")
+            response, verb = post(url + load.path, load.body), "load"
+    if response.status_code != 200:
+        what = f"the server could not {verb} '{model}': HTTP {response.status_code}"
+        raise make_load_error(what, error_message(response.content), watch.log)
+    timer.finish("load")
 
 
-def _poll(
-    session: requests.Session, url: str, deadline: float, waiting: Waiting, key_name: str | None, *, healthy: bool
+def _wait_for_http(
+    session: requests.Session, url: str, deadline: float, watch: StartupWatch, key_name: str | None, *, healthy: bool
 ) -> None:
-    """Wait for any answer, or for that of a `healthy` server."""
-    seen = "nothing listens there"
+    """Wait for any answer; with `healthy`, for status 200."""
+    last_seen = "nothing listens there"
     reported_s = time.monotonic()
     while True:
-        if (dead := waiting.dead()) is not None:
-            raise dead
+        if (death := watch.find_death()) is not None:
+            raise death
         if time.monotonic() - reported_s >= REPORT_EVERY_S:
             reported_s = time.monotonic()
-            waiting.on_progress(
-                f"waiting for the server, at most {deadline - reported_s:.0f} s more: {waiting.log.last_line()}"
-            )
+            remaining = f"at most {deadline - reported_s:.0f} s more"
+            watch.on_progress(f"waiting for the server, {remaining}: {watch.log.last_line()}")
         try:
             with session.get(url, timeout=PROBE_TIMEOUT_S) as response:
                 if response.status_code == 200 or not healthy:
                     return
                 if response.status_code in (401, 403):
-                    refuse_no_api(response, url, key_name)
-                seen = f"HTTP {response.status_code}"
+                    require_api(response, url, key_name)
+                last_seen = f"HTTP {response.status_code}"
                 if "html" in response.headers.get("Content-Type", ""):
-                    seen += " with an HTML page"
+                    last_seen += " with an HTML page"
         except requests.ReadTimeout:
-            seen = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+            last_seen = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
         except requests.RequestException:
-            seen = "no connection"  # refused, or reset by Docker's proxy while no server listens
+            last_seen = "no connection"  # refused, or reset by Docker's proxy while no server listens
         if time.monotonic() > deadline:
-            raise _not_ready(url, seen, waiting)
+            raise _timeout_error(url, last_seen, watch)
         pause(POLL_S)
 
 
-def _not_ready(url: str, seen: str, waiting: Waiting) -> ServerError:
-    failure = explain(waiting.log.path)
+def _timeout_error(url: str, last_seen: str, watch: StartupWatch) -> ServerError:
+    failure = explain(watch.log.path)
     hint = f" Its log has a hint: {failure.cause}; {failure.fix}." if failure is not None else ""
-    what = f"the server did not become ready within {waiting.timeout_s:g} s; last seen at GET {url}: {seen}"
+    what = f"the server did not become ready within {watch.timeout_s:g} s; last seen at GET {url}: {last_seen}"
     step = "Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario."
-    return start_error(what, waiting.log, failure, step + hint)
+    return make_start_error(what, watch.log, failure, step + hint)
 
 
-def _patient_post(
-    waiting: Waiting, deadline: float, api_key: str | None, url: str, body: dict[str, Any]
+def _post_until_answered(
+    watch: StartupWatch, deadline: float, api_key: str | None, url: str, body: dict[str, Any]
 ) -> requests.Response:
-    """POST and wait for the answer until the deadline, while the server lives."""
+    """POST, and again while the server is busy (429, 503), until the deadline."""
+
+    def post() -> requests.Response:
+        with open_session(api_key) as session:
+            timeout_s = max(1.0, deadline - time.monotonic())
+            return session.post(url, json=body, timeout=timeout_s, allow_redirects=False)
+
     while True:
-        left = max(1.0, deadline - time.monotonic())
         try:
-            answer = watched(partial(_post, url, body, left, api_key), waiting, deadline + 1, ["asking for the model"])
+            answer = run_watched(post, watch, deadline + 1, ["asking for the model"])
         except requests.RequestException as error:
-            raise waiting.dead() or _gone(url, error, waiting) from None
+            what = f"the server gave no answer to POST {url} ({explain_connection_error(error)})"
+            broken = connection_error_type(error)(what, next_step="Look at its last lines.", detail=watch.log.tail())
+            raise watch.find_death() or broken from None
         if answer.status_code not in (429, 503) or time.monotonic() > deadline:
             return answer
         pause(POLL_S)
-
-
-def _post(url: str, body: dict[str, Any], timeout_s: float, api_key: str | None) -> requests.Response:
-    with open_session(api_key) as session:
-        return session.post(url, json=body, timeout=timeout_s, allow_redirects=False)
-
-
-def _gone(url: str, error: requests.RequestException, waiting: Waiting) -> ServerError:
-    return no_answer(error)(
-        f"the server gave no answer to POST {url} ({reason(error)})",
-        next_step="Look at its last lines.",
-        detail=waiting.log.tail(),
-    )

@@ -1,35 +1,28 @@
-"""What a scenario must not give away: this machine to a container, and secrets to what a run keeps.
+"""What a scenario must not expose: this machine to a container, and secrets to the files of a run.
 
-What would give a container this machine is refused unless the scenario's server consents with `allow: [CODE]`. A secret
-stays in the shell: refused where a scenario writes one out, blacked out where it names one of the environment.
+What would give a container access to this machine is refused unless the scenario's server consents with
+`allow: [CODE]`. A secret stays in the shell: a scenario may not contain one, and one from the environment is masked.
 """
 
 import ipaddress
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from harness.engines import template_of
+from harness.engines import find_template
 from harness.errors import Problem, ServerError
-from harness.redact import SHORTEST, is_secret, looks_secret, masked
+from harness.redact import MIN_SECRET_CHARS, find_secret_form, is_secret, masked
 from harness.scenario import Consent, Server
-from harness.serve.compose_file import (
-    ComposeFile,
-    Service,
-    interpolate,
-    literal_of,
-    names_in,
-    parse_device,
-    parse_port,
-    parse_volume,
-)
+from harness.serve import compose_file
+from harness.serve.compose_file import ComposeFile, Service
 from harness.serve.location import engine_location
 from harness.summary import Reason, because
 
-WHY: dict[Consent, str] = {
+T = TypeVar("T")
+CONSENT_REASONS: dict[Consent, str] = {
     "docker-socket": "who reaches the container engine's socket can do anything on this machine",
     "host-files": "it holds the system's own files, devices or credentials",
     "host-devices": "it is no device of a GPU",
@@ -42,165 +35,159 @@ _SOCKETS = (
     "/run/docker/containerd/containerd.sock",
 )  # fmt: skip
 _SOCKET = re.compile(r".*/(?:docker|containerd|podman|crio|buildkitd|cri-dockerd)\.sock(?:\.raw)?")
-# Not even to be read: themselves, what is in them, and what they are in.
-_CLOSED = (
+# May not be mounted, even to be read: these paths, what is below them, and the folders that contain them.
+_UNREADABLE = (
     "/proc", "/sys", "/dev", "/boot", "/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/etc/sudoers.d", "/etc/ssh",
     "/etc/ssl/private", "/etc/kubernetes", "/etc/docker", "/var/lib/docker", "/var/lib/containerd",
     "/var/lib/containers", "/var/lib/kubelet", "/run/secrets", "/run/systemd", "/run/dbus", "/run/user",
 )  # fmt: skip
-# Not to be written: likewise.
-_SYSTEM = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/var/log", "/var/spool")
-# Whole, not to be written; of the folders in them, those that programs of this machine keep their state in.
-_WHOLE = re.compile(
+# May not be mounted to be written: likewise.
+_UNWRITABLE = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/var/log", "/var/spool")
+# May not be mounted whole to be written; of the folders in them, those with the state of this machine's programs.
+_UNWRITABLE_WHOLE = re.compile(
     r"/(?:opt|srv|tmp|mnt|media|var/tmp|var/mnt|run/media)|/(?:var|run)/(?!(?:tmp|mnt|home|media)(?:/|$)).*"
 )
-# A whole home; in one, the hidden files, which hold credentials and what a login runs. Other folders hold models.
+# A whole home directory, and its hidden files: they have credentials, or run at a login. Other folders have models.
 _A_HOME = r"(?:(?:/var)?/home/[^/]+|/root|/var/roothome)"
 _HOME = re.compile(
     rf"(?:/var)?/home|{_A_HOME}(?:/\.(?!(?:cache|local/share|[^/]+/models)(?:/|$)).*)?"
     rf"|{_A_HOME}/\.cache/huggingface/(?:token|stored_tokens)"
 )
-_GPU = re.compile(r"/dev/(?:kfd|dri|accel|nvidia[\w-]*|null|zero|full|u?random)(?:/.*)?")
-_THEIRS = ("seccomp=unconfined", "SYS_PTRACE", "SYS_NICE")  # what templates that ship need, as their makers' commands
-_HARMLESS = re.compile(r"no-new-privileges(?:[:=]true)?")
+_GPU_DEVICE = re.compile(r"/dev/(?:kfd|dri|accel|nvidia[\w-]*|null|zero|full|u?random)(?:/.*)?")
+_TEMPLATE_PRIVILEGES = (
+    "seccomp=unconfined",
+    "SYS_PTRACE",
+    "SYS_NICE",
+)  # what templates that ship need, as their makers' commands
+_HARMLESS_OPTION = re.compile(r"no-new-privileges(?:[:=]true)?")
 
 
 class Exposure(NamedTuple):
-    """One thing that a container gets of its host."""
+    """Access to the host that a container gets."""
 
     code: Consent
     key: str  # of the service
-    value: str  # as it is written
+    value: str  # as written in the Compose file
 
     def __str__(self) -> str:
         return f"{self.code} ({self.key}: {self.value})"
 
 
-def exposures(compose: ComposeFile, environment: Mapping[str, str]) -> list[Exposure]:
-    """All that the containers of a Compose file get of their host and that needs consent, once each.
+def find_exposures(compose: ComposeFile, environment: Mapping[str, str]) -> list[Exposure]:
+    """Return all access to the host that the containers get and that needs consent, without repetitions.
 
-    The value of `${NAME}` is checked where it is set. A path is looked at as it is written and, where the engine
-    sees the same files, as it leads through symbolic links.
+    `${NAME}` is filled in where it is set. A path is checked as written and, if the engine has the same files, also
+    after symbolic links are followed.
     """
-    found = {}
-    for service in compose.services.values():
-        for exposure in _of_service(service, compose.serving.template, environment):
-            found[exposure] = True
-    return list(found)
+    template = compose.serving.template
+    found = (one for service in compose.services.values() for one in _find_in_service(service, template, environment))
+    return list(dict.fromkeys(found))
 
 
-def missing(server: Server, compose: ComposeFile, environment: Mapping[str, str]) -> list[Problem]:
-    """What the server has no consent for; the path is a key of the service."""
+def find_missing_consent(server: Server, compose: ComposeFile, environment: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each exposure without consent; its path is a key of the service."""
     return [
         Problem(
-            one.key,
-            f"{one.value} needs consent: {WHY[one.code]}. Remove it, or write allow: [{one.code}] in the server",
+            exposure.key,
+            f"{exposure.value} needs consent: {CONSENT_REASONS[exposure.code]}. "
+            f"Remove it, or write allow: [{exposure.code}] in the server",
         )
-        for one in exposures(compose, environment)
-        if server.container and one.code not in server.allow
+        for exposure in find_exposures(compose, environment)
+        if server.container and exposure.code not in server.allow
     ]
 
 
-def refuse_without_consent(server: Server, compose: ComposeFile) -> None:
-    """Raise ServerError, before anything starts, for what the server has no consent for now."""
-    if problems := missing(server, compose, os.environ):
-        found = "; ".join(map(str, problems))
-        raise ServerError(f"the server is not started: {found}", next_step="Correct the scenario.")
+def require_consent(server: Server, compose: ComposeFile) -> None:
+    """Raise ServerError, before anything starts, for an exposure without consent."""
+    if problems := find_missing_consent(server, compose, os.environ):
+        what = f"the server is not started: {'; '.join(map(str, problems))}"
+        raise ServerError(what, next_step="Correct the scenario.")
 
 
-def allowed(compose: ComposeFile) -> list[Reason]:
-    """The note of the report on what the containers get of their host."""
-    given = ", ".join(map(str, exposures(compose, os.environ)))
-    return [because("host_access", exposures=given)] if given else []
+def make_access_notes(compose: ComposeFile) -> list[Reason]:
+    """Return the note of the report on the containers' access to their host."""
+    exposures = ", ".join(map(str, find_exposures(compose, os.environ)))
+    return [because("host_access", exposures=exposures)] if exposures else []
 
 
-def _of_service(service: Service, template: str, environment: Mapping[str, str]) -> Iterator[Exposure]:
-    def texts(values: list[str]) -> Iterator[tuple[str, str]]:
-        for written in values:
-            yield written, interpolate(written, environment, [])
+def _find_in_service(service: Service, template: str, environment: Mapping[str, str]) -> Iterator[Exposure]:
+    def parse_all(texts: list[str], parse: Callable[[str], T]) -> Iterator[tuple[str, T]]:
+        for written in texts:
+            text = compose_file.interpolate(written, environment, [])
+            with suppress(ValueError):  # it is refused elsewhere, or its variable is not set yet
+                if "\0" not in text:
+                    yield written, parse(text)
 
-    for written, text in texts(service.volumes):
-        mount = _parsed(parse_volume, text)
-        code = None if mount is None or mount.named else _of_path(mount.source, read_only=mount.read_only)
+    for written, mount in parse_all(service.volumes, compose_file.parse_volume):
+        code = None if mount.named else _classify_path(mount.source, read_only=mount.read_only)
         if code is not None:
             yield Exposure(code, "volumes", written)
-    for written, text in texts(service.devices):
-        device = _parsed(parse_device, text)
-        if device is not None and not all(_GPU.fullmatch(path) for path in _ways(device.host)):
+    for written, device in parse_all(service.devices, compose_file.parse_device):
+        if not all(_GPU_DEVICE.fullmatch(path) for path in _resolve_path(device.host)):
             yield Exposure("host-devices", "devices", written)
-    for written, text in texts(service.ports):
-        port = _parsed(parse_port, text)
-        if port is not None and not ipaddress.ip_address(port.address).is_loopback:
+    for written, port in parse_all(service.ports, compose_file.parse_port):
+        if not ipaddress.ip_address(port.address).is_loopback:
             yield Exposure("open-port", "ports", written.rsplit(":", 2)[0])
-    if interpolate(service.ipc, environment, []) == "host":
+    if compose_file.interpolate(service.ipc, environment, []) == "host":
         yield Exposure("host-ipc", "ipc", "host")
-    for key, values in (("security_opt", service.security_opt), ("cap_add", service.cap_add)):
-        for written in values:
-            theirs = template_of(template) is not None and written in _THEIRS
-            if not theirs and _HARMLESS.fullmatch(written) is None:
-                yield Exposure("privileges", key, written)
+    for key, options in (("security_opt", service.security_opt), ("cap_add", service.cap_add)):
+        for option in options:
+            is_of_template = find_template(template) is not None and option in _TEMPLATE_PRIVILEGES
+            if not is_of_template and _HARMLESS_OPTION.fullmatch(option) is None:
+                yield Exposure("privileges", key, option)
 
 
-def _parsed(parse: Any, text: str) -> Any:
-    """None: it is refused elsewhere, or its variable is not set yet."""
-    try:
-        return None if "\0" in text else parse(text)
-    except ValueError:
-        return None
-
-
-def _of_path(source: str, *, read_only: bool) -> Consent | None:
-    for path in _ways(source):
-        used = os.environ.get("DOCKER_HOST", "").removeprefix("unix://")
-        if _SOCKET.fullmatch(path) or any(_holds(path, socket) for socket in (*_SOCKETS, used) if socket):
-            return "docker-socket"
-    for path in _ways(source):
-        closed = _CLOSED if read_only else (*_CLOSED, *_SYSTEM)
-        if _HOME.fullmatch(path) or (not read_only and _WHOLE.fullmatch(path)):
+def _classify_path(source: str, *, read_only: bool) -> Consent | None:
+    """Return the consent that a mount of this path needs; None for a harmless one."""
+    paths = _resolve_path(source)
+    sockets = [*_SOCKETS, *filter(None, [os.environ.get("DOCKER_HOST", "").removeprefix("unix://")])]
+    if any(_SOCKET.fullmatch(path) or any(_contains(path, socket) for socket in sockets) for path in paths):
+        return "docker-socket"
+    closed = _UNREADABLE if read_only else (*_UNREADABLE, *_UNWRITABLE)
+    for path in paths:
+        if _HOME.fullmatch(path) or (not read_only and _UNWRITABLE_WHOLE.fullmatch(path)):
             return "host-files"
-        if any(_holds(path, one) or _holds(one, path) for one in closed):
+        if any(_contains(path, folder) or _contains(folder, path) for folder in closed):
             return "host-files"
     return None
 
 
-def _ways(path: str) -> list[str]:
-    """A path without `..`, and where it leads to. /var/run is another name of /run."""
+def _resolve_path(path: str) -> list[str]:
+    """Return a path without `..`, and the path to which it leads. /var/run is another name of /run."""
     plain = real = posixpath.normpath("/" + path.lstrip("/"))
-    if engine_location().has_our_files:
-        with suppress(OSError):  # such as of another process's root: it is judged as it is written
+    if engine_location().shares_files:
+        with suppress(OSError):  # such as of another process's root: then only the written path counts
             real = os.path.realpath(plain)
-            if os.path.exists(real) and os.path.samefile(real, "/"):  # mounted there once more
+            if os.path.exists(real) and os.path.samefile(real, "/"):  # a second mount of the root
                 real = "/"
-    return [re.sub(r"^/var/run(?=/|$)", "/run", one) for one in dict.fromkeys((plain, real))]
+    return [re.sub(r"^/var/run(?=/|$)", "/run", variant) for variant in dict.fromkeys((plain, real))]
 
 
-def _holds(folder: str, path: str) -> bool:
+def _contains(folder: str, path: str) -> bool:
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
-_SWITCHES = ("", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null")  # REQUIRE_AUTH: "true"
+_NON_SECRETS = ("", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null")  # REQUIRE_AUTH: "true"
 _WORD = re.compile(r"(?:\$\{[^}]*\}|\S)+")  # an interpolation's own words belong together
-_PLAIN = re.compile(r"\w[\w.-]*")
+_PLAIN_WORD = re.compile(r"\w[\w.-]*")
 
 
-def open_secrets(value: Any, path: str) -> list[Problem]:
-    """Problems for what `value`, found at `path`, holds of secrets that are written out. They never show one."""
+def find_open_secrets(value: Any, path: str) -> list[Problem]:
+    """Return a problem for each secret that is written out in `value`, which is at `path`; it does not show it."""
     found: dict[str, Problem] = {}
-    for at, name, text in _in_secret_places(value, path):
-        shown = literal_of(text).strip("\0'\" ")
-        if shown.lower() not in _SWITCHES and "\0" not in literal_of(text):
-            found.setdefault(at, _problem(at, f" as {name}", name))
-    for at, text in _texts(value, path):
-        if (secret := looks_secret(literal_of(text))) is not None:
+    for place, name, text in _find_secret_places(value, path):
+        literal = compose_file.drop_variables(text)
+        if "\0" not in literal and literal.strip("'\" ").lower() not in _NON_SECRETS:
+            found.setdefault(place, _open_secret_problem(place, f" as {name}", name))
+    for place, text in _list_texts(value, path):
+        if (secret := find_secret_form(compose_file.drop_variables(text))) is not None:
             name = "HF_TOKEN" if secret.startswith("hf_") else "API_KEY"
-            found.setdefault(at, _problem(at, ", and this looks like one", name))
+            found.setdefault(place, _open_secret_problem(place, ", and this looks like one", name))
     return list(found.values())
 
 
-def open_secrets_in_text(text: str) -> list[Problem]:
-    """Problems for the lines of a file that hold a known secret or what looks like one, comments included. They never
-    show one.
-    """
+def find_open_secrets_in_text(text: str) -> list[Problem]:
+    """Return a problem for each line of a file that has a secret, also in a comment; it does not show it."""
     return [
         Problem(
             "$",
@@ -209,64 +196,71 @@ def open_secrets_in_text(text: str) -> list[Problem]:
             number,
         )
         for number, line in enumerate(text.splitlines(), start=1)
-        if looks_secret(literal_of(line)) is not None or masked(line, "sure") != line
+        if find_secret_form(compose_file.drop_variables(line)) is not None or masked(line, "sure") != line
     ]
 
 
-def secrets_in(value: Any, environment: Mapping[str, str]) -> dict[str, bool]:
-    """What `value` got from the environment, and whether it is surely a secret: all of it is blacked out, whatever it
-    is called.
+def collect_secrets(value: Any, environment: Mapping[str, str]) -> dict[str, bool]:
+    """Return the texts that `value` gets from the environment, and whether each is surely a secret.
 
-    Left out are what is too short, and a plain word or number that `value` itself contains: blacking it out
-    would hide nothing and make the log unreadable. What is a secret by its name or place is never left out for that.
+    All of them are masked, whatever their variable is called. Short texts are left out, and words or numbers that
+    `value` itself contains: to mask them would hide nothing and make the log unreadable. A sure secret, by its
+    variable's name or its place, is left out only if it is too short.
     """
-    texts = [text for _, text in _texts(value, "$")]
-    asked = {name: environment[name] for text in texts for name in names_in(text) if name in environment}
-    placed = {name for _, _, text in _in_secret_places(value, "$") for name in names_in(text)}
-    known = {word for text in texts for word in _PLAIN.findall(literal_of(text))} | set(_SWITCHES) | {"auto"}
-    found: dict[str, bool] = {}
-    for name, text in asked.items():
-        sure = is_secret(name) or name in placed or looks_secret(text) is not None
-        if len(text) >= SHORTEST and (sure or text not in known):
-            found[text] = found.get(text, False) or sure
-    return found
+    texts = [text for _, text in _list_texts(value, "$")]
+    names = {name for text in texts for name in compose_file.find_variable_names(text)}
+    secret_names = {
+        name for _, _, text in _find_secret_places(value, "$") for name in compose_file.find_variable_names(text)
+    }
+    words = {word for text in texts for word in _PLAIN_WORD.findall(compose_file.drop_variables(text))}
+    words |= {*_NON_SECRETS, "auto"}
+    secrets: dict[str, bool] = {}
+    for name in names & environment.keys():
+        text = environment[name]
+        sure = is_secret(name) or name in secret_names or find_secret_form(text) is not None
+        if len(text) >= MIN_SECRET_CHARS and (sure or text not in words):
+            secrets[text] = secrets.get(text, False) or sure
+    return secrets
 
 
-def _problem(at: str, which: str, name: str) -> Problem:
+def _open_secret_problem(path: str, which: str, name: str) -> Problem:
     variable = re.sub(r"\W", "_", name.strip("-")).upper()
     return Problem(
-        at,
+        path,
         f'a secret must not be in the scenario{which}; write "${{{variable}}}" and export it in your shell: '
         "it is filled in at the start, and only the name is recorded",
     )
 
 
-def _in_secret_places(value: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    """Path, name and text of what is given under a secret's name: a key, `--flag TEXT`, `--flag=TEXT`, `NAME=TEXT`."""
+def _find_secret_places(value: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    """Yield path, name and text of each value under the name of a secret.
+
+    The name is a key, or in a text: `--flag TEXT`, `--flag=TEXT` or `NAME=TEXT`.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             if is_secret(str(key)) and not isinstance(item, dict | list):
                 yield f"{path}.{key}", str(key), "" if item is None else str(item)
             else:
-                yield from _in_secret_places(item, f"{path}.{key}")
+                yield from _find_secret_places(item, f"{path}.{key}")
         return
-    words = [(at, word) for at, text in _texts(value, path) for word in _WORD.findall(text)]
-    for (at, word), (after, following) in zip(words, [*words[1:], ("", "")], strict=False):
+    words = [(place, word) for place, text in _list_texts(value, path) for word in _WORD.findall(text)]
+    for (place, word), (next_place, next_word) in zip(words, [*words[1:], ("", "")], strict=False):
         name, equals, text = word.partition("=")
         if not is_secret(name) or "$" in name:
             continue
         if equals:
-            yield at, name, text
-        elif name.startswith("-") and not following.startswith("-"):
-            yield after, name, following
+            yield place, name, text
+        elif name.startswith("-") and not next_word.startswith("-"):
+            yield next_place, name, next_word
 
 
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _list_texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _texts(item, f"{path}.{key}")
+            yield from _list_texts(item, f"{path}.{key}")
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _texts(item, f"{path}[{number}]")
+            yield from _list_texts(item, f"{path}[{number}]")
     elif value is not None:
         yield path, str(value)

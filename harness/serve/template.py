@@ -1,15 +1,15 @@
-"""Compose templates: their declared variables, their rendering, and a scenario's server rendered once.
+"""Compose templates: their declared variables, their rendering, and the servers of a scenario, each rendered once.
 
 A template begins with a Jinja comment that holds a YAML mapping, name -> {type, doc, default, min, max, choices}, and
 so do the parts `_NAME.yaml.j2` that it includes. These are the only declarations of its variables. A variable without
-a default is required; a type that ends in "?" also takes null. The limits are those of the server: what it would refuse
-at its start is refused before.
+a default is required; a type that ends in "?" also takes null. The limits are those of the server: the harness refuses
+what the server would refuse at its start.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,34 +19,25 @@ from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 from msgspec import Struct
 
-from harness.engines import engines, template_of
+from harness.engines import engines, find_template
 from harness.errors import HarnessError, Problem, ScenarioError, did_you_mean
 from harness.files import COMPOSE, read_text
-from harness.machine.gpus import device_groups
+from harness.machine.gpus import find_device_groups
 from harness.process import free_port
 from harness.scenario import Gateway, Scenario, Server
-from harness.serve.compose_file import (
-    GATEWAY,
-    SERVER,
-    ComposeFile,
-    Service,
-    checked,
-    parse,
-    parse_device,
-    read,
-)
+from harness.serve import compose_file
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service
 from harness.serve.location import engine_location
-from harness.serve.security import open_secrets
+from harness.serve.security import find_open_secrets
 
 AUTO = "auto"  # of a variable with `auto`: the harness computes it before the first start
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
-BY_THE_HARNESS = ("model", "upstream")  # declared in the templates, filled in by the harness
+HARNESS_VARIABLES = ("model", "upstream")  # declared in the templates, filled in by the harness
 GATEWAYS = tuple(name for engine in engines() if engine.gateway for name in engine.templates)
-NOT_SERVERS = ("locust", "volumes", *GATEWAYS)  # nor what begins with `_`, which templates include
+NOT_SERVERS = ("locust", "volumes", *GATEWAYS)  # and files that begin with `_`, which templates include
 _INCLUDED = re.compile(r'{% include "(_\w+)\.yaml\.j2" %}')
-
-_MAX_VALUE = 2**31 - 1  # of a whole number without a limit of its own: what 32 bits hold
-_EXPECTED = {
+_MAX_INTEGER = 2**31 - 1  # of a whole number without its own limit: 32 bits
+_TYPE_LABELS = {
     "string": "a text",
     "integer": "a whole number",
     "number": "a number",
@@ -73,19 +64,19 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Quoted(str):
-    """Text that went through the quoting filter; only such text is printed by a template's expressions."""
+    """Text that went through the quoting filter. The expressions of a template may print nothing else."""
 
 
 def templates() -> list[str]:
-    """Names of the server templates."""
+    """Return the names of the server templates."""
     names = (path.name.removesuffix(".yaml.j2") for path in COMPOSE.glob("*.yaml.j2"))
     return sorted(name for name in names if name not in NOT_SERVERS and not name.startswith("_"))
 
 
-def variables(template: str) -> dict[str, Variable]:
-    """The declared variables of a template: its own, and those of what it includes unless it declares them itself.
+def read_variables(template: str) -> dict[str, Variable]:
+    """Return the declared variables of a template: its own, and those of the parts that it includes.
 
-    Raises HarnessError for a template that does not exist.
+    Its own declaration counts if a part has the same one. Raises HarnessError for a template that does not exist.
     """
     path = COMPOSE / f"{template}.yaml.j2"
     if template not in (*templates(), *GATEWAYS, "locust") or not path.is_file():
@@ -99,73 +90,67 @@ def variables(template: str) -> dict[str, Variable]:
     return msgspec.convert(declared, dict[str, Variable])
 
 
-def variable_of(server: Server | Gateway, name: str) -> Any:
-    """A variable of a server: as given, else its template's default, else None."""
-    declared = variables(server.template).get(name)
+def get_variable(server: Server | Gateway, name: str) -> Any:
+    """Return the value of a server's variable: as given, else its template's default, else None."""
+    declared = read_variables(server.template).get(name)
     return server.variables.get(name, None if declared is None else declared.default)
 
 
-def server_problems(server: Server) -> Iterator[Problem]:
-    """What is wrong with a scenario's server, as far as its template tells; paths are below the server's."""
-    if server.template not in templates():
-        advice = did_you_mean(server.template, templates())
-        yield Problem(".template", f"there is no server template '{server.template}'; {advice}")
-        return
-    yield from _variable_problems(variables(server.template), server.variables, ".variables")
-    gateway = server.gateway
-    if gateway is not None and gateway.template not in GATEWAYS:
-        advice = did_you_mean(gateway.template, GATEWAYS)
-        yield Problem(".gateway.template", f"there is no gateway '{gateway.template}'; {advice}")
-    elif gateway is not None:
-        yield from _variable_problems(variables(gateway.template), gateway.variables, ".gateway.variables")
+def find_variable_problems(server: Server) -> Iterator[Problem]:
+    """Yield the problems of a server's template and variables; paths are relative to the server."""
+    owners: list[tuple[str, str, Server | Gateway, Sequence[str]]] = [("server template", "", server, templates())]
+    if server.gateway is not None:
+        owners.append(("gateway", ".gateway", server.gateway, GATEWAYS))
+    for kind, path, owner, names in owners:
+        if owner.template not in names:
+            advice = did_you_mean(owner.template, names)
+            yield Problem(f"{path}.template", f"there is no {kind} '{owner.template}'; {advice}")
+            return
+        yield from _check_variables(read_variables(owner.template), owner.variables, f"{path}.variables")
 
 
-def _variable_problems(declared: dict[str, Variable], given: dict[str, Any], path: str) -> Iterator[Problem]:
-    own = {name: variable for name, variable in declared.items() if name not in BY_THE_HARNESS}
+def _check_variables(declared: dict[str, Variable], given: dict[str, Any], path: str) -> Iterator[Problem]:
+    settable = {name: variable for name, variable in declared.items() if name not in HARNESS_VARIABLES}
     for name, value in given.items():
-        at = f"{path}.{name}"
-        if name in BY_THE_HARNESS:
-            yield Problem(at, f"comes from the scenario's own '{name}'; remove it here")
-        elif name not in own:
-            yield Problem(at, f"unknown variable; {did_you_mean(str(name), own)}")
-        elif secrets := open_secrets(value, at):  # first: any other problem shows the value
+        place = f"{path}.{name}"
+        if name in HARNESS_VARIABLES:
+            yield Problem(place, f"comes from the scenario's own '{name}'; remove it here")
+        elif name not in settable:
+            yield Problem(place, f"unknown variable; {did_you_mean(str(name), settable)}")
+        elif secrets := find_open_secrets(value, place):  # first: any other problem shows the value
             yield from secrets
-        elif (wrong := _value_problem(own[name], value)) is not None:
-            yield Problem(at, wrong)
-    for name, variable in own.items():
+        elif (problem := _check_value(settable[name], value)) is not None:
+            yield Problem(place, problem)
+    for name, variable in settable.items():
         if variable.required and name not in given:
             yield Problem(path, f"'{name}' is missing ({variable.doc})")
 
 
-def _value_problem(variable: Variable, value: Any) -> str | None:
-    if variable.auto and value == AUTO:
+def _check_value(variable: Variable, value: Any) -> str | None:
+    """Return what is wrong with a value; None for a good one."""
+    if value is None and variable.type.endswith("?") or variable.auto and value == AUTO:
         return None
-    if not _fits(value, variable.type):
-        expected = _EXPECTED[variable.type.rstrip("?")] + (f" or {AUTO}" if variable.auto else "")
+    if not _has_kind(value, variable.type.rstrip("?")):
+        expected = _TYPE_LABELS[variable.type.rstrip("?")] + (f" or {AUTO}" if variable.auto else "")
         return f"{expected} is expected, got {value!r}"
-    if value is None:
-        return None
     if variable.choices is not None and value not in variable.choices:
         return f"there is no '{value}'; {did_you_mean(str(value), variable.choices)}"
     minimum, maximum = variable.min, variable.max
-    if maximum is None and isinstance(value, int) and abs(value) > _MAX_VALUE:
-        return f"{value} is larger than any server takes ({_MAX_VALUE:,})"
+    if maximum is None and isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        return f"{value} is larger than any server takes ({_MAX_INTEGER:,})"
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
-        return f"a number {limits(variable)} is expected, got {value!r}"
+        return f"a number {format_limits(variable)} is expected, got {value!r}"
     return None
 
 
-def limits(variable: Variable) -> str:
-    """The range of a number in words; empty without one."""
+def format_limits(variable: Variable) -> str:
+    """Return the range of a number as text; empty without one."""
     if variable.min is not None and variable.max is not None:
         return f"from {variable.min} to {variable.max}"
     return f"of at least {variable.min}" if variable.min is not None else ""
 
 
-def _fits(value: Any, type_: str) -> bool:
-    if value is None:
-        return type_.endswith("?")
-    kind = type_.rstrip("?")
+def _has_kind(value: Any, kind: str) -> bool:
     if kind == "list":
         return isinstance(value, list) and all(map(_is_scalar, value))
     if kind == "mapping":
@@ -191,21 +176,21 @@ def render(
     upstream: str | None = None,
     locust: dict[str, Any] | None = None,
 ) -> str:
-    """The Compose file of a server as text, secrets still as `${NAME}`.
+    """Return the Compose file of a server as text, in which secrets are still `${NAME}`.
 
-    `host_port` and `groups` (numeric ids of the device nodes) apply where the variables of that name are null.
-    `upstream` is where a gateway passes requests on to, or whom Locust loads; null is this server.
+    `host_port` and `groups` (numeric ids of the device nodes) are used if the variables of that name are null.
+    `upstream` is the address to which a gateway forwards requests, or that Locust loads; None: this server.
     `locust` adds the load generator's service, with values for the variables of the template `locust`.
-    Raises ScenarioError that lists every bad variable.
+    Raises ScenarioError with all bad variables.
     """
-    declared = variables(template)
-    problems = list(_variable_problems(declared, given, "$.variables"))
-    values = _with_defaults(declared, given) | {"model": model, "locust": None}
+    declared = read_variables(template)
+    problems = list(_check_variables(declared, given, "$.variables"))
+    values = _fill_defaults(declared, given) | {"model": model, "locust": None}
     values["upstream"] = upstream or f"http://server:{values.get('port')}"
     if locust is not None:
-        declared_locust = variables("locust")
-        problems += _variable_problems(declared_locust, locust, "$.locust")
-        values["locust"] = _with_defaults(declared_locust, locust)
+        declared_locust = read_variables("locust")
+        problems += _check_variables(declared_locust, locust, "$.locust")
+        values["locust"] = _fill_defaults(declared_locust, locust)
     if problems:
         raise ScenarioError(f"server template '{template}'", problems)
     for name, computed in (("host_port", host_port), ("groups", groups)):
@@ -217,7 +202,7 @@ def render(
         raise HarnessError(f"{COMPOSE / template}.yaml.j2: {error}", next_step="Correct the template.") from None
 
 
-def _with_defaults(declared: dict[str, Variable], given: dict[str, Any]) -> dict[str, Any]:
+def _fill_defaults(declared: dict[str, Variable], given: dict[str, Any]) -> dict[str, Any]:
     return {name: given.get(name, variable.default) for name, variable in declared.items()}
 
 
@@ -228,42 +213,39 @@ def _environment() -> SandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=_only_quoted,
+        finalize=_require_quoted,
         autoescape=False,
     )
-    environment.filters["tojson"] = quote
+    environment.filters["tojson"] = quote_yaml
     environment.filters["volume_source"] = lambda volume: str(volume).split(":")[0]
     environment.tests["host_path"] = lambda source: source.startswith(("/", "$", ".", "~"))
     return environment
 
 
-def _only_quoted(value: Any) -> Any:
+def _require_quoted(value: Any) -> Any:
     if not isinstance(value, Quoted):
         raise TemplateError(f"the value {value!r} is printed without the filter tojson")
     return value
 
 
-def quote(value: Any) -> Quoted:
-    """A value as YAML on one line that cannot end early: JSON, with all that YAML breaks lines at escaped.
+def quote_yaml(value: Any) -> Quoted:
+    """Return a value as YAML on one line that cannot end early: JSON, with every unprintable character escaped.
 
-    Lists and mappings of numbers become texts, which is what Compose expects of arguments and variables.
+    The items of lists and mappings become texts, which Compose expects of arguments and variables.
     """
     if isinstance(value, list | tuple):
-        return Quoted("[" + ", ".join(quote(str(item)) for item in value) + "]")
+        return Quoted("[" + ", ".join(quote_yaml(str(item)) for item in value) + "]")
     if isinstance(value, dict):
-        return Quoted("{" + ", ".join(f"{quote(str(k))}: {quote(str(v))}" for k, v in value.items()) + "}")
+        return Quoted("{" + ", ".join(f"{quote_yaml(str(k))}: {quote_yaml(str(v))}" for k, v in value.items()) + "}")
     if isinstance(value, Undefined):
-        str(value)  # raises, and says which variable
+        str(value)  # raises an error that names the variable
     text = json.dumps(value, ensure_ascii=False)
-    return Quoted("".join(char if char.isprintable() else _escape(char) for char in text))
-
-
-def _escape(char: str) -> str:
-    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+    escapes = {char: f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}" for char in set(text)}
+    return Quoted("".join(char if char.isprintable() else escapes[char] for char in text))
 
 
 class PreparedServer(Struct, frozen=True, kw_only=True):
-    """A server of a scenario, rendered and parsed once: what lint, memory checks and the start all work with."""
+    """A server of a scenario, rendered and parsed once for all checks and for the start."""
 
     name: str
     server: Server
@@ -273,8 +255,8 @@ class PreparedServer(Struct, frozen=True, kw_only=True):
 
     @property
     def file(self) -> ComposeFile:
-        """The Compose file. Raises HarnessError that lists everything that is wrong with it."""
-        return checked(self.compose, self.problems)
+        """The Compose file. Raises HarnessError with all of its problems."""
+        return compose_file.require_valid(self.compose, self.problems)
 
     @property
     def service(self) -> Service:
@@ -282,52 +264,56 @@ class PreparedServer(Struct, frozen=True, kw_only=True):
 
     @property
     def engine_arguments(self) -> list[str]:
-        """The command line of the engine; behind Lemonade it is the text of a variable."""
-        known = template_of(self.server.template)
-        if known is not None and known.arguments is not None:
-            return str(self.server.variables.get(known.arguments) or "").split()
+        """The command line of the engine; for Lemonade, the words of a variable."""
+        template = find_template(self.server.template)
+        if template is not None and template.arguments is not None:
+            return str(self.server.variables.get(template.arguments) or "").split()
         return list(self.service.command or [])
 
     @property
     def gives_gpus(self) -> bool:
-        """Whether the container is given the devices of GPUs."""
-        return any(parse_device(text).host.startswith(("/dev/kfd", "/dev/dri")) for text in self.service.devices)
+        """Whether the container gets the devices of GPUs."""
+        devices = map(compose_file.parse_device, self.service.devices)
+        return any(device.host.startswith(("/dev/kfd", "/dev/dri")) for device in devices)
 
 
-def prepared(scenario: Scenario, server_name: str) -> PreparedServer:
-    """A server of a scenario, rendered at the first call. Raises HarnessError for a template that cannot be used."""
-    server = server_of(scenario, server_name)
+_prepared_servers: dict[tuple[str, str, str, bool], PreparedServer] = {}
+
+
+def prepare_server(scenario: Scenario, server_name: str) -> PreparedServer:
+    """Render a server of a scenario at the first call. Raises HarnessError for an unusable template."""
+    server = find_server(scenario, server_name)
+    # The whole server is in the key: filling in `auto` changes its variables.
     key = (server_name, repr(server), scenario.model, engine_location().is_here)
-    if key not in _PREPARED:  # a variable that `auto` fills in makes another server
-        text = rendered(server, scenario.model, port=None if server.container else port_inside(server))
-        compose, problems = read(text)
-        _PREPARED[key] = PreparedServer(name=server_name, server=server, text=text, compose=compose, problems=problems)
-    return _PREPARED[key]
+    if key not in _prepared_servers:
+        text = render_server(server, scenario.model, port=None if server.container else get_container_port(server))
+        compose, problems = compose_file.read_compose(text)
+        _prepared_servers[key] = PreparedServer(
+            name=server_name, server=server, text=text, compose=compose, problems=problems
+        )
+    return _prepared_servers[key]
 
 
-_PREPARED: dict[tuple[str, str, str, bool], PreparedServer] = {}
+def get_container_port(server: Server | Gateway) -> Any:
+    """Return the port that the server or gateway opens in its container."""
+    return get_variable(server, "port") or 0
 
 
-def port_inside(server: Server | Gateway) -> Any:
-    """The port that the server or gateway opens in its container."""
-    return variable_of(server, "port") or 0
-
-
-def written(scenario: Scenario, server_name: str, run_folder: Path) -> PreparedServer:
-    """A server that is about to be started; its Compose file is kept as compose/SERVER.yaml of the run."""
-    one = prepared(scenario, server_name)
-    if not one.server.container:  # a process has no port of its own: each start takes a free one of this host
-        text = rendered(one.server, scenario.model)
-        one = msgspec.structs.replace(one, text=text, compose=parse(text))
+def write_compose_file(scenario: Scenario, server_name: str, run_folder: Path) -> PreparedServer:
+    """Prepare a server that is about to start, and write its Compose file as compose/SERVER.yaml of the run."""
+    prepared = prepare_server(scenario, server_name)
+    if not prepared.server.container:  # each start of a process takes a free port of this host
+        text = render_server(prepared.server, scenario.model)
+        prepared = msgspec.structs.replace(prepared, text=text, compose=compose_file.parse_compose(text))
     (run_folder / "compose").mkdir(parents=True, exist_ok=True)
-    (run_folder / "compose" / f"{server_name}.yaml").write_text(one.text, encoding="utf-8")
-    return one
+    (run_folder / "compose" / f"{server_name}.yaml").write_text(prepared.text, encoding="utf-8")
+    return prepared
 
 
-def rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
-    """The Compose file, published at `port` of the host; None is to start it now, at a port that the engine chooses.
+def render_server(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
+    """Return the Compose file of a server and its gateway, published at `port` of the host.
 
-    A gateway has its own template: its services are added to those of the server.
+    Without `port` it is to be started now, at a port that the engine chooses.
     """
     given = dict(server.variables)
     if not server.container and port is None:
@@ -338,8 +324,8 @@ def rendered(server: Server, model: str, port: int | None = None, locust: dict[s
         given,
         model=model,
         host_port=port or 0,
-        groups=device_groups() if engine_location().is_here else [],
-        upstream=None if gateway is None else f"http://{GATEWAY}:{port_inside(gateway)}",
+        groups=find_device_groups() if engine_location().is_here else [],
+        upstream=None if gateway is None else f"http://{GATEWAY}:{get_container_port(gateway)}",
         locust=locust,
     )
     if gateway is None:
@@ -348,46 +334,46 @@ def rendered(server: Server, model: str, port: int | None = None, locust: dict[s
         gateway.template,
         dict(gateway.variables),
         model=model,
-        host_port=0 if port is None else port_inside(gateway),
+        host_port=0 if port is None else get_container_port(gateway),
         groups=[],
-        upstream=f"http://{SERVER}:{port_inside(server)}",
+        upstream=f"http://{SERVER}:{get_container_port(server)}",
     )
-    return with_gateway(text, front)
+    return add_gateway(text, front)
 
 
-def server_of(scenario: Scenario, name: str) -> Server:
-    """A server by its name. Raises HarnessError that lists those that there are."""
+def find_server(scenario: Scenario, name: str) -> Server:
+    """Return a server by its name. Raises HarnessError with the known names."""
     if name not in scenario.servers:
         raise HarnessError(f"the scenario has no server '{name}'; it has {', '.join(scenario.servers)}")
     return scenario.servers[name]
 
 
-def with_gateway(server: str, gateway: str) -> str:
-    """The Compose file of a server with that of its gateway added, both as text."""
-    whole, front = yaml.safe_load(server), yaml.safe_load(gateway)
-    whole["x-amd-llm-load"]["gateway"] = front.pop("x-amd-llm-load")
-    return _merged(whole, front)
+def add_gateway(server: str, gateway: str) -> str:
+    """Return the Compose file of a server with that of its gateway added, both as text."""
+    compose, added = yaml.safe_load(server), yaml.safe_load(gateway)
+    compose["x-amd-llm-load"]["gateway"] = added.pop("x-amd-llm-load")
+    return _merge_yaml(compose, added)
 
 
-def with_services(compose: str, more: dict[str, Any]) -> str:
-    """The Compose file with these services and configs added."""
-    return _merged(yaml.safe_load(compose), more)
+def add_services(compose: str, added: dict[str, Any]) -> str:
+    """Return the Compose file with these services and configs added."""
+    return _merge_yaml(yaml.safe_load(compose), added)
 
 
-def _merged(whole: dict[str, Any], front: dict[str, Any]) -> str:
-    for part, entries in front.items():
-        both = whole.setdefault(part, {})
-        for name in entries.keys() & both.keys():
+def _merge_yaml(compose: dict[str, Any], added: dict[str, Any]) -> str:
+    for part, entries in added.items():
+        merged = compose.setdefault(part, {})
+        for name in entries.keys() & merged.keys():
             raise HarnessError(
                 f"the templates of the server and of its gateway both have $.{part}.{name}",
                 next_step="Rename it in one of the two templates in compose/.",
             )
-        both.update(entries)
-    return yaml.dump(whole, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        merged.update(entries)
+    return yaml.dump(compose, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that is not plainly a word: what YAML 1.1 reads as text, YAML 1.2 may read as a number."""
+    """Quotes every text that is not a plain word: YAML 1.2 may read as a number what YAML 1.1 reads as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -396,9 +382,9 @@ class _Dumper(yaml.SafeDumper):
 _WORD = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)
 
 
-def _text(dumper: _Dumper, text: str) -> yaml.Node:
+def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
     style = "|" if "\n" in text else None if _WORD.fullmatch(text) else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)

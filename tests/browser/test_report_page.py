@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from harness.analysis.summarize import read_summary
-from harness.report.charts.data import observe
+from harness.report.charts.data import read_chart_data
 from harness.report.charts.figures import MAX_CHART_DOTS
 from harness.report.html import render, write_report
 from harness.summary import Answers, FailedRequests, because
@@ -135,7 +135,7 @@ def test_a_long_word_breaks_instead_of_the_page(browser: webdriver.Chrome, tmp_p
         notes=[because("text", text=f"r1: {long}")],
         valid=False,
     )
-    (tmp_path / "report.html").write_text(render(summary, run, observe(tmp_path)))
+    (tmp_path / "report.html").write_text(render(summary, run, read_chart_data(tmp_path)))
     show(browser, (tmp_path / "report.html").as_uri(), width=width, phone=width < 500)
     wider = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
     assert script(browser, wider) == 0
@@ -148,7 +148,7 @@ def test_the_verdict_of_structured_answers_needs_no_scrolling(browser: webdriver
     pooled = [msgspec.structs.replace(row.pooled, answers=judged) for row in summary.rows]
     rows = [msgspec.structs.replace(row, pooled=of) for row, of in zip(summary.rows, pooled, strict=True)]
     summary = msgspec.structs.replace(summary, rows=rows)
-    (tmp_path / "report.html").write_text(render(summary, run, observe(tmp_path)))
+    (tmp_path / "report.html").write_text(render(summary, run, read_chart_data(tmp_path)))
     show(browser, (tmp_path / "report.html").as_uri())
     heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, ".main thead th")]
     assert "Valid answers" in heads and "Verdict" in heads

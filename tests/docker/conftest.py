@@ -17,7 +17,7 @@ import pytest
 from harness.files import ROOT
 from harness.scenario import Consent, Load, Scenario, Server
 from harness.serve import Endpoint, serve
-from harness.serve.engine import connect, sweep
+from harness.serve.engine import connect, remove_leftovers
 
 BASE = "amd-llm-load-test/base:py311"
 IMAGE = "amd-llm-load-test/suite:local"
@@ -90,7 +90,7 @@ def served(image: str, tmp_path: Path, client: docker.DockerClient) -> Iterator[
 
     yield start
     left = remains(client, tmp_path.name)
-    sweep(client, tmp_path.name, everything=True)
+    remove_leftovers(client, tmp_path.name, everything=True)
     assert left == []
 
 

@@ -14,7 +14,7 @@ from docker.models.containers import Container
 
 from harness.errors import ServerError
 from harness.scenario import Server
-from harness.serve import Endpoint, engine_version, serve
+from harness.serve import Endpoint, get_engine_version, serve
 from harness.summary import because
 from tests.command import harness, until, write
 from tests.docker.conftest import Served, remains, scenario
@@ -292,5 +292,5 @@ def test_a_cache_volume_is_kept(client: docker.DockerClient, image: str, tmp_pat
 
 
 def test_the_engine_has_a_version() -> None:
-    version = engine_version()
+    version = get_engine_version()
     assert version is not None and version[0].isdigit()

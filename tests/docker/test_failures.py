@@ -9,12 +9,12 @@ import docker
 import pytest
 from docker.errors import APIError
 
-from harness.failures.explain import Diagnosis, State, explain
-from harness.serve.engine import CELL, RUN
+from harness.failures.explain import Diagnosis, ExitState, explain
+from harness.serve.engine import CELL_LABEL, RUN_LABEL
 from tests.docker.conftest import BASE
 from tests.faults import fault
 
-OWNER = {RUN: f"failures-{os.getpid()}", CELL: "c"}
+OWNER = {RUN_LABEL: f"failures-{os.getpid()}", CELL_LABEL: "c"}
 HOG = "data = []\nwhile True: data.append(bytearray(8 << 20))"
 
 
@@ -28,7 +28,7 @@ def refused(client: docker.DockerClient, **arguments: Any) -> Diagnosis:
     finally:
         if container is not None:
             container.remove(force=True)
-    failure = explain("", State(error=str(caught.value.explanation)))
+    failure = explain("", ExitState(error=str(caught.value.explanation)))
     assert failure is not None, caught.value.explanation
     return failure
 
@@ -82,7 +82,7 @@ def ended(client: docker.DockerClient, program: str, **arguments: Any) -> tuple[
 @fault("server", "the kernel kills the server for memory", seen="exit code 137: the kernel killed it because ...")
 def test_a_kill_for_memory(client: docker.DockerClient) -> None:
     state, log = ended(client, HOG, mem_limit="64m", memswap_limit="64m")
-    known = State(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"], error=state["Error"])
+    known = ExitState(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"], error=state["Error"])
     failure = explain(log, known)
     assert failure is not None and (failure.id, state["ExitCode"]) == ("mem.container_oom", 137)
 
@@ -96,7 +96,7 @@ def test_a_child_that_is_killed_for_memory_is_reported_from_its_parent_s_words(c
         "print('RuntimeError: Engine core process EngineCore died unexpectedly.')\nsys.exit(1)"
     )
     state, log = ended(client, parent, mem_limit="64m", memswap_limit="64m")
-    failure = explain(log, State(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"]))
+    failure = explain(log, ExitState(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"]))
     assert state["ExitCode"] == 1
     assert failure is not None
     assert failure.id == ("mem.container_oom" if state["OOMKilled"] else "engine.killed")
@@ -105,7 +105,7 @@ def test_a_child_that_is_killed_for_memory_is_reported_from_its_parent_s_words(c
 @fault("server", "/dev/shm of the container is full", seen="the cause, and the shm_size to set")
 def test_a_full_shared_memory(client: docker.DockerClient) -> None:
     state, log = ended(client, "open('/dev/shm/psm_1', 'wb').write(bytes(8 << 20))", shm_size="1m")
-    failure = explain(log, State(exit_code=state["ExitCode"]))
+    failure = explain(log, ExitState(exit_code=state["ExitCode"]))
     assert failure is not None and state["ExitCode"] == 1
     assert failure.id == "disk.full" and "/dev/shm" in failure.fix, "Python names no file: it may be either"
 
@@ -121,5 +121,5 @@ def test_a_kill_from_outside(client: docker.DockerClient) -> None:
         state = container.attrs["State"]
     finally:
         container.remove(force=True)
-    failure = explain("", State(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"]))
+    failure = explain("", ExitState(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"]))
     assert failure is not None and failure.id == "container.killed"

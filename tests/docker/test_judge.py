@@ -15,8 +15,8 @@ import requests
 from harness.process import free_port
 from harness.rundir.records import read_requests
 from harness.scenario import Load, Server
-from harness.serve import server_document, templates, variables
-from harness.serve.compose_file import parse
+from harness.serve import read_variables, server_document, templates
+from harness.serve.compose_file import parse_compose
 from tests.command import harness, until, write
 from tests.docker.conftest import checked_each_second, scenario
 from tests.load_runs import composed
@@ -53,10 +53,10 @@ def test_compose_accepts_and_reads_it_as_we_do(
     given: dict[str, Any] = {}
     if odd:
         given = {**GIVEN[template], "environment": {"ODD": ODD, "N": 1}}
-        given |= {"extra_args": [ODD, 1, 0.5]} if "extra_args" in variables(template) else {}
+        given |= {"extra_args": [ODD, 1, 0.5]} if "extra_args" in read_variables(template) else {}
     server = Server(template=template, variables=given)
     text = server_document(scenario(server), "s")
-    mine = parse(text)
+    mine = parse_compose(text)
     found = judged(text, {**compose_environment, "HF_TOKEN": "hf_x"}, tmp_path)
     theirs = found["services"]["server"]
     assert found["x-amd-llm-load"]["template"] == template
@@ -81,7 +81,7 @@ def test_compose_accepts_the_load_generator_beside_it(
 ) -> None:
     text = composed(scenario(Server(template=template)))
     found = judged(text, compose_environment, tmp_path)
-    alone = parse(server_document(scenario(Server(template=template)), "s"))
+    alone = parse_compose(server_document(scenario(Server(template=template)), "s"))
     assert set(found["services"]) == {"server", "locust", *alone.preparations}
     assert found["services"]["locust"]["ports"][0]["published"] == "8089"
     assert found["services"]["locust"]["depends_on"]["server"]["condition"] == "service_healthy"
@@ -198,5 +198,5 @@ def _load_runs(ui_port: int) -> bool:
 def test_every_template_has_odd_values() -> None:
     assert set(GIVEN) == set(templates())
     for template, given in GIVEN.items():
-        assert set(given) <= set(variables(template))
+        assert set(given) <= set(read_variables(template))
         assert Load(user="chat").users == 1

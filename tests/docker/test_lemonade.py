@@ -24,9 +24,9 @@ from harness.rundir.manifest import read_run
 from harness.rundir.samples import parse_metrics, read_metrics
 from harness.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve, server_document
-from harness.serve.engine import sweep
-from harness.serve.lemonade import orphans_of
-from harness.serve.probe import counter
+from harness.serve.engine import remove_leftovers
+from harness.serve.lemonade import list_orphans
+from harness.serve.probe import make_token_counter
 from harness.summary import Reason, because
 from tests.command import harness
 from tests.docker.conftest import checked_each_second, remains
@@ -59,7 +59,7 @@ def variables(double: str, client: docker.DockerClient, tmp_path: Path) -> Itera
 
     yield given
     left = remains(client, tmp_path.name)
-    sweep(client, tmp_path.name, everything=True)
+    remove_leftovers(client, tmp_path.name, everything=True)
     for name in names:
         try:
             client.volumes.get(name).remove()
@@ -95,7 +95,7 @@ def test_a_checkpoint_through_the_template(variables: Variables, client: docker.
         assert (found.model, found.simulated, found.max_parallel) == ("user.Tiny", True, 32)
         assert found.version == "Lemonade 11.7.0, vllm:rocm 0.32.0+simulated"
         assert found.startup is not None and found.startup.kv_cache_tokens == 51200
-        count = counter(endpoint.url, "user.Tiny", None, endpoint.ask_engine)
+        count = make_token_counter(endpoint.url, "user.Tiny", None, endpoint.ask_engine)
         assert (count("one two three"), count('it\'s "5 %" \\n; $HOME')) == (3, 5)
         assert found.effective["launch_command"][-4:] == ["--kv-cache-memory-bytes", "4G", "--max-num-seqs", "8"]
         assert [phase.name for phase in found.phases][-4:] == ["port open", "health", "load", "first answer"]
@@ -136,7 +136,7 @@ def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> No
     given = variables(behaviour, checkpoint="org/tiny", recipe="vllm", global_timeout=8)
     with served(scenario(given), tmp_path) as endpoint:
         assert endpoint.container is not None
-        (orphan,) = orphans_of(endpoint.container)
+        (orphan,) = list_orphans(endpoint.container)
         assert orphan.startswith("an orphaned VLLM::EngineCore (process ")
         assert endpoint.served_by.notes == [because("load_retried", server="Lemonade")]
         assert endpoint.problems() == [because("orphan_memory", name=orphan)]

@@ -204,7 +204,7 @@ def test_a_tunnel_that_cannot_be_opened(machine: Machine) -> None:
     (machine.folder / "config").write_text("Host GpuBox\n  HostName 127.0.0.1\n  Port 1\n")
     with (
         pytest.raises(ServerError, match="no ssh tunnel to GpuBox can be opened: .*Connection refused") as caught,
-        location.tunnel(engine_location(), "127.0.0.1", 80),
+        location.open_tunnel(engine_location(), "127.0.0.1", 80),
     ):
         pass
     assert "Try it: ssh -- GpuBox." in caught.value.next_step

@@ -8,8 +8,8 @@ import pytest
 
 from harness.errors import ServerError
 from harness.serve import containers
-from harness.serve.compose_file import filled_in, parse
-from harness.serve.engine import owned
+from harness.serve.compose_file import fill_variables, parse_compose
+from harness.serve.engine import make_labels
 from tests.docker.conftest import remains
 
 FILE = """
@@ -41,21 +41,21 @@ def test_a_preparation_runs_first_and_a_config_is_a_file(
     image: str, client: docker.DockerClient, tmp_path: Path
 ) -> None:
     run = tmp_path.name.replace("_", "-")
-    owner = owned(run, "c")
+    owner = make_labels(run, "c")
     text = FILE.format(image=image, volume=run, prepare="chown 10001 /data && sleep 0.5")
-    compose = filled_in(parse(text), {"TOLD": "secret"})
+    compose = fill_variables(parse_compose(text), {"TOLD": "secret"})
     try:
-        containers.prepare(client, compose, owner)
-        server = containers.start(client, compose, "server", owner)
+        containers.create_network_and_volumes(client, compose, owner)
+        server = containers.start_container(client, compose, "server", owner)
         deadline = time.monotonic() + 10
         while b"10001" not in server.logs() and time.monotonic() < deadline:
             time.sleep(0.1)
         assert server.logs() == b'{"key": "secret", "dollar": "$"}10001\n'
-        kept = containers.inspected(server, parse(text), parse(text).server)
+        kept = containers.describe_container(server, parse_compose(text), parse_compose(text).server)
         assert kept["Configs"] == {"/etc/app/told.json": '{"key": "${TOLD}", "dollar": "$$"}'}
         assert sorted(remains(client, run)) == sorted([f"amd-llm-load-{run}-c-server", f"amd-llm-load-{run}-c", run])
     finally:
-        containers.remove(client, owner, 5)
+        containers.remove_containers(client, owner, 5)
         client.volumes.get(run).remove()
 
 
@@ -63,13 +63,13 @@ def test_a_preparation_that_fails_is_reported_with_its_output(
     image: str, client: docker.DockerClient, tmp_path: Path
 ) -> None:
     run = tmp_path.name.replace("_", "-")
-    owner = owned(run, "c")
+    owner = make_labels(run, "c")
     text = FILE.format(image=image, volume=run, prepare="echo no space here; exit 3")
     try:
         with pytest.raises(ServerError, match="preparation 'chown' .* exit code 3") as caught:
-            containers.prepare(client, filled_in(parse(text), {"TOLD": "x"}), owner)
+            containers.create_network_and_volumes(client, fill_variables(parse_compose(text), {"TOLD": "x"}), owner)
         assert caught.value.detail == "no space here"
     finally:
-        containers.remove(client, owner, 5)
+        containers.remove_containers(client, owner, 5)
         client.volumes.get(run).remove()
     assert remains(client, run) == []

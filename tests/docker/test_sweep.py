@@ -12,8 +12,8 @@ import pytest
 
 from harness.files import ROOT
 from harness.process import PID_START
-from harness.serve import sweep
-from harness.serve.engine import CACHE, OURS, RUN, owned
+from harness.serve import remove_leftovers
+from harness.serve.engine import CACHE_LABEL, LABEL, RUN_LABEL, make_labels
 from tests.docker.conftest import Served, one_at_a_time, remains
 from tests.faults import fault
 
@@ -56,14 +56,14 @@ def test_kill_minus_nine_then_sweep_leaves_nothing(
     owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path
 ) -> None:
     run = tmp_path.name
-    assert sweep(client, run) == []  # its owner lives
+    assert remove_leftovers(client, run) == []  # its owner lives
     owner.kill()
     owner.wait()
     name = f"amd-llm-load-{run}-c"
     assert remains(client, run) == [f"{name}-server", name]
-    assert sweep(client, run) == [f"container {name}-server", f"network {name}"]
+    assert remove_leftovers(client, run) == [f"container {name}-server", f"network {name}"]
     assert remains(client, run) == []
-    assert sweep(client, run) == []
+    assert remove_leftovers(client, run) == []
     # What was written until then is there.
     assert "Application startup complete" in (tmp_path / "logs/c.server.log").read_text()
 
@@ -89,14 +89,14 @@ def test_every_way_of_stopping_takes_everything_down(
 @one_at_a_time("leftovers")
 def test_only_what_carries_the_label_is_touched(client: docker.DockerClient, image: str, tmp_path: Path) -> None:
     run = tmp_path.name
-    gone = owned(run, "c") | {PID_START: "1"}
+    gone = make_labels(run, "c") | {PID_START: "1"}
     mine = client.containers.create(image, "true", labels=gone)
     others = client.containers.create(image, "true", labels={"some": "label"})
     volume = client.volumes.create(f"{run}-own", labels=gone)
     others_volume = client.volumes.create(f"{run}-others")
-    cache = client.volumes.create(f"{run}-cache", labels={OURS: "1", CACHE: "1", RUN: run})
+    cache = client.volumes.create(f"{run}-cache", labels={LABEL: "1", CACHE_LABEL: "1", RUN_LABEL: run})
     try:
-        assert sweep(client, run) == [f"container {mine.name}", f"volume {volume.name}"]
+        assert remove_leftovers(client, run) == [f"container {mine.name}", f"volume {volume.name}"]
         assert client.containers.get(str(others.id)).name == others.name
         assert client.volumes.get(f"{run}-others").name == others_volume.name
         assert client.volumes.get(f"{run}-cache").name == cache.name
@@ -110,22 +110,22 @@ def test_caches_stay_while_a_harness_lives_that_may_use_them(
     client: docker.DockerClient, image: str, tmp_path: Path
 ) -> None:
     run = tmp_path.name
-    cache = client.volumes.create(f"{run}-cache", labels={OURS: "1", CACHE: "1", RUN: run})
-    network = client.networks.create(run, labels=owned(run, "c"))  # mounts nothing: its server is yet to start
+    cache = client.volumes.create(f"{run}-cache", labels={LABEL: "1", CACHE_LABEL: "1", RUN_LABEL: run})
+    network = client.networks.create(run, labels=make_labels(run, "c"))  # mounts nothing: its server is yet to start
     try:
-        sweep(client, run, caches=True)
+        remove_leftovers(client, run, caches=True)
         assert client.volumes.get(f"{run}-cache").name == cache.name
         network.remove()
-        assert f"volume {run}-cache" in sweep(client, run, caches=True)
+        assert f"volume {run}-cache" in remove_leftovers(client, run, caches=True)
     finally:
-        sweep(client, run, everything=True, caches=True)
+        remove_leftovers(client, run, everything=True, caches=True)
 
 
 def test_all_takes_what_a_living_harness_started_too(
     served: Served, client: docker.DockerClient, tmp_path: Path
 ) -> None:
     with served() as endpoint:
-        assert sweep(client, tmp_path.name) == []
-        assert len(sweep(client, tmp_path.name, everything=True)) >= 1
+        assert remove_leftovers(client, tmp_path.name) == []
+        assert len(remove_leftovers(client, tmp_path.name, everything=True)) >= 1
         assert remains(client, tmp_path.name) == []
         assert endpoint.network is not None

@@ -14,10 +14,10 @@ from harness.machine.telemetry import Sampler
 from harness.rundir.manifest import ServedBy
 from harness.rundir.samples import TelemetrySample, read_telemetry
 from harness.serve import Endpoint
-from harness.serve.container_commands import has_shell, inside
-from harness.serve.containers import Look
-from harness.serve.engine import owned
-from harness.serve.lifecycle import source_of
+from harness.serve.container_commands import container_source, has_shell
+from harness.serve.containers import ServerStatus
+from harness.serve.engine import make_labels
+from harness.serve.lifecycle import find_telemetry_source
 from tests.docker.conftest import Served
 from tests.fake_gpus import apu_table, device, gpu, host
 
@@ -36,7 +36,7 @@ def container(client: docker.DockerClient, image: str, tmp_path: Path) -> Iterat
             "import time\nwhile True:\n t = time.monotonic() + .05\n while time.monotonic() < t: pass\n time.sleep(.05)"
         ],
         mounts=[Mount("/root/fake", str(tmp_path / "root"), type="bind", read_only=True)],
-        labels=owned(tmp_path.name, "c"),
+        labels=make_labels(tmp_path.name, "c"),
         user="0",
     )
     try:
@@ -49,7 +49,7 @@ def container(client: docker.DockerClient, image: str, tmp_path: Path) -> Iterat
 
 def endpoint(container: Container) -> Endpoint:
     url = "http://gpu-box:8000"
-    return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look(), container=container)
+    return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus(), container=container)
 
 
 def until(sampler: Sampler, samples: int) -> None:
@@ -65,7 +65,7 @@ def test_files_within_a_container_that_change_while_they_are_sampled(
     monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", "/root/fake")
     path = tmp_path / "telemetry.jsonl"
     power = tmp_path / "root" / device() / "hwmon/hwmon3/power1_average"
-    with Sampler(inside(container, 0.1), "c", path) as sampler:
+    with Sampler(container_source(container, 0.1), "c", path) as sampler:
         for watts in (101, 102, 103):
             (tmp_path / "new").write_text(f"{watts}000000\n")
             os.replace(tmp_path / "new", power)
@@ -114,13 +114,13 @@ def test_a_container_is_measured_from_within_alike(
 def local(container: Container, tmp_path: Path) -> list[TelemetrySample]:
     path = tmp_path / "telemetry.jsonl"
     path.unlink(missing_ok=True)
-    with Sampler(source_of(endpoint(container)), "c", path) as sampler:
+    with Sampler(find_telemetry_source(endpoint(container)), "c", path) as sampler:
         until(sampler, 3)
     return read_telemetry(path)["c"]
 
 
 def test_a_container_that_ends_ends_the_sampling(container: Container, tmp_path: Path) -> None:
-    with Sampler(inside(container, 0.1), "c", tmp_path / "telemetry.jsonl") as sampler:
+    with Sampler(container_source(container, 0.1), "c", tmp_path / "telemetry.jsonl") as sampler:
         until(sampler, 2)
         container.kill()
         time.sleep(0.5)
@@ -135,7 +135,7 @@ def test_a_container_without_a_shell(container: Container) -> None:
 def test_a_server_of_ours_has_its_container(served: Served, tmp_path: Path) -> None:
     with served() as endpoint:
         assert endpoint.container is not None
-        with Sampler(source_of(endpoint), "c", tmp_path / "telemetry.jsonl") as sampler:
+        with Sampler(find_telemetry_source(endpoint), "c", tmp_path / "telemetry.jsonl") as sampler:
             until(sampler, 2)
     last = read_telemetry(tmp_path / "telemetry.jsonl")["c"][-1]
     assert last.container is not None and last.container.memory_bytes is not None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from harness.machine.model import capacity, layout_of, read_model
+from harness.machine.model import compute_capacity, make_layout, read_model
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_requests
 from harness.summary import Summary
@@ -67,7 +67,7 @@ def predicted(gib: float) -> tuple[int, float]:
     """Tokens and concurrency of a KV cache of so many GiB."""
     geometry = read_model(QWEN3_100M).geometry
     assert geometry is not None
-    found = capacity(layout_of(geometry, 2, block=CPU_BLOCK), int(gib * GIB), MAX_MODEL_LEN)
+    found = compute_capacity(make_layout(geometry, 2, block=CPU_BLOCK), int(gib * GIB), MAX_MODEL_LEN)
     return found.tokens, found.concurrency
 
 

@@ -14,7 +14,7 @@ import requests
 from harness.files import ROOT, SCENARIOS
 from harness.process import free_port
 from harness.scenario.file import load_scenario
-from harness.serve import prepared
+from harness.serve import prepare_server
 from tests.docker.conftest import checked_each_second, one_at_a_time
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.load_runs import composed
@@ -78,7 +78,9 @@ def test_docker_compose_accepts_every_server_of_the_scenarios_that_ship(
     monkeypatch.setenv("HF_TOKEN", "")
     scenario = load_scenario(path)
     served = {
-        name: server for name, server in scenario.servers.items() if not prepared(scenario, name).file.serving.offline
+        name: server
+        for name, server in scenario.servers.items()
+        if not prepare_server(scenario, name).file.serving.offline
     }
     for name, server in served.items():
         (tmp_path / "compose.yaml").write_text(composed(scenario, name, next(iter(scenario.loads))), encoding="utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ExitCode
-from harness.failures.explain import Diagnosis, State, explain, scan_text
+from harness.failures.explain import Diagnosis, ExitState, explain, scan_text
 from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, llamacpp, run, write_scenario
@@ -116,7 +116,7 @@ def test_a_port_that_llamacpp_cannot_have(say: Say) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     assert done.returncode != 0
-    failure = explain(done.stdout, State(exit_code=done.returncode))
+    failure = explain(done.stdout, ExitState(exit_code=done.returncode))
     assert failure is not None, done.stdout
     say(f"{failure.id}: {failure.line}")
     assert (failure.id, failure.cause) == ("net.port", "the port 8123 is in use already")

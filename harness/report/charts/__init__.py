@@ -1,4 +1,4 @@
-"""What all charts share: the noun, legends, style, axes. Colours are names such as "@s1", the page's own."""
+"""What all charts share: their type, legends, styles, axes. "@s1" is a colour of the page's style sheet."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly, or a trac
 COLOURS = 8  # @s1 to @s8
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
-# Symbols of points that tell loads apart, and how a legend writes them.
+# Symbols of points by load, and their characters in a legend.
 GLYPHS = {
     "circle": "●", "square-open": "□", "triangle-up": "▲", "diamond-open": "◇", "circle-open": "○", "square": "■",
 }  # fmt: skip
@@ -30,7 +30,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 class Chart(Struct, frozen=True, kw_only=True):
-    """A chart, what it shows in words, and its numbers as a table."""
+    """A chart with its texts and its numbers as a table."""
 
     id: str
     title: str
@@ -39,19 +39,19 @@ class Chart(Struct, frozen=True, kw_only=True):
     head: list[str]
     body: list[list[str]]
     formula: str = ""
-    findings: list[str] = []  # what it shows, in words
-    empty: str = ""  # why there is nothing to draw
+    findings: list[str] = []  # sentences on what it shows
+    empty: str = ""  # why nothing is drawn
 
 
-def plain(text: str) -> str:
-    """A text that plotly must not read as markup."""
+def escape_markup(text: str) -> str:
+    """Escape a text that plotly would read as markup."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def scatter(name: str, x: Sequence[Any], y: Sequence[Any], hover: str, mode: str = "lines", **more: Any) -> Figure:
     """A trace of lines or points."""
     return {
-        "type": "scatter", "mode": mode, "name": plain(name), "x": x, "y": y, "hovertemplate": hover, **more,
+        "type": "scatter", "mode": mode, "name": escape_markup(name), "x": x, "y": y, "hovertemplate": hover, **more,
     }  # fmt: skip
 
 
@@ -59,8 +59,8 @@ def whiskers(middles: Sequence[float], samples: Sequence[Sequence[float]], hue: 
     """Error bars from the lowest to the highest of each sample."""
     return {
         "type": "data", "symmetric": False, "color": hue, "thickness": 1.5, "width": 5,
-        "array": [max([*many, middle]) - middle for middle, many in zip(middles, samples, strict=True)],
-        "arrayminus": [middle - min([*many, middle]) for middle, many in zip(middles, samples, strict=True)],
+        "array": [max([*sample, middle]) - middle for middle, sample in zip(middles, samples, strict=True)],
+        "arrayminus": [middle - min([*sample, middle]) for middle, sample in zip(middles, samples, strict=True)],
     }  # fmt: skip
 
 
@@ -72,26 +72,26 @@ def symbol(index: int) -> str:
     return SYMBOLS[index % len(SYMBOLS)]
 
 
-def servers(summary: Summary) -> list[str]:
+def server_names(summary: Summary) -> list[str]:
     return list(dict.fromkeys(row.server for row in summary.rows))
 
 
 def load_symbol(summary: Summary, row: Row) -> str:
-    return list(GLYPHS)[_loads(summary).index(row.load) % len(GLYPHS)]
+    return list(GLYPHS)[_load_names(summary).index(row.load) % len(GLYPHS)]
 
 
-def _loads(summary: Summary) -> list[str]:
+def _load_names(summary: Summary) -> list[str]:
     return list(dict.fromkeys(row.load for row in summary.rows))
 
 
 def row_style(summary: Summary, row: Row) -> tuple[str, str]:
-    """Colour and dash of a row: colour tells servers apart, dash loads; with one server colour tells loads apart."""
-    names, load = servers(summary), _loads(summary).index(row.load)
+    """Colour and dash of a row: a colour for each server (of one server: each load), a dash for each load."""
+    names, load = server_names(summary), _load_names(summary).index(row.load)
     return colour(names.index(row.server) if len(names) > 1 else load), DASHES[load % len(DASHES)]
 
 
 def server_keys(summary: Summary) -> list[Key]:
-    return [Key(name=name, colour=colour(i)) for i, name in enumerate(servers(summary))]
+    return [Key(name=name, colour=colour(i)) for i, name in enumerate(server_names(summary))]
 
 
 def row_keys(summary: Summary) -> list[Key]:

@@ -1,31 +1,31 @@
-"""The charts of a capacity search: what share of requests met each SLO at each level, or which pairs of loads did."""
+"""The charts of a capacity search: the share of requests that met each SLO, or the pairs of loads that met all."""
 
 from collections.abc import Iterator
 
 from harness.capacity.result import CapacityReport, MeasuredProbe, ServerCapacity
 from harness.capacity.search import PairState
-from harness.report.capacity import capacity_lines, level_text, probe_head, probe_texts
-from harness.report.charts import NAME, Chart, Figure, colour, plain, scatter, symbol
-from harness.report.charts.sweeps import categories, labels, square
+from harness.report.capacity import capacity_lines, format_level, probe_cells, probe_headings
+from harness.report.charts import NAME, Chart, Figure, colour, escape_markup, scatter, symbol
+from harness.report.charts.sweeps import category_axis, heat_map_labels, heat_map_square
 
 _MAX_TICKS = 12
 _SIGNS: dict[PairState, str] = {"meets": "✓", "breaks": "✕", "unresolved": "?"}
 _HUES: dict[PairState, str] = {"meets": "@s1", "breaks": "@bad", "unresolved": "@muted"}
 
 
-def capacity_charts(found: CapacityReport) -> list[Chart]:
-    """The charts of a search: one, or of a frontier one a server."""
-    if len(found.varied) == 2:
-        return [frontier_chart(found, server) for server in found.servers if server.frontier is not None]
-    return [attainment(found)]
+def capacity_charts(report: CapacityReport) -> list[Chart]:
+    """The charts of a search: one in all, or one for each server if pairs of loads were searched."""
+    if len(report.varied) == 2:
+        return [frontier_chart(report, server) for server in report.servers if server.frontier is not None]
+    return [attainment_chart(report)]
 
 
-def frontier_chart(found: CapacityReport, server: ServerCapacity) -> Chart:
+def frontier_chart(report: CapacityReport, server: ServerCapacity) -> Chart:
     """Which pairs of levels of two loads meet the SLOs, as a grid of squares."""
     assert server.frontier is not None
-    first, second = found.varied
-    x = [level_text(found, level, 0) for level in server.frontier.firsts]
-    y = [level_text(found, level, 1) for level in server.frontier.seconds]
+    first, second = report.varied
+    x = [format_level(report, level, 0) for level in server.frontier.firsts]
+    y = [format_level(report, level, 1) for level in server.frontier.seconds]
     places: dict[PairState, list[tuple[int, int]]] = {"meets": [], "breaks": [], "unresolved": []}
     for i, row in enumerate(server.frontier.states):
         for j, state in enumerate(row):
@@ -39,11 +39,11 @@ def frontier_chart(found: CapacityReport, server: ServerCapacity) -> Chart:
     for state, squares in places.items():
         text = [_SIGNS[state] + (" ●" if place in probed else "") for place in squares]
         names = [f"{x[i]} and {y[j]}: {state}" for i, j in squares]
-        data += [labels(squares, text, names, _HUES[state], "", True)] if squares else []
-    shapes = [square(place, _HUES[state], 0.25) for state, squares in places.items() for place in squares]
+        data += [heat_map_labels(squares, text, names, _HUES[state], "", True)] if squares else []
+    shapes = [heat_map_square(place, _HUES[state], 0.25) for state, squares in places.items() for place in squares]
     layout: Figure = {
-        "xaxis": categories(f"{first.load}: {first.unit}", x),
-        "yaxis": categories(f"{second.load}: {second.unit}", y),
+        "xaxis": category_axis(f"{first.load}: {first.unit}", x),
+        "yaxis": category_axis(f"{second.load}: {second.unit}", y),
         "shapes": shapes,
         "showlegend": False,
         "height": 130 + 34 * max(4, len(y)),
@@ -54,87 +54,89 @@ def frontier_chart(found: CapacityReport, server: ServerCapacity) -> Chart:
         caption="✓ meets all SLOs, ✕ breaks one, ? unresolved. ●: measured; the others follow, because less load never "
         "does worse.",
         formula="a probe of each pair on the way from the fewest of the first load and the most of the second",
-        findings=capacity_lines(found),
+        findings=capacity_lines(report),
         figure={"data": data, "layout": layout},
-        head=probe_head(found),
-        body=[probe_texts(found, server, probe) for probe in server.probes],
+        head=probe_headings(report),
+        body=[probe_cells(report, server, probe) for probe in server.probes],
         empty="" if server.probes else "No probe was measured.",
     )
 
 
-def attainment(found: CapacityReport) -> Chart:
-    """Attainment over levels: a point for each probe, the share that each SLO needs, and the 95 % interval."""
-    data = [trace for number, server in enumerate(found.servers) for trace in _points(found, number, server)]
-    levels = sorted({probe.level for server in found.servers for probe in server.probes if probe.purpose == "slo"})
+def attainment_chart(report: CapacityReport) -> Chart:
+    """The share of requests that met each SLO over levels: a point for each probe; rules and areas for the answers."""
+    data = [
+        trace for number, server in enumerate(report.servers) for trace in _attainment_lines(report, number, server)
+    ]
+    levels = sorted({probe.level for server in report.servers for probe in server.probes if probe.purpose == "slo"})
     ticks = levels if len(levels) <= _MAX_TICKS else levels[:: -(-len(levels) // _MAX_TICKS)]
     axis: Figure = {
-        "title": {"text": f"{found.unit} (logarithmic)"},
+        "title": {"text": f"{report.unit} (logarithmic)"},
         "type": "log",
-        "tickvals": [found.amount(level) for level in ticks],
-        "ticktext": [f"{found.amount(level):.3g}" for level in ticks],
+        "tickvals": [report.amount(level) for level in ticks],
+        "ticktext": [f"{report.amount(level):.3g}" for level in ticks],
     }
     layout: Figure = {
         "xaxis": axis,
         "yaxis": {"title": {"text": "requests that met it, %"}, "rangemode": "tozero"},
         "shapes": [
-            *_bounds(found),
-            *(shape for i, server in enumerate(found.servers) for shape in _answer(found, i, server)),
+            *_slo_rules(report),
+            *(shape for i, server in enumerate(report.servers) for shape in _answer_shapes(report, i, server)),
         ],
         "showlegend": len(data) > 1,
     }
     return Chart(
         id="capacity",
-        title=f"Share of requests within the SLOs over {found.unit}",
+        title=f"Share of requests within the SLOs over {report.unit}",
         caption="A point for each probe. Dotted: the share that an SLO needs. Line and area: the answer with its "
         "95\u00a0% interval. Higher is better.",
         formula="share = requests that ended in the blocks of the probe and met the SLO ÷ those that ended in them; "
         "failed ones met none",
-        findings=capacity_lines(found),
+        findings=capacity_lines(report),
         figure={"data": data, "layout": layout},
-        head=probe_head(found),
-        body=[probe_texts(found, server, probe) for server in found.servers for probe in server.probes],
+        head=probe_headings(report),
+        body=[probe_cells(report, server, probe) for server in report.servers for probe in server.probes],
         empty="" if data else "No probe was measured for an SLO.",
     )
 
 
-def _points(found: CapacityReport, number: int, server: ServerCapacity) -> Iterator[Figure]:
+def _attainment_lines(report: CapacityReport, number: int, server: ServerCapacity) -> Iterator[Figure]:
     """A trace for each SLO of one server."""
-    for at, slo in enumerate(found.slos):
-        probes = [probe for probe in server.probes if probe.purpose == "slo" and _share(probe, at) is not None]
+    for place, slo in enumerate(report.slos):
+        probes = [p for p in server.probes if p.purpose == "slo" and _attained_share(p, place) is not None]
         probes.sort(key=lambda probe: probe.level)
         if not probes:
             continue
-        name = f"{server.server}: {slo}" if len(found.servers) > 1 else slo
-        hue = f"@{colour(number if len(found.servers) > 1 else at)}"
+        name = f"{server.server}: {slo}" if len(report.servers) > 1 else slo
+        hue = f"@{colour(number if len(report.servers) > 1 else place)}"
         text = [f"{probe.answers:,} answers, {probe.state}" for probe in probes]
         yield scatter(
             name,
-            [found.amount(probe.level) for probe in probes],
-            [100 * (_share(probe, at) or 0.0) for probe in probes],
+            [report.amount(probe.level) for probe in probes],
+            [100 * (_attained_share(probe, place) or 0.0) for probe in probes],
             f"<b>%{{y:.1f}} %</b> at %{{x}}<br>%{{text}}{NAME}",
             "lines+markers",
-            text=[plain(one) for one in text],
+            text=list(map(escape_markup, text)),
             line={"color": hue, "width": 1.5},
-            marker={"color": hue, "symbol": symbol(at), "size": 10},
+            marker={"color": hue, "symbol": symbol(place), "size": 10},
         )
 
 
-def _share(probe: MeasuredProbe, slo: int) -> float | None:
+def _attained_share(probe: MeasuredProbe, slo: int) -> float | None:
     return probe.met[slo] if slo < len(probe.met) else None
 
 
-def _bounds(found: CapacityReport) -> list[Figure]:
+def _slo_rules(report: CapacityReport) -> list[Figure]:
     """A horizontal rule at each share that an SLO needs."""
     return [
         {
             "type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 100 * share, "y1": 100 * share,
             "line": {"color": "@muted", "width": 1.5, "dash": "dot"},
         }
-        for share in sorted(set(found.shares))
+        for share in sorted(set(report.shares))
     ]  # fmt: skip
 
 
-def _answer(found: CapacityReport, number: int, server: ServerCapacity) -> list[Figure]:
+def _answer_shapes(report: CapacityReport, number: int, server: ServerCapacity) -> list[Figure]:
     """The answer of a server as a line, its interval as an area."""
     slo = server.slo
     if slo is None:
@@ -142,9 +144,9 @@ def _answer(found: CapacityReport, number: int, server: ServerCapacity) -> list[
     hue, shapes = f"@{colour(number)}", []
     full = {"yref": "paper", "y0": 0, "y1": 1}
     if slo.low is not None and slo.high is not None:
-        ends = {"x0": found.amount(max(slo.low, 0.5)), "x1": found.amount(slo.high)}
+        ends = {"x0": report.amount(max(slo.low, 0.5)), "x1": report.amount(slo.high)}
         shapes.append({"type": "rect", **full, **ends, "fillcolor": hue, "opacity": 0.12, "line": {"width": 0}})
     if slo.level:
-        at = found.amount(slo.level)
+        at = report.amount(slo.level)
         shapes.append({"type": "line", **full, "x0": at, "x1": at, "line": {"color": hue, "width": 2}})
     return shapes

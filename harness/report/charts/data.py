@@ -1,4 +1,4 @@
-"""The data of the charts: rows with their latencies and dots, and each cell over time."""
+"""The data of the charts: the latencies and dots of each row, and each cell over time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -13,14 +13,14 @@ from harness.analysis.derive import Latencies
 from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.columns import LIVE
 from harness.rundir.manifest import Run, read_run
-from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, serving
+from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
 from harness.scenario.plan import plan
 
 MAX_BINS = 240  # points of a timeline's line
 MAX_POINTS = 200  # points of a distribution's line
 MIN_ARRIVALS = 10  # fine bins of a step of arrivals: a second
 COARSER = 3  # times as long as other steps
-MAX_GPUS = 8  # that are drawn; a ninth would have no colour of its own
+MAX_GPUS = 8  # that are drawn: there are eight colours
 GAUGES = ("running", "waiting", "kv_usage")  # of the server, in the order in which they are drawn
 HEAT = ("heat", "prochot")
 
@@ -40,10 +40,10 @@ class RowData(Struct):
 
 
 class ChartFailures(Struct, frozen=True):
-    """How often one kind of failure came in a cell, and when first."""
+    """The failures of one kind in a cell."""
 
     count: int
-    first_s: float
+    first_s: float  # the time of the first
 
 
 class ServerSamples(Struct):
@@ -58,8 +58,8 @@ class MachineSamples(Struct):
     """Samples of one cell's machine; None where one of them lacks the value."""
 
     at_s: list[float] = []
-    panels: dict[str, dict[str, Values]] = {}  # panel -> name of a line -> its values; those without any are left out
-    heat: list[tuple[float, float, str]] = []  # from when until when heat held a GPU back, and which
+    panels: dict[str, dict[str, Values]] = {}  # by panel and name of a line; lines without values are left out
+    heat: list[tuple[float, float, str]] = []  # start, end, GPU: heat throttled it
     drawn: int = 0  # GPUs
     left_out: int = 0  # GPUs that did not work for the server, or beyond MAX_GPUS
 
@@ -71,10 +71,10 @@ class Timeline(Struct, frozen=True, kw_only=True):
     step_s: float
     at_s: list[float]  # middle of each step
     tok_s: list[float]
-    in_flight: list[int]  # requests sent and not ended, the most of each step
+    in_flight: list[int]  # the maximum in each step
     arrivals_at_s: list[float] = []  # of an open loop: middle of each step of the following two
-    asked_s: list[float] = []  # requests due a second, ...
-    gone_s: list[float] = []  # ... and sent a second
+    due_per_s: list[float] = []
+    sent_per_s: list[float] = []
     server: ServerSamples
     machine: MachineSamples = field(default_factory=MachineSamples)
     failures: dict[str, ChartFailures]  # of measured requests by kind, the earliest first
@@ -89,13 +89,13 @@ class ChartData(Struct, frozen=True, kw_only=True):
     timelines: list[Timeline]
 
 
-def observe(folder: Path) -> ChartData:
-    """What the charts of a run draw, whatever state its files are in."""
+def read_chart_data(folder: Path) -> ChartData:
+    """The chart data of a run, also of one that has not ended."""
     return chart_data(read_run(folder), summarize_with_counts(folder, charted=True))
 
 
 def chart_data(run: Run, made: Summarized) -> ChartData:
-    """What the charts of a run draw, of the counts that its summary was made of."""
+    """The chart data of a run, from the counts of which its summary was made."""
     rows: dict[RowKey, RowData] = {}
     timelines = []
     for cell in plan(run.scenario):
@@ -108,7 +108,7 @@ def chart_data(run: Run, made: Summarized) -> ChartData:
             server = server_samples(made.metrics.get(cell.id, []), zero_s)
             machine = machine_samples(made.telemetry.get(cell.id, []), zero_s)
             timelines.append(_timeline(cell.id, chart, server, machine))
-        if cell.again is None:  # one that shows drift belongs to no row
+        if cell.again is None:  # a cell that measures drift belongs to no row
             row = rows.setdefault((cell.server, cell.load), RowData())
             for column in LIVE:
                 row.latencies[column.field].extend(counted.latencies[column.field])
@@ -119,10 +119,10 @@ def chart_data(run: Run, made: Summarized) -> ChartData:
     return ChartData(rows=rows, timelines=timelines)
 
 
-def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
+def distribution_points(values: Iterable[float]) -> tuple[list[float], list[float]]:
     """The empirical distribution function: values in rising order and the share of the sample up to each.
 
-    Every point of a small sample; of a large one MAX_POINTS of them, the least and the most included.
+    A large sample is thinned to MAX_POINTS points, the smallest and the largest included.
     """
     ordered = np.sort(np.asarray(list(values), dtype=np.float64))
     size = len(ordered)
@@ -139,7 +139,7 @@ def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: Mach
     group = _bins_per_step(high - low)
     edges, lengths, middles = _steps(low, high, group, zero)
     in_flight = np.cumsum(cell.bin_counts("sent", low, high) - cell.bin_counts("ended", low, high))
-    arrivals_at, asked, gone = _arrivals(cell, low, high, zero)
+    arrivals_at, due, sent = _arrival_rates(cell, low, high, zero)
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
@@ -147,8 +147,8 @@ def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: Mach
         tok_s=[round(float(r), 1) for r in np.add.reduceat(cell.bin_counts("tokens", low, high), edges) / lengths],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)],
         arrivals_at_s=arrivals_at,
-        asked_s=asked,
-        gone_s=gone,
+        due_per_s=due,
+        sent_per_s=sent,
         server=server,
         machine=machine,
         failures={
@@ -160,44 +160,44 @@ def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: Mach
     )
 
 
-def _arrivals(cell: ChartCounts, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
-    """Middles of steps, requests due and sent a second in each; nothing in a closed loop. A step has some arrivals."""
+def _arrival_rates(cell: ChartCounts, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
+    """The middles of steps, and the requests due and sent per second in each; empty for a closed loop."""
     if not any(what == "due" for what, _ in cell.bins):
         return [], [], []
     group = max(MIN_ARRIVALS, _bins_per_step(COARSER * (high - low)))
     edges, lengths, middles = _steps(low, high, group, zero)
-    due, gone = (
+    due, sent = (
         [round(float(rate), 3) for rate in np.add.reduceat(cell.bin_counts(name, low, high), edges) / lengths]
         for name in ("due", "gone")
     )
-    return middles, due, gone
+    return middles, due, sent
 
 
 def _steps(low: int, high: int, group: int, zero: float) -> tuple[NDArray[np.int64], Floats, list[float]]:
-    """Steps of `group` fine bins: where each begins, counted from `low`, how long it is, and its middle."""
+    """Steps of `group` fine bins: their first bins counted from `low`, their lengths in seconds, their middles."""
     edges = np.arange(0, high - low, group)
     lengths = np.diff(np.append(edges, high - low)) * FINE_S
     return edges, lengths, [round(float(t), 2) for t in (low + edges) * FINE_S + lengths / 2 - zero]
 
 
 def _bins_per_step(bins: int) -> int:
-    """The least round number of fine bins that keeps a line within MAX_BINS points."""
+    """The smallest round number of fine bins that keeps a line within MAX_BINS points."""
     for group in (1, 2, 5, 10, 20, 50, 100, 300, 600, 1200, 3000, 6000, 18000, 36000):
         if bins <= group * MAX_BINS:
             return group
     return -(-bins // MAX_BINS)
 
 
-def _every(samples: Sequence[object]) -> int:
-    """Every how many samples one is drawn, for about 2 * MAX_BINS at most."""
+def _sampling_step(samples: Sequence[object]) -> int:
+    """The step between samples that are drawn, so that they are 2 * MAX_BINS at most."""
     return max(1, -(-len(samples) // (2 * MAX_BINS)))
 
 
 def server_samples(scrapes: Sequence[MetricsSample], zero_s: float) -> ServerSamples:
     """The gauges of one cell in metrics.jsonl; times count from `zero_s`."""
     known = [scrape for scrape in scrapes if any(gauge in scrape.values for gauge in GAUGES)]
-    counted = [(one.wall_s, one.values["preemptions"]) for one in scrapes if "preemptions" in one.values]
-    drawn = known[:: _every(known)]
+    preempted = [(scrape.wall_s, scrape.values["preemptions"]) for scrape in scrapes if "preemptions" in scrape.values]
+    drawn = known[:: _sampling_step(known)]
     return ServerSamples(
         at_s=[round(scrape.wall_s - zero_s, 2) for scrape in drawn],
         values={
@@ -206,44 +206,47 @@ def server_samples(scrapes: Sequence[MetricsSample], zero_s: float) -> ServerSam
             if any(gauge in scrape.values for scrape in known)
         },
         preempted=[
-            (round(at - zero_s, 2), count - before) for (_, before), (at, count) in pairwise(counted) if count > before
+            (round(at - zero_s, 2), count - before)
+            for (_, before), (at, count) in pairwise(preempted)
+            if count > before
         ],
     )
 
 
 def machine_samples(samples: Sequence[TelemetrySample], zero_s: float) -> MachineSamples:
     """The lines of one cell in telemetry.jsonl; times count from `zero_s`."""
-    names = sorted({name for one in samples for name in one.gpus})
-    used = [name for name in names if name in serving(samples)] or names
-    drawn, every = used[:MAX_GPUS], _every(samples)
+    names = sorted({name for sample in samples for name in sample.gpus})
+    used = [name for name in names if name in busy_gpus(samples)] or names
+    drawn, step = used[:MAX_GPUS], _sampling_step(samples)
     panels: dict[str, dict[str, Values]] = {}
     for name in drawn:
-        for panel, lines in _lines(samples, name, len(drawn)).items():
-            for what, line in lines.items():
+        for panel, lines in _gpu_lines(samples, name, len(drawn)).items():
+            for sensor, line in lines.items():
                 if any(value is not None for value in line):
-                    label = what if len(drawn) == 1 else name if len(lines) == 1 else f"{name} {what}"
-                    panels.setdefault(panel, {})[label] = line[::every]
+                    label = sensor if len(drawn) == 1 else name if len(lines) == 1 else f"{name} {sensor}"
+                    panels.setdefault(panel, {})[label] = line[::step]
     return MachineSamples(
-        at_s=[round(one.wall_s - zero_s, 2) for one in samples[::every]],
+        at_s=[round(sample.wall_s - zero_s, 2) for sample in samples[::step]],
         panels=panels,
-        heat=[span for name in used for span in _heat(samples, name, zero_s)],
+        heat=[span for name in used for span in _heat_spans(samples, name, zero_s)],
         drawn=len(drawn),
         left_out=len(names) - len(drawn),
     )
 
 
-def _lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str, dict[str, Values]]:
-    seen = [one.gpus.get(name) for one in samples]
+def _gpu_lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str, dict[str, Values]]:
+    """By panel and sensor the values of one GPU. `gpus`: how many are drawn."""
+    seen = [sample.gpus.get(name) for sample in samples]
 
     def line(value: Callable[[GpuSample], float | None]) -> Values:
         return [None if gpu is None else value(gpu) for gpu in seen]
 
-    # On a card of its own, GTT is only a window to the machine's memory: a line near zero says nothing.
+    # On a discrete GPU, GTT is only a window to the machine's memory: a line near zero says nothing.
     gtt = line(lambda gpu: gpu.gtt_used_bytes)
     big = max((value or 0.0 for value in gtt), default=0.0) > 2**30
     labels = dict.fromkeys(label for gpu in seen if gpu is not None for label in gpu.temperatures_c)
     sensors = {label: line(lambda gpu, label=label: gpu.temperatures_c.get(label)) for label in labels}  # type: ignore[misc]
-    if gpus > 1:  # three lines for each would be no picture
+    if gpus > 1:  # three lines for each GPU would be too many
         sensors = {"hottest": line(lambda gpu: max(gpu.temperatures_c.values(), default=None))}
     return {
         "busy": {"busy": line(lambda gpu: gpu.busy_percent)},
@@ -254,13 +257,13 @@ def _lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str
     }
 
 
-def _heat(samples: Sequence[TelemetrySample], name: str, zero_s: float) -> list[tuple[float, float, str]]:
-    """Spans of adjacent samples in which heat held the GPU back."""
+def _heat_spans(samples: Sequence[TelemetrySample], name: str, zero_s: float) -> list[tuple[float, float, str]]:
+    """The spans in which heat throttled the GPU; adjacent ones are joined."""
     spans: list[tuple[float, float]] = []
-    for before, one in pairwise(samples):
-        held = one.gpus[name].held_back if name in one.gpus else None
-        if held and any(held.get(kind) for kind in HEAT):
+    for before, sample in pairwise(samples):
+        limits = sample.gpus[name].held_back if name in sample.gpus else None
+        if limits and any(limits.get(kind) for kind in HEAT):
             adjacent = bool(spans) and spans[-1][1] == before.wall_s
             start = spans.pop()[0] if adjacent else before.wall_s
-            spans.append((start, one.wall_s))
+            spans.append((start, sample.wall_s))
     return [(round(start - zero_s, 2), round(end - zero_s, 2), name) for start, end in spans]

@@ -1,4 +1,4 @@
-"""The charts of rows as plotly figures in plain data, each with a caption and a table that says the same."""
+"""The charts of rows as plotly figures in plain data, each with a caption and its numbers as a table."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -18,23 +18,23 @@ from harness.report.charts import (
     Figure,
     axis,
     colour,
+    escape_markup,
     load_symbol,
-    plain,
     row_style,
     scatter,
-    servers,
+    server_names,
     symbol,
     whiskers,
 )
-from harness.report.charts.data import ChartData, RowData, distribution
-from harness.report.charts.sweeps import pareto
+from harness.report.charts.data import ChartData, RowData, distribution_points
+from harness.report.charts.sweeps import pareto_trace
 from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
 from harness.scenario.plan import mix_of
 from harness.summary import Row, Summary
 
 MAX_CHART_DOTS = 2400  # dots of one chart, whatever the number of rows; two charts of 6,000 take a browser 0.8 s
-ENOUGH = 0.95  # of the best throughput: where the knee is
+KNEE_SHARE = 0.95  # of the best throughput
 KNEE = (
     "best = highest median throughput of the server; knee = least concurrency whose median is ≥ 95 % of best; "
     "falls = least concurrency beyond the best one whose median is < 95 % of best"
@@ -44,63 +44,62 @@ _AXES = {
     "first-token": ("ttft", "y"), "trade-ttft": ("ttft", "y"), "trade-e2e": ("e2e", "y"), "dots-ttft": ("ttft", "y"),
     "dots-e2e": ("e2e", "y"), "cdf-ttft": ("ttft", "x"), "cdf-tpot": ("tpot", "x"), "cdf-e2e": ("e2e", "x"),
 }  # fmt: skip
-_FAR = 3  # times the largest value: a line beyond that would flatten the curves, so a sentence says where it is
+_FAR = 3  # times the largest value: a line beyond that would flatten the curves, so a sentence replaces it
 
 
 class Knee(Struct, frozen=True, kw_only=True):
     """The knee of one server's throughput over concurrency."""
 
-    at: int  # the least concurrency that gives ENOUGH of the best throughput
+    at: int  # the lowest concurrency with KNEE_SHARE of the best throughput
     rate: float  # throughput there
     share: float  # of the best
     highest: int  # the highest concurrency measured
-    falls_at: int | None  # where it is below ENOUGH of the best again; None: nowhere
+    falls_at: int | None  # the lowest concurrency beyond the best with less than KNEE_SHARE of it; None: there is none
 
     @property
-    def open(self) -> bool:
-        """Whether the highest concurrency measured is the knee, so that the true one may lie beyond."""
+    def is_open(self) -> bool:
+        """Whether the knee is the highest concurrency measured: the true one may be beyond it."""
         return self.at == self.highest
 
     def __str__(self) -> str:
-        if self.open:
+        if self.is_open:
             return f"no knee up to {self.highest} at once: it still rises there"
         share = "the best" if self.share == 1 else f"{100 * self.share:.0f}\u00a0% of the best"
         falls = "more does not help" if self.falls_at is None else f"falls from {self.falls_at} at once on"
         return f"knee at {self.at} at once, {share}; {falls}"
 
 
-def knee_of(points: Sequence[tuple[int, float]]) -> Knee | None:
-    """The knee of (concurrency, throughput) points in any order; None for fewer than two concurrencies.
+def find_knee(points: Sequence[tuple[int, float]]) -> Knee | None:
+    """The knee of (concurrency, throughput) points; None for fewer than two concurrencies.
 
-    Of several points of one concurrency the best counts.
+    Of several points with one concurrency the best counts.
     """
     rates: dict[int, float] = {}
-    for at, rate in points:
-        rates[at] = max(rate, rates.get(at, 0.0))
-    best_at = max(rates, key=lambda at: (rates[at], -at), default=0)
-    if len(rates) < 2 or rates[best_at] <= 0:
+    for level, rate in points:
+        rates[level] = max(rate, rates.get(level, 0.0))
+    best = max(rates, key=lambda level: (rates[level], -level), default=0)
+    if len(rates) < 2 or rates[best] <= 0:
         return None
-    best = rates[best_at]
-    at = min(at for at in rates if rates[at] >= ENOUGH * best)
-    falls_at = min((at for at in rates if at > best_at and rates[at] < ENOUGH * best), default=None)
-    return Knee(at=at, rate=rates[at], share=rates[at] / best, highest=max(rates), falls_at=falls_at)
+    enough = KNEE_SHARE * rates[best]
+    knee = min(level for level in rates if rates[level] >= enough)
+    falls_at = min((level for level in rates if level > best and rates[level] < enough), default=None)
+    return Knee(at=knee, rate=rates[knee], share=rates[knee] / rates[best], highest=max(rates), falls_at=falls_at)
 
 
-def at_once(row: Row, run: Run) -> int:
+def row_concurrency(row: Row, run: Run) -> int:
     load = run.scenario.loads.get(row.load)
-    return words.concurrency(load) if load else 1
+    return words.max_in_flight(load) if load else 1
 
 
 def _curves(summary: Summary, run: Run, drawn: Callable[[Row], bool]) -> Iterator[tuple[int, str, list[Row]]]:
-    """Servers by number and name, with the rows on one curve: their loads differ in nothing but concurrency.
+    """The number and name of a server with the rows on one curve: their loads differ only in concurrency.
 
-    In an open loop the server's speed decides how many are in flight. A load of a mix runs together with others, and
-    is on no curve.
+    Open loops have no concurrency of their own. A load of a mix runs together with others. Both are on no curve.
     """
-    for number, server in enumerate(servers(summary)):
+    for number, server in enumerate(server_names(summary)):
         closed = [row for row in summary.rows if row.server == server and row.pooled.schedule is None and drawn(row)]
         curves: dict[bytes | None, list[Row]] = {}
-        for row in sorted(closed, key=lambda row: at_once(row, run)):
+        for row in sorted(closed, key=lambda row: row_concurrency(row, run)):
             if mix_of(row.load) is None:
                 load = run.scenario.loads.get(row.load)
                 curves.setdefault(None if load is None else without_concurrency(load), []).append(row)
@@ -108,57 +107,59 @@ def _curves(summary: Summary, run: Run, drawn: Callable[[Row], bool]) -> Iterato
             yield number, server, rows
 
 
-def _curve(index: int, server: str, rows: list[Row], x: list[Any], y: list[Any], hover: str, **more: Any) -> Figure:
+def _curve_trace(
+    index: int, server: str, rows: list[Row], x: list[Any], y: list[Any], hover: str, **more: Any
+) -> Figure:
     hue = f"@{colour(index)}"
     style = {"line": {"color": hue, "width": 2.5}, "marker": {"color": hue, "symbol": symbol(index), "size": 9}}
-    text = [plain(row.load) for row in rows]
+    text = [escape_markup(row.load) for row in rows]
     hover = f"%{{text}}, %{{x}} at once<br>{hover}{NAME}"
     return scatter(server, x, y, hover, "lines+markers", **(style | {"text": text} | more))
 
 
 def _concurrency_axis(summary: Summary, run: Run) -> Figure:
-    values = sorted({at_once(row, run) for row in summary.rows if row.pooled.schedule is None})
+    values = sorted({row_concurrency(row, run) for row in summary.rows if row.pooled.schedule is None})
     users = {load.user for row in summary.rows if (load := run.scenario.loads.get(row.load))}
     title = "chat users" if users == {"chat"} else "requests at once"
     marked: Figure = {"title": {"text": title}, "tickvals": values, "ticktext": [f"{v:,}" for v in values]}
     return marked | {"type": "log"} if values and values[-1] / values[0] > 20 else marked
 
 
-def _other_rates(summary: Summary) -> list[Row]:
-    """The rows whose tok/s means something else than the first row's; they do not belong on one axis."""
-    meant = [row.definitions.get("output_tok_s") for row in summary.rows]
-    return [row for row, meaning in zip(summary.rows, meant, strict=True) if meaning != meant[0]]
+def _rows_of_other_rate(summary: Summary) -> list[Row]:
+    """The rows whose tok/s is defined otherwise than the first row's: they do not belong on the same axis."""
+    definitions = [row.definitions.get("output_tok_s") for row in summary.rows]
+    return [row for row, meaning in zip(summary.rows, definitions, strict=True) if meaning != definitions[0]]
 
 
-def _not_drawn(summary: Summary, others: Sequence[Row] = ()) -> list[str]:
+def _not_drawn_findings(summary: Summary, others: Sequence[Row] = ()) -> list[str]:
     open_loops = [row for row in summary.rows if row.pooled.schedule is not None]
     reasons = (("their tok/s is defined otherwise", others), ("an open loop has no concurrency of its own", open_loops))
     return [f"Not drawn, since {why}: {', '.join(row.name for row in rows)}" for why, rows in reasons if rows]
 
 
-def _nothing(summary: Summary, otherwise: str) -> str:
+def _why_empty(summary: Summary, otherwise: str) -> str:
     """Why there is nothing to draw."""
     only_open = all(row.pooled.schedule is not None for row in summary.rows)
     return "All loads are open loops, which have no concurrency of their own." if only_open else otherwise
 
 
-def throughput(summary: Summary, run: Run) -> Chart:
+def throughput_chart(summary: Summary, run: Run) -> Chart:
     data: list[Figure] = []
     rings: list[Figure] = []
     findings: list[str] = []
-    others = _other_rates(summary)
+    others = _rows_of_other_rate(summary)
     curves = list(_curves(summary, run, lambda row: bool(row.output_tok_s) and row not in others))
     for i, server, rows in curves:
         medians = [statistics.median(row.output_tok_s) for row in rows]
-        x = [at_once(row, run) for row in rows]
+        x = [row_concurrency(row, run) for row in rows]
         errors = whiskers(medians, [row.output_tok_s for row in rows], f"@{colour(i)}")
-        data.append(_curve(i, server, rows, x, medians, "<b>%{y:,.1f} tok/s</b>", error_y=errors))
-        knee = knee_of(list(zip(x, medians, strict=True)))
+        data.append(_curve_trace(i, server, rows, x, medians, "<b>%{y:,.1f} tok/s</b>", error_y=errors))
+        knee = find_knee(list(zip(x, medians, strict=True)))
         if knee is not None:
-            alone = sum(name == server for _, name, _ in curves) == 1
-            which = "" if alone else f" ({', '.join(row.load for row in rows)})"
-            findings.append(f"{server}{which}: {knee}")
-            if not knee.open:  # rings of servers that are alike lie within each other
+            only_curve = sum(name == server for _, name, _ in curves) == 1
+            loads = "" if only_curve else f" ({', '.join(row.load for row in rows)})"
+            findings.append(f"{server}{loads}: {knee}")
+            if not knee.is_open:  # rings differ in size, because those of similar servers are concentric
                 ring = {"symbol": "circle-open", "size": 20 + 7 * i, "color": f"@{colour(i)}", "line": {"width": 2}}
                 hover = f"<b>%{{text}}</b>{NAME}"
                 rings.append(scatter(server, [knee.at], [knee.rate], hover, "markers", text=[str(knee)], marker=ring))
@@ -168,38 +169,44 @@ def throughput(summary: Summary, run: Run) -> Chart:
         caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
         "A line joins loads that differ in concurrency alone. Ring: the knee, the least concurrency that gives "
         "95\u00a0% of the best. Higher is better.",
-        findings=findings + _not_drawn(summary, others),
+        findings=findings + _not_drawn_findings(summary, others),
         formula=f"tok/s = output tokens inside the window ÷ window; {KNEE}",
         figure={"data": data + rings, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
         head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],
         body=[
-            [row.server, row.load, str(at_once(row, run)), *_three(row.output_tok_s), str(len(row.output_tok_s))]
+            [
+                row.server,
+                row.load,
+                str(row_concurrency(row, run)),
+                *_median_min_max(row.output_tok_s),
+                str(len(row.output_tok_s)),
+            ]
             for row in summary.rows
         ],
-        empty="" if data else _nothing(summary, "No valid run gave a throughput."),
+        empty="" if data else _why_empty(summary, "No valid run gave a throughput."),
     )
 
 
-def _three(values: list[float]) -> list[str]:
+def _median_min_max(values: list[float]) -> list[str]:
     if not values:
         return [units.NOTHING] * 3
     return [units.significant(value) for value in (statistics.median(values), min(values), max(values))]
 
 
-def first_token(summary: Summary, run: Run) -> Chart:
+def first_token_chart(summary: Summary, run: Run) -> Chart:
     data: list[Figure] = []
     p50_of = {cell.id: cell.numbers.ttft_s.p50 for cell in summary.cells}
     for i, server, rows in _curves(summary, run, lambda row: row.pooled.ttft_s.p50 is not None):
-        x = [at_once(row, run) for row in rows]
+        x = [row_concurrency(row, run) for row in rows]
         middles = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
         spread = [[1000 * p50 for name in row.cells if (p50 := p50_of.get(name)) is not None] for row in rows]
         hover, hue = "<b>%{y:,.1f} ms</b> ", f"@{colour(i)}"
-        data.append(_curve(i, server, rows, x, middles, f"{hover}p50", error_y=whiskers(middles, spread, hue)))
+        data.append(_curve_trace(i, server, rows, x, middles, f"{hover}p50", error_y=whiskers(middles, spread, hue)))
         tails = [None if (p95 := row.pooled.ttft_s.p95) is None else 1000 * p95 for row in rows]
         if any(tail is not None for tail in tails):
             thin, small = {"width": 1.5, "dash": "dot"}, {"symbol": f"{symbol(i)}-open", "size": 7}
             style = {"line": {"color": hue} | thin, "marker": {"color": hue} | small}
-            data.append(_curve(i, server, rows, x, tails, f"{hover}p95", **style))
+            data.append(_curve_trace(i, server, rows, x, tails, f"{hover}p95", **style))
     values = [value for trace in data for value in trace["y"] if value is not None]
     return Chart(
         id="first-token",
@@ -209,26 +216,29 @@ def first_token(summary: Summary, run: Run) -> Chart:
         formula=f"{FORMULAS['ttft']}; pXX: XX % of the successful requests of all repeats took at most so long",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
         head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
-        body=[[row.server, row.load, str(at_once(row, run)), *_percentiles(row, "ttft_s")] for row in summary.rows],
-        findings=_not_drawn(summary),
-        empty="" if values else _nothing(summary, "No row has the 11 successful requests that a p50 needs."),
+        body=[
+            [row.server, row.load, str(row_concurrency(row, run)), *_percentile_cells(row, "ttft_s")]
+            for row in summary.rows
+        ],
+        findings=_not_drawn_findings(summary),
+        empty="" if values else _why_empty(summary, "No row has the 11 successful requests that a p50 needs."),
     )
 
 
-def _percentiles(row: Row, field: str) -> list[str]:
+def _percentile_cells(row: Row, field: str) -> list[str]:
     sample = getattr(row.pooled, field)
-    return [words.percentile(sample, "p50"), words.percentile(sample, "p95"), f"{sample.n:,}"]
+    return [words.format_percentile(sample, "p50"), words.format_percentile(sample, "p95"), f"{sample.n:,}"]
 
 
-def tradeoffs(summary: Summary, run: Run) -> list[Chart]:
-    """Latency against throughput: how long each server's users wait, and how much it gives."""
+def tradeoff_charts(summary: Summary, run: Run) -> list[Chart]:
+    """TTFT and E2E over throughput."""
     titles = {"ttft": "Time to first token over throughput", "e2e": "Whole answer over throughput"}
-    return [_tradeoff(summary, run, key, title) for key, title in titles.items()]
+    return [_tradeoff_chart(summary, run, key, title) for key, title in titles.items()]
 
 
-def _tradeoff(summary: Summary, run: Run, key: str, title: str) -> Chart:
+def _tradeoff_chart(summary: Summary, run: Run, key: str, title: str) -> Chart:
     data: list[Figure] = []
-    others = _other_rates(summary)
+    others = _rows_of_other_rate(summary)
     for i, server, rows in _curves(summary, run, lambda row: row.pooled.output_tok_s is not None):
         for name in ("p50", "p95"):
             values = {row.name: getattr(getattr(row.pooled, f"{key}_s"), name) for row in rows}
@@ -240,7 +250,7 @@ def _tradeoff(summary: Summary, run: Run, key: str, title: str) -> Chart:
     if run.scenario.swept is not None:
         p50 = {row.name: getattr(row.pooled, f"{key}_s").p50 for row in summary.rows if row.failed is None}
         drawn = [row for row in summary.rows if p50.get(row.name) is not None and row.pooled.output_tok_s is not None]
-        line, best = pareto(drawn, [(row.pooled.output_tok_s or 0.0, 1000 * p50[row.name]) for row in drawn])
+        line, best = pareto_trace(drawn, [(row.pooled.output_tok_s or 0.0, 1000 * p50[row.name]) for row in drawn])
         data += line
     return Chart(
         id=f"trade-{key}",
@@ -250,32 +260,34 @@ def _tradeoff(summary: Summary, run: Run, key: str, title: str) -> Chart:
         formula="across: tok/s = output tokens inside the window ÷ window, median of the runs; "
         f"up: {FORMULAS[key]}, percentile over the successful requests of all repeats",
         figure={"data": data, "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", heights)}},
-        findings=best + _not_drawn(summary, others),
+        findings=best + _not_drawn_findings(summary, others),
         head=["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"],
         body=[
-            [row.server, row.load, str(at_once(row, run)), units.significant(row.pooled.output_tok_s)]
-            + _percentiles(row, f"{key}_s")
+            [row.server, row.load, str(row_concurrency(row, run)), units.significant(row.pooled.output_tok_s)]
+            + _percentile_cells(row, f"{key}_s")
             for row in summary.rows
         ],
         empty=""
         if heights
-        else _nothing(summary, "No row has both a throughput and the 11 successful requests that a p50 needs."),
+        else _why_empty(summary, "No row has both a throughput and the 11 successful requests that a p50 needs."),
     )
 
 
 def _tradeoff_line(rows: list[Row], y: list[float], run: Run, name: str, index: int, server: str) -> Figure:
     median, hue = name == "p50", f"@{colour(index)}"
     x = [row.pooled.output_tok_s or 0.0 for row in rows]
-    concurrency = [str(at_once(row, run)) for row in rows]
+    concurrency = [str(row_concurrency(row, run)) for row in rows]
     return scatter(
         server,
         x,
         y,
         f"%{{customdata}}<br>%{{x:,.1f}} tok/s, <b>%{{y:,.1f}} ms</b> {name}{NAME}",
         "lines+markers+text" if median else "lines+markers",
-        text=_labels(concurrency, x, y),
-        customdata=[f"{plain(row.load)}, {number} at once" for row, number in zip(rows, concurrency, strict=True)],
-        # Servers that behave alike lie on each other; their labels are then on different sides.
+        text=_merge_close_labels(concurrency, x, y),
+        customdata=[
+            f"{escape_markup(row.load)}, {number} at once" for row, number in zip(rows, concurrency, strict=True)
+        ],
+        # The points of similar servers cover each other, so their labels are on different sides.
         textposition=("top center", "middle right", "bottom center", "middle left")[index % 4],
         textfont={"color": hue, "size": 11},
         cliponaxis=False,
@@ -284,8 +296,8 @@ def _tradeoff_line(rows: list[Row], y: list[float], run: Run, name: str, index: 
     )
 
 
-def _labels(concurrency: list[str], x: list[float], y: list[float]) -> list[str]:
-    """The labels of points; neighbours that lie close together share one."""
+def _merge_close_labels(concurrency: list[str], x: list[float], y: list[float]) -> list[str]:
+    """The labels of points; close neighbours share one."""
     labels: list[str] = []
     for i, label in enumerate(concurrency):
         if i and abs(x[i - 1] - x[i]) / (max(x) or 1.0) < 0.06 and max(y[i - 1 : i + 1]) < 1.3 * min(y[i - 1 : i + 1]):
@@ -295,24 +307,24 @@ def _labels(concurrency: list[str], x: list[float], y: list[float]) -> list[str]
     return labels
 
 
-def distributions(summary: Summary, observed: ChartData) -> list[Chart]:
-    """The distribution functions of TTFT, TPOT and E2E, a line per row."""
-    return [_distributions(summary, observed, column) for column in LIVE]
+def distribution_charts(summary: Summary, observed: ChartData) -> list[Chart]:
+    """The distribution functions of TTFT, TPOT and E2E, with a line for each row."""
+    return [_distribution_chart(summary, observed, column) for column in LIVE]
 
 
-def _distributions(summary: Summary, observed: ChartData, column: LatencyColumn) -> Chart:
+def _distribution_chart(summary: Summary, observed: ChartData, column: LatencyColumn) -> Chart:
     curves, body = [], []
     for i, row in enumerate(summary.rows):
         sample = observed.rows.get(row.key, RowData()).latencies[column.field]
-        values, shares = distribution(1000 * value for value in sample)
+        values, shares = distribution_points(1000 * value for value in sample)
         hue, dash = row_style(summary, row)
         line = {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2}
         hover = f"%{{y:.1%}} within <b>%{{x:,.1f}} ms</b>{NAME}"
         curves.append(scatter(row.name, [round(value, 3) for value in values], shares, hover, line=line, meta=i))
-        found = getattr(row.pooled, column.field)
-        middle = [words.percentile(found, name) for name in ("p50", "p90", "p95", "p99")]
-        minimum, maximum = units.milliseconds(found.min), units.milliseconds(found.max)
-        body.append([row.server, row.load, f"{found.n:,}", minimum, *middle, maximum])
+        pooled = getattr(row.pooled, column.field)
+        percentiles = [words.format_percentile(pooled, name) for name in ("p50", "p90", "p95", "p99")]
+        minimum, maximum = units.milliseconds(pooled.min), units.milliseconds(pooled.max)
+        body.append([row.server, row.load, f"{pooled.n:,}", minimum, *percentiles, maximum])
     ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
     return Chart(
         id=f"cdf-{column.name}",
@@ -332,21 +344,21 @@ def _distributions(summary: Summary, observed: ChartData, column: LatencyColumn)
     )
 
 
-def scatters(summary: Summary, observed: ChartData) -> list[Chart]:
-    """TTFT and E2E of requests over the second in which they were sent, thinned for long runs."""
-    each = max(30, min(MAX_DOTS, MAX_CHART_DOTS // max(1, len(summary.rows))))
-    rows = [(row, observed.rows.get(row.key, RowData())) for row in summary.rows]
-    dots = [
-        (row, data, sorted(thin_dots(data.dots, each), key=lambda dot: (dot.cell, dot.sent_s, dot.draw)))
-        for row, data in rows
-    ]
+def scatter_charts(summary: Summary, observed: ChartData) -> list[Chart]:
+    """TTFT and E2E of requests over their time of sending, thinned for long runs."""
+    row_dots = max(30, min(MAX_DOTS, MAX_CHART_DOTS // max(1, len(summary.rows))))
+    dots = []
+    for row in summary.rows:
+        data = observed.rows.get(row.key, RowData())
+        shown = sorted(thin_dots(data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
+        dots.append((row, data, shown))
     return [
-        _scatter(summary, dots, "ttft", "Time to first token of single requests"),
-        _scatter(summary, dots, "e2e", "Whole answers of single requests"),
+        _scatter_chart(summary, dots, "ttft", "Time to first token of single requests"),
+        _scatter_chart(summary, dots, "e2e", "Whole answers of single requests"),
     ]
 
 
-def _scatter(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]], key: str, title: str) -> Chart:
+def _scatter_chart(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]], key: str, title: str) -> Chart:
     data: list[Figure] = []
     for i, (row, _, shown) in enumerate(dots):
         good = [dot for dot in shown if dot.error is None and (key == "e2e" or dot.ttft_s is not None)]
@@ -388,23 +400,23 @@ def _scatter(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]], key: 
 
 
 def slo_bounds(summary: Summary) -> dict[str, dict[str, float]]:
-    """By latency, such as `ttft`: each SLO as it is written, and its bound in seconds."""
-    found: dict[str, dict[str, float]] = {}
+    """By latency, such as `ttft`: each SLO as the scenario has it, with its bound in seconds."""
+    bounds: dict[str, dict[str, float]] = {}
     for result in summary.checks:
         try:
             check = parse_check(result.check)
         except ValueError:
-            continue  # the list of checks says what is wrong with it
+            continue  # the list of checks shows the mistake
         latency, _, statistic = check.metric.rpartition("_")
         if not check.relative and latency in LATENCIES and statistic in STATISTICS:
-            found.setdefault(latency, {})[check.text.strip()] = check.bound
+            bounds.setdefault(latency, {})[check.text.strip()] = check.bound
         for slo in check.slos:
-            found.setdefault(slo.latency, {})[slo.text.strip()] = slo.bound_s
-    return found
+            bounds.setdefault(slo.latency, {})[slo.text.strip()] = slo.bound_s
+    return bounds
 
 
 def with_slo_lines(chart: Chart, bounds: dict[str, dict[str, float]]) -> Chart:
-    """A chart with the bounds of its latency."""
+    """The chart with lines for the SLOs of its latency."""
     latency, axis = _AXES.get(chart.id, ("", ""))
     if chart.empty or latency not in bounds:
         return chart
@@ -412,17 +424,17 @@ def with_slo_lines(chart: Chart, bounds: dict[str, dict[str, float]]) -> Chart:
     near = {text: 1000 * bound for text, bound in bounds[latency].items() if 1000 * bound <= _FAR * largest}
     far = [text for text in bounds[latency] if text not in near]
     layout = chart.figure["layout"]
-    shapes = [*layout.get("shapes", []), *(_line(axis, at, text) for text, at in near.items())]
+    shapes = [*layout.get("shapes", []), *(_slo_line(axis, at, text) for text, at in near.items())]
     figure = {**chart.figure, "layout": {**layout, "shapes": shapes}}
     findings = [f"Far beyond what is shown: {', '.join(far)}"] if far else []
     return msgspec.structs.replace(chart, figure=figure, findings=[*chart.findings, *findings])
 
 
-def _line(axis: str, at_ms: float, text: str) -> Figure:
+def _slo_line(axis: str, at_ms: float, text: str) -> Figure:
     other = "x" if axis == "y" else "y"
     below = {"yanchor": "top"} if axis == "y" else {}  # above it, the label of a line at the top is cut
     return {
         "type": "line", f"{axis}0": at_ms, f"{axis}1": at_ms, f"{other}0": 0, f"{other}1": 1, f"{other}ref": "paper",
         "line": {"color": "@bad", "width": 1.3, "dash": "dash"},
-        "label": {"text": plain(text), "textposition": "end", "font": {"color": "@bad", "size": 11}, **below},
+        "label": {"text": escape_markup(text), "textposition": "end", "font": {"color": "@bad", "size": 11}, **below},
     }  # fmt: skip

@@ -12,47 +12,51 @@ from msgspec import Struct
 from harness import units
 from harness.engines import engines
 from harness.judge import comparable
-from harness.report.charts import COLOURS, Chart, Figure, colour, plain, scatter
-from harness.report.charts.data import MachineSamples, ServerSamples, Timeline
+from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
+from harness.report.charts.data import ServerSamples, Timeline
 from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.summary import CellSummary
 
 MAX_ALIKE = 12  # about so many of one kind in a cell: closer events become one
-Span = tuple[float, float, float]  # start, end, and how many: the most within it, or their sum
+Span = tuple[float, float, float]  # start, end, number: the maximum within it, or the sum
 
-_BROKEN = ("connect", "disconnect", "truncated")  # what a client sees first of a server that is gone
+_BROKEN = ("connect", "disconnect", "truncated")  # the first errors of a client when the server is gone
 
 
 class TimelineEvent(Struct, frozen=True, order=True):
-    """A mark: seconds since the first measured request, and what it was."""
+    """A mark on a timeline."""
 
-    at_s: float
+    at_s: float  # since the first measured request
     text: str
     bad: bool = False
-    label: str = ""  # written next to the mark, where there is room
+    label: str = ""  # next to the mark, if there is room
 
 
-def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> list[TimelineEvent]:
+def timeline_events(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> list[TimelineEvent]:
     """The events of one cell in the order of time."""
-    found = [TimelineEvent(0.0, "measurement starts", label="start")]
+    events = [TimelineEvent(0.0, "measurement starts", label="start")]
     if cell is not None and cell.numbers.window == "timed" and cell.numbers.window_s is not None:
-        found.append(TimelineEvent(round(cell.numbers.window_s, 2), "measured time is over", label="end"))
-    died = _death(line, ran)
-    found += [died] if died else []
+        events.append(TimelineEvent(round(cell.numbers.window_s, 2), "measured time is over", label="end"))
+    if (death := _death_event(line, ran)) is not None:
+        events.append(death)
     for kind, failures in line.failures.items():
-        many = "a request fails" if failures.count == 1 else f"the first of {failures.count:,} requests fails"
-        found.append(TimelineEvent(failures.first_s, f"{many}: {kind}", True))
+        what = "a request fails" if failures.count == 1 else f"the first of {failures.count:,} requests fails"
+        events.append(TimelineEvent(failures.first_s, f"{what}: {kind}", True))
     near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MAX_ALIKE
-    for start, end, peak in _joined(_waiting(line.server), near_s):
+    for start, end, peak in _join_spans(_waiting_spans(line.server), near_s):
         lasted = units.figures(end - start)
-        found.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {peak:,.0f} at most"))
-    found += [TimelineEvent(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
-    preempted = _joined([(at, at, many) for at, many in line.server.preempted], near_s, operator.add)
-    found += [TimelineEvent(at, units.count(int(many), "preemption")) for at, _, many in preempted]
-    return sorted(found)
+        events.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {peak:,.0f} at most"))
+    for gpu in dict.fromkeys(name for _, _, name in line.machine.heat):
+        heat = [(start, end, 0.0) for start, end, name in line.machine.heat if name == gpu]
+        for start, end, _ in _join_spans(heat, near_s):
+            text = f"heat throttles the GPU {gpu}, last seen at {end:.1f} s"
+            events.append(TimelineEvent(start, text, True, "heat"))
+    preempted = _join_spans([(at, at, number) for at, number in line.server.preempted], near_s, operator.add)
+    events += [TimelineEvent(at, units.count(int(number), "preemption")) for at, _, number in preempted]
+    return sorted(events)
 
 
-def _death(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
+def _death_event(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
     if ran is None:
         return None
     death = ran.served_by.death
@@ -64,8 +68,8 @@ def _death(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
     return TimelineEvent(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
 
 
-def _waiting(server: ServerSamples) -> Iterator[Span]:
-    """When the server's queue was seen not empty, and the longest it was."""
+def _waiting_spans(server: ServerSamples) -> Iterator[Span]:
+    """When the server's queue was not empty, and its maximum length."""
     start: float | None = None
     peak = 0.0
     for at, value in zip(server.at_s, server.values.get("waiting", []), strict=False):
@@ -78,28 +82,20 @@ def _waiting(server: ServerSamples) -> Iterator[Span]:
         yield start, server.at_s[-1], peak
 
 
-def _heat(machine: MachineSamples, near_s: float) -> Iterator[tuple[float, str]]:
-    """When heat held a GPU back, as the spans between two samples say."""
-    for name in dict.fromkeys(name for _, _, name in machine.heat):
-        spans = [(start, end, 0.0) for start, end, gpu in machine.heat if gpu == name]
-        for start, end, _ in _joined(spans, near_s):
-            yield start, f"heat throttles the GPU {name}, last seen at {end:.1f} s"
-
-
-def _joined(spans: Iterable[Span], near_s: float, both: Callable[[float, float], float] = max) -> list[Span]:
-    """Spans of which each begins at least so long after the one before it; those between belong to that one."""
+def _join_spans(spans: Iterable[Span], near_s: float, combine: Callable[[float, float], float] = max) -> list[Span]:
+    """Join each span with the one before it if it starts less than `near_s` after that. `combine`: their numbers."""
     joined: list[Span] = []
-    for start, end, peak in spans:
+    for start, end, number in spans:
         if joined and start - joined[-1][0] < near_s:
             first, _, before = joined[-1]
-            joined[-1] = first, end, both(before, peak)
+            joined[-1] = first, end, combine(before, number)
         else:
-            joined.append((start, end, peak))
+            joined.append((start, end, number))
     return joined
 
 
-# Panels of the samples other than requests and tokens: title, factor to what is shown, hover text, colour of a single
-# line. The first is the server's own gauge, the others are of its machine.
+# Panels of samples: title, factor to the shown unit, hover text, colour of a single line. The first is a gauge of the
+# server, the others are of its machine.
 KV_CACHE = ("KV cache, %", 100.0, "%{y:.1f} % of the KV cache", "s4")
 PANELS = {
     "busy": ("busy, %", 1.0, "%{y:.0f} % busy", "s7"),
@@ -110,31 +106,33 @@ PANELS = {
 }
 _GAP = 26  # pixels between panels
 _STRIP = 20  # height of the strip of events
-_LOW = 90  # height of what is least looked at
-_MAX_POINTS = 80  # up to so many, each point is marked
-_FEW_POINTS = 5  # up to so many, no line joins them
-_ROOM = 0.08  # of the width, that a label of an event needs
+_LOW = 90  # height of the less important panels
+_MAX_POINTS = 80  # a line with more has no marks
+_FEW_POINTS = 5  # a line with so many or fewer has only marks
+_LABEL_SHARE = 0.08  # of the width: what the label of an event needs
 
 
-def figure_of(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
-    """Requests, tokens per second, and whatever else was recorded, over the seconds of one cell."""
+def timeline_figure(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
+    """Panels of requests, tokens per second and the recorded samples over the seconds of one cell."""
+    tokens = {"color": "@s3", "width": 1.8, "shape": "hvh"}
+    tok_s = scatter("output tok/s", line.at_s, line.tok_s, "%{y:,.0f} tok/s<extra></extra>", line=tokens)
     panels: list[tuple[str, int, list[Figure]]] = [
-        ("", _STRIP, [_events(events, line)]), ("requests", 170, _requests(line)), ("tok/s", 130, [_tokens(line)]),
+        ("", _STRIP, [_event_strip(events, line)]), ("requests", 170, _request_traces(line)), ("tok/s", 130, [tok_s]),
     ]  # fmt: skip
-    if line.asked_s:
-        panels.append(("arrivals/s", _LOW, _arrivals(line)))
+    if line.due_per_s:
+        panels.append(("arrivals/s", _LOW, _arrival_traces(line)))
     if (cache := line.server.values.get("kv_usage")) is not None:
-        panels.append((KV_CACHE[0], _LOW, [_panel(KV_CACHE, "", line.server.at_s, cache)]))
-    known: set[str] = set()
+        panels.append((KV_CACHE[0], _LOW, [_panel_trace(KV_CACHE, "", line.server.at_s, cache)]))
+    in_legend: set[str] = set()
     for name in PANELS:
         if name in line.machine.panels:
-            panels.append((PANELS[name][0], _LOW, _watched(line, name, known)))
+            panels.append((PANELS[name][0], _LOW, _gpu_traces(line, name, in_legend)))
     total = sum(height for _, height, _ in panels) + _GAP * (len(panels) - 2)
     layout: Figure = {
         "height": total + 110 + (60 if line.machine.drawn > 1 else 0),  # a legend of many GPUs
         "hovermode": "x",
         "showlegend": True,
-        "shapes": [_rule(event) for event in events],
+        "shapes": [_event_rule(event) for event in events],
         "annotations": [],
         "xaxis": {
             "title": {"text": "seconds since the first measured request"},
@@ -143,8 +141,8 @@ def figure_of(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
         },
     }
     if line.warmup_until_s is not None:
-        layout["shapes"].insert(0, _shade(line.warmup_until_s))
-        layout["annotations"].append(_warmup(line.warmup_until_s))
+        layout["shapes"].insert(0, _warmup_shade(line.warmup_until_s))
+        layout["annotations"].append(_warmup_label(line.warmup_until_s))
     data: list[Figure] = []
     top = 0
     for place, (title, height, traces) in enumerate(panels):
@@ -161,9 +159,9 @@ def figure_of(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def _events(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
+def _event_strip(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
     x = [event.at_s for event in events]
-    room = _ROOM * (line.ends_s - (line.warmup_until_s or 0.0))
+    room = _LABEL_SHARE * (line.ends_s - (line.warmup_until_s or 0.0))
     nexts = [*x[1:], float("inf")]
     return scatter(
         "event", x, [0.5] * len(events), "%{x:.1f} s: <b>%{customdata}</b><extra></extra>", "markers+text",
@@ -177,89 +175,84 @@ def _events(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
     )  # fmt: skip
 
 
-def _area(name: str, x: Sequence[float], y: Sequence[float], hover: str) -> Figure:
+def _area_trace(name: str, x: Sequence[float], y: Sequence[float], hover: str) -> Figure:
     return scatter(name, x, y, hover, line={"shape": "hvh", "width": 0}, fill="tozeroy", fillcolor="@area")
 
 
-def _requests(line: Timeline) -> list[Figure]:
+def _request_traces(line: Timeline) -> list[Figure]:
     hover = "%{y:,} %{fullData.name}<extra></extra>"
-    data = [_area("in flight (client)", line.at_s, line.in_flight, hover)]
+    data = [_area_trace("in flight (client)", line.at_s, line.in_flight, hover)]
     for gauge, hue, dash in (("running", "s1", "solid"), ("waiting", "s2", "dash")):
         if gauge in line.server.values:
             x, style = line.server.at_s, {"color": f"@{hue}", "dash": dash, "width": 2}
             values = line.server.values[gauge]
-            data.append(scatter(f"{gauge} (server)", x, values, hover, _mode(x), line=style, marker={"size": 5}))
+            data.append(scatter(f"{gauge} (server)", x, values, hover, _trace_mode(x), line=style, marker={"size": 5}))
     return data
 
 
-def _tokens(line: Timeline) -> Figure:
-    style = {"color": "@s3", "width": 1.8, "shape": "hvh"}
-    return scatter("output tok/s", line.at_s, line.tok_s, "%{y:,.0f} tok/s<extra></extra>", line=style)
-
-
-def _arrivals(line: Timeline) -> list[Figure]:
-    """The target rate of the schedule as an area and the actual rate as a line: where they part, it was not kept."""
+def _arrival_traces(line: Timeline) -> list[Figure]:
+    """The target rate of the schedule as an area, and the actual rate as a line."""
     hover, style = "%{y:,.2f}/s %{fullData.name}<extra></extra>", {"color": "@s2", "width": 1.6, "shape": "hvh"}
     return [
-        _area("asked", line.arrivals_at_s, line.asked_s, hover),
-        scatter("sent", line.arrivals_at_s, line.gone_s, hover, line=style),
+        _area_trace("asked", line.arrivals_at_s, line.due_per_s, hover),
+        scatter("sent", line.arrivals_at_s, line.sent_per_s, hover, line=style),
     ]
 
 
-def _watched(line: Timeline, name: str, known: set[str]) -> list[Figure]:
-    """A line for each GPU, or for each sensor of the only one. `known`: the entries that the legend has already."""
+def _gpu_traces(line: Timeline, name: str, in_legend: set[str]) -> list[Figure]:
+    """A line for each GPU, or for each sensor of the only one. `in_legend`: entries that the legend already has."""
     drawn = line.machine.panels[name]
     gpus = sorted({label.partition(" ")[0] for lines in line.machine.panels.values() for label in lines})
     traces = []
     for number, (label, values) in enumerate(drawn.items()):
-        trace = _panel(PANELS[name], label if len(drawn) > 1 else "", line.machine.at_s, values)
+        trace = _panel_trace(PANELS[name], label if len(drawn) > 1 else "", line.machine.at_s, values)
         if len(drawn) > 1 or line.machine.drawn > 1:
-            gpu, _, what = label.partition(" ")
+            gpu, _, sensor = label.partition(" ")
             entry, hue, dash = trace["name"], colour(number + 4), "solid"
             if line.machine.drawn > 1:  # each GPU has one colour, and one entry, which shows and hides it in all panels
-                entry, hue, dash = gpu, colour(gpus.index(gpu)), "dot" if what == "GTT" else "solid"
+                entry, hue, dash = gpu, colour(gpus.index(gpu)), "dot" if sensor == "GTT" else "solid"
             trace["line"] |= {"color": f"@{hue}", "dash": dash, "width": 1.6}
             trace["marker"] |= {"color": f"@{hue}", "size": 3}
-            trace |= {"name": entry, "legendgroup": entry, "showlegend": entry not in known}
-            known.add(entry)
+            trace |= {"name": entry, "legendgroup": entry, "showlegend": entry not in in_legend}
+            in_legend.add(entry)
         traces.append(trace)
     return traces
 
 
-def _panel(
+def _panel_trace(
     panel: tuple[str, float, str, str], label: str, at_s: Sequence[float], values: Sequence[float | None]
 ) -> Figure:
     title, factor, hover, hue = panel
     name = title.partition(",")[0]
     y = [None if value is None else round(factor * value, 3) for value in values]
-    hover = f"{plain(label)} {hover}".strip() + "<extra></extra>"
+    hover = f"{escape_markup(label)} {hover}".strip() + "<extra></extra>"
     line, marker = {"color": f"@{hue}", "width": 2}, {"size": 4, "color": f"@{hue}"}
     name = f"{name}, {label}" if label else name
-    return scatter(name, at_s, y, hover, _mode(at_s), line=line, marker=marker, showlegend=False)
+    return scatter(name, at_s, y, hover, _trace_mode(at_s), line=line, marker=marker, showlegend=False)
 
 
-def _mode(at_s: Sequence[float]) -> str:
-    """Points show when samples were taken, as long as there is room between them. A line through few would invent."""
+def _trace_mode(at_s: Sequence[float]) -> str:
+    """Marks show when samples were taken. A line through a few of them would invent values between them."""
     if len(at_s) <= _FEW_POINTS:
         return "markers"
     return "lines+markers" if len(at_s) <= _MAX_POINTS else "lines"
 
 
-def _rule(event: TimelineEvent) -> Figure:
+def _event_rule(event: TimelineEvent) -> Figure:
     return {
         "type": "line", "xref": "x", "yref": "paper", "x0": event.at_s, "x1": event.at_s, "y0": 0, "y1": 1,
         "line": {"color": "@bad" if event.bad else "@strong", "width": 1, "dash": "dot"}, "layer": "below",
     }  # fmt: skip
 
 
-def _shade(from_s: float) -> Figure:
+def _warmup_shade(from_s: float) -> Figure:
     return {
         "type": "rect", "xref": "x", "yref": "paper", "x0": from_s, "x1": 0, "y0": 0, "y1": 1,
         "fillcolor": "@shade", "line": {"width": 0}, "layer": "below",
     }  # fmt: skip
 
 
-def _warmup(from_s: float) -> Figure:
+def _warmup_label(from_s: float) -> Figure:
     return {
         "xref": "x", "yref": "y2 domain", "x": from_s, "y": 1, "text": "warm-up", "showarrow": False,
         "xanchor": "left", "yanchor": "top", "font": {"color": "@muted", "size": 11},
@@ -287,19 +280,19 @@ _PHASE_RULE = "phase = its end − end of the phase before it, the median over t
 _PHASES_BY_LOG = "process to warm-up by the server’s own log; ready = what was waited − those"
 
 
-def startup(run: Run) -> Chart:
-    """How long each server took to start, phase by phase, median over its starts."""
-    starts = starts_of(run)
-    phases = {server: phases_of(known) for server, known in starts.items()}
-    order = list(phases_of(chain.from_iterable(starts.values())))
+def startup_chart(run: Run) -> Chart:
+    """The duration of each server's start by phase, median over its starts."""
+    starts = observed_starts(run)
+    phases = {server: phase_seconds(known) for server, known in starts.items()}
+    order = list(phase_seconds(chain.from_iterable(starts.values())))
     data: list[Figure] = []
     for i, name in enumerate(order):
         medians = {server: statistics.median(found[name]) for server, found in phases.items() if name in found}
         data.append(
             {
-                "type": "bar", "orientation": "h", "name": plain(name), "y": list(medians),
+                "type": "bar", "orientation": "h", "name": escape_markup(name), "y": list(medians),
                 "x": [round(seconds, 3) for seconds in medians.values()],
-                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **_pattern(i)},
+                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **_bar_pattern(i)},
                 "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
             }
         )  # fmt: skip
@@ -329,45 +322,43 @@ def startup(run: Run) -> Chart:
     )
 
 
-def _pattern(index: int) -> Figure:
-    """Stripes for phases beyond the number of colours, so that no two of a bar look alike."""
+def _bar_pattern(index: int) -> Figure:
+    """Stripes for phases beyond the number of colours."""
     return {} if index < COLOURS else {"pattern": {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}}
 
 
-def starts_of(run: Run) -> dict[str, list[ServedBy]]:
-    """The starts of each server that were observed; cells that share one count once."""
-    found: dict[tuple[str, object], ServedBy] = {}
+def observed_starts(run: Run) -> dict[str, list[ServedBy]]:
+    """The observed starts of each server; cells that share a start count once."""
+    starts: dict[str, dict[object, ServedBy]] = {}
     for cell in run.served:
         if cell.served_by.phases:
-            found.setdefault((cell.server, cell.id if run.scenario.restart else cell.repeat), cell.served_by)
-    result: dict[str, list[ServedBy]] = {}
-    for (server, _), served in found.items():
-        result.setdefault(server, []).append(served)
-    return result
+            start = cell.id if run.scenario.restart else cell.repeat
+            starts.setdefault(cell.server, {}).setdefault(start, cell.served_by)
+    return {server: list(served.values()) for server, served in starts.items()}
 
 
-def phases_of(starts: Iterable[ServedBy]) -> dict[str, list[float]]:
-    """The seconds of each phase in all starts; the phases are in an order that is that of each start."""
+def phase_seconds(starts: Iterable[ServedBy]) -> dict[str, list[float]]:
+    """The seconds of each phase in all starts. The order of the phases fits each start."""
     order: list[str] = []
     seconds: dict[str, list[float]] = {}
     for served in starts:
-        at = 0
+        place = 0
         for phase in served.phases:
             if phase.name not in order:
-                order.insert(at, phase.name)
-            at = order.index(phase.name) + 1
+                order.insert(place, phase.name)
+            place = order.index(phase.name) + 1
             seconds.setdefault(phase.name, []).append(phase.seconds)
     return {name: seconds[name] for name in order}
 
 
 def start_sentences(run: Run) -> list[tuple[str, str]]:
-    """Each server whose start was observed, with its start in a sentence without the full stop."""
-    return [(server, _start_sentence(starts)) for server, starts in starts_of(run).items()]
+    """Each server whose start was observed, with a sentence on it without the full stop."""
+    return [(server, _start_sentence(starts)) for server, starts in observed_starts(run).items()]
 
 
 def _start_sentence(starts: Sequence[ServedBy]) -> str:
     total = statistics.median(sum(phase.seconds for phase in served.phases) for served in starts)
-    medians = {name: statistics.median(seconds) for name, seconds in phases_of(starts).items()}
+    medians = {name: statistics.median(seconds) for name, seconds in phase_seconds(starts).items()}
     longest = max(medians, key=lambda name: medians[name])
     reported = comparable.median_measurements(starts)
     parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
@@ -380,6 +371,6 @@ def _start_sentence(starts: Sequence[ServedBy]) -> str:
 
 
 def startup_facts(served: ServedBy) -> dict[str, Any]:
-    """What a server reported of its start, by the names of run.json."""
+    """The facts that a server reported when it started, by their names in run.json."""
     facts = {} if served.startup is None else msgspec.structs.asdict(served.startup)
     return facts | {"rocm": None if served.contents is None else served.contents.rocm}
