@@ -68,8 +68,8 @@ def load_run(path: str | os.PathLike[str]) -> LoadedRun:
 def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | None = None) -> Summary:
     """Compute all numbers, verdicts and checks of a run from its records. Nothing is written.
 
-    `checks` are evaluated in addition to the scenario's, such as "ttft_p95 <= 2s". `baseline` is the run that checks
-    call the baseline. Raises HarnessError for a run that cannot be read, and RunError for a baseline that is not VALID.
+    `checks`, such as "ttft_p95 <= 2s", are added to the scenario's. `baseline`: the run to which checks refer with
+    `baseline`. Raises HarnessError for a run that cannot be read, and RunError for a baseline that is not VALID.
     """
     loaded = _loaded(run)
     reference = None if baseline is None else make_reference(_loaded(baseline).path, loaded.manifest, checks=checks)
@@ -85,9 +85,9 @@ def compare(
 ) -> Comparison:
     """Compare runs of the same work with a baseline: a ratio with its interval and a verdict for each row.
 
-    Each side is a run or several equal ones. `about` is the one manifest key in which the sides may differ. `results`
-    is the folder in which `harness noise` stored how far equal runs differ. Raises HarnessError for sides that are not
-    alike, and RunError for a run that is not VALID.
+    Each side is a run or several equal runs. `about`: the only manifest key in which the sides may differ. `results`:
+    the folder of `harness noise`, with the variation between equal runs. Raises HarnessError for sides that are not
+    comparable, and RunError for a run that is not VALID.
     """
     groups = [[side] if isinstance(side, LoadedRun | str | os.PathLike) else side for side in (baseline, *others)]
     sides = [[_loaded(run).path for run in group] for group in groups]
@@ -105,7 +105,7 @@ def plan(
 ) -> Forecast:
     """Predict time, energy and cost of `items` on the machine of a finished run, each with a 90 % interval.
 
-    `lengths` is a CSV or JSONL file with the tokens of the real items, `results` as in `compare`. Raises HarnessError
+    `lengths`: a CSV or JSONL file with the tokens of the real items. `results`: as for `compare`. Raises HarnessError
     for a run or a file that cannot be read, and RunError for a run that allows no prediction.
     """
     return forecast(

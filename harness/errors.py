@@ -3,9 +3,9 @@
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
  +- UnlikeError        runs that are not compared             exit 1 (harness.rundir.manifest)
- +- SeveralErrors      more than one of these                 the least of theirs
+ +- SeveralErrors      more than one of these                 the smallest of their codes
  +- ServerError        the server did not become ready        exit 2
- |   +- StartError     for a reason of its own, not its host's
+ |   +- StartError     because of its settings, not of its host
  +- RunError           the run cannot give valid numbers      exit 3
 """
 
@@ -20,9 +20,9 @@ from harness.redact import masked
 
 INTERRUPTED = "interrupted; everything that was started has been torn down"
 SHOWN_PROBLEMS = 50  # of a scenario
-MAX_CHARACTERS = 1000  # of one of them
-_SHOWN_LINES = 5  # of one file
-_MAX_LINES = 1000  # after so many nothing more is read
+MAX_CHARACTERS = 1000  # of one problem
+_SHOWN_LINES = 5  # bad lines of one file
+_MAX_LINES = 1000  # bad lines of one file; then reading stops
 
 
 class ExitCode(enum.IntEnum):
@@ -36,60 +36,56 @@ class ExitCode(enum.IntEnum):
 
 
 class HarnessError(Exception):
-    """One clear sentence (what, where, which value) and what to do next."""
+    """An error that a user sees: one sentence (what, where, which value), and what to do next."""
 
     exit_code: ExitCode = ExitCode.USAGE
 
     def __init__(self, what: str, *, next_step: str = "", detail: str = "") -> None:
-        # A server's words are in many of these: whatever shows or keeps the error has it without secrets.
+        # A server's words are in many errors, so secrets are masked here.
         what, next_step, detail = masked([what, next_step, detail], "sure")
         super().__init__(what)
         self.what = what
         self.next_step = next_step
-        self.detail = detail  # evidence worth showing below the sentence, such as the last lines of a log
-
-    @property
-    def advised(self) -> str:
-        """The sentence and what to do next, in one line."""
-        return f"{self.what}{'' if self.what.endswith('?') else '.'} {self.next_step}" if self.next_step else self.what
+        self.detail = detail  # evidence to show below the sentence, such as the last lines of a log
 
 
 class Problem(NamedTuple):
-    path: str  # such as $.loads.chat.users, or below another one: .users; "": the whole file
+    path: str  # such as $.loads.chat.users; relative to another path: .users; "": the whole file
     text: str
     line: int | None = None
-    keys: tuple[str, ...] = ()  # other keys next to this one on which it depends
+    keys: tuple[str, ...] = ()  # sibling keys on which the problem depends
 
     def __str__(self) -> str:
         line = "" if self.line is None else f" (line {self.line})"
         return f"{self.path}{line}: {self.text}" if self.path else self.text
 
     def below(self, path: str) -> "Problem":
+        """Return the problem with a prefix before its path."""
         return self._replace(path=f"{path}{self.path}")
 
     def located(self, lines: Mapping[str, int]) -> "Problem":
-        """With the line in which its path, or the nearest one around it, starts."""
-        known = self.path
-        while known not in lines and "." in known:
-            known = known.rpartition(".")[0]
-        return self._replace(line=lines.get(known))
+        """Return the problem with the line of its path, or of the nearest parent in `lines`."""
+        path = self.path
+        while path not in lines and "." in path:
+            path = path.rpartition(".")[0]
+        return self._replace(line=lines.get(path))
 
 
 class ScenarioError(HarnessError):
-    """A scenario cannot be used; `problems` lists everything that is wrong with it."""
+    """A scenario cannot be used; `problems` lists all its mistakes."""
 
-    def __init__(self, where: str, found: Iterable[Problem | str]) -> None:
-        problems = list(map(str, found))
-        count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
+    def __init__(self, where: str, problems: Iterable[Problem | str]) -> None:
+        texts = list(map(str, problems))
+        count = "1 problem" if len(texts) == 1 else f"{len(texts):,} problems"
         super().__init__(f"{where}: {count}", next_step="Correct the file and run `harness check` on it.")
-        # Masked first: a value that is cut could hide from the mask.
-        self.problems = problems = [shortened(problem) for problem in masked(problems, "sure")]
-        more = len(problems) - SHOWN_PROBLEMS
-        self.detail = "\n".join(problems[:SHOWN_PROBLEMS] + ([f"and {more:,} more"] if more > 0 else []))
+        # Masked first: the mask would not find a value that is cut.
+        self.problems = [shorten(text) for text in masked(texts, "sure")]
+        more = len(texts) - SHOWN_PROBLEMS
+        self.detail = "\n".join(self.problems[:SHOWN_PROBLEMS] + ([f"and {more:,} more"] if more > 0 else []))
 
 
-def shortened(problem: str) -> str:
-    """A problem with at most so much of a long value that the rest of the sentence is still read."""
+def shorten(problem: str) -> str:
+    """Cut the middle of a long problem, which has a long value there."""
     if len(problem) <= MAX_CHARACTERS:
         return problem
     return f"{problem[: MAX_CHARACTERS // 2]} … {problem[-MAX_CHARACTERS // 2 :]}"
@@ -100,24 +96,14 @@ class ServerError(HarnessError):
 
 
 class StartError(ServerError):
-    """A server that its host could start ended, refused its model, or did not become ready: in a sweep a result.
+    """A server ended, refused its model, or did not become ready. In a sweep that is a result.
 
-    `known`: the `failure` (id), `cause` and `fix` of the failure table, where it knows the failure.
+    `known`: `failure` (id), `cause` and `fix` of the failure table, for a known failure.
     """
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        next_step: str = "",
-        detail: str = "",
-        failure: str | None = None,
-        cause: str | None = None,
-        fix: str | None = None,
-    ) -> None:
+    def __init__(self, what: str, *, next_step: str = "", detail: str = "", **known: str | None) -> None:
         super().__init__(what, next_step=next_step, detail=detail)
-        found = {"failure": failure, "cause": cause, "fix": fix}
-        self.known: dict[str, str] = masked({key: value for key, value in found.items() if value}, "sure")
+        self.known: dict[str, str] = masked({key: value for key, value in known.items() if value}, "sure")
 
 
 class RunError(HarnessError):
@@ -127,9 +113,9 @@ class RunError(HarnessError):
 
 
 class SeveralErrors(HarnessError):
-    """Errors that do not follow from each other: each in a line, what belongs to it below.
+    """Independent errors: each in a line, with its details below.
 
-    Advice that several share is given once, at the end; other advice in the line that it is for.
+    A next step that several share is given once, at the end; any other one in the line of its error.
     """
 
     def __init__(self, errors: list[HarnessError]) -> None:
@@ -137,15 +123,17 @@ class SeveralErrors(HarnessError):
         shared = shared if times > 1 else ""
         lines = []
         for error in errors:
-            lines.append(error.what if error.next_step == shared else error.advised)
+            advice = "" if error.next_step == shared else error.next_step
+            end = "" if error.what.endswith("?") else "."
+            lines.append(f"{error.what}{end} {advice}" if advice else error.what)
             lines += [f"  {line}" for line in error.detail.splitlines()]
         super().__init__(f"{len(errors)} problems", detail="\n".join(lines), next_step=shared)
         self.errors = errors
-        self.exit_code = min(error.exit_code for error in errors)  # usage before what follows from it
+        self.exit_code = min(error.exit_code for error in errors)  # a usage error may cause the others
 
 
 def sentence(error: Exception) -> str:
-    """An error for a log or a page: in a line, what there are several of in one each."""
+    """Return an error as a line for a log or a page; several errors as a line each."""
     if isinstance(error, SeveralErrors):
         return "\n".join(filter(None, [f"{error.what}:", error.detail, error.next_step]))
     if isinstance(error, HarnessError):
@@ -155,58 +143,59 @@ def sentence(error: Exception) -> str:
 
 
 class Mistakes:
-    """The errors of steps that do not need each other: each is noted, and all are raised together."""
+    """Collect the errors of independent steps, to raise them together."""
 
     def __init__(self) -> None:
-        self.found: list[HarnessError] = []
+        self.errors: list[HarnessError] = []
 
     def add(self, error: HarnessError) -> None:
-        errors = error.errors if isinstance(error, SeveralErrors) else [error]
-        self.found += [one for one in errors if one.what not in [known.what for known in self.found]]
+        known = [mistake.what for mistake in self.errors]
+        new = error.errors if isinstance(error, SeveralErrors) else [error]
+        self.errors += [mistake for mistake in new if mistake.what not in known]
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         try:
             yield
         except HarnessError as error:
             self.add(error)
 
-    def refuse(self) -> None:
-        if self.found:
-            raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
+    def raise_errors(self) -> None:
+        if self.errors:
+            raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(self.errors)
 
 
 class BadLines:
-    """Lines of a file that cannot be used: the first few are shown, and how many more there are."""
+    """Collect the unusable lines of a file, to show the first few and how many more there are."""
 
     def __init__(self, path: object, next_step: str) -> None:
         self._path = path
         self._next_step = next_step
-        self._told: list[str] = []
+        self._shown: list[str] = []
         self._count = 0
 
     def add(self, line: int, problem: str) -> None:
         self._count += 1
         if self._count <= _SHOWN_LINES:
-            self._told.append(f"{self._path}:{line}: {problem}")
+            self._shown.append(f"{self._path}:{line}: {problem}")
         if self._count == _MAX_LINES:
-            self.refuse()
+            self.raise_errors()
 
-    def refuse(self) -> None:
+    def raise_errors(self) -> None:
         if self._count == 1:
-            raise HarnessError(self._told[0], next_step=self._next_step)
+            raise HarnessError(self._shown[0], next_step=self._next_step)
         if self._count:
             more = [f"and {self._count - _SHOWN_LINES:,} more"] if self._count > _SHOWN_LINES else []
-            some = " or more" if self._count == _MAX_LINES else ""
+            or_more = " or more" if self._count == _MAX_LINES else ""
             raise HarnessError(
-                f"{self._path}: {self._count:,}{some} lines cannot be used",
-                detail="\n".join(self._told + more),
+                f"{self._path}: {self._count:,}{or_more} lines cannot be used",
+                detail="\n".join(self._shown + more),
                 next_step=self._next_step,
             )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A suggestion in words: the closest known name, or the list of them."""
+    """Return a suggestion in words: the closest known name, or all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
@@ -214,8 +203,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return "known: " + ", ".join(names) if names else "none are known"
 
 
-def which_row(name: str, known: Iterable[str]) -> str:
-    """As `did_you_mean`, for loads and rows: a mix is several, LOAD.PART, and so is a load with stages, LOAD@USERS."""
+def suggest_row(name: str, known: Iterable[str]) -> str:
+    """Return a suggestion for a load or row. A mix has parts, LOAD.PART; a load with stages has LOAD@USERS."""
     names = list(known)
-    parts = [one for one in names if one.startswith((f"{name}.", f"{name}@"))]
+    parts = [each for each in names if each.startswith((f"{name}.", f"{name}@"))]
     return f"it is several: {', '.join(parts)}" if parts else did_you_mean(name, names)

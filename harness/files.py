@@ -1,7 +1,4 @@
-"""Where the project's own files are, and how files are read and written.
-
-Regular files only, JSON that people can read, and each replaced in one step.
-"""
+"""The folders of the project, and functions that read and write files: regular files only, replaced in one step."""
 
 import errno
 import io
@@ -32,14 +29,11 @@ _STEP = re.compile(r"\.([^.\[`]+)|\[(\d+)\]")
 
 
 def open_file(path: str | Path) -> io.BufferedReader:
-    """Open a regular file for reading. Raises OSError for anything else, without waiting for a writer.
-
-    A named pipe blocks its reader, and a device may have no end.
-    """
+    """Open a regular file for reading. Raises OSError for anything else: a pipe blocks, a device may be endless."""
     _refuse_irregular(os.stat(path).st_mode, path)
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     try:
-        _refuse_irregular(os.fstat(file.fileno()).st_mode, path)  # it may have been replaced since
+        _refuse_irregular(os.fstat(file.fileno()).st_mode, path)  # it may have been replaced
     except OSError:
         file.close()
         raise
@@ -60,10 +54,7 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", max_bytes: int | None = None) -> str:
-    """The text of a regular file of at most so many bytes, its lines ended by a line feed.
-
-    Raises OSError, UnicodeDecodeError.
-    """
+    """Return the text of a regular file, with \\n as its line ends. Raises OSError, UnicodeDecodeError."""
     with io.TextIOWrapper(open_file(path), encoding, errors) as file:
         if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 1024} KiB", str(path))
@@ -74,7 +65,7 @@ def pretty_json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
-# Names of JSON fields until 0.2.0, which files of format 1 have.
+# Names of JSON fields in files of format 1, until 0.2.0, with their new names.
 OLD_NAMES = {
     "most": "max", "least": "min", "most_s": "max_s", "most_requests": "max_requests", "most_at_once": "max_parallel",
     "running_most": "running_max", "waiting_most": "waiting_max", "kv_usage_most": "kv_usage_max",
@@ -85,23 +76,23 @@ OLD_NAMES = {
     "clock_least_mhz": "clock_min_mhz", "container_memory_most_bytes": "container_memory_max_bytes",
     "host_memory_least_bytes": "host_memory_min_bytes",
 }  # fmt: skip
-_NAMED_BY_USERS = {"servers", "loads", "mixes"}  # the keys below these are no fields
-_NOT_OURS = {
+_NAMED_BY_USERS = {"servers", "loads", "mixes"}  # their keys are names, not fields
+_FOREIGN = {  # all keys below these are foreign
     "variables", "environment", "container", "effective", "versions", "gpus", "kernel_parameters", "json_schema",
     "locustfiles", "files", "computed",
 }  # fmt: skip
 
 
-def with_new_names(value: Any, key: str = "") -> Any:
-    """JSON of format 1, or what is below `key` in it, with the names that fields have now."""
+def rename_old_fields(value: Any, key: str = "") -> Any:
+    """Return JSON of format 1 with the new names of its fields. `key`: the field that has this value."""
     if isinstance(value, list):
-        return [with_new_names(part, key) for part in value]
-    if not isinstance(value, dict) or key in _NOT_OURS:
+        return [rename_old_fields(part, key) for part in value]
+    if not isinstance(value, dict) or key in _FOREIGN:
         return value
     if key in _NAMED_BY_USERS:
-        return {name: with_new_names(part) for name, part in value.items()}
+        return {name: rename_old_fields(part) for name, part in value.items()}
     names = OLD_NAMES | {"most": "max_requests"} if key == "trace" else OLD_NAMES
-    return {names.get(name, name): with_new_names(part, name) for name, part in value.items()}
+    return {names.get(name, name): rename_old_fields(part, name) for name, part in value.items()}
 
 
 def read_json(
@@ -112,10 +103,10 @@ def read_json(
     contradiction: Callable[[T], tuple[str, str] | None] = lambda _: None,
     upgrade: Callable[[dict[str, Any]], None] | None = None,
 ) -> T:
-    """The one value in a file. Raises OSError; HarnessError for a damaged file, or a format later than the `newest`.
+    """Return the value in a JSON file. Raises OSError; HarnessError with the line of a damaged or too new file.
 
-    The error has the line. `contradiction` returns what is wrong with a value that decodes, and the path of it.
-    `upgrade` changes a value of an earlier format, whose fields have their new names, to the newest, in place.
+    newest: the newest format version that can be read. contradiction: returns a problem of a decoded value, and its
+    path. upgrade: changes a value of an older format, whose fields have their new names, to the newest, in place.
     """
     raw = read_bytes(path)
     try:
@@ -127,62 +118,65 @@ def read_json(
                 next_step="Update the harness.",
             )
         if upgrade is not None and isinstance(head, dict) and (not isinstance(version, int) or version < (newest or 0)):
-            value = msgspec.convert(_upgraded(head, upgrade, newest), kind)
+            value = msgspec.convert(_upgrade(head, upgrade, newest), kind)
         else:
             value = msgspec.json.decode(raw, type=kind)
-        if (wrong := contradiction(value)) is not None:
-            raise msgspec.ValidationError("{} - at `{}`".format(*wrong))
+        if (problem := contradiction(value)) is not None:
+            raise msgspec.ValidationError("{} - at `{}`".format(*problem))
         return value
     except UNDECODABLE as error:
-        said = in_words(error)
-        newer = "unknown field" in said  # fields are added without a new format, which older files lack
-        step = "A newer harness wrote it: update this one." if newer else f"The file was changed or damaged{advice}."
-        line = _line_of(raw, said)
-        raise HarnessError(f"{path}{line and f':{line}'}: cannot be read ({said})", next_step=step) from None
+        text = describe_decode_error(error)
+        is_newer = "unknown field" in text  # a new optional field does not raise the format version
+        step = "A newer harness wrote it: update this one." if is_newer else f"The file was changed or damaged{advice}."
+        line = _line_of(raw, text)
+        raise HarnessError(f"{path}{line and f':{line}'}: cannot be read ({text})", next_step=step) from None
 
 
-def _upgraded(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], newest: int | None) -> dict[str, Any]:
-    raw = with_new_names(raw)
+def _upgrade(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], newest: int | None) -> dict[str, Any]:
+    raw = rename_old_fields(raw)
     try:
         upgrade(raw)
-    except (AttributeError, KeyError, TypeError):  # of another shape: the decoder says where
+    except (AttributeError, KeyError, TypeError):  # not the expected shape: the decoder reports where
         return raw
     return raw if "format_version" not in raw else raw | {"format_version": newest}
 
 
-def in_words(error: Exception) -> str:
-    said = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-    return said if len(said) <= 300 else f"{said[:300]}..."
+def describe_decode_error(error: Exception) -> str:
+    text = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _line_of(raw: bytes, said: str) -> str:
-    if (byte := re.search(r"\(byte (\d+)\)", said)) is not None:
+def _line_of(raw: bytes, text: str) -> str:
+    """Return the line of a decode error with this text, which has a byte or a path; "": unknown."""
+    if (byte := re.search(r"\(byte (\d+)\)", text)) is not None:
         return str(raw.count(b"\n", 0, int(byte[1])) + 1)
-    if "truncated" in said:
+    if "truncated" in text:
         return str(raw.count(b"\n") + 1)
-    if not said.endswith("`") and "- at" not in said:
+    if not text.endswith("`") and "- at" not in text:
         return ""
-    at, value = 0, raw
-    for key, index in _STEP.findall(said.partition("- at `$")[2]):
+    offset, value = 0, raw
+    for key, index in _STEP.findall(text.partition("- at `$")[2]):
         try:
             parts: Any = msgspec.json.decode(value, type=dict[str, msgspec.Raw] if key else list[msgspec.Raw])
             for name, part in parts.items() if key else enumerate(parts):
-                at = raw.index(begins := msgspec.json.encode(name), at) + len(begins) if key else at
-                at, value = raw.index(bytes(part), at), bytes(part)
+                if key:
+                    encoded = msgspec.json.encode(name)
+                    offset = raw.index(encoded, offset) + len(encoded)
+                offset, value = raw.index(bytes(part), offset), bytes(part)
                 if name == (key or int(index)):
                     break
-                at += len(value)
+                offset += len(value)
             else:
                 break
         except (*UNDECODABLE, ValueError):
             break
-    return str(raw.count(b"\n", 0, at) + 1)
+    return str(raw.count(b"\n", 0, offset) + 1)
 
 
 def read_lines(path: Path, kind: type[T], damaged: list[int] | None = None) -> Iterator[T]:
-    """The values in a file of one a line, however its writer ended; none where there is no such file.
+    """Yield the values in a JSON Lines file; none where there is no file.
 
-    A line that cannot be decoded (torn by a kill) is skipped; its number goes to `damaged`.
+    Skips a line that cannot be decoded, such as one torn by a kill, and adds its number to `damaged`.
     """
     decoder = msgspec.json.Decoder(kind)
     if not path.exists():
@@ -197,9 +191,9 @@ def read_lines(path: Path, kind: type[T], damaged: list[int] | None = None) -> I
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file in one step: no reader, and no power loss, ever sees half of it.
+    """Replace a file in one step, so that neither a reader nor a power loss sees half of it.
 
-    Raises OSError, and then nothing is left.
+    Raises OSError, and then leaves nothing.
     """
     temporary = path.with_name(f"{path.name}.new")
     try:

@@ -1,7 +1,7 @@
 """The files between the harness and the load processes of one cell.
 
-The job, one JSON file, is all that they need to know. The status file, one JSON object a line, is what they report: why
-the load cannot start, and which workers have come.
+The job, a JSON file, has all that the load processes need. In the status file, JSON Lines, they report why the load
+cannot start, and which workers are connected.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from harness.workload import Workload
 from harness.workload.prompt_file import PromptRow
 from harness.workload.traces import Replay
 
-# Of a load process: the texts that must not get into a record, whatever a server says, as JSON of `know`. They come
-# by the environment, as the API key does, because a job is a file.
+# The environment variable of a load process with the texts that no record may contain, as JSON of `redact.know`. They
+# are not in the job, because it is a file.
 SECRETS_ENV = "AMD_LLM_LOAD_SECRETS"
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One cell's work. Paths are absolute, as the load process sees them; secrets are only named."""
+    """The work of one cell. Paths are absolute for the load process; a secret is only a variable's name."""
 
-    run: str = ""  # a few characters of the run's id, which make request ids differ between runs; none by hand
+    run: str = ""  # the random part of the run's id, for unique request ids; empty with stock Locust
     cell: str
     load_name: str
     load: Load
@@ -36,47 +36,47 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     prompts: Prompts
     prompt_file: str | None = None
     trace_file: str | None = None
-    trace_marks: str | None = None  # processes.jsonl next to it: joins the clocks of the processes that sent it
-    prompt_lengths: list[tuple[int, int]] = []  # where a file of lengths says them: its lines
+    trace_marks: str | None = None  # processes.jsonl next to the trace: aligns the clocks of its load processes
+    prompt_lengths: list[tuple[int, int]] = []  # the lines of a length file
     output_lengths: list[tuple[int, int]] = []
-    words: list[str] = []  # those that are one token each, where tokens are counted; else all of them
+    words: list[str] = []  # the words of one token each, where tokens are counted; else all words
     seed: int
-    salt: str | None = None  # words put before each prompt; None: nothing
+    salt: str | None = None  # words before each prompt
     warmup: Warmup
     api_key_env: str | None = None
     requests_path: str  # requests.jsonl of the run, appended to by every process
     processes_path: str  # processes.jsonl of the run
     counter_path: str  # the cell's shared counter: which request of the sequence comes next
     simulated: bool = False  # the server is the embedded engine, which every page shows
-    slos: str = ""  # of a live load, for the goodput that is shown
-    machine: int = 0  # whose part of the sequence this is, from 0 ...
-    machines: int = 1  # ... of so many that send it; each of them has a counter of its own
-    then: list["Job"] = []  # the further stages of a load whose number of users changes; each has a counter of its own
-    concurrent_loads: list[str] = []  # of a load of a mix: the counter_path of each other one
+    slos: str = ""  # of a live load, for its goodput
+    machine: int = 0  # number, from 0, of the machine that sends this part of the sequence ...
+    machines: int = 1  # ... and the number of machines; each has its own counter
+    then: list["Job"] = []  # the further stages of a load; each has its own counter
+    concurrent_loads: list[str] = []  # of a part of a mix: the counter_path of each other part
     workers: Workers | None = None  # of the master: the machines that it waits for
 
 
 def workload_of(job: Job, rows: Sequence[PromptRow], replay: Replay | None = None) -> Workload:
-    """The requests of a job. `rows`: of its file of prompts; `replay`: of its trace."""
+    """Return the requests of a job. `rows`: of its prompt file; `replay`: of its trace."""
     return Workload(
         job.prompts, job.load, job.seed, job.salt, rows, job.prompt_lengths, job.output_lengths, job.words, replay
     )
 
 
 def secrets_of(job: Job) -> dict[str, bool]:
-    """The texts that this process knows and no record may hold: the API key, and what the server was started with."""
+    """Return the texts that no record may contain: the API key, and the secrets that the server was started with."""
     key = os.environ.get(job.api_key_env, "").strip() if job.api_key_env else None
     served = msgspec.json.decode(os.environ.get(SECRETS_ENV, "{}"), type=dict[str, bool])
     return served | ({key: True} if key else {})
 
 
-def warm_sign(counter_path: str) -> Path:
-    """The file whose being there says that the warm-up of a part of a mix is over, or that it has ended."""
+def warmup_done_file(counter_path: str) -> Path:
+    """The file that exists once the warm-up of a part of a mix is over, or the part has ended."""
     return Path(f"{counter_path}.warm")
 
 
-def quiet_sign(counter_path: str) -> Path:
-    """The file that is touched each second while the load has nothing due: see LoadProcess.is_quiet."""
+def idle_file(counter_path: str) -> Path:
+    """The file that is touched each second while no request is due; see LoadProcess.is_quiet."""
     return Path(f"{counter_path}.quiet")
 
 
@@ -93,54 +93,54 @@ class GaveUp(msgspec.Struct, frozen=True, tag_field="code", tag="gave_up"):
 
 
 class WaitsForWorkers(msgspec.Struct, frozen=True, tag_field="code", tag="waits_for_workers"):
-    """The master reports which workers have come, by the names of their machines."""
+    """The master reports the connected workers."""
 
-    here: list[str]
+    here: list[str]  # names of machines
 
 
 Status = GaveUp | WaitsForWorkers
 
 
 def status_file(counter_path: str) -> Path:
-    """The file to which the load processes of a cell append what they report."""
+    """The file to which the load processes of a cell append their reports."""
     return Path(f"{counter_path}.status")
 
 
-def report(job: Job, status: Status) -> None:
-    """Append to the status file. A full disk must not hide the error that is reported: it is in the log as well."""
+def report_status(job: Job, status: Status) -> None:
+    """Append to the status file. A failure is ignored: the log has the report too."""
     with contextlib.suppress(OSError), status_file(job.counter_path).open("ab") as file:
         file.write(msgspec.json.encode(status) + b"\n")
 
 
 def report_error(job: Job, error: Exception) -> None:
     """Append to the status file why the load cannot start or go on."""
-    for one in error.errors if isinstance(error, SeveralErrors) else [error]:
-        known = one if isinstance(one, HarnessError) else HarnessError(str(one))
-        report(job, GaveUp(known.what, known.next_step, known.detail))
+    for each in error.errors if isinstance(error, SeveralErrors) else [error]:
+        known = each if isinstance(each, HarnessError) else HarnessError(str(each))
+        report_status(job, GaveUp(known.what, known.next_step, known.detail))
 
 
 def read_status(job: Job) -> list[Status]:
-    """All that the load processes of a cell have reported so far. A line that is not complete yet is left out."""
+    """Return all reports of a cell's load processes so far, without an incomplete last line."""
     try:
         *lines, _ = read_bytes(status_file(job.counter_path)).split(b"\n")
     except OSError:
         return []
-    found = list[Status]()
+    reports = list[Status]()
     for line in lines:
         with contextlib.suppress(msgspec.DecodeError):
-            found.append(msgspec.json.decode(line, type=Status))
-    return found
+            reports.append(msgspec.json.decode(line, type=Status))
+    return reports
 
 
-def text_of(job: Job) -> str:
-    """The job for a command line: what is empty is left out, which is its default."""
-    return msgspec.json.encode(_filled(msgspec.to_builtins(job))).decode()
+def encode_job(job: Job) -> str:
+    """Return the job as text for a command line, without empty fields, which are the defaults."""
+    return msgspec.json.encode(_drop_empty(msgspec.to_builtins(job))).decode()
 
 
-def _filled(value: Any) -> Any:
+def _drop_empty(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _filled(inner) for key, inner in value.items() if inner not in (None, "", [])}
-    return [_filled(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _drop_empty(inner) for key, inner in value.items() if inner not in (None, "", [])}
+    return [_drop_empty(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def write_job(job: Job, path: Path) -> None:
@@ -148,8 +148,8 @@ def write_job(job: Job, path: Path) -> None:
 
 
 def read_job(path: Path) -> Job:
-    return job_of_text(read_bytes(path))
+    return decode_job(read_bytes(path))
 
 
-def job_of_text(text: bytes | str) -> Job:
+def decode_job(text: bytes | str) -> Job:
     return msgspec.json.decode(text, type=Job)

@@ -1,4 +1,4 @@
-"""Load processes on other machines: which ones a run waits for, where they find it, and this machine as one of them."""
+"""Load processes on other machines: the workers of a run, and this machine as a worker (`harness worker`)."""
 
 import os
 import re
@@ -22,66 +22,70 @@ from harness.scenario import Load
 from harness.scenario.plan import mix_of
 
 PORT = 5557  # Locust's own
-FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`
-MACHINE = 10_000_000  # beyond every pid. The number of a load process in a run's files: its machine * MACHINE + its pid
+FROM_MASTER = "-"  # a value of --job: the master sends the job, as it sends the locustfile with `-f -`
+MACHINE = 10_000_000  # above every pid. A run's files number a load process as its machine * MACHINE + its pid
 
 
 class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The machines that send a run's load. `processes` are those of each machine, `total` those of all."""
+    """The machines that send a run's load."""
 
-    names: list[str] = []  # of the machines; none: whichever come
+    names: list[str] = []  # of the machines; empty: any machines
     machines: int
-    processes: int = 1
-    bind: str  # address of this machine at which they find the master
+    processes: int = 1  # of each machine
+    bind: str  # address of this machine at which the workers connect to the master
     port: int = PORT
-    parts: int = 1  # of a mix: each has a master of its own, at this port and those after it
+    parts: int = 1  # of a mix: each has its own master, at this port and the following ones
 
     @property
     def total(self) -> int:
+        """Load processes of all machines."""
         return self.machines * self.processes
 
     @property
-    def command(self) -> str:
-        more = f" --processes {self.processes}" if self.processes > 1 else ""
-        address = "ADDRESS" if self.bind in ("0.0.0.0", "*") else self.bind  # every one that this machine has
-        return " and ".join(f"harness worker --master {address}:{port}{more}" for port in self._ports)
-
-    @property
-    def _ports(self) -> range:
+    def ports(self) -> range:
         return range(self.port, self.port + self.parts)
 
-    def awaited(self, here: Sequence[str]) -> str:
-        come, asked = Counter(here), Counter(self.names * self.processes)
-        if not self.names:
-            return f"waiting for workers: {len(here)} of {self.total} connected" + (
-                f" ({_listed(come)})" if here else ""
-            )
-        some = {"missing": asked - come, "not asked for": come - asked}
-        texts = [f"waiting for workers: {(come & asked).total()} of {self.total} connected"]
-        return "; ".join(texts + [f"{word}: {_listed(those)}" for word, those in some.items() if those])
+    @property
+    def command(self) -> str:
+        """The commands that start the workers on a machine."""
+        more = f" --processes {self.processes}" if self.processes > 1 else ""
+        address = "ADDRESS" if self.bind in ("0.0.0.0", "*") else self.bind  # the first two: all addresses
+        return " and ".join(f"harness worker --master {address}:{port}{more}" for port in self.ports)
 
-    def refuse_unusable(self) -> None:
-        """Raise HarnessError when a port cannot be opened, before a server or worker is started."""
-        for port in self._ports:
+    def missing_text(self, names: Sequence[str]) -> str:
+        """Describe the missing workers. `names`: the machine of each connected load process."""
+        connected, expected = Counter(names), Counter(self.names * self.processes)
+        if not self.names:
+            listed = f" ({_join_counts(connected)})" if names else ""
+            return f"waiting for workers: {len(names)} of {self.total} connected{listed}"
+        texts = [f"waiting for workers: {(connected & expected).total()} of {self.total} connected"]
+        for word, workers in (("missing", expected - connected), ("not asked for", connected - expected)):
+            texts += [f"{word}: {_join_counts(workers)}"] if workers else []
+        return "; ".join(texts)
+
+    def check_ports(self) -> None:
+        """Raise HarnessError when a port cannot be opened, before a server or worker starts."""
+        for port in self.ports:
             try:
                 with socket.socket() as trial:
                     trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     trial.bind(("" if self.bind == "*" else self.bind, port))
             except (OSError, OverflowError) as error:
-                why = error.strerror if isinstance(error, OSError) else "no port is above 65535"
-                of = "" if self.parts == 1 else f"; the parts of a mix take {self.parts} ports, from {self.port} on"
+                reason = error.strerror if isinstance(error, OSError) else "no port is above 65535"
+                if self.parts > 1:
+                    reason = f"{reason}; the parts of a mix take {self.parts} ports, from {self.port} on"
                 raise HarnessError(
-                    f"--bind: {self.bind}:{port} cannot be listened at ({why}{of})",
+                    f"--bind: {self.bind}:{port} cannot be listened at ({reason})",
                     next_step="Give an address of this machine, and a port that is free.",
                 ) from None
 
 
-def _listed(processes: Counter[str]) -> str:
+def _join_counts(processes: Counter[str]) -> str:
     return ", ".join(name if times == 1 else f"{times} of {name}" for name, times in sorted(processes.items()))
 
 
 def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
-    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError."""
+    """Parse `--workers` (names, or how many) and `--bind`. Raises HarnessError."""
     names, machines = parse_names(given)
     if bind is None:
         raise HarnessError(
@@ -108,7 +112,7 @@ def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Wo
 
 
 def parse_names(given: str) -> tuple[list[str], int]:
-    """The names in `--workers`, none where it says how many, and how many they are. Raises HarnessError."""
+    """Return the names in `--workers`, empty where it is a number, and their number. Raises HarnessError."""
     names = [name.strip() for name in given.split(",")]
     number = int(names[0]) if len(names) == 1 and names[0].isascii() and names[0].isdigit() else None
     if number == 0 or not all(names) or len(set(names)) < len(names) or (number or len(names)) > 1000:
@@ -121,7 +125,7 @@ def parse_names(given: str) -> tuple[list[str], int]:
 
 
 def parse_address(option: str, given: str) -> tuple[str, int]:
-    """Host and port, Locust's own where none is given. Raises HarnessError."""
+    """Return host and port; the default is Locust's port. Raises HarnessError."""
     match = re.fullmatch(r"([^\s:/]+)(?::(\d{1,5}))?", given)
     port = int(match[2]) if match and match[2] else PORT
     if match is None or not 0 < port < 65536:
@@ -136,81 +140,82 @@ def parse_address(option: str, given: str) -> tuple[str, int]:
 _PAUSE_S = 0.5
 _GRACE_S = 6.0
 # Lines that Locust logs while it is idle, and at each start and end.
-_LOCUSTS_OWN = re.compile(rb"Waiting to connect to master|Got no locustfile response|\[[^]]*\] [^/ ]*/INFO/locust\.")
+_IDLE_LINE = re.compile(rb"Waiting to connect to master|Got no locustfile response|\[[^]]*\] [^/ ]*/INFO/locust\.")
 
 
-def lend(master: str, processes: int, *, once: bool = False) -> None:
-    """Serve one load after the other, until KeyboardInterrupt.
+def run_worker(master: str, processes: int, *, once: bool = False) -> None:
+    """Send one load after the other, until KeyboardInterrupt; with `once` only one.
 
-    Raises HarnessError for a master whose name is not known, and after a single load that failed.
+    Raises HarnessError for a master whose name is unknown, and with `once` for a load that failed.
     """
     host, port = parse_address("--master", master)
-    _refuse_unknown(host, port)
+    _check_host(host, port)
     command = [sys.executable, "-m", "locust", "-f", "-", "--worker", "--master-host", host, "--master-port", str(port)]
     command += ["--job", FROM_MASTER]
     if processes > 1:
         command += ["--processes", str(processes)]
-    quiet = False  # no load and no problem: Locust gives up on a master after some minutes
+    was_idle = False  # Locust gives up on a master after some minutes: neither a load nor a problem
     while True:
-        if not quiet:
+        if not was_idle:
             print(f"waiting for a load from {host}:{port}", flush=True)
-        code, spoke, left = _live(command)
-        quiet = not spoke and code >= 0
-        if (code and not quiet) or left:
-            print(_how_it_ended(code, left, once), flush=True)
-        if once and not quiet:
+        code, has_output, undelivered = _run_load(command)
+        was_idle = not has_output and code >= 0
+        if (code and not was_idle) or undelivered:
+            print(_describe_end(code, undelivered, once), flush=True)
+        if once and not was_idle:
             if code:
                 raise HarnessError(f"the load ended with exit code {code}", next_step="Its log is above.")
             return
         time.sleep(_PAUSE_S)
 
 
-def _live(command: list[str]) -> tuple[int, bool, Path | None]:
-    """Run Locust until it ends. Return its exit code, whether it said anything, and the folder of undelivered records.
+def _run_load(command: list[str]) -> tuple[int, bool, Path | None]:
+    """Run Locust until it ends. Return its exit code, whether it logged a load, and the folder of undelivered records.
 
-    It has a temporary folder of its own: it puts the locustfile there by its bare name, and another worker of this
-    machine would read it half written.
+    Each run has its own temporary folder. Locust writes the locustfile there under a fixed name, and another worker of
+    this machine could read it half written.
     """
     folder = Path(tempfile.mkdtemp(prefix="amd-llm-load-worker-"))
     env = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     child = process.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
     assert child.stdout is not None
     try:
-        spoke = _relay(child.stdout)
+        has_output = _relay(child.stdout)
         code = child.wait()
     finally:
         try:
             process.stop(child, grace_s=_GRACE_S)
             _relay(child.stdout)  # after Ctrl-C: undelivered records
         finally:  # also after a second Ctrl-C
-            left = any(folder.glob("amd-llm-load-*"))
-            if not left:
+            has_records = any(folder.glob("amd-llm-load-*"))
+            if not has_records:
                 shutil.rmtree(folder, ignore_errors=True)
-    return code, spoke, folder if left else None
+    return code, has_output, folder if has_records else None
 
 
 def _relay(lines: IO[bytes]) -> bool:
-    spoke = False
+    """Print all lines except idle ones; return whether there were any."""
+    has_output = False
     for line in lines:
-        if not _LOCUSTS_OWN.match(line):
-            spoke = True
+        if not _IDLE_LINE.match(line):
+            has_output = True
             print(line.decode(errors="replace"), end="", flush=True)
-    return spoke
+    return has_output
 
 
-def _how_it_ended(code: int, left: Path | None, once: bool) -> str:
-    kept = f"; what it had recorded is in {left}" if left else ""
+def _describe_end(code: int, undelivered: Path | None, once: bool) -> str:
+    kept = f"; what it had recorded is in {undelivered}" if undelivered else ""
     if code >= 0:  # 0: another process of the worker failed
-        how = f"ended with exit code {code}" if code else "ended before all had been delivered"
-        return f"a load process {how}{kept}"
+        end = f"ended with exit code {code}" if code else "ended before all had been delivered"
+        return f"a load process {end}{kept}"
     name = signal.Signals(-code).name
     memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-    next_one = "" if once else "; the next one is served again"
-    return f"the load process was ended by {name}{memory}: its load cannot be valid{next_one}{kept}"
+    following = "" if once else "; the next one is served again"
+    return f"the load process was ended by {name}{memory}: its load cannot be valid{following}{kept}"
 
 
-def _refuse_unknown(host: str, port: int) -> None:
-    """Raise HarnessError for an unknown host name. A master that is not up yet is no error."""
+def _check_host(host: str, port: int) -> None:
+    """Raise HarnessError for an unknown host name. The master need not be up yet."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:  # UnicodeError: an invalid name

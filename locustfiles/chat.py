@@ -7,7 +7,7 @@ from locust import task
 
 from harness.load.user import LLMUser
 from harness.scenario import TURNS
-from harness.scenario.behaviour import chance, leaves
+from harness.scenario.behaviour import abandon_of, chance
 from harness.workload import Message
 
 
@@ -33,7 +33,7 @@ class ChatUser(LLMUser):
                 history, said = history + said, []
                 question = place.without_system() if history else place
             asked = question.at(place)
-            leave = leaves(self.load.abandon, self.seed, place.index)
+            leave = abandon_of(self.load.abandon, self.seed, place.index)
             answer = self.ask(asked, history, conversation=conversation, turn=turn, again=again, leave=leave)
             if answer.error is None:  # otherwise it goes on as if nothing had been asked, or answered again
                 said = [*question.messages, {"role": "assistant", "content": answer.text}]

@@ -7,7 +7,7 @@ import pytest
 
 from harness.errors import HarnessError, ScenarioError
 from harness.prepare.experiment import Experiment, Target, prepare
-from harness.prepare.machine_fit import fill_in, predict_shares
+from harness.prepare.machine_fit import predict_shares, resolve_auto
 from harness.reasons import sentence
 from harness.units import GIB
 from tests.command import harness, write
@@ -32,7 +32,7 @@ def filled(found: Experiment) -> dict[str, Any]:
 
 def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     said: list[str] = []
-    found = fill_in(experiment(tmp_path, vllm=ROCM), said.append, strix_halo_carve_out(tmp_path / "root"))
+    found = resolve_auto(experiment(tmp_path, vllm=ROCM), said.append, strix_halo_carve_out(tmp_path / "root"))
     assert filled(found) == {"vllm": 0.92}
     why = "0.92 = (94.50 GiB free - 2.89 GiB reserve) / 96.00 GiB total = 0.9543, down to hundredths, at most 0.92"
     (formula,) = found.computed.values()
@@ -44,12 +44,12 @@ def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
 
 def test_numbers_stay_and_nothing_is_looked_at(tmp_path: Path) -> None:
     before = experiment(tmp_path, vllm=rocm(gpu_memory_utilization=0.6), other={"template": "vllm-rocm"})
-    assert fill_in(before, pytest.fail, tmp_path) is before
+    assert resolve_auto(before, pytest.fail, tmp_path) is before
 
 
 def test_a_server_that_already_runs_is_left_alone(tmp_path: Path) -> None:
     before = prepare(write(tmp_path, servers={"vllm": ROCM}), Target("http://127.0.0.1:1"))
-    assert fill_in(before, pytest.fail, tmp_path) is before
+    assert resolve_auto(before, pytest.fail, tmp_path) is before
 
 
 def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
 
     elsewhere = rocm(devices=["/dev/kfd", "/dev/dri/renderD128"])
     servers = {"a": ROCM, "a-again": ROCM, "other-flags": rocm(max_num_seqs=8), "other": elsewhere}
-    found = fill_in(experiment(tmp_path, **servers), and_memory_moves, root)
+    found = resolve_auto(experiment(tmp_path, **servers), and_memory_moves, root)
     assert filled(found) == {"a": 0.92, "a-again": 0.92, "other-flags": 0.92, "other": 0.35}
 
 
@@ -69,7 +69,7 @@ def test_pages_of_the_host(tmp_path: Path) -> None:
     said: list[str] = []
     root = strix_halo_gtt(tmp_path / "root")
     (root / "proc/meminfo").write_text(f"MemTotal: 130000000 kB\nMemAvailable: {80 * GIB // 1024} kB\n")
-    found = fill_in(experiment(tmp_path, vllm=ROCM), said.append, root)
+    found = resolve_auto(experiment(tmp_path, vllm=ROCM), said.append, root)
     assert filled(found) == {"vllm": 0.65}  # (80 - 4) / 116
     assert said[1:] == ["  doubt: what is in use of GTT may lag behind what programs have just allocated"]
 
@@ -92,14 +92,14 @@ def test_the_gpus_that_the_server_is_given_count(tmp_path: Path, variables: dict
     root = host(tmp_path / "root", name="four", kernel="6.8", ram_gib=256, available_gib=200)
     for number, used in enumerate((0, 3, 10, 18)):
         gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
-    found = fill_in(experiment(tmp_path, vllm=rocm(**variables)), lambda _line: None, root)
+    found = resolve_auto(experiment(tmp_path, vllm=rocm(**variables)), lambda _line: None, root)
     assert filled(found) == {"vllm": expected}
 
 
 def test_what_is_left_for_a_model_that_is_here(tmp_path: Path) -> None:
     said: list[str] = []
     qwen3(tmp_path / "m")
-    fill_in(
+    resolve_auto(
         experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m"))),
         said.append,
         strix_halo_carve_out(tmp_path / "root"),
@@ -118,7 +118,7 @@ def test_what_is_left_for_a_model_that_is_here(tmp_path: Path) -> None:
 def test_behind_lemonade_it_stands_in_the_arguments(tmp_path: Path, given: str, expected: str) -> None:
     server = {"template": "lemonade", "variables": {"vllm_args": given}}
     root = strix_halo_carve_out(tmp_path / "root")
-    found = fill_in(experiment(tmp_path, lemonade=server), lambda _line: None, root)
+    found = resolve_auto(experiment(tmp_path, lemonade=server), lambda _line: None, root)
     assert found.scenario.servers["lemonade"].variables == {"vllm_args": expected}
     assert list(found.computed) == ([] if given == expected else ["servers.lemonade.vllm_args"])
 
@@ -129,14 +129,14 @@ def test_the_gpus_that_vllm_behind_lemonade_takes_count(tmp_path: Path) -> None:
         gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
     text = "--tensor-parallel-size 2 --gpu-memory-utilization auto"
     servers = {"two": {"template": "lemonade", "variables": {"vllm_args": text}}}
-    found = fill_in(experiment(tmp_path, **servers), lambda _line: None, root)
+    found = resolve_auto(experiment(tmp_path, **servers), lambda _line: None, root)
     assert found.scenario.servers["two"].variables["vllm_args"] == text.replace("auto", "0.12")
 
 
 def test_gpus_that_are_named_otherwise_than_by_number_are_refused(tmp_path: Path) -> None:
     named = rocm(environment={"ROCR_VISIBLE_DEVICES": "GPU-0123456789abcdef"})
     with pytest.raises(HarnessError, match="ROCR_VISIBLE_DEVICES names 'GPU-0123456789abcdef'") as caught:
-        fill_in(experiment(tmp_path, vllm=named), pytest.fail, strix_halo_carve_out(tmp_path / "root"))
+        resolve_auto(experiment(tmp_path, vllm=named), pytest.fail, strix_halo_carve_out(tmp_path / "root"))
     assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75.")
 
 
@@ -146,12 +146,12 @@ def test_the_memory_of_another_machine_is_not_known_here(
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", docker_host)
     with pytest.raises(HarnessError, match="the Docker Engine is on 192.0.2.7, whose memory is not known here"):
-        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail)
+        resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail)
 
 
 def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
     with pytest.raises(HarnessError) as caught:
-        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail, tmp_path)
+        resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail, tmp_path)
     assert caught.value.what == (
         "server 'vllm': gpu_memory_utilization is auto, and it cannot be computed: "
         "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
@@ -168,7 +168,7 @@ def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
 def test_where_nothing_is_left_nothing_is_started(tmp_path: Path) -> None:
     root = gpu(tmp_path / "root", 110501, vram_gib=96, gtt_gib=15, vram_used_gib=95)
     with pytest.raises(HarnessError, match="is auto, and no memory is left for vLLM"):
-        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail, root)
+        resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail, root)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 
-from harness.scenario.behaviour import Abandon, Pause, behaviour_problems, chance, leaves, longest_s, pause_s
+from harness.scenario.behaviour import (
+    Abandon,
+    Pause,
+    abandon_of,
+    behaviour_problems,
+    chance,
+    max_pause_s,
+    pause_s,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +29,7 @@ def test_pauses_have_the_stated_distribution(pause: Pause | list[float], mean: f
     drawn = [pause_s(pause, 7, "think", index) for index in range(20_000)]
     assert statistics.mean(drawn) == pytest.approx(mean, rel=0.03)
     assert statistics.median(drawn) == pytest.approx(median, rel=0.03)
-    assert max(drawn) <= longest_s(pause)
+    assert max(drawn) <= max_pause_s(pause)
     assert drawn[:10] == [pause_s(pause, 7, "think", index) for index in range(10)]
     assert pause_s(pause, 8, "think", 0) != drawn[0] or drawn[0] == 3.0
 
@@ -31,8 +39,8 @@ def test_a_long_pause_is_cut() -> None:
     assert max(pause_s(Pause(mean_s=1.0, max_s=1.5), 1, "x", index) for index in range(500)) == 1.5
     assert pause_s(Pause(mean_s=3.0, distribution="fixed", max_s=1.5), 1, "x", 0) == 1.5
     assert pause_s(Pause(mean_s=0), 1, "x", 0) == 0.0
-    assert longest_s(Pause(mean_s=3.0, distribution="fixed", max_s=100.0)) == 3.0
-    assert longest_s(None) == 0.0
+    assert max_pause_s(Pause(mean_s=3.0, distribution="fixed", max_s=100.0)) == 3.0
+    assert max_pause_s(None) == 0.0
 
 
 def test_the_sequence_of_decisions_stays_what_it_is() -> None:
@@ -44,9 +52,9 @@ DECIDED = [0.773521, 0.491069, 0.893318]
 
 def test_as_many_leave_as_said() -> None:
     how = Abandon(share=0.05, after_s=2.0)
-    left = [index for index in range(20_000) if leaves(how, 1, index)]
+    left = [index for index in range(20_000) if abandon_of(how, 1, index)]
     assert len(left) / 20_000 == pytest.approx(0.05, rel=0.1)
-    assert leaves(None, 1, 0) is None
+    assert abandon_of(None, 1, 0) is None
 
 
 @pytest.mark.parametrize(

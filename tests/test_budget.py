@@ -8,7 +8,7 @@ import pytest
 
 from harness.analysis.summarize import read_summary
 from harness.judge.verdicts import ComparedSides, decide_verdicts, level_parts
-from harness.run.budget import is_look, open_rows
+from harness.run.budget import is_check_due, open_rows
 from harness.rundir.manifest import read_run
 from harness.summary import OPEN, Comparison, Numbers, Row, Summary, Verdict
 from tests.command import harness, only_run, server, write
@@ -41,7 +41,7 @@ def spent(
     values = [[math.exp(dice.normal(effect, 0.03)) for _ in range(last)] for effect in effects]
     numbers, looks, going = [planned] * len(effects), [], set(range(len(effects)))
     for repeat in range(planned, last):
-        if is_look(repeat, planned):
+        if is_check_due(repeat, planned):
             looks.append(repeat)
             found = compared(values, numbers, looks if honest else []).verdicts
             undecided = [one for one in found if one.reason in OPEN and (one.needed or one.needed_for_same)]
@@ -66,8 +66,8 @@ def test_rows_that_differ_are_found_and_need_no_more_repeats() -> None:
 
 
 def test_the_levels_of_all_looks_are_alpha_together() -> None:
-    assert [number for number in range(1, 50) if is_look(number, 5)] == [5, 10, 20, 40]
-    assert [number for number in range(1, 10) if is_look(number, 1)] == [1, 2, 4, 8]
+    assert [number for number in range(1, 50) if is_check_due(number, 5)] == [5, 10, 20, 40]
+    assert [number for number in range(1, 10) if is_check_due(number, 1)] == [1, 2, 4, 8]
     looks = [5, 10, 20]
     assert level_parts(5, []) == 1  # there was no time for more: the data were looked at once
     assert [level_parts(repeats, looks) for repeats in (5, 7, 10, 20, 27)] == [2, 2, 4, 8, 8]

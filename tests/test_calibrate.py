@@ -12,7 +12,7 @@ from rich.console import Console
 
 from harness.errors import RunError
 from harness.run import calibrate as calibrate_module
-from harness.run.calibrate import CalibrationPoint, in_words, reading_of
+from harness.run.calibrate import CalibrationPoint, calibration_point, describe_readings
 from harness.rundir.records import ProcessMark, Request
 
 
@@ -36,7 +36,7 @@ def write(folder: Path, errors_s: list[float], *, coalesced: int = 0, error: str
 
 
 def test_the_error_is_the_record_minus_what_was_sent(tmp_path: Path) -> None:
-    reading = reading_of(tmp_path, write(tmp_path, [0.001] * 9 + [0.003]), 1)
+    reading = calibration_point(tmp_path, write(tmp_path, [0.001] * 9 + [0.003]), 1)
     assert reading.error_p50_s == pytest.approx(0.001)
     assert reading.error_p99_s == pytest.approx(0.003, rel=0.1)
     assert reading.chunks_per_s == pytest.approx(10 / 1.0)
@@ -46,7 +46,7 @@ def test_the_error_is_the_record_minus_what_was_sent(tmp_path: Path) -> None:
 
 def test_a_chunk_that_shared_a_read_counts_as_shared_and_not_as_an_error(tmp_path: Path) -> None:
     sent = write(tmp_path, [0.0, 0.1, 0.0, 0.0], coalesced=1)  # the second came with the third
-    reading = reading_of(tmp_path, sent, 1)
+    reading = calibration_point(tmp_path, sent, 1)
     assert reading.shared == 0.25
     assert reading.error_p99_s < 1e-9
     assert reading.doubts == ["more than 1% of the chunks shared a read"]
@@ -54,7 +54,7 @@ def test_a_chunk_that_shared_a_read_counts_as_shared_and_not_as_an_error(tmp_pat
 
 def test_failed_requests_are_no_reading(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="1 of 1 requests to the embedded engine failed"):
-        reading_of(tmp_path, write(tmp_path, [0.0], error="timeout"), 1)
+        calibration_point(tmp_path, write(tmp_path, [0.0], error="timeout"), 1)
 
 
 def reading(streams: int, **different: float) -> CalibrationPoint:
@@ -63,16 +63,18 @@ def reading(streams: int, **different: float) -> CalibrationPoint:
 
 
 def test_the_verdict_in_words() -> None:
-    assert in_words([reading(10), reading(50)]) == (
+    assert describe_readings([reading(10), reading(50)]) == (
         "Trusted for 50 streams at once, 2,500 chunks a second: 99 % of the chunk times are right within 0.1 ms. "
         "No more were tried."
     )
-    assert in_words([reading(10), reading(50, error_p99_s=0.02)]) == (
+    assert describe_readings([reading(10), reading(50, error_p99_s=0.02)]) == (
         "Trusted for 10 streams at once, 500 chunks a second: 99 % of the chunk times are right within 0.1 ms. "
         "With 50, twice: 1 % of the chunk times are off by more than 5 ms. "
         "More `processes` in the load, or the server on another machine, give more room."
     )
-    assert in_words([reading(10, shared=0.5)]).startswith("This machine's load generator is not to be trusted even")
+    assert describe_readings([reading(10, shared=0.5)]).startswith(
+        "This machine's load generator is not to be trusted even"
+    )
 
 
 def test_what_others_did_is_no_limit_of_the_load_generator(

@@ -20,7 +20,7 @@ from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
 from harness.reasons import sentence
 from harness.report.capacity import answer_reasons, capacity_lines, crossover_reason
-from harness.run.capacity import ask, drift_of, in_flight, wait_until_idle
+from harness.run.capacity import define_search, drift_of, in_flight, wait_until_idle
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load
 from harness.scenario.file import load_scenario
@@ -173,7 +173,7 @@ OPEN: dict[str, Any] = {"user": "chat", "duration_s": 5, "arrivals": {"rate": 1}
 def test_wrong_input_is_named(tmp_path: Path, given: dict[str, Any], scenario: dict[str, Any], said: str) -> None:
     asked: dict[str, Any] = {"given": None, "slos": [], "max_level": 256, "budget_s": 60.0} | given
     with pytest.raises(HarnessError) as caught:
-        ask(prepare(write(tmp_path, **(QUICK | scenario))), **asked)
+        define_search(prepare(write(tmp_path, **(QUICK | scenario))), **asked)
     assert said in caught.value.what
 
 

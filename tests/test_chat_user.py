@@ -10,7 +10,7 @@ import pytest
 from harness.process import free_port
 from harness.rundir.records import Request
 from harness.scenario import Load, Prompts, Warmup
-from harness.scenario.behaviour import Abandon, Pause, Structured, chance, leaves, pause_s
+from harness.scenario.behaviour import Abandon, Pause, Structured, abandon_of, chance, pause_s
 from harness.simulated import spawned
 from tests.http_double import Handler, listening
 from tests.load_runs import driven, end, make_job, records_of, start, start_job, wait_for_records
@@ -126,7 +126,7 @@ def test_a_long_pause_does_not_outlast_a_timed_load(tmp_path: Path, engine: str)
 def test_some_leave_before_the_answer_is_there(tmp_path: Path, slow_engine: str, how: Abandon) -> None:
     load = Load(user="chat", users=4, requests=16, turns=4, output_tokens=12, think_s=[0.0, 0.0], abandon=how)
     records = driven(tmp_path, slow_engine, load, None, "--json-file", str(tmp_path / "stats"))
-    left = [r for r in records if leaves(how, 1, r.index)]
+    left = [r for r in records if abandon_of(how, 1, r.index)]
     assert [r.index for r in left] == [0, 3, 4, 6, 7, 8, 10, 11, 13, 15]
     assert left == [r for r in records if r.error == "abandoned"]
     words = "the user left after 3 chunks" if how.after_tokens else "the user left after 0.25 s"

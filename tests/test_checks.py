@@ -15,13 +15,13 @@ from harness.judge.stats import samples_needed
 from harness.reasons import evidence
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import (
-    JUDGED_BY_SLOS,
     OPERATORS,
+    SLO_METRICS,
     UNITS,
     Check,
     Slo,
-    misplaced,
-    on_server,
+    check_problem,
+    move_check,
     parse_check,
     slo_sets,
 )
@@ -137,7 +137,7 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 def test_every_metric_is_read_back(
     metric: str, sign: str, number: float, blank: str, selection: tuple[str, str] | None
 ) -> None:
-    slos = f"{blank}(ttft{blank}<=1{blank}s,{blank}tpot<50ms{blank}){blank}" if metric in JUDGED_BY_SLOS else ""
+    slos = f"{blank}(ttft{blank}<=1{blank}s,{blank}tpot<50ms{blank}){blank}" if metric in SLO_METRICS else ""
     head = f"{selection[0]}/{selection[1]}:{blank}" if selection else ""
     for unit, per_one in UNITS[metric].items():
         check = parse_check(f"{head}{metric}{slos}{blank}{sign}{blank}{number!r}{blank}{unit}")
@@ -396,12 +396,12 @@ def test_what_the_command_line_makes_of_checks() -> None:
     texts = [f"goodput({SLOS}) >= 0.95", "error_rate == 0", "nonsense", f"a/x: attainment( {SLOS} ) < 1"]
     assert slo_sets(texts) == {SLOS: (TTFT_1S, TPOT_50MS)}
     # The selection follows to another server.
-    assert on_server("vllm/x: wall < 1 s", "running") == "running/x: wall < 1 s"
-    assert on_server("goodput(ttft<=1s) > 1 req/s", "running") == "goodput(ttft<=1s) > 1 req/s"
+    assert move_check("vllm/x: wall < 1 s", "running") == "running/x: wall < 1 s"
+    assert move_check("goodput(ttft<=1s) > 1 req/s", "running") == "goodput(ttft<=1s) > 1 req/s"
     # A check must be one that the scenario could have.
-    assert misplaced("b/x: wall < 1 s", ["a"], ["x"]) == "'b' is not a server; known: a"
-    assert misplaced("wall < 1", ["a"], ["x"]) is not None
-    assert misplaced("a/x: wall < 1 s", ["a"], ["x"]) is None
+    assert check_problem("b/x: wall < 1 s", ["a"], ["x"]) == "'b' is not a server; known: a"
+    assert check_problem("wall < 1", ["a"], ["x"]) is not None
+    assert check_problem("a/x: wall < 1 s", ["a"], ["x"]) is None
 
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from harness.errors import HarnessError
-from harness.job import Job, job_of_text
+from harness.job import Job, decode_job
 from harness.prepare.experiment import Experiment, prepare
 from harness.run.live import compose_file
 from harness.scenario import Gateway, Load, Prompts, Scenario, Server, Warmup
@@ -83,7 +83,7 @@ OF_A_RUN = {"version", "question", "repeats", "restart", "baseline", "compare", 
 
 def job_in(text: str) -> Job:
     command = yaml.safe_load(text)["services"]["locust"]["command"]
-    return job_of_text(command[command.index("--job") + 1].replace("$$", "$"))
+    return decode_job(command[command.index("--job") + 1].replace("$$", "$"))
 
 
 def prepared(folder: Path, loads: dict[str, Any], **more: Any) -> Experiment:

@@ -12,7 +12,7 @@ from harness.machine import findings as show
 from harness.machine.doctor import DockerEngine, diagnose
 from harness.machine.gpus import find_unsupported_targets, read_gfx_table
 from harness.prepare.experiment import Experiment, Target, prepare
-from harness.prepare.machine_fit import SWITCH, blockers, notes, preflight
+from harness.prepare.machine_fit import SWITCH, blockers, machine_notes, preflight
 from harness.serve import read_variables
 from tests import machines
 from tests.command import harness
@@ -148,8 +148,8 @@ def test_an_engine_without_room_or_without_a_gpu_is_met_too(tmp_path: Path) -> N
 def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> None:
     experiment = scenario(tmp_path, ROCM)
     image = read_variables("vllm-rocm")["image"].default
-    assert notes(experiment, machines.radeon(tmp_path / "7900", 110000, 24)) == []
-    assert notes(experiment, machines.radeon(tmp_path / "7600", 110002, 16)) == [
+    assert machine_notes(experiment, machines.radeon(tmp_path / "7900", 110000, 24)) == []
+    assert machine_notes(experiment, machines.radeon(tmp_path / "7600", 110002, 16)) == [
         f"note: server 'vllm': its image {image} is known to have no code for gfx1102 ({read_gfx_table().checked}); "
         "docs/doctor.md has the table"
     ]

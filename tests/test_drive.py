@@ -11,7 +11,7 @@ import pytest
 
 from harness.errors import HarnessError, RunError, SeveralErrors
 from harness.files import LOCUSTFILES
-from harness.job import Job, WaitsForWorkers, report, report_error, status_file, write_job
+from harness.job import Job, WaitsForWorkers, report_error, report_status, status_file, write_job
 from harness.prepare import experiment as preparing
 from harness.reasons import sentences
 from harness.run import drive as driving
@@ -20,9 +20,9 @@ from harness.run.drive import (
     Monitor,
     drive,
     exceptions_in,
-    gave_up,
     killed_processes,
     locust_arguments,
+    start_errors,
     tail,
 )
 from harness.rundir.manifest import read_run
@@ -99,16 +99,16 @@ raise SystemExit(1)
 
 def test_workers_that_do_not_come_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then the load is not taken for one that hangs."""
-    monkeypatch.setattr(driving, "WORKERS_S", 2)
-    monkeypatch.setattr(driving, "LOOK_S", 0.1)
-    monkeypatch.setattr(driving, "_patience_s", lambda job: 1.0)
+    monkeypatch.setattr(driving, "MAX_WORKER_WAIT_S", 2)
+    monkeypatch.setattr(driving, "PROCESS_CHECK_S", 0.1)
+    monkeypatch.setattr(driving, "_max_silence_s", lambda job: 1.0)
     log = tmp_path / "log"
     said = "waiting for workers: 1 of 2 connected; missing: b"
     program = f"""
 import sys, time
 from pathlib import Path
-from harness.job import WaitsForWorkers, read_job, report
-report(read_job(Path({str(tmp_path / "job.json")!r})), WaitsForWorkers(["a"]))
+from harness.job import WaitsForWorkers, read_job, report_status
+report_status(read_job(Path({str(tmp_path / "job.json")!r})), WaitsForWorkers(["a"]))
 time.sleep(2.5)
 sys.exit(1)
 """
@@ -121,7 +121,7 @@ sys.exit(1)
             lambda: LocalChild([sys.executable, "-c", program], log),
             monitor,
             log_path=log,
-            progress=lambda: seen.append(monitor.awaited),
+            progress=lambda: seen.append(monitor.missing_workers),
         )
     assert caught.value.what == f"cell r1-a-b: the load could not start: 2 s of {said}"
     assert caught.value.next_step == f"On each machine: harness worker --master 10.0.0.1:5557. The log is {log}."
@@ -132,9 +132,9 @@ def test_a_load_that_is_stopped_before_it_has_begun_is_no_error(tmp_path: Path) 
     """The budget of a capacity search may end while Locust is being imported, when it dies of SIGTERM."""
 
     class Enough:
-        def see(self, requests: list[Request]) -> None: ...
+        def add_records(self, requests: list[Request]) -> None: ...
 
-        def enough(self) -> bool:
+        def is_done(self) -> bool:
             return True
 
         def measured_s(self, stopped_s: float) -> float:
@@ -163,7 +163,7 @@ def test_a_dead_server_ends_the_load(tmp_path: Path) -> None:
     seen="no request ended for ... s although each may take ... s",
 )
 def test_a_load_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "QUIET_S", 0.3)
+    monkeypatch.setattr(driving, "MAX_SILENCE_S", 0.3)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
     driven, _ = run(tmp_path, "import time; time.sleep(60)", timeout_s=0.1)
     assert sentences(driven.problems) == ["no request ended for 1 s although each may take 0.1 s"]
@@ -171,7 +171,7 @@ def test_a_load_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @fault("load process", "users raise and send nothing", seen="no request was recorded for ... s while users raised ...")
 def test_users_that_only_raise_do_not_keep_a_load_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "STUCK_S", 0.5)
+    monkeypatch.setattr(driving, "MAX_STUCK_S", 0.5)
     program = """
 import time, traceback
 while True:
@@ -276,16 +276,16 @@ def test_the_exceptions_of_a_log(tmp_path: Path) -> None:
 def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
     """Several load processes report the same; a line that is being written is left out."""
     cell = job(tmp_path)
-    assert gave_up(cell) == ""
-    report(cell, WaitsForWorkers(["a"]))
-    assert gave_up(cell) == ""
+    assert start_errors(cell) == ""
+    report_status(cell, WaitsForWorkers(["a"]))
+    assert start_errors(cell) == ""
     report_error(cell, HarnessError("worker a: no key", next_step="Set it."))
     report_error(cell, SeveralErrors([HarnessError("no model"), HarnessError("no prompts")]))
     report_error(cell, HarnessError("worker a: no key", next_step="Set it."))
     report_error(cell, OSError("disk"))
     with status_file(cell.counter_path).open("ab") as file:
         file.write(b'{"code":"of a newer harness"}\n{"code":"gave')
-    assert gave_up(cell) == "worker a: no key. Set it.\nno model.\nno prompts.\ndisk."
+    assert start_errors(cell) == "worker a: no key. Set it.\nno model.\nno prompts.\ndisk."
 
 
 def test_tail(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(HarnessError) as caught:
         preparing.check_locustfile(path)
     assert caught.value.what == f"{path}: the locustfile was still being imported after 1.5 s"
-    preparing.check_locustfile(path, try_it=False)
+    preparing.check_locustfile(path, try_import=False)
 
 
 def test_arguments_are_stock_locust(tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tm
     for name, text in written.items():
         (tmp_path / name).write_text(text)
     used = sorted(tmp_path / name for name in written if name not in ("other.py", "words/unused.py"))
-    found = preparing.sources_of(tmp_path / "mine.py", LOCUSTFILES)
+    found = preparing.locustfile_sources(tmp_path / "mine.py")
     assert found == sorted([*used, LOCUSTFILES / "chat.py"])
-    assert preparing.sources_of(LOCUSTFILES / "agent.py", LOCUSTFILES) == [LOCUSTFILES / "agent.py"]
+    assert preparing.locustfile_sources(LOCUSTFILES / "agent.py") == [LOCUSTFILES / "agent.py"]
 
 
 def test_only_the_user_class_that_ran_is_in_the_manifest(tmp_path: Path) -> None:

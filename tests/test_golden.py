@@ -12,7 +12,7 @@ import pytest
 
 from harness.analysis.summarize import read_summary
 from harness.errors import HarnessError
-from harness.files import ROOT, with_new_names
+from harness.files import ROOT, rename_old_fields
 from harness.judge.noise_floors import FORMAT_VERSION as NOISE_VERSION
 from harness.judge.noise_floors import read_noise
 from harness.rundir.manifest import read_run
@@ -81,7 +81,7 @@ def test_an_old_file_gets_new_names_for_its_fields_only() -> None:
         "servers": {"most": {"variables": {"least": 1}}},
         "loads": {"least": {"think_s": {"most": 2}, "trace": trace}},
     }
-    assert with_new_names(old) == {
+    assert rename_old_fields(old) == {
         "servers": {"most": {"variables": {"least": 1}}},
         "loads": {"least": {"think_s": {"max": 2}, "trace": {"max_requests": 5, "block_tokens": 512}}},
     }

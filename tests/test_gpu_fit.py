@@ -6,7 +6,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.machine.gpus import has_fp8
-from harness.prepare.machine_fit import refuse_unfit
+from harness.prepare.machine_fit import check_gpus
 from harness.scenario import Server
 from harness.serve.compose_file import Service, parse_compose
 from harness.serve.lint import get_option
@@ -32,7 +32,7 @@ def test_fp8_as_vllm_knows_it(target: str, fp8: bool) -> None:
 
 def refuse(variables: dict[str, Any], *targets: str) -> None:
     given = gpus(*targets)
-    refuse_unfit(given, len(given), service(**variables).command or [])
+    check_gpus(given, len(given), service(**variables).command or [])
 
 
 def test_fp8_is_refused_where_the_gpu_has_none() -> None:

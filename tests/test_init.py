@@ -14,14 +14,14 @@ from harness.prepare.experiment import prepare
 from tests.command import HARNESS, harness
 
 
-@pytest.mark.parametrize("machine", draft.AT_ONCE)
+@pytest.mark.parametrize("machine", draft.CONCURRENCY)
 @pytest.mark.parametrize("question", draft.QUESTIONS)
 def test_each_draft_is_a_valid_scenario(tmp_path: Path, question: str, machine: str) -> None:
-    names = list(draft.offered())
-    several = draft.servers_of(question)
+    names = list(draft.draftable_servers())
+    several = draft.server_count(question)
     for number in range(len(names)):
         servers = (names[number:] + names)[:several]
-        if sum(draft.offered()[name].named_by_model for name in servers) > 1:
+        if sum(draft.draftable_servers()[name].named_by_model for name in servers) > 1:
             continue
         path = tmp_path / f"{number}.yaml"
         path.write_text(draft.draft(question, servers, [], machine), encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from harness.failures.table import replacements
-from harness.job import job_of_text
+from harness.job import decode_job
 from harness.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
@@ -202,7 +202,7 @@ def test_a_path_needs_no_network(tmp_path: Path, offline: bool) -> None:
 def test_the_load_by_hand_asks_for_the_name_that_vllm_knows(model: str, variables: dict[str, Any], sent: str) -> None:
     compose = yaml.safe_load(composed(scenario(model, **variables)))
     command = compose["services"]["locust"]["command"]
-    assert job_of_text(command[command.index("--job") + 1]).model == sent
+    assert decode_job(command[command.index("--job") + 1]).model == sent
 
 
 def test_a_folder_of_the_host_keeps_its_owner() -> None:

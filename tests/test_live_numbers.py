@@ -20,7 +20,7 @@ from harness.load.live_metrics import (
     percentiles,
     unpacked,
 )
-from harness.run.live import slos_for
+from harness.run.live import slos_of_row
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario.check_syntax import Slo
 
@@ -122,9 +122,9 @@ def test_a_counter_reports_everything_once() -> None:
 
 def test_the_slos_are_those_of_the_row() -> None:
     checks = ["error_rate == 0", "a/bulk: goodput(e2e<=9s) >= 1 req/s", "attainment(ttft<=1s, tpot<=50ms) >= 90%"]
-    assert slos_for(checks, "a", "bulk") == "e2e<=9s"
-    assert slos_for(checks, "b", "bulk") == "ttft<=1s, tpot<=50ms"
-    assert slos_for(checks[:2], "b", "bulk") == ""
+    assert slos_of_row(checks, "a", "bulk") == "e2e<=9s"
+    assert slos_of_row(checks, "b", "bulk") == "ttft<=1s, tpot<=50ms"
+    assert slos_of_row(checks[:2], "b", "bulk") == ""
 
 
 def test_a_load_process_that_is_at_its_limit_is_reported_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

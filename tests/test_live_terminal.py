@@ -13,7 +13,7 @@ from rich.console import Console
 
 from harness.job import Job
 from harness.run.drive import Glance, Monitor
-from harness.run.progress import Progress, in_words, table
+from harness.run.progress import Progress, describe_glance, table
 from harness.rundir.records import Request
 from harness.rundir.samples import GpuSample
 from harness.scenario import Load, Warmup
@@ -66,7 +66,7 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     requests = tmp_path / "requests.jsonl"
     append(requests, record(0), record(1))  # of before
     watch = Monitor(job(tmp_path, batch_size=2, requests=20))
-    assert watch.look() == Glance(planned=20)
+    assert watch.glance() == Glance(planned=20)
     counts = {"warmup_taken": 1, "measured_taken": 7, "settled": 5}
     (tmp_path / "counter").write_text(json.dumps(counts))
     append(requests, record(-1, phase="warmup"), *(record(index) for index in range(4)), record(4, "r1-other-cell"))
@@ -77,17 +77,17 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     gpu = {"busy_percent": 50.0, "vram_used_bytes": 1, "gtt_used_bytes": 2, "package": True}
     append(tmp_path / "telemetry.jsonl", msgspec.json.encode(now | {"gpus": {"renderD128": gpu}}) + b"\n")
     clock[0] = 104.0
-    found = watch.look()
+    found = watch.glance()
     assert (found.done, found.warmup, found.failed, found.in_flight) == (5, 1, {"timeout": 1}, 3)
     assert found.ttft_s == pytest.approx((0.25, 0.385)) and found.tpot_s == pytest.approx((0.02, 0.02))
     assert (found.running, found.waiting, found.kv_usage) == (3.0, 2.0, 0.25)
     assert found.gpus == {"renderD128": msgspec.convert(gpu, GpuSample)}
-    assert "renderD128 50 % 0.0 GiB" in in_words(found)
+    assert "renderD128 50 % 0.0 GiB" in describe_glance(found)
     # The first was sent a second before it was seen to have ended.
     assert (found.req_s, found.tok_s, found.left_s) == (5.0, 44.0, 3.0)
     monkeypatch.setattr(time, "time", lambda: 1e12)
     clock[0] = 130.0
-    late = watch.look()
+    late = watch.glance()
     assert (late.running, late.gpus, late.req_s, late.done) == (None, {}, 0.0, 5)  # what is old is not shown
 
 
@@ -95,7 +95,7 @@ def test_latencies_are_those_of_the_newest_requests_so_that_a_long_run_does_not_
     watch = Monitor(job(tmp_path, batch_size=1, requests=20_000))
     for chunks_s, number in (([5.0, 6.0], 4_000), ([0.1, 0.3], 10_000)):
         append(tmp_path / "requests.jsonl", record(0, chunks_s=chunks_s) * number)
-        found = watch.look()
+        found = watch.glance()
     assert found.done == 14_000
     assert found.ttft_s == pytest.approx((0.1, 0.1)) and found.tpot_s == pytest.approx((0.02, 0.02))
 
@@ -104,7 +104,7 @@ def test_who_left_or_was_cut_did_not_fail(tmp_path: Path) -> None:
     watch = Monitor(job(tmp_path, batch_size=1, requests=20))
     errors = ("abandoned", "timeout", "unfinished")
     append(tmp_path / "requests.jsonl", *(record(i, error=error, chunks_s=[]) for i, error in enumerate(errors)))
-    found = watch.look()
+    found = watch.glance()
     assert (found.done, found.failed) == (3, {"timeout": 1})
 
 
@@ -116,10 +116,10 @@ def test_rates_begin_with_the_first_request_and_not_before_a_second(
     watch = Monitor(job(tmp_path, batch_size=1, requests=20))
     # One after the other, 0.1 s each; the shortest time that one took is not how long it has been going on.
     append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5)))
-    assert (found := watch.look()).done == 5 and (found.req_s, found.tok_s) == (None, None)
+    assert (found := watch.glance()).done == 5 and (found.req_s, found.tok_s) == (None, None)
     append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5, 15)))
     clock[0] = 101.0
-    assert ((found := watch.look()).req_s, found.tok_s) == pytest.approx((10.0, 110.0))
+    assert ((found := watch.glance()).req_s, found.tok_s) == pytest.approx((10.0, 110.0))
 
 
 @pytest.mark.parametrize("took_s", [0.5, 6.0, 15.0, 40.0])
@@ -137,7 +137,7 @@ def test_rates_of_answers_that_end_in_waves(tmp_path: Path, monkeypatch: pytest.
             sent_s = 5.0 + wave * took_s
             append(tmp_path / "requests.jsonl", *(record(i, sent_s=sent_s, ended_s=took_s - 1e-6) for i in range(8)))
         written = max(written, waves)
-        rate = watch.look().tok_s
+        rate = watch.glance().tok_s
         seen |= {rate} if written >= 3 else set()
     right = 8 * 11 / took_s
     assert None not in seen
@@ -152,10 +152,10 @@ def test_a_timed_load_has_its_time_left_and_chats_have_no_tickets_to_count(
     watch = Monitor(job(tmp_path, "chat", duration_s=60.0))
     append(tmp_path / "requests.jsonl", record(0))
     (tmp_path / "counter").write_text('{"warmup_taken": 0, "measured_taken": 7, "settled": 5}')
-    found = watch.look()
+    found = watch.glance()
     assert (found.left_s, found.in_flight, found.planned) == (59.0, None, None)
     clock[0] = 1000.0
-    assert watch.look().left_s == 0.0
+    assert watch.glance().left_s == 0.0
 
 
 @pytest.mark.parametrize(("width", "lines"), [(80, 9), (120, 6)])
@@ -194,7 +194,7 @@ def test_the_time_left_is_reported_when_all_users_have_had_an_answer(
     watch = Monitor(job(tmp_path, batch_size=5, requests=60))
     for ended, left_s in ((4, None), (6, 6.25)):  # after all ten in a bit more than a second, fifty are left
         append(tmp_path / "requests.jsonl", *(record(0) for _ in range(ended)))
-        assert watch.look().left_s == (None if left_s is None else pytest.approx(left_s, rel=0.5))
+        assert watch.glance().left_s == (None if left_s is None else pytest.approx(left_s, rel=0.5))
         clock[0] += 0.25
 
 
@@ -205,19 +205,19 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     out = io.StringIO()
     progress = Progress(Console(file=out, force_terminal=True, width=120, color_system=None))
     with progress.live():
-        progress.cell(1, 2, Cell(id=CELL, server="[one]", load="burst", repeat=1), None)
+        progress.start_cell(1, 2, Cell(id=CELL, server="[one]", load="burst", repeat=1), None)
         monitor = Monitor(job(tmp_path, requests=4))
         monitor.started_s -= 1.0
-        progress.load(monitor)
-        monitor.awaited = "waiting for workers: 1 of 2 connected; missing: b"
-        progress.count()
+        progress.start_load(monitor)
+        monitor.missing_workers = "waiting for workers: 1 of 2 connected; missing: b"
+        progress.update()
         time.sleep(0.5)
         append(tmp_path / "requests.jsonl", *(record(index) for index in range(3)))
-        monitor.awaited = ""
-        progress.count()
+        monitor.missing_workers = ""
+        progress.update()
         time.sleep(0.5)
         monitor.failed, monitor.total, monitor.warmup = 1, 34, 30
-        progress.count()
+        progress.update()
         progress.line("said meanwhile")
     shown = out.getvalue()
     assert "[1/2] [one] / burst, repeat 1: 1 s of waiting for workers: 1 of 2 connected; missing: b" in shown
@@ -234,13 +234,13 @@ def test_a_warm_up_of_which_no_user_knows_how_long_it_is_is_reported(
     monkeypatch.setattr("harness.run.progress.PLAIN_EVERY_S", 0.0)
     out = io.StringIO()
     progress = Progress(Console(file=out, width=200, color_system=None))
-    progress.cell(2, 2, Cell(id=CELL, server="one", load="people@5", repeat=1), None)
-    progress.load(monitor := Monitor(job(tmp_path, user="chat", duration_s=9.0)))
+    progress.start_cell(2, 2, Cell(id=CELL, server="one", load="people@5", repeat=1), None)
+    progress.start_load(monitor := Monitor(job(tmp_path, user="chat", duration_s=9.0)))
     monitor.started_s -= 2.0
     append(tmp_path / "requests.jsonl", *(record(index, phase="warmup") for index in (0, 1)))
-    progress.count()
+    progress.update()
     append(tmp_path / "requests.jsonl", record(0))
-    progress.count()
+    progress.update()
     before, after = out.getvalue().splitlines()[-2:]
     assert before == "[2/2] one / people@5, repeat 1: 2 requests, 2 s, warm-up until now: 2 requests"
     assert after.startswith("[2/2] one / people@5, repeat 1: 3 requests, 2 s, TTFT p50 100 ms")

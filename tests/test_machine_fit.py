@@ -9,7 +9,7 @@ from harness.errors import HarnessError, ServerError
 from harness.machine.gpus import list_gpus, select_container_gpus, select_serving_gpus
 from harness.machine.memory import list_pools
 from harness.prepare.experiment import Experiment, Target, prepare
-from harness.prepare.machine_fit import fill_in, notes, preflight, refuse_impossible, shortages
+from harness.prepare.machine_fit import check_all_gpus, machine_notes, preflight, resolve_auto, shortages
 from harness.units import GIB
 from tests.command import write
 from tests.machines import gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
@@ -43,7 +43,7 @@ def test_a_share_that_vllm_will_refuse_is_refused_before_the_pull(
     root, asks = seed(tmp_path / "root"), experiment(tmp_path, gpu_memory_utilization=0.9)
     (short,) = shortages(asks, root)
     assert short.certain and short.fact.startswith("gpu_memory_utilization 0.9 asks for 86.40 of 96.00 GiB of /dev/dri")
-    (note,) = notes(asks, root)
+    (note,) = machine_notes(asks, root)
     assert note.startswith(f"note: server 's': {short.fact}") and "Set gpu_memory_utilization to 0.77 or less" in note
     with pytest.raises(ServerError, match=r"server 's': gpu_memory_utilization 0.9 asks for 86.40 of") as caught:
         preflight(asks, pytest.fail, root)
@@ -115,7 +115,7 @@ def test_a_card_wins_over_the_graphics_unit(
     root = unit_and_card(tmp_path / "root", version, vram_gib, unit_first=unit_first)
     card = f"/dev/dri/renderD{129 if unit_first else 128}"
     assert [pool.render_node for pool in list_pools(root)] == [card]
-    found = fill_in(experiment(tmp_path, gpu_memory_utilization="auto"), lambda _line: None, root)
+    found = resolve_auto(experiment(tmp_path, gpu_memory_utilization="auto"), lambda _line: None, root)
     assert found.scenario.servers["s"].variables["gpu_memory_utilization"] == share
 
 
@@ -132,11 +132,11 @@ def test_what_the_server_is_given_counts(tmp_path: Path) -> None:
     ) == [card]
     assert select_container_gpus(cards, [], {"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}) == [card]
     asks = experiment(tmp_path, gpus=[0, 7])
-    assert notes(asks, strix_halo_carve_out(tmp_path / "halo")) == []
+    assert machine_notes(asks, strix_halo_carve_out(tmp_path / "halo")) == []
     with pytest.raises(HarnessError, match="server 's': HIP_VISIBLE_DEVICES names '7', and there are 1 GPUs here"):
-        refuse_impossible(asks, tmp_path / "halo")
+        check_all_gpus(asks, tmp_path / "halo")
     by_id = experiment(tmp_path, environment={"HIP_VISIBLE_DEVICES": "GPU-1f2e"}, tensor_parallel_size=1)
-    refuse_impossible(by_id, tmp_path / "halo")
+    check_all_gpus(by_id, tmp_path / "halo")
     with pytest.raises(HarnessError, match="HIP_VISIBLE_DEVICES names '2', and there are 2 GPUs here, counted from 0"):
         select_container_gpus(cards, [], {"HIP_VISIBLE_DEVICES": "2"})
 
@@ -155,22 +155,24 @@ def test_what_the_gpus_cannot_do_is_refused(
 ) -> None:
     asks = experiment(tmp_path, template, **variables)
     with pytest.raises(HarnessError, match=f"server 's': {what}"):
-        refuse_impossible(asks, strix_halo_carve_out(tmp_path / "halo"))
-    refuse_impossible(asks, mi300x_eight(tmp_path / "eight"))
-    refuse_impossible(asks, tmp_path / "nothing")
+        check_all_gpus(asks, strix_halo_carve_out(tmp_path / "halo"))
+    check_all_gpus(asks, mi300x_eight(tmp_path / "eight"))
+    check_all_gpus(asks, tmp_path / "nothing")
 
 
 def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path) -> None:
     root = unit_and_card(tmp_path / "root", 120001, 32)
-    refuse_impossible(experiment(tmp_path, kv_cache_dtype="fp8"), root)
+    check_all_gpus(experiment(tmp_path, kv_cache_dtype="fp8"), root)
     with pytest.raises(HarnessError, match=r"it is given 1 AMD GPU \(gfx1201\); 1 more is left out"):
-        refuse_impossible(experiment(tmp_path, tensor_parallel_size=2), root)
+        check_all_gpus(experiment(tmp_path, tensor_parallel_size=2), root)
     told = "note: server 's': its container sees gfx1036 in addition to gfx1201"
-    assert notes(experiment(tmp_path), root) == [f"{told}; `devices: [/dev/kfd, /dev/dri/renderD129]` leaves it out"]
-    assert notes(experiment(tmp_path, devices=["/dev/kfd", "/dev/dri/renderD129"]), root) == []
-    assert notes(experiment(tmp_path, gpus=[1]), root) == []
+    assert machine_notes(experiment(tmp_path), root) == [
+        f"{told}; `devices: [/dev/kfd, /dev/dri/renderD129]` leaves it out"
+    ]
+    assert machine_notes(experiment(tmp_path, devices=["/dev/kfd", "/dev/dri/renderD129"]), root) == []
+    assert machine_notes(experiment(tmp_path, gpus=[1]), root) == []
 
 
 def test_vllm_on_the_processor_is_not_asked_about_gpus(tmp_path: Path) -> None:
     root = radeon(tmp_path / "root", 110000, 24)
-    refuse_impossible(experiment(tmp_path, "vllm-cpu", extra_args=["--kv-cache-dtype", "fp8", "-tp", "2"]), root)
+    check_all_gpus(experiment(tmp_path, "vllm-cpu", extra_args=["--kv-cache-dtype", "fp8", "-tp", "2"]), root)

@@ -27,7 +27,7 @@ from harness.rundir.records import Request, read_marks, read_requests
 from harness.rundir.samples import MetricsSample
 from harness.scenario import Load, Server
 from harness.scenario.file import load_scenario
-from harness.scenario.plan import alone, mix_of, plan, with_mixes
+from harness.scenario.plan import expand_mixes, load_of_part, mix_of, plan
 from harness.summary import Summary
 from harness.workload import workload_sha256
 from tests.command import harness, only_run
@@ -69,7 +69,7 @@ def test_a_mix_makes_a_load_of_each_of_its_parts(tmp_path: Path) -> None:
     assert workload_sha256(scenario, tmp_path) != workload_sha256(without, tmp_path)
     assert list(scenario.loads) == ["chat", "job", "both.chat", "both.job"]
     assert scenario.loads["both.job"] == scenario.loads["job"]
-    assert [(mix_of(name), alone(name)) for name in ("chat", "both.chat")] == [(None, None), ("both", "chat")]
+    assert [(mix_of(name), load_of_part(name)) for name in ("chat", "both.chat")] == [(None, None), ("both", "chat")]
     cells = plan(scenario)
     assert [cell.id for cell in cells] == ["r1-sim-chat", "r1-sim-job", "r1-sim-both.chat", "r1-sim-both.job"]
     assert len({cell.group for cell in cells}) == 3
@@ -239,7 +239,7 @@ def made_mix(folder: Path, repeats: int = 1, seconds: int = 40, servers: tuple[s
         "job": Load(user="batch", in_flight=3, duration_s=40.0, output_tokens=12),
     }
     named = dict.fromkeys(servers, SERVER)
-    made_of = with_mixes(scenario(loads=loads, mixes={"both": ["chat", "job"]}, repeats=repeats, servers=named))
+    made_of = expand_mixes(scenario(loads=loads, mixes={"both": ["chat", "job"]}, repeats=repeats, servers=named))
     run = write_made_run(folder, made_of=made_of)
     records, marks, samples = [], [], []
     for number, cell in enumerate(plan(made_of)):

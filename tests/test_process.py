@@ -74,7 +74,7 @@ def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-@pytest.mark.parametrize("number", process.STOPS)
+@pytest.mark.parametrize("number", process.STOP_SIGNALS)
 def test_signals_interrupt_and_the_former_handler_comes_back(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), process.signals_interrupt():
@@ -83,7 +83,7 @@ def test_signals_interrupt_and_the_former_handler_comes_back(number: signal.Sign
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, *process.STOPS])
+@pytest.mark.parametrize("number", [signal.SIGINT, *process.STOP_SIGNALS])
 def test_a_signal_that_comes_in_a_finalizer_interrupts_at_the_next_pause(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:

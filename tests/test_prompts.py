@@ -11,12 +11,12 @@ from harness.scenario import Load, Prompts
 from harness.scenario.behaviour import (
     Lengths,
     Lognormal,
+    describe_lengths,
     length_at,
     length_problems,
-    lengths_in_words,
-    max_of,
-    read_pairs,
-    typical_of,
+    max_length,
+    read_length_file,
+    typical_length,
 )
 from harness.scenario.file import load_scenario
 from harness.workload import (
@@ -67,7 +67,7 @@ def test_a_length_is_a_function_of_seed_and_place_alone() -> None:
 
 def test_lengths_of_a_file_come_from_its_lines_and_stay_together(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("\ufeff# prompt output\n10 1\n20,2\n\n30\n")
-    pairs = read_pairs(tmp_path / "lengths.txt")
+    pairs = read_length_file(tmp_path / "lengths.txt")
     assert pairs == [(10, 1), (20, 2), (30, 30)]
     law = Lengths(file="lengths.txt")
     seen = [tuple(length_at(law, what, 1, index, pairs) for what in ("prompt", "output")) for index in range(300)]
@@ -79,14 +79,14 @@ def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> No
     path = tmp_path / "lengths.txt"
     path.write_text("10 1\nten\n1 2 3\n0 5\n")
     with pytest.raises(HarnessError) as caught:
-        read_pairs(path)
+        read_length_file(path)
     assert caught.value.what == f"{path}: 3 lines cannot be used"
     first, *others = caught.value.detail.splitlines()
     assert first == f"{path}:2: 'ten' is not one or two lengths of 1 to 1,000,000 tokens"
     assert [line.split(": ")[0] for line in others] == [f"{path}:3", f"{path}:4"]
     path.write_text("# nothing\n")
     with pytest.raises(HarnessError, match="there are no lengths in it"):
-        read_pairs(path)
+        read_length_file(path)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_distribution_that_cannot_be_meant_is_refused(tmp_path: Path, lengths:
 def test_lengths_in_words_and_their_bounds() -> None:
     law = Lengths(lognormal=Lognormal(median=200, sigma=1, max=2000))
     all_of_them = (1, 128, Lengths(fixed=5), Lengths(uniform=(16, 64)), law, Lengths(file="x"))
-    assert [lengths_in_words(one) for one in all_of_them] == [
+    assert [describe_lengths(one) for one in all_of_them] == [
         "1 token", "128 tokens", "5 tokens", "16 to 64 tokens", "about 200 tokens (lognormal, at most 2,000)",
         "as many tokens as in x",
     ]  # fmt: skip
-    assert [max_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 64, 2000]
-    assert max_of(Lengths(file="x"), pairs=[(1, 7), (2, 3)]) == 7
-    assert [typical_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 40, 200]
+    assert [max_length(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 64, 2000]
+    assert max_length(Lengths(file="x"), pairs=[(1, 7), (2, 3)]) == 7
+    assert [typical_length(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 40, 200]
 
 
 def test_prompts_and_answers_have_the_lengths_of_their_law() -> None:

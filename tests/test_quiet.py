@@ -59,7 +59,7 @@ class Hangs(LLMUser):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `timeout_s` of 0.5 s."""
-    monkeypatch.setattr(driving, "QUIET_S", PATIENCE_S - 1.5)
+    monkeypatch.setattr(driving, "MAX_SILENCE_S", PATIENCE_S - 1.5)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
     monkeypatch.setattr(subprocess, "Popen", prefork.Popen)
 

@@ -17,7 +17,7 @@ import numpy as np
 from harness.analysis.summarize import read_summary
 from harness.analysis.validity import number_sessions, session_notes
 from harness.judge.verdicts import ComparedSides, are_apart, decide_verdicts
-from harness.run.resume import complete
+from harness.run.resume import complete_cells
 from harness.rundir.directory import LINES, lock_folder, set_aside
 from harness.rundir.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
 from harness.rundir.records import read_requests
@@ -301,7 +301,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         manifest = read_run(run)
         if over:
             break
-        kept = {name: now[name] for name in complete(run, manifest)}
+        kept = {name: now[name] for name in complete_cells(run, manifest)}
     assert done == kills or not NIGHTLY
     last = harness(*arguments, "--runs", "runs", cwd=tmp_path, timeout_s=600)
     assert (last.code, last.err) == (0, "")

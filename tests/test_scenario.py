@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from harness.errors import HarnessError, ScenarioError
-from harness.prepare.preview import estimate_s, work
+from harness.prepare.preview import describe_load, estimate_s
 from harness.scenario import Arrivals, Load, Scenario, Server, Trace, Warmup, warmup_of
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.file import load_scenario
@@ -138,7 +138,7 @@ def test_a_load_that_contradicts_itself_is_refused(tmp_path: Path, load: str, pr
 
 
 def test_the_plan_says_how_many_requests_are_in_flight() -> None:
-    said = work(Load(user="batch", users=3, in_flight=4, requests=9))
+    said = describe_load(Load(user="batch", users=3, in_flight=4, requests=9))
     assert said.startswith("3 batch users, always 4 in flight each, 12 in all, ")
 
 

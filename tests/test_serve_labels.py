@@ -48,7 +48,7 @@ def test_without_a_machine_id_an_earlier_boot_may_be_another_machine_s(
     monkeypatch.setattr(process, "MACHINE_ID", tmp_path / "machine-id")
     if content is not None:
         process.MACHINE_ID.write_text(content)
-    assert process.owner()[process.MACHINE] == ""
+    assert process.owner_labels()[process.MACHINE] == ""
     assert not process.owner_is_gone(engine.make_labels("r", "c") | {process.BOOT: "another"})
 
 

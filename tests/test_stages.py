@@ -22,7 +22,7 @@ from harness.rundir.samples import read_metrics
 from harness.scenario import Load
 from harness.scenario import Stage as Planned
 from harness.scenario.file import load_scenario
-from harness.scenario.plan import Steadiness, plan, stage_names, staged
+from harness.scenario.plan import Steadiness, load_of_stage, plan, stage_names
 from harness.workers import parse_workers
 from harness.workload import workload_sha256
 from tests.command import called, going, harness, only_run, until
@@ -52,7 +52,7 @@ def test_each_stage_is_a_load_a_cell_and_a_row_of_its_own(tmp_path: Path) -> Non
     assert order[8:11] == ["r2-b-people@5", "r2-b-people@20", "r2-b-people@5-2"]  # not the other way round
     planned = [Planned(users=users, for_s=1) for users in (2, 3, 2, 2)]
     assert stage_names("x", planned) == ["x@2", "x@3", "x@2-2", "x@2-3"]
-    assert [staged(name) for name in ("x", "x@2", "x@2-2", "mix.x")] == [None, "x", "x", None]
+    assert [load_of_stage(name) for name in ("x", "x@2", "x@2-2", "mix.x")] == [None, "x", "x", None]
 
 
 def test_the_plan_says_that_stages_share_a_server(tmp_path: Path) -> None:

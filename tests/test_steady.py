@@ -19,7 +19,7 @@ from harness.reasons import sentences
 from harness.rundir.records import ProcessMark
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.file import load_scenario
-from harness.scenario.plan import Steadiness, agree
+from harness.scenario.plan import Steadiness, means_agree
 from harness.simulated import spawned
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from harness.summary import WarmupResult
@@ -41,7 +41,7 @@ def found_after(server: Server, draw: random.Random) -> int | None:
     for number in range(MAX_REQUESTS):
         slower = server(number)
         answers.append((0.3 * slower * draw.gauss(1, 0.1), 0.02 * slower))
-        if RULE.looks(len(answers)) and RULE.is_steady(answers):
+        if RULE.is_check_due(len(answers)) and RULE.is_steady(answers):
             return len(answers)
     return None
 
@@ -85,16 +85,16 @@ def test_it_waits_for_three_windows_behind_the_last_cold_answer_and_not_longer(c
 def test_windows_are_whole_waves_and_grow_with_the_warm_up() -> None:
     assert [Steadiness(wave, 0.05, 1.0).step for wave in (1, 5, 8, 16, 25, 60)] == [16, 20, 16, 16, 25, 60]
     assert [RULE.window(seen) for seen in (48, 96, 191, 192, 480)] == [16, 16, 16, 32, 80]
-    assert [seen for seen in range(100) if RULE.looks(seen)] == [48, 64, 80, 96]
+    assert [seen for seen in range(100) if RULE.is_check_due(seen)] == [48, 64, 80, 96]
 
 
 def test_values_that_no_user_knows_are_left_out() -> None:
     whole = [(math.nan, 1.0 + 0.001 * (number % 3)) for number in range(48)]
     assert RULE.is_steady(whole)
-    assert agree([[], [], []], 0.05)
-    assert not agree([[1.0, 1.0], [], [1.0, 1.0]], 0.05)
-    assert agree([[1.0, 1.0], [1.05, 1.05]], 0.05 + 1e-9)
-    assert not agree([[1.0, 1.0], [1.06, 1.06]], 0.05)
+    assert means_agree([[], [], []], 0.05)
+    assert not means_agree([[1.0, 1.0], [], [1.0, 1.0]], 0.05)
+    assert means_agree([[1.0, 1.0], [1.05, 1.05]], 0.05 + 1e-9)
+    assert not means_agree([[1.0, 1.0], [1.06, 1.06]], 0.05)
 
 
 def steady_plan(**changes: Any) -> Plan:

@@ -9,7 +9,7 @@ from harness.errors import ScenarioError
 from harness.prepare import experiment as experiments
 from harness.scenario import Scenario
 from harness.scenario.file import load_scenario
-from harness.scenario.plan import plan, starts
+from harness.scenario.plan import count_server_starts, plan
 from tests.command import called
 
 HEAD = """
@@ -182,11 +182,11 @@ def test_a_server_restarts_only_when_one_of_its_settings_changes(tmp_path: Path)
         (2, "1", "2", False), (2, "1", "1", False), (2, "1", "2", True),
     ]  # fmt: skip
     assert plan(scenario)[2].id == "r1-s-max-num-seqs-1-l-batch-size-1_again"
-    assert starts(scenario) == 4, "servers x repeats"
+    assert count_server_starts(scenario) == 4, "servers x repeats"
     scenario = read(tmp_path, text(SEQS, more="repeats: 1\n"))
     assert [cell.again for cell in plan(scenario)] == [None] * 3  # without a second load nothing is repeated
     again = read(tmp_path, text(SEQS, SIZES, "repeats: 1\nrestart: true\n"))
-    assert (len(plan(again)), starts(again)) == (12, 12)
+    assert (len(plan(again)), count_server_starts(again)) == (12, 12)
 
 
 def test_the_preview_shows_cells_starts_and_minutes(tmp_path: Path) -> None:

@@ -113,12 +113,12 @@ def test_a_server_that_runs_with_another_value_has_no_valid_row() -> None:
         served_by=served_by(effective={"max_num_seqs": 2, "name": "b"}),
     )  # fmt: skip
     failed = FailedSettings(scenario(swept=Sweep(servers=rows)), print)
-    (result,) = failed.results([cell_of("s-4", "l", 1)], lambda cells: iter([cell]))
+    (result,) = failed.run_start([cell_of("s-4", "l", 1)], lambda cells: iter([cell]))
     assert [(one.code, one.values) for one in result.problems] == [
         ("setting_not_applied", {"key": "--max-num-seqs", "asked": 4, "ran": 2})
     ]
     same = msgspec.structs.replace(cell, served_by=served_by(effective={"max_num_seqs": 4}))
-    assert list(failed.results([cell_of("s-4", "l", 1)], lambda cells: iter([same]))) == [same]
+    assert list(failed.run_start([cell_of("s-4", "l", 1)], lambda cells: iter([same]))) == [same]
 
 
 @pytest.mark.parametrize(("readings", "waited"), [([10], 0), ([60, 60, 11], 2), ([60] * 50, None)])

@@ -101,7 +101,7 @@ def test_a_master_that_is_not_there_for_long_is_waited_for_in_silence(
 ) -> None:
     lives = iter([(1, False, None), (1, False, None), (0, True, None)])
     monkeypatch.setattr(lending, "_live", lambda _: next(lives))
-    lending.lend("127.0.0.1:5557", 1, once=True)
+    lending.run_worker("127.0.0.1:5557", 1, once=True)
     assert capsys.readouterr().out == "waiting for a load from 127.0.0.1:5557\n"
 
 
@@ -122,7 +122,7 @@ def test_workers_that_are_quiet_by_schedule_go_on(
 ) -> None:
     """The master hears of it: what the workers wait for is on their machines only."""
     monkeypatch.setattr(subprocess, "Popen", prefork.Popen)  # on a busy machine a start takes longer than is waited
-    monkeypatch.setattr(driving, "QUIET_S", 4.0)
+    monkeypatch.setattr(driving, "MAX_SILENCE_S", 4.0)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
     load = Load(user="batch", users=2, requests=4, output_tokens=5, timeout_s=0.5, think_s=[6.5, 6.5])
     workers = Workers(machines=2, bind="127.0.0.1", port=free_port())

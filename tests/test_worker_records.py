@@ -55,7 +55,7 @@ def test_each_part_of_a_mix_has_a_port_of_its_own() -> None:
     both = parse_workers("2", "127.0.0.1:65535", loads)
     assert both.command == "harness worker --master 127.0.0.1:65535 and harness worker --master 127.0.0.1:65536"
     with pytest.raises(HarnessError, match="127.0.0.1:65536 cannot be listened at .no port is above 65535; the parts"):
-        both.refuse_unusable()
+        both.check_ports()
 
 
 def test_who_is_waited_for_is_reported() -> None:
@@ -68,15 +68,15 @@ def test_who_is_waited_for_is_reported() -> None:
         (several, ["a", "b"] * 3, "6 of 6 connected"),
         (counted, ["x", "y", "x"], "3 of 3 connected (2 of x, y)"),
     ):
-        assert workers.awaited(came) == f"waiting for workers: {said}"
+        assert workers.missing_text(came) == f"waiting for workers: {said}"
 
 
 def test_an_address_of_another_machine_is_refused_at_once() -> None:
-    Workers(machines=2, bind="127.0.0.1", port=free_port()).refuse_unusable()
+    Workers(machines=2, bind="127.0.0.1", port=free_port()).check_ports()
     with socket.create_server(("127.0.0.1", 0)) as another_master:
         port = another_master.getsockname()[1]
         with pytest.raises(HarnessError) as caught:
-            Workers(machines=2, bind="127.0.0.1", port=port).refuse_unusable()
+            Workers(machines=2, bind="127.0.0.1", port=port).check_ports()
     assert caught.value.what == f"--bind: 127.0.0.1:{port} cannot be listened at (Address already in use)"
     part = Workers(machines=2, bind="h", port=6001)
     assert part.command == "harness worker --master h:6001"

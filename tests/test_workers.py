@@ -18,7 +18,7 @@ from harness.analysis.summarize import summarize
 from harness.errors import RunError
 from harness.files import ROOT
 from harness.job import write_job
-from harness.process import free_port, is_free
+from harness.process import free_port, is_port_free
 from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import LocalChild, Monitor, drive, locust_arguments
@@ -61,7 +61,7 @@ def test_the_parts_of_a_mix_are_sent_by_workers_at_the_same_time(tmp_path: Path,
     loads = {name: {"user": name, "users": 2, "duration_s": 3, "output_tokens": 5} for name in ("chat", "batch")}
     mixes = {"both": ["chat", "batch"]}
     scenario = write(tmp_path, model="simulated", loads=loads, mixes=mixes, warmup={"requests": 4})
-    port = next(port for port in iter(free_port, None) if is_free(port + 1))
+    port = next(port for port in iter(free_port, None) if is_port_free(port + 1))
     run = ["run", str(scenario), "--url", engine_process.url, "--workers", "2", "--bind", f"127.0.0.1:{port}"]
     with ExitStack() as stack:
         for master in (port, port, port + 1, port + 1):
@@ -168,7 +168,7 @@ def test_a_load_that_waits_says_who_is_missing(
     tmp_path: Path, engine_process: Spawned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when it gives up, which sends home who was there."""
-    monkeypatch.setattr(driving, "WORKERS_S", 5)
+    monkeypatch.setattr(driving, "MAX_WORKER_WAIT_S", 5)
     here, port = socket.gethostname(), free_port()
     workers = Workers(names=["gen2", here], machines=2, bind="127.0.0.1", port=port)
     load = Load(user="chat", users=4, requests=8)
@@ -179,7 +179,7 @@ def test_a_load_that_waits_says_who_is_missing(
     with going("worker", "--master", f"127.0.0.1:{port}", cwd=tmp_path), pytest.raises(RunError) as caught:
         drive(
             lambda: LocalChild([sys.executable, "-m", "locust", *arguments], log), monitor, log_path=log,
-            progress=lambda: seen.append(monitor.awaited),
+            progress=lambda: seen.append(monitor.missing_workers),
         )  # fmt: skip
     said = "waiting for workers: 1 of 2 connected; missing: gen2"
     assert seen[-2] == said
@@ -200,7 +200,7 @@ def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(
     bound = ["--workers", here, "--bind", f"127.0.0.1:{port}"]
     run = ["run", scenario, "--url", engine_process.url, *bound, "--runs", str(tmp_path)]
     with going(*run, cwd=tmp_path) as command:
-        until(lambda: not is_free(port), within_s=20)
+        until(lambda: not is_port_free(port), within_s=20)
         log = next(tmp_path.glob("*/logs/*locust*"))
         with strangers(port) as stranger:
             another = msgpack.dumps(["stats", None, "another"])

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.process import free_port, is_free
+from harness.process import free_port, is_port_free
 
 SOURCES = Path(__file__).parents[1]
 
@@ -109,7 +109,7 @@ class Server:
         arguments += [str(users if schedule.spread else 0), str(self._log)]
         command = [*on_core(core, 50), str(program), str(self.port), *arguments]
         self._child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        while is_free(self.port):
+        while is_port_free(self.port):
             time.sleep(0.02)
 
     @property

@@ -425,7 +425,7 @@ def read_lengths(path: Path) -> Array:
             found.append(pair)
         else:
             bad.add(number, "prompt_tokens and output_tokens must be at least 0 and below 1e9")
-    bad.refuse()
+    bad.raise_errors()
     if not found:
         raise HarnessError(f"--lengths: {path} has no rows", next_step="Give one row for each item, or a sample.")
     return np.array(found)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from harness.analysis.tally import CellCounts
 from harness.rundir.records import MAX_CPU, ProcessMark
-from harness.scenario import Load, is_open
+from harness.scenario import Load, is_open_loop
 from harness.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
 from harness.workers import MACHINE, Workers
 
@@ -142,7 +142,7 @@ def _read_clock_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Se
 def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
     """Where a request follows an answer, the client's delay between the two is part of every rate."""
     lag_s, e2e_s = _max_known(marks, "loop_lag_mean_s"), numbers.e2e_s.mean
-    if is_open(load) or lag_s is None or not e2e_s:
+    if is_open_loop(load) or lag_s is None or not e2e_s:
         return None
     allowed_s = max(MAX_LOOP_LAG_S, MAX_LOST * e2e_s)
     if lag_s <= allowed_s:

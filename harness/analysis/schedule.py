@@ -13,7 +13,7 @@ import msgspec
 
 from harness.analysis.derive import max_known, min_known
 from harness.rundir.records import Request
-from harness.scenario import Arrivals, Load, taken_together
+from harness.scenario import Arrivals, Load, requests_per_task
 from harness.scenario.plan import Schedule, arrival_times
 from harness.summary import ScheduleKept, median_of_known
 
@@ -114,13 +114,13 @@ def planned_count(load: Load, seed: int, mix_window_s: tuple[float, float] | Non
         return None
     in_bursts = load.user == "batch"  # each request of a burst has a scheduled time; of a conversation only the first
     if load.requests is not None:
-        return load.requests if in_bursts else -(-load.requests // taken_together(load))
+        return load.requests if in_bursts else -(-load.requests // requests_per_task(load))
     if load.duration_s is None:
         return None  # the user stops a live load
     start_s, end_s = mix_window_s or (0.0, load.duration_s)
     arrivals = msgspec.json.encode(load.arrivals)
     count = _arrivals_before(arrivals, seed, min(end_s, load.duration_s)) - _arrivals_before(arrivals, seed, start_s)
-    return count * taken_together(load) if in_bursts else count
+    return count * requests_per_task(load) if in_bursts else count
 
 
 @lru_cache(maxsize=16)

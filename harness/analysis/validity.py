@@ -17,7 +17,7 @@ from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
 from harness.rundir.records import CLOSING_S, LATE_READ_S, MAX_CPU, ProcessMark
 from harness.rundir.samples import MAX_GAP_S
-from harness.scenario import Load, at_once, is_open
+from harness.scenario import Load, is_open_loop, max_concurrency
 from harness.summary import (
     OPEN,
     Answers,
@@ -294,7 +294,7 @@ def _clock_notes(marks: Sequence[ProcessMark]) -> Iterator[Reason]:
 
 def _gateway_notes(ran: CellRun, load: Load) -> Iterator[Reason]:
     """Notes on the program in front of the engine, and whether it queues requests of this load."""
-    served, in_flight = ran.served_by, at_once(load)
+    served, in_flight = ran.served_by, max_concurrency(load)
     yield from served.notes
     if served.max_parallel is not None and in_flight > served.max_parallel:
         yield because("own_queue", in_flight=in_flight, server=served.version, at_once=served.max_parallel)
@@ -342,17 +342,17 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
         yield because("read_clock", answers=tally.read_clock, requests=succeeded)
     yield from _shared_read_notes(tally, numbers, limits)
     # Each load process opens some connections until it knows that the server keeps them open.
-    if opened.n > max(2 * at_once(load) + 2 * load.processes, MAX_OPENED * succeeded):
+    if opened.n > max(2 * max_concurrency(load) + 2 * load.processes, MAX_OPENED * succeeded):
         times = {"mean_s": opened.mean or 0.0, "max_s": opened.max or 0.0}
         yield because("connections_opened", opened=opened.n, requests=succeeded, **times)
     retried, overflows = numbers.connect_retried, (machine.listen_overflows if machine is not None else None) or 0
     if retried or overflows:
-        yield because("listen_queue", retried=retried, overflows=overflows, open_loop=is_open(load))
+        yield because("listen_queue", retried=retried, overflows=overflows, open_loop=is_open_loop(load))
     if 0 < numbers.resent <= MAX_RESENT * numbers.sent:
         yield _resent_reason(numbers)
     if numbers.retry_after:
         total_s = numbers.retry_after_s or 0.0
-        yield because("retry_after", requests=numbers.retry_after, total_s=total_s, open_loop=is_open(load))
+        yield because("retry_after", requests=numbers.retry_after, total_s=total_s, open_loop=is_open_loop(load))
     if tally.without_output_tokens and load.endpoint != "embeddings":
         yield because("tokens_unknown", answers=tally.without_output_tokens, requests=succeeded)
     if tally.fewer_tokens and not evidence.imported:

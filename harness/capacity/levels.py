@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 
 from harness.capacity.slo import LoadPace
-from harness.scenario import MAX_USERS, Load, is_open
-from harness.scenario.behaviour import pause_mean_s
+from harness.scenario import MAX_USERS, Load, is_open_loop
+from harness.scenario.behaviour import mean_pause_s
 
 CapacityUnit = Literal["users", "requests/s", "times the trace"]
 GRID_STEP = 0.1  # between two levels
@@ -32,7 +32,7 @@ def pair_grid(max_level: int) -> list[int]:
 
 def unit_of(load: Load) -> CapacityUnit:
     """In what the amount of a load is counted."""
-    return "times the trace" if load.trace is not None else "requests/s" if is_open(load) else "users"
+    return "times the trace" if load.trace is not None else "requests/s" if is_open_loop(load) else "users"
 
 
 def step_of(load: Load) -> float:
@@ -44,9 +44,9 @@ def step_of(load: Load) -> float:
 
 def pace_of(load: Load, amount: float) -> LoadPace:
     """What the length of the blocks of a load depends on."""
-    if is_open(load):
+    if is_open_loop(load):
         return LoadPace(min_s=MIN_ARRIVALS / amount if load.trace is None else 0.0, open_loop=True)
-    return LoadPace(pause_s=pause_mean_s(load.think if load.think is not None else load.think_s))
+    return LoadPace(pause_s=mean_pause_s(load.think if load.think is not None else load.think_s))
 
 
 def load_at(load: Load, amount: float, duration_s: float) -> Load:

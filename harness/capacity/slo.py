@@ -15,7 +15,7 @@ from harness.errors import HarnessError
 from harness.rundir.records import Request
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import LATENCIES, Check, Slo, parse_check
-from harness.scenario.plan import alone
+from harness.scenario.plan import load_of_part
 
 KNEE_BLOCK_ANSWERS = 2  # a block of the knee's search lasts so many answers, thinking included
 MIN_BLOCK_S = 0.5  # shorter ones would show the flushing of the records
@@ -198,7 +198,7 @@ class BlockCutter:
                 self.begun_s = due_s if self.begun_s is None else min(self.begun_s, due_s)
                 self._next_s = self.begun_s
             if (e2e_s := derive.e2e_s(request)) is not None:
-                load = alone(request.load)
+                load = load_of_part(request.load)
                 self._newest_s[load].append(e2e_s)
                 if len(self._first_s[load]) < _FIRST:
                     self._first_s[load].append(e2e_s)
@@ -215,7 +215,7 @@ class BlockCutter:
             if now_s - self._flush_s - longest_s < end_s:
                 return found
             ended = [one for one in self._waiting if self._next_s < one.sent_s + one.ended_s <= end_s]
-            answers = Counter(alone(one.load) for one in ended if one.error != "unfinished")
+            answers = Counter(load_of_part(one.load) for one in ended if one.error != "unfinished")
             if min(answers[load] for load in self._paces) < (1 if self._whole_tokens else BLOCK_ANSWERS):
                 continue
             found.append(self._block(self._next_s, end_s, ended))
@@ -233,7 +233,10 @@ class BlockCutter:
         return LoadBlock(
             begin_s=begin_s,
             end_s=end_s,
-            counts=[_counted(slo, [one for one in ended if slo.load in (None, alone(one.load))]) for slo in self._slos],
+            counts=[
+                _counted(slo, [one for one in ended if slo.load in (None, load_of_part(one.load))])
+                for slo in self._slos
+            ],
             output_tokens=tokens,
             answers=sum(one.error != "unfinished" for one in ended),
             e2e_s=_mean(e2e_s),

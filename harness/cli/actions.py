@@ -73,7 +73,7 @@ def run(
     from harness.report import junit as junit_xml
     from harness.report import terminal
     from harness.run import resume as resuming
-    from harness.run.budget import within
+    from harness.run.budget import budget_steps
     from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
     from harness.run.running import write_results
@@ -98,7 +98,7 @@ def run(
         for note in check_notes(experiment.scenario):
             cli.console().print(f"note: {note}")
         with cli.junit_until_finished(junit, scenario.stem):
-            steps = None if budget_s is None else within(budget_s)
+            steps = None if budget_s is None else budget_steps(budget_s)
             folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
     manifest = read_run(folder)
     if base is not None:
@@ -172,9 +172,9 @@ def capacity(
 
     budget_s = read_duration("--budget", budget)
     target = cli.make_target(url, ca=ca)
-    with experiments.scenario_of(scenario and cli.find_scenario(scenario), user, target, model) as path:
+    with experiments.scenario_path(scenario and cli.find_scenario(scenario), user, target, model) as path:
         experiment = experiments.prepare(path, target, model)
-        experiment, question = searching.ask(
+        experiment, question = searching.define_search(
             experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
         )
         folder, found = searching.capacity(experiment, question, runs, Progress(cli.console(stderr=as_json)))
@@ -216,19 +216,19 @@ def check(
 ) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness.prepare import experiment as experiments
-    from harness.prepare.machine_fit import notes, predict_shares, refuse_impossible
+    from harness.prepare.machine_fit import check_all_gpus, machine_notes, predict_shares
     from harness.prepare.preview import preview, show_plan
 
     experiment = experiments.prepare(scenario, None, model, repeats, checks or [])
     shown = preview(experiment)
-    of_machine = [*notes(experiment), *predict_shares(experiment)]
+    of_machine = [*machine_notes(experiment), *predict_shares(experiment)]
     if as_json:
         cli.print_json(msgspec.structs.replace(shown, notes=shown.notes + of_machine))
     else:
         show_plan(experiment, shown, cli.console())
         for note in of_machine:
             cli.console().print(note)
-    refuse_impossible(experiment)
+    check_all_gpus(experiment)
 
 
 def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:
@@ -270,18 +270,18 @@ def init(
 
     if file.exists():
         raise HarnessError(f"{file}: this file is there already", next_step="Name another file to write.")
-    kind = drafts.choice("--machine", machine or drafts.machine_kind(read_machine().gpus), drafts.AT_ONCE)
-    wanted = drafts.choice(
+    kind = drafts.choose("--machine", machine or drafts.machine_kind(read_machine().gpus), drafts.CONCURRENCY)
+    wanted = drafts.choose(
         "--question",
         question or ask_choice("What do you want to know?", "--question", drafts.QUESTIONS),
         drafts.QUESTIONS,
     )
     servers = list(server or [])
-    known = {name: made.model for name, made in drafts.offered().items()}
-    while not server and len(servers) < drafts.servers_of(wanted):
+    known = {name: made.model for name, made in drafts.draftable_servers().items()}
+    while not server and len(servers) < drafts.server_count(wanted):
         rest = {name: text for name, text in known.items() if name not in servers}
         servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
-    text = drafts.draft(wanted, [drafts.choice("--server", name, known) for name in servers], model or [], kind)
+    text = drafts.draft(wanted, [drafts.choose("--server", name, known) for name in servers], model or [], kind)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -291,7 +291,7 @@ def init(
         "no AMD GPU was found; --machine names one" if kind == "none" and not machine else f"for the machine '{kind}'"
     )
     print(f"{file}: written ({about}). Next:\n  harness check {shlex.quote(str(file))}")
-    print("\n".join(f"  {line.format(file=shlex.quote(str(file)))}" for line in drafts.NEXT[wanted]))
+    print("\n".join(f"  {line.format(file=shlex.quote(str(file)))}" for line in drafts.COMMANDS[wanted]))
     if set(servers) != {"simulated"}:
         print("If the server already runs, add: --url http://127.0.0.1:8000 --model NAME")
 
@@ -357,11 +357,11 @@ def compose(
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
     from harness.prepare import experiment as experiments
-    from harness.prepare.machine_fit import fill_in
+    from harness.prepare.machine_fit import resolve_auto
     from harness.run.live import compose_file
 
     experiment = experiments.prepare(scenario)
-    experiment = fill_in(experiment, lambda line: print(line, file=sys.stderr))
+    experiment = resolve_auto(experiment, lambda line: print(line, file=sys.stderr))
     more: dict[str, Any] = {"workers": workers, "records": records, "headless": headless, "grafana": grafana}
     text = compose_file(experiment, server, load, ui_port=ui_port, **more)
     print(text, end="")

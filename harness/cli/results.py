@@ -41,7 +41,7 @@ def report(
     """
     from harness.analysis.summarize import read_summary, summarize_with_counts, write_summary
     from harness.comparison.compare import make_reference
-    from harness.prepare.experiment import refuse_misplaced
+    from harness.prepare.experiment import validate_checks
     from harness.report import export, html, junit, markdown, terminal
     from harness.rundir.manifest import read_run
 
@@ -50,7 +50,7 @@ def report(
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     folder = _find_or_import_run(run_folder, runs)
     manifest = read_run(folder)
-    refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
+    validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
     checked_anew = bool(checks) or reference is not None
     # A published run has its summary alone: one made without records would say that nothing was measured.
@@ -127,13 +127,13 @@ def compare(
     --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
     """
     from harness.comparison.compare import compare_runs, group_by_machine
-    from harness.prepare.experiment import refuse_misplaced
+    from harness.prepare.experiment import validate_checks
     from harness.report import junit
     from harness.report.markdown import render_comparison
     from harness.report.terminal import print_comparison
     from harness.rundir.manifest import UnlikeError, read_run
 
-    refuse_misplaced(checks or [])
+    validate_checks(checks or [])
     if history and len(run_folders) != 1:
         raise HarnessError(
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
@@ -144,7 +144,7 @@ def compare(
         return
     groups = group_by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
-        refuse_misplaced(checks or [], scenario.servers, scenario.loads)
+        validate_checks(checks or [], scenario.servers, scenario.loads)
     try:
         comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
     except UnlikeError as error:
@@ -365,9 +365,9 @@ def import_(
 
     wrong = Mistakes()  # a file that cannot be read costs the others nothing
     for file in files:
-        with wrong.noted():
+        with wrong.collect():
             print(import_file(file, runs, form, machine))
-    wrong.refuse()
+    wrong.raise_errors()
 
 
 class RunLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -151,6 +151,6 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.workers import lend
+    from harness.workers import run_worker
 
-    lend(master, processes, once=once)
+    run_worker(master, processes, once=once)

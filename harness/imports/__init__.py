@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from harness.errors import HarnessError
-from harness.files import UNDECODABLE, in_words, read_bytes
+from harness.files import UNDECODABLE, describe_decode_error, read_bytes
 from harness.rundir.records import Request
 from harness.summary import Numbers, Reason
 
@@ -154,13 +154,17 @@ def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
         except UNDECODABLE as error:
             if not found or not isinstance(found[0], dict):
                 raise HarnessError(
-                    f"{path}: neither JSON nor JSON Lines ({in_words(as_json)})",
+                    f"{path}: neither JSON nor JSON Lines ({describe_decode_error(as_json)})",
                     next_step="The file was cut or is something else.",
                 ) from None
             cut = number == lines[-1][0] and "truncated" in str(error)
             raise HarnessError(
                 f"{path}: line {number} of {lines[-1][0]} "
-                + (f"is cut off: the {len(found)} before it are whole" if cut else f"is not JSON ({in_words(error)})"),
+                + (
+                    f"is cut off: the {len(found)} before it are whole"
+                    if cut
+                    else f"is not JSON ({describe_decode_error(error)})"
+                ),
                 next_step=f"Nothing was written. {_CUT if cut else _DAMAGED}",
             ) from None
     return found

@@ -20,10 +20,10 @@ from harness.judge.verdicts import invalid_row_reason
 from harness.rundir.manifest import definitions_differ
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import (
-    JUDGED_BY_SLOS,
+    ANSWER_SHARES,
     LATENCIES,
-    OF_ANSWERS,
     OPERATORS,
+    SLO_METRICS,
     STATISTICS,
     UNITS,
     Check,
@@ -269,7 +269,7 @@ def _number_fields(check: Check) -> list[str]:
     latency, _, statistic = check.metric.rpartition("_")
     if latency in LATENCIES:
         return [LATENCIES[latency].field, *(["percentiles"] if statistic in NEEDED else [])]
-    if check.metric in JUDGED_BY_SLOS:
+    if check.metric in SLO_METRICS:
         return list(dict.fromkeys(LATENCIES[slo.latency].field for slo in check.slos))
     column = _VALUES.get(check.metric)
     return [column.field] if column is not None and column.definition else []
@@ -281,11 +281,11 @@ def _row_value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
     latency, _, statistic = metric.rpartition("_")
     if latency in LATENCIES and statistic in STATISTICS:
         return _latency_value(row, latency, statistic)
-    if metric in JUDGED_BY_SLOS:
+    if metric in SLO_METRICS:
         return _slo_value(check, row)
     if metric == "speedup":
         return _speedup_value(row, comparison)
-    if metric in OF_ANSWERS and row.pooled.answers is None:
+    if metric in ANSWER_SHARES and row.pooled.answers is None:
         return _missing_value("no_answer_checked")
     if metric == "output_tok_s" and "output_tok_s" in row.missing:
         missing = because("tool_unknown", why=row.missing["output_tok_s"])
@@ -372,7 +372,7 @@ def _verdict_by_row(comparison: Comparison) -> dict[str, Verdict]:
 def _share_counts(check: Check, row: Row) -> dict[str, int] | None:
     """The counts that a share was computed from."""
     answers = row.pooled.answers
-    if check.metric in OF_ANSWERS and answers is not None:
+    if check.metric in ANSWER_SHARES and answers is not None:
         if check.metric == "valid_share":
             return {"number": answers.valid, "of": answers.checked}
         return {"number": answers.right or 0, "of": answers.labelled}

@@ -12,8 +12,8 @@ from harness.columns import RATES, WORK
 from harness.judge import stats
 from harness.judge.stats import Effect, Variation
 from harness.rundir.manifest import definitions_differ
-from harness.scenario import Load, Scenario, is_open
-from harness.scenario.plan import alone, mix_of
+from harness.scenario import Load, Scenario, is_open_loop
+from harness.scenario.plan import load_of_part, mix_of
 from harness.summary import (
     ALPHA,
     MARGIN,
@@ -94,7 +94,7 @@ def metric_values(row: Row, cells: Mapping[str, CellSummary], metric: str) -> li
 
 def is_paced(load: Load) -> bool:
     """Whether think time or a schedule, and not the server, decides when requests are sent. Then latency counts."""
-    return is_open(load) or load.think is not None or any(load.think_s or ())
+    return is_open_loop(load) or load.think is not None or any(load.think_s or ())
 
 
 def comparison_metrics(side: Measured, base: Measured) -> list[str]:
@@ -113,7 +113,7 @@ def comparison_metrics(side: Measured, base: Measured) -> list[str]:
         return any(sample.n for sample in samples(latency))
 
     def from_schedule(latency: str) -> str:
-        both_open = is_open(side.load) and is_open(base.load)
+        both_open = is_open_loop(side.load) and is_open_loop(base.load)
         return f"{latency}_sched" if both_open and is_known(f"{latency}_sched") else latency
 
     latencies = [from_schedule("e2e")]
@@ -251,9 +251,9 @@ def _compared_rows(
 def _default_baseline(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) -> Row | None:
     """The row that a row is compared with, unless the scenario names another."""
     if mix_of(row.load) is not None:
-        return named.get(f"{row.server}/{alone(row.load)}") or base
+        return named.get(f"{row.server}/{load_of_part(row.load)}") or base
     load, base_load = scenario.loads[row.load], scenario.loads[base.load]
-    same_pacing = (is_paced(load), is_open(load)) == (is_paced(base_load), is_open(base_load))
+    same_pacing = (is_paced(load), is_open_loop(load)) == (is_paced(base_load), is_open_loop(base_load))
     if (same_pacing and not scenario.mixes) or without_concurrency(load) == without_concurrency(base_load):
         return base
     same_load = named.get(f"{base.server}/{row.load}")

@@ -27,7 +27,7 @@ from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunn
 
 from harness.errors import HarnessError, sentence
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
-from harness.job import Job, quiet_sign, report_error
+from harness.job import Job, idle_file, report_error
 from harness.load import web_access
 from harness.load.master import Master, ignore_foreign_messages
 from harness.load.options import (
@@ -319,7 +319,7 @@ def _start(environment: Environment) -> None:
     if _job is not None and _job.concurrent_loads and _process is not None:
         start_barrier(_job, _process.sequencer)
     if _job and options.headless and _process is not None:
-        gevent.spawn(_process.show_quiet, quiet_sign(_job.counter_path).touch)
+        gevent.spawn(_process.show_quiet, idle_file(_job.counter_path).touch)
     if _job and options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
@@ -435,7 +435,7 @@ def _follow(environment: Environment, job: Job, sequencer: StageSequencer | Mast
     load = job.load
     # Surplus users finish their request first.
     environment.stop_timeout = load.timeout_s
-    patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
+    patience_s = load.ramp_s + load.timeout_s + behaviour.max_pause_s(load.think or load.think_s) + _COME_S
     gevent.spawn(follow, sequencer, environment.runner, load.ramp_s, patience_s, partial(give_up, environment))
 
 

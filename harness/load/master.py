@@ -23,7 +23,7 @@ from locust.runners import STATE_MISSING, MasterRunner
 from harness import __version__
 from harness.errors import HarnessError
 from harness.files import read_bytes
-from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
+from harness.job import Job, WaitsForWorkers, idle_file, report_status, secrets_of
 from harness.load.recorder import FILES, RecordReceiver
 from harness.load.sequencer import POLL_S, all_warm, until
 from harness.redact import register_secrets
@@ -156,8 +156,8 @@ class Master:
         while not self._at_work and time.monotonic() < end_s:
             here = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
             if here != reported:
-                report(self._job, WaitsForWorkers(here))
-                logger.info(self._workers.awaited(here))
+                report_status(self._job, WaitsForWorkers(here))
+                logger.info(self._workers.missing_text(here))
                 reported = here
             gevent.sleep(POLL_S)
 
@@ -228,7 +228,7 @@ class Master:
         names = self._workers.names
         here = [machine for machine in self._machines.values() if not self._is_lost(machine)]
         if len(here) < self._workers.total:
-            raise HarnessError(self._workers.awaited([machine.name for machine in here]))
+            raise HarnessError(self._workers.missing_text([machine.name for machine in here]))
         return sorted(here, key=lambda m: (names.index(m.name) if names else 0, m.name, m.client_id))
 
     def _why_not(self, name: str, version: str) -> str | None:
@@ -291,7 +291,7 @@ class Master:
             Path(self._stages[self.stage()].counter_path).write_bytes(b"\n")
 
     def _on_quiet(self, **_: Any) -> None:
-        quiet_sign(self._job.counter_path).touch()
+        idle_file(self._job.counter_path).touch()
 
     def _on_records(self, msg: Any, **_: Any) -> None:
         machine, data = self._machines[msg.node_id], msg.data

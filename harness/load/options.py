@@ -19,7 +19,7 @@ from locust.util.timespan import parse_timespan
 
 from harness.errors import HarnessError, Mistakes, Problem
 from harness.files import UNDECODABLE
-from harness.job import Job, job_of_text, read_job
+from harness.job import Job, decode_job, read_job
 from harness.load.client import ApiAddress
 from harness.load.process import api_key, first_model, inputs_of
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
@@ -240,7 +240,7 @@ def job_file(options: Namespace) -> Job | None:
     if not options.job or options.job == FROM_MASTER:
         return None
     try:
-        return job_of_text(options.job) if options.job.startswith("{") else read_job(Path(options.job))
+        return decode_job(options.job) if options.job.startswith("{") else read_job(Path(options.job))
     except (OSError, *UNDECODABLE) as error:
         raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({error})") from None
 
@@ -275,7 +275,7 @@ def with_options(job: Job, options: Namespace) -> Job:
     wrong = Mistakes()
     for problem in problems:
         wrong.add(HarnessError(f"{_option_at(problem.path)}: {problem.text}"))
-    wrong.refuse()
+    wrong.raise_errors()
     assert changed is not None
     prompt, output = changed.prompts.tokens, changed.load.output_tokens
     return msgspec.structs.replace(

@@ -25,7 +25,7 @@ from harness.load.sequencer import Part, Plan, Slot, StageSequencer, WarmupSampl
 from harness.process import refuse_too_few_files
 from harness.redact import masked, register_secrets
 from harness.rundir.records import ErrorKind, Request
-from harness.scenario import Arrivals, connections_per_process, taken_together
+from harness.scenario import Arrivals, connections_per_process, requests_per_task
 from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, check_answer
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Message
@@ -343,7 +343,7 @@ def _warmup_schedule(job: Job) -> Due | None:
 def _together(job: Job) -> int:
     """Requests that one machine sends together. Stock Locust does not know the kind of group."""
     load = job.load
-    return taken_together(load) if job.load_name else math.lcm(load.turns or 1, load.batch_size or 1)
+    return requests_per_task(load) if job.load_name else math.lcm(load.turns or 1, load.batch_size or 1)
 
 
 def first_model(job: Job, target: ApiAddress) -> str:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import gevent
 import msgspec
 
-from harness.job import Job, warm_sign
+from harness.job import Job, warmup_done_file
 from harness.scenario.plan import Due, Steadiness
 
 Phase = Literal["warmup", "measured"]
@@ -222,7 +222,7 @@ class Sequencer:
             return  # not the full concurrency yet
         os.pwrite(self._file, _ANSWER.pack(seen.ttft_s, seen.per_token_s), _WIDTH + counts.seen * _ANSWER.size)
         counts.seen += 1
-        if rule.looks(counts.seen):
+        if rule.is_check_due(counts.seen):
             raw = os.pread(self._file, counts.seen * _ANSWER.size, _WIDTH)
             counts.steady = rule.is_steady(list(_ANSWER.iter_unpack(raw)))
 
@@ -413,8 +413,8 @@ def start_barrier(job: Job, sequencer: StageSequencer) -> None:
 def all_warm(job: Job) -> bool:
     """Note that the warm-up of this load is over. Return whether those of the other loads of its mix are."""
     if job.concurrent_loads:
-        warm_sign(job.counter_path).touch()
-    return all(warm_sign(path).exists() for path in job.concurrent_loads)
+        warmup_done_file(job.counter_path).touch()
+    return all(warmup_done_file(path).exists() for path in job.concurrent_loads)
 
 
 def _wait(job: Job, sequencer: StageSequencer) -> None:

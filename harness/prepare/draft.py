@@ -1,4 +1,4 @@
-"""`harness init`: a first scenario of the user's own, made of a server, a machine and a question."""
+"""`harness init`: write a scenario for a server, a machine and a question."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from harness.units import count
 
 CONTEXT = 8192  # tokens of one request
 
-AT_ONCE = {"strix-halo": 8, "radeon": 16, "instinct": 64, "none": 4}  # requests at once, by machine
+CONCURRENCY = {"strix-halo": 8, "radeon": 16, "instinct": 64, "none": 4}  # requests at once, by machine
 
 QUESTIONS = {
     "batching": "Does sending several requests at once pay?",
@@ -20,7 +20,7 @@ QUESTIONS = {
     "agents": "How many agents with growing contexts does it hold within my limits?",
     "classifications": "How long do 500,000 classifications take?",
 }
-NEXT = {  # the commands that answer, in their order
+COMMANDS = {  # the commands that answer, in their order
     "batching": ["harness run {file}"],
     "compare": ["harness run {file}"],
     "chat-users": ["harness capacity {file}"],
@@ -31,7 +31,7 @@ LIMITS = ["ttft_p95 <= 2s", "tpot_p95 <= 60ms", "error_rate == 0"]
 
 
 def machine_kind(gpus: Sequence[Mapping[str, Any]]) -> str:
-    """The key of AT_ONCE that fits a machine's first GPU with a known gfx target; `none` without one."""
+    """Return the key of CONCURRENCY for a machine's first GPU with a known gfx target; `none` without one."""
     targets = [str(gpu["target"]) for gpu in gpus if gpu.get("target")]
     if not targets:
         return "none"
@@ -40,8 +40,8 @@ def machine_kind(gpus: Sequence[Mapping[str, Any]]) -> str:
     return "strix-halo" if targets[0].startswith("gfx115") else "radeon"
 
 
-def choice(option: str, given: str, known: Mapping[str, Any]) -> str:
-    """The chosen key. Raises HarnessError for an unknown one."""
+def choose(option: str, given: str, known: Mapping[str, Any]) -> str:
+    """Return the given key. Raises HarnessError for an unknown one."""
     if given not in known:
         raise HarnessError(
             f"{option}: '{given}' is not known; {did_you_mean(given, known)}", next_step=f"Choose: {', '.join(known)}."
@@ -49,19 +49,19 @@ def choice(option: str, given: str, known: Mapping[str, Any]) -> str:
     return given
 
 
-def offered() -> dict[str, Draft]:
-    """The servers that a scenario can be drafted for, by the names of their templates."""
+def draftable_servers() -> dict[str, Draft]:
+    """Return the servers that a scenario can be drafted for, by the names of their templates."""
     templates = {name: template for engine in engines() for name, template in engine.templates.items()}
     return {name: template.draft for name, template in templates.items() if template.draft is not None}
 
 
-def servers_of(question: str) -> int:
+def server_count(question: str) -> int:
     return 2 if question == "compare" else 1
 
 
 def draft(question: str, servers: list[str], models: list[str], machine: str) -> str:
-    """The text of the scenario. `models`: of each server; missing ones are its default. Raises HarnessError."""
-    needed = servers_of(question)
+    """Return the text of a scenario. `models`: of each server; a missing one is its default. Raises HarnessError."""
+    needed = server_count(question)
     if len(servers) != needed or len(set(servers)) != needed:
         raise HarnessError(
             f"--server: the question '{question}' takes {needed} {'different servers' if needed > 1 else 'server'}, "
@@ -69,70 +69,70 @@ def draft(question: str, servers: list[str], models: list[str], machine: str) ->
             next_step="Give --server twice to compare." if needed > 1 else "To compare two: --question compare.",
         )
     if len(models) > len(servers):
-        given = f"{len(models)} models for {count(len(servers), 'server')}"
-        raise HarnessError(f"--model: {given}", next_step="Give one for each.")
-    drafts = offered()
+        counts = f"{len(models)} models for {count(len(servers), 'server')}"
+        raise HarnessError(f"--model: {counts}", next_step="Give one for each.")
+    drafts = draftable_servers()
     model_of = {name: drafts[name].model for name in servers} | dict(zip(servers, models, strict=False))
-    named = [name for name in servers if drafts[name].named_by_model]
-    if len(named) > 1:
+    own_names = [name for name in servers if drafts[name].named_by_model]
+    if len(own_names) > 1:
         raise HarnessError(
-            f"--server: {' and '.join(named)} know their models by a name of their own, and a scenario has one",
+            f"--server: {' and '.join(own_names)} know their models by a name of their own, and a scenario has one",
             next_step="Compare either of them with another server.",
         )
-    at_once = AT_ONCE[machine]
+    concurrency = CONCURRENCY[machine]
+    first_model = model_of[servers[0]].rpartition("/")[2].partition(":")[0]
     scenario: dict[str, Any] = {
         "version": 1,
         "question": QUESTIONS[question],
-        "model": model_of[named[0]] if named else model_of[servers[0]].rpartition("/")[2].partition(":")[0],
-        "servers": {name: _server(name, drafts[name], model_of[name], at_once) for name in servers},
-        **_work(question, at_once),
+        "model": model_of[own_names[0]] if own_names else first_model,
+        "servers": {name: _draft_server(name, drafts[name], model_of[name], concurrency) for name in servers},
+        **_loads_and_checks(question, concurrency),
     }
     if question == "compare":
-        first, second = (f"{name}/{at_once}-at-a-time" for name in servers)
+        first, second = (f"{name}/{concurrency}-at-a-time" for name in servers)
         scenario["compare"] = [{"row": second, "against": first}]
     text = yaml.safe_dump(scenario, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
     return f"# Made by `harness init`; all keys: docs/scenarios.md\n{text}"
 
 
-def _server(template: str, made: Draft, model: str, at_once: int) -> dict[str, Any]:
-    whole: dict[Any, Any] = {"MODEL": model, "AT_ONCE": at_once, "CONTEXT": CONTEXT * at_once}
+def _draft_server(template: str, server: Draft, model: str, concurrency: int) -> dict[str, Any]:
+    """Fill in the variables of a server: MODEL, CONTEXT, and AT_ONCE alone or within a text."""
+    values: dict[Any, Any] = {"MODEL": model, "AT_ONCE": concurrency, "CONTEXT": CONTEXT * concurrency}
     variables = {
-        name: whole.get(value, value.replace("AT_ONCE", str(at_once))) if isinstance(value, str) else value
-        for name, value in made.variables.items()
+        name: values.get(value, value.replace("AT_ONCE", str(concurrency))) if isinstance(value, str) else value
+        for name, value in server.variables.items()
     }
-    return {"template": template, "variables": variables} | ({} if made.container else {"container": False})
+    return {"template": template, "variables": variables} | ({} if server.container else {"container": False})
 
 
-def _work(question: str, at_once: int) -> dict[str, Any]:
-    """Loads, prompts and checks of a question."""
+def _loads_and_checks(question: str, concurrency: int) -> dict[str, Any]:
+    common: dict[str, Any] = {"restart": False, "checks": ["error_rate == 0"]}
     batch = {"user": "batch", "output_tokens": 128}
     if question in ("batching", "compare"):
         return {
             "loads": {
-                "one-at-a-time": batch | {"batch_size": 1, "requests": 4 * at_once},
-                f"{at_once}-at-a-time": batch | {"batch_size": at_once, "requests": 10 * at_once},
+                "one-at-a-time": batch | {"batch_size": 1, "requests": 4 * concurrency},
+                f"{concurrency}-at-a-time": batch | {"batch_size": concurrency, "requests": 10 * concurrency},
             },
             "prompts": {"kind": "synthetic", "tokens": 400},
-            "restart": False,
-            "checks": ["error_rate == 0"],
+            **common,
         }
     if question == "classifications":
         items = {"user": "batch", "requests": 300, "output": "natural", "output_tokens": 48}
         return {
             "loads": {
                 "one-at-a-time": items | {"batch_size": 1, "requests": 100},
-                f"{at_once}-in-flight": items | {"in_flight": at_once},
+                f"{concurrency}-in-flight": items | {"in_flight": concurrency},
             },
             "prompts": {"kind": "classification"},
-            "restart": False,
-            "checks": ["error_rate == 0"],
+            **common,
         }
     user: dict[str, Any] = {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256}
     if question == "agents":
         user = {"user": "agent", "output_tokens": 120, "agent": {"steps": 8, "result_tokens": 600}}
     return {
-        "loads": {question: user | {"users": at_once, "duration_s": 120, "output": "natural"}},
+        "loads": {question: user | {"users": concurrency, "duration_s": 120, "output": "natural"}},
         "prompts": {"kind": "synthetic", "tokens": 120, "system_tokens": 200},
-        "restart": False,
+        **common,
         "checks": LIMITS,
     }

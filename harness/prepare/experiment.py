@@ -1,4 +1,4 @@
-"""A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
+"""Prepare a scenario to run: check it against the templates, the environment, its files and locustfiles."""
 
 import ast
 import itertools
@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 import yaml
+from msgspec.structs import replace
 
-from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, which_row
-from harness.files import read_bytes, read_text
+from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, suggest_row
+from harness.files import LOCUSTFILES, read_bytes, read_text
 from harness.redact import register_secrets
 from harness.scenario import (
     SERVER_TOKENIZER,
@@ -27,13 +28,14 @@ from harness.scenario import (
     Scenario,
     Server,
     Sweep,
-    taken_together,
-    too_large,
+    locustfile_of,
+    requests_per_task,
+    size_problem,
 )
 from harness.scenario.behaviour import Lengths
-from harness.scenario.check_syntax import misplaced, on_server
-from harness.scenario.file import once, read_scenario
-from harness.scenario.plan import Schedule, alone, mix_of, staged
+from harness.scenario.check_syntax import check_problem, move_check
+from harness.scenario.file import drop_sweep_repeats, read_scenario
+from harness.scenario.plan import Schedule, load_of_part, load_of_stage, mix_of
 from harness.serve import attach_to_server, find_server_problems
 from harness.serve.security import find_open_secrets_in_text
 from harness.summary import Reason
@@ -46,24 +48,25 @@ RUNNING_SERVER = "running"  # the name of the server given with --url
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server that already runs, given on the command line."""
+    """A running server, from the command line."""
 
     url: str
     metrics_url: str | None = None
 
 
 class Experiment(msgspec.Struct, frozen=True):
-    """A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
+    """A scenario that is ready to run."""
 
     path: Path
     scenario: Scenario
     target: Target | None = None
-    computed: dict[str, Reason] = {}  # how a value that was `auto` was computed, by its path in the scenario
+    computed: dict[str, Reason] = {}  # how a value `auto` was computed, by its path in the scenario
     workers: Workers | None = None  # on other machines
-    files: Path | None = None  # the folder to which the scenario's paths are relative; None: that of `path`
+    files: Path | None = None  # the folder of the scenario's files; None: the folder of `path`
 
     @property
     def folder(self) -> Path:
+        """The folder to which the scenario's paths are relative."""
         return self.files or self.path.resolve().parent
 
 
@@ -74,83 +77,82 @@ def prepare(
     repeats: int | None = None,
     checks: Sequence[str] = (),
 ) -> Experiment:
-    """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
+    """Load a scenario and apply the options of the command line. Raises HarnessError with all problems found."""
     read = read_scenario(path)
-    register_secrets({os.environ.get(read.scenario.api_key_env or "", ""): True})
-    of_servers = [] if target is not None else once(find_server_problems(read.scenario, read.lines), read.scenario)
-    problems = read.problems + of_servers
+    scenario = read.scenario
+    register_secrets({os.environ.get(scenario.api_key_env or "", ""): True})
+    problems = read.problems
+    if target is None:
+        problems = problems + drop_sweep_repeats(find_server_problems(scenario, read.lines), scenario)
     lines = {problem.line for problem in problems}
     problems = problems + [secret for secret in find_open_secrets_in_text(read_text(path)) if secret.line not in lines]
-    problems = problems or _never_due(read.scenario, read.lines)
-    scenario = read.scenario
-    if model is not None:
-        scenario = msgspec.structs.replace(scenario, model=model)
+    problems = problems or _never_due_problems(scenario, read.lines)
     if repeats is not None:
-        scenario = msgspec.structs.replace(scenario, repeats=repeats)
-        too_many = too_large(len(scenario.servers), len(scenario.loads), repeats)
+        scenario = replace(scenario, repeats=repeats)
+        too_many = size_problem(len(scenario.servers), len(scenario.loads), repeats)
         problems = [*problems, Problem("--repeats", too_many)] if too_many else problems
-    if checks:
-        scenario = msgspec.structs.replace(scenario, checks=[*scenario.checks, *checks])
+    model = scenario.model if model is None else model
+    scenario = replace(scenario, model=model, checks=[*scenario.checks, *checks])
     if target is not None:
-        scenario = _on_running_server(scenario)
-    wrong = Mistakes()
-    with wrong.noted():
-        _refuse_faulty(path, problems, _attempts(scenario, path.parent), read.lines)
-    with wrong.noted():
-        refuse_misplaced(checks, read.known["servers"], read.known["loads"])
-    wrong.refuse()
-    return Experiment(path, _with_traces(scenario, path.resolve().parent), target)
+        scenario = _move_to_running_server(scenario)
+    mistakes = Mistakes()
+    with mistakes.collect():
+        _raise_problems(path, problems, _file_checks(scenario, path.parent), read.lines)
+    with mistakes.collect():
+        validate_checks(checks, read.known["servers"], read.known["loads"])
+    mistakes.raise_errors()
+    return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target)
 
 
-def as_recorded(experiment: Experiment) -> Experiment:
-    """An experiment that was prepared before, once its files and environment can be used. Raises HarnessError."""
+def prepare_recorded(experiment: Experiment) -> Experiment:
+    """Check the files and the environment of an experiment that was prepared before. Raises HarnessError."""
     register_secrets({os.environ.get(experiment.scenario.api_key_env or "", ""): True})
-    _refuse_faulty(experiment.path, [], _attempts(experiment.scenario, experiment.folder), {})
+    _raise_problems(experiment.path, [], _file_checks(experiment.scenario, experiment.folder), {})
     return experiment
 
 
 def input_files(scenario: Scenario) -> list[str]:
-    """The files that a scenario names, other than locustfiles, as it writes them."""
+    """Return the files that a scenario names, other than locustfiles, as it writes them."""
     prompts, loads = scenario.prompts, scenario.loads.values()
     lengths = [prompts.tokens, *(load.output_tokens for load in loads)]
-    named = [prompts.file, *(one.file for one in lengths if isinstance(one, Lengths))]
-    named += [load.trace.file for load in loads if load.trace is not None]
-    named += [prompts.tokenizer] if prompts.tokenizer != SERVER_TOKENIZER else []
-    return list(dict.fromkeys(name for name in named if name))
+    names = [prompts.file, *(each.file for each in lengths if isinstance(each, Lengths))]
+    names += [load.trace.file for load in loads if load.trace is not None]
+    names += [prompts.tokenizer] if prompts.tokenizer != SERVER_TOKENIZER else []
+    return list(dict.fromkeys(name for name in names if name))
 
 
-def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Checks of files next to the scenario and of the environment, each with its path in the scenario."""
+def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield checks of the scenario's files and of the environment, each with its path in the scenario."""
     if scenario.prompts.file:
         yield "$.prompts.file", partial(read_rows, folder / scenario.prompts.file)
     yield "$.prompts.tokens", partial(pairs_of, scenario.prompts.tokens, folder)
     yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
     users: set[str] = set()
-    for each, load in scenario.loads.items():
-        name = alone(each) or staged(each) or each  # as the file calls it
+    for row, load in scenario.loads.items():
+        name = load_of_part(row) or load_of_stage(row) or row  # as the file calls it
         yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
         if load.trace is not None:
             yield f"$.loads.{name}.trace", partial(replay_of, folder.resolve() / load.trace.file, load.trace)
         if load.user not in USERS and load.user not in users:
             users.add(load.user)
-            # A container has packages of its own: only there can be seen whether the file can be imported.
-            here = scenario.generator == "process"
-            yield f"$.loads.{name}.user", partial(check_locustfile, (folder / load.user).resolve(), try_it=here)
-    yield "$.api_key_env", partial(_refuse_unset, scenario.api_key_env)
+            # A container has packages of its own, so an import on this host proves nothing.
+            try_import = scenario.generator == "process"
+            yield f"$.loads.{name}.user", partial(check_locustfile, locustfile_of(load, folder), try_import=try_import)
+    yield "$.api_key_env", partial(_check_api_key, scenario.api_key_env)
 
 
-def _refuse_faulty(
-    path: Path, problems: list[Problem], attempts: Iterator[tuple[str, Callable[[], object]]], lines: dict[str, int]
+def _raise_problems(
+    path: Path, problems: list[Problem], checks: Iterator[tuple[str, Callable[[], object]]], lines: dict[str, int]
 ) -> None:
-    """Raise a ScenarioError that lists the problems and the attempts that fail; of one attempt alone its own error.
+    """Raise a ScenarioError that lists the problems and the checks that fail, or the error of the only failed check.
 
-    A part that has a problem already is not tried.
+    A check is left out where its part of the scenario already has a problem.
     """
     failed: list[tuple[str, HarnessError]] = []
-    for place, attempt in attempts:
+    for place, check in checks:
         try:
             if not any(problem.path.startswith(place) for problem in problems):
-                attempt()
+                check()
         except HarnessError as error:
             if error.what not in [known.what for _, known in failed]:  # several loads may use one file
                 failed.append((place, error))
@@ -161,7 +163,7 @@ def _refuse_faulty(
         raise ScenarioError(str(path), problems + [Problem(place, text).located(lines) for place, text in texts])
 
 
-def _refuse_unset(name: str | None) -> None:
+def _check_api_key(name: str | None) -> None:
     if name and not os.environ.get(name, "").strip():
         raise HarnessError(
             f"the environment variable {name} is not set, which api_key_env names",
@@ -170,7 +172,7 @@ def _refuse_unset(name: str | None) -> None:
 
 
 def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:
-    """The experiment with its load sent by other machines. Raises HarnessError where they could not."""
+    """Return the experiment with its load sent by other machines. Raises HarnessError where they cannot."""
     workers = parse_workers(given, bind, experiment.scenario.loads)
     if experiment.target is None:
         raise HarnessError(
@@ -179,58 +181,53 @@ def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experi
             next_step="Start the server where it is to run (`harness compose` prints the file; its variable "
             "`publish` is the address) and give its --url.",
         )
-    workers.refuse_unusable()
-    return msgspec.structs.replace(experiment, workers=workers)
+    workers.check_ports()
+    return replace(experiment, workers=workers)
 
 
-def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
-    """The scenario with the number of requests that each trace has in its window. Raises HarnessError."""
-    loads = {
-        name: load
-        if load.trace is None
-        else msgspec.structs.replace(load, requests=len(replay_of(folder / load.trace.file, load.trace)))
-        for name, load in scenario.loads.items()
-    }
-    return msgspec.structs.replace(scenario, loads=loads)
+def _with_trace_requests(scenario: Scenario, folder: Path) -> Scenario:
+    """Set `requests` of each load with a trace to the number of rows in its window. Raises HarnessError."""
+    loads = dict(scenario.loads)
+    for name, load in scenario.loads.items():
+        if load.trace is not None:
+            loads[name] = replace(load, requests=len(replay_of(folder / load.trace.file, load.trace)))
+    return replace(scenario, loads=loads)
 
 
-def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[Problem]:
-    """Requests that the schedule of their open loop never brings."""
+def _never_due_problems(scenario: Scenario, lines: dict[str, int]) -> list[Problem]:
+    """Find open loops whose schedule ends before all their requests have come."""
     problems = []
     for name, load in scenario.loads.items():
         points = None if load.arrivals is None else load.arrivals.points
         if load.arrivals is None or not points or points[-1][1] > 0 or load.requests is None or load.user not in USERS:
             continue
-        together, schedule = taken_together(load), Schedule(load.arrivals, scenario.seed)
-        if schedule.at(-(-load.requests // together) - 1) is None:
-            come = together * next(number for number in itertools.count() if schedule.at(number) is None)
+        per_task, schedule = requests_per_task(load), Schedule(load.arrivals, scenario.seed)
+        if schedule.at(-(-load.requests // per_task) - 1) is None:
+            due = per_task * next(number for number in itertools.count() if schedule.at(number) is None)
             text = (
-                f"only {come:,} of {load.requests:,} ever come: the rate of 'arrivals' is 0 from second "
+                f"only {due:,} of {load.requests:,} ever come: the rate of 'arrivals' is 0 from second "
                 f"{points[-1][0]:g} on; give fewer, 'duration_s' instead, or a last rate above 0"
             )
             problems.append(Problem(f"$.loads.{name}.requests", text).located(lines))
     return problems
 
 
-def refuse_misplaced(
+def validate_checks(
     checks: Sequence[str], servers: Collection[str] | None = None, loads: Collection[str] | None = None
 ) -> None:
-    """Raise HarnessError for checks of the command line that a scenario with these names could not have either.
-
-    None: whatever their names.
-    """
-    wrong = Mistakes()
+    """Raise HarnessError for mistakes in checks of the command line. `servers`, `loads`: known names; None: any."""
+    mistakes = Mistakes()
     for text in checks:
-        with wrong.noted():
-            if (problem := misplaced(text, servers, loads)) is not None:
-                raise HarnessError(
-                    f"--check '{text}': {problem}", next_step="docs/scenarios.md says how checks are written."
-                )
-    wrong.refuse()
+        if (problem := check_problem(text, servers, loads)) is not None:
+            error = HarnessError(
+                f"--check '{text}': {problem}", next_step="docs/scenarios.md says how checks are written."
+            )
+            mistakes.add(error)
+    mistakes.raise_errors()
 
 
 def check_url(option: str, url: str) -> None:
-    """Raise HarnessError for what cannot be an address at all."""
+    """Raise HarnessError for a text that cannot be the address of a server."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
@@ -248,27 +245,27 @@ def check_url(option: str, url: str) -> None:
         )
 
 
-def _on_running_server(scenario: Scenario) -> Scenario:
+def _move_to_running_server(scenario: Scenario) -> Scenario:
     base, swept = scenario.baseline, scenario.swept
-    return msgspec.structs.replace(
+    return replace(
         scenario,
         swept=Sweep(loads=swept.loads) if swept is not None and swept.loads else None,
         servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
         restart=False,
         generator="process",
         baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
-        compare=[],  # they name servers, and there is only one
-        checks=[on_server(check, RUNNING_SERVER) for check in scenario.checks],
+        compare=[],  # comparisons name servers, and there is only one
+        checks=[move_check(check, RUNNING_SERVER) for check in scenario.checks],
     )
 
 
 def server_name(experiment: Experiment, given: str | None) -> str:
-    """The server asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
-    return _choose(experiment, "server", given, list(experiment.scenario.servers))
+    """Return the name of the given server, or of the first. Raises HarnessError for an unknown name."""
+    return _choose_name(experiment, "server", given, list(experiment.scenario.servers))
 
 
 def load_name(experiment: Experiment, given: str | None) -> str:
-    """The load asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
+    """Return the name of the given load, or of the first. Raises HarnessError for an unknown name or a mix."""
     mixes = experiment.scenario.mixes
     mix = given if given in mixes else mix_of(given or "")
     if mix in mixes:
@@ -276,30 +273,30 @@ def load_name(experiment: Experiment, given: str | None) -> str:
             f"--load: '{mix}' is a mix, which `harness run` sends; here it is one load alone",
             next_step=f"Give --load {' or --load '.join(mixes[mix])}, or use `harness run`.",
         )
-    return _choose(experiment, "load", given, list(experiment.scenario.loads))
+    return _choose_name(experiment, "load", given, list(experiment.scenario.loads))
 
 
-def _choose(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
+def _choose_name(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
     if given is not None and given not in known:
-        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {which_row(given, known)}")
+        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {suggest_row(given, known)}")
     return known[0] if given is None else given
 
 
 IMPORT_S = 60.0
-_TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
+_TRY_LOCUSTFILE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
 
 
-def check_locustfile(path: Path, *, try_it: bool = True) -> None:
-    """Find a mistake in a locustfile before a server is started for ten minutes. Raises HarnessError.
+def check_locustfile(path: Path, *, try_import: bool = True) -> None:
+    """Raise HarnessError for a mistake in a locustfile, before a server starts for ten minutes.
 
-    `try_it` lets Locust import it, in a process of its own.
+    `try_import`: let Locust import it, in a process of its own.
     """
     try:
         tree = ast.parse(read_bytes(path), str(path))
         compile(tree, str(path), "exec")
     except SyntaxError as error:
         raise HarnessError(
-            f"{path}, line {error.lineno}: syntax error in the locustfile: {error.msg}", next_step=_TRY_ALONE
+            f"{path}, line {error.lineno}: syntax error in the locustfile: {error.msg}", next_step=_TRY_LOCUSTFILE
         ) from None
     except (OSError, ValueError) as error:
         raise HarnessError(f"{path}: the locustfile cannot be read ({error})") from None
@@ -311,45 +308,45 @@ def check_locustfile(path: Path, *, try_it: bool = True) -> None:
                 next_step="Remove it, and give the load 'stages'; docs/users.md. "
                 "By hand, with `locust -f`, shapes work.",
             )
-    if try_it:
+    if try_import:
         _import_locustfile(path)
 
 
-def sources_of(path: Path, shipped: Path) -> list[Path]:
-    """Return a locustfile and what it imports from its folder or from that of the locustfiles that ship, `shipped`.
+def locustfile_sources(path: Path) -> list[Path]:
+    """Return a locustfile and the files that it imports from its own folder or from that of the shipped locustfiles.
 
     Raises SyntaxError, OSError.
     """
-    found, left = {path}, [path]
-    while left:
-        file = left.pop()
+    sources, unread = {path}, [path]
+    while unread:
+        file = unread.pop()
         for node in ast.walk(ast.parse(read_bytes(file), str(file))):
-            for module in _modules(node, file, path.parent, shipped) - found:
-                found.add(module)
-                left.append(module)
-    return sorted(found)
+            new = _imported_files(node, file, path.parent) - sources
+            sources |= new
+            unread += new
+    return sorted(sources)
 
 
-def _modules(node: ast.AST, file: Path, folder: Path, shipped: Path) -> set[Path]:
-    """The local files that an import statement runs."""
+def _imported_files(node: ast.AST, file: Path, folder: Path) -> set[Path]:
+    """Return the local files that an import statement runs."""
     if isinstance(node, ast.Import):
-        names, folders = [one.name for one in node.names], [folder]
+        names, roots = [alias.name for alias in node.names], [folder]
     elif isinstance(node, ast.ImportFrom):
-        names = [".".join(filter(None, [node.module, one.name])) for one in node.names]
-        folders = [file.parents[node.level - 1]] if node.level else [folder]
+        names = [".".join(filter(None, [node.module, alias.name])) for alias in node.names]
+        roots = [file.parents[node.level - 1]] if node.level else [folder]
     else:
         return set()
-    found = set()
-    for steps in (name.split(".") for name in names):
-        for root in [*folders, *([shipped.parent] if steps[0] == shipped.name else [])]:
-            for end in range(1, len(steps) + 1):
-                module = root.joinpath(*steps[:end])
-                found |= {one for one in (module.with_suffix(".py"), module / "__init__.py") if one.is_file()}
-    return found
+    imported = set()
+    for parts in (name.split(".") for name in names):
+        for root in [*roots, *([LOCUSTFILES.parent] if parts[0] == LOCUSTFILES.name else [])]:
+            for end in range(1, len(parts) + 1):
+                module = root.joinpath(*parts[:end])
+                imported |= {path for path in (module.with_suffix(".py"), module / "__init__.py") if path.is_file()}
+    return imported
 
 
 def _import_locustfile(path: Path) -> None:
-    # With --job, which only a file that uses the harness's user class makes known.
+    # Only a file that uses the harness's user class knows the option --job.
     command = [sys.executable, "-m", "locust", "-f", str(path), "--list", "--job", os.devnull]
     try:
         done = subprocess.run(
@@ -357,37 +354,37 @@ def _import_locustfile(path: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         raise HarnessError(
-            f"{path}: the locustfile was still being imported after {IMPORT_S:g} s", next_step=_TRY_ALONE
+            f"{path}: the locustfile was still being imported after {IMPORT_S:g} s", next_step=_TRY_LOCUSTFILE
         ) from None
-    said = (done.stdout + done.stderr).strip()
+    output = (done.stdout + done.stderr).strip()
     if done.returncode == 0 and not done.stdout.rstrip().endswith("Available Users:"):
         return
-    if done.returncode == 0 or "unrecognized arguments: --job" in said:
+    if done.returncode == 0 or "unrecognized arguments: --job" in output:
         raise HarnessError(
             f"{path}: the locustfile has no user class of the harness",
             next_step="Derive one from harness.load.user.LLMUser; docs/users.md shows how.",
         )
-    lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', said)
+    lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', output)
     where = f"{path}, line {lines[-1]}" if lines else f"{path}"
-    last = said.splitlines()[-1].strip() if said else f"exit code {done.returncode}"
-    raise HarnessError(f"{where}: the locustfile cannot be imported: {last}", next_step=_TRY_ALONE)
+    reason = output.splitlines()[-1].strip() if output else f"exit code {done.returncode}"
+    raise HarnessError(f"{where}: the locustfile cannot be imported: {reason}", next_step=_TRY_LOCUSTFILE)
 
 
-# How the users of each kind behave, where no scenario says it. docs/capacity.md lists them.
-LOADS_OF: dict[str, dict[str, Any]] = {
+# The loads and prompts of each user class for a capacity search without a scenario; docs/capacity.md lists them.
+DEFAULT_LOADS: dict[str, dict[str, Any]] = {
     "chat": {"user": "chat", "turns": 4, "think_s": [2, 8], "output_tokens": 256, "output": "natural"},
     "batch": {"user": "batch", "output_tokens": 128},
     "agent": {"user": "agent", "output_tokens": 256, "output": "natural"},
     "rag": {"user": "rag", "output_tokens": 256, "output": "natural"},
 }
-PROMPTS_OF = {"chat": {"tokens": 120, "system_tokens": 200}}
+DEFAULT_PROMPTS = {"chat": {"tokens": 120, "system_tokens": 200}}
 
 
 @contextmanager
-def scenario_of(given: Path | None, user: str | None, target: Target | None, model: str | None) -> Iterator[Path]:
-    """The path of the scenario: the given one, or one that is written for a kind of users and a server that runs.
+def scenario_path(given: Path | None, user: str | None, target: Target | None, model: str | None) -> Iterator[Path]:
+    """Yield the path of the given scenario, or of a temporary one for a user class and a running server.
 
-    Raises HarnessError where it is not clear what to load, ServerError when the server does not answer.
+    Raises HarnessError for options that contradict each other, ServerError when the server does not answer.
     """
     if given is not None and user is not None:
         raise HarnessError("--user: the scenario has its own users", next_step="Choose one of its loads with --load.")
@@ -404,8 +401,8 @@ def scenario_of(given: Path | None, user: str | None, target: Target | None, mod
         "question": f"How many {user} users does this server hold?",
         "model": model or attach_to_server(target.url, None).served_by.model or "unknown",
         "servers": {RUNNING_SERVER: {"template": RUNNING_SERVER}},  # not started: --url replaces it
-        "loads": {user: {**LOADS_OF[user], "users": 1, "duration_s": 60}},
-        "prompts": PROMPTS_OF.get(user, {"tokens": 256}),
+        "loads": {user: {**DEFAULT_LOADS[user], "users": 1, "duration_s": 60}},
+        "prompts": DEFAULT_PROMPTS.get(user, {"tokens": 256}),
         "repeats": 1,
     }
     with tempfile.TemporaryDirectory() as folder:

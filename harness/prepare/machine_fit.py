@@ -1,6 +1,6 @@
-"""Whether this machine's GPUs and memory suffice for a scenario's servers, checked before a long pull.
+"""Check that this machine's GPUs and memory suffice for a scenario's servers, before a long pull.
 
-Nothing is known of an engine on another machine, nor of a server that already runs.
+Servers on another machine, and a server that already runs, are not checked.
 """
 
 import os
@@ -39,7 +39,7 @@ from harness.serve.template import AUTO, get_variable
 from harness.summary import Reason
 from harness.units import GIB, gib
 
-SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever this machine looks like
+SWITCH = "HARNESS_DOCTOR"  # "off" skips all checks of this machine
 
 
 class Shortage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,47 +48,47 @@ class Shortage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server: str
     fact: str
     fix: str
-    certain: bool  # vLLM refuses it; else it may
+    certain: bool  # vLLM refuses to start; else it may refuse
 
 
-def refuse_impossible(experiment: Experiment, root: Path = Path("/")) -> None:
-    """Raise HarnessError for what this machine's GPUs cannot do: FP8 where there is none, more GPUs than there are."""
+def check_all_gpus(experiment: Experiment, root: Path = Path("/")) -> None:
+    """Raise HarnessError where a server with vLLM needs more GPUs than it gets, or FP8 that they do not have."""
     cards = list(list_gpus(root))
-    for one in _vllm(experiment):
+    for server in _vllm_servers(experiment):
         try:
-            refuse_unfit(shown_to(one.service, cards), len(cards), one.engine_arguments)
+            check_gpus(visible_gpus(server.service, cards), len(cards), server.engine_arguments)
         except HarnessError as error:
-            raise HarnessError(f"server '{one.name}': {error.what}", next_step=error.next_step) from None
+            raise HarnessError(f"server '{server.name}': {error.what}", next_step=error.next_step) from None
 
 
-def refuse_unfit(given: Sequence[Gpu], of_all: int, words: Sequence[str]) -> None:
-    """Raise HarnessError for what the given GPUs, of all that this machine has, cannot do. `words`: of vLLM."""
-    if not given:
+def check_gpus(cards: Sequence[Gpu], card_count: int, arguments: Sequence[str]) -> None:
+    """Raise HarnessError where these GPUs, of all `card_count` of the machine, cannot do what vLLM's arguments need."""
+    if not cards:
         return
-    ranks = get_gpu_count(words)
-    if ranks > len(given):
-        targets = ", ".join(sorted({str(card["target"]) for card in given}))
+    ranks = get_gpu_count(arguments)
+    if ranks > len(cards):
+        targets = ", ".join(sorted({str(card["target"]) for card in cards}))
         has, more = "this machine has", ""
-        if left_out := of_all - len(given):
+        if left_out := card_count - len(cards):
             has, more = "it is given", f"; {left_out} more {'is' if left_out == 1 else 'are'} left out"
         raise HarnessError(
-            f"tensor_parallel_size is {ranks}, and {has} {len(given)} AMD GPU{'s' if len(given) > 1 else ''} "
+            f"tensor_parallel_size is {ranks}, and {has} {len(cards)} AMD GPU{'s' if len(cards) > 1 else ''} "
             f"({targets}){more}",
             next_step="Lower tensor_parallel_size.",
         )
-    lacking = ", ".join(sorted({str(card["target"]) for card in given[:ranks] if not has_fp8(str(card["target"]))}))
+    without_fp8 = ", ".join(sorted({str(card["target"]) for card in cards[:ranks] if not has_fp8(str(card["target"]))}))
     for flag, names in (("quantization", ("--quantization", "-q")), ("kv_cache_dtype", ("--kv-cache-dtype",))):
-        value = get_option(words, *names) or ""
-        if "fp8" in value.lower() and lacking:
+        value = get_option(arguments, *names) or ""
+        if "fp8" in value.lower() and without_fp8:
             raise HarnessError(
-                f"{flag} is {value}, and {lacking} has no FP8",
+                f"{flag} is {value}, and {without_fp8} has no FP8",
                 next_step="FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201); take a model in FP16 or AWQ"
                 + (" and kv_cache_dtype: auto." if flag == "kv_cache_dtype" else "."),
             )
 
 
-def shown_to(service: Service, cards: Sequence[Gpu]) -> list[Gpu]:
-    """The GPUs that the service is given; none where it has no device of them, or where a variable decides."""
+def visible_gpus(service: Service, cards: Sequence[Gpu]) -> list[Gpu]:
+    """Return the GPUs that the service gets; none where it gets no device of a GPU, or where a variable decides."""
     if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
         return []
     numbers = [number for name in VISIBLE_DEVICES for number in service.environment.get(name, "0").split(",")]
@@ -98,46 +98,47 @@ def shown_to(service: Service, cards: Sequence[Gpu]) -> list[Gpu]:
 
 
 def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shortage]:
-    """Servers with a number for gpu_memory_utilization that is more than is free now, or more than is safe."""
-    for one in _vllm(experiment):
-        asked, whose = _asked(one)
-        if asked is None:
-            continue
-        found = None
-        with suppress(HarnessError):  # that memory is not known
-            found = _shortage(one, asked, whose, root)
-        if found is not None:
-            yield found
+    """Yield servers with a number for gpu_memory_utilization above the free or the safe share."""
+    for server in _vllm_servers(experiment):
+        utilization, origin = _requested_utilization(server)
+        shortage = None
+        if utilization is not None:
+            with suppress(HarnessError):  # this memory is unknown
+                shortage = _shortage(server, utilization, origin, root)
+        if shortage is not None:
+            yield shortage
 
 
-def _shortage(one: PreparedServer, asked: Decimal, whose: str, root: Path) -> Shortage | None:
-    ranks = get_gpu_count(one.engine_arguments)
-    given = list_pools(root, shown_to(one.service, list(list_gpus(root))))
-    share = compute_share(given, tensor_parallel=ranks)
-    safe, named = share.utilization, f"gpu_memory_utilization {asked}{whose}"
+def _shortage(server: PreparedServer, utilization: Decimal, origin: str, root: Path) -> Shortage | None:
+    ranks = get_gpu_count(server.engine_arguments)
+    cards = list_pools(root, visible_gpus(server.service, list(list_gpus(root))))
+    share = compute_share(cards, tensor_parallel=ranks)
+    safe, setting = share.utilization, f"gpu_memory_utilization {utilization}{origin}"
     fix = f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
     if safe is None:
         fix = "Stop what holds the memory (`harness doctor` names it)."
-    if not vllm_accepts(share.free_bytes, share.total_bytes, asked):
-        wanted = int(share.total_bytes * asked) / GIB
-        asks = f"{named} asks for {wanted:.2f} of {gib(share.total_bytes, 2)} of {share.node or 'the GPU'}"
-        fact = f"{asks}, and {gib(share.free_bytes, 2)} are free: vLLM refuses to start"
+    if not vllm_accepts(share.free_bytes, share.total_bytes, utilization):
+        request = f"{int(share.total_bytes * utilization) / GIB:.2f} of {gib(share.total_bytes, 2)}"
+        fact = (
+            f"{setting} asks for {request} of {share.node or 'the GPU'}, and {gib(share.free_bytes, 2)} are free: "
+            "vLLM refuses to start"
+        )
         # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
-        certain = whose == "" and not any(pool.overstated for pool in given[:ranks])
-        return Shortage(server=one.name, fact=fact, fix=fix, certain=certain)
-    if safe is not None and asked <= safe:
+        certain = origin == "" and not any(pool.overstated for pool in cards[:ranks])
+        return Shortage(server=server.name, fact=fact, fix=fix, certain=certain)
+    if safe is not None and utilization <= safe:
         return None
-    fact = f"{named} is above what is safe now: vLLM may refuse to start"
-    return Shortage(server=one.name, fact=fact, fix=fix, certain=False)
+    fact = f"{setting} is above what is safe now: vLLM may refuse to start"
+    return Shortage(server=server.name, fact=fact, fix=fix, certain=False)
 
 
-def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
-    """The utilization that is asked for, and whose number it is; None: not known, or still to be computed."""
-    value = get_option(one.engine_arguments, "--gpu-memory-utilization")
+def _requested_utilization(server: PreparedServer) -> tuple[Decimal | None, str]:
+    """Return the utilization of a server, and its origin in words; None: unknown, or still to be computed."""
+    value = get_option(server.engine_arguments, "--gpu-memory-utilization")
     if value is None:
-        known = find_template(one.server.template)
-        defaulted = known is not None and known.utilization_default
-        return (VLLM_DEFAULT_UTILIZATION, " (vLLM's default)") if defaulted else (None, "")
+        template = find_template(server.server.template)
+        has_default = template is not None and template.utilization_default
+        return (VLLM_DEFAULT_UTILIZATION, " (vLLM's default)") if has_default else (None, "")
     try:
         number = Decimal(value)
     except InvalidOperation:
@@ -145,16 +146,16 @@ def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
     return (number, "") if 0 < number <= 1 else (None, "")
 
 
-def _vllm(experiment: Experiment) -> Iterator[PreparedServer]:
-    """The servers with vLLM on a GPU, in containers of this machine."""
-    for one in servers_here(experiment):
-        known = find_template(one.server.template)
-        if known is not None and known.utilization == "gpu":
-            yield one
+def _vllm_servers(experiment: Experiment) -> Iterator[PreparedServer]:
+    """Yield the servers with vLLM on a GPU, in containers of this machine."""
+    for server in local_servers(experiment):
+        template = find_template(server.server.template)
+        if template is not None and template.utilization == "gpu":
+            yield server
 
 
-def servers_here(experiment: Experiment) -> Iterator[PreparedServer]:
-    """The servers in containers of this machine; none where the user wants no check of it."""
+def local_servers(experiment: Experiment) -> Iterator[PreparedServer]:
+    """Yield the servers in containers of this machine; none where `SWITCH` is off."""
     if experiment.target is not None or not engine_location().is_here or os.environ.get(SWITCH) == "off":
         return
     for name, server in experiment.scenario.servers.items():
@@ -166,68 +167,67 @@ UTILIZATION = "gpu_memory_utilization"
 _ARGUMENT = re.compile(r"(--gpu[-_]memory[-_]utilization[= ])\s*auto(?=\s|$)")
 
 
-def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
-    """The experiment with numbers in place of `auto`, and how they came about in `computed`.
+def resolve_auto(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
+    """Return the experiment with numbers in place of `auto`, and their formulas in `computed`.
 
-    All cells and repeats get the same number: that of the memory that is free now, while none of the servers runs.
-    Raises HarnessError where it cannot be known, or where nothing is left.
+    All cells and repeats get the same number, for the memory that is free now, while none of the servers runs.
+    Raises HarnessError where the memory is unknown, or where nothing is left.
     """
     servers: dict[str, Server] = {}
     computed: dict[str, Reason] = {}
-    known: dict[str, SafeShare] = {}
+    shares: dict[str, SafeShare] = {}
     for name, server in experiment.scenario.servers.items():
-        where = _where(server)
-        if where is None or experiment.target is not None:
+        variable = _auto_variable(server)
+        if variable is None or experiment.target is not None:
             servers[name] = server
             continue
-        one = prepare_server(experiment.scenario, name)
-        service, ranks = one.service, get_gpu_count(one.engine_arguments)
-        # Servers that are compared get equal numbers, though free memory changes between two looks at it.
-        basis = repr([ranks, service.devices, *(service.environment.get(variable) for variable in VISIBLE_DEVICES)])
-        share = known[basis] = known.get(basis) or _share(name, service, ranks, root)
+        ready = prepare_server(experiment.scenario, name)
+        service, ranks = ready.service, get_gpu_count(ready.engine_arguments)
+        # Compared servers get equal numbers, although free memory changes from one reading to the next.
+        basis = repr([ranks, service.devices, *map(service.environment.get, VISIBLE_DEVICES)])
+        share = shares[basis] = shares.get(basis) or _compute_share(name, service, ranks, root)
         if share.utilization is None:
             raise HarnessError(
                 f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({sentence(share.formula)})",
                 next_step="Stop what holds it: `harness doctor` names it.",
             )
-        servers[name] = _with(server, where, share.utilization)
-        computed[f"servers.{name}.{where}"] = share.formula
+        text = server.variables[variable]
+        number = (
+            float(share.utilization) if variable == UTILIZATION else _ARGUMENT.sub(rf"\g<1>{share.utilization}", text)
+        )
+        servers[name] = structs.replace(server, variables={**server.variables, variable: number})
+        computed[f"servers.{name}.{variable}"] = share.formula
         say(f"server '{name}': {UTILIZATION} {share.utilization} = {sentence(share.formula)}")
-        for line in [*(f"doubt: {doubt}" for doubt in share.doubts), *_room(server, experiment.scenario.model, share)]:
+        doubts = [f"doubt: {doubt}" for doubt in share.doubts]
+        for line in [*doubts, *_model_room(server, experiment.scenario.model, share)]:
             say(f"  {line}")
     if not computed:
         return experiment
-    return structs.replace(
-        experiment, scenario=structs.replace(experiment.scenario, servers=servers), computed=computed
-    )
+    scenario = structs.replace(experiment.scenario, servers=servers)
+    return structs.replace(experiment, scenario=scenario, computed=computed)
 
 
-def _where(server: Server) -> str | None:
-    """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
+def _auto_variable(server: Server) -> str | None:
+    """Return the variable that has `auto`: the utilization itself, or a text of arguments with it."""
     if server.variables.get(UTILIZATION) == AUTO:
         return UTILIZATION
-    known = find_template(server.template)
-    text = None if known is None or known.arguments is None else server.variables.get(known.arguments)
-    return known.arguments if known is not None and isinstance(text, str) and _ARGUMENT.search(text) else None
-
-
-def _with(server: Server, where: str, value: Decimal) -> Server:
-    given = server.variables
-    new = float(value) if where == UTILIZATION else _ARGUMENT.sub(rf"\g<1>{value}", given[where])
-    return structs.replace(server, variables={**given, where: new})
+    template = find_template(server.template)
+    name = None if template is None else template.arguments
+    text = server.variables.get(name) if name is not None else None
+    return name if isinstance(text, str) and _ARGUMENT.search(text) else None
 
 
 def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
-    """Return what `fill_in` would compute now, for a plan; what is unknown is a note."""
+    """Return the lines that `resolve_auto` would print now, for a plan; an error becomes a note."""
     lines: list[str] = []
     try:
-        fill_in(experiment, lines.append, root)
+        resolve_auto(experiment, lines.append, root)
     except HarnessError as error:
-        return [*lines, f"note: {error.what}", f"  next: {error.next_step}"]
+        lines += [f"note: {error.what}", f"  next: {error.next_step}"]
     return lines
 
 
-def _share(name: str, service: Service, ranks: int, root: Path) -> SafeShare:
+def _compute_share(name: str, service: Service, ranks: int, root: Path) -> SafeShare:
     location = engine_location()
     try:
         if not location.is_here:
@@ -244,8 +244,8 @@ def _share(name: str, service: Service, ranks: int, root: Path) -> SafeShare:
         ) from None
 
 
-def _room(server: Server, model: str, share: SafeShare) -> list[str]:
-    """A line on what is left for the model, where this machine has its files."""
+def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
+    """Return lines on the memory that is left for the model, where this machine has its files."""
     try:
         cache = str(get_variable(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
@@ -266,37 +266,37 @@ def _room(server: Server, model: str, share: SafeShare) -> list[str]:
 def blockers(
     experiment: Experiment, root: Path = Path("/"), engine: DockerEngine | None = None
 ) -> dict[str, list[Finding]]:
-    """The environment problems of each server in a container with the GPU; servers without blockers are left out.
+    """Return the environment problems of each server in a container with a GPU; servers without one are left out.
 
-    Nothing is known of an engine on another machine, nor of a server that already runs. `engine` None: not asked.
+    `engine`: facts of the Docker Engine; None: its problems are not checked.
     """
-    found = {}
-    for name, service in _on_gpu(experiment).items():
-        rootless = engine is not None and engine.rootless
-        of_server = list(find_device_blockers(root, _devices(service), rootless=rootless))
-        if engine is not None:
-            of_server += find_engine_blockers(engine)
-        if of_server:
-            found[name] = of_server
-    return found
+    rootless = engine is not None and engine.rootless
+    found = {
+        name: [
+            *find_device_blockers(root, _device_nodes(service), rootless=rootless),
+            *(find_engine_blockers(engine) if engine is not None else ()),
+        ]
+        for name, service in _gpu_services(experiment).items()
+    }
+    return {name: problems for name, problems in found.items() if problems}
 
 
 def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
-    """The experiment with numbers in place of `auto`, once it is known that its servers can work here.
+    """Check that the servers can run here. Return the experiment with numbers in place of `auto`.
 
-    Raises ServerError with what the doctor says against one, or for memory that is not free, and HarnessError for what
-    the GPUs here cannot do.
+    Raises ServerError for environment problems and for memory that is not free, HarnessError for settings that the
+    GPUs do not support.
     """
-    services = _on_gpu(experiment)
-    for name, found in (blockers(experiment, root, _engine(services)) if services else {}).items():
+    services = _gpu_services(experiment)
+    for name, found in (blockers(experiment, root, _docker_facts(services)) if services else {}).items():
         first, *others = found
         raise ServerError(
             f"server '{name}' cannot run here: {first.fact}",
-            detail="\n".join(f"{one.fact}; fix: {one.fix}" for one in others),
+            detail="\n".join(f"{other.fact}; fix: {other.fix}" for other in others),
             next_step=f"To solve it: {first.fix}. `harness doctor` shows everything; {SWITCH}=off skips this check.",
         )
-    refuse_impossible(experiment, root)
-    experiment = fill_in(experiment, say, root)
+    check_all_gpus(experiment, root)
+    experiment = resolve_auto(experiment, say, root)
     for short in shortages(experiment, root):
         if short.certain:
             next_step = f"{short.fix} {SWITCH}=off skips this check."
@@ -304,47 +304,47 @@ def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = P
     return experiment
 
 
-def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
-    """What this machine's files say against each server, for a plan. No engine is asked."""
-    found = [
-        f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in of_it)} (`harness doctor`)"
-        for name, of_it in blockers(experiment, root).items()
+def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
+    """Return notes on each server from this machine's files, for a plan. The Docker Engine is not asked."""
+    notes = [
+        f"server '{name}' cannot run on this machine: {'; '.join(each.fact for each in found)} (`harness doctor`)"
+        for name, found in blockers(experiment, root).items()
     ]
     cards = list(list_gpus(root))
-    for name, service in _on_gpu(experiment).items():
+    for name, service in _gpu_services(experiment).items():
         try:
-            given = shown_to(service, cards)
+            visible = visible_gpus(service, cards)
         except HarnessError:
-            continue  # a GPU that is not there, which `refuse_impossible` refuses
-        targets = dict.fromkeys(str(card["target"]) for card in given)
-        nodes = [str(card["render_node"]) for card in given]
-        extra = [str(card["target"]) for card in cards if card not in given]
-        if extra and not service.environment.keys() & set(VISIBLE_DEVICES) and "/dev/dri" in _devices(service):
-            found.append(
-                f"note: server '{name}': its container sees {', '.join(dict.fromkeys(extra))} in addition to "
+            continue  # `check_all_gpus` refuses a GPU that is not there
+        targets = dict.fromkeys(str(card["target"]) for card in visible)
+        nodes = [str(card["render_node"]) for card in visible]
+        extra = [str(card["target"]) for card in cards if card not in visible]
+        if extra and not service.environment.keys() & set(VISIBLE_DEVICES) and "/dev/dri" in _device_nodes(service):
+            notes.append(
+                f"server '{name}': its container sees {', '.join(dict.fromkeys(extra))} in addition to "
                 f"{', '.join(targets)}; `devices: [/dev/kfd, {', '.join(nodes)}]` leaves it out"
             )
         if lacking := find_unsupported_targets(service.image, targets):
-            known = f"is known to have no code for {' and '.join(lacking)} ({read_gfx_table().checked})"
-            found.append(f"note: server '{name}': its image {service.image} {known}; docs/doctor.md has the table")
+            fact = f"is known to have no code for {' and '.join(lacking)} ({read_gfx_table().checked})"
+            notes.append(f"server '{name}': its image {service.image} {fact}; docs/doctor.md has the table")
     for short in shortages(experiment, root):
         refused = "; `harness run` refuses it" if short.certain else ""
-        found.append(f"note: server '{short.server}': {short.fact}{refused}\n  next: {short.fix}")
-    return found
+        notes.append(f"server '{short.server}': {short.fact}{refused}\n  next: {short.fix}")
+    return [f"note: {note}" for note in notes]
 
 
-def _on_gpu(experiment: Experiment) -> dict[str, Service]:
-    """The servers in containers of this machine that are given a GPU."""
-    return {one.name: one.service for one in servers_here(experiment) if one.gives_gpus}
+def _gpu_services(experiment: Experiment) -> dict[str, Service]:
+    """Return the services that get a GPU, by server, in containers of this machine."""
+    return {server.name: server.service for server in local_servers(experiment) if server.gives_gpus}
 
 
-def _devices(service: Service) -> list[str]:
-    """The device nodes of the host that it is given."""
+def _device_nodes(service: Service) -> list[str]:
+    """Return the device nodes of the host that a service gets."""
     return [parse_device(text)[0] for text in service.devices]
 
 
-def _engine(services: dict[str, Service]) -> DockerEngine:
-    """The engine's facts; room for images counts only when one has to be pulled."""
+def _docker_facts(services: dict[str, Service]) -> DockerEngine:
+    """Return the engine's facts, without its free space when no image must be pulled."""
     engine = get_engine_facts()
     images = {service.image for service in services.values()}
     return structs.replace(engine, free_bytes=None) if get_local_digests(images).keys() == images else engine

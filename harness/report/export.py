@@ -23,7 +23,7 @@ from harness.redact import csv_field
 from harness.report.table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
-from harness.scenario.plan import mixed_with
+from harness.scenario.plan import concurrent_parts
 from harness.summary import Distribution, LimitedBy, Row, Summary
 
 BATCH = 10_000
@@ -215,7 +215,7 @@ _CSV_VERDICT = {  # field of a Verdict, by column
 
 def csv_table(summary: Summary, run: Run) -> str:
     """The rows of a run as CSV: raw numbers, units in the column names. An empty field: the number is not known."""
-    rows = [_csv_row(line, mixed_with(line.row.load, run.scenario.mixes)) for line in table_lines(summary, run)]
+    rows = [_csv_row(line, concurrent_parts(line.row.load, run.scenario.mixes)) for line in table_lines(summary, run)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["server", "load"], lineterminator="\n")
     writer.writerow({name: csv_field(name) for name in writer.fieldnames})
@@ -335,7 +335,7 @@ def _row_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
     rows = [(_row_labels(summary, row), row) for row in summary.rows]
     mixes = run.scenario.mixes
     concurrent = [
-        ({**labels, "concurrent_load": name}, 1) for labels, row in rows for name in mixed_with(row.load, mixes)
+        ({**labels, "concurrent_load": name}, 1) for labels, row in rows for name in concurrent_parts(row.load, mixes)
     ]
     yield _gauge("concurrent_load", "1: this other load of the same mix ran at the same time", "", concurrent)
     outcomes = ("succeeded", "failed", "unfinished", "abandoned")

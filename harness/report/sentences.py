@@ -19,14 +19,14 @@ from harness.reasons import evidence, format_speedup, number_names, sentence, ve
 from harness.report import words
 from harness.report.table import LIMITED
 from harness.rundir.manifest import Run
-from harness.scenario.check_syntax import JUDGED_BY_SLOS, LATENCIES, Check, parse_check
-from harness.scenario.plan import alone, mix_of
+from harness.scenario.check_syntax import LATENCIES, SLO_METRICS, Check, parse_check
+from harness.scenario.plan import load_of_part, mix_of
 from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
 from harness.units import count
 
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
-_BOUNDED = (*JUDGED_BY_SLOS, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
+_BOUNDED = (*SLO_METRICS, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
 
 
 def run_answer(summary: Summary, run: Run) -> str:
@@ -172,7 +172,11 @@ def _interference_answer(summary: Summary) -> str:
 def _is_mix_against_alone(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
     """Whether a verdict is of a part of a mix against the same load alone."""
     row = rows.get(verdict.side)
-    return row is not None and mix_of(row.load) is not None and verdict.baseline == f"{row.server} / {alone(row.load)}"
+    return (
+        row is not None
+        and mix_of(row.load) is not None
+        and verdict.baseline == f"{row.server} / {load_of_part(row.load)}"
+    )
 
 
 def _format_metric_value(row: Row, metric: str) -> str:

@@ -9,7 +9,7 @@ import msgspec
 from harness import units
 from harness.analysis.schedule import load_kind
 from harness.columns import RATES
-from harness.scenario import USERS, Arrivals, Load, Trace, at_once
+from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
 from harness.summary import NEEDED, Distribution, Reason
 from harness.units import milliseconds
 
@@ -39,7 +39,7 @@ def one_line(text: str) -> str:
 
 def max_in_flight(load: Load) -> int:
     """The maximum number of requests that a load keeps in flight."""
-    return at_once(load) if load.user in USERS else load.users * (load.batch_size or 1)
+    return max_concurrency(load) if load.user in USERS else load.users * (load.batch_size or 1)
 
 
 def describe_load(load: Load) -> str:

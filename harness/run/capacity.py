@@ -1,18 +1,20 @@
-"""`harness capacity`: probes of one server after the other, whose levels a search chooses while they run.
+"""`harness capacity`: run probes of one server after the other, at levels that a search chooses.
 
-Each probe is a cell of a normal run with its own load generator. One server start serves all probes of a server.
+A probe is a cell of a normal run with its own load generator, or a cell for each load of a mix. One server start serves
+all probes of a server. A level is a step of the load: users, requests/s or the speed of a trace.
 """
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import requests
+from msgspec.structs import replace
 
 from harness.capacity.evidence import BLOCK_ANSWERS, ERROR, MIN_BLOCKS, ProbeEvidence, block_limit
 from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
@@ -27,7 +29,7 @@ from harness.capacity.result import (
     crossovers_of,
     write_capacity,
 )
-from harness.capacity.search import PROBE_ERROR, FrontierSearch, SloCapacity, SloSearch, probe_limit
+from harness.capacity.search import PROBE_ERROR, FrontierSearch, SloSearch, probe_limit
 from harness.capacity.slo import (
     EXAMPLE,
     FLUSH_S,
@@ -44,7 +46,7 @@ from harness.prepare.experiment import Experiment, load_name
 from harness.process import pause, refuse_too_few_files
 from harness.report.capacity import format_loads
 from harness.run.drive import POLL_S
-from harness.run.orchestrator import conduct, endpoint_of, run_group
+from harness.run.orchestrator import endpoint_of, run_group, start_run
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
@@ -54,49 +56,49 @@ from harness.scenario import (
     Load,
     Warmup,
     connections_per_process,
-    is_open,
-    taken_together,
-    wave_of,
+    is_open_loop,
+    requests_per_task,
+    wave_size,
 )
-from harness.scenario.plan import Cell, cell_of, staged
+from harness.scenario.plan import Cell, cell_of, load_of_stage
 from harness.serve import Endpoint
 from harness.summary import Reason, because
 from harness.units import count, duration
 
-FIRST_WARMUP_S = 120.0  # at most, while it is not known how long an answer takes
-MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 600.0  # later
-MIN_WARMUP_REQUESTS, WARMUP_WAVES = 200, 8  # after so many requests, or waves of all users, it is over at the latest
+FIRST_WARMUP_S = 120.0  # limit of the first warm-up, when the duration of an answer is unknown
+MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 600.0  # limits of later ones
+MIN_WARMUP_REQUESTS, WARMUP_WAVES = 200, 8  # a warm-up also ends after the larger of these requests and waves
 STEADY_WITHIN = 0.1
 MAX_RESTARTS = 2  # of a server that died under a probe
 _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 DRIFT_LIMIT = 0.05  # smaller drift is not reported
-WARMUP_BLOCKS = 6  # a warm-up is about as long as so many blocks
-IDLE_S = 60.0  # at most, for requests of the last probe that the server goes on with
+WARMUP_BLOCKS = 6  # a warm-up takes about as long as this many blocks
+MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
 
 
 class CapacityQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """What is searched for. `load`: a load, or a mix, of which `fixed` loads have these users, or requests/s."""
+    """The load to vary, and the limits of the search."""
 
-    load: str
-    parts: list[str]  # of a mix; else the load itself
+    load: str  # a load or a mix
+    parts: list[str]  # the loads of a mix; else the load itself
     slos: dict[str, list[CapacitySlo]]  # by server
     max_level: int
     budget_s: float
     knee: bool = False
-    fixed: dict[str, float] = {}
+    fixed: dict[str, float] = {}  # users, or requests/s, of the loads of a mix that do not vary
 
     @property
-    def mix(self) -> bool:
+    def is_mix(self) -> bool:
         return len(self.parts) > 1
 
     @property
     def varied(self) -> list[str]:
-        """The loads whose number of users is searched for: one, or the two of a frontier."""
+        """The loads to vary: one, or the two of a frontier."""
         return [part for part in self.parts if part not in self.fixed]
 
 
-def ask(
+def define_search(
     experiment: Experiment,
     given: str | None,
     slos: list[str],
@@ -106,52 +108,41 @@ def ask(
     knee: bool = False,
     fix: Sequence[str] = (),
 ) -> tuple[Experiment, CapacityQuestion]:
-    """The experiment of a capacity search: one load or mix of the scenario, without checks and comparisons.
+    """Return the experiment with only the load or mix of the search, without checks and comparisons, and the question.
 
     given: the load or mix; None: the first load. slos: as in `--slo`. fix: LOAD=USERS, of loads of a mix. Raises
-    HarnessError for a load whose users cannot be varied, and where there is nothing to search for.
+    HarnessError for a load that cannot be varied, and for a search without a goal.
     """
     scenario = experiment.scenario
     load = given if given in scenario.mixes else load_name(experiment, given)
-    parts = scenario.mixes.get(load, [load])
-    kinds = {part: scenario.loads[part] for part in parts}
-    for part, kind in kinds.items():
-        if kind.arrivals is not None and kind.arrivals.rate is None:
+    is_mix = load in scenario.mixes
+    loads = {part: scenario.loads[part] for part in scenario.mixes.get(load, [load])}
+    for part, settings in loads.items():
+        if settings.arrivals is not None and settings.arrivals.rate is None:
             raise HarnessError(
                 f"--load: '{part}' has a rate that changes; a search varies `users`, the `rate` of arrivals, or the "
                 "`speed` of a trace",
                 next_step="Name another load of the scenario with --load.",
             )
-    if knee and (len(parts) > 1 or is_open(kinds[load])):
-        why = "a mix" if len(parts) > 1 else "an open loop, whose schedule decides its throughput"
+    if knee and (is_mix or is_open_loop(loads[load])):
+        reason = "a mix" if is_mix else "an open loop, whose schedule decides its throughput"
         raise HarnessError(
-            f"--knee: '{load}' is {why}",
+            f"--knee: '{load}' is {reason}",
             next_step="Name a load without `arrivals` and `trace` with --load, or leave out --knee.",
         )
-    fixed = _fixed(fix, load, kinds)
-    wanted = parse_slos(slos, parts if len(parts) > 1 else ())
-    by_server = {name: wanted or slos_of_scenario(scenario, name, load) for name in scenario.servers}
-    missing = [name for name, found in by_server.items() if not found]
-    if missing and not knee:
+    fixed = _parse_fixed(fix, load, loads)
+    given_slos = parse_slos(slos, list(loads) if is_mix else ())
+    by_server = {name: given_slos or slos_of_scenario(scenario, name, load) for name in scenario.servers}
+    without_slo = [name for name, found in by_server.items() if not found]
+    if without_slo and not knee:
         raise HarnessError(
-            f"no SLO for '{missing[0]}': no --slo, and no check of the scenario bounds a quantile of a latency",
+            f"no SLO for '{without_slo[0]}': no --slo, and no check of the scenario bounds a quantile of a latency",
             next_step=f"Add {EXAMPLE}, or --knee for the throughput alone.",
         )
-    kinds = {staged(part) or part: kind for part, kind in kinds.items()}
-    only = msgspec.structs.replace(
-        scenario,
-        loads=kinds,
-        mixes={},
-        repeats=1,
-        restart=False,
-        baseline=None,
-        compare=[],
-        checks=[],
-        max_error_rate=1.0,  # a failed request meets no SLO: it is part of the answer
-    )
+    loads = {load_of_stage(part) or part: settings for part, settings in loads.items()}
     question = CapacityQuestion(
-        load=staged(load) or load,
-        parts=list(kinds),
+        load=load_of_stage(load) or load,
+        parts=list(loads),
         slos=by_server,
         max_level=max_level,
         budget_s=budget_s,
@@ -159,33 +150,37 @@ def ask(
         fixed=fixed,
     )
     if scenario.generator == "process":
-        for part in question.varied:
-            refuse_too_few_files(connections_per_process(load_at(kinds[part], max_level * step_of(kinds[part]), 1.0)))
-    return msgspec.structs.replace(experiment, scenario=only), question
+        for settings in (loads[part] for part in question.varied):
+            refuse_too_few_files(connections_per_process(load_at(settings, max_level * step_of(settings), 1.0)))
+    # A failed request misses every SLO, so failures are part of the answer.
+    limits = {"restart": False, "repeats": 1, "max_error_rate": 1.0}
+    scenario = replace(scenario, loads=loads, mixes={}, baseline=None, compare=[], checks=[], **limits)
+    return replace(experiment, scenario=scenario), question
 
 
-def _fixed(fix: Sequence[str], load: str, kinds: Mapping[str, Load]) -> dict[str, float]:
-    """The loads of a mix whose users, or rate, do not change. Raises HarnessError."""
+def _parse_fixed(fix: Sequence[str], load: str, loads: Mapping[str, Load]) -> dict[str, float]:
+    """Return the users, or the rate, of the loads of a mix that do not vary. Raises HarnessError."""
     fixed: dict[str, float] = {}
+    is_mix = len(loads) > 1
     for text in fix:
         name, _, number = text.partition("=")
-        if len(kinds) < 2 or name not in kinds:
-            known = f"'{load}' is a mix of {', '.join(kinds)}" if len(kinds) > 1 else f"'{load}' is no mix"
-            raise HarnessError(f"--fix '{text}': {known}", next_step="Write --load MIX --fix LOAD=20.")
+        if not is_mix or name not in loads:
+            fact = f"'{load}' is a mix of {', '.join(loads)}" if is_mix else f"'{load}' is no mix"
+            raise HarnessError(f"--fix '{text}': {fact}", next_step="Write --load MIX --fix LOAD=20.")
         try:
             amount = float(number)
         except ValueError:
             amount = 0.0
-        whole = not is_open(kinds[name])
-        if not 0 < amount <= MAX_USERS or (whole and amount != round(amount)):
+        counts_users = not is_open_loop(loads[name])
+        if not 0 < amount <= MAX_USERS or (counts_users and amount != round(amount)):
             raise HarnessError(
-                f"--fix '{text}': a number {'of users' if whole else 'above 0'} is expected, got '{number}'",
+                f"--fix '{text}': a number {'of users' if counts_users else 'above 0'} is expected, got '{number}'",
                 next_step="Write --fix LOAD=20.",
             )
         fixed[name] = amount
-    if len(kinds) > 1 and not 1 <= len(kinds) - len(fixed) <= 2:
+    if is_mix and not 1 <= len(loads) - len(fixed) <= 2:
         raise HarnessError(
-            f"--fix: of the loads of '{load}' ({', '.join(kinds)}), one or two must remain to be varied",
+            f"--fix: of the loads of '{load}' ({', '.join(loads)}), one or two must remain to be varied",
             next_step="Write --fix LOAD=20 for the others.",
         )
     return fixed
@@ -194,134 +189,133 @@ def _fixed(fix: Sequence[str], load: str, kinds: Mapping[str, Load]) -> dict[str
 def capacity(
     experiment: Experiment, question: CapacityQuestion, runs: Path, progress: Progress
 ) -> tuple[Path, CapacityReport]:
-    """Search every server of the experiment; return the run directory, and what was found.
+    """Search every server of the experiment; return the run directory and the report.
 
     A server that does not start is a result. Raises RunError, HarnessError, KeyboardInterrupt as `run` does.
     """
     search = CapacitySearch(experiment, question, progress)
     servers = count(len(experiment.scenario.servers), "server")
-    progress.line(f"At most {duration(question.budget_s)} for {servers} (--budget). {announced(experiment, question)}")
-    folder = conduct(experiment, [], runs, progress, search.steps)
-    return folder, search.found
+    effort = describe_effort(experiment, question)
+    progress.line(f"At most {duration(question.budget_s)} for {servers} (--budget). {effort}")
+    folder = start_run(experiment, [], runs, progress, search.steps)
+    return folder, search.report
 
 
-def announced(experiment: Experiment, question: CapacityQuestion) -> str:
-    """How many probes there may be, and how long they take."""
-    shares = [slo.share for found in question.slos.values() for slo in found]
+def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
+    """Describe the largest number of probes, and their duration."""
+    shares = [slo.share for slos in question.slos.values() for slo in slos]
     max_blocks = block_limit(shares or [0.5])
-    shortest, longest = (
-        BLOCK_ANSWERS * blocks for blocks in (MIN_BLOCKS + WARMUP_BLOCKS, max_blocks + 2 * WARMUP_BLOCKS)
-    )
+    shortest = BLOCK_ANSWERS * (MIN_BLOCKS + WARMUP_BLOCKS)
+    longest = BLOCK_ANSWERS * (max_blocks + 2 * WARMUP_BLOCKS)
     probes = probe_limit(question.max_level)
     if len(question.varied) > 1:
         probes = FrontierSearch(*[pair_grid(question.max_level)] * 2).max_probes
-    said = (
-        f"{f'At most {probes} probes each for the SLOs. ' if shares else ''}A probe takes some {shortest} to {longest} "
-        f"times as long as an answer with the pause after it: at 2 s, {duration(2 * shortest)} to "
-        f"{duration(2 * longest)}."
+    text = f"At most {probes} probes each for the SLOs. " if shares else ""
+    text += (
+        f"A probe takes some {shortest} to {longest} times as long as an answer with the pause after it: at 2 s, "
+        f"{duration(2 * shortest)} to {duration(2 * longest)}."
     )
     levels = log_grid(question.max_level)
     for load in (experiment.scenario.loads[part] for part in question.varied):
         if load.arrivals is not None:
             rate = levels[len(levels) // 2] * step_of(load)
             first, last = (duration(blocks * MIN_ARRIVALS / rate) for blocks in (MIN_BLOCKS, max_blocks))
-            said += (
+            text += (
                 f" A block has {MIN_ARRIVALS:.0f} arrivals or more, so a probe of {rate:.3g} requests/s takes at least "
                 f"{first}, and {last} near the bound."
             )
-    return said
+    return text
 
 
 class ProbeWatch:
-    """Follows one probe by its records, until its evidence is enough or its time is over.
+    """Follows one probe by its records, until it is decided or its time is over.
 
     The load generators of a mix, each with a thread, share it.
     """
 
-    def __init__(self, cutter: BlockCutter, add: Callable[[LoadBlock], bool], deadline_s: float) -> None:
-        """`add` takes a block, and says whether the probe is decided. `deadline_s`: monotonic."""
+    def __init__(self, cutter: BlockCutter, decide: Callable[[list[LoadBlock]], bool], deadline_s: float) -> None:
+        """`decide`: returns whether the probe is decided after its newest block. `deadline_s`: monotonic."""
         self.cutter = cutter
         self.blocks: list[LoadBlock] = []
         self.decided = False
         self.show: Callable[[], None] = lambda: None
-        self._add = add
+        self._decide = decide
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
 
-    def see(self, requests: list[Any]) -> None:
+    def add_records(self, requests: list[Any]) -> None:
         with self._lock:
             self.cutter.see(requests)
 
-    def enough(self) -> bool:
-        now = time.monotonic()
+    def is_done(self) -> bool:
+        now_s = time.monotonic()
         with self._lock:
             if not self.decided:
-                for block in self.cutter.cut(now):
+                for block in self.cutter.cut(now_s):
                     self.blocks.append(block)
-                    if self._add(block):
+                    if self._decide(self.blocks):
                         self.decided = True
                         break
                 else:
                     self.show()
-        return self.decided or now > self._deadline_s
+        return self.decided or now_s > self._deadline_s
 
     def measured_s(self, stopped_s: float) -> float:
         return 0.0 if self.cutter.begun_s is None else max(0.0, stopped_s - self.cutter.begun_s)
 
 
 class CapacitySearch:
-    """The search over all servers, as the steps of a run. `found` grows with each probe."""
+    """The search over all servers, as the steps of a run. `report` grows with each probe."""
 
     def __init__(self, experiment: Experiment, question: CapacityQuestion, progress: Progress) -> None:
         self.question = question
         self.progress = progress
         self.scenario = experiment.scenario  # with the loads of each probe
-        self.kinds = experiment.scenario.loads
+        self.loads = experiment.scenario.loads
         self.began_s = time.monotonic()
         self.visits: Counter[tuple[str, tuple[int, ...]]] = Counter()  # probes of each server and level
-        self.probes = 0
-        first = next(iter(question.slos.values()))  # of servers with SLOs of their own, those of the first
-        varied = self.kinds[question.varied[0]]
+        slos = next(iter(question.slos.values()))  # where servers have different SLOs: those of the first
+        varied = self.loads[question.varied[0]]
         members = [
-            MixMember(load=part, unit=unit_of(kind), step=step_of(kind), amount=question.fixed.get(part))
-            for part, kind in self.kinds.items()
+            MixMember(load=part, unit=unit_of(load), step=step_of(load), amount=question.fixed.get(part))
+            for part, load in self.loads.items()
         ]
-        self.found = CapacityReport(
+        self.report = CapacityReport(
             run="",
             load=question.load,
             unit=unit_of(varied),
             step=step_of(varied),
             max_level=question.max_level,
-            slos=[slo.text for slo in first],
-            shares=[slo.share for slo in first],
+            slos=[slo.text for slo in slos],
+            shares=[slo.share for slo in slos],
             budget_s=question.budget_s,
-            members=members if question.mix else [],
+            members=members if question.is_mix else [],
         )
 
     def steps(self, running: Running, _: list[Cell]) -> Iterator[CellRun]:
-        """Search one server after the other; each gets an equal part of the time that is left."""
-        self.found = msgspec.structs.replace(self.found, run=running.id)
+        """Search one server after the other; each gets an equal part of the remaining time."""
+        self.report = replace(self.report, run=running.id)
         names = list(running.scenario.servers)
         for number, name in enumerate(names):
-            left_s = self.question.budget_s - (time.monotonic() - self.began_s)
-            deadline_s = time.monotonic() + max(left_s, 0.0) / (len(names) - number)
-            one = ServerSearch(self, running, name, deadline_s)
+            now_s = time.monotonic()
+            left_s = max(0.0, self.began_s + self.question.budget_s - now_s)
+            search = ServerSearch(self, running, name, now_s + left_s / (len(names) - number))
             try:
-                yield from one.cells()
+                yield from search.cells()
             finally:
-                self.write(running.folder, one.result())
+                self.write(running.folder, search.result())
 
-    def write(self, folder: Path, one: ServerCapacity) -> None:
-        """Keep what is known of a server."""
+    def write(self, folder: Path, server: ServerCapacity) -> None:
+        """Write the report with the newest results of a server."""
         took_s = time.monotonic() - self.began_s
-        servers = [*(known for known in self.found.servers if known.server != one.server), one]
+        servers = [*(known for known in self.report.servers if known.server != server.server), server]
         crossovers = crossovers_of(servers) if len(servers) == len(self.question.slos) else []
-        self.found = msgspec.structs.replace(self.found, servers=servers, crossovers=crossovers, took_s=took_s)
-        write_capacity(folder, self.found)
+        self.report = replace(self.report, servers=servers, crossovers=crossovers, took_s=took_s)
+        write_capacity(folder, self.report)
 
 
 class ServerSearch:
-    """The searches of one server, and what they have found so far."""
+    """The search on one server, with its results so far."""
 
     def __init__(self, whole: CapacitySearch, running: Running, name: str, deadline_s: float) -> None:
         self.whole = whole
@@ -330,30 +324,34 @@ class ServerSearch:
         self.deadline_s = deadline_s
         self.budget_s = max(0.0, deadline_s - time.monotonic())
         self.slos = whole.question.slos[name]
-        max_level, two = whole.question.max_level, len(whole.question.varied) == 2
-        self.slo = SloSearch(max_level) if self.slos and not two else None
+        max_level, is_frontier = whole.question.max_level, len(whole.question.varied) == 2
+        self.slo = SloSearch(max_level) if self.slos and not is_frontier else None
         self.knee = KneeSearch(max_level) if whole.question.knee else None
-        self.frontier = FrontierSearch(*[pair_grid(max_level)] * 2) if two else None
+        self.frontier = FrontierSearch(*[pair_grid(max_level)] * 2) if is_frontier else None
         self.probes: list[MeasuredProbe] = []
         self.reasons: list[Reason] = []
         self.started = False
         self.drift: CapacityDrift | None = None
         self._blocks: list[list[LoadBlock]] = []  # of each probe
-        self._answer_s: float | None = None  # at the last level
-        self._idle: float | None = None  # requests that the server works on without a load; None: it does not say
+        self._answer_s: float | None = None  # duration of an answer at the last level
+        self._idle: float | None = None  # requests in flight without a load; None: unknown
 
     def cells(self) -> Iterator[CellRun]:
-        """Run probes until the searches have their answers, or the time is over."""
+        """Run probes until the searches have their answers, or the time is over. Restart a server that died."""
         for _ in range(MAX_RESTARTS + 1):
-            if (task := self._next()) is None:
+            if (task := self._next_probe()) is None:
                 return
             first = self._cells_of(task[1])[0]
             try:
                 with endpoint_of(self.running, first) as endpoint:
                     self.started = True
                     if endpoint.served_by.simulated:
-                        self.whole.found = msgspec.structs.replace(self.whole.found, simulated=True)
-                    yield from self._probes_on(endpoint)
+                        self.whole.report = replace(self.whole.report, simulated=True)
+                    self._idle = in_flight(endpoint, self.running.api_key)
+                    while (task := self._next_probe()) is not None:
+                        can_go_on = yield from self._probe(endpoint, *task)
+                        if not can_go_on:
+                            break
             except ServerError as error:
                 failure = explain(self.running.folder / "logs" / f"{first.id}.server.log")
                 known = None if failure is None else failure.id
@@ -364,10 +362,15 @@ class ServerSearch:
                 return
 
     def result(self) -> ServerCapacity:
-        """What is known now."""
+        """Return the results so far."""
+        slo = None if self.slo is None or not self.started else self.slo.answer()
+        if slo is not None:
+            failed = [probe for probe in self.probes if probe.purpose == "slo" and probe.state in ("fail", "died")]
+            if above := [probe for probe in failed if probe.level == slo.above]:
+                slo = replace(slo, broken=self._most_missed_slo(above[0]))
         return ServerCapacity(
             server=self.name,
-            slo=self._slo_answer(),
+            slo=slo,
             knee=self.knee.answer() if self.knee is not None and self.knee.measured else None,
             frontier=None if self.frontier is None or not self.started else self.frontier.answer(),
             drift=self.drift,
@@ -376,17 +379,7 @@ class ServerSearch:
             probes=self.probes,
         )
 
-    def _slo_answer(self) -> SloCapacity | None:
-        if self.slo is None or not self.started:
-            return None
-        answer = self.slo.answer()
-        for probe in self.probes:
-            if probe.purpose == "slo" and probe.level == answer.above and probe.state in ("fail", "died"):
-                return msgspec.structs.replace(answer, broken=self._broken(probe))
-        return answer
-
-    def _broken(self, probe: MeasuredProbe) -> str | None:
-        """The SLO that a failed probe missed by most."""
+    def _most_missed_slo(self, probe: MeasuredProbe) -> str | None:
         missed = [
             ((1 - share) / (1 - slo.share), slo.text)
             for slo, share in zip(self.slos, probe.met, strict=True)
@@ -394,185 +387,176 @@ class ServerSearch:
         ]
         return max(missed)[1] if missed else None
 
-    def _next(self) -> tuple[Purpose, tuple[int, ...]] | None:
-        """What to measure next: for the SLOs, then an early level again, then for the knee."""
+    def _next_probe(self) -> tuple[Purpose, tuple[int, ...]] | None:
+        """Return purpose and levels of the next probe: for the SLOs, then for drift, then for the knee."""
         if self.frontier is not None and (pair := self.frontier.next_pair()) is not None:
             return "slo", pair
         if self.slo is not None and (level := self.slo.next_level()) is not None:
             return "slo", (level,)
-        repeats = self.slo is not None and len(self.probes) > 1 and time.monotonic() < self.deadline_s
-        if repeats and all(probe.purpose == "slo" for probe in self.probes):
-            return "drift", (self.probes[self._repeated()].level,)
+        can_repeat = self.slo is not None and len(self.probes) > 1 and time.monotonic() < self.deadline_s
+        if can_repeat and all(probe.purpose == "slo" for probe in self.probes):
+            return "drift", (self.probes[self._repeated_probe()].level,)
         if self.knee is not None and (level := self.knee.next_level()) is not None:
             return "knee", (level,)
         return None
 
-    def _repeated(self) -> int:
-        """The number of the probe that is repeated to see drift: the first one that passed, else the first."""
+    def _repeated_probe(self) -> int:
+        """Return the number of the probe that is repeated to show drift: the first that passed, else the first."""
         return next((number for number, probe in enumerate(self.probes) if probe.state == "pass"), 0)
 
-    def _probes_on(self, endpoint: Endpoint) -> Iterator[CellRun]:
-        """Probes on one start of the server, until there are no more, it has died, or the time is over."""
-        self._idle = in_flight(endpoint, self.running.api_key)
-        while (task := self._next()) is not None:
-            going_on = yield from self._probe(endpoint, *task)
-            if not going_on:
-                return
-
     def _probe(self, endpoint: Endpoint, purpose: Purpose, levels: tuple[int, ...]) -> Generator[CellRun, None, bool]:
-        """Run one probe, record it, and learn from it. False: the server has died, there is no time for more, or the
-        load could not be sent."""
+        """Run one probe and record it. Return whether another one can follow on this server start."""
         probe: ProbeEvidence | KneeProbe | None = None  # None: of the drift check
         if purpose == "slo":
             probe = ProbeEvidence([slo.share for slo in self.slos], error=ERROR if self.slo is None else PROBE_ERROR)
         elif purpose == "knee" and self.knee is not None:
             probe = self.knee.probe(levels[0])
 
-        def add(block: LoadBlock) -> bool:
+        def decide(blocks: list[LoadBlock]) -> bool:
+            block = blocks[-1]
             if isinstance(probe, ProbeEvidence):
                 return probe.add(block.counts) != "open"
             if isinstance(probe, KneeProbe):
                 return probe.add(KneeBlock(block.seconds, block.output_tokens)) != "open"
-            return len(watch.blocks) >= DRIFT_BLOCKS
+            return len(blocks) >= DRIFT_BLOCKS
 
-        watch = ProbeWatch(self._cutter(levels, purpose), add, self.deadline_s)
+        watch = ProbeWatch(self._cutter(levels, purpose), decide, self.deadline_s)
         cell_runs = self._measure(endpoint, levels, purpose, watch)
         yield from cell_runs
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
-        late = not watch.decided and time.monotonic() > self.deadline_s
-        if died and isinstance(probe, ProbeEvidence):  # not held: all that was in flight is lost
+        is_late = not watch.decided and time.monotonic() > self.deadline_s
+        if died and isinstance(probe, ProbeEvidence):  # all requests in flight are lost: none met the SLOs
             while probe.state == "open":
                 probe.add([(0, sum(levels))] * len(self.slos))
         state: Any = "done" if probe is None else probe.state
-        if not watch.decided:
-            state = "stopped" if late or probe is None else "unresolved"
-        self._record(cell_runs, levels, purpose, "died" if died else state, watch)
-        going_on = not (problems or late)
-        if died or going_on:
-            self._learn(levels, probe, died)
         if died:
-            self.reasons.append(because("capacity_died", loads=self.whole.found.loads_at(levels)))
+            state = "died"
+        elif not watch.decided:
+            state = "stopped" if is_late or probe is None else "unresolved"
+        self._record(cell_runs, levels, purpose, state, watch)
+        can_go_on = not (problems or is_late)
+        if died or can_go_on:
+            self._update_search(levels, probe, died)
+        if died:
+            self.reasons.append(because("capacity_died", loads=self.whole.report.loads_at(levels)))
         else:
             self.reasons += problems
-            if late and not problems and probe is not None:
+            if is_late and not problems and probe is not None:
                 self.reasons.append(because("capacity_budget", budget_s=self.budget_s))
         self.whole.write(self.running.folder, self.result())
-        return going_on
+        return can_go_on
 
-    def _learn(self, levels: tuple[int, ...], probe: ProbeEvidence | KneeProbe | None, died: bool) -> None:
+    def _update_search(self, levels: tuple[int, ...], probe: ProbeEvidence | KneeProbe | None, died: bool) -> None:
         if probe is None:
-            self.drift = drift_of(levels[0], self._blocks[self._repeated()], self._blocks[-1])
+            self.drift = drift_of(levels[0], self._blocks[self._repeated_probe()], self._blocks[-1])
         elif isinstance(probe, KneeProbe) and self.knee is not None:
             if died:
                 self.knee.fail(levels[0])
             else:
                 self.knee.take(levels[0], probe)
         elif isinstance(probe, ProbeEvidence) and self.slo is not None:
-            self.slo.take(levels[0], probe)  # one that is still open counts as unresolved
+            self.slo.take(levels[0], probe)  # an open probe counts as unresolved
         elif isinstance(probe, ProbeEvidence) and self.frontier is not None:
             self.frontier.take((levels[0], levels[1]), probe)
 
     def _amounts(self, levels: tuple[int, ...]) -> dict[str, float]:
-        """The amount of each load at these levels of those that are varied."""
-        question, kinds = self.whole.question, self.whole.kinds
-        varied = {part: level * step_of(kinds[part]) for part, level in zip(question.varied, levels, strict=True)}
-        return {part: question.fixed.get(part) or varied[part] for part in kinds}
+        """Return the users, rate or speed of each load. `levels`: of the varied loads."""
+        question, loads = self.whole.question, self.whole.loads
+        varied = {part: level * step_of(loads[part]) for part, level in zip(question.varied, levels, strict=True)}
+        return {part: question.fixed.get(part) or varied[part] for part in loads}
 
     def _cutter(self, levels: tuple[int, ...], purpose: Purpose) -> BlockCutter:
-        mix, kinds = self.whole.question.mix, self.whole.kinds
-        paces = {part if mix else None: pace_of(kinds[part], amount) for part, amount in self._amounts(levels).items()}
-        # The records of each load of a mix are read by a thread of its own, all POLL_S.
-        flush_s = FLUSH_S + 2 * POLL_S if mix else FLUSH_S
+        is_mix, amounts = self.whole.question.is_mix, self._amounts(levels)
+        paces = {part if is_mix else None: pace_of(self.whole.loads[part], amounts[part]) for part in amounts}
+        # A thread for each load of a mix reads its records every POLL_S.
+        flush_s = FLUSH_S + 2 * POLL_S if is_mix else FLUSH_S
         return BlockCutter(self.slos, paces, whole_tokens=purpose == "knee", flush_s=flush_s)
 
-    def _warmup(self, loads: Iterable[Load]) -> Warmup:
-        """Until the server is steady at the new level, for no longer than some conversations take."""
+    def _warmup(self, loads: Collection[Load]) -> Warmup:
+        """Return a warm-up until the server is steady, limited to the time of some conversations."""
         given = self.whole.scenario.warmup
         if given is not None and given.requests == 0:
             return given
-        max_s, most = 0.0, MIN_WARMUP_REQUESTS
-        for load in loads:
-            most = max(most, WARMUP_WAVES * wave_of(load))
-            if self._answer_s is not None:
-                rounds = 2 * taken_together(load) + 4
-                max_s = max(max_s, rounds * (self._answer_s + pace_of(load, 1.0).pause_s))
-        max_s = min(MAX_WARMUP_S, max(MIN_WARMUP_S, max_s)) if self._answer_s is not None else FIRST_WARMUP_S
-        return Warmup(until="steady", within=STEADY_WITHIN, max_s=max_s, max_requests=most)
+        max_s = FIRST_WARMUP_S
+        if (answer_s := self._answer_s) is not None:
+            longest_s = max(
+                (2 * requests_per_task(load) + 4) * (answer_s + pace_of(load, 1.0).pause_s) for load in loads
+            )
+            max_s = min(MAX_WARMUP_S, max(MIN_WARMUP_S, longest_s))
+        max_requests = max(MIN_WARMUP_REQUESTS, *(WARMUP_WAVES * wave_size(load) for load in loads))
+        return Warmup(until="steady", within=STEADY_WITHIN, max_s=max_s, max_requests=max_requests)
 
-    def _cells_of(self, levels: tuple[int, ...], again: int = 1) -> list[Cell]:
-        """The cells of a probe: of a load LOAD@LEVEL, of a mix MIX-LEVEL.LOAD; the further ones of a level numbered."""
-        question, more = self.whole.question, f"-{again}" if again > 1 else ""
-        if not question.mix:
-            return [cell_of(self.name, f"{question.load}@{levels[0]}{more}", 1)]
-        mix = f"{question.load}-{'x'.join(map(str, levels))}{more}"
+    def _cells_of(self, levels: tuple[int, ...], visit: int = 1) -> list[Cell]:
+        """Return the cells of a probe: LOAD@LEVEL, or MIX-LEVELS.LOAD for a mix; later visits of a level numbered."""
+        question, suffix = self.whole.question, f"-{visit}" if visit > 1 else ""
+        if not question.is_mix:
+            return [cell_of(self.name, f"{question.load}@{levels[0]}{suffix}", 1)]
+        mix = f"{question.load}-{'x'.join(map(str, levels))}{suffix}"
         return [cell_of(self.name, f"{mix}.{part}", 1) for part in question.parts]
 
     def _measure(
         self, endpoint: Endpoint, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch
     ) -> list[CellRun]:
-        """Run one probe as a cell of its own, or a mix as one for each of its loads."""
+        """Run the cells of one probe."""
         whole, question = self.whole, self.whole.question
         whole.visits[self.name, levels] += 1
-        whole.probes += 1
         cells = self._cells_of(levels, whole.visits[self.name, levels])
         loads = {
-            cell.load: load_at(whole.kinds[part], amount, question.budget_s)
+            cell.load: load_at(whole.loads[part], amount, question.budget_s)
             for cell, (part, amount) in zip(cells, self._amounts(levels).items(), strict=True)
         }
         mixes = {} if cells[0].mix is None else {cells[0].mix: question.parts}
-        whole.scenario = msgspec.structs.replace(
+        whole.scenario = replace(
             whole.scenario, loads={**whole.scenario.loads, **loads}, mixes={**whole.scenario.mixes, **mixes}
         )
-        seed = whole.scenario.seed + whole.probes - 1  # fresh prompts, lengths and arrivals in each probe
-        scenario = msgspec.structs.replace(whole.scenario, warmup=self._warmup(loads.values()), seed=seed)
-        experiment = msgspec.structs.replace(self.running.experiment, scenario=scenario)
-        running = msgspec.structs.replace(self.running, experiment=experiment)
+        # Each probe has new prompts, lengths and arrivals.
+        seed = whole.scenario.seed + whole.visits.total() - 1
+        scenario = replace(whole.scenario, warmup=self._warmup(loads.values()), seed=seed)
+        running = replace(self.running, experiment=replace(self.running.experiment, scenario=scenario))
         self._wait_until_idle(endpoint)
         begun_s = time.monotonic()
 
         def show() -> None:
-            whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {self._so_far(levels, purpose, watch)}"
+            whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {self._describe(levels, purpose, watch)}"
 
         watch.show = show
         show()
         begun: dict[str, Any] = {"started_wall_s": time.time(), "served_by": endpoint.served_by, "seed": seed}
-        cells_begun = (CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells)
-        running.file.note(*cells_begun, scenario=whole.scenario)
+        running.file.note(
+            *(CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells), scenario=whole.scenario
+        )
         cell_runs = run_group(running, cells, endpoint, watch)
-        if self._answer_s is None and watch.cutter.typical_s is not None:
-            self._say_how_long(watch.cutter.typical_s, time.monotonic() - begun_s, levels)
-        self._answer_s = watch.cutter.typical_s or self._answer_s
-        return [msgspec.structs.replace(cell_run, seed=seed) for cell_run in cell_runs]
+        answer_s = watch.cutter.typical_s
+        if self._answer_s is None and answer_s is not None:
+            took, left = duration(time.monotonic() - begun_s), duration(max(0.0, self.deadline_s - time.monotonic()))
+            whole.progress.line(
+                f"{self.name}: an answer takes {answer_s:.2g} s at {format_loads(whole.report, levels)}, and the first "
+                f"probe took {took}. The others take at most {left}."
+            )
+        self._answer_s = answer_s or self._answer_s
+        return [replace(cell_run, seed=seed) for cell_run in cell_runs]
 
     def _wait_until_idle(self, endpoint: Endpoint) -> None:
-        """Wait until the server has dropped what the last probe left. One that does not, or has other users, is not
-        waited for again."""
+        """Wait until the server has dropped the requests of the last probe; not again where that takes too long."""
         if self._idle is None or not self.probes:
             return
-        max_s = min(IDLE_S, self.deadline_s - time.monotonic())
+        max_s = max(0.0, min(MAX_IDLE_WAIT_S, self.deadline_s - time.monotonic()))
         read = partial(in_flight, endpoint, self.running.api_key)
         left = wait_until_idle(read, self._idle, max_s, self.whole.progress.stage)
         if left is not None:
-            self.reasons.append(because("capacity_not_idle", requests=round(left), seconds=max(0.0, max_s)))
+            self.reasons.append(because("capacity_not_idle", requests=round(left), seconds=max_s))
             self._idle = None
 
-    def _say_how_long(self, answer_s: float, took_s: float, levels: tuple[int, ...]) -> None:
-        left_s = max(0.0, self.deadline_s - time.monotonic())
-        self.whole.progress.line(
-            f"{self.name}: an answer takes {answer_s:.2g} s at {format_loads(self.whole.found, levels)}, and the first "
-            f"probe took {duration(took_s)}. The others take at most {duration(left_s)}."
-        )
-
-    def _so_far(self, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch) -> str:
-        """The level and what it attained until now."""
-        words = format_loads(self.whole.found, levels)
+    def _describe(self, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch) -> str:
+        """Describe the level and its attainment so far."""
+        text = format_loads(self.whole.report, levels)
         if purpose == "drift":
-            words += " once more"
+            text += " once more"
         for slo, share in zip(self.slos, shares_of(watch.blocks, len(self.slos)), strict=True):
             if share is not None and purpose != "knee":
-                words += f", {100 * share:.1f} % within {slo.text}"
-        return words
+                text += f", {100 * share:.1f} % within {slo.text}"
+        return text
 
     def _record(
         self, cell_runs: list[CellRun], levels: tuple[int, ...], purpose: Purpose, state: Any, watch: ProbeWatch
@@ -594,15 +578,15 @@ class ServerSearch:
         )
         self.probes.append(probe)
         self._blocks.append(blocks)
-        words = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
+        outcome = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
         self.whole.progress.line(
-            f"{self.name}, probe {len(self.probes)}: {self._so_far(levels, purpose, watch)}: {words} "
+            f"{self.name}, probe {len(self.probes)}: {self._describe(levels, purpose, watch)}: {outcome} "
             f"({count(probe.answers, 'answer')} in {duration(seconds)})"
         )
 
 
 def in_flight(endpoint: Endpoint, api_key: str | None) -> float | None:
-    """How many requests the server works on or has in its queue; None where its metrics do not say."""
+    """Return the requests that the server runs or queues, from its metrics; None: unknown."""
     source = endpoint.metrics_source
     try:
         values = {} if source is None else fetch_metrics(source, api_key)
@@ -614,33 +598,33 @@ def in_flight(endpoint: Endpoint, api_key: str | None) -> float | None:
 def wait_until_idle(
     read: Callable[[], float | None], allowed: float, max_s: float, say: Callable[[str], None]
 ) -> float | None:
-    """Wait until `read` finds no more than the allowed requests in flight; None: it did, or it is not known.
+    """Wait until `read` returns at most the allowed number of requests in flight, or None.
 
-    After `max_s` return how many there are.
+    Return None, or the number of requests after `max_s`.
     """
     until_s = time.monotonic() + max_s
-    while (now := read()) is not None and now > allowed:
+    while (number := read()) is not None and number > allowed:
         if time.monotonic() >= until_s:
-            return now
-        say(f"waiting for {count(round(now), 'request')} of the last probe to end")
+            return number
+        say(f"waiting for {count(round(number), 'request')} of the last probe to end")
         pause(POLL_S)
     return None
 
 
-def shares_of(blocks: list[LoadBlock], slos: int) -> list[float | None]:
-    """Of each SLO the share of requests that met it; None without a request."""
-    found: list[float | None] = []
-    for slo in range(slos):
-        met, total = (sum(block.counts[slo][part] for block in blocks) for part in (0, 1))
-        found.append(met / total if total else None)
-    return found
+def shares_of(blocks: list[LoadBlock], slo_count: int) -> list[float | None]:
+    """Return, for each SLO, the share of requests that met it; None without a request."""
+    shares: list[float | None] = []
+    for slo in range(slo_count):
+        met, total = (sum(block.counts[slo][i] for block in blocks) for i in (0, 1))
+        shares.append(met / total if total else None)
+    return shares
 
 
 def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> CapacityDrift | None:
-    """How much longer answers take than in an earlier probe of the same level; None with fewer than two blocks."""
-    found = welch_effect(*([block.e2e_s for block in side if block.e2e_s] for side in (after, before)))
-    if found is None:
+    """Return how much longer answers take than in an earlier probe of the level; None with fewer than two blocks."""
+    change = welch_effect(*([block.e2e_s for block in blocks if block.e2e_s] for blocks in (after, before)))
+    if change is None:
         return None
-    low, high = found.interval()
-    drifted = abs(found.log_ratio) > max(found.half_width(), DRIFT_LIMIT)
-    return CapacityDrift(level=level, ratio=found.ratio, low=low, high=high, drifted=drifted)
+    low, high = change.interval()
+    drifted = abs(change.log_ratio) > max(change.half_width(), DRIFT_LIMIT)
+    return CapacityDrift(level=level, ratio=change.ratio, low=low, high=high, drifted=drifted)

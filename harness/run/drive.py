@@ -1,4 +1,4 @@
-"""Drive one cell: Locust as a process of its own, with stock options, watched until it ends."""
+"""Drive one cell: run Locust as a separate process with stock options, and watch it until it ends."""
 
 import contextlib
 import errno
@@ -21,30 +21,30 @@ from harness.analysis import derive
 from harness.errors import RunError
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
 from harness.files import UNDECODABLE, open_file, read_text
-from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
+from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, idle_file, read_status, status_file
 from harness.process import free_port, pause
 from harness.redact import registered_secrets
 from harness.rundir.directory import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, Samples, Tail, read_marks
 from harness.rundir.samples import GpuSample
-from harness.scenario import MAX_USERS, at_once
-from harness.scenario.behaviour import max_of
+from harness.scenario import MAX_USERS, is_open_loop, max_concurrency
+from harness.scenario.behaviour import max_length
 from harness.summary import Reason, because
 from harness.workers import MACHINE
 
 POLL_S = 0.2
-LOOK_S = 1.0  # between two checks of the load processes
+PROCESS_CHECK_S = 1.0  # between two checks of the load processes
 GRACE_S = 5.0  # for flushing records after the request to stop
 SLOWEST_TPOT_S = 5.0  # a slower model counts as hanging
-WORKERS_S = 300  # for workers of other machines, which a user starts
-STUCK_S = 30.0  # without a record, while the users' own code raises ...
-RECENT_S = 10.0  # span of rates; longer if an answer that ended in it took longer
-_SETTLED_S = 1.0  # shorter spans have too few answers for a rate
-_SHOWN = 10_000  # newest requests whose latencies are shown, so that memory does not grow
-_MIN_REQUESTS = 3  # before their rate gives the remaining time
-PROPOSED_RATE = 100.0  # users a second; above that Locust warns
-STUCK_EXCEPTIONS = 3  # ... with this many exceptions: the load is stuck
-QUIET_S = 60.0  # after every time limit of the load: Locust itself hangs
+MAX_WORKER_WAIT_S = 300  # for workers of other machines, which a user starts
+MAX_STUCK_S = 30.0  # without a record while the users' own code raises exceptions ...
+STUCK_EXCEPTIONS = 3  # ... at least this many: the load is stuck
+MAX_SILENCE_S = 60.0  # after all time limits of the load: Locust itself hangs
+PROPOSED_RATE = 100.0  # users per second; Locust warns above it
+RATE_SPAN_S = 10.0  # span of rates; longer if an answer that ended in it took longer
+_MIN_RATE_SPAN_S = 1.0  # shorter spans have too few answers for a rate
+_MAX_LATENCIES = 10_000  # latencies of the newest requests, so that memory does not grow
+_MIN_REQUESTS = 3  # for an estimate of the remaining time
 
 
 class Driven(msgspec.Struct, frozen=True):
@@ -53,25 +53,25 @@ class Driven(msgspec.Struct, frozen=True):
     started_wall_s: float
     ended_wall_s: float
     problems: list[Reason]
-    stopped_s: float | None = None  # monotonic: when the harness stopped it as planned; None: it did not
+    stopped_s: float | None = None  # monotonic time of a planned stop by the harness
 
 
 class Watch(Protocol):
-    """Follows a load by its records, and decides when it has been measured for long enough: a planned stop."""
+    """Follows a load by its records, and decides when enough is measured: a planned stop."""
 
-    def see(self, requests: list[Request]) -> None: ...  # the new records of the cell, warm-up included
+    def add_records(self, requests: list[Request]) -> None: ...  # new records of the cell, warm-up included
 
-    def enough(self) -> bool: ...
+    def is_done(self) -> bool: ...
 
     def measured_s(self, stopped_s: float) -> float: ...  # from the first measured request to that monotonic time
 
 
 class Child(Protocol):
-    """The load generator while it runs, as a process or in a container."""
+    """A running load generator: a process or a container."""
 
     def poll(self) -> int | None: ...  # the exit code; None while it runs
 
-    def stop(self, grace_s: float) -> int: ...  # ask it to end, kill it after `grace_s`; its exit code
+    def stop(self, grace_s: float) -> int: ...  # ask it to end, kill it after `grace_s`; return the exit code
 
 
 class LocalChild:
@@ -88,7 +88,7 @@ class LocalChild:
 
 
 class Glance(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a cell. Exact latencies in seconds of its newest measured requests; rates of the last seconds."""
+    """The state of a running cell: latencies of its newest measured requests, and rates of the last seconds."""
 
     done: int = 0  # measured requests that ended
     planned: int | None = None
@@ -106,78 +106,83 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
 
 
-class _Ended(NamedTuple):
-    last_s: float  # when the last of them ended
+class _EndedRequests(NamedTuple):
+    """The requests of one update."""
+
+    last_s: float  # end of the last one, by this machine's monotonic clock
     number: int
     tokens: int
     longest_s: float
 
 
 class Monitor:
-    """Follow one cell by its growing files: records, server metrics and telemetry. Read only what is new."""
+    """Follow one cell by its growing files: records, server metrics and telemetry. Reads only what is new."""
 
     def __init__(self, job: Job, watch: Watch | None = None) -> None:
         self.watch = watch
         self.recorded = 0  # records of all stages of a load, or of one load of a mix
         self.failed = 0  # of these
-        self.awaited = ""  # missing workers, while the load waits for them
+        self.missing_workers = ""  # in words, while the load waits for them
         self.started_s = time.monotonic()
-        counted = job.load.requests is not None and job.warmup.requests is not None
-        self.warmup = (job.warmup.requests or 0) if counted else 0
-        self.total = (job.load.requests or 0) + self.warmup if counted else None  # None: not known
+        is_counted = job.load.requests is not None and job.warmup.requests is not None
+        self.warmup = (job.warmup.requests or 0) if is_counted else 0
+        self.total = (job.load.requests or 0) + self.warmup if is_counted else None  # None: unknown
         self._records = Tail(Path(job.requests_path))
         self._first: list[Request] | None = []  # the first records; None: they were checked
         # The loads of a mix write into one file.
-        self._only = b'"cell":"%b"' % job.cell.encode() if job.concurrent_loads else b""
+        self._marker = b'"cell":"%b"' % job.cell.encode() if job.concurrent_loads else b""
+        self._decoder = msgspec.json.Decoder(Request)
         self.follow(job)
 
     def follow(self, job: Job) -> None:
+        """Follow the cell of a job: the first one, or the next stage of a load."""
         folder = Path(job.requests_path).parent
         self.job = job
         self._metrics = Samples(folder / "metrics.jsonl", job.cell)
         self._telemetry = Samples(folder / "telemetry.jsonl", job.cell)
-        self._ttft: deque[float] = deque(maxlen=_SHOWN)
-        self._tpot: deque[float] = deque(maxlen=_SHOWN)
+        self._ttft: deque[float] = deque(maxlen=_MAX_LATENCIES)
+        self._tpot: deque[float] = deque(maxlen=_MAX_LATENCIES)
         self._errors: Counter[str] = Counter()
         self._done = self._warmup = 0
-        self._recent: deque[_Ended] = deque()
-        self._before_s: float | None = None  # end of the newest update that was dropped from it
-        self._offset_s: dict[int, float] = {}  # estimated offset of each machine's clock to ours
-        self._began: float | None = None  # estimated time of the first measured request
-        self._decoder = msgspec.json.Decoder(Request)
+        self._recent: deque[_EndedRequests] = deque()
+        self._before_s: float | None = None  # `last_s` of the newest element that was dropped from `_recent`
+        self._offset_s: dict[int, float] = {}  # estimated offset of each machine's clock to this machine's
+        self._began_s: float | None = None  # estimated time of the first measured request
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started_s
 
     def update(self) -> None:
-        lines = [line for line in self._records.lines() if self._only in line]
+        """Read the new records."""
+        lines = [line for line in self._records.lines() if self._marker in line]
         self.recorded += len(lines)
         requests = []
         for line in lines:
             with contextlib.suppress(*UNDECODABLE):
                 requests.append(self._decoder.decode(line))
-        self.failed += sum(one.error is not None and one.error not in CUT for one in requests)
+        self.failed += sum(request.error is not None and request.error not in CUT for request in requests)
         if self._first is not None:
             self._first += requests
         if self.watch is not None:
-            self.watch.see(requests)
-        self._take(requests, time.monotonic())
+            self.watch.add_records(requests)
+        self._add_requests(requests, time.monotonic())
 
     def mistake(self) -> Reason | None:
-        """Why all further requests will fail too. Checked once, on the first requests."""
+        """Return why all further requests will fail too. Checks the first requests, once."""
         if self._first is None or len(self._first) < FIRST_REQUESTS:
             return None
         first, self._first = self._first[:FIRST_REQUESTS], None
         return scenario_mistake(first)
 
-    def look(self) -> Glance:
+    def glance(self) -> Glance:
+        """Read what is new, and return the state of the cell."""
         self.update()
-        now = time.monotonic()
+        now_s = time.monotonic()
         self._metrics.read_new()
         self._telemetry.read_new()
         values = (self._metrics.newest or {}).get("values", {})
-        ended, tokens, span_s = self._lately(now)
+        ended, tokens, span_s = self._recent_rate(now_s)
         return Glance(
             done=self._done,
             planned=self.job.load.requests,
@@ -192,21 +197,21 @@ class Monitor:
             waiting=values.get("waiting"),
             kv_usage=values.get("kv_usage"),
             gpus=msgspec.convert((self._telemetry.newest or {}).get("gpus", {}), dict[str, GpuSample]),
-            left_s=self._left_s(now),
+            left_s=self._left_s(now_s),
         )
 
-    def _take(self, requests: list[Request], now: float) -> None:
+    def _add_requests(self, requests: list[Request], now_s: float) -> None:
         """Add records of the cell; those of its warm-up are only counted."""
-        ours = [one for one in requests if one.cell == self.job.cell]
-        measured = [one for one in ours if one.phase == "measured"]
-        self._warmup += len(ours) - len(measured)
+        of_cell = [request for request in requests if request.cell == self.job.cell]
+        measured = [request for request in of_cell if request.phase == "measured"]
+        self._warmup += len(of_cell) - len(measured)
         if not measured:
             return
         tokens = 0
-        ends: dict[int, float] = {}  # by machine
+        ends_s: dict[int, float] = {}  # the latest end by machine, by its own clock
         for request in measured:
             machine = request.process // MACHINE
-            ends[machine] = max(ends.get(machine, -inf), request.sent_s + request.ended_s)
+            ends_s[machine] = max(ends_s.get(machine, -inf), request.sent_s + request.ended_s)
             if request.error is not None:
                 if request.error not in CUT:
                     self._errors[request.error] += 1
@@ -215,59 +220,59 @@ class Monitor:
             for values, value in ((self._ttft, derive.ttft_s(request)), (self._tpot, derive.tpot_s(request))):
                 if value is not None:
                     values.append(value)
-        if self._began is None:  # the records may have another machine's clock
-            self._began = now - (max(ends.values()) - min(one.sent_s for one in measured))
+        if self._began_s is None:  # the records may have another machine's clock
+            self._began_s = now_s - (max(ends_s.values()) - min(request.sent_s for request in measured))
         self._done += len(measured)
-        for machine, end_s in ends.items():
-            self._offset_s.setdefault(machine, now - end_s)
-        last_here_s = max(end_s + self._offset_s[machine] for machine, end_s in ends.items())
-        longest_s = max(one.ended_s for one in measured)
-        self._recent.append(_Ended(last_here_s, len(measured), tokens, longest_s))
+        for machine, end_s in ends_s.items():
+            self._offset_s.setdefault(machine, now_s - end_s)
+        last_s = max(end_s + self._offset_s[machine] for machine, end_s in ends_s.items())
+        longest_s = max(request.ended_s for request in measured)
+        self._recent.append(_EndedRequests(last_s, len(measured), tokens, longest_s))
 
-    def _lately(self, now: float) -> tuple[int, int, float | None]:
+    def _recent_rate(self, now_s: float) -> tuple[int, int, float | None]:
         """Return requests and tokens of the last seconds, and the number of these seconds.
 
-        Answers that take long end in waves, and a window that begins or ends between two of them has one too many or
-        too few. So it lasts from the end of an answer to that of the last one, unless the next one is overdue.
+        Long answers end in waves, and a window that starts or ends between two waves has one too many or too few. So
+        it lasts from the end of an answer to that of the last one, unless the next one is overdue.
         """
-        if self._began is None:
+        if self._began_s is None:
             return 0, 0, None
-        longest_s = max((look.longest_s for look in self._recent), default=0.0)
-        span_s = max(RECENT_S, longest_s)
-        end_s = max((look.last_s for look in self._recent), default=now)
-        end_s = now if now - end_s > longest_s else end_s
+        longest_s = max((ended.longest_s for ended in self._recent), default=0.0)
+        span_s = max(RATE_SPAN_S, longest_s)
+        end_s = max((ended.last_s for ended in self._recent), default=now_s)
+        end_s = now_s if now_s - end_s > longest_s else end_s
         while self._recent and self._recent[0].last_s <= end_s - span_s:
             self._before_s = self._recent.popleft().last_s
-        span_s = end_s - (self._began if self._before_s is None else self._before_s)
-        if span_s < _SETTLED_S:
+        span_s = end_s - (self._began_s if self._before_s is None else self._before_s)
+        if span_s < _MIN_RATE_SPAN_S:
             return 0, 0, None
-        return sum(look.number for look in self._recent), sum(look.tokens for look in self._recent), span_s
+        return sum(ended.number for ended in self._recent), sum(ended.tokens for ended in self._recent), span_s
 
     def _in_flight(self) -> int | None:
-        """Requests in flight of batch agents, which send slots as they take them; unknown for other users."""
+        """Return the requests in flight of batch agents, from the shared counter; None for other users."""
         load = self.job.load
         if load.user != "batch" or load.arrivals is not None:
             return None
         try:
             with open_file(self.job.counter_path) as file:
                 counts = msgspec.json.decode(file.readline())
-            out = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
-            return min(max(int(out), 0), at_once(load))
+            in_flight = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
+            return min(max(int(in_flight), 0), max_concurrency(load))
         except (OSError, *UNDECODABLE, KeyError, TypeError):
             return None
 
-    def _left_s(self, now: float) -> float | None:
-        """Estimate the remaining time of the load. Requests in flight at the end of a timed one may take longer."""
+    def _left_s(self, now_s: float) -> float | None:
+        """Estimate the remaining seconds of the load. Requests in flight at the end of a timed load may take longer."""
         load = self.job.load
-        if self._began is None or self.watch is not None:  # the watch decides when it ends
+        if self._began_s is None or self.watch is not None:  # the watch decides when it ends
             return None
         if load.duration_s is not None:
-            return max(0.0, self._began + load.duration_s - now)
-        open_loop = load.arrivals is not None or load.trace is not None
-        # Users start together: a rate needs the answers of at least one full wave.
-        if load.requests is None or self._done < (_MIN_REQUESTS if open_loop else max(_MIN_REQUESTS, at_once(load))):
+            return max(0.0, self._began_s + load.duration_s - now_s)
+        # In a closed loop users start together: a rate needs the answers of at least one full wave.
+        needed = _MIN_REQUESTS if is_open_loop(load) else max(_MIN_REQUESTS, max_concurrency(load))
+        if load.requests is None or self._done < needed:
             return None
-        return max(0.0, (load.requests - self._done) * (now - self._began) / self._done)
+        return max(0.0, (load.requests - self._done) * (now_s - self._began_s) / self._done)
 
 
 def _percentiles(values: deque[float]) -> tuple[float, float] | None:
@@ -280,20 +285,20 @@ def _percentiles(values: deque[float]) -> tuple[float, float] | None:
 def locust_arguments(
     job: Job, given: Path | str, locustfile: Path, url: str, ui: tuple[str, int] | None = None
 ) -> list[str]:
-    """Stock Locust arguments of a cell: headless, or with the web UI at an address and port.
+    """Return the stock Locust arguments of a cell. `given`: the job, its file or its text. `ui`: host and port.
 
-    `given`: how Locust gets the job, by its file or as its text.
+    Without `ui` Locust is headless.
     """
     load = job.load
     arguments = ["-f", str(locustfile), "--host", url, "--job", str(given)]
     arguments += ["--headless"] if ui is None else ["--web-host", ui[0], "--web-port", str(ui[1])]
     rate = min(load.users / max(load.ramp_s, 0.001), MAX_USERS)
-    # The form proposes this rate. Locust warns above it, and all users start quickly anyway.
+    # The page proposes this rate, and all users start quickly anyway.
     arguments += ["--users", str(load.users), "--spawn-rate", f"{rate if ui is None else min(rate, PROPOSED_RATE):g}"]
     arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results, evaluated later
     if job.workers is not None:
         arguments += ["--master", "--master-bind-host", job.workers.bind, "--master-bind-port", str(job.workers.port)]
-        arguments += ["--expect-workers", str(job.workers.total), "--expect-workers-max-wait", str(WORKERS_S)]
+        arguments += ["--expect-workers", str(job.workers.total), "--expect-workers-max-wait", str(MAX_WORKER_WAIT_S)]
     elif load.processes > 1:
         # A free port, so that two harnesses on one machine do not conflict.
         port = str(free_port())
@@ -310,11 +315,10 @@ def drive(
     alive: Callable[[], Reason | None] = lambda: None,
     progress: Callable[[], None] = lambda: None,
 ) -> Driven:
-    """Run the load of the monitor's job to its end, or until its watch has seen enough.
+    """Run the load of the monitor's job to its end, or until its watch is done.
 
-    `alive` is asked all the time whether the server lives; when it says why the load must end, it is ended.
-    Raises RunError when Locust itself could not run, such as for a locustfile that fails to import, and OSError when
-    the disk is full.
+    `alive` is called all the time; when it returns a reason, such as a dead server, the load is stopped. Raises
+    RunError when Locust cannot run, such as for a locustfile that fails to import, and OSError when the disk is full.
     """
     job, started = monitor.job, time.time()
     status_file(job.counter_path).unlink(missing_ok=True)  # of an earlier attempt
@@ -329,27 +333,27 @@ def drive(
         # A stopped load generator flushes its records; requests in flight are recorded as unfinished.
         code = child.stop(GRACE_S)
     monitor.update()
-    begun = Path(job.counter_path).exists()
-    if code != 0 and not problems and (begun or stopped_s is None):  # else it was stopped before it handled signals
+    has_begun = Path(job.counter_path).exists()
+    if code != 0 and not problems and (has_begun or stopped_s is None):  # else it was stopped before it handled signals
+        if not has_begun:
+            raise _start_failure(job, code, log_path, time.time() - started)
         last = next(reversed(exceptions_in(log_path)), None)
         problems = [because("generator_exit", exit_code=code, exception=last)]
-        if not begun:
-            raise _not_started(job, code, log_path, time.time() - started)
     return Driven(started, time.time(), problems, stopped_s)
 
 
-def _not_started(job: Job, code: int, log_path: Path, waited_s: float) -> RunError:
-    if said := gave_up(job):
-        why, *more = said.splitlines()
+def _start_failure(job: Job, code: int, log_path: Path, waited_s: float) -> RunError:
+    if reported := start_errors(job):
+        first, *others = reported.splitlines()
         return RunError(
-            f"cell {job.cell}: the load could not start: {why.removesuffix('.')}",
+            f"cell {job.cell}: the load could not start: {first.removesuffix('.')}",
             next_step=f"Its log is {log_path}.",
-            detail="\n".join(more),
+            detail="\n".join(others),
         )
-    awaited = awaited_workers(job)
-    if job.workers is not None and awaited and waited_s > WORKERS_S:
+    missing = missing_workers(job)
+    if job.workers is not None and missing and waited_s > MAX_WORKER_WAIT_S:
         return RunError(
-            f"cell {job.cell}: the load could not start: {WORKERS_S} s of {awaited}",
+            f"cell {job.cell}: the load could not start: {MAX_WORKER_WAIT_S} s of {missing}",
             next_step=f"On each machine: {job.workers.command}. The log is {log_path}.",
         )
     return RunError(
@@ -367,52 +371,57 @@ def _watch(
     progress: Callable[[], None],
     monitor: Monitor,
 ) -> list[Reason]:
-    raised = 0  # exceptions in the log when the last record came
-    last_change = last_quiet = last_look = time.monotonic()
-    quiet, sign_ns = quiet_sign(job.counter_path), 0
+    """Watch a load generator until it ends or its watch is done; return why the cell is invalid, and must end."""
+    exception_count = 0  # in the log when the last record came
+    last_change = last_idle = last_process_check = time.monotonic()
+    idle, idle_mtime_ns = idle_file(job.counter_path), 0
+    folder = Path(job.requests_path).parent
     while child.poll() is None:
-        if disk_is_full(folder := Path(job.requests_path).parent):
+        if disk_is_full(folder):
             release_space(folder, half=True)  # for the records that the load processes still hold
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), job.requests_path)
-        dead = alive()
-        if dead is not None:
-            return [dead]
-        before = monitor.recorded
+        if (reason := alive()) is not None:
+            return [reason]
+        recorded = monitor.recorded
         monitor.update()
         now = time.monotonic()
-        if isinstance(child, LocalChild) and now - last_look > LOOK_S:
-            last_look = now
+        if isinstance(child, LocalChild) and now - last_process_check > PROCESS_CHECK_S:
+            last_process_check = now
             if job.workers is not None:
-                monitor.awaited = "" if Path(job.counter_path).exists() else awaited_workers(job)
-            elif killed_processes(job) and child.poll() is None:  # else it was the only one: its exit code says more
+                monitor.missing_workers = "" if Path(job.counter_path).exists() else missing_workers(job)
+            elif (
+                killed_processes(job) and child.poll() is None
+            ):  # else it was the only process: its exit code says more
                 # Its slots are never settled, so the others would wait for it; the validity check reports it.
                 return [because("process_killed")]
-        if monitor.awaited:
+        if monitor.missing_workers:
             last_change = now
         with contextlib.suppress(OSError):
-            if (touched_ns := quiet.stat().st_mtime_ns) != sign_ns:
-                sign_ns, last_quiet = touched_ns, now
-        if monitor.recorded != before:
-            last_change, raised = now, len(exceptions_in(log_path))
-        elif now - last_change > STUCK_S and len(found := exceptions_in(log_path)) - raised >= STUCK_EXCEPTIONS:
-            return [because("generator_stuck", seconds=STUCK_S, exception=found[-1])]
+            if (mtime_ns := idle.stat().st_mtime_ns) != idle_mtime_ns:
+                idle_mtime_ns, last_idle = mtime_ns, now
+        if monitor.recorded != recorded:
+            last_change, exception_count = now, len(exceptions_in(log_path))
+        elif now - last_change > MAX_STUCK_S:
+            exceptions = exceptions_in(log_path)
+            if len(exceptions) - exception_count >= STUCK_EXCEPTIONS:
+                return [because("generator_stuck", seconds=MAX_STUCK_S, exception=exceptions[-1])]
         progress()
-        mistake = monitor.mistake()
-        if mistake is not None:
-            return [mistake]
-        silent_s = now - max(last_change, last_quiet)
-        if silent_s > _patience_s(job):
+        if (reason := monitor.mistake()) is not None:
+            return [reason]
+        silent_s = now - max(last_change, last_idle)
+        if silent_s > _max_silence_s(job):
             return [because("generator_silent", seconds=silent_s, timeout_s=job.load.timeout_s)]
-        if monitor.watch is not None and monitor.watch.enough():
+        if monitor.watch is not None and monitor.watch.is_done():
             return []
         pause(POLL_S)
     monitor.update()
-    monitor.awaited = ""
+    monitor.missing_workers = ""
     progress()
     return []
 
 
 def killed_processes(job: Job) -> list[int]:
+    """Return the ids of load processes that are gone without an end record."""
 
     def without_end() -> list[int]:
         marks = [mark for mark in read_marks(Path(job.processes_path)) if mark.cell == job.cell]
@@ -429,16 +438,16 @@ def killed_processes(job: Job) -> list[int]:
     return [pid for pid in without_end() if pid in gone] if gone else []
 
 
-def _patience_s(job: Job) -> float:
-    """Return the longest allowed time without an ended request. Pauses of users and of the schedule do not count."""
+def _max_silence_s(job: Job) -> float:
+    """Return the longest allowed seconds without an ended request, except idle times."""
     # A stream that keeps sending may take longer than timeout_s, which limits silence.
-    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * max_of(job.load.output_tokens, pairs=job.output_lengths)
-    return longest_s + job.load.ramp_s + QUIET_S
+    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * max_length(job.load.output_tokens, pairs=job.output_lengths)
+    return longest_s + job.load.ramp_s + MAX_SILENCE_S
 
 
 def scenario_mistake(first: list[Request]) -> Reason | None:
-    """Return the common cause if the server rejected all of these requests because of the scenario."""
-    mistake = find_scenario_mistake([None if one.error is None else f"{one.error}: {one.message}" for one in first])
+    """Return the common cause where the server rejected all of these requests because of the scenario."""
+    mistake = find_scenario_mistake([None if each.error is None else f"{each.error}: {each.message}" for each in first])
     if mistake is None:
         return None
     return because("scenario_mistake", requests=len(first), cause=mistake.cause, fix=mistake.fix)
@@ -457,22 +466,23 @@ def _lines(path: Path) -> list[str]:
 
 def exceptions_in(path: Path) -> list[str]:
     """Return the exceptions of a log, such as `ValueError: boom`."""
-    found, inside = [], False
+    exceptions, in_traceback = [], False
     for line in _lines(path):
         if line.startswith("Traceback "):
-            inside = True
-        elif inside and line and not line.startswith(" "):
-            found.append(line.strip()[:300])
-            inside = False
-    return found
+            in_traceback = True
+        elif in_traceback and line and not line.startswith(" "):
+            exceptions.append(line.strip()[:300])
+            in_traceback = False
+    return exceptions
 
 
-def gave_up(job: Job) -> str:
-    """Return why the load could not start, as its load processes report it; each reason once."""
+def start_errors(job: Job) -> str:
+    """Return the errors that the load processes reported, a line each, without repetitions."""
     texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
     return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
 
 
-def awaited_workers(job: Job) -> str:
+def missing_workers(job: Job) -> str:
+    """Describe the missing workers by the master's last report; "" without one."""
     reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
-    return job.workers.awaited(reports[-1].here) if job.workers is not None and reports else ""
+    return job.workers.missing_text(reports[-1].here) if job.workers is not None and reports else ""

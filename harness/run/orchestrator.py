@@ -1,4 +1,4 @@
-"""The orchestrator: serve, drive and record every cell of a scenario, and write a run directory."""
+"""The orchestrator: start the servers of a scenario, drive its cells and write a run directory."""
 
 import contextlib
 import errno
@@ -8,14 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.errors import HarnessError, RunError
-from harness.files import LOCUSTFILES, open_file
-from harness.job import Job, warm_sign, workload_of, write_job
+from harness.files import open_file
+from harness.job import Job, warmup_done_file, workload_of, write_job
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
 from harness.prepare.experiment import Experiment
@@ -24,20 +24,13 @@ from harness.process import refuse_too_few_files
 from harness.reasons import sentence
 from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
-from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, begin
+from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, create_run
 from harness.rundir.directory import lock_folder, release_space
 from harness.rundir.manifest import CellRun, ServedBy
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
-from harness.scenario import (
-    SERVER_TOKENIZER,
-    Warmup,
-    connections_per_process,
-    locustfile_of,
-    warmup_of,
-    wave_of,
-)
-from harness.scenario.plan import Cell, alone, plan
+from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
+from harness.scenario.plan import Cell, grouped, load_of_part, plan, server_start_of
 from harness.serve import Endpoint, attach_to_server, prepare_server, serve
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lifecycle import find_telemetry_source
@@ -49,39 +42,38 @@ from harness.workload import local_words, pairs_of, salt_words, words_of
 from harness.workload.prompt_file import read_rows
 
 Watchers = tuple[Scraper, Sampler]
-# Runs cells one after the other, and yields each that has ended; the cells: those planned before the start.
+# Runs cells one after the other and yields each result. Its arguments are the run and the cells planned at its start.
 Steps = Callable[[Running, list[Cell]], Iterable[CellRun]]
 
 
 def run(experiment: Experiment, runs: Path, progress: Progress, steps: Steps | None = None) -> Path:
-    """Run every cell and return the run directory. `steps`: None runs all of them, in their order.
+    """Run the cells of a scenario and return the run directory. `steps`: default `run_cells`.
 
-    However it ends, the directory holds what was measured, with a manifest that says how it ended. Raises
-    ServerError when a server does not become ready, RunError when the load cannot be driven, KeyboardInterrupt
-    after everything was taken down.
+    After any end, the directory has all measurements, and a manifest with the status. Raises ServerError when a server
+    does not become ready, RunError when the load cannot be driven, KeyboardInterrupt after everything is torn down.
     """
     if experiment.scenario.generator == "process" and experiment.workers is None:
         refuse_too_few_files(max(map(connections_per_process, experiment.scenario.loads.values())))
     experiment = preflight(experiment, progress.line)
-    return conduct(experiment, plan(experiment.scenario), runs, progress, steps or run_cells)
+    return start_run(experiment, plan(experiment.scenario), runs, progress, steps or run_cells)
 
 
-def conduct(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
-    """Make a run directory, run the steps, and write how that ended; see `run`."""
-    running = begin(experiment, cells, runs, progress)
+def start_run(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
+    """Create a run directory and run the steps; see `run`."""
+    running = create_run(experiment, cells, runs, progress)
     with lock_folder(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
         progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
-        return carry_out(running, cells, steps)
+        return run_steps(running, cells, steps)
 
 
-def carry_out(running: Running, cells: list[Cell], steps: Steps) -> Path:
-    """Run the steps in a run directory, whose lock this process has, and write how that ended; see `run`."""
+def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
+    """Run the steps in a run directory, whose lock this process has, and write the status; see `run`."""
     folder, file, progress = running.folder, running.file, running.progress
     try:
         if (workers := running.experiment.workers) is not None:
-            who = ", ".join(workers.names) or f"{workers.machines} machines"
-            progress.line(f"Workers: {who}. On each of them: {workers.command}")
+            machines = ", ".join(workers.names) or f"{workers.machines} machines"
+            progress.line(f"Workers: {machines}. On each of them: {workers.command}")
         with progress.live():
             for cell_run in steps(running, cells):
                 file.note(cell_run)
@@ -93,23 +85,23 @@ def carry_out(running: Running, cells: list[Cell], steps: Steps) -> Path:
             kind = type(error).__name__
             what = error.what if isinstance(error, HarnessError) else f"{kind}: {error}"
             file.finish("failed", [because("run_error", error=what, kind=kind)])
-        left = [f"What was measured until then: harness report {folder}"]
+        advice = [f"What was measured until then: harness report {folder}"]
         if all(cell_run.seed is None for cell_run in file.manifest.cells):  # a capacity search has no plan
-            left.append(f"To measure the rest: harness run --resume {shlex.quote(str(folder))}")
+            advice.append(f"To measure the rest: harness run --resume {shlex.quote(str(folder))}")
         if (folder / "requests.jsonl").stat().st_size == 0:
             raise error from None
         if isinstance(error, HarnessError):
-            error.next_step = " ".join(filter(None, [error.next_step, *left]))
+            error.next_step = " ".join(filter(None, [error.next_step, *advice]))
         if isinstance(error, KeyboardInterrupt):
             with contextlib.suppress(OSError):  # the terminal may be closed
-                progress.line("\n".join(left))
+                progress.line("\n".join(advice))
         raise error from None
     file.finish()
     return folder
 
 
 def _disk_error(error: BaseException, file: RunFile) -> RunError | None:
-    """Explain an error of a full disk or quota; None for any other error."""
+    """Return the explanation of a full disk or quota; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return None
     folder, manifest = file.folder, file.manifest
@@ -124,121 +116,118 @@ def _disk_error(error: BaseException, file: RunFile) -> RunError | None:
 
 
 def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, None]:
-    """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false."""
+    """Run the cells in order. One server start serves one cell, or all cells of a repeat when `restart` is false."""
     scenario, target, progress = running.scenario, running.experiment.target, running.progress
     kept = running.file.manifest.cells
-    took: dict[tuple[str, str], float] = {}  # by server and load, in earlier repeats
-    idle = [] if target else read_gpu_memory()
+    took_s: dict[tuple[str, str], float] = {}  # by server and load, in earlier repeats
+    idle_memory = [] if target else read_gpu_memory()
+    is_sweep = scenario.swept is not None and target is None
     failed = FailedSettings(scenario, progress.line, kept)
 
-    def show(cell: Cell, *, first: bool = False) -> None:
-        left = [took.get((one.server, one.load)) for one in cells[cells.index(cell) :]]
-        known = [seconds for seconds in left if seconds is not None]
-        left_s = sum(known) if first and len(known) == len(left) else None
-        progress.cell(cells.index(cell) + 1, len(cells), cell, left_s)
+    def show(cell: Cell, *, with_time: bool = False) -> None:
+        rows = [(later.server, later.load) for later in cells[cells.index(cell) :]]
+        left_s = sum(took_s[row] for row in rows) if with_time and took_s.keys() >= set(rows) else None
+        progress.start_cell(cells.index(cell) + 1, len(cells), cell, left_s)
 
     def start(together: list[Cell]) -> Iterator[CellRun]:
+        """Start a server, and run these cells on it."""
         first = together[0]
-        show(first, first=True)
-        begin = time.monotonic()
-        before = [] if target else wait_until_free(idle)
+        show(first, with_time=True)
+        begin_s = time.monotonic()
+        memory = [] if target else wait_until_free(idle_memory)
         if target is None and prepare_server(scenario, first.server).file.serving.offline:
             for cell in together:
                 show(cell)
-                yield msgspec.structs.replace(_offline(running, cell), gpu_memory_before=before)
+                yield replace(_run_offline(running, cell), gpu_memory_before=memory)
             return
         with endpoint_of(running, first) as endpoint:
             refuse_other_server(kept, first.server, endpoint)
-            for _, parts in groupby(together, key=lambda cell: cell.group):
-                cell, *others = parts
-                if cell is not first:
-                    if (dead := endpoint.check_alive()) is not None:
-                        if sweeping:
+            for group in grouped(together, lambda cell: cell.group):
+                if group[0] is not first:
+                    if (reason := endpoint.check_alive()) is not None:
+                        if is_sweep:
                             return
                         # The run's reasons already name missing cells.
-                        progress.line(f"{cell.id} is not run: {sentence(dead)}")
+                        progress.line(f"{group[0].id} is not run: {sentence(reason)}")
                         continue
-                    show(cell)
-                running.file.note(*(_cell_run(each, endpoint.served_by, time.time()) for each in [cell, *others]))
-                for cell_run in run_group(running, [cell, *others], endpoint):
-                    yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
-        took.update({(cell.server, cell.load): 0.0 for cell in together})
-        took[first.server, first.load] = time.monotonic() - begin
+                    show(group[0])
+                running.file.note(*(_cell_run(cell, endpoint.served_by, time.time()) for cell in group))
+                for cell_run in run_group(running, group, endpoint):
+                    yield replace(cell_run, gpu_memory_before=memory)
+        took_s.update({(cell.server, cell.load): 0.0 for cell in together})
+        took_s[first.server, first.load] = time.monotonic() - begin_s
 
-    sweeping = scenario.swept is not None and target is None
-    for _, group in groupby(
-        cells, key=lambda cell: cell.group if scenario.restart else f"r{cell.repeat}/{cell.server}"
-    ):
-        together = list(group)
-        yield from failed.results(together, start) if sweeping else start(together)
+    for together in grouped(cells, lambda cell: cell.group if scenario.restart else server_start_of(cell)):
+        yield from failed.run_start(together, start) if is_sweep else start(together)
 
 
 def refuse_other_server(kept: list[CellRun], server: str, endpoint: Endpoint) -> None:
-    """Raise HarnessError when a resumed run would measure another server under the name of the one that it had."""
+    """Raise HarnessError when the server of a resumed run is not the one that the kept cells measured."""
     measured = [cell.served_by for cell in kept if cell.server == server and cell.failed is None]
-    before, now = measured[-1] if measured else None, endpoint.served_by
-    for key in ("image_digest", "version", "model") if before is not None else ():
-        had, has = getattr(before, key), getattr(now, key)
-        if had is not None and has is not None and had != has:
+    for key in ("image_digest", "version", "model") if measured else ():
+        before, now = getattr(measured[-1], key), getattr(endpoint.served_by, key)
+        if before is not None and now is not None and before != now:
             raise HarnessError(
-                f"server '{server}': {key} was {had} in the cells that are kept, and is {has} now",
+                f"server '{server}': {key} was {before} in the cells that are kept, and is {now} now",
                 next_step="Bring that server back, or run the scenario anew: a row is about one server.",
             )
 
 
 @contextlib.contextmanager
 def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
+    """Start the server of a cell, or connect to the running server of the command line."""
     scenario, target = running.scenario, running.experiment.target
 
-    def tell(text: str) -> None:
-        if running.is_over:
+    def show_stage(text: str) -> None:
+        if running.is_out_of_time:
             raise OutOfTime("the budget of the run was spent before the server was ready")
         running.progress.stage(text)
 
     if target is not None:
-        tell("asking the server")
+        show_stage("asking the server")
         key_name = scenario.api_key_env
         yield attach_to_server(
             target.url, scenario.model, running.api_key, key_name=key_name, metrics_url=target.metrics_url
         )
         return
     with serve(
-        scenario, cell.server, run_id=running.id, cell_id=cell.id, run_folder=running.folder, on_progress=tell
+        scenario, cell.server, run_id=running.id, cell_id=cell.id, run_folder=running.folder, on_progress=show_stage
     ) as endpoint:
         yield endpoint
 
 
 def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Watch | None = None) -> list[CellRun]:
-    """Run the parts of a mix at once, each with a load generator of its own.
+    """Run the cells of a group: a cell, the stages of a load, or the parts of a mix concurrently.
 
-    Most often there is just one cell, or the stages of a load, which share one. `watch`: as of `run_cell`, for all.
+    `watch`: as of `run_cell`, for all cells.
     """
 
-    def in_time() -> Reason | None:
-        return because("out_of_time") if running.is_over else endpoint.check_alive()
+    def check_time() -> Reason | None:
+        return because("out_of_time") if running.is_out_of_time else endpoint.check_alive()
 
     if cells[0].mix is None:
-        return run_cell(running, cells, endpoint, in_time, watch=watch)
+        return run_cell(running, cells, endpoint, check_time, watch=watch)
     ended = threading.Event()
-    asking = threading.Lock()
+    lock = threading.Lock()
 
-    def alive() -> Reason | None:
-        with asking:
-            return because("mix_ended") if ended.is_set() else in_time()
+    def check_mix() -> Reason | None:
+        with lock:
+            return because("mix_ended") if ended.is_set() else check_time()
 
-    def part(cell: Cell) -> list[CellRun]:
+    def run_part(cell: Cell) -> list[CellRun]:
         others = [other for other in cells if other is not cell]
+        is_first = cell is cells[0]
         try:
-            return run_cell(running, [cell], endpoint, alive, concurrent=others, shown=cell is cells[0], watch=watch)
-        finally:
-            warm_sign(running.counter_path(cell.id)).touch()  # the other loads do not wait for one that has ended
+            return run_cell(running, [cell], endpoint, check_mix, concurrent=others, shown=is_first, watch=watch)
+        finally:  # the other parts must not wait for one that has ended
+            warmup_done_file(running.counter_path(cell.id)).touch()
 
     with ThreadPoolExecutor(len(cells)) as pool:
-        parts = [pool.submit(part, cell) for cell in cells]
+        futures = [pool.submit(run_part, cell) for cell in cells]
         try:
-            return [cell_run for future in parts for cell_run in future.result()]
+            return [cell_run for future in futures for cell_run in future.result()]
         except BaseException:
-            ended.set()  # their load generators are stopped, and what they sent is recorded
+            ended.set()  # stops the other load generators, which record what they sent
             raise
 
 
@@ -252,47 +241,46 @@ def run_cell(
     shown: bool = True,
     watch: Watch | None = None,
 ) -> list[CellRun]:
-    """Send one cell's load, or a load's stages one after the other; return the results.
+    """Send the load of one cell, or the stages of a load one after the other.
 
-    `concurrent`: the other loads of its mix. Progress shows one of them. `watch`: stops the load as soon as it has seen
-    enough.
+    `alive`: as of `drive`. `concurrent`: the other parts of its mix. `shown`: whether progress shows this cell.
+    `watch`: stops the load once enough is measured.
     """
-    jobs = [make_job(running, each, endpoint) for each in cells]
-    job = msgspec.structs.replace(
-        jobs[0], then=jobs[1:], concurrent_loads=[running.counter_path(other.id) for other in concurrent]
-    )
-    start = generator(running, job, endpoint)
+    jobs = [make_job(running, cell, endpoint) for cell in cells]
+    concurrent_loads = [running.counter_path(other.id) for other in concurrent]
+    job = replace(jobs[0], then=jobs[1:], concurrent_loads=concurrent_loads)
+    start = prepare_generator(running, job, endpoint)
     monitor = Monitor(job, watch)
     if shown:
-        running.progress.load(monitor)
-    with watched(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
-        begun_s, now = time.time(), 0
+        running.progress.start_load(monitor)
+    with watch_server(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
+        begun_s, stage = time.time(), 0
 
-        def progressed() -> None:
-            nonlocal now
-            sizes = [Path(one.counter_path).stat().st_size if Path(one.counter_path).exists() else 0 for one in jobs]
-            begun = [number for number, size in enumerate(sizes) if size]
-            if len(jobs) > 1 and begun and begun[-1] != now:  # the next stage
-                for stage in cells[now : begun[-1]]:
-                    running.file.note(_cell_run(stage, endpoint.served_by, begun_s, time.time()))
-                now = begun[-1]
+        def show_progress() -> None:
+            nonlocal stage
+            counters = [Path(each.counter_path) for each in jobs]
+            newest = max((i for i, path in enumerate(counters) if path.exists() and path.stat().st_size), default=0)
+            if newest > stage:
+                for ended in cells[stage:newest]:
+                    running.file.note(_cell_run(ended, endpoint.served_by, begun_s, time.time()))
+                stage = newest
                 for watcher in watchers:
-                    watcher.cell = cells[now].id
-                monitor.follow(jobs[now])
-                running.progress.next_stage(cells[now], monitor)
+                    watcher.cell = cells[stage].id
+                monitor.follow(jobs[stage])
+                running.progress.next_stage(cells[stage], monitor)
             if shown:
-                running.progress.count()
+                running.progress.update()
 
-        driven = drive(start, monitor, log_path=running.log_path(job.cell), alive=alive, progress=progressed)
+        driven = drive(start, monitor, log_path=running.log_path(job.cell), alive=alive, progress=show_progress)
     death = endpoint.death(now=True)
-    of_death = [] if death is None else [death.problem(), death.evidence()]  # unless the load ended for it
-    more = [reason for reason in of_death if reason is not None and reason not in driven.problems]
-    problems = [*driven.problems, *more, *endpoint.problems()]
+    of_death = [] if death is None else [death.problem(), death.evidence()]  # may be in `driven` already
+    new = [reason for reason in of_death if reason is not None and reason not in driven.problems]
+    problems = [*driven.problems, *new, *endpoint.problems()]
     times = driven.started_wall_s, driven.ended_wall_s
-    found = [_cell_run(each, endpoint.served_by, *times, problems) for each in cells]
+    cell_runs = [_cell_run(cell, endpoint.served_by, *times, problems) for cell in cells]
     if watch is None or driven.stopped_s is None:
-        return found
-    return [msgspec.structs.replace(each, stopped_after_s=watch.measured_s(driven.stopped_s)) for each in found]
+        return cell_runs
+    return [replace(cell_run, stopped_after_s=watch.measured_s(driven.stopped_s)) for cell_run in cell_runs]
 
 
 def _cell_run(
@@ -303,7 +291,7 @@ def _cell_run(
 
 
 @contextlib.contextmanager
-def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -> Iterator[Watchers]:
+def watch_server(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -> Iterator[Watchers]:
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
@@ -312,11 +300,13 @@ def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -
         yield scraper, sampler
 
 
-def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int] | None = None) -> Callable[[], Child]:
+def prepare_generator(
+    running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int] | None = None
+) -> Callable[[], Child]:
     """Write the job of a cell. Return a function that starts its load generator: a process or a container."""
     job_path, log_path = running.job_path(job.cell), running.log_path(job.cell)
     write_job(job, job_path)
-    locustfile = locustfile_of(job.load, running.experiment.folder, LOCUSTFILES)
+    locustfile = locustfile_of(job.load, running.experiment.folder)
     if running.scenario.generator == "container":
         url = endpoint.network_url or endpoint.url
         arguments = locust_arguments(job, job_path, find_path_in_image(locustfile), url)
@@ -326,17 +316,18 @@ def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int
 
 
 def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
-    """The job of a cell; without an endpoint there is no server. Raises HarnessError, ServerError."""
+    """Return the job of a cell. `endpoint`: None for one without a server. Raises HarnessError, ServerError."""
     scenario, folder = running.scenario, running.experiment.folder
     served = None if endpoint is None else endpoint.served_by
-    words = counted_words(running.experiment, running.id, cell.server, endpoint, running.api_key)
+    words = single_token_words(running.experiment, running.id, cell.server, endpoint, running.api_key)
     load, prompts = scenario.loads[cell.load], scenario.prompts
     trace = None if load.trace is None else (folder / load.trace.file).resolve()
     marks = None if trace is None else trace.with_name("processes.jsonl")
     workers = running.experiment.workers
     if workers is not None and cell.mix is not None:  # each load of a mix has its own master and port
-        number = scenario.mixes[cell.mix].index(alone(cell.load) or "")
-        workers = msgspec.structs.replace(workers, port=workers.port + number, parts=1)
+        number = scenario.mixes[cell.mix].index(load_of_part(cell.load) or "")
+        workers = replace(workers, port=workers.port + number, parts=1)
+    run_folder = running.folder.resolve()
     return Job(
         run=running.id[-4:],  # the random part
         cell=cell.id,
@@ -351,42 +342,44 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
         output_lengths=list(pairs_of(load.output_tokens, folder)),
         words=list(words),
         seed=scenario.seed,
-        salt=salt_words(running.id, running.salted(cell.id), words) if prompts.salt else None,
+        salt=salt_words(running.id, running.salt_source(cell.id), words) if prompts.salt else None,
         warmup=warmup_of(scenario, load),
         api_key_env=scenario.api_key_env,
         simulated=served is not None and served.simulated,
-        requests_path=str(running.folder.resolve() / "requests.jsonl"),
-        processes_path=str(running.folder.resolve() / "processes.jsonl"),
+        requests_path=str(run_folder / "requests.jsonl"),
+        processes_path=str(run_folder / "processes.jsonl"),
         counter_path=running.counter_path(cell.id),
         workers=workers,
     )
 
 
-PROCESS = 1  # the job's number in its container
+OFFLINE_PROCESS = 1  # the process id of an offline job in its container
 
 
-def _offline(running: Running, cell: Cell) -> CellRun:
-    """Run a cell without server and load generator: all requests at once through vLLM's offline engine.
+def _run_offline(running: Running, cell: Cell) -> CellRun:
+    """Run a cell without server and load generator: all requests together through vLLM's offline engine.
 
     Raises ServerError, RunError.
     """
     job = make_job(running, cell, None)
     if job.warmup.until is not None:  # an offline job has no steady state
-        job = msgspec.structs.replace(job, warmup=Warmup(requests=wave_of(job.load)))
+        job = replace(job, warmup=Warmup(requests=wave_size(job.load)))
     write_job(job, running.job_path(job.cell))
     outcome = run_offline(
         running.scenario,
         cell.server,
-        requests_of(job),
+        encode_requests(job),
         run_id=running.id,
         cell_id=cell.id,
         run_folder=running.folder,
         on_progress=running.progress.stage,
     )
-    records, head = records_of(job, outcome), outcome.head
+    records, head = offline_records(job, outcome), outcome.head
     ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
-    mark = ProcessMark(event="start", process=PROCESS, cell=cell.id, wall_s=head.wall_s, monotonic_s=head.monotonic_s)
-    end = msgspec.structs.replace(
+    mark = ProcessMark(
+        event="start", process=OFFLINE_PROCESS, cell=cell.id, wall_s=head.wall_s, monotonic_s=head.monotonic_s
+    )
+    end = replace(
         mark, event="end", wall_s=ended_wall_s, monotonic_s=head.ended_s, sent=len(records), recorded=len(records)
     )
     for path, lines in ((job.requests_path, records), (job.processes_path, [mark, end])):
@@ -395,8 +388,8 @@ def _offline(running: Running, cell: Cell) -> CellRun:
     return _cell_run(cell, outcome.served_by, head.wall_s, ended_wall_s)
 
 
-def requests_of(job: Job) -> bytes:
-    """Write the requests of the cell, warm-up first, a JSON object a line."""
+def encode_requests(job: Job) -> bytes:
+    """Return the requests of a cell as JSON Lines, warm-up first."""
     work = workload_of(job, read_rows(job.prompt_file) if job.prompt_file else [])
     warmup = [-1 - number for number in range(job.warmup.requests or 0)]
     lines = [
@@ -412,7 +405,8 @@ def requests_of(job: Job) -> bytes:
     return msgspec.json.Encoder().encode_lines(lines)
 
 
-def records_of(job: Job, outcome: OfflineOutcome) -> list[Request]:
+def offline_records(job: Job, outcome: OfflineOutcome) -> list[Request]:
+    """Return the records of an offline cell. Raises RunError when an answer is missing."""
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
     if len(outcome.results) != planned:
         raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.results)} were answered")
@@ -425,7 +419,7 @@ def records_of(job: Job, outcome: OfflineOutcome) -> list[Request]:
             user_class="Offline",
             index=line.index,
             user=0,
-            process=PROCESS,
+            process=OFFLINE_PROCESS,
             phase="warmup" if line.index < 0 else "measured",
             sent_s=line.began_s,
             ended_s=line.ended_s - line.began_s,
@@ -440,15 +434,15 @@ def records_of(job: Job, outcome: OfflineOutcome) -> list[Request]:
     ]
 
 
-_counted: dict[tuple[str, str], tuple[str, ...]] = {}  # by run and server
+_token_words: dict[tuple[str, str], tuple[str, ...]] = {}  # cache, by run and server
 
 
-def counted_words(
+def single_token_words(
     experiment: Experiment, run_id: str, server: str, endpoint: Endpoint | None, api_key: str | None
 ) -> tuple[str, ...]:
     """Return words of one token each, by the scenario's tokenizer; none without a tokenizer.
 
-    Raises HarnessError, ServerError. No endpoint: there is no server that could be asked.
+    `endpoint`: None where no server runs. Raises HarnessError, ServerError.
     """
     prompts = experiment.scenario.prompts
     if prompts.tokenizer != SERVER_TOKENIZER:
@@ -458,8 +452,8 @@ def counted_words(
             f"prompts.tokenizer: '{server}' has no server that could count tokens",
             next_step="Name a local tokenizer.json.",
         )
-    if (run_id, server) not in _counted:
+    if (run_id, server) not in _token_words:
         model = endpoint.served_by.model or experiment.scenario.model
         count = make_token_counter(endpoint.url, model, api_key, endpoint.ask_engine)
-        _counted[run_id, server] = words_of(count, f"the server '{server}'")
-    return _counted[run_id, server]
+        _token_words[run_id, server] = words_of(count, f"the server '{server}'")
+    return _token_words[run_id, server]

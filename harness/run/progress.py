@@ -1,4 +1,4 @@
-"""Show the progress of a run: a live table, or plain lines where the output is no terminal."""
+"""Show the progress of a run: a live table in a terminal, else plain lines."""
 
 import time
 from collections.abc import Iterator
@@ -16,13 +16,12 @@ from rich.text import Text
 from harness.redact import masked
 from harness.run.drive import Glance, Monitor
 from harness.scenario.plan import Cell
-from harness.units import NOTHING, duration, gib
-from harness.units import count as counted
+from harness.units import NOTHING, count, duration, gib
 
 PLAIN_EVERY_S = 5.0
-LOOK_EVERY_S = 1.0
-NARROW = 104  # columns; below, there are two rows
-NARROWEST = 80  # below, a table would be cut
+LOOK_EVERY_S = 1.0  # between two reads of a cell's files
+NARROW = 104  # columns; a narrower table has two rows
+NARROWEST = 80  # a narrower table would be cut
 
 
 class Progress:
@@ -30,14 +29,14 @@ class Progress:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.head = ""
+        self.head = ""  # of each line: the current cell
         self._place = (0, 0)  # number of the cell, and of all cells
         self.last_plain = 0.0
         self._live: Live | None = None
         self._spinner = Spinner("dots", "starting")
         self._monitor: Monitor | None = None
         self._glance: Glance | None = None
-        self._looked = 0.0
+        self._glanced_s = 0.0
 
     @contextmanager
     def live(self) -> Iterator["Progress"]:
@@ -51,51 +50,54 @@ class Progress:
     def line(self, text: str) -> None:
         self.console.print(masked(text, "sure"), soft_wrap=True)
 
-    def cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
-        """Start the next cell; `left_s` is the estimated time for it and all later cells."""
+    def start_cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
+        """Show the next cell. `left_s`: the estimated time for it and all later cells."""
         self._place = number, cells
         left = "" if left_s is None else f", about {duration(left_s)} left"
         self.head = f"[{number}/{cells}] {cell.server} / {cell.load}, repeat {cell.repeat}{left}"
         self.stage("")
 
     def stage(self, text: str) -> None:
+        """Show a stage of the current cell before its load, such as the start of its server."""
         self._monitor = self._glance = None
         self._show(": ".join(part for part in (self.head, masked(text, "sure")) if part))
 
-    def load(self, monitor: Monitor) -> None:
-        """The load of the current cell starts: from now on `count` shows what its files contain."""
-        self._monitor, self._glance, self._looked = monitor, None, time.monotonic()
+    def start_load(self, monitor: Monitor) -> None:
+        """Show the load of the current cell at each `update`."""
+        self._monitor, self._glance, self._glanced_s = monitor, None, time.monotonic()
 
     def next_stage(self, cell: Cell, monitor: Monitor) -> None:
+        """Show the next stage of a load."""
         number, cells = self._place
-        self.cell(number + 1, cells, cell, None)
-        self.load(monitor)
+        self.start_cell(number + 1, cells, cell, None)
+        self.start_load(monitor)
 
-    def count(self) -> None:
-        count = self._monitor
-        if count is None:
+    def update(self) -> None:
+        monitor = self._monitor
+        if monitor is None:
             return
-        if count.awaited:
-            self._show(f"{self.head}: {count.elapsed_s:.0f} s of {count.awaited}")
+        if monitor.missing_workers:
+            self._show(f"{self.head}: {monitor.elapsed_s:.0f} s of {monitor.missing_workers}")
             return
-        now = time.monotonic()
-        due = self._live is not None or now - self.last_plain >= PLAIN_EVERY_S
-        if due and now - self._looked >= LOOK_EVERY_S:
-            self._looked = now
-            self._glance = count.look()
-        of = "" if count.total is None else f" of {count.total}"
-        warmup = f", {count.warmup} of them warm-up" if count.warmup else ""
-        failed = f", {count.failed} FAILED" if count.failed else ""
-        simulated = " (SIMULATED)" if count.job.simulated else ""
-        words = f"{self.head}{simulated}: {count.recorded}{of} requests{warmup}{failed}, {count.elapsed_s:.0f} s"
+        now_s = time.monotonic()
+        is_shown = self._live is not None or now_s - self.last_plain >= PLAIN_EVERY_S
+        if is_shown and now_s - self._glanced_s >= LOOK_EVERY_S:
+            self._glanced_s = now_s
+            self._glance = monitor.glance()
+        total = "" if monitor.total is None else f" of {monitor.total}"
+        warmup = f", {monitor.warmup} of them warm-up" if monitor.warmup else ""
+        failed = f", {monitor.failed} FAILED" if monitor.failed else ""
+        simulated = " (SIMULATED)" if monitor.job.simulated else ""
+        text = f"{self.head}{simulated}: {monitor.recorded}{total} requests{warmup}{failed}, {monitor.elapsed_s:.0f} s"
         glance = self._glance
-        if glance is not None and glance.warmup and not glance.done and not warmup:  # of a timed one it is unknown
-            words += f", warm-up until now: {counted(glance.warmup, 'request')}"
-        if glance is not None and self._live is None:
-            words = ", ".join([words, *in_words(glance)])
-        elif glance is not None and glance.left_s is not None:
-            words += f", {duration(glance.left_s)} left"
-        self._show(words, glance)
+        if glance is not None:
+            if glance.warmup and not glance.done and not warmup:  # the length of a timed warm-up is unknown
+                text += f", warm-up until now: {count(glance.warmup, 'request')}"
+            if self._live is None:
+                text = ", ".join([text, *describe_glance(glance)])
+            elif glance.left_s is not None:
+                text += f", {duration(glance.left_s)} left"
+        self._show(text, glance)
 
     def _show(self, text: str, glance: Glance | None = None) -> None:
         if self._live is not None:
@@ -110,12 +112,12 @@ class Progress:
 
 
 def table(glance: Glance, width: int) -> Group:
-    """The known numbers of the cell, for a terminal of this width: load, server and GPUs."""
+    """Return the numbers of a cell for a terminal of this width: load, server and GPUs."""
     lines: list[RenderableType] = []
     if width < NARROWEST:
-        lines.append(Columns(in_words(msgspec.structs.replace(glance, left_s=None)), padding=(0, 3)))
+        lines.append(Columns(describe_glance(msgspec.structs.replace(glance, left_s=None)), padding=(0, 3)))
     else:
-        load, server = numbers(glance)
+        load, server = named_numbers(glance)
         grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
         for row in [load | server] if width >= NARROW else [load, server]:
             for _ in range(len(row) - len(grid.columns)):
@@ -124,57 +126,57 @@ def table(glance: Glance, width: int) -> Group:
             grid.add_row(*(text or NOTHING for text in row.values()), style="bold")
         lines.append(grid)
     if glance.failed:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in glance.failed.items())
+        kinds = ", ".join(f"{number} {kind}" for kind, number in glance.failed.items())
         lines.append(Text(f"failed: {kinds}", style="red"))
     if glance.gpus and width >= NARROWEST:
-        lines.append(Columns(_gpu_words(glance), padding=(0, 3)))
+        lines.append(Columns(_describe_gpus(glance), padding=(0, 3)))
     return Group(*lines)
 
 
-def numbers(glance: Glance) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """The numbers of the load and of the server by their names; None: not known."""
+def named_numbers(glance: Glance) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """Return the numbers of the load and of the server by their names; None: unknown."""
     ttft, tpot = glance.ttft_s or (None, None), glance.tpot_s or (None, None)
     load = {
-        "in flight": _text(glance.in_flight),
-        "TTFT p50": _latency(ttft[0]),
-        "TTFT p95": _latency(ttft[1]),
-        "TPOT p50": _latency(tpot[0]),
-        "TPOT p95": _latency(tpot[1]),
-        "tok/s": _text(glance.tok_s),
-        "req/s": _text(glance.req_s),
+        "in flight": _format_number(glance.in_flight),
+        "TTFT p50": _format_latency(ttft[0]),
+        "TTFT p95": _format_latency(ttft[1]),
+        "TPOT p50": _format_latency(tpot[0]),
+        "TPOT p95": _format_latency(tpot[1]),
+        "tok/s": _format_number(glance.tok_s),
+        "req/s": _format_number(glance.req_s),
     }
     kv = None if glance.kv_usage is None else f"{glance.kv_usage:.0%}"
-    return load, {"running": _text(glance.running), "waiting": _text(glance.waiting), "KV": kv}
+    return load, {"running": _format_number(glance.running), "waiting": _format_number(glance.waiting), "KV": kv}
 
 
-def in_words(glance: Glance) -> list[str]:
-    """The same as a line of a log."""
-    load, server = numbers(glance)
+def describe_glance(glance: Glance) -> list[str]:
+    """Return the known numbers of a cell in words."""
+    load, server = named_numbers(glance)
     words = [f"{name} {text}" for name, text in (load | server).items() if text is not None]
     left = [] if glance.left_s is None else [f"{duration(glance.left_s)} left"]
-    return words + _gpu_words(glance) + left
+    return words + _describe_gpus(glance) + left
 
 
-def _gpu_words(glance: Glance) -> list[str]:
-    found = []
+def _describe_gpus(glance: Glance) -> list[str]:
+    texts = []
     for name, gpu in sorted(glance.gpus.items()):
         memory = gpu.vram_used_bytes
-        if gpu.package and gpu.gtt_used_bytes is not None:  # of an APU, where most of its memory is
+        if gpu.package and gpu.gtt_used_bytes is not None:  # an APU has most of its memory there
             memory = (memory or 0) + gpu.gtt_used_bytes
         words = [name] if gpu.busy_percent is None else [name, f"{gpu.busy_percent:.0f} %"]
         words += [] if memory is None else [gib(memory)]
         words += [] if gpu.power_w is None else [f"{gpu.power_w:.0f} W"]
-        found.append(" ".join(words))
-    return found
+        texts.append(" ".join(words))
+    return texts
 
 
-def _latency(value_s: float | None) -> str | None:
+def _format_latency(value_s: float | None) -> str | None:
     if value_s is None:
         return None
-    return f"{_text(value_s)} s" if value_s >= 10 else f"{_text(value_s * 1000)} ms"
+    return f"{_format_number(value_s)} s" if value_s >= 10 else f"{_format_number(value_s * 1000)} ms"
 
 
-def _text(value: float | None) -> str | None:
+def _format_number(value: float | None) -> str | None:
     if value is None:
         return None
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

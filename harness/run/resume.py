@@ -1,4 +1,4 @@
-"""Resume a run after any end: keep the cells that are complete and valid, measure the others again."""
+"""Resume a run after any end: keep the complete and valid cells, and measure the others again."""
 
 import contextlib
 import os
@@ -9,19 +9,29 @@ from typing import Any
 
 import msgspec
 import psutil
+from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize
 from harness.errors import HarnessError
 from harness.files import read_json
 from harness.judge.comparable import ABSENT, flatten, format_values
-from harness.prepare.experiment import Experiment, Target, as_recorded
+from harness.prepare.experiment import Experiment, Target, prepare_recorded
 from harness.prepare.machine_fit import preflight
-from harness.process import owner
+from harness.process import owner_labels
 from harness.redact import HIDDEN
-from harness.run.budget import within
-from harness.run.orchestrator import carry_out, run_cells
+from harness.run.budget import budget_steps
+from harness.run.orchestrator import run_cells, run_steps
 from harness.run.progress import Progress
-from harness.run.running import INPUTS, INPUTS_VERSION, Inputs, RunFile, Running, digest, manifest_of, needs_docker
+from harness.run.running import (
+    INPUTS,
+    INPUTS_VERSION,
+    Inputs,
+    RunFile,
+    Running,
+    digest_files,
+    manifest_of,
+    needs_docker,
+)
 from harness.rundir.directory import lock_folder, prepare_folder, set_aside
 from harness.rundir.manifest import Resumption, Run, read_run, write_run
 from harness.scenario.file import read_scenario
@@ -29,8 +39,8 @@ from harness.scenario.plan import Cell, plan
 from harness.serve import connect, remove_leftovers
 from harness.units import count
 
-ORPHANS_S = 15.0  # for load processes of a killed harness, which write their last records
-_RAM_SHARE = 0.01  # the memory that the kernel reports differs a little from boot to boot
+ORPHANS_S = 15.0  # for load processes of a killed harness to write their last records
+_RAM_TOLERANCE = 0.01  # the kernel reports a little different memory after each boot
 
 
 def resume(
@@ -42,16 +52,16 @@ def resume(
 ) -> Path:
     """Run the cells of a run that are not complete and valid; return its directory.
 
-    `scenario`: its file, which must be the same as then; None: its copy in the run directory. `target`: another
-    address of the server that already runs. `budget_s`: its time limit. Raises HarnessError when the run cannot be
-    resumed, or when what it would measure has changed; else as `harness.run.orchestrator.run`.
+    `scenario`: the unchanged scenario file; None: its copy in the run directory. `target`: another address of the
+    running server. `budget_s`: a time limit. Raises HarnessError when the run cannot be resumed, or when a resumed
+    measurement would differ; else as `harness.run.orchestrator.run`.
     """
     with lock_folder(folder):
         run = read_run(folder)
-        cells = _planned(run, folder)
-        inputs = _inputs(folder)
-        experiment = _experiment(run, folder, inputs, scenario, target)
-        if changes := list(changed(run, experiment, inputs, scenario)):
+        cells = _planned_cells(run, folder)
+        inputs = _read_inputs(folder)
+        experiment = _recorded_experiment(run, folder, inputs, scenario, target)
+        if changes := list(list_changes(run, experiment, inputs, scenario)):
             raise HarnessError(
                 f"{folder}: the run cannot be resumed: {changes[0]}",
                 detail="\n".join(changes[1:]),
@@ -63,7 +73,7 @@ def resume(
             with contextlib.closing(connect()) as client:
                 for item in remove_leftovers(client, run.id, everything=True):
                     progress.line(f"removed {item}, which the run left")
-        kept = complete(folder, run)
+        kept = complete_cells(folder, run)
         again = [cell for cell in cells if cell.id not in kept]
         if not again and budget_s is None:
             progress.line(f"Run {run.id}: all of its {count(len(cells), 'cell')} are complete and valid.")
@@ -75,10 +85,10 @@ def resume(
             f"{count(len(again), 'cell')} to run. Records go to {folder}"
         )
         running = Running(RunFile(folder, _reopen(folder, run, kept, cells)), experiment, progress)
-        return carry_out(running, again, run_cells if budget_s is None else within(budget_s, run.budget))
+        return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s, run.budget))
 
 
-def _inputs(folder: Path) -> Inputs:
+def _read_inputs(folder: Path) -> Inputs:
     try:
         return read_json(folder / INPUTS, Inputs, INPUTS_VERSION)
     except OSError as error:
@@ -89,22 +99,27 @@ def _inputs(folder: Path) -> Inputs:
         ) from None
 
 
-def _planned(run: Run, folder: Path) -> list[Cell]:
-    """The cells of a run, in their order. Raises HarnessError for a run that has no plan to go on with."""
-    known = {cell.id: cell for cell in plan(run.scenario)}
-    what = "imported" if run.origin is not None else "live" if run.status == "live" else None
-    searched = any(cell.seed is not None for cell in run.cells)  # a capacity search, which had no plan
-    if what is None and (searched or not run.order or not known.keys() >= set(run.order)):
-        what = "not of `harness run`"
-    if what is not None:
-        raise HarnessError(
-            f"{folder}: the run is {what}, so it has no plan that could be resumed", next_step="Start it anew."
-        )
-    return [known[name] for name in run.order]
+def _planned_cells(run: Run, folder: Path) -> list[Cell]:
+    """Return the cells of a run, in their order. Raises HarnessError for a run without a plan."""
+    planned = {cell.id: cell for cell in plan(run.scenario)}
+    is_search = any(cell.seed is not None for cell in run.cells)  # a capacity search has no plan
+    if run.origin is not None:
+        kind = "imported"
+    elif run.status == "live":
+        kind = "live"
+    elif is_search or not run.order or not planned.keys() >= set(run.order):
+        kind = "not of `harness run`"
+    else:
+        return [planned[name] for name in run.order]
+    raise HarnessError(
+        f"{folder}: the run is {kind}, so it has no plan that could be resumed", next_step="Start it anew."
+    )
 
 
-def _experiment(run: Run, folder: Path, inputs: Inputs, scenario: Path | None, target: Target | None) -> Experiment:
-    """What the run measures, as it was resolved at its first start. Raises HarnessError."""
+def _recorded_experiment(
+    run: Run, folder: Path, inputs: Inputs, scenario: Path | None, target: Target | None
+) -> Experiment:
+    """Return the experiment as it was prepared at the first start. Raises HarnessError."""
     if HIDDEN in msgspec.json.encode(run.scenario).decode():
         raise HarnessError(
             f"{folder}: a secret of the scenario was left out of run.json, so the run cannot be resumed",
@@ -116,47 +131,48 @@ def _experiment(run: Run, folder: Path, inputs: Inputs, scenario: Path | None, t
         target = Target(inputs.url, inputs.metrics_url)
     files = (Path(inputs.scenario) if scenario is None else scenario.resolve()).parent
     path = folder / "scenario.yaml"
-    return as_recorded(Experiment(path, run.scenario, target, run.computed, run.workers, files=files))
+    return prepare_recorded(Experiment(path, run.scenario, target, run.computed, run.workers, files=files))
 
 
-def changed(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | None = None) -> Iterator[str]:
-    """In what the measurement would differ from that of the cells that the run has, in words."""
+def list_changes(run: Run, experiment: Experiment, inputs: Inputs, scenario: Path | None = None) -> Iterator[str]:
+    """Yield the differences between a resumed measurement and that of the kept cells, in words."""
     if scenario is not None:
-        written = [msgspec.to_builtins(read_scenario(path).scenario) for path in (experiment.path, scenario)]
-        yield from _differences("scenario", written[0], written[1])
+        before, after = (msgspec.to_builtins(read_scenario(path).scenario) for path in (experiment.path, scenario))
+        yield from _differences("scenario", before, after)
     now = manifest_of(experiment, [], run.id, run.scenario_name, run.started_wall_s)
     if now.workload_sha256 != run.workload_sha256:
-        others = []
-        for name, known in inputs.files.items():
-            with contextlib.suppress(OSError):  # it is gone
-                if digest([experiment.folder / name]) == known:
+        changed = []
+        for name, digest in inputs.files.items():
+            with contextlib.suppress(OSError):  # the file is gone
+                if digest_files([experiment.folder / name]) == digest:
                     continue
-            others.append(name)
-        yield f"the requests are others; changed: {', '.join(others) or 'how they are made'}"
+            changed.append(name)
+        yield f"the requests are others; changed: {', '.join(changed) or 'how they are made'}"
     yield from _differences("locustfiles", run.locustfiles, now.locustfiles)
     yield from _differences("versions", run.versions, now.versions)
-    machine, here = msgspec.to_builtins(run.machine), msgspec.to_builtins(now.machine)
-    ram = [one["ram_bytes"] or 0 for one in (machine, here)]
-    if abs(ram[0] - ram[1]) <= _RAM_SHARE * ram[0]:
-        here["ram_bytes"] = machine["ram_bytes"]
-    yield from _differences("machine", machine, here)
+    then, here = msgspec.to_builtins(run.machine), msgspec.to_builtins(now.machine)
+    ram_then, ram_here = (machine["ram_bytes"] or 0 for machine in (then, here))
+    if abs(ram_then - ram_here) <= _RAM_TOLERANCE * ram_then:
+        here["ram_bytes"] = then["ram_bytes"]
+    yield from _differences("machine", then, here)
 
 
 def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
-    sides: list[dict[str, Any]] = [{}, {}]
-    for value, into in zip((then, now), sides, strict=True):
-        flatten(name, value, into, lists=True)
-    for key in dict.fromkeys([*sides[0], *sides[1]]):
-        values = [side.get(key, ABSENT) for side in sides]
+    flat_then: dict[str, Any] = {}
+    flat_now: dict[str, Any] = {}
+    flatten(name, then, flat_then, lists=True)
+    flatten(name, now, flat_now, lists=True)
+    for key in flat_then | flat_now:
+        values = [flat_then.get(key, ABSENT), flat_now.get(key, ABSENT)]
         if values[0] != values[1]:
             before, after = format_values(values)
             yield f"{key}: {before} then, {after} now"
 
 
-def complete(folder: Path, run: Run) -> set[str]:
-    """The cells that are complete and valid, by their records. Those that ran together are so together, or not.
+def complete_cells(folder: Path, run: Run) -> set[str]:
+    """Return the ids of complete and valid cells, by their records. The cells of a group stay together.
 
-    A setting of a sweep that failed is a result: it stays.
+    A failed setting of a sweep is a result, so it is complete.
     """
     summary = summarize(folder)
     failed = {name for name, cell in run.ran.items() if cell.failed is not None}
@@ -168,58 +184,58 @@ def complete(folder: Path, run: Run) -> set[str]:
 
 
 def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
-    """Make the run one in progress, with the cells that are kept. Raises OSError.
+    """Make the run one in progress, with the kept cells. Raises OSError.
 
-    The manifest is first: after a kill at any moment in here, the cells that it does not name are measured again.
+    The manifest is written first: after a kill at any moment in here, the cells that it lacks are measured again.
     """
-    stay = [cell for cell in run.cells if cell.id in kept]
+    kept_runs = [cell for cell in run.cells if cell.id in kept]
     known = {cell.id for cell in run.cells}
-    resumed = Resumption(
+    resumption = Resumption(
         wall_s=time.time(),
-        stopped_wall_s=max((cell.ended_wall_s or 0.0 for cell in stay), default=None),
+        stopped_wall_s=max((cell.ended_wall_s or 0.0 for cell in kept_runs), default=None),
         kept=len(kept),
         again=[cell.id for cell in cells if cell.id in known - kept],
     )
-    manifest = msgspec.structs.replace(
+    earlier, owner = run.resumed, owner_labels()
+    run = replace(
         run,
         status="running",
         reasons=[],
-        owner=owner(),
+        owner=owner,
         ended_wall_s=None,
-        cells=stay,
-        resumed=[*run.resumed, resumed],
+        cells=kept_runs,
+        resumed=[*earlier, resumption],
     )
-    write_run(folder, manifest)
+    write_run(folder, run)
     prepare_folder(folder, len(cells))
-    for derived in ("summary.json", "report.html"):  # of the run as it was
-        (folder / derived).unlink(missing_ok=True)
+    for name in ("summary.json", "report.html"):  # of the earlier results
+        (folder / name).unlink(missing_ok=True)
     attempts = set_aside(folder, kept, [cell.id for cell in cells])
-    manifest = msgspec.structs.replace(
-        manifest, resumed=[*run.resumed, msgspec.structs.replace(resumed, attempts=attempts)]
-    )
-    write_run(folder, manifest)
-    return manifest
+    run = replace(run, resumed=[*earlier, replace(resumption, attempts=attempts)])
+    write_run(folder, run)
+    return run
 
 
 def _wait_for_orphans(folder: Path, progress: Progress) -> None:
-    """Wait for the load processes of a killed harness: they end by themselves, and write their last records."""
+    """Wait for the load processes of a killed harness, which end by themselves and write their last records."""
     jobs = f"{folder.resolve() / 'jobs'}{os.sep}"
-    deadline = time.monotonic() + ORPHANS_S
-    said = False
-    while left := list(_processes_of(jobs)):
-        if not said:
-            progress.line(f"{count(len(left), 'load process', 'load processes')} of the killed run will end first")
-            said = True
-        if time.monotonic() > deadline:
-            for process in left:
+    deadline_s = time.monotonic() + ORPHANS_S
+    is_announced = False
+    while orphans := list(_job_processes(jobs)):
+        if not is_announced:
+            progress.line(f"{count(len(orphans), 'load process', 'load processes')} of the killed run will end first")
+            is_announced = True
+        if time.monotonic() > deadline_s:
+            for process in orphans:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         time.sleep(0.1)
 
 
-def _processes_of(jobs: str) -> Iterator[psutil.Process]:
+def _job_processes(jobs: str) -> Iterator[psutil.Process]:
+    """Yield the processes with a file of this folder in their command line."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            of_it = any(word.startswith(jobs) for word in process.cmdline())
-            if of_it and process.status() != psutil.STATUS_ZOMBIE:
+            has_job = any(word.startswith(jobs) for word in process.cmdline())
+            if has_job and process.status() != psutil.STATUS_ZOMBIE:
                 yield process

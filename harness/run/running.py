@@ -1,4 +1,4 @@
-"""A run in progress: its directory from the first manifest to the last, and the settings of a sweep that failed."""
+"""A run in progress: its directory, from the first manifest to the last, and the failed settings of a sweep."""
 
 import contextlib
 import datetime
@@ -23,8 +23,8 @@ from harness.analysis.summarize import Summarized, summarize_with_counts, write_
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
 from harness.machine.gpus import read_machine
-from harness.prepare.experiment import Experiment, input_files, sources_of
-from harness.process import owner
+from harness.prepare.experiment import Experiment, input_files, locustfile_sources
+from harness.process import owner_labels
 from harness.reasons import sentence
 from harness.report import html
 from harness.run.progress import Progress
@@ -37,27 +37,27 @@ from harness.summary import Reason, because
 from harness.workload import workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
-OUT_OF_TIME = "out_of_time"  # why a cell was cut: the code of its problem
+OUT_OF_TIME = "out_of_time"  # the code of the problem of a cell that the budget cut
 INPUTS = "inputs.json"
 INPUTS_VERSION = 1
 
 
 class OutOfTime(HarnessError):
-    """The budget of the run is spent while a server starts."""
+    """The budget of the run was spent while a server started."""
 
 
 class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """inputs.json: what was given to a run in addition to its scenario. It stays on this machine."""
+    """inputs.json: the inputs of a run in addition to its scenario. It stays on this machine."""
 
     format_version: int = INPUTS_VERSION
     scenario: str  # path of the scenario file; prompt files, traces and locustfiles are relative to its folder
-    files: dict[str, str] = {}  # files that the scenario names: digest by path, as in the scenario
-    url: str | None = None  # of a server that already ran
+    files: dict[str, str] = {}  # digest of each file that the scenario names, by its path there
+    url: str | None = None  # of a running server
     metrics_url: str | None = None
 
 
 class RunFile:
-    """run.json while its run goes on: written after each step."""
+    """run.json of a run in progress, written after each step."""
 
     def __init__(self, folder: Path, manifest: Run) -> None:
         self.folder = folder
@@ -66,10 +66,11 @@ class RunFile:
     def note(
         self,
         *cell_runs: CellRun,
-        planned: Collection[str] = (),  # further cells, which will be run now
-        only: Collection[str] | None = None,  # the cells to which the run is limited
+        planned: Collection[str] = (),  # further cells that will run
+        only: Collection[str] | None = None,  # drop all other cells
         **more: Any,  # other fields of the manifest
     ) -> None:
+        """Add results of cells, and write the manifest."""
         known = {cell_run.id: cell_run for cell_run in [*self.manifest.cells, *cell_runs]}
         order = dict.fromkeys([*self.manifest.order, *known, *planned])
         self.manifest = replace(
@@ -81,10 +82,10 @@ class RunFile:
         write_run(self.folder, self.manifest)
 
     def finish(self, status: Status | None = None, reasons: Sequence[Reason] = ()) -> None:
-        """Write the verdict, the summary and the page. Without a status, the records say whether the run is valid.
+        """Write the last manifest, the summary and the report. Without `status`, the records decide on the validity.
 
-        With one, the run has failed or was cut: what it measured is worth its report, but nothing may hide how it
-        ended. Without one, raises HarnessError when the results cannot be written.
+        With `status`, the run failed or was cut: an error of the report must not hide that. Without it, raises
+        HarnessError when the results cannot be written.
         """
         folder, ended = self.folder, replace(self.manifest, ended_wall_s=time.time())
         release_space(folder)
@@ -95,10 +96,10 @@ class RunFile:
                 write_results(folder)
             return
         try:
-            made = summarize_with_counts(folder, charted=True)
-            verdict: Status = "valid" if made.summary.valid else "invalid"
-            write_run(folder, replace(ended, status=verdict, reasons=made.summary.reasons))
-            write_results(folder, made)
+            results = summarize_with_counts(folder, charted=True)
+            verdict: Status = "valid" if results.summary.valid else "invalid"
+            write_run(folder, replace(ended, status=verdict, reasons=results.summary.reasons))
+            write_results(folder, results)
         except OSError as error:
             raise HarnessError(
                 f"{folder}: the results cannot be written ({error.strerror})",
@@ -109,17 +110,20 @@ class RunFile:
             raise
 
 
-def write_results(folder: Path, made: Summarized | None = None) -> None:
-    made = made or summarize_with_counts(folder, charted=True)
-    write_summary(folder, made.summary)
-    html.write_report(folder, made)
+def write_results(folder: Path, results: Summarized | None = None) -> None:
+    """Write summary and report of a run; `results` where they are known."""
+    results = results or summarize_with_counts(folder, charted=True)
+    write_summary(folder, results.summary)
+    html.write_report(folder, results)
 
 
 class Running(msgspec.Struct, frozen=True):
+    """A run in progress."""
+
     file: RunFile
     experiment: Experiment
     progress: Progress
-    ends_s: float | None = None  # monotonic: when its budget of time is spent; None: it has none
+    ends_s: float | None = None  # monotonic end of its time budget; None: no budget
 
     @property
     def id(self) -> str:
@@ -138,6 +142,10 @@ class Running(msgspec.Struct, frozen=True):
         name = self.scenario.api_key_env
         return os.environ.get(name) if name else None
 
+    @property
+    def is_out_of_time(self) -> bool:
+        return self.ends_s is not None and time.monotonic() > self.ends_s
+
     def job_path(self, cell: str) -> Path:
         return self.folder.resolve() / "jobs" / f"{cell}.json"
 
@@ -147,18 +155,14 @@ class Running(msgspec.Struct, frozen=True):
     def log_path(self, cell: str) -> Path:
         return self.folder / "logs" / f"{cell}.locust.log"
 
-    @property
-    def is_over(self) -> bool:
-        return self.ends_s is not None and time.monotonic() > self.ends_s
-
-    def salted(self, cell: str) -> str:
-        """What the salt of a cell's prompts comes from: a server may have the prompts of an earlier attempt cached."""
+    def salt_source(self, cell: str) -> str:
+        """Return the source of the prompts' salt. It differs after a resume: a server may cache the earlier prompts."""
         resumed = len(self.file.manifest.resumed)
         return f"{cell}/{resumed}" if resumed else cell
 
 
-def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress) -> Running:
-    """Make the run directory and write the first manifest. Raises HarnessError where that is not possible."""
+def create_run(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress) -> Running:
+    """Create the run directory with the first manifest. Raises HarnessError when it cannot be written."""
     name, target = experiment.path.stem, experiment.target
     started = datetime.datetime.now(datetime.UTC)
     # The id names folders, containers and networks: use characters that all of them allow.
@@ -172,13 +176,13 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
         prepare_folder(folder, len(cells))
         inputs = Inputs(
             scenario=str(experiment.path.resolve()),
-            files={one: digest([experiment.folder / one]) for one in input_files(experiment.scenario)},
+            files={name: digest_files([experiment.folder / name]) for name in input_files(experiment.scenario)},
             url=None if target is None else target.url,
             metrics_url=None if target is None else target.metrics_url,
         )
         replace_file(folder / INPUTS, pretty_json(inputs))
         (folder / "scenario.yaml").write_bytes(read_bytes(experiment.path))
-    except BaseException as error:  # nothing was measured: remove the incomplete run directory
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
@@ -190,30 +194,30 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
 
 
 def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: str, started_wall_s: float) -> Run:
+    """Return the first manifest of a run."""
+    scenario, folder = experiment.scenario, experiment.folder
     # The code that sends and stamps requests.
-    own = [path for part in ("load", "workload") for path in sorted((files.PACKAGE / part).glob("*.py"))]
-    own += [files.PACKAGE / "scenario" / f"{module}.py" for module in ("behaviour", "plan")]
-    packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
+    sources = [path for part in ("load", "workload") for path in sorted((files.PACKAGE / part).glob("*.py"))]
+    sources += [files.PACKAGE / "scenario" / f"{module}.py" for module in ("behaviour", "plan")]
+    versions = {
+        "amd-llm-load": __version__,
+        "load generator": digest_files(sources),
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in MEASURING_PACKAGES},
+    }
+    locustfiles = {load.user: locustfile_sources(locustfile_of(load, folder)) for load in scenario.loads.values()}
     return Run(
         id=run_id,
         status="running",
-        owner=owner(),
+        owner=owner_labels(),
         started_wall_s=started_wall_s,
         scenario_name=name,
-        scenario=experiment.scenario,
-        workload_sha256=workload_sha256(experiment.scenario, experiment.folder),
+        scenario=scenario,
+        workload_sha256=workload_sha256(scenario, folder),
         order=[cell.id for cell in cells],
         machine=read_machine(docker=get_engine_version() if needs_docker(experiment) else None),
-        versions={
-            "amd-llm-load": __version__,
-            "load generator": digest(own),
-            "python": platform.python_version(),
-            **packages,
-        },
-        locustfiles={
-            load.user: digest(sources_of(locustfile_of(load, experiment.folder, files.LOCUSTFILES), files.LOCUSTFILES))
-            for load in experiment.scenario.loads.values()
-        },
+        versions=versions,
+        locustfiles={user: digest_files(paths) for user, paths in locustfiles.items()},
         git_commit=_git_commit(),
         computed=experiment.computed,
         workers=experiment.workers,
@@ -226,13 +230,13 @@ def needs_docker(experiment: Experiment) -> bool:
     return in_container or experiment.scenario.generator == "container"
 
 
-def digest(paths: Sequence[Path]) -> str:
-    """The digest of files by their content, whatever their paths. Raises OSError."""
+def digest_files(paths: Sequence[Path]) -> str:
+    """Return a digest of the content of files. Raises OSError."""
     return hashlib.sha256(b"".join(sorted(read_bytes(path) for path in paths))).hexdigest()[:16]
 
 
 def _git_commit() -> str | None:
-    if not (files.ROOT / ".git").exists():  # installed: a repository further up is another project's
+    if not (files.ROOT / ".git").exists():  # installed; a parent folder may be another project's repository
         return None
     try:
         command = ["git", "-C", str(files.ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -241,77 +245,74 @@ def _git_commit() -> str | None:
         return None
 
 
-# Settings of a sweep that fail: a server that does not start with them, or dies under a load, is a result.
-Start = Callable[[list[Cell]], Iterator[CellRun]]  # starts a server, runs its cells, and stops where the server dies
+Start = Callable[[list[Cell]], Iterator[CellRun]]  # starts a server and runs cells on it until it dies
 
 
 class FailedSettings:
-    """What failed so far: servers that did not start (SERVER, None), and rows under which one died (SERVER, LOAD).
+    """The settings of a sweep with which a server did not start, or died under a load: both are results.
 
-    Neither is tried again in later repeats: a start that fails takes minutes, and gives the same result.
+    They are not tried again in later repeats: a failing start takes minutes, and gives the same result.
     """
 
-    def __init__(self, scenario: Scenario, say: Callable[[str], None], known: Sequence[CellRun] = ()) -> None:
-        """`known`: cells that the run has already, as one that is resumed."""
+    def __init__(self, scenario: Scenario, say: Callable[[str], None], kept: Sequence[CellRun] = ()) -> None:
+        """`kept`: results of a resumed run."""
         self.scenario = scenario
         self.say = say
+        # By (SERVER, None): it did not start; by (SERVER, LOAD): it died under this load.
         self.failed: dict[tuple[str, str | None], Reason] = {}
-        self.first: StartError | None = None
-        for cell in known:
+        self.first_error: StartError | None = None
+        for cell in kept:
             if cell.failed is not None:
-                of_server = cell.failed.code == "setting_not_started"
-                self.failed[cell.server, None if of_server else cell.load] = cell.failed
+                not_started = cell.failed.code == "setting_not_started"
+                self.failed[cell.server, None if not_started else cell.load] = cell.failed
 
-    def of(self, cell: Cell) -> Reason | None:
+    def reason_of(self, cell: Cell) -> Reason | None:
         return self.failed.get((cell.server, None)) or self.failed.get((cell.server, cell.load))
 
-    def results(self, cells: Sequence[Cell], start: Start) -> Iterator[CellRun]:
-        """Run the cells of a server start, on further starts where the server dies; each cell gives a result.
+    def run_start(self, cells: Sequence[Cell], start: Start) -> Iterator[CellRun]:
+        """Run the cells of a server start, and start again where the server dies; yield a result for each cell.
 
-        Raises the error of the first start where no server of the sweep has started.
+        Raises the first start error when no server of the sweep has started.
         """
         left = list(cells)
         while True:
             for cell in left:
-                if (reason := self.of(cell)) is not None:
-                    now, fields = time.time(), msgspec.structs.asdict(cell)
+                if (reason := self.reason_of(cell)) is not None:
+                    now_s, fields = time.time(), msgspec.structs.asdict(cell)
                     served = ServedBy(url="", template=self.scenario.servers[cell.server].template)
-                    yield CellRun(**fields, started_wall_s=now, ended_wall_s=now, served_by=served, failed=reason)
-            left = [cell for cell in left if self.of(cell) is None]
+                    yield CellRun(**fields, started_wall_s=now_s, ended_wall_s=now_s, served_by=served, failed=reason)
+            left = [cell for cell in left if self.reason_of(cell) is None]
             done: set[str] = set()
             try:
                 for cell_run in start(left) if left else ():
                     done.add(cell_run.id)
-                    yield self._noted(cell_run)
+                    yield self._check_settings(cell_run)
             except StartError as error:
-                self.first = self.first or error
-                self._note(left[0].server, None, because("setting_not_started", error=error.what, **error.known))
+                self.first_error = self.first_error or error
+                self._add(left[0].server, None, because("setting_not_started", error=error.what, **error.known))
                 if self.failed.keys() == {(server, None) for server in self.scenario.servers}:
-                    raise self.first from None  # none of them has ever worked
-            if not done and (not left or self.of(left[0]) is None):
-                return  # all are done, or nothing more can be run, which the manifest shows
+                    raise self.first_error from None
+            if not done and (not left or self.reason_of(left[0]) is None):
+                return  # all cells are done, or no more can run, which the manifest shows
             left = [cell for cell in left if cell.id not in done]
 
-    def _note(self, server: str, load: str | None, reason: Reason) -> None:
+    def _add(self, server: str, load: str | None, reason: Reason) -> None:
         self.failed[server, load] = reason
         self.say(f"{server}{f' / {load}' if load else ''} is a result: {sentence(reason)}")
 
-    def _noted(self, cell_run: CellRun) -> CellRun:
-        """A cell with the reason why its setting failed: its server ended or was restarted under its load.
-
-        And with the varied numbers with which the server runs otherwise, by its own words: its row has a false name.
-        """
+    def _check_settings(self, cell_run: CellRun) -> CellRun:
+        """Add a problem for each varied number that the server reports with another value, and the server's death."""
         swept, problems = self.scenario.swept, list(cell_run.problems)
         settings = swept.servers[cell_run.server].settings if swept and cell_run.server in swept.servers else {}
         for key, asked in settings.items():
             ran = cell_run.served_by.effective.get(key.removeprefix("--").replace("-", "_"))
-            both = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (asked, ran))
-            if both and ran != asked:
+            are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (asked, ran))
+            if are_numbers and ran != asked:
                 problems.append(because("setting_not_applied", key=key, asked=asked, ran=ran))
         death, reason = cell_run.served_by.death, None
         if death is not None and death.how in ("ended", "restarted"):
             known = {"failure": death.failure, "cause": death.cause, "fix": death.fix}
             known = {key: value for key, value in known.items() if value is not None}
             reason = because("setting_died", death=msgspec.to_builtins(death.problem()), **known)
-            self._note(cell_run.server, cell_run.load, reason)
+            self._add(cell_run.server, cell_run.load, reason)
         return replace(cell_run, problems=problems, failed=reason)

@@ -13,7 +13,7 @@ from harness.files import pretty_json, read_json, replace_file
 from harness.reasons import sentence
 from harness.redact import masked
 from harness.rundir.records import Seconds, Whole
-from harness.scenario import Scenario, too_large
+from harness.scenario import Scenario, size_problem
 from harness.summary import FORMAT_VERSION, NO_SAMPLE, Distribution, Numbers, Reason, Row, because, upgrade_reasons
 from harness.workers import Workers
 
@@ -299,7 +299,7 @@ def _find_contradiction(run: Run) -> tuple[str, str] | None:
     for name, parts in (("servers", scenario.servers), ("loads", scenario.loads)):
         if not parts:
             return "at least one is needed", f"$.scenario.{name}"
-    if too_many := too_large(len(scenario.servers), len(scenario.loads), scenario.repeats):
+    if too_many := size_problem(len(scenario.servers), len(scenario.loads), scenario.repeats):
         return too_many, "$.scenario"
     names: set[str] = set()
     for place, cell in enumerate(run.cells):

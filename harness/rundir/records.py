@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import msgspec
 
 from harness.errors import HarnessError
-from harness.files import UNDECODABLE, open_file, read_bytes, read_lines, with_new_names
+from harness.files import UNDECODABLE, open_file, read_bytes, read_lines, rename_old_fields
 
 MAX_CPU = 0.90  # of one core: a load process is one thread, and above that it is the limit
 SLACK_S = 0.001  # how far a kernel's stamp may lie outside what is possible before it is not believed
@@ -201,7 +201,7 @@ def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark
     marks = []
     for number, line in enumerate(read_bytes(path).splitlines(keepends=True) if path.exists() else (), start=1):
         try:  # with the names of fields until 0.2.0, too
-            marks.append(msgspec.convert(with_new_names(msgspec.json.decode(line)), ProcessMark))
+            marks.append(msgspec.convert(rename_old_fields(msgspec.json.decode(line)), ProcessMark))
         except UNDECODABLE:
             if damaged is not None and line.endswith(b"\n"):
                 damaged.append(number)

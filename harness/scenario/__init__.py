@@ -22,9 +22,9 @@ from harness.scenario.behaviour import (
 MAX_NAME = 40
 NAME = f"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}"
 LOAD_NAME = rf"{NAME}(?:\.{NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
-_NAMES = f"lower-case letters, digits and '-', at most {MAX_NAME}"
-Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAMES)]
-LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAMES)]
+_NAME_RULE = f"lower-case letters, digits and '-', at most {MAX_NAME}"
+Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAME_RULE)]
+LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAME_RULE)]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 MAX_USERS = 100_000  # of scenario, command line and web form; each takes 10 KiB and more
 Users = Annotated[int, Meta(ge=1, le=MAX_USERS)]
@@ -37,7 +37,7 @@ VariableName = Annotated[
     ),
 ]
 
-_OPEN_WARMUP = 8
+_OPEN_LOOP_WARMUP = 8  # users of a wave in an open loop, whose concurrency is unknown
 SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the server has
 TURNS = 4  # of a conversation, by default
 MAX_SERVERS = 200  # of a scenario: each is rendered, and its settings are checked
@@ -52,15 +52,15 @@ class Gateway(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     variables: dict[str, Any] = {}
 
 
-# What a server's containers may get of their machine that needs consent; harness.serve.consent says why.
+# Access to the machine that a server's containers get only with the user's consent; harness.serve.security has reasons.
 Consent = Literal["docker-socket", "host-files", "host-devices", "host-ipc", "open-port", "privileges"]
 
 
 class Span(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The values of a setting that is varied, from the first on: each a step or a factor above the one before."""
+    """A range of values of a varied setting. Each value is `step` above the previous one, or `factor` times it."""
 
     first: float = field(name="from")
-    to: float  # the last one is at most this
+    to: float  # the last value is at most this
     step: float | None = None
     factor: float | None = None
 
@@ -79,7 +79,7 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A rate that swings as a sine, such as over a day; it begins at the minimum."""
+    """A rate that follows a sine, such as over a day. It starts at its minimum."""
 
     min: NotNegative
     max: Positive
@@ -87,10 +87,10 @@ class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Open loop: users arrive by a schedule, whether the server keeps up or not. Exactly one of the first three."""
+    """Open loop: users arrive by a schedule, whether or not the server keeps up. Exactly one of the first three."""
 
     rate: Positive | None = None  # arrivals a second
-    points: list[list[NotNegative]] | None = None  # [second, rate], ascending; the last rate stays
+    points: list[list[NotNegative]] | None = None  # [second, rate], ascending; the last rate stays until the end
     wave: Wave | None = None
     between: Literal["steps", "ramps"] = "steps"  # how the rate goes from one point to the next
     spacing: Literal["poisson", "even", "gamma"] = "poisson"
@@ -98,16 +98,16 @@ class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Open loop by a trace of real traffic: its rows say when, and how long prompt and answer are; docs/traces.md."""
+    """Open loop by a trace of real traffic: a row has a time, a prompt length and an answer length; docs/traces.md."""
 
     file: str  # relative to the scenario
-    format: Literal["burstgpt", "mooncake", "azure", "requests"] | None = None  # None: seen by its first line
+    format: Literal["burstgpt", "mooncake", "azure", "requests"] | None = None  # None: detected by the first line
     speed: Positive = 1.0  # 2: twice as many requests a second as the trace had
     from_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # window: seconds of the trace after its first row
-    to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # the row at this second is not in it; None: all
-    max_requests: Count | None = None  # of the window
-    block_tokens: Tokens = 512  # mooncake: the size of one of its hash_ids
-    cell: str | None = None  # requests: the cell whose requests are replayed, where the file has several
+    to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # exclusive; None: until the last row
+    max_requests: Count | None = None  # at most this many rows of the window
+    block_tokens: Tokens = 512  # format mooncake: tokens of one hash_id
+    cell: str | None = None  # format requests: the cell to replay, where the file has several
 
 
 class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -120,30 +120,32 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     user: str  # one of USERS, or the path of a locustfile of your own, relative to the scenario
     users: Users = 1
-    stages: list[Stage] = []  # or a number that changes while the load runs; each is a row LOAD@USERS
+    stages: list[Stage] = []  # instead of `users`: a number that changes while the load runs; each is a row LOAD@USERS
     processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes
     requests: Count | None = None  # a fixed amount of work, in requests ...
     duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two
     arrivals: Arrivals | None = None  # open loop, with at most `users` at once; None: closed loop
     trace: Trace | None = None  # open loop by a trace, which also says how many requests; likewise
-    batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many at once, then wait for all
+    batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: requests of a burst; then wait for all
     turns: Count | None = None  # chat: turns of a conversation before a new one starts
     think_s: list[NotNegative] | None = None  # chat: [min, max], uniform; batch: pause between bursts
     think: Pause | None = None  # the same by another distribution
     abandon: Abandon | None = None  # chat: a share of the users leaves before the answer is complete
-    regenerate: Share = 0.0  # chat: of the questions that are asked again, word for word
-    in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many always, instead of bursts
-    agent: Agent | None = None  # agent: how it works
+    regenerate: Share = 0.0  # chat: share of the questions that are asked again, word for word
+    in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: constant concurrency, instead of bursts
+    agent: Agent | None = None  # agent: its steps and tools
     rag: Rag | None = None  # rag: the documents
     output_tokens: Tokens | Lengths = 128
-    output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: until its end
+    output: Literal["fixed", "natural"] = (
+        "fixed"  # fixed: ignore_eos, to compare engines; natural: stop at end-of-sequence
+    )
     stream: bool = True
     endpoint: Literal["chat", "completions", "embeddings"] = "chat"
-    answer: Structured | None = None  # the form that answers must have; they are checked, and the share is reported
+    answer: Structured | None = None  # the form that answers must have; the share of valid answers is reported
     ramp_s: NotNegative = 0.0  # all users are spawned within this time
     drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
-    timeout_s: Positive = 300.0  # a request on which nothing arrives for so long has failed
-    vary: dict[str, list[Any] | Span] = {}  # by key of the load, such as users or arrivals.rate; as of a server
+    timeout_s: Positive = 300.0  # a request has failed when nothing arrives for this time
+    vary: dict[str, list[Any] | Span] = {}  # by key of the load, such as users or arrivals.rate
     where: list[str] = []
 
 
@@ -152,22 +154,22 @@ class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     kind: Literal["synthetic", "file", "classification"] = "synthetic"
     tokens: Tokens | Lengths = 256  # synthetic: length of each prompt, in words of about one token
-    # synthetic: whose tokens; a local tokenizer.json, or `server`: the server's own. None: a word is taken for a token
+    # synthetic: a local tokenizer.json, or `server`: the server's own. None: a word counts as a token
     tokenizer: str | None = None
     file: str | None = None  # file: JSONL, a line {"prompt": "..."} or {"messages": [...]}, relative to the scenario
     system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # length of a system prompt that all requests share
-    salt: bool = True  # begin each prompt with words of its own per cell, so no earlier cell's prefix cache helps
+    salt: bool = True  # start each prompt with words of the cell, so that no prefix cache of an earlier cell helps
 
 
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Work sent before the measurement, at the concurrency to come, recorded and marked. One of the first three."""
+    """Work sent before the measurement, at its concurrency; recorded with a mark. Exactly one of the first three."""
 
     requests: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     duration_s: NotNegative | None = None
-    until: Literal["steady"] | None = None  # as long as it takes, by the rule of harness.scenario.plan.Steadiness
+    until: Literal["steady"] | None = None  # until the rule of harness.scenario.plan.Steadiness holds
     within: Annotated[float, Meta(gt=0, le=1)] = 0.05  # steady: how far windows may differ
-    max_s: Positive = 600.0  # steady: after that the measurement begins all the same ...
-    max_requests: Count | None = None  # ... as after so many requests
+    max_s: Positive = 600.0  # steady: the measurement starts after this time in any case ...
+    max_requests: Count | None = None  # ... or after this many requests
 
 
 class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -190,13 +192,13 @@ class SweepRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Sweep(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The rows of a sweep, by the names of servers and loads. Those that are not in it were not varied."""
+    """The rows of a sweep, by the names of servers and loads. A server or load that was not varied is not in it."""
 
     servers: dict[str, SweepRow] = {}
     loads: dict[str, SweepRow] = {}
 
     def settings(self, server: str, load: str) -> dict[str, Any]:
-        """What was varied in a row; of a setting that server and load both have, that of the load has another name."""
+        """Return the varied settings of a row. A key that the server has too is `load.KEY` for the load."""
         of_server = self.servers[server].settings if server in self.servers else {}
         of_load = self.loads[load].settings if load in self.loads else {}
         return of_server | {f"load.{key}" if key in of_server else key: value for key, value in of_load.items()}
@@ -215,7 +217,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     repeats: Annotated[int, Meta(ge=1, le=1000)] = 5
     seed: Annotated[int, Meta(ge=0)] = 42
     restart: bool = True  # a fresh server for each cell (cold); false: one per repeat and server (warm)
-    warmup: Warmup | None = None  # None: one request of each that will be in flight at once
+    warmup: Warmup | None = None  # None: one wave of requests, see `wave_size`
     baseline: Baseline | None = None  # default: the first server with the first load
     compare: list[Pair] = []  # more comparisons; each makes all of them a little harder to decide
     checks: list[str] = []  # such as "error_rate == 0" or "ttft_p95 <= 2s"
@@ -223,31 +225,28 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metrics_interval_s: Positive = 1.0
     generator: Literal["process", "container"] = "process"
     api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
-    swept: Sweep | None = None  # of a sweep, made from `vary` when the file is read; None: nothing is varied
+    swept: Sweep | None = None  # made from `vary` when the file is read; None: nothing is varied
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:
-    """A load's warm-up. By default one full wave, so that the server has met the concurrency to come.
-
-    In an open loop that concurrency is unknown, so it is a few requests.
-    """
-    return scenario.warmup or Warmup(requests=wave_of(load))
+    """Return a load's warm-up; by default one wave."""
+    return scenario.warmup or Warmup(requests=wave_size(load))
 
 
-def wave_of(load: Load) -> int:
-    """Requests of one wave: what all users take, so that the server has met the concurrency to come."""
-    if is_open(load):
-        return min(load.users, _OPEN_WARMUP) * taken_together(load)
-    # A conversation takes its turns one after the other, a steady stream more than it takes together.
-    return max(at_once(load), load.users * taken_together(load))
+def wave_size(load: Load) -> int:
+    """Return the requests of one wave: enough that the server has met the concurrency of the measurement."""
+    if is_open_loop(load):
+        return min(load.users, _OPEN_LOOP_WARMUP) * requests_per_task(load)
+    # The turns of a conversation follow each other; `in_flight` can be more than the requests of a task.
+    return max(max_concurrency(load), load.users * requests_per_task(load))
 
 
-def is_open(load: Load) -> bool:
+def is_open_loop(load: Load) -> bool:
     return load.arrivals is not None or load.trace is not None
 
 
-def taken_together(load: Load) -> int:
-    """How many requests a user takes at once, as far as it is known: an own locustfile does as it likes."""
+def requests_per_task(load: Load) -> int:
+    """Return the requests of one user task: a conversation, an agent's task or a burst. Own locustfiles: 1."""
     if load.user == "chat":
         return load.turns or TURNS
     if load.user == "agent":
@@ -256,8 +255,8 @@ def taken_together(load: Load) -> int:
     return load.batch_size or 1
 
 
-def too_large(servers: int, loads: int, repeats: int = 1) -> str | None:
-    """Why a scenario with so many servers, loads and repeats is refused; None: it is not."""
+def size_problem(servers: int, loads: int, repeats: int = 1) -> str | None:
+    """Return why a scenario of this size is refused; None: it is not."""
     if servers > MAX_SERVERS:
         return f"it has {servers:,} servers; at most {MAX_SERVERS:,} are read"
     if (cells := servers * loads * repeats) > MAX_CELLS:
@@ -265,17 +264,17 @@ def too_large(servers: int, loads: int, repeats: int = 1) -> str | None:
     return None
 
 
-def at_once(load: Load) -> int:
-    """The most requests that a load has in flight, as far as it is known: an own locustfile does as it likes."""
+def max_concurrency(load: Load) -> int:
+    """Return the most requests that a load has in flight. A user's own locustfile counts as one per user."""
     if load.user == "agent":
         return load.users * max(1, (load.agent or Agent()).sub_agents)
     return load.users * ((load.in_flight or load.batch_size or 1) if load.user == "batch" else 1)
 
 
 def connections_per_process(load: Load) -> int:
-    return -(-at_once(load) // load.processes)
+    return -(-max_concurrency(load) // load.processes)
 
 
-def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:
-    """The locustfile of a load: one that ships, or the user's own next to the scenario."""
-    return shipped / f"{load.user}.py" if load.user in USERS else (folder / load.user).resolve()
+def locustfile_of(load: Load, folder: Path) -> Path:
+    """Return the path of a load's locustfile: one that ships, or the user's own, relative to the scenario's folder."""
+    return LOCUSTFILES / f"{load.user}.py" if load.user in USERS else (folder / load.user).resolve()

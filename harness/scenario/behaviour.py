@@ -1,4 +1,7 @@
-"""How users behave and what answers they expect: what a scenario says, and what each request of the sequence has."""
+"""Lengths, pauses, abandoned requests and structured answers: the keys of a scenario, and the values of each request.
+
+Each random value is a function of the seed and the request's index alone.
+"""
 
 import bisect
 import itertools
@@ -18,7 +21,7 @@ from harness.errors import BadLines, HarnessError, Problem
 from harness.files import read_text
 
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
-# The upper bounds keep a slip of the finger from running for years.
+# The upper bounds stop a typing error from running for years.
 Positive = Annotated[float, Meta(gt=0, le=1e7)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
 
@@ -26,11 +29,11 @@ _MAX_LENGTH = 1_000_000
 _TYPICAL = 128
 _P95 = NormalDist().inv_cdf(0.95)
 _MIN_DRAW = 2.0**-60  # the normal law has no value at 0
-_ADVICE = "Each line is one length, or two: `prompt output`, in tokens."
+_LENGTH_FILE_FORMAT = "Each line is one length, or two: `prompt output`, in tokens."
 
 
 class Lognormal(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Many short ones and a long tail, as texts of humans have. Exactly one of p95 and sigma."""
+    """Many short lengths and a long tail, as in human texts. Exactly one of p95 and sigma."""
 
     median: Positive
     p95: Positive | None = None
@@ -44,11 +47,10 @@ class Lengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fixed: Tokens | None = None
     uniform: tuple[Tokens, ...] | None = None  # [min, max], both included
     lognormal: Lognormal | None = None
-    file: str | None = None  # lengths as they were seen: a line is `prompt output`, or one number for both
+    file: str | None = None  # measured lengths: a line is `prompt output`, or one number for both
 
 
-Pairs = Sequence[tuple[int, int]]
-"""The lines of a file of lengths: prompt and output."""
+Pairs = Sequence[tuple[int, int]]  # the lines of a length file: prompt and output tokens
 
 
 def length_problems(lengths: int | Lengths, folder: Path) -> Iterator[Problem]:
@@ -69,20 +71,18 @@ def length_problems(lengths: int | Lengths, folder: Path) -> Iterator[Problem]:
         yield Problem(".file", f"there is no file {lengths.file} next to the scenario")
 
 
-def _law(lengths: int | Lengths) -> Lengths:
+def _as_lengths(lengths: int | Lengths) -> Lengths:
     return Lengths(fixed=lengths) if isinstance(lengths, int) else lengths
 
 
 def length_at(lengths: int | Lengths, what: str, seed: int, index: int, pairs: Pairs = ()) -> int:
-    """The length at a place of the sequence: a function of the seed and the place alone, the same in every load.
+    """Return the length in tokens of request `index`.
 
-    `what` is "prompt" or "output": the two are independent, but those of a file, which come from the same line. `pairs`
-    are the lines of the file.
+    `what`: "prompt" or "output". The two are independent, except in a length file, where both come from one line.
     """
     if isinstance(lengths, int) or lengths.fixed is not None:
         return lengths if isinstance(lengths, int) else lengths.fixed or 0
-    place = "pair" if lengths.file is not None else f"{what}-length"
-    draw = random.Random(f"{seed}:{place}:{index}").random()
+    draw = chance(seed, "pair" if lengths.file is not None else f"{what}-length", index)
     if lengths.uniform is not None:
         minimum, maximum = lengths.uniform
         return minimum + int(draw * (maximum - minimum + 1))
@@ -93,28 +93,28 @@ def length_at(lengths: int | Lengths, what: str, seed: int, index: int, pairs: P
     return pairs[int(draw * len(pairs))][what == "output"]
 
 
-def max_of(lengths: int | Lengths, what: str = "output", pairs: Pairs = ()) -> int:
-    """The longest that can come. Of a file that was not read, the longest that there may be at all."""
-    law = _law(lengths)
+def max_length(lengths: int | Lengths, what: str = "output", pairs: Pairs = ()) -> int:
+    """Return the longest possible length; without the `pairs` of a length file, the limit of all lengths."""
+    law = _as_lengths(lengths)
     if law.lognormal is not None:
         return law.lognormal.max
     return law.fixed or max(law.uniform or [pair[what == "output"] for pair in pairs], default=_MAX_LENGTH)
 
 
-def unread(lengths: int | Lengths) -> bool:
-    return _law(lengths).file is not None
+def is_length_file(lengths: int | Lengths) -> bool:
+    return isinstance(lengths, Lengths) and lengths.file is not None
 
 
-def typical_of(lengths: int | Lengths) -> int:
-    """A length to reckon with. Of a file, which is not read for that, the default of a load."""
-    law = _law(lengths)
+def typical_length(lengths: int | Lengths) -> int:
+    """Return a length for estimates. A length file is not read: the default of a load."""
+    law = _as_lengths(lengths)
     if law.lognormal is not None:
         return round(law.lognormal.median)
     return law.fixed or (round(sum(law.uniform) / len(law.uniform)) if law.uniform else _TYPICAL)
 
 
-def lengths_in_words(lengths: int | Lengths) -> str:
-    law = _law(lengths)
+def describe_lengths(lengths: int | Lengths) -> str:
+    law = _as_lengths(lengths)
     if law.fixed is not None:
         return f"{law.fixed:,} token{'' if law.fixed == 1 else 's'}"
     if law.uniform is not None:
@@ -124,62 +124,61 @@ def lengths_in_words(lengths: int | Lengths) -> str:
     return f"as many tokens as in {law.file}"
 
 
-def read_pairs(path: Path) -> list[tuple[int, int]]:
+def read_length_file(path: Path) -> list[tuple[int, int]]:
     try:
         lines = read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HarnessError(f"{path}: the lengths cannot be read ({error})") from None
-    found: list[tuple[int, int]] = []
-    bad = BadLines(path, _ADVICE)
+    pairs: list[tuple[int, int]] = []
+    bad = BadLines(path, _LENGTH_FILE_FORMAT)
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
         if not words:
             continue
         if len(words) > 2 or not all(
-            word.isascii() and word.isdigit() and len(word) < 20 and 1 <= int(word) <= _MAX_LENGTH for word in words
+            re.fullmatch("[0-9]{1,19}", word) and 1 <= int(word) <= _MAX_LENGTH for word in words
         ):
-            shown = repr(line.strip()[:60])
-            bad.add(number, f"{shown} is not one or two lengths of 1 to {_MAX_LENGTH:,} tokens")
-            continue
-        found.append((int(words[0]), int(words[-1])))
-    bad.refuse()
-    if not found:
-        raise HarnessError(f"{path}: there are no lengths in it", next_step=_ADVICE)
-    return found
+            bad.add(number, f"{line.strip()[:60]!r} is not one or two lengths of 1 to {_MAX_LENGTH:,} tokens")
+        else:
+            pairs.append((int(words[0]), int(words[-1])))
+    bad.raise_errors()
+    if not pairs:
+        raise HarnessError(f"{path}: there are no lengths in it", next_step=_LENGTH_FILE_FORMAT)
+    return pairs
 
 
 _Count = Annotated[int, Meta(ge=1, le=100_000)]
 _Few = Annotated[int, Meta(ge=1, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
-_LONGEST = 10.0  # of a pause, in means, by default
+_MAX_PAUSE_MEANS = 10.0  # of a pause, in means, by default
 
 
 class Pause(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A time drawn anew for each request."""
+    """A pause that is drawn for each request."""
 
     mean_s: NotNegative
     distribution: Literal["fixed", "exponential", "lognormal"] = "lognormal"
     sigma: Annotated[float, Meta(gt=0, le=5)] = 1.0  # lognormal: standard deviation of its logarithm
-    max_s: NotNegative | None = None  # what is longer is cut to it; None: ten means
+    max_s: NotNegative | None = None  # a longer pause is cut to it; None: ten times the mean
 
 
 class Abandon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Some requests are not waited for to their end. Exactly one of the last two."""
+    """A share of the users leaves before the answer is complete. Exactly one of the last two."""
 
     share: Share
     after_s: Positive | None = None  # after the request was sent
-    after_tokens: _Count | None = None  # as soon as so many chunks have come
+    after_tokens: _Count | None = None  # after this many chunks have arrived
 
 
 class Agent(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    steps: _Few = 6  # model calls of a task, at most
-    done: Share = 0.0  # of the steps that end the task before that
+    steps: _Few = 6  # max model calls of a task
+    done: Share = 0.0  # share of the steps that end the task earlier
     tools: Annotated[int, Meta(ge=1, le=64)] = 4  # definitions sent with each request
     choice: Literal["auto", "required", "none"] = "auto"  # tool_choice
-    result_tokens: Tokens = 200  # length of what a tool returns
+    result_tokens: Tokens = 200  # length of a tool's result
     tool_time: Pause = Pause(mean_s=1.0)
-    sub_agents: Annotated[int, Meta(ge=0, le=1000)] = 0  # started by each task's first step, all at once
+    sub_agents: Annotated[int, Meta(ge=0, le=1000)] = 0  # started together by the first step of each task
 
 
 class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -189,11 +188,12 @@ class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def chance(seed: int, what: str, index: int) -> float:
+    """Return a number from 0 to 1, uniform, for a random decision `what` of request `index`."""
     return random.Random(f"{seed}:{what}:{index}").random()
 
 
 def pause_s(pause: Pause | list[float], seed: int, what: str, index: int) -> float:
-    """How long to pause after request `index`; a list is the least and the most of a uniform time."""
+    """Return the pause in seconds after request `index`. A list is [min, max], uniform."""
     draw = random.Random(f"{seed}:{what}:{index}").random  # the one method whose results Python promises to keep
     if isinstance(pause, list):
         return pause[0] + (pause[1] - pause[0]) * draw()
@@ -203,38 +203,38 @@ def pause_s(pause: Pause | list[float], seed: int, what: str, index: int) -> flo
     elif pause.distribution == "lognormal" and pause.mean_s:
         normal = math.sqrt(-2 * math.log(1.0 - draw())) * math.cos(2 * math.pi * draw())
         drawn_s = math.exp(math.log(pause.mean_s) - pause.sigma**2 / 2 + pause.sigma * normal)
-    return min(drawn_s, longest_s(pause))
+    return min(drawn_s, max_pause_s(pause))
 
 
-def pause_mean_s(pause: Pause | list[float] | None) -> float:
-    """How long a pause is on the mean, about: what cuts the longest is left out."""
+def mean_pause_s(pause: Pause | list[float] | None) -> float:
+    """Return the mean of a pause in seconds, without the effect of `max_s`."""
     if pause is None:
         return 0.0
     return sum(pause) / len(pause) if isinstance(pause, list) else pause.mean_s
 
 
-def longest_s(pause: Pause | list[float] | None) -> float:
+def max_pause_s(pause: Pause | list[float] | None) -> float:
     if pause is None or isinstance(pause, list):
         return pause[1] if pause else 0.0
     if pause.distribution == "fixed":
         return pause.mean_s if pause.max_s is None else min(pause.mean_s, pause.max_s)
-    return _LONGEST * pause.mean_s if pause.max_s is None else pause.max_s
+    return _MAX_PAUSE_MEANS * pause.mean_s if pause.max_s is None else pause.max_s
 
 
-def leaves(abandon: Abandon | None, seed: int, index: int) -> Abandon | None:
-    if abandon is None or chance(seed, "abandon", index) >= abandon.share:
-        return None
-    return abandon
+def abandon_of(abandon: Abandon | None, seed: int, index: int) -> Abandon | None:
+    """Return `abandon` where the user leaves request `index` early, else None."""
+    return abandon if abandon is not None and chance(seed, "abandon", index) < abandon.share else None
 
 
 def document_of(rag: Rag, seed: int, index: int) -> int:
-    """The document, from 0, that request `index` is about."""
-    cumulated = _cumulated(rag.documents, rag.skew)
-    return bisect.bisect(cumulated, chance(seed, "document", index) * cumulated[-1], hi=rag.documents - 1)
+    """Return the document, from 0, of request `index`."""
+    weights = _zipf_weights(rag.documents, rag.skew)
+    return bisect.bisect(weights, chance(seed, "document", index) * weights[-1], hi=rag.documents - 1)
 
 
 @cache
-def _cumulated(documents: int, skew: float) -> list[float]:
+def _zipf_weights(documents: int, skew: float) -> list[float]:
+    """Return the cumulated weights of the documents."""
     return list(itertools.accumulate(1 / rank**skew for rank in range(1, documents + 1)))
 
 
@@ -247,8 +247,7 @@ def behaviour_problems(think: Pause | None, think_s: list[float] | None, abandon
         yield Problem("abandon", "give exactly one of 'after_s' and 'after_tokens'")
 
 
-# Structured answers. A schema is checked with these keywords and no others; a scenario that uses more is refused, since
-# an answer could then not be checked.
+# Structured answers. A scenario with another keyword of JSON Schema is refused, because answers could not be checked.
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -258,14 +257,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-# The keywords that are checked, and which values each takes.
+# The keywords, each with the types of its value.
 _KEYWORDS: dict[str, tuple[type, ...]] = {
     "type": (str, list), "enum": (list,), "const": (object,), "properties": (dict,), "required": (list,),
     "additionalProperties": (bool, dict), "items": (dict,), "minItems": (int,), "maxItems": (int,),
     "minLength": (int,), "maxLength": (int,), "pattern": (str,), "minimum": (int, float), "maximum": (int, float),
     "anyOf": (list,),
 }  # fmt: skip
-_ABOUT = ("title", "description", "$schema", "default", "examples")  # say nothing of what is valid
+_ANNOTATIONS = ("title", "description", "$schema", "default", "examples")  # do not restrict values
 
 
 class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -275,12 +274,12 @@ class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         None
     )
     json_schema: dict[str, Any] | None = None
-    # How the server gets it: OpenAI's field, which vLLM and llama.cpp know; vLLM's own; llama.cpp's own; not at all.
+    # The field of the request: OpenAI's, which vLLM and llama.cpp know; vLLM's own; llama.cpp's own; none.
     send: Literal["response_format", "structured_outputs", "grammar", "nothing"] = "response_format"
 
 
 class AnswerCheck(Struct, frozen=True):
-    """The result of one answer. None: not asked for, or the right label is unknown."""
+    """The check of one answer. None: not requested, or the right label is unknown."""
 
     valid: bool | None = None
     right: bool | None = None
@@ -302,29 +301,29 @@ def answer_problems(form: Structured) -> Iterator[Problem]:
 
 
 def answer_fields(form: Structured, choices: Sequence[str]) -> dict[str, Any]:
-    """The fields added to the body of a request. `choices`: those of this very request, where it is a choice."""
+    """Return the fields to add to the body of a request. `choices`: the choices of this request."""
     if form.send == "nothing":
         return {}
     if form.send == "grammar":
         return {"grammar": "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)}
     if form.send == "structured_outputs":
-        what = {"choice": list(choices)} if form.json_schema is None else {"json": form.json_schema}
-        return {"structured_outputs": what}
+        return {
+            "structured_outputs": {"choice": list(choices)} if form.json_schema is None else {"json": form.json_schema}
+        }
     schema = form.json_schema or {"type": "string", "enum": list(choices)}
-    return {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    }
+    json_schema = {"name": "answer", "schema": schema, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": json_schema}}
 
 
 def check_answer(form: Structured, choices: Sequence[str], label: str | None, text: str) -> AnswerCheck:
-    """Whether the text of a complete answer has the form, and whether it is the right label.
+    """Return whether the text of a complete answer has the form, and whether it is the right label.
 
-    A choice is taken with or without the quotes of a JSON string. Of an object the property `label` is compared. Space
-    around an answer does not count.
+    A choice may have the quotes of a JSON string. For an object, its property `label` is compared. Surrounding space
+    is ignored.
     """
     text = text.strip()
     if form.json_schema is None:
-        bare = _unquoted(text)
+        bare = _strip_json_quotes(text)
         return AnswerCheck(bare in choices, None if label is None else bare == label)
     try:
         value = json.loads(text)
@@ -336,21 +335,25 @@ def check_answer(form: Structured, choices: Sequence[str], label: str | None, te
 
 
 def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a JSON value has the form of a schema, by the keywords that are known here."""
-    wanted = schema.get("type")
-    if wanted is not None and not any(_is(value, one) for one in ([wanted] if isinstance(wanted, str) else wanted)):
+    """Return whether a JSON value is valid by the keywords in `_KEYWORDS`."""
+    types = schema.get("type")
+    if types is not None and not any(_has_type(value, name) for name in ([types] if isinstance(types, str) else types)):
         return False
-    if "enum" in schema and not any(_same(value, one) for one in schema["enum"]):
+    if "enum" in schema and not any(_json_equal(value, allowed) for allowed in schema["enum"]):
         return False
-    if "const" in schema and not _same(value, schema["const"]):
+    if "const" in schema and not _json_equal(value, schema["const"]):
         return False
-    if "anyOf" in schema and not any(fits_schema(value, one) for one in schema["anyOf"]):
+    if "anyOf" in schema and not any(fits_schema(value, variant) for variant in schema["anyOf"]):
         return False
     if isinstance(value, dict):
-        return _object_fits(value, schema)
+        properties, additional = schema.get("properties", {}), schema.get("additionalProperties", True)
+        return all(name in value for name in schema.get("required", ())) and all(
+            expected if isinstance(expected, bool) else fits_schema(item, expected)
+            for item, expected in ((item, properties.get(name, additional)) for name, item in value.items())
+        )
     if isinstance(value, list):
         in_bounds = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
-        return in_bounds and all(fits_schema(one, schema.get("items", {})) for one in value)
+        return in_bounds and all(fits_schema(item, schema.get("items", {})) for item in value)
     if isinstance(value, str):
         in_bounds = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
         return in_bounds and ("pattern" not in schema or re.search(schema["pattern"], value) is not None)
@@ -359,19 +362,7 @@ def fits_schema(value: Any, schema: Mapping[str, Any]) -> bool:
     return True
 
 
-def _object_fits(value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    others = schema.get("additionalProperties", True)
-    if any(name not in value for name in schema.get("required", ())):
-        return False
-    for name, one in value.items():
-        of_it = properties.get(name, others)
-        if of_it is False or (isinstance(of_it, dict) and not fits_schema(one, of_it)):
-            return False
-    return True
-
-
-def _is(value: Any, name: str) -> bool:
+def _has_type(value: Any, name: str) -> bool:
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer" and isinstance(value, float):
@@ -379,12 +370,12 @@ def _is(value: Any, name: str) -> bool:
     return isinstance(value, _TYPES[name])
 
 
-def _same(value: Any, other: Any) -> bool:
-    """As JSON has it: True is not 1."""
+def _json_equal(value: Any, other: Any) -> bool:
+    """Compare as JSON does: true is not 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _unquoted(text: str) -> str:
+def _strip_json_quotes(text: str) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -397,17 +388,17 @@ def _schema_problems(schema: Any, path: str) -> Iterator[Problem]:
         yield Problem(path, f"a schema is a mapping, got {schema!r}")
         return
     for key, value in schema.items():
-        if key in _ABOUT:
+        if key in _ANNOTATIONS:
             continue
         if key not in _KEYWORDS:
             known = ", ".join(sorted(_KEYWORDS))
             yield Problem(f"{path}.{key}", f"this keyword cannot be checked here; known: {known}")
         elif key != "type" and not isinstance(value, _KEYWORDS[key]):
             yield Problem(f"{path}.{key}", f"{value!r} is not what this keyword takes")
-    named = schema.get("type", [])
-    for one in named if isinstance(named, list) else [named]:
-        if one not in _TYPES:
-            yield Problem(f"{path}.type", f"{one!r} is not a type of JSON; known: {', '.join(_TYPES)}")
+    types = schema.get("type", [])
+    for name in types if isinstance(types, list) else [types]:
+        if name not in _TYPES:
+            yield Problem(f"{path}.type", f"{name!r} is not a type of JSON; known: {', '.join(_TYPES)}")
     if isinstance(schema.get("pattern"), str):
         try:
             re.compile(schema["pattern"])
@@ -417,7 +408,7 @@ def _schema_problems(schema: Any, path: str) -> Iterator[Problem]:
         if isinstance(schema.get(key), dict):
             yield from _schema_problems(schema[key], f"{path}.{key}")
     properties, variants = schema.get("properties"), schema.get("anyOf")
-    for name, one in properties.items() if isinstance(properties, dict) else ():
-        yield from _schema_problems(one, f"{path}.properties.{name}")
-    for number, one in enumerate(variants if isinstance(variants, list) else ()):
-        yield from _schema_problems(one, f"{path}.anyOf.{number}")
+    for name, part in properties.items() if isinstance(properties, dict) else ():
+        yield from _schema_problems(part, f"{path}.properties.{name}")
+    for number, part in enumerate(variants if isinstance(variants, list) else ()):
+        yield from _schema_problems(part, f"{path}.anyOf.{number}")

@@ -1,18 +1,19 @@
-"""Checks as they are written: `[SERVER/LOAD:] METRIC OP BOUND`, such as `ttft_p95 <= 2s`.
+"""The syntax of checks: `[SERVER/LOAD:] METRIC OP BOUND`, such as `ttft_p95 <= 2s`.
 
 METRIC is a name, or `attainment(SLO, ...)` or `goodput(SLO, ...)` with SLOs such as `ttft<=1s`. BOUND is a number with
-its unit, or a multiple of what the baseline has: `0.97 * baseline`. What a check comes to, `harness.judge.checks` says.
+its unit, or a multiple of the baseline's value: `0.97 * baseline`. `harness.judge.checks` evaluates checks.
 """
 
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 
 from msgspec import Struct
 
 from harness import columns
-from harness.errors import did_you_mean, which_row
+from harness.errors import did_you_mean, suggest_row
 from harness.scenario import LOAD_NAME, NAME
 from harness.summary import NEEDED
 
@@ -25,9 +26,9 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }
 LATENCIES = {column.check: column for column in columns.LATENCIES}
 STATISTICS = (*NEEDED, "mean")
-# What an SLO may bound: latencies that a request has one of.
-OF_A_REQUEST = tuple(column.check for column in columns.LATENCIES if column.slo)
-# Which units a metric may be written in, and how many of them make one: 95 / 100 is 0.95, and 95 * 0.01 is not.
+# The latencies that an SLO may bound: a request has one value of each.
+SLO_LATENCIES = tuple(column.check for column in columns.LATENCIES if column.slo)
+# The units of each metric, each with its divisor: 95 / 100 is 0.95, but 95 * 0.01 is not.
 _TIME = {"s": 1.0, "ms": 1000.0}
 _SHARE = {"": 1.0, "%": 100.0}
 _PLAIN = {"": 1.0}
@@ -39,12 +40,12 @@ UNITS: dict[str, dict[str, float]] = {
     "attainment": _SHARE,
     "goodput": {**_SHARE, _RATE: 1.0},
 }
-JUDGED_BY_SLOS = ("attainment", "goodput")
-OF_ANSWERS = ("valid_share", "right_share")
+SLO_METRICS = ("attainment", "goodput")
+ANSWER_SHARES = ("valid_share", "right_share")
 BASELINE = "baseline"
 MAX_DIGITS = 30  # of a bound
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
-# Both match every text: a part that is missing is empty.
+# Both match every text; a missing part is empty.
 _CHECK = re.compile(
     r" *(?:(?P<selection>[^:]*):)? *(?P<metric>[A-Za-z0-9_]*) *(?:\((?P<slos>[^)]*)\))? *"
     r"(?P<sign>[<>=!~]*)(?P<rest>.*)",
@@ -54,7 +55,7 @@ _SLO = re.compile(r" *(?P<latency>[A-Za-z0-9_]*) *(?P<sign>[<>=!~]*)(?P<rest>.*)
 
 
 class CheckError(ValueError):
-    """What is wrong with a check."""
+    """A check has a mistake, which the message describes."""
 
 
 class Slo(Struct, frozen=True, kw_only=True):
@@ -67,12 +68,12 @@ class Slo(Struct, frozen=True, kw_only=True):
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """A check as read. No server and load: it holds for every row."""
+    """A parsed check. Without server and load it holds for every row."""
 
     text: str
     server: str | None = None
     load: str | None = None
-    metric: str  # `goodput` of a share is read as what it is, `attainment`
+    metric: str  # `goodput` with a share as its bound becomes `attainment`
     slos: tuple[Slo, ...] = ()
     operator: str
     bound: float  # in seconds or a plain number, or the factor of the baseline's value
@@ -84,81 +85,76 @@ def slos_key(slos: Iterable[Slo]) -> str:
 
 
 def slo_sets(texts: Iterable[str]) -> dict[str, tuple[Slo, ...]]:
-    """The sets of SLOs that checks ask about, by name. A text that is no check asks about none."""
-    found = {}
+    """Return the sets of SLOs in checks, by their key. Texts that are not checks are ignored."""
+    sets = {}
     for text in texts:
-        try:
-            check = parse_check(text)
-        except ValueError:
-            continue
-        if check.slos:
-            found[slos_key(check.slos)] = check.slos
-    return found
+        with suppress(CheckError):
+            if slos := parse_check(text).slos:
+                sets[slos_key(slos)] = slos
+    return sets
 
 
-def misplaced(text: str, servers: Collection[str] | None, loads: Collection[str] | None) -> str | None:
-    """What is wrong with a check in a scenario that has these servers and loads (None: any); None: nothing."""
+def check_problem(text: str, servers: Collection[str] | None, loads: Collection[str] | None) -> str | None:
+    """Return the mistake of a check in a scenario with these servers and loads (None: any names); None: no mistake."""
     try:
         check = parse_check(text)
-    except ValueError as error:
+    except CheckError as error:
         return str(error)
     for kind, name, known in (("server", check.server, servers), ("load", check.load, loads)):
         if name is not None and known is not None and name not in known:
-            return f"'{name}' is not a {kind}; {which_row(name, known)}"
+            return f"'{name}' is not a {kind}; {suggest_row(name, known)}"
     return None
 
 
-def on_server(text: str, server: str) -> str:
-    """The check with its selection, if it has one, moved to another server."""
+def move_check(text: str, server: str) -> str:
+    """Return the check for another server; one without a selection is returned unchanged."""
     return re.sub(rf"^\s*{NAME}/(?={LOAD_NAME}\s*:)", f"{server}/", text)
 
 
 def parse_check(text: str) -> Check:
-    """Read a check. Raises ValueError that says what is wrong, and what is known there."""
+    """Parse a check. Raises CheckError with the mistake and the known names."""
     try:
-        return _parsed(text)
+        return _parse(text)
     except CheckError as error:
         raise CheckError(f"check '{text.strip()}': {error}") from None
 
 
-def _parsed(text: str) -> Check:
+def _parse(text: str) -> Check:
     match = _CHECK.fullmatch(text)
     assert match is not None, "every text matches"
     selection, metric, rest = match["selection"], match["metric"], match["rest"].strip()
-    named = None if selection is None else re.fullmatch(f"({NAME})/({LOAD_NAME})", selection.strip())
-    if selection is not None and named is None:
+    row = None if selection is None else re.fullmatch(f"({NAME})/({LOAD_NAME})", selection.strip())
+    if selection is not None and row is None:
         raise CheckError(f"'{selection.strip()}' is not SERVER/LOAD")
     if metric not in UNITS:
         raise CheckError(f"'{metric}' is not a metric; {_metric_advice(metric)}")
-    if metric in JUDGED_BY_SLOS and match["slos"] is None:
+    if metric in SLO_METRICS and match["slos"] is None:
         raise CheckError(f"'{metric}' needs SLOs in parentheses, such as {metric}(ttft<=1s, tpot<=50ms)")
-    if metric not in JUDGED_BY_SLOS and match["slos"] is not None:
+    if metric not in SLO_METRICS and match["slos"] is not None:
         raise CheckError(f"'{metric}' takes no SLOs")
-    slos = tuple(map(_slo, [] if match["slos"] is None else match["slos"].split(",")))
+    slos = tuple(map(_parse_slo, [] if match["slos"] is None else match["slos"].split(",")))
     if match["sign"] not in OPERATORS:
         raise CheckError(f"{_quoted(match['sign'] or rest)} is not a comparison; use one of {' '.join(OPERATORS)}")
     multiple = re.fullmatch(rf"(?:({_NUMBER}) *\* *)?{BASELINE}", rest)
     if multiple is not None:
-        bound = _number(multiple[1] or "1")
+        bound = _parse_bound(multiple[1] or "1")
         if metric == "speedup":
             raise CheckError("'speedup' is relative to the baseline already; use a plain number")
     elif "*" in rest or BASELINE in rest:
         raise CheckError(f"{_quoted(rest)} is not a bound; a multiple is written '0.97 * {BASELINE}'")
     else:
-        number, unit = _amount(rest, metric, UNITS[metric])
-        bound = _number(number)
-        bound /= UNITS[metric][unit]
+        _, unit, bound = _parse_amount(rest, metric, UNITS[metric])
         if metric == "goodput" and unit != _RATE:
             metric = "attainment"
-        if metric in OF_ANSWERS and bound > 1:
+        if metric in ANSWER_SHARES and bound > 1:
             raise CheckError("a share of all answers is at most 1")
         if metric == "attainment" and bound > 1:
             advice = f"for requests a second write goodput with '{_RATE}'"
             raise CheckError(f"a share of all requests is at most 1; {advice}")
     return Check(
         text=text.strip(),
-        server=named and named[1],
-        load=named and named[2],
+        server=row and row[1],
+        load=row and row[2],
         metric=metric,
         slos=slos,
         operator=match["sign"],
@@ -167,31 +163,31 @@ def _parsed(text: str) -> Check:
     )
 
 
-def _slo(text: str) -> Slo:
+def _parse_slo(text: str) -> Slo:
     match = _SLO.fullmatch(text)
     assert match is not None, "every text matches"
     latency, sign = match["latency"], match["sign"]
-    if latency not in OF_A_REQUEST:
-        raise CheckError(f"'{latency}' is not a latency of a request; known: {', '.join(OF_A_REQUEST)}")
+    if latency not in SLO_LATENCIES:
+        raise CheckError(f"'{latency}' is not a latency of a request; known: {', '.join(SLO_LATENCIES)}")
     if sign not in ("<=", "<"):
         raise CheckError(f"{_quoted(sign)} is not a comparison; use one of <= <")
-    number, unit = _amount(match["rest"].strip(), latency, _TIME)
-    return Slo(
-        text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=_number(number) / _TIME[unit]
-    )
+    number, unit, bound_s = _parse_amount(match["rest"].strip(), latency, _TIME)
+    return Slo(text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=bound_s)
 
 
-def _amount(text: str, metric: str, units: Collection[str]) -> tuple[str, str]:
+def _parse_amount(text: str, metric: str, units: Mapping[str, float]) -> tuple[str, str, float]:
+    """Return number and unit as written, and the value."""
     match = re.fullmatch(rf"({_NUMBER}) *(.*)", text, re.DOTALL)
     if match is None:
         raise CheckError(f"{_quoted(text)} is not a number")
-    if match[2] not in units:
-        known = " or ".join(f"'{one}'" if one else "no unit" for one in units)
-        raise CheckError(f"{_quoted(match[2])} is not a unit of {metric}; use {known}")
-    return match[1], match[2]
+    number, unit = match.groups()
+    if unit not in units:
+        known = " or ".join(f"'{name}'" if name else "no unit" for name in units)
+        raise CheckError(f"{_quoted(unit)} is not a unit of {metric}; use {known}")
+    return number, unit, _parse_bound(number) / units[unit]
 
 
-def _number(text: str) -> float:
+def _parse_bound(text: str) -> float:
     if len(text) > MAX_DIGITS or not math.isfinite(float(text)):
         raise CheckError(f"a bound has at most {MAX_DIGITS} characters, and is not infinite")
     return float(text)

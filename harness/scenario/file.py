@@ -1,7 +1,6 @@
-"""A scenario file: read strictly, with everything that is wrong with it at once.
+"""Read a scenario file strictly, and report all its problems at once.
 
-msgspec stops at the first error. A user who edits a scenario wants all of them, so records are walked field by field
-here, and msgspec checks the leaves.
+msgspec stops at the first error. So `_Decoder` walks the records field by field, and msgspec checks single values.
 """
 
 import difflib
@@ -18,7 +17,7 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.errors import SHOWN_PROBLEMS, HarnessError, Problem, ScenarioError, did_you_mean, which_row
+from harness.errors import SHOWN_PROBLEMS, HarnessError, Problem, ScenarioError, did_you_mean, suggest_row
 from harness.files import read_text
 from harness.scenario import (
     SERVER_TOKENIZER,
@@ -31,38 +30,40 @@ from harness.scenario import (
     SweepRow,
     Trace,
     Warmup,
-    too_large,
+    size_problem,
 )
-from harness.scenario.behaviour import answer_problems, behaviour_problems, length_problems
-from harness.scenario.check_syntax import misplaced
+from harness.scenario.behaviour import Structured, answer_problems, behaviour_problems, length_problems
+from harness.scenario.check_syntax import check_problem
 from harness.scenario.plan import (
+    expand_mixes,
+    expand_stages,
     mix_names,
     mix_problems,
     stage_problems,
     stage_problems_of_load,
-    with_mixes,
-    with_stages,
 )
 from harness.scenario.sweep import expand
 
 T = TypeVar("T")
 MAX_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
-MAX_VALUES = 50_000  # a few aliases of aliases are billions
-MAX_DIGITS = 30
+MAX_VALUES = 50_000  # a few aliases of aliases make billions
+MAX_DIGITS = 30  # of a whole number
 _PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_HALF = "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
-_IN_QUOTES = "; YAML reads on, off, yes and no so: put the word in quotes"
-# Keys until 0.2.0, each with the names it has now, by where it is.
+_SURROGATE_PROBLEM = (
+    "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
+)
+_QUOTE_ADVICE = "; YAML reads on, off, yes and no so: put the word in quotes"
+# Keys until 0.2.0, each with its new names; which one depends on the record.
 _RENAMED = {
     "most": ("max", "max_requests"),
     "least": ("min",),
     "most_s": ("max_s",),
     "most_requests": ("max_requests",),
 }
-# What msgspec calls the parts of a file, for those who write one.
-_KINDS = {
+# Words for msgspec's names of types.
+_TYPE_NAMES = {
     "object": "a mapping (name: value)",
     "array": "a list",
     "str": "a text",
@@ -70,27 +71,62 @@ _KINDS = {
     "float": "a number",
     "bool": "true or false",
 }
-# Of what a faulty scenario lacks, so that the rest can be checked. Empty texts would be problems of their own.
-_STAND_INS: dict[str, Any] = {"version": 1, "question": "", "model": "?", "servers": {}, "loads": {}}
-_BOUNDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
+# Values for missing keys of a faulty scenario, so that the rest can be checked.
+_PLACEHOLDERS: dict[str, Any] = {"version": 1, "question": "", "model": "?", "servers": {}, "loads": {}}
+_BOUND_WORDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
 
 
 class ScenarioFile(Struct, frozen=True):
-    scenario: Scenario  # with problems: only its parts that decode
+    scenario: Scenario  # where there are problems: only the parts that decode
     problems: list[Problem]
     lines: dict[str, int]  # line of each path
     known: dict[str, list[str]]  # names of all servers and loads, faulty ones included
 
 
 def load_scenario(path: Path) -> Scenario:
-    read = read_scenario(path)
-    if read.problems:
-        raise ScenarioError(str(path), read.problems)
-    return read.scenario
+    """Return the scenario in a file. Raises ScenarioError with all its problems, HarnessError when it is unreadable."""
+    file = read_scenario(path)
+    if file.problems:
+        raise ScenarioError(str(path), file.problems)
+    return file.scenario
 
 
 def read_scenario(path: Path) -> ScenarioFile:
-    """As `load_scenario`, for callers with problems of their own. Raises what leaves nothing to check."""
+    """Return the scenario in a file with its problems. Raises HarnessError where nothing is left to check."""
+    raw, lines, problems = _read_mapping(path)
+    decoder = _Decoder(lines, problems)
+    decoded: Scenario = decoder.value(raw, Scenario, "$")
+    # Sweeps become rows ...
+    scenario, found = expand(decoded, lambda load, problems: decode(load, Load, {}, problems))
+    if "restart" not in raw and scenario.swept is not None:
+        scenario = replace(scenario, restart=False)  # a sweep of loads needs one server start
+    written, swept = scenario, scenario.swept or Sweep()
+    known: dict[str, list[str]] = {}
+    for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
+        names = list(raw[part]) if isinstance(raw.get(part), dict) else []
+        known[part] = [each for name in names for each in [row for row in rows if rows[row].of == name] or [name]]
+        _add_lines(lines, part, rows)
+    # ... then mixes and stages become loads.
+    found += [*mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
+    known["loads"] = [*known["loads"], *mix_names(scenario)]
+    if not found:
+        with_mixes = expand_mixes(scenario)
+        scenario = expand_stages(with_mixes)
+        known["loads"] = [name for name in known["loads"] if name not in with_mixes.loads] + list(scenario.loads)
+        if too_many := size_problem(len(scenario.servers), len(scenario.loads), scenario.repeats):
+            found.append(Problem("$", too_many))
+    found += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if raw.get(part) == {}]
+    for place, (load, bad_keys) in decoder.faulty.items():
+        of_load = [*_load_problems(load, path.parent), *(stage_problems_of_load(load) if load.stages else [])]
+        sure = [problem for problem in of_load if not bad_keys & {problem.path.partition(".")[0], *problem.keys}]
+        found += [problem.below(f"{place}.") for problem in sure]
+    found += _contradictions(written, path.parent, known)
+    problems += drop_sweep_repeats([problem.located(lines) for problem in found], scenario)
+    return ScenarioFile(scenario, problems, lines, known)
+
+
+def _read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Problem]]:
+    """Return the plain values of a scenario file, the line of each path, and problems of the YAML."""
     try:
         text = read_text(path, max_bytes=MAX_BYTES)
     except OSError as error:
@@ -109,58 +145,31 @@ def read_scenario(path: Path) -> ScenarioFile:
     if isinstance(version, int) and version > 1:
         newer = Problem("$.version", f"{version} was written for a newer harness; this one reads version 1")
         raise ScenarioError(str(path), [newer])
-    rows = [len(raw[part]) if isinstance(raw.get(part), dict) else 1 for part in ("servers", "loads")]
-    if too_many := too_large(*rows):
+    counts = [len(raw[part]) if isinstance(raw.get(part), dict) else 1 for part in ("servers", "loads")]
+    if too_many := size_problem(*counts):
         raise ScenarioError(str(path), [Problem("$", too_many)])
-    if "swept" in raw:  # made by the harness
+    if "swept" in raw:  # set by the harness only
         problems.append(Problem("$.swept", "unknown key; vary settings with 'vary' of a server or load").located(lines))
-        raw = {key: value for key, value in raw.items() if key != "swept"}
-    decoder = _Decoder(lines, problems)
-    decoded: Scenario = decoder.value(raw, Scenario, "$")
-    scenario, wrong = expand(decoded, lambda load, found: decode(load, Load, {}, found))
-    if "restart" not in raw and scenario.swept is not None:
-        scenario = replace(scenario, restart=False)  # a sweep of loads needs one server start
-    written, swept = scenario, scenario.swept or Sweep()
-    known: dict[str, list[str]] = {}
-    for part, made in (("servers", swept.servers), ("loads", swept.loads)):
-        names = list(raw[part]) if isinstance(raw.get(part), dict) else []
-        known[part] = [row for name in names for row in [row for row in made if made[row].of == name] or [name]]
-        _add_lines(lines, part, made)
-    wrong += [*mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
-    known["loads"] = [*known["loads"], *mix_names(scenario)]
-    if not wrong:
-        whole = with_mixes(scenario)
-        scenario = with_stages(whole)
-        known["loads"] = [name for name in known["loads"] if name not in whole.loads] + list(scenario.loads)
-        if too_many := too_large(len(scenario.servers), len(scenario.loads), scenario.repeats):
-            wrong.append(Problem("$", too_many))
-    wrong += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if raw.get(part) == {}]
-    for place, (load, unsure) in decoder.faulty.items():
-        found = [*_load_problems(load, path.parent), *(stage_problems_of_load(load) if load.stages else [])]
-        sure = [one for one in found if not unsure & {one.path.partition(".")[0], *one.keys}]
-        wrong += [problem.below(f"{place}.") for problem in sure]
-    wrong += _contradictions(written, path.parent, known)
-    return ScenarioFile(
-        scenario, problems + once([problem.located(lines) for problem in wrong], scenario), lines, known
-    )
+        del raw["swept"]
+    return raw, lines, problems
 
 
 def _add_lines(lines: dict[str, int], part: str, rows: dict[str, SweepRow]) -> None:
-    """Give each row of a sweep the lines of the server or load that it was made from."""
+    """Give each row of a sweep the lines of its server or load."""
     for name, row in rows.items():
-        whole, own = f"$.{part}.{row.of}", f"$.{part}.{name}"
+        source, place = f"$.{part}.{row.of}", f"$.{part}.{name}"
         lines |= {
-            own + path.removeprefix(whole): line
+            place + path.removeprefix(source): line
             for path, line in lines.items()
-            if path == whole or path.startswith((f"{whole}.", f"{whole}["))
+            if path == source or path.startswith((f"{source}.", f"{source}["))
         }
         for key in row.settings:
-            place = f"{own}.variables.{key}" if part == "servers" else f"{own}.{key}"
-            lines[place] = lines.get(f"{whole}.vary.{key}", lines.get(whole, 1))
+            setting = f"{place}.variables.{key}" if part == "servers" else f"{place}.{key}"
+            lines[setting] = lines.get(f"{source}.vary.{key}", lines.get(source, 1))
 
 
-def once(problems: list[Problem], scenario: Scenario) -> list[Problem]:
-    """Problems without those that other rows of the same sweep have as well."""
+def drop_sweep_repeats(problems: list[Problem], scenario: Scenario) -> list[Problem]:
+    """Drop the problems that an earlier row of the same sweep has too."""
     if scenario.swept is None:
         return problems
     names = {f"$.servers.{name}": row.of for name, row in scenario.swept.servers.items()}
@@ -176,58 +185,60 @@ def once(problems: list[Problem], scenario: Scenario) -> list[Problem]:
 # --- YAML
 
 
-class _TooMany(Exception):
+class _TooManyValues(Exception):
     """More values than a scenario can have."""
 
 
 def load_yaml(text: str, problems: list[Problem]) -> tuple[Any, dict[str, int]]:
-    """The plain value of a YAML document and the line (from 1) of each path in it."""
+    """Return the plain value of a YAML document and the line (from 1) of each path. Adds its mistakes to `problems`."""
+    lines: dict[str, int] = {}
+
+    def wrong(text: str) -> tuple[None, dict[str, int]]:
+        problems.append(Problem("", text))
+        return None, {}
+
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        why = getattr(error, "problem", None) or " ".join(str(error).split())
-        problems.append(Problem("", f"not valid YAML{at}: {why}"))
-        return None, {}
+        return wrong(f"not valid YAML{at}: {getattr(error, 'problem', None) or ' '.join(str(error).split())}")
     except RecursionError:
-        problems.append(Problem("", "not a scenario: its lists and mappings are nested too deeply"))
-        return None, {}
-    lines: dict[str, int] = {}
+        return wrong("not a scenario: its lists and mappings are nested too deeply")
     try:
-        return (_value(node, "$", lines, problems) if node is not None else None), lines
+        return (_plain_value(node, "$", lines, problems) if node is not None else None), lines
     except RecursionError:
-        problems.append(Problem("", "an alias (*name) refers to what contains it"))
-    except _TooMany:
-        problems.append(Problem("", f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat"))
-    return None, {}
+        return wrong("an alias (*name) refers to what contains it")
+    except _TooManyValues:
+        return wrong(f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat")
 
 
-def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Problem]) -> Any:
+def _plain_value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Problem]) -> Any:
     line = node.start_mark.line + 1
 
     def wrong(text: str) -> None:
         problems.append(Problem(path, text, line))
 
     if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
-        wrong(f"{_HALF} (got {node.value!r})")
+        wrong(f"{_SURROGATE_PROBLEM} (got {node.value!r})")
         return _SURROGATE.sub("?", node.value)
     lines[path] = line
     if len(lines) > MAX_VALUES:
-        raise _TooMany
+        raise _TooManyValues
     if isinstance(node, yaml.MappingNode):
-        return _mapping(node, path, lines, problems)
+        return _plain_mapping(node, path, lines, problems)
     if isinstance(node, yaml.SequenceNode):
-        return [_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
-    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
-        wrong(f"a whole number of {len(node.value):,} digits; at most {MAX_DIGITS} are read")
-        return 1  # a number, so that no second problem follows
-    if node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):
-        wrong(f"'{node.value}' is not a plain whole number; write it in digits")  # YAML 1.1: 010 is 8, 1:30 is 90
-        return 1
+        return [_plain_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
+    if node.tag == "tag:yaml.org,2002:int":
+        if len(node.value) > MAX_DIGITS:
+            wrong(f"a whole number of {len(node.value):,} digits; at most {MAX_DIGITS} are read")
+            return 1  # a number, so that no second problem follows
+        if not _PLAIN_INTEGER.fullmatch(node.value):  # YAML 1.1: 010 is 8, 1:30 is 90
+            wrong(f"'{node.value}' is not a plain whole number; write it in digits")
+            return 1
     plain = isinstance(node, yaml.ScalarNode) and node.style is None
     if plain and node.tag == "tag:yaml.org,2002:str" and _EXPONENT.fullmatch(node.value):
-        return float(node.value)  # YAML 1.1 takes 1e3 for a text
+        return float(node.value)  # YAML 1.1 reads 1e3 as a text
     constructor = yaml.SafeLoader("")
     try:
         return constructor.construct_object(node)
@@ -238,27 +249,27 @@ def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Pro
         constructor.dispose()
 
 
-def _mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems: list[Problem]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _plain_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems: list[Problem]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        if (why := _no_key(key_node)) is not None:
-            problems.append(Problem(path, why, line))
+        if (problem := _key_problem(key_node)) is not None:
+            problems.append(Problem(path, problem, line))
             continue
         key = str(key_node.value)
-        if key in found:
+        if key in mapping:
             problems.append(Problem(f"{path}.{key}", "written twice; keep one", line))
-        found[key] = _value(value_node, f"{path}.{key}", lines, problems)
+        mapping[key] = _plain_value(value_node, f"{path}.{key}", lines, problems)
         lines[f"{path}.{key}"] = line
-    return found
+    return mapping
 
 
-def _no_key(node: yaml.Node) -> str | None:
-    """Why the node in front of a colon is no key."""
+def _key_problem(node: yaml.Node) -> str | None:
+    """Return why the node in front of a colon cannot be a key; None: it can."""
     if not isinstance(node, yaml.ScalarNode):
         return "a key is a name, not a list or mapping"
     if _SURROGATE.search(node.value):
-        return f"{_HALF} (got {node.value!r})"
+        return f"{_SURROGATE_PROBLEM} (got {node.value!r})"
     if node.tag == "tag:yaml.org,2002:merge":
         return "merging with << is not done; write the keys out, or repeat a whole value with an alias: name: *other"
     return None
@@ -268,16 +279,16 @@ def _no_key(node: yaml.Node) -> str | None:
 
 
 def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[Problem]) -> T | None:
-    """`raw` as a `type_`; None with what is wrong in `problems`."""
-    found: T | None = _Decoder(lines, problems).value(raw, type_, "$")
-    return found
+    """Return `raw` as a `type_`. Adds what is wrong to `problems`, and then returns None."""
+    value: T | None = _Decoder(lines, problems).value(raw, type_, "$")
+    return value
 
 
 class _Decoder:
     def __init__(self, lines: dict[str, int], problems: list[Problem]) -> None:
         self.lines = lines
         self.problems = problems
-        # By path: loads without their keys that cannot be decoded, and the keys of which nothing is known.
+        # By path: faulty loads without the keys that do not decode, and these keys.
         self.faulty: dict[str, tuple[Load, set[str]]] = {}
 
     def wrong(self, path: str, text: str) -> None:
@@ -285,102 +296,106 @@ class _Decoder:
 
     def value(self, raw: Any, type_: Any, path: str) -> Any:
         origin, args = typing.get_origin(type_), typing.get_args(type_)
-        if origin in (types.UnionType, typing.Union) and type(None) in args and len(args) == 2:
-            return None if raw is None else self.value(raw, next(a for a in args if a is not type(None)), path)
-        if origin in (types.UnionType, typing.Union) and len(args) == 2 and isinstance(args[1], type):
-            # A plain value, or a mapping with details.
-            struct = issubclass(args[1], Struct) and isinstance(raw, dict)
-            return self.value(raw, args[1] if struct else args[0], path)
+        if origin in (types.UnionType, typing.Union) and len(args) == 2:
+            if type(None) in args:
+                return None if raw is None else self.value(raw, args[0] if args[1] is type(None) else args[1], path)
+            if isinstance(args[1], type):  # a plain value, or a mapping with details
+                is_struct = issubclass(args[1], Struct) and isinstance(raw, dict)
+                return self.value(raw, args[1] if is_struct else args[0], path)
         if isinstance(type_, type) and issubclass(type_, Struct) and isinstance(raw, dict):
             return self.struct(raw, type_, path)
         if origin is dict and isinstance(raw, dict) and args[1] is not Any:
-            right = {}
-            for key, one in raw.items():
-                before = len(self.problems)
-                try:
-                    msgspec.convert(key, args[0])
-                except msgspec.ValidationError as error:
-                    self.wrong(f"{path}.{key}", f"'{key}' is not a name: {_description(args[0]) or error}")
-                value = self.value(one, args[1], f"{path}.{key}")
-                if len(self.problems) == before:
-                    right[key] = value
-            return right
+            return self.mapping(raw, args[0], args[1], path)
         if origin is list and isinstance(raw, list):
-            return [self.value(one, args[0], f"{path}[{i}]") for i, one in enumerate(raw)]
+            return [self.value(item, args[0], f"{path}[{i}]") for i, item in enumerate(raw)]
         if origin is typing.Literal and raw not in args:
             known = list(map(str, args))
             close = difflib.get_close_matches(str(raw), known, n=1)
             advice = f"; did you mean '{close[0]}'?" if close else ""
             advice = "; write it without quotes" if raw in close else advice
-            return self.wrong(path, f"expected one of {', '.join(known)}, got {_shown(raw)}{advice}")
+            return self.wrong(path, f"expected one of {', '.join(known)}, got {_short_repr(raw)}{advice}")
         return self.leaf(raw, type_, path)
+
+    def mapping(self, raw: dict[Any, Any], key_type: Any, value_type: Any, path: str) -> dict[Any, Any]:
+        """Return the entries that decode."""
+        decoded = {}
+        for key, raw_value in raw.items():
+            problem_count = len(self.problems)
+            try:
+                msgspec.convert(key, key_type)
+            except msgspec.ValidationError as error:
+                self.wrong(f"{path}.{key}", f"'{key}' is not a name: {_meta_description(key_type) or error}")
+            value = self.value(raw_value, value_type, f"{path}.{key}")
+            if len(self.problems) == problem_count:
+                decoded[key] = value
+        return decoded
 
     def leaf(self, raw: Any, type_: Any, path: str) -> Any:
         try:
             return msgspec.convert(raw, type_)
         except msgspec.ValidationError as error:
-            wanted = _description(type_) or _in_words(error)
-            # A key in place of the name of a secret may be the secret.
-            hidden = any((one.extra or {}).get("hidden") for one in _metas(type_))
+            expected = _meta_description(type_) or _expected_text(error)
+            # A value in place of the name of a secret may be the secret.
+            hidden = any((meta.extra or {}).get("hidden") for meta in _metas(type_))
             words = raw if isinstance(raw, list) else [raw]
-            advice = _IN_QUOTES if "text" in wanted and any(isinstance(word, bool) for word in words) else ""
-            self.wrong(path, f"{wanted}{'' if hidden else f', got {_shown(raw)}'}{advice}")
+            advice = _QUOTE_ADVICE if "text" in expected and any(isinstance(word, bool) for word in words) else ""
+            self.wrong(path, f"{expected}{'' if hidden else f', got {_short_repr(raw)}'}{advice}")
 
     def struct(self, raw: dict[str, Any], type_: type[Struct], path: str) -> Any:
         hints = typing.get_type_hints(type_, include_extras=True)
         fields = {field.encode_name: field for field in msgspec.structs.fields(type_)}
         values: dict[str, Any] = {}
-        bad: set[str] = set()
+        bad_keys: set[str] = set()
         for key, value in raw.items():
-            before = len(self.problems)
+            problem_count = len(self.problems)
             if key in fields:
                 name = fields[key].name
                 values[name] = self.value(value, hints[name], f"{path}.{key}")
             elif new := [name for name in _RENAMED.get(key, ()) if name in fields]:
-                bad.add(new[0])
+                bad_keys.add(new[0])
                 self.wrong(f"{path}.{key}", f"this key is now '{new[0]}'")
             else:
-                advice = did_you_mean(key, fields) if before < SHOWN_PROBLEMS else ""
+                advice = did_you_mean(key, fields) if problem_count < SHOWN_PROBLEMS else ""
                 self.wrong(f"{path}.{key}", f"unknown key; {advice}")
-            if len(self.problems) > before:
-                bad.add(key)
-                if key not in ("servers", "loads") or not isinstance(value, dict):  # else the others are right
+            if len(self.problems) > problem_count:
+                bad_keys.add(key)
+                if key not in ("servers", "loads") or not isinstance(value, dict):  # these keep the entries that decode
                     values.pop(key, None)
         for key, field in fields.items():
-            if field.required and key not in raw and key not in bad:
+            if field.required and key not in raw and key not in bad_keys:
                 hint = hints[field.name]
                 allowed = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-                write = f"; write {key}: {allowed[0]}" if len(allowed) == 1 else ""
-                self.wrong(path, f"'{key}' is missing{write}")
-                bad.add(key)
+                advice = f"; write {key}: {allowed[0]}" if len(allowed) == 1 else ""
+                self.wrong(path, f"'{key}' is missing{advice}")
+                bad_keys.add(key)
         if type_ is Scenario:
-            return Scenario(**(_STAND_INS | values))
-        if type_ is Load and bad and "user" in values:
-            meant = {one for key in bad for one in difflib.get_close_matches(key, fields, n=1)}
-            self.faulty[path] = Load(**values), bad | meant
-        return None if bad else type_(**values)
+            return Scenario(**(_PLACEHOLDERS | values))
+        if type_ is Load and bad_keys and "user" in values:
+            misspelled = {name for key in bad_keys for name in difflib.get_close_matches(key, fields, n=1)}
+            self.faulty[path] = Load(**values), bad_keys | misspelled
+        return None if bad_keys else type_(**values)
 
 
 def _metas(type_: Any) -> list[msgspec.Meta]:
-    return [one for one in typing.get_args(type_) if isinstance(one, msgspec.Meta)]
+    return [arg for arg in typing.get_args(type_) if isinstance(arg, msgspec.Meta)]
 
 
-def _description(type_: Any) -> str | None:
-    return next((one.description for one in _metas(type_) if one.description), None)
+def _meta_description(type_: Any) -> str | None:
+    return next((meta.description for meta in _metas(type_) if meta.description), None)
 
 
-def _in_words(error: msgspec.ValidationError) -> str:
-    """What msgspec expects, in the words of those who write YAML."""
+def _expected_text(error: msgspec.ValidationError) -> str:
+    """Return the expected type and bounds, in words for the author of a YAML file."""
     text = str(error).split(" - at ")[0].split(", got ")[0]
     match = re.fullmatch(r"Expected `([\w| ]+)`(?: ([<>]=?) ([\d.]+))?", text)
     kinds = [kind for kind in match[1].split(" | ") if kind != "null"] if match else []
-    if match is None or not set(kinds) <= set(_KINDS):
+    if match is None or not set(kinds) <= set(_TYPE_NAMES):
         return text
-    bound = f"{_BOUNDS[match[2] or '']}{match[3].removesuffix('.0') if match[3] else ''}"
-    return f"{' or '.join(_KINDS[kind] for kind in kinds)}{bound} is expected"
+    bound = f"{_BOUND_WORDS[match[2] or '']}{match[3].removesuffix('.0') if match[3] else ''}"
+    return f"{' or '.join(_TYPE_NAMES[kind] for kind in kinds)}{bound} is expected"
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -389,36 +404,37 @@ def _shown(value: Any) -> str:
 
 
 def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]]) -> Iterator[Problem]:
-    """What is well-formed but contradicts itself. `known`: names of all servers and loads, faulty ones included."""
+    """Check keys against each other. `known`: names of all servers and loads, faulty ones included."""
     for name, load in scenario.loads.items():
         yield from (problem.below(f"$.loads.{name}.") for problem in _load_problems(load, folder))
-    for name, server in scenario.servers.items():
-        if not server.container and server.template != "simulated":
+    for name, server in ((name, server) for name, server in scenario.servers.items() if not server.container):
+        if server.template != "simulated":
             text = f"only the template 'simulated' can run without a container, not '{server.template}'"
             yield Problem(f"$.servers.{name}.container", text)
-        if not server.container and server.gateway is not None:
+        if server.gateway is not None:
             yield Problem(f"$.servers.{name}.gateway", "needs a server in a container; remove 'container: false'")
-    base = scenario.baseline
     servers, loads = known["servers"], known["loads"]
-    if base is not None and base.server not in servers:
-        yield Problem("$.baseline.server", f"'{base.server}' is not a server; {did_you_mean(base.server, servers)}")
-    if base is not None and base.load not in loads:
-        yield Problem("$.baseline.load", f"'{base.load}' is not a load; {which_row(base.load, loads)}")
+    if (base := scenario.baseline) is not None:
+        if base.server not in servers:
+            yield Problem("$.baseline.server", f"'{base.server}' is not a server; {did_you_mean(base.server, servers)}")
+        if base.load not in loads:
+            yield Problem("$.baseline.load", f"'{base.load}' is not a load; {suggest_row(base.load, loads)}")
     if scenario.warmup is not None:
         yield from warmup_problems(scenario.warmup)
     yield from _prompt_problems(scenario.prompts, folder)
     for name, load in scenario.loads.items():
-        yield from (problem.below(f"$.loads.{name}.answer") for problem in _answer_problems(load, scenario.prompts))
+        for problem in [] if load.answer is None else _answer_problems(load.answer, load, scenario.prompts):
+            yield problem.below(f"$.loads.{name}.answer")
     rows = [f"{server}/{load}" for server in servers for load in loads]
     for number, pair in enumerate(scenario.compare):
         for key, row in (("row", pair.row), ("against", pair.against)):
             if row not in rows:
-                yield Problem(f"$.compare[{number}].{key}", f"'{row}' is not SERVER/LOAD; {which_row(row, rows)}")
+                yield Problem(f"$.compare[{number}].{key}", f"'{row}' is not SERVER/LOAD; {suggest_row(row, rows)}")
         if pair.row == pair.against:
             yield Problem(f"$.compare[{number}]", f"'{pair.row}' is compared with itself")
     for number, check in enumerate(scenario.checks):
-        if (why := misplaced(check, servers, loads)) is not None:
-            yield Problem(f"$.checks[{number}]", why)
+        if (mistake := check_problem(check, servers, loads)) is not None:
+            yield Problem(f"$.checks[{number}]", mistake)
 
 
 def warmup_problems(warmup: Warmup) -> Iterator[Problem]:
@@ -440,27 +456,26 @@ def _prompt_problems(prompts: Prompts, folder: Path) -> Iterator[Problem]:
             f"there is no file {prompts.tokenizer} next to the scenario; a local tokenizer.json or "
             f"'{SERVER_TOKENIZER}' is expected, nothing is fetched",
         )
-    if prompts.kind != "file" and prompts.file is not None:
+    if prompts.file is None:
+        if prompts.kind == "file":
+            yield Problem("$.prompts.file", "'kind: file' needs a file")
+    elif prompts.kind != "file":
         yield Problem("$.prompts.file", "is read only with 'kind: file'")
-    elif prompts.kind == "file" and prompts.file is None:
-        yield Problem("$.prompts.file", "'kind: file' needs a file")
-    elif prompts.file is not None and not (folder / prompts.file).is_file():
+    elif not (folder / prompts.file).is_file():
         yield Problem("$.prompts.file", f"there is no file {prompts.file} next to the scenario")
-    elif prompts.file is not None and not read_text(folder / prompts.file, errors="replace").strip():
+    elif not read_text(folder / prompts.file, errors="replace").strip():
         yield Problem("$.prompts.file", f"{prompts.file} is empty; one JSON object a line is expected")
 
 
-def _answer_problems(load: Load, prompts: Prompts) -> Iterator[Problem]:
-    if load.answer is None:
-        return
-    yield from answer_problems(load.answer)
-    if load.answer.choice == "auto" and prompts.kind != "classification":
+def _answer_problems(answer: Structured, load: Load, prompts: Prompts) -> Iterator[Problem]:
+    yield from answer_problems(answer)
+    if answer.choice == "auto" and prompts.kind != "classification":
         yield Problem(".choice", "'auto' are the labels of 'prompts.kind: classification'; list the choices")
     if load.output == "fixed":
         yield Problem("", "an answer of a form ends where the form ends; add 'output: natural' to the load")
 
 
-_OF_USER = {
+_KEYS_OF_USER = {
     "batch": ("batch_size", "in_flight"),
     "chat": ("turns", "abandon", "regenerate"),
     "agent": ("agent",),
@@ -479,7 +494,7 @@ def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
 
 
 def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
-    """Those that do not depend on its user class and its amount of work."""
+    """Check the keys of a load that do not depend on its user class and its amount of work."""
     yield from behaviour_problems(load.think, load.think_s, load.abandon)
     yield from (problem.below("output_tokens") for problem in length_problems(load.output_tokens, folder))
     if load.abandon is not None and load.abandon.after_tokens is not None and not load.stream:
@@ -508,7 +523,7 @@ def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
         yield Problem("user", f"'{load.user}' is neither a user class that ships nor a .py file; {advice}")
     elif load.user not in USERS and not (folder / load.user).is_file():
         yield Problem("user", f"there is no file {load.user} next to the scenario")
-    for user, keys in _OF_USER.items():
+    for user, keys in _KEYS_OF_USER.items():
         for key in keys:
             if load.user in USERS and load.user != user and getattr(load, key):
                 yield Problem(key, f"belongs to 'user: {user}', and this is {load.user}; remove it")

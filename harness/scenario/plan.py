@@ -1,4 +1,4 @@
-"""From a scenario to the cells of its experiment, in the order in which they run, and to what arrives in one.
+"""The cells of a scenario in their order, the rule for a steady server, and the arrival times of an open loop.
 
 Each part of a mix (MIX.LOAD) and each stage of a load (LOAD@USERS) is a load, a cell and a row of its own. Only this
 module reads these names.
@@ -9,72 +9,77 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from harness.errors import Problem
-from harness.scenario import Arrivals, Baseline, Load, Scenario, Stage, Warmup, wave_of
+from harness.scenario import Arrivals, Baseline, Load, Scenario, Stage, Warmup, wave_size
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measurement: a server under a load, once. Cells of one group share a load generator, or run concurrently."""
+    """One measurement of a server under a load. Cells of one group share a load generator, or run concurrently."""
 
     id: str  # "r1-SERVER-LOAD"
     server: str
     load: str
     repeat: int  # from 1
-    mix: str | None = None  # the mix of which its load is a part
-    stage: str | None = None  # the load of which its load is a stage
-    group: str = ""  # "r1/SERVER/NAME": a mix, a load with stages, or a load
-    again: str | None = None  # the cell that it repeats at the end of the same server start, to show drift
+    mix: str | None = None  # the mix, where the load is a part of one
+    stage: str | None = None  # the load with stages, where this load is a stage of one
+    group: str = ""  # "r1/SERVER/NAME"; NAME: a mix, a load with stages, or a load
+    again: str | None = None  # the cell that this one repeats at the end of the same server start, to show drift
 
 
 def cell_of(server: str, load: str, repeat: int, name: str | None = None) -> Cell:
-    """The cell of a server and a load, by default named after them."""
-    mix, stage = mix_of(load), staged(load)
+    """Return the cell of a server and a load. `name`: its id; None: made of all three."""
+    mix, stage = mix_of(load), load_of_stage(load)
     group = f"r{repeat}/{server}/{mix or stage or load}"
     return Cell(name or f"r{repeat}-{server}-{load}", server, load, repeat, mix, stage, group)
 
 
 def plan(scenario: Scenario) -> list[Cell]:
-    """All cells, interleaved: every repeat visits every server and load, so drift affects all equally.
+    """Return all cells, interleaved: every repeat visits every server and load, so drift affects all equally.
 
     Odd repeats go forward and even ones backward (A B C, C B A, ...), which cancels a linear drift.
     """
     cells = []
     for repeat in range(1, scenario.repeats + 1):
-        once = [cell_of(server, load, repeat) for server in scenario.servers for load in scenario.loads]
+        forward = [cell_of(server, load, repeat) for server in scenario.servers for load in scenario.loads]
         # The stages of a load stay in their order.
-        groups = [list(group) for _, group in groupby(once, key=lambda cell: cell.group if cell.stage else cell.id)]
-        cells += once if repeat % 2 else [cell for group in reversed(groups) for cell in group]
-    return cells if scenario.swept is None or scenario.restart else _with_repeated(cells)
+        groups = grouped(forward, lambda cell: cell.group if cell.stage else cell.id)
+        cells += forward if repeat % 2 else [cell for group in reversed(groups) for cell in group]
+    return cells if scenario.swept is None or scenario.restart else _repeat_first_cells(cells)
 
 
-def _with_repeated(cells: list[Cell]) -> list[Cell]:
-    """With the first cell of each server start at its end once more: of one that serves two or more, so that drift is
-    seen. A part of a mix and a stage are not repeated alone.
+def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[Cell]]:
+    """Return lists of consecutive cells with the same key."""
+    return [list(group) for _, group in itertools.groupby(cells, key=key)]
+
+
+def _repeat_first_cells(cells: list[Cell]) -> list[Cell]:
+    """Repeat the first cell of each server start with several cells at its end, to show drift.
+
+    A part of a mix or a stage is not repeated alone.
     """
-    found: list[Cell] = []
-    for _, block in groupby(cells, key=start_of):
-        start = list(block)
+    repeated: list[Cell] = []
+    for start in grouped(cells, server_start_of):
         first = next((cell for cell in start if cell.mix is None and cell.stage is None), None)
-        found += start
+        repeated += start
         if first is not None and len(start) > 1:
-            name, group = f"{first.id}_again", f"{first.group}_again"
-            found.append(msgspec.structs.replace(first, id=name, group=group, again=first.id))
-    return found
+            name, group_name = f"{first.id}_again", f"{first.group}_again"
+            repeated.append(replace(first, id=name, group=group_name, again=first.id))
+    return repeated
 
 
-def start_of(cell: Cell) -> tuple[int, str]:
+def server_start_of(cell: Cell) -> tuple[int, str]:
     return cell.repeat, cell.server
 
 
-def starts(scenario: Scenario) -> int:
+def count_server_starts(scenario: Scenario) -> int:
     cells = plan(scenario)
-    return len({cell.group for cell in cells} if scenario.restart else {start_of(cell) for cell in cells})
+    return len({cell.group for cell in cells} if scenario.restart else {server_start_of(cell) for cell in cells})
 
 
 def baseline_of(scenario: Scenario) -> Baseline:
@@ -84,24 +89,24 @@ def baseline_of(scenario: Scenario) -> Baseline:
 
 
 def mix_of(load: str) -> str | None:
-    """The mix of which a load is a part: `both` of `both.chat`."""
+    """Return the mix of a part: `both` for `both.chat`; None for another load."""
     mix, dot, _ = load.partition(".")
     return mix if dot else None
 
 
-def alone(load: str) -> str | None:
-    """The name that a part of a mix has outside of it: `chat` of `both.chat`."""
+def load_of_part(load: str) -> str | None:
+    """Return the load of a part of a mix: `chat` for `both.chat`; None for another load."""
     return load.partition(".")[2] or None
 
 
-def staged(load: str) -> str | None:
-    """The load of which a load is a stage: `people` of `people@5`."""
-    whole, at, _ = load.partition("@")
-    return whole if at else None
+def load_of_stage(load: str) -> str | None:
+    """Return the load of a stage: `people` for `people@5`; None for another load."""
+    name, at_sign, _ = load.partition("@")
+    return name if at_sign else None
 
 
-def mixed_with(load: str, mixes: Mapping[str, list[str]]) -> list[str]:
-    """The other parts of its mix, which ran concurrently."""
+def concurrent_parts(load: str, mixes: Mapping[str, list[str]]) -> list[str]:
+    """Return the other parts of a part's mix."""
     mix = mix_of(load)
     parts = [f"{mix}.{part}" for part in mixes.get(mix or "", [])]
     return [part for part in parts if part != load]
@@ -112,46 +117,45 @@ def mix_names(scenario: Scenario) -> list[str]:
 
 
 def stage_names(name: str, stages: Sequence[Stage]) -> list[str]:
-    """The names of a load's stages. A number of users that comes again is numbered: people@5, people@20, people@5-2."""
+    """Return the names of a load's stages. A repeated number of users is numbered: people@5, people@20, people@5-2."""
     seen: Counter[int] = Counter()
-    found = []
+    names = []
     for stage in stages:
         seen[stage.users] += 1
-        again = f"-{seen[stage.users]}" if seen[stage.users] > 1 else ""
-        found.append(f"{name}@{stage.users}{again}")
-    return found
+        suffix = f"-{seen[stage.users]}" if seen[stage.users] > 1 else ""
+        names.append(f"{name}@{stage.users}{suffix}")
+    return names
 
 
-def with_mixes(scenario: Scenario) -> Scenario:
-    """With each part of each mix among the loads, after those that run alone; without parts that do not decode."""
+def expand_mixes(scenario: Scenario) -> Scenario:
+    """Add each part of each mix to the loads, after the loads that run alone. Parts that do not decode are left out."""
     parts = {
         f"{mix}.{load}": scenario.loads[load]
         for mix, loads in scenario.mixes.items()
         for load in loads
         if load in scenario.loads
     }
-    return msgspec.structs.replace(scenario, loads={**scenario.loads, **parts}) if parts else scenario
+    return replace(scenario, loads={**scenario.loads, **parts})
 
 
-def with_stages(scenario: Scenario) -> Scenario:
-    """With each load that has stages replaced by them, in their order."""
+def expand_stages(scenario: Scenario) -> Scenario:
+    """Replace each load that has stages by them, in their order."""
     loads: dict[str, Load] = {}
     for name, load in scenario.loads.items():
         if not load.stages:
             loads[name] = load
-            continue
-        for each, stage in zip(stage_names(name, load.stages), load.stages, strict=True):
-            loads[each] = msgspec.structs.replace(load, users=stage.users, duration_s=stage.for_s)
-    return msgspec.structs.replace(scenario, loads=loads)
+        for stage_name, stage in zip(stage_names(name, load.stages), load.stages, strict=True):
+            loads[stage_name] = replace(load, users=stage.users, duration_s=stage.for_s)
+    return replace(scenario, loads=loads)
 
 
 def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with the mixes, before they are expanded. `known`: names of all loads, faulty ones included."""
+    """Check the mixes before they are expanded. `known`: names of all loads, faulty ones included."""
     for name in scenario.loads:
         if "." in name:
             yield Problem(f"$.loads.{name}", "a '.' is in the names of a mix's parts only")
     for mix, loads in scenario.mixes.items():
-        if text := _problem_of_mix(mix, loads, scenario.loads, known):
+        if text := _mix_problem(mix, loads, scenario.loads, known):
             yield Problem(f"$.mixes.{mix}", text)
     warmup = scenario.warmup
     if scenario.mixes and warmup is not None and 0 in (warmup.requests, warmup.duration_s):
@@ -159,16 +163,16 @@ def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem
         yield Problem("$.warmup", f"{text}; give it a number above 0, or remove it")
 
 
-def _problem_of_mix(mix: str, loads: list[str], right: Mapping[str, Load], known: Collection[str]) -> str | None:
+def _mix_problem(mix: str, loads: list[str], decoded: Mapping[str, Load], known: Collection[str]) -> str | None:
     if mix in known:
         return "there is a load of that name"
     if len(loads) < 2 or len(set(loads)) != len(loads):
         return f"two or more different loads are expected, got {loads}"
     if missing := [load for load in loads if load not in known]:
         return f"{missing[0]!r} is not a load; parts are loads that are in the scenario by themselves, too"
-    parts = [right[load] for load in loads if load in right]
+    parts = [decoded[load] for load in loads if load in decoded]
     if any(part.stages for part in parts):
-        return None  # `stage_problems` has it
+        return None  # `stage_problems` reports it
     if any(part.duration_s is None for part in parts):
         return "a part has no 'duration_s'; a part that ends sooner would leave the others alone"
     if len({(part.duration_s, part.ramp_s) for part in parts}) > 1:
@@ -177,11 +181,10 @@ def _problem_of_mix(mix: str, loads: list[str], right: Mapping[str, Load], known
 
 
 def stage_problems(scenario: Scenario, written: Container[str]) -> Iterator[Problem]:
-    """What is wrong with stages, before they are expanded. `written`: the paths of all that the file says."""
-    for name in scenario.loads:
+    """Check the stages before they are expanded. `written`: all paths in the file."""
+    for name, load in scenario.loads.items():
         if "@" in name:
             yield Problem(f"$.loads.{name}", "an '@' is in the names of stages only")
-    for name, load in scenario.loads.items():
         if load.stages:
             yield from (problem.below(f"$.loads.{name}.") for problem in stage_problems_of_load(load))
         elif f"$.loads.{name}.stages" in written:
@@ -196,7 +199,7 @@ def stage_problems(scenario: Scenario, written: Container[str]) -> Iterator[Prob
 
 
 def stage_problems_of_load(load: Load) -> Iterator[Problem]:
-    """What contradicts the stages of a load; paths are below the load."""
+    """Check a load that has stages. Paths start below the load."""
     if len(load.stages) < 2:
         text = "two or more are expected; else give 'users' and 'duration_s'"
         yield Problem("stages", text, keys=("users", "duration_s"))
@@ -207,98 +210,93 @@ def stage_problems_of_load(load: Load) -> Iterator[Problem]:
         yield Problem("users", "each of the stages has its own; remove it")
 
 
-# When a server is steady: the rule of the warm-up `until: steady`, see docs/method.md. Two numbers of each answer
-# count: TTFT, and the end-to-end latency per output token. Windows are consecutive answers, in the order of their ends.
+# When a server is steady: the rule of the warm-up `until: steady`, see docs/method.md. It uses two numbers of each
+# answer: TTFT, and the end-to-end latency per output token. Windows are consecutive answers, in the order of their end.
 
-WINDOWS = 3  # the last so many are compared
-MIN_ANSWERS = 16  # answers in a window, of whole waves
-PART = 6  # and no less than this part of all answers so far: what changes slowly needs long windows to be seen
-NOISE = 4.0  # standard errors that windows may differ by for chance
+WINDOWS = 3  # the last windows are compared
+MIN_ANSWERS = 16  # of a window, which has whole waves
+MAX_WINDOWS = 6  # into which all answers so far may be divided: a slow change shows only in long windows
+MAX_STANDARD_ERRORS = 4.0  # by which windows may differ by chance
 
 
 class Steadiness(NamedTuple):
-    """The rule, and its bound."""
+    """The rule for a load, and its limits."""
 
-    wave: int  # answers of one full wave: a burst, or a conversation, of all users
-    within: float  # how far means may differ, as a part of the smallest
-    max_s: float  # after that it is over, steady or not
+    wave: int  # requests of one wave, see `wave_size`
+    within: float  # how far means may differ, as a share of the smallest
+    max_s: float  # the warm-up ends after this time, steady or not
     max_requests: int | None = None
 
     @property
     def step(self) -> int:
-        """Answers of the smallest window. The check repeats after so many."""
+        """Answers of the smallest window, and from one check to the next."""
         return self.wave * math.ceil(MIN_ANSWERS / self.wave)
 
     @property
     def min_answers(self) -> int:
         return WINDOWS * self.step
 
-    def window(self, seen: int) -> int:
-        """Answers in each window when there have been so many."""
-        return self.step * max(1, seen // (PART * self.step))
+    def window(self, answer_count: int) -> int:
+        """Return the answers of each window after this many answers."""
+        return self.step * max(1, answer_count // (MAX_WINDOWS * self.step))
 
-    def looks(self, seen: int) -> bool:
-        return seen >= self.min_answers and seen % self.step == 0
+    def is_check_due(self, answer_count: int) -> bool:
+        return answer_count >= self.min_answers and answer_count % self.step == 0
 
     def is_steady(self, answers: Sequence[tuple[float, float]]) -> bool:
-        """Whether the last windows agree. `answers`: TTFT (NaN: not known) and latency per token, the oldest first."""
+        """Return whether the last windows agree. `answers`: TTFT (NaN: unknown) and latency per token, oldest first."""
         size = self.window(len(answers))
         windows = [answers[len(answers) - size * back :][:size] for back in range(WINDOWS, 0, -1)]
         return all(
-            agree([[answer[which] for answer in window if answer[which] == answer[which]] for window in windows],
-                  self.within)
-            for which in (0, 1)
-        )  # fmt: skip
+            means_agree([[each[i] for each in window if not math.isnan(each[i])] for window in windows], self.within)
+            for i in (0, 1)
+        )
 
 
 def steadiness(load: Load, warmup: Warmup) -> Steadiness:
-    return Steadiness(wave_of(load), warmup.within, warmup.max_s, warmup.max_requests)
+    return Steadiness(wave_size(load), warmup.within, warmup.max_s, warmup.max_requests)
 
 
-def agree(windows: Sequence[Sequence[float]], within: float) -> bool:
-    """Whether the means of some windows differ by no more than a part of the smallest, or than chance explains.
+def means_agree(windows: Sequence[Sequence[float]], within: float) -> bool:
+    """Return whether the means of windows differ by at most a share of the smallest, or by no more than chance.
 
-    Chance is the least standard error of any of them: what only some windows have, such as a kernel that is compiled,
-    is no chance. Windows without values agree.
+    Chance is measured by the smallest standard error: an event in some windows only, such as the compilation of a
+    kernel, is not chance. Windows without values agree.
     """
     known = [window for window in windows if len(window) > 1]
     if len(known) < len(windows):
         return not any(windows)
     means = [statistics.fmean(window) for window in known]
     noise = min(statistics.stdev(window) / math.sqrt(len(window)) for window in known)
-    return max(means) - min(means) <= max(within * min(means), NOISE * noise)
+    return max(means) - min(means) <= max(within * min(means), MAX_STANDARD_ERRORS * noise)
 
 
-# When requests of an open loop arrive: one seeded schedule for a whole cell, whatever the server does. It is an even or
-# random process of rate 1 seen through a clock that runs as fast as the rate: the time at which the expected number of
-# arrivals reaches each of its points (inversion, see Çınlar, Introduction to Stochastic Processes, 4.7). So every
-# spacing works with every schedule of rates.
+# When requests of an open loop arrive: one seeded schedule for a whole cell. An even or random process of rate 1 gives
+# points; an arrival is the time at which the expected number of arrivals reaches the next point (inversion, see Çınlar,
+# Introduction to Stochastic Processes, 4.7). So every spacing works with every schedule of rates.
 
 
 class Due(Protocol):
-    """When each arrival of a load is due."""
+    """The arrival times of a load."""
 
-    def at(self, number: int) -> float | None:
-        """Seconds after the start; None when that many never come."""
-        ...
+    def at(self, number: int) -> float | None: ...  # seconds from the start to arrival `number`; None: it never comes
 
 
 class Schedule:
-    """The arrivals of one cell, by their number from 0. The same for every process that asks."""
+    """The arrivals of one cell, by their number from 0; the same in every process."""
 
     def __init__(self, arrivals: Arrivals, seed: int) -> None:
-        self._coming = arrival_times(arrivals, seed)
+        self._times = arrival_times(arrivals, seed)
         self._known: list[float] = []
 
     def at(self, number: int) -> float | None:
-        """Seconds after the start; None when that many never come."""
-        missing = number + 1 - len(self._known)
-        self._known += itertools.islice(self._coming, max(0, missing))
+        """Return the seconds from the start to an arrival; None: it never comes."""
+        self._known += itertools.islice(self._times, max(0, number + 1 - len(self._known)))
         return self._known[number] if number < len(self._known) else None
 
 
 def steady_arrivals(arrivals: Arrivals) -> Arrivals:
-    """Arrivals without end at the first rate above 0."""
+    """Return endless arrivals at the first rate above 0."""
     rate = arrivals.rate
     if arrivals.points is not None:
         rate = next((rate for _, rate in arrivals.points if rate > 0), None)
@@ -308,21 +306,21 @@ def steady_arrivals(arrivals: Arrivals) -> Arrivals:
 
 
 def arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
-    """Seconds after the start at which somebody arrives, ascending; without end unless the rate stays at 0."""
+    """Yield the arrival times in seconds after the start, ascending; endless unless the rate stays at 0."""
     wave, points = arrivals.wave, arrivals.points or [[0.0, arrivals.rate or 0.0]]
-    for expected in _unit(arrivals, seed):
+    for expected in _unit_rate_arrivals(arrivals, seed):
         if wave is not None:
-            at = _in_wave(expected, wave.min, wave.max, wave.period_s)
+            at_s = _time_in_wave(expected, wave.min, wave.max, wave.period_s)
         else:
-            at = _in_course(expected, points, arrivals.between == "ramps")
-        if math.isinf(at):
+            at_s = _time_in_points(expected, points, arrivals.between == "ramps")
+        if math.isinf(at_s):
             return
-        yield at
+        yield at_s
 
 
-def _unit(arrivals: Arrivals, seed: int) -> Iterator[float]:
+def _unit_rate_arrivals(arrivals: Arrivals, seed: int) -> Iterator[float]:
     if arrivals.spacing == "even":
-        yield from (float(number) for number in itertools.count())
+        yield from map(float, itertools.count())
     draw = random.Random(f"{seed}:arrivals").random  # the one method whose results Python promises to keep
     shape = 1.0 if arrivals.spacing == "poisson" else arrivals.burstiness
     total = 0.0
@@ -332,7 +330,7 @@ def _unit(arrivals: Arrivals, seed: int) -> Iterator[float]:
 
 
 def _gamma(draw: Callable[[], float], shape: float) -> float:
-    """A gamma variate of this shape and scale 1 (Marsaglia and Tsang 2000); shape 1 is the exponential."""
+    """Draw a gamma variate of this shape and scale 1 (Marsaglia and Tsang 2000); shape 1 is the exponential."""
     if shape == 1.0:
         return -math.log(1.0 - draw())
     if shape < 1.0:
@@ -345,32 +343,32 @@ def _gamma(draw: Callable[[], float], shape: float) -> float:
             return d * v
 
 
-def _in_course(expected: float, points: list[list[float]], ramps: bool) -> float:
-    for (start, rate), (end, rate_then) in itertools.pairwise(points):
-        last = rate_then if ramps else rate
-        length = end - start
-        inside = (rate + last) / 2 * length
-        if expected < inside:
-            slope = (last - rate) / length
+def _time_in_points(expected: float, points: list[list[float]], ramps: bool) -> float:
+    """Return the seconds until `expected` arrivals are expected, by [second, rate] points; infinite: never."""
+    for (start_s, rate), (end_s, next_rate) in itertools.pairwise(points):
+        end_rate = next_rate if ramps else rate
+        arrivals = (rate + end_rate) / 2 * (end_s - start_s)
+        if expected < arrivals:
+            slope = (end_rate - rate) / (end_s - start_s)
             if not expected:
-                return start
+                return start_s
             # rate * t + slope * t^2 / 2 = expected, in the form that also holds for a slope of 0
-            return start + 2 * expected / (rate + math.sqrt(rate * rate + 2 * slope * expected))
-        expected -= inside
-    start, rate = points[-1]
-    return start + expected / rate if rate > 0 else math.inf
+            return start_s + 2 * expected / (rate + math.sqrt(rate * rate + 2 * slope * expected))
+        expected -= arrivals
+    start_s, rate = points[-1]
+    return start_s + expected / rate if rate > 0 else math.inf
 
 
-def _in_wave(expected: float, minimum: float, maximum: float, period_s: float) -> float:
-    """In a rate that swings from `minimum` to `maximum` and back, as a sine, each period."""
-    mean, swing = (minimum + maximum) / 2, (maximum - minimum) / 2
-    turns, rest = divmod(expected, mean * period_s)
-    pace = 2 * math.pi / period_s
+def _time_in_wave(expected: float, min_rate: float, max_rate: float, period_s: float) -> float:
+    """Return the seconds until `expected` arrivals are expected, at a rate that follows a sine from its minimum."""
+    mean, amplitude = (min_rate + max_rate) / 2, (max_rate - min_rate) / 2
+    periods, remaining = divmod(expected, mean * period_s)
+    angular = 2 * math.pi / period_s
     low, high = 0.0, period_s
-    for _ in range(60):
+    for _ in range(60):  # bisection
         middle = (low + high) / 2
-        if mean * middle - swing / pace * math.sin(pace * middle) < rest:
+        if mean * middle - amplitude / angular * math.sin(angular * middle) < remaining:
             low = middle
         else:
             high = middle
-    return turns * period_s + low
+    return periods * period_s + low

@@ -1,6 +1,6 @@
-"""Sweeps: `vary` and `where` of a server or load, expanded into named rows when the scenario is read.
+"""Sweeps: expand `vary` and `where` of a server or load into named rows when the scenario is read.
 
-After that a scenario has ordinary servers and loads only; `Scenario.swept` keeps what was varied in each of them.
+Then a scenario has ordinary servers and loads only; `Scenario.swept` has the varied settings of each row.
 """
 
 import itertools
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec.structs import replace
 
 from harness.errors import Problem, did_you_mean
 from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow
@@ -21,77 +22,78 @@ from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, Swee
 MAX_COMBINATIONS = 10_000  # of one server or load, before `where`
 MAX_VALUES = 1000  # of one setting
 MAX_CONDITION = 200  # characters
-FLAG = "--"  # a setting that begins with it is an argument of the engine
-_NOT_VARIED = ("stages", "vary", "where")
+FLAG = "--"  # a setting with this prefix is an argument of the engine
+_FIXED_KEYS = ("stages", "vary", "where")
 
 
-DecodeLoad = Callable[[Any, list[Problem]], Load | None]  # of plain values; notes what is wrong with them
+DecodeLoad = Callable[[Any, list[Problem]], Load | None]  # decodes plain values; adds their problems to the list
 
 
 def expand(scenario: Scenario, decode_load: DecodeLoad) -> tuple[Scenario, list[Problem]]:
-    """Replace each server and load that has `vary` by its rows; one that has a problem is left out."""
+    """Replace each server and load that has `vary` by its rows. Returns problems too; what has one is left out."""
     problems: list[Problem] = []
-    servers, swept_servers = _rows(scenario.servers, "servers", decode_load, problems)
-    loads, swept_loads = _rows(scenario.loads, "loads", decode_load, problems)
+    servers, swept_servers = _expand_parts(scenario.servers, "servers", decode_load, problems)
+    loads, swept_loads = _expand_parts(scenario.loads, "loads", decode_load, problems)
     swept = Sweep(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
-    return msgspec.structs.replace(scenario, servers=servers, loads=loads, swept=swept), problems
+    return replace(scenario, servers=servers, loads=loads, swept=swept), problems
 
 
-def _rows(
-    parts: Mapping[str, Any], kind: str, decode_load: DecodeLoad, out: list[Problem]
+def _expand_parts(
+    parts: Mapping[str, Any], kind: str, decode_load: DecodeLoad, problems: list[Problem]
 ) -> tuple[dict[str, Any], dict[str, SweepRow]]:
-    found: dict[str, Any] = {}
+    """Return the servers or loads (`kind`) after the expansion, and the rows among them."""
+    expanded: dict[str, Any] = {}
     swept: dict[str, SweepRow] = {}
     for name, part in parts.items():
         if not part.vary:
             if part.where:
-                out.append(Problem(f"$.{kind}.{name}.where", "belongs to 'vary'"))
-            found[name] = part
+                problems.append(Problem(f"$.{kind}.{name}.where", "belongs to 'vary'"))
+            expanded[name] = part
             continue
         wrong = [problem.below(f"$.{kind}.{name}.") for problem in _grid_problems(part)]
-        grid = [] if wrong else list(_grid(name, part, kind, wrong))
+        grid = [] if wrong else list(_grid_rows(name, part, kind, wrong))
         for row, _ in grid:
             if row in parts or row in swept:
                 wrong.append(Problem(f"$.{kind}.{name}.vary", f"two {kind} would be called '{row}'; rename one"))
         rows: dict[str, Any] = {}
         for row, settings in [] if wrong else grid:
-            mistakes: list[Problem] = []
-            rows[row] = _server(part, settings) if kind == "servers" else _load(part, settings, decode_load, mistakes)
-            for mistake in mistakes:
-                key = next((key for key in settings if f"$.{key}".startswith(mistake.path.split("[")[0])), "")
+            found: list[Problem] = []
+            rows[row] = (
+                _server_with(part, settings) if kind == "servers" else _load_with(part, settings, decode_load, found)
+            )
+            for problem in found:
+                key = next((key for key in settings if f"$.{key}".startswith(problem.path.split("[")[0])), "")
                 place = f"{name}.vary.{key}" if key else name
-                text = mistake.text if key else f"{mistake.path.removeprefix('$.')}: {mistake.text}"
+                text = problem.text if key else f"{problem.path.removeprefix('$.')}: {problem.text}"
                 wrong.append(Problem(f"$.{kind}.{place}", f"{text} (of row '{row}')"))
-        out += wrong[:1] if len({problem.path for problem in wrong}) == 1 else wrong
+        problems += wrong[:1] if len({problem.path for problem in wrong}) == 1 else wrong
         if not wrong:
-            found |= rows
+            expanded |= rows
             swept |= {row: SweepRow(of=name, settings=settings) for row, settings in grid}
-    return found, swept
+    return expanded, swept
 
 
 def _grid_problems(part: Server | Load) -> Iterator[Problem]:
-    """What is wrong with `vary` before its values are combined; paths are below the server or load."""
+    """Check `vary` before its values are combined. Paths start below the server or load."""
+    combinations = 1
     for key, values in part.vary.items():
         path = f"vary.{key}"
-        if isinstance(part, Load) and (key in _NOT_VARIED or key.startswith(FLAG)):
+        if isinstance(part, Load) and (key in _FIXED_KEYS or key.startswith(FLAG)):
             yield Problem(path, "cannot be varied")
         elif isinstance(part, Server) and not key.startswith(FLAG) and not key.isidentifier():
             yield Problem(path, "a variable of the template is expected, or an argument of the engine such as --flag")
-        elif isinstance(values, Span):
-            if (why := _span_problem(values)) is not None:
-                yield Problem(path, why)
+        elif isinstance(values, Span) and (text := _span_problem(values)) is not None:
+            yield Problem(path, text)
         elif not values:
             yield Problem(path, "it is empty; list values, or write {from: 1, to: 64, factor: 2}")
-        elif len(values) > MAX_VALUES:
+        elif isinstance(values, list) and len(values) > MAX_VALUES:
             yield Problem(path, f"it has {len(values):,} values; at most {MAX_VALUES:,} are read")
+        else:
+            combinations *= len(_values(values))
     if isinstance(part, Load) and part.stages:
         yield Problem("vary", "does not go with 'stages'; vary 'users' instead")
-    spans = [
-        _span_values(one) if isinstance(one, Span) and not _span_problem(one) else one for one in part.vary.values()
-    ]
-    number = math.prod(len(one) for one in spans if isinstance(one, list))
-    if number > MAX_COMBINATIONS:
-        yield Problem("vary", f"it has {number:,} combinations; at most {MAX_COMBINATIONS:,} are read")
+    if combinations > MAX_COMBINATIONS:
+        yield Problem("vary", f"it has {combinations:,} combinations; at most {MAX_COMBINATIONS:,} are read")
 
 
 def _span_problem(span: Span) -> str | None:
@@ -111,60 +113,60 @@ def _span_problem(span: Span) -> str | None:
     return f"it has {steps + 1:,.0f} values; at most {MAX_VALUES:,} are read" if steps >= MAX_VALUES else None
 
 
-def _span_values(span: Span) -> list[int | float]:
-    """The values of a range, both ends included where they are met. Whole numbers stay whole."""
-    whole = all(float(one).is_integer() for one in (span.first, span.step or span.factor or 0))
-    number = 0
-    found: list[int | float] = []
+def _values(values: list[Any] | Span) -> list[Any]:
+    """Return the values of a setting. A range has its end where a step meets it; whole numbers stay whole."""
+    if isinstance(values, list):
+        return values
+    first, step, factor = values.first, values.step, values.factor or 2.0
+    whole = all(float(number).is_integer() for number in (first, step or factor))
+    numbers: list[int | float] = []
     while True:
-        value = (
-            span.first + number * span.step if span.step is not None else span.first * (span.factor or 2.0) ** number
-        )
-        if value > span.to * (1 + 1e-9):
-            return found
-        found.append(int(round(value)) if whole else float(f"{value:.9g}"))
-        number += 1
+        i = len(numbers)
+        number = first * factor**i if step is None else first + i * step
+        if number > values.to * (1 + 1e-9):
+            return numbers
+        numbers.append(int(round(number)) if whole else float(f"{number:.9g}"))
 
 
-def _grid(name: str, part: Server | Load, kind: str, wrong: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a server or load: name and settings. Those that `where` leaves out are not among them."""
-    values = {key: _span_values(one) if isinstance(one, Span) else one for key, one in part.vary.items()}
-    short = _abbreviations(list(values))
+def _grid_rows(name: str, part: Server | Load, kind: str, wrong: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and settings of each row that `where` keeps. Adds problems to `wrong`."""
+    values = {key: _values(given) for key, given in part.vary.items()}
+    short = _abbreviate_keys(list(values))
+    path = f"$.{kind}.{name}"
     rows: list[tuple[str, dict[str, Any]]] = []
     for combination in itertools.product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
-        known = _named(part, settings)
-        for place, condition in enumerate(part.where):
+        known = _condition_values(part, settings)
+        for number, condition in enumerate(part.where):
             try:
-                if not _is_met(condition, known):
+                if not _meets(condition, known):
                     break
             except ValueError as error:
-                wrong.append(Problem(f"$.{kind}.{name}.where[{place}]", str(error)))
+                wrong.append(Problem(f"{path}.where[{number}]", str(error)))
                 return
         else:
-            labels = {key: _label(value, values[key].index(value)) for key, value in settings.items()}
-            rows.append((name + "".join(f"-{short[key]}{label}" for key, label in labels.items()), settings))
-    path = f"$.{kind}.{name}.vary"
+            labels = [f"-{short[key]}{_label(value, values[key].index(value))}" for key, value in settings.items()]
+            rows.append((name + "".join(labels), settings))
     if not rows:
-        wrong.append(Problem(f"$.{kind}.{name}.where", "it leaves out every combination"))
+        wrong.append(Problem(f"{path}.where", "it leaves out every combination"))
     longest = max((row for row, _ in rows), key=len, default="")
     if len(longest) > MAX_NAME:
         text = f"the name '{longest}' has {len(longest)} characters; at most {MAX_NAME} are possible"
-        wrong.append(Problem(path, f"{text}. Shorten the name '{name}', or vary fewer settings"))
-    same = [row for row, times in Counter(row for row, _ in rows).items() if times > 1]
-    if same:
-        wrong.append(Problem(path, f"two {kind} would be called '{same[0]}'; give values that differ in their letters"))
+        wrong.append(Problem(f"{path}.vary", f"{text}. Shorten the name '{name}', or vary fewer settings"))
+    if same := [row for row, times in Counter(row for row, _ in rows).items() if times > 1]:
+        wrong.append(
+            Problem(f"{path}.vary", f"two {kind} would be called '{same[0]}'; give values that differ in their letters")
+        )
     yield from rows
 
 
-def _abbreviations(keys: list[str]) -> dict[str, str]:
-    """How names of rows call settings: one setting in full, of several the fewest letters that tell them apart."""
-    words = {key: re.findall(r"[a-z0-9]+", key.lower()) for key in keys}
+def _abbreviate_keys(keys: list[str]) -> dict[str, str]:
+    """Return the text for each key in names of rows: a single key in full, else the fewest letters that differ."""
     if len(keys) == 1:
-        last = re.findall(r"[a-z0-9]+", keys[0].rpartition(".")[2].lower())
-        return {keys[0]: f"{'-'.join(last)}-"}
+        words = re.findall(r"[a-z0-9]+", keys[0].rpartition(".")[2].lower())
+        return {keys[0]: f"{'-'.join(words)}-"}
     for letters in range(1, 30):
-        short = {key: "".join(word[:letters] for word in words[key]) for key in keys}
+        short = {key: "".join(word[:letters] for word in re.findall(r"[a-z0-9]+", key.lower())) for key in keys}
         if len(set(short.values())) == len(keys):
             return short
     return {key: f"v{number}" for number, key in enumerate(keys, 1)}
@@ -182,35 +184,35 @@ def _label(value: Any, place: int) -> str:
     return str(place + 1)
 
 
-def _server(server: Server, settings: Mapping[str, Any]) -> Server:
-    """A server with its settings: variables of its template, and arguments of its engine."""
+def _server_with(server: Server, settings: Mapping[str, Any]) -> Server:
+    """Return the server with these settings: variables of its template, and arguments of its engine."""
     variables = dict(server.variables)
     for key, value in settings.items():
         if not key.startswith(FLAG):
             variables[key] = value
         elif value is not False and value is not None:
-            given = variables.get("extra_args") or []
-            more = [key] if value is True else [key, str(value)]
-            variables["extra_args"] = [*given, *more] if isinstance(given, list) else given
-    return msgspec.structs.replace(server, variables=variables, vary={}, where=[])
+            extra_args = variables.get("extra_args") or []
+            if isinstance(extra_args, list):  # else the template refuses it
+                variables["extra_args"] = [*extra_args, key, *([] if value is True else [str(value)])]
+    return replace(server, variables=variables, vary={}, where=[])
 
 
-def _load(load: Load, settings: Mapping[str, Any], decode_load: DecodeLoad, wrong: list[Problem]) -> Load | None:
-    raw = msgspec.to_builtins(msgspec.structs.replace(load, vary={}, where=[]))
-    wrong += [problem for key, value in settings.items() if (problem := _put(raw, key, value)) is not None]
+def _load_with(load: Load, settings: Mapping[str, Any], decode_load: DecodeLoad, wrong: list[Problem]) -> Load | None:
+    raw = msgspec.to_builtins(replace(load, vary={}, where=[]))
+    wrong += [problem for key, value in settings.items() if (problem := _set_key(raw, key, value)) is not None]
     return None if wrong else decode_load(raw, wrong)
 
 
-def _put(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Set a value at a path such as arrivals.rate."""
-    *above, last = key.split(".")
-    place: Any = raw
-    for step in above:
-        place[step] = {} if place.get(step) is None else place[step]
-        place = place[step]
-        if not isinstance(place, dict):
-            return Problem(f"$.{key}", f"'{step}' has no keys of its own here")
-    place[last] = value
+def _set_key(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
+    """Set a value at a path such as arrivals.rate. Returns a problem where the path leads through a plain value."""
+    *parents, last = key.split(".")
+    mapping: Any = raw
+    for parent in parents:
+        mapping[parent] = {} if mapping.get(parent) is None else mapping[parent]
+        mapping = mapping[parent]
+        if not isinstance(mapping, dict):
+            return Problem(f"$.{key}", f"'{parent}' has no keys of its own here")
+    mapping[last] = value
     return None
 
 
@@ -218,7 +220,7 @@ def _put(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
 
 
 class _Conditions(ImmutableSandboxedEnvironment):
-    """Expressions of names, numbers, texts, + - * / and comparisons. What could take long or much memory is refused."""
+    """Expressions of names, numbers, texts, + - * / and comparisons. Anything that could take long is refused."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
@@ -237,33 +239,33 @@ class _Conditions(ImmutableSandboxedEnvironment):
 
 
 _CONDITIONS = _Conditions()
-_SUCH_AS = "such as max_num_batched_tokens >= max_num_seqs"
+_CONDITION_EXAMPLE = "such as max_num_batched_tokens >= max_num_seqs"
 
 
-def _named(part: Server | Load, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a condition may name: varied settings, and the variables of a server or the keys of a load."""
+def _condition_values(part: Server | Load, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a condition may use: varied settings, and the variables of a server or keys of a load."""
     if isinstance(part, Server):
         return part.variables | {key.removeprefix(FLAG).replace("-", "_"): value for key, value in settings.items()}
     raw: dict[str, Any] = msgspec.to_builtins(part)
     for key, value in settings.items():
-        _put(raw, key, value)
+        _set_key(raw, key, value)
     return raw
 
 
 @cache
-def _compiled(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], object]]:
-    """The names in a condition, and a function of their values. Raises ValueError."""
+def _compile_condition(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], object]]:
+    """Return the names in a condition, and a function of their values. Raises ValueError."""
     if len(condition) > MAX_CONDITION:
         raise ValueError(f"a condition has at most {MAX_CONDITION} characters (got {len(condition):,})")
     try:
         names = meta.find_undeclared_variables(_CONDITIONS.parse(f"{{{{ ({condition}) }}}}"))
         return names, _CONDITIONS.compile_expression(condition, undefined_to_none=False)
     except (TemplateError, RecursionError):
-        raise ValueError(f"'{condition}' is not a condition {_SUCH_AS}") from None
+        raise ValueError(f"'{condition}' is not a condition {_CONDITION_EXAMPLE}") from None
 
 
-def _is_met(condition: str, known: Mapping[str, Any]) -> bool:
-    names, expression = _compiled(condition)
+def _meets(condition: str, known: Mapping[str, Any]) -> bool:
+    names, expression = _compile_condition(condition)
     for name in sorted(names - known.keys()):
         raise ValueError(f"'{name}' is neither varied nor set here; {did_you_mean(name, known)}")
     try:
@@ -271,5 +273,5 @@ def _is_met(condition: str, known: Mapping[str, Any]) -> bool:
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"'{condition}': {error}") from None
     if not isinstance(met, bool):
-        raise ValueError(f"'{condition}' compares nothing; write {_SUCH_AS}")
+        raise ValueError(f"'{condition}' compares nothing; write {_CONDITION_EXAMPLE}")
     return met

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from harness.errors import ServerError, StartError
 from harness.failures.explain import Diagnosis, ExitState, explain
 from harness.files import open_file
-from harness.process import undisturbed
+from harness.process import signals_ignored
 from harness.redact import masked
 from harness.rundir.manifest import ServerDeath
 from harness.serve import compose_file
@@ -384,7 +384,7 @@ def removed_at_exit(
         yield
         failed = False
     finally:
-        with undisturbed(), contextlib.closing(client):
+        with signals_ignored(), contextlib.closing(client):
             on_progress("taking the server down")
             try:
                 remove_containers(client, labels, grace_s)

@@ -17,7 +17,7 @@ from msgspec import structs
 from harness.errors import ServerError
 from harness.failures.explain import ExitState, explain
 from harness.machine.doctor import DockerEngine
-from harness.process import owner, owner_is_gone
+from harness.process import owner_is_gone, owner_labels
 from harness.serve.location import EngineLocation, engine_location, open_engine_socket
 
 LABEL = "amd-llm-load"
@@ -37,7 +37,7 @@ def make_name(run_id: str, cell_id: str) -> str:
 
 def make_labels(run_id: str, cell_id: str) -> dict[str, str]:
     """Return the labels of all containers, networks and volumes that this process creates for a cell."""
-    return {LABEL: "1", RUN_LABEL: run_id, CELL_LABEL: cell_id, **owner()}
+    return {LABEL: "1", RUN_LABEL: run_id, CELL_LABEL: cell_id, **owner_labels()}
 
 
 def connect() -> docker.DockerClient:

@@ -13,7 +13,7 @@ from docker.types import Mount
 from harness.errors import ServerError
 from harness.files import LOCUSTFILES
 from harness.job import SECRETS_ENV, Job
-from harness.process import undisturbed
+from harness.process import signals_ignored
 from harness.redact import registered_secrets
 from harness.serve.containers import LogFile, follow_log
 from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
@@ -64,7 +64,7 @@ class ContainerChild:
             try:
                 self._container.start()
             except BaseException:
-                with undisturbed(), contextlib.suppress(*DOCKER_ERRORS):
+                with signals_ignored(), contextlib.suppress(*DOCKER_ERRORS):
                     self._container.remove(v=True, force=True)
                 raise
         except BaseException as error:
@@ -128,7 +128,7 @@ class ContainerChild:
                     self.poll()
                 self._log.wait_for_end()
             finally:  # after a second Ctrl-C, too
-                with undisturbed(), contextlib.closing(self._client):
+                with signals_ignored(), contextlib.closing(self._client):
                     self._container.remove(v=True, force=True)
         except NotFound:
             pass

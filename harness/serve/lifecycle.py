@@ -21,7 +21,7 @@ from harness import process, redact
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import ExitState
 from harness.machine.telemetry import Source, cgroup_files, local_source, telemetry_root
-from harness.process import is_free, signals_interrupt
+from harness.process import is_port_free, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server
 from harness.serve import compose_file, containers, probe
@@ -186,7 +186,7 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
     """Run the embedded engine: the command of the service, as a process of this host that ends with the harness."""
     port = start.compose.serving.port
     url = f"http://127.0.0.1:{port}"
-    if not is_free(port):
+    if not is_port_free(port):
         raise ServerError(
             f"port {port} is in use already",
             next_step="Leave host_port out to get a free one, or stop what uses it "

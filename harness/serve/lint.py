@@ -16,8 +16,8 @@ from harness.engines import Context, engines, find_engine, find_template
 from harness.errors import Problem
 from harness.failures.table import removed_flags, replacements
 from harness.reasons import sentence
-from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, at_once
-from harness.scenario.behaviour import Agent, Rag, max_of, unread
+from harness.scenario import TURNS, Gateway, Load, Prompts, Scenario, Server, max_concurrency
+from harness.scenario.behaviour import Agent, Rag, is_length_file, max_length
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variable_names, interpolate
 from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count_server_threads
 from harness.serve.location import engine_location
@@ -352,16 +352,16 @@ def _note_lemonade(server: Server, load: Load, threads: int | None) -> Iterator[
     if server.template != "lemonade":
         return
     size = MAX_THREADS if threads is None else count_server_threads(threads)
-    if at_once(load) > size:
+    if max_concurrency(load) > size:
         yield (
-            f"{at_once(load):,} requests will be in flight, and Lemonade serves {size} at once"
+            f"{max_concurrency(load):,} requests will be in flight, and Lemonade serves {size} at once"
             f"{' at most' if threads is None else ' on this machine'}: above that its own queue is measured, "
             "not the engine's"
         )
     if (
         load.endpoint != "embeddings"
-        and not unread(load.output_tokens)
-        and max_of(load.output_tokens) > LEMONADE_MAX_TOKENS
+        and not is_length_file(load.output_tokens)
+        and max_length(load.output_tokens) > LEMONADE_MAX_TOKENS
     ):
         yield (
             f"for answers of more than {LEMONADE_MAX_TOKENS:,} tokens Lemonade has vLLM count each prompt first, "
@@ -391,10 +391,10 @@ def _note_length(server: Server, load: Load, prompts: Prompts) -> str | None:
     """Return a note for a load whose longest request exceeds the server's context, if both are known."""
     template = find_template(server.template)
     context = None if template is None else template.context
-    if context is None or load.trace is not None or unread(load.output_tokens) or load.endpoint == "embeddings":
+    if context is None or load.trace is not None or is_length_file(load.output_tokens) or load.endpoint == "embeddings":
         return None
     max_context, source = _find_context_limit(server, context)
-    max_answer = max_of(load.output_tokens)
+    max_answer = max_length(load.output_tokens)
     max_prompt = _count_prompt_tokens(load, prompts, max_answer)
     if max_context is None or max_prompt is None or max_prompt + max_answer <= max_context:
         return None
@@ -404,9 +404,9 @@ def _note_length(server: Server, load: Load, prompts: Prompts) -> str | None:
 
 def _count_prompt_tokens(load: Load, prompts: Prompts, max_answer: int) -> int | None:
     """Return the tokens of the longest prompt, without the chat template; None if the prompts are not read yet."""
-    if load.user not in ("agent", "batch", "chat", "rag") or unread(prompts.tokens):
+    if load.user not in ("agent", "batch", "chat", "rag") or is_length_file(prompts.tokens):
         return None
-    text = max_of(prompts.tokens, "prompt") if prompts.kind == "synthetic" else 0
+    text = max_length(prompts.tokens, "prompt") if prompts.kind == "synthetic" else 0
     match load.user:
         case "chat":
             turns = load.turns or TURNS

@@ -30,7 +30,7 @@ from docker.utils import kwargs_from_env, parse_host
 from harness import process
 from harness.errors import ServerError
 from harness.files import read_bytes
-from harness.process import free_port, is_free
+from harness.process import free_port, is_port_free
 
 DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _DOCKER_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "HOME")
@@ -255,7 +255,7 @@ def _start_tunnel(location: EngineLocation, target: str, stderr: IO[bytes]) -> t
             process.stop(child)
             raise
         process.stop(child)
-        if is_free(local_port):
+        if is_port_free(local_port):
             break
     raise ServerError(
         f"no ssh tunnel to {location.host} can be opened: {_read_last_line(stderr) or 'ssh gives no answer'}",

@@ -12,8 +12,8 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.files import read_text
-from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, taken_together
-from harness.scenario.behaviour import Lengths, Pairs, length_at, read_pairs
+from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, Trace, requests_per_task
+from harness.scenario.behaviour import Lengths, Pairs, length_at, read_length_file
 from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, replay_of, sha256_of
 
@@ -318,7 +318,7 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
             continue
         lengths = pairs_of(load.output_tokens, folder)
         work = Workload(prompts, load, scenario.seed, None, rows, pairs, lengths, words)
-        number, group = load.requests or _TIMED_REQUESTS, taken_together(load)
+        number, group = load.requests or _TIMED_REQUESTS, requests_per_task(load)
         for first in range(0, number, group):
             together = [work.messages(index) for index in range(first, min(first + group, number))]
             digest.update(msgspec.json.encode(together))
@@ -329,7 +329,7 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
 
 def pairs_of(lengths: int | Lengths, folder: Path) -> Pairs:
     """The lines of the file that lengths come from, if they come from one. Raises HarnessError."""
-    return read_pairs(folder / lengths.file) if isinstance(lengths, Lengths) and lengths.file else ()
+    return read_length_file(folder / lengths.file) if isinstance(lengths, Lengths) and lengths.file else ()
 
 
 def local_words(prompts: Prompts, folder: Path) -> tuple[str, ...]:

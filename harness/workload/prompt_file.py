@@ -83,7 +83,7 @@ def read_rows(path: str | Path) -> list[PromptRow]:
             rows += [] if row is None else [row]
     except (msgspec.DecodeError, RecursionError) as error:
         raise HarnessError(f"{path}: {error}", next_step=_ADVICE) from None
-    bad.refuse()
+    bad.raise_errors()
     if not rows:
         raise HarnessError(f"{path}: there are no prompts in it", next_step=_ADVICE)
     return rows

@@ -258,7 +258,7 @@ class Replay:
             raise HarnessError(f"{path}: the trace cannot be read ({error.strerror})") from None
         except BadLine as error:
             bad.add(error.line, error.problem)
-        bad.refuse()
+        bad.raise_errors()
         if not self.at_s:
             raise self._empty()
 
