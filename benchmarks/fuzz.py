@@ -68,7 +68,7 @@ def sse(data: bytes) -> None:
     whole, parts, step = Parser(), Parser(), 1 + len(data) // 16
     with contextlib.suppress(EventTooLong):
         assert whole.feed(data) == [one for n in range(0, len(data), step) for one in parts.feed(data[n : n + step])]
-        assert whole.stray() == parts.stray()
+        assert whole.stray_text() == parts.stray_text()
 
 
 def http(data: bytes) -> None:
@@ -79,15 +79,15 @@ def http(data: bytes) -> None:
     try:
         for number, read in enumerate([*(data[n : n + size] for n in range(1, len(data), size)), b""]):
             exchange.arrivals.append(number, None)
-            collector.take(read)
+            collector.parse(read)
             exchange.process()
     except (EOFError, httptools.HttpParserError) as error:
         exchange.failure = Failure("not_api", str(error))
     except Failure as failure:
         exchange.failure = failure
-    answer = exchange.finish()
-    answer.bound(4, exchange.request_bytes)
-    exchange.time()
+    answer = exchange.finish_answer()
+    answer.drop_impossible_counts(4, exchange.request_bytes)
+    exchange.add_times()
     assert answer.output_tokens is None or 0 <= answer.output_tokens <= 4
 
 

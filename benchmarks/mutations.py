@@ -151,7 +151,7 @@ MUTATIONS = [
     Mutation("parsing", "the server's Retry-After has no upper limit",
              "return min(float(value), MAX_RETRY_AFTER_S)", "return float(value)", "retry_after"),
     Mutation("parsing", "an event of any size is kept in memory",
-             "if self._held + len(self._rest) > MAX_EVENT_BYTES:", "if False:", "sse untrusted"),
+             "if self._data_bytes + len(self._rest) > MAX_EVENT_BYTES:", "if False:", "sse untrusted"),
     Mutation("parsing", "milliseconds in a check are read as seconds",
              "return number, unit, _parse_bound(number) / units[unit]",
              "return number, unit, _parse_bound(number)", "checks"),
@@ -189,8 +189,8 @@ MUTATIONS = [
              "number = max_slots if self._requests is None or first < self._requests else 0",
              "workload users"),
     Mutation("load loss", "the end mark counts records that were not written",
-             'self._added_in[stage] - self._pending * (stage == len(self._cells) - 1)', "self._added_in[stage]",
-             "recorder full_disk"),
+             'self._recorded_by_stage[stage] - self._pending * (stage == len(self._cells) - 1)',
+             "self._recorded_by_stage[stage]", "recorder full_disk"),
 ]  # fmt: skip
 
 

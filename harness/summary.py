@@ -1,4 +1,4 @@
-"""What a run says in numbers: a Summary derived from its records, cell by cell and row by row."""
+"""The numbers of a run: a Summary derived from its records, cell by cell and row by row."""
 
 import statistics
 from collections.abc import Collection, Iterable
@@ -6,32 +6,34 @@ from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
 
-# Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test holds them equal.
+# Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test compares them.
 NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
 
 FORMAT_VERSION = 2  # of run.json and summary.json; in version 1 reasons were sentences
 # The rules of verdicts, see docs/method.md.
 ALPHA = 0.05  # of tests and intervals
 POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
-MARGIN = 0.02  # differences under this are treated as noise: "faster" and "slower" are larger, "same" is within it
+MARGIN = 0.02  # smaller differences are treated as noise: "faster" and "slower" are larger, "same" is within it
 MAX_REPEATS = 100  # beyond which no number of repeats is suggested
 
 
 class Reason(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Why something is so, as data: `harness.reasons` has the sentence of each code."""
+    """A reason, note or evidence as data: `harness.reasons` has the sentence of each code."""
 
     code: str
-    values: dict[str, Any] = {}  # what JSON can hold; a reason within a reason is a mapping
-    cell: str | None = None  # None: it is not about a cell, or what has it is the cell's
+    values: dict[str, Any] = {}  # of JSON types; a reason within a reason is a mapping
+    cell: str | None = None  # that it is about, unless it is stored with that cell
 
 
 def because(code: str, /, **values: Any) -> Reason:
-    """A reason with its values; one that is itself a reason or a verdict becomes a mapping."""
-    return Reason(code, {name: to_builtins(one) if isinstance(one, Struct) else one for name, one in values.items()})
+    """Make a reason. A value that is itself a reason or a verdict becomes a mapping."""
+    return Reason(
+        code, {key: to_builtins(value) if isinstance(value, Struct) else value for key, value in values.items()}
+    )
 
 
 def median_of_known(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known; None where none is."""
+    """The median of the known values; None if there is none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
@@ -39,7 +41,8 @@ def median_of_known(values: Iterable[float | None]) -> float | None:
 class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Exact statistics of a sample, in its own unit. A percentile that the sample cannot carry is None.
 
-    Many chunk gaps come from one request and are not independent, so what counts there is the number of requests.
+    The chunk gaps of one request are not independent, so the number of requests decides which of their percentiles the
+    sample carries.
     """
 
     n: int  # values in the sample
@@ -50,8 +53,8 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     p90: float | None = None
     p95: float | None = None
     p99: float | None = None
-    # The 95 % interval of each percentile, from order statistics. A bound that is None: the sample is too small for it.
-    # No entry: not known, as of chunk gaps, of numbers that another tool computed, and in files of older versions.
+    # The 95 % interval of each percentile, from order statistics. A bound is None if the sample is too small for it.
+    # Without an entry: chunk gaps, numbers that another tool computed, and files of older versions.
     intervals: dict[str, tuple[float | None, float | None]] = {}
 
 
@@ -59,52 +62,52 @@ NO_SAMPLE = Distribution(n=0)
 
 
 class SloAttainment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many of the requests sent met every SLO of a set. Failed and unfinished ones did not, nor did abandoned ones
-    that had missed one when the user left; the others are unknown and do not count.
+    """The number of sent requests that met every SLO of a set.
+
+    Failed and unfinished requests did not, nor did abandoned ones that had missed an SLO when the user left. Other
+    abandoned requests do not count.
     """
 
     met: int
     left: int = 0  # abandoned before an SLO was missed
-    unknown: int = 0  # successful, and a latency is not known that an SLO bounds; then neither is what follows
+    unknown: int = 0  # successful, but a latency that an SLO bounds is unknown; then the following are unknown, too
     attainment: float | None = None  # met / (sent - left)
     goodput_req_s: float | None = None  # requests that met every SLO and ended inside the window / window
 
 
 class ScheduleKept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the schedule of an open loop was kept, in requests that have a time of their own; of an own locustfile in
-    arrivals. None: not known.
-    """
+    """How the schedule of an open loop was kept, in requests; for an own locustfile in arrivals. None: not known."""
 
-    planned: int | None = None
+    planned: int | None = None  # with a time in the schedule
     sent: int = 0
-    never_sent: int | None = None  # all users were busy until the end
+    never_sent: int | None = None  # because all users were busy until the end
     asked_per_s: float | None = None
     achieved_per_s: float | None = None
 
 
 class Answers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many of the successful answers that were to have a form have it, and are right where that is known."""
+    """The successful answers that were asked for in a form: how many have it, and how many are right."""
 
     checked: int
     valid: int
     valid_share: float | None = None  # valid / checked
-    labelled: int = 0  # of which the right label is known
+    labelled: int = 0  # answers whose right label is known
     right: int | None = None
     right_share: float | None = None  # right / labelled
 
 
 class PromptLengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Planned prompt lengths against the server's count, over the successful requests that have both."""
+    """Planned prompt lengths and the server's count, over the successful requests that have both."""
 
     requests: int
-    asked: int  # tokens in all
-    got: int
-    added: int  # got - asked of most requests: what the chat template adds, where lengths are exact
-    otherwise: int  # requests of which it is another number
+    asked: int  # planned tokens in total
+    got: int  # the server's count in total
+    added: int  # got - asked of most requests: the tokens of the chat template, if lengths are exact
+    otherwise: int  # requests with another difference
 
 
 class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is known of a set of measured requests. Times in seconds; formulas in docs/method.md."""
+    """The numbers of a set of measured requests. Times in seconds; formulas in docs/method.md."""
 
     sent: int
     succeeded: int
@@ -112,18 +115,18 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     unfinished: int
     abandoned: int = 0  # the user left: neither a success nor a failure
     errors: dict[str, int] = {}  # by kind
-    resent: int = 0  # requests that were sent twice: the server was closing the kept connection
+    resent: int = 0  # requests that were sent twice, because the server closed the kept connection
     connect_retried: int = 0  # requests whose connection needed a second SYN, so waited 1 s or more
-    retry_after: int = 0  # requests after which the server asked their users to wait (Retry-After of 429 and 503)
-    retry_after_s: float | None = None  # for how long in total, at most 60 s each
-    prompt_tokens: int | None = None  # of the successful requests; None when one of them was not counted
+    retry_after: int = 0  # requests after which the server asked for a wait (Retry-After of 429 and 503)
+    retry_after_s: float | None = None  # the total of these waits, at most 60 s each
+    prompt_tokens: int | None = None  # of the successful requests; None if one of them was not counted
     output_tokens: int | None = None  # likewise
-    cached_tokens: int | None = None  # where the server reports them
-    reasoning_tokens: float | None = None  # of the output tokens, see harness.analysis.derive; None: none were
-    tool_calls: int | None = None  # that answers held; None: no request had tools
+    cached_tokens: int | None = None  # as the server reports them
+    reasoning_tokens: float | None = None  # of the output tokens, see harness.analysis.derive; None: there were none
+    tool_calls: int | None = None  # in the answers; None: no request had tools
     tool_calls_valid: int | None = None
     wall_s: float | None = None  # fixed amount of work: first sent to last ended; None for a timed load
-    window: Literal["wall", "timed"] | None = None  # what the rates refer to: the wall time or the measured time
+    window: Literal["wall", "timed"] | None = None  # of the rates: the wall time or the measured time
     window_s: float | None = None
     output_tok_s: float | None = None  # output tokens generated inside the window / window
     input_tok_s: float | None = None  # prompt tokens of the requests that ended inside the window / window
@@ -140,18 +143,18 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     schedule: ScheduleKept | None = None  # of an open loop
     tokens_per_chunk: float | None = None
     vectors: int | None = None  # of embeddings
-    answers: Answers | None = None  # where answers were to have a form
-    prompts: PromptLengths | None = None  # where their length was planned
-    slos: dict[str, SloAttainment] = {}  # by the SLOs that a check asks about, such as "ttft<=1s, tpot<=50ms"
+    answers: Answers | None = None  # if a form was asked for
+    prompts: PromptLengths | None = None  # if their length was planned
+    slos: dict[str, SloAttainment] = {}  # by the SLOs of a check, such as "ttft<=1s, tpot<=50ms"
 
     @property
     def error_rate(self) -> float | None:
-        """Failed / sent. What the end of the run cut is no failure of the server, but no success either."""
+        """Failed / sent. A request that the end of the run cut is sent, but not failed."""
         return self.failed / self.sent if self.sent else None
 
 
 class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the server's own metrics said during a cell. None: it has no such metric, or it was not read in time."""
+    """The server's own metrics during a cell. None: it has no such metric, or it was not read in time."""
 
     running_max: float | None = None
     running_mean: float | None = None
@@ -159,9 +162,9 @@ class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kv_usage_max: float | None = None  # 0 to 1
     preemptions: float | None = None
     generated_tokens: float | None = None  # by the server's counter, warm-up included
-    restarted: bool = False  # a counter went backwards or the process has another start time
+    restarted: bool = False  # a counter decreased, or the process has another start time
     prefix_hit_ratio: float | None = None
-    # In the measured time: seconds of all requests that ended in it together, and how many these are.
+    # Total seconds of all requests that ended in the measured time, and the number of these requests.
     queue_s: float | None = None
     prefill_s: float | None = None
     decode_s: float | None = None
@@ -172,9 +175,9 @@ LimitedBy = Literal["client", "kv_cache", "queue", "api", "prefill", "decode"]
 
 
 class TimeSplit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the time of a request went, in seconds on average. None: the server does not say."""
+    """Where the time of a request went, in seconds on average. None: the server does not report it."""
 
-    connect_s: float | None = None  # by the client; before `e2e_s`
+    connect_s: float | None = None  # by the client; before `e2e_s` starts
     api_s: float | None = None  # e2e_s - queue_s - prefill_s - decode_s: the API process, the network, the client
     queue_s: float | None = None
     prefill_s: float | None = None
@@ -183,9 +186,9 @@ class TimeSplit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class GpuLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one GPU was seen to do in the measured window. None: it does not say."""
+    """The samples of one GPU in the measured window. None: it does not report the value."""
 
-    used: bool  # whether it worked for the server; totals are over those that did
+    used: bool  # whether it worked for the server; totals are over these GPUs
     busy_mean_percent: float | None = None
     busy_max_percent: float | None = None
     memory_busy_mean_percent: float | None = None
@@ -199,16 +202,16 @@ class GpuLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     temperatures_max_c: dict[str, float] = {}
     clock_mean_mhz: float | None = None
     clock_min_mhz: float | None = None
-    heat_s: float | None = None  # for how long heat or a signal from outside held it back
+    heat_s: float | None = None  # for how long heat or an external signal throttled it
     limited_s: float | None = None  # for how long a limit of power or current did, which is normal at full load
 
 
 class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the server's machine was seen to do in the measured window. Of GPUs, those that worked for the server."""
+    """The samples of the server's machine in the measured window. Totals are over the GPUs that the server used."""
 
     samples: int
-    gap_max_s: float  # the longest time without one
-    took_max_s: float | None = None  # the longest that one took
+    gap_max_s: float  # the longest time without a sample
+    took_max_s: float | None = None  # the longest time to read a sample
     gpus: dict[str, GpuLoad] = {}  # all of them, by render node
     busy_mean_percent: float | None = None  # over GPUs and time
     busy_max_percent: float | None = None  # of any GPU
@@ -220,42 +223,42 @@ class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     energy_per_token_j: float | None = None  # energy / output tokens generated inside the window
     counted_energy_j: float | None = None
     temperature_max_c: float | None = None  # of any sensor
-    heat_s: float | None = None  # of the GPU that was held back longest
+    heat_s: float | None = None  # of the GPU that was throttled longest
     limited_s: float | None = None  # likewise
     host_cpu_mean: float | None = None  # 0 to 1 of all cores
     host_memory_min_bytes: int | None = None  # available
     container_cpu_mean_cores: float | None = None
     container_memory_max_bytes: int | None = None
-    listen_overflows: int | None = None  # connections that a full listen queue in the server's container turned away
+    listen_overflows: int | None = None  # connections refused by a full listen queue in the server's container
 
 
 class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the load generator was the limit of a cell: what was measured, what is allowed, what it spoils."""
+    """A limit of the load generator that a cell exceeded."""
 
     what: Literal["cpu", "send_lag", "shared_reads", "read_clock", "loop_lag"]
     value: float
-    allowed: float  # at most
+    allowed: float  # maximum
     unit: Literal["s", "ratio"]
-    numbers: list[str]  # fields of Numbers
-    invalid: bool = False  # whether the run is INVALID for it; else all other numbers are valid
+    numbers: list[str]  # fields of Numbers that it affects
+    invalid: bool = False  # whether it makes the run INVALID; if not, all other numbers are valid
 
 
 class WarmupResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The warm-up of a cell."""
 
     requests: int
-    seconds: float | None = None  # from its first request to when the measurement began
-    steady: bool | None = None  # whether it found the server steady; None: it was not to find that out
+    seconds: float | None = None  # from its first request to the start of the measurement
+    steady: bool | None = None  # whether it found the server steady; None: it did not check that
 
 
 class BadFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A field of the server's answers whose value was not possible in some requests of a cell, warm-up included."""
+    """A field of the server's answers that had an impossible value in a cell, warm-up included."""
 
     field: str  # such as "usage.completion_tokens"
-    code: Literal["type", "below", "above"]  # "type" of JSON; less or more than `limit`, for which the cell is INVALID
-    requests: int
-    got: str  # of the first of them: the JSON type, else the number
-    limit: int | None = None  # likewise
+    code: Literal["type", "below", "above"]  # another JSON type; less or more than `limit`: then the cell is INVALID
+    requests: int  # that had such a value
+    got: str  # in the first of them: the JSON type, else the number
+    limit: int | None = None  # in the first of them
 
 
 class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -269,20 +272,18 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     stage: str | None = None
     group: str = ""
     again: str | None = None
-    session: int | None = (
-        None  # from 0, where the run was resumed or paused for an hour between cells; None: it was not
-    )
+    session: int | None = None  # from 0, if the run was resumed or paused for an hour between cells; else None
     numbers: Numbers
     server_load: ServerLoad
     machine_load: MachineLoad | None = None  # None: nothing was sampled
     ready_s: float | None = None  # the server's start until its first answer
     warmup: WarmupResult | None = None  # None: there was none
     bad_fields: list[BadFields] = []
-    failed: Reason | None = None  # of a sweep: why the setting failed, which is its result; then it has no other
+    failed: Reason | None = None  # in a sweep: why the setting failed, which is its only result
     problems: list[Reason] = []  # why it is not valid
-    notes: list[Reason] = []  # what a reader should know and does not make it invalid
+    notes: list[Reason] = []  # that do not make it invalid
     limits: list[ClientLimit] = []  # each of them is a problem or a note as well
-    time: TimeSplit | None = None  # None: the server does not say, as of `limited_by`
+    time: TimeSplit | None = None  # None: the server does not report it; also `limited_by`
     limited_by: LimitedBy | None = None
 
 
@@ -297,15 +298,15 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     input_tok_s: list[float] = []
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
     formulas: int = 1  # version of the formulas of `pooled`
-    definitions: dict[str, str] = {}  # of an imported run: by field of Numbers, where it is not ours
-    missing: dict[str, str] = {}  # of an imported run: by field of Numbers, why it is not known
+    definitions: dict[str, str] = {}  # in an imported run: by field of Numbers, if it is defined otherwise
+    missing: dict[str, str] = {}  # in an imported run: by field of Numbers, why it is not known
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
-    kind: str = ""  # what decides when a request is sent: closed loop, bursts, open loop, trace
+    kind: str = ""  # closed loop, bursts, open loop or trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
     invalid: Reason | None = None  # the first reason why one of its cells is not valid; then it has no verdict
-    failed: Reason | None = None  # of a sweep: why its setting failed; it is not compared
-    time: TimeSplit | None = None  # means over the cells of which it is known
-    limited_by: LimitedBy | None = None  # that of more than half of its cells
+    failed: Reason | None = None  # in a sweep: why its setting failed; then it is not compared
+    time: TimeSplit | None = None  # means over the cells with a known time
+    limited_by: LimitedBy | None = None  # the limit of more than half of its cells
 
     @property
     def key(self) -> tuple[str, str]:
@@ -318,14 +319,14 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Measured requests of a row that failed for the same cause, explained where the table of failures knows it."""
+    """Measured requests of a row that failed for the same cause, explained if the table of failures has it."""
 
     server: str
     load: str
     kind: str  # of the error
     count: int
-    message: str  # what the first of them said
-    id: str | None = None  # of the row of the table
+    message: str  # of the first of them
+    id: str | None = None  # of the entry in the table
     cause: str | None = None
     fix: str | None = None
 
@@ -334,19 +335,19 @@ Inconclusive = Literal[
     "refused",  # the two sides have no ratio, such as numbers of other definitions
     "no_values",
     "too_few",  # for an interval, or for p < 0.05
-    "apart",  # the repeats of the two sides are of different sessions, so a drift of the machine is in the ratio
-    "run_variation_unknown",  # runs are compared, and how far equal ones differ on this machine is not known
-    "in_margin",  # the difference is smaller than what counts, but its interval is not
+    "apart",  # the two sides have different sessions, so the ratio contains the drift of the machine
+    "run_variation_unknown",  # runs are compared, and the variation between equal runs on this machine is not known
+    "in_margin",  # the difference is within the margin, but its interval is not
     "includes_one",
     "p_too_large",
 ]
 
 
-OPEN = ("too_few", "in_margin", "includes_one", "p_too_large")  # what more repeats may decide
+OPEN = ("too_few", "in_margin", "includes_one", "p_too_large")  # more repeats may decide these
 
 
 class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """baseline.json: the run that checks call the baseline, as far as they need it."""
+    """baseline.json: the parts of the baseline run that checks need."""
 
     run: str
     rows: list[Row] = []
@@ -354,7 +355,7 @@ class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of a check. Numbers are those of the worst row, in the unit of the check's bound."""
+    """The result of a check. Its numbers are those of the worst row, in the unit of the check's bound."""
 
     check: str
     status: Literal["passed", "failed", "inconclusive"] = "inconclusive"
@@ -371,13 +372,13 @@ class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         ]
         | None
     ) = None  # None: of an older version
-    evidence: list[Reason] = []  # what was found, of each row that decides
+    evidence: list[Reason] = []  # of each row that decides
     row: str | None = None
     value: float | None = None
     low: float | None = None  # the 95 % interval of the value; None: unbounded on that side
     high: float | None = None
     bound: float | None = None
-    more_requests: int | None = None  # that would decide it; None: unknown, too many, or requests do not help
+    more_requests: int | None = None  # that would decide it; None: unknown, too many, or they do not help
 
 
 class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -388,7 +389,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scenario: str
     question: str
     simulated: bool
-    valid: bool | None  # None: an import, whose file cannot show the conditions that are otherwise checked
+    valid: bool | None  # None: an import, whose file does not show the conditions of validity
     reasons: list[Reason]  # why it is not valid
     notes: list[Reason] = []
     failures: list[FailedRequests] = []  # the most frequent causes of each row
@@ -403,19 +404,19 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     side: str  # "SERVER / LOAD", or the run's name
     baseline: str
-    metric: str  # of work "wall_s", "output_tok_s" or "input_tok_s", else a latency, such as "ttft_p50"
-    ratio: float | None  # of speed: above 1 the side is faster than the baseline
+    metric: str  # "wall_s", "output_tok_s", "input_tok_s", or a latency such as "ttft_p50"
+    ratio: float | None  # of speed: above 1 if the side is faster than the baseline
     low: float | None  # 95 % interval of the ratio
     high: float | None
     p: float | None  # two-sided, corrected for the number of comparisons
-    n: tuple[int, int]  # values of side and baseline: repeats of one run, else runs
+    n: tuple[int, int]  # number of values of side and baseline: repeats of one run, or runs
     word: str  # "faster", "slower", "same", "inconclusive"
     reason: Inconclusive | None = None
     refused: Reason | None = None  # why the two sides have no ratio
     unit: Literal["repeats", "runs"] = "repeats"  # what the values are of
-    comparisons: int = 1  # that p is corrected for
-    needed: int | None = None  # values a side that would settle an inconclusive verdict; None: not known, or too many
-    needed_for_same: int | None = None  # of a difference beyond the margin: to show that there is no difference
+    comparisons: int = 1  # for which p is corrected
+    needed: int | None = None  # values of each side that would decide the verdict; None: not known, or too many
+    needed_for_same: int | None = None  # those that would show that there is no difference beyond the margin
 
 
 class Difference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -428,20 +429,21 @@ class Difference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of verdicts."""
 
-    metric: str | None  # that of all verdicts; None: they have several, each its own
-    comparisons: int  # how many were made, and corrected for
-    noise_floor: float  # relative difference under which a difference is treated as noise
-    noise_source: list[Reason]  # of a comparison of runs: how the variation between them is known
+    metric: str | None  # of all verdicts; None: they have different ones
+    comparisons: int  # for which p-values are corrected
+    noise_floor: float  # smaller relative differences are treated as noise
+    noise_source: list[Reason]  # in a comparison of runs: the source of the variation between them
     verdicts: list[Verdict]
-    simulated: bool = False  # of a comparison of runs: an engine's model was measured, not hardware
-    sides: list[str] = []  # of a comparison of runs: the sides, baseline first, ...
-    differences: list[Difference] = []  # ... and in what their manifests differ
-    checks: list[CheckResult] = []  # of a comparison of runs: what was asked of the sides
-    notes: list[Reason] = []  # what to know of the sides before the verdicts
+    # In a comparison of runs:
+    simulated: bool = False  # an engine's model was measured, not hardware
+    sides: list[str] = []  # baseline first
+    differences: list[Difference] = []  # of the manifests of the sides
+    checks: list[CheckResult] = []
+    notes: list[Reason] = []  # on the sides
 
 
 def upgrade_summary(raw: dict[str, Any]) -> None:
-    """Make a summary.json of version 1 one of this version, in place."""
+    """Convert a summary.json of version 1 to this version, in place."""
     raw.pop("beside", None)  # its verdicts are in `comparison`
     cells = {cell.get("id") for cell in raw.get("cells", [])}
     upgrade_reasons(raw, "reasons", "notes", cells=cells)
@@ -458,7 +460,7 @@ def upgrade_summary(raw: dict[str, Any]) -> None:
             check["status"] = "passed" if check.pop("passed") else "failed"
     comparison = raw.get("comparison")
     if comparison:
-        comparison["noise_source"] = []  # within a run nothing is known of other runs
+        comparison["noise_source"] = []  # it is of a comparison of runs
         for verdict in comparison.get("verdicts", []):
             text = verdict.pop("sentence", "")
             if verdict.get("word") == "inconclusive" and verdict.get("reason") in (None, "refused"):
@@ -468,25 +470,25 @@ def upgrade_summary(raw: dict[str, Any]) -> None:
 
 
 def upgrade_reference(raw: dict[str, Any]) -> None:
-    """Make a baseline.json of an earlier version one of this version, in place; a newer one is left as it is."""
+    """Convert a baseline.json of an earlier version to this version, in place."""
     upgrade_reasons(raw, "refused")
     for row in raw.get("rows", []):
         upgrade_reasons(row, "invalid")
 
 
 def upgrade_reasons(raw: dict[str, Any], *keys: str, cells: Collection[Any] = ()) -> None:
-    """Make reasons of sentences, in place. One that begins with one of `cells` is about that cell."""
+    """Convert sentences to reasons, in place. A sentence that starts with one of `cells` is about that cell."""
 
-    def upgraded(text: Any) -> Any:
+    def upgrade(text: Any) -> Any:
         if not isinstance(text, str):
             return text
         cell, colon, rest = text.partition(": ")
-        own = bool(colon) and cell in cells
-        found = {"code": "text", "values": {"text": rest if own else text}}
-        return found | {"cell": cell} if own else found
+        if colon and cell in cells:
+            return {"code": "text", "values": {"text": rest}, "cell": cell}
+        return {"code": "text", "values": {"text": text}}
 
     for key in keys:
         if isinstance(raw.get(key), list):
-            raw[key] = [upgraded(text) for text in raw[key]]
+            raw[key] = list(map(upgrade, raw[key]))
         elif key in raw:
-            raw[key] = upgraded(raw[key])
+            raw[key] = upgrade(raw[key])

@@ -1,4 +1,4 @@
-"""An agent with tools: a model call, a tool that works for a while, and again with what the tool returned.
+"""An agent with tools: a model call, a tool that works for a while, the next model call with the tool's result.
 
 Stock Locust:  locust -f locustfiles/agent.py --host http://127.0.0.1:8000 --steps 6 --sub-agents 2
 """
@@ -7,7 +7,7 @@ from functools import partial
 
 from locust import task
 
-from harness.load.openai_api import Tools, called, returned, valid_call
+from harness.load.openai_api import Tools, tool_call_message, tool_result_message
 from harness.load.process import Work
 from harness.load.user import LLMUser
 from harness.scenario.behaviour import Agent, chance, pause_s
@@ -15,10 +15,10 @@ from harness.workload import Message
 
 
 class ToolAgent(LLMUser):
-    """Works on tasks in steps, with a context that grows. The plan says how many steps, not the model's answers.
+    """Works on tasks in steps; each step adds to the context. The plan sets the number of steps, not the answers.
 
-    A step whose answer has a valid tool call goes on with that call, any other with the plan's: so every server gets
-    the same load, whether its model can call tools or not.
+    After an answer with a valid tool call the agent continues with that call, after any other with the plan's call: so
+    every server gets the same load, whether its model can call tools or not.
     """
 
     endpoints = ("chat",)
@@ -27,32 +27,32 @@ class ToolAgent(LLMUser):
     @task
     def work(self) -> None:
         agent = self.load.agent or Agent()
-        places = self.take(agent.steps * (1 + agent.sub_agents))
-        self.steps(agent, places[: agent.steps], places[agent.steps :])
+        works = self.take(agent.steps * (1 + agent.sub_agents))
+        self.run_steps(agent, works[: agent.steps], works[agent.steps :])
         self.think()
 
-    def steps(self, agent: Agent, places: list[Work], of_others: list[Work], batch: int | None = None) -> None:
-        """One agent's part, with a task or several. Its first step starts sub-agents, which have a part each."""
-        tools = Tools.of(agent.tools, agent.choice)
+    def run_steps(self, agent: Agent, works: list[Work], sub_agent_works: list[Work], batch: int | None = None) -> None:
+        """Send the requests of one agent: a task, or several. After the first request, run its sub-agents."""
+        tools = Tools.first(agent.tools, agent.choice)
         history: list[Message] = []
-        new: list[Message] = []  # since the last answer: the task, or what the tool returned
-        begin, step = 0, 0
-        for place in places:
+        new: list[Message] = []  # since the last answer: the task, or the tool's result
+        task_index, step = 0, 0
+        for work in works:
             if self.over():
                 break
             if not new:
-                begin, step, history, new = place.index, 0, [], list(place.messages)
+                task_index, step, history, new = work.index, 0, [], list(work.messages)
             step += 1
-            asked = place.saying(new) if step > 1 else place
-            answer = self.ask(asked, history, conversation=begin, turn=step, batch=batch, tools=tools)
-            parts = [of_others[first : first + agent.steps] for first in range(0, len(of_others), agent.steps)]
-            self.at_once([partial(self.steps, agent, part, [], batch=begin) for part in parts])
-            of_others = []
-            if chance(self.seed, "done", place.index) < agent.done:
+            request = work.with_messages(new) if step > 1 else work
+            answer = self.ask(request, history, conversation=task_index, turn=step, batch=batch, tools=tools)
+            parts = [sub_agent_works[i : i + agent.steps] for i in range(0, len(sub_agent_works), agent.steps)]
+            self.at_once([partial(self.run_steps, agent, part, [], batch=task_index) for part in parts])
+            sub_agent_works = []
+            if chance(self.seed, "done", work.index) < agent.done:
                 new = []
                 continue
-            self.pause(pause_s(agent.tool_time, self.seed, "tool", place.index))
-            if answer.error is None:  # otherwise the next step tries the same again
-                call = valid_call(tools, answer.calls) or tools.planned(place.index)
-                history = [*history, *new, called(answer.text, call)]
-                new = [returned(call, self.text(agent.result_tokens, f"tool-{place.index}"))]
+            self.pause(pause_s(agent.tool_time, self.seed, "tool", work.index))
+            if answer.error is None:  # otherwise the next step repeats this one
+                call = tools.first_valid(answer.calls) or tools.planned_call(work.index)
+                history = [*history, *new, tool_call_message(answer.text, call)]
+                new = [tool_result_message(call, self.text(agent.result_tokens, f"tool-{work.index}"))]

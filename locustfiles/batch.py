@@ -1,4 +1,4 @@
-"""A batch agent: software that has work to do and sends it in bursts, or keeps so many requests under way.
+"""A batch agent: software that sends its requests in bursts, or keeps a number of requests in flight.
 
 Stock Locust:  locust -f locustfiles/batch.py --host http://127.0.0.1:8000 --batch-size 5
                locust -f locustfiles/batch.py --host http://127.0.0.1:8000 --in-flight 5
@@ -12,7 +12,7 @@ from harness.load.user import LLMUser
 class BatchAgent(LLMUser):
     """Sends N requests at once, waits for all answers, and repeats. N = 1 is one request after another.
 
-    Or keeps N in flight: as soon as one has ended the next is sent, without waiting for the slowest.
+    Or keeps N requests in flight: when one has ended, it sends the next, without waiting for the slowest.
     """
 
     uses = ("--batch-size", "--in-flight")

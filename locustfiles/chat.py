@@ -12,9 +12,9 @@ from harness.workload import Message
 
 
 class ChatUser(LLMUser):
-    """Asks, reads the answer, thinks, asks again. The history grows until a new conversation begins.
+    """Asks, reads the answer, thinks, asks again. The history grows until the next conversation.
 
-    Sometimes leaves before the answer is complete, or asks the same again.
+    Sometimes leaves before the answer is complete, or asks the same question again.
     """
 
     endpoints = ("chat", "completions")
@@ -23,21 +23,21 @@ class ChatUser(LLMUser):
 
     @task
     def converse(self) -> None:
-        places = self.take(self.load.turns or TURNS)
-        conversation = places[0].index
-        history: list[Message] = []  # as it was before the question
-        said: list[Message] = []  # the question and its answer
-        question, again = places[0], False
-        for turn, place in enumerate(places, start=1):
+        works = self.take(self.load.turns or TURNS)
+        conversation = works[0].index
+        history: list[Message] = []  # before the question
+        exchanged: list[Message] = []  # the question and its answer; none after a failure
+        question, again = works[0], False
+        for turn, work in enumerate(works, start=1):
             if not again:
-                history, said = history + said, []
-                question = place.without_system() if history else place
-            asked = question.at(place)
-            leave = abandon_of(self.load.abandon, self.seed, place.index)
-            answer = self.ask(asked, history, conversation=conversation, turn=turn, again=again, leave=leave)
-            if answer.error is None:  # otherwise it goes on as if nothing had been asked, or answered again
-                said = [*question.messages, {"role": "assistant", "content": answer.text}]
+                history, exchanged = history + exchanged, []
+                question = work.without_system() if history else work
+            request = question.moved_to(work)
+            leave = abandon_of(self.load.abandon, self.seed, work.index)
+            answer = self.ask(request, history, conversation=conversation, turn=turn, again=again, leave=leave)
+            if answer.error is None:
+                exchanged = [*question.messages, {"role": "assistant", "content": answer.text}]
             self.think()
             if self.over():
                 break
-            again = chance(self.seed, "regenerate", place.index) < self.load.regenerate
+            again = chance(self.seed, "regenerate", work.index) < self.load.regenerate

@@ -185,7 +185,7 @@ def work(index: int = 0) -> Work:
 def one_record(folder: Path, handler: Handler, **load: Any) -> Request:
     """Sends one request and reads back its one record."""
     with serving(handler) as url, load_process(folder, url, **load) as process:
-        client = process.client()
+        client = process.create_client()
         process.send(client, work())
         client.close()
     records = list(read_requests(folder / "requests.jsonl"))
@@ -211,16 +211,16 @@ def exchanging(
     `known`: it takes the server for one that keeps connections after streams.
     """
     reader = Reader(IdleQueue())
-    dialer = Dialer(ApiAddress.of(url))
+    dialer = Dialer(ApiAddress.parse(url))
     if known:
-        dialer.keeps[True] = True
+        dialer.keeps_connections[True] = True
     client = Client(dialer, reader, timeout_s=timeout_s, headers=headers)
 
     def send(body: bytes = BODY) -> tuple[Exchange, Answer]:
         exchange = Exchange("x")
         client.send("/chat/completions", lambda: body, exchange)
-        answer = exchange.finish()
-        exchange.time()
+        answer = exchange.finish_answer()
+        exchange.add_times()
         return exchange, answer
 
     try:

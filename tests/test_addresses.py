@@ -70,8 +70,8 @@ def pods(*addresses: str) -> Iterator[tuple[int, Counter[str]]]:
 def loading(folder: Path, port: int, users: int = 1) -> Iterator[list[Callable[[], None]]]:
     """For each user a function that sends a request, which must succeed."""
     with load_process(folder, f"http://{NAME}:{port}") as process:
-        process._dialer.keeps[True] = True  # as after a first stream
-        clients = [process.client() for _ in range(users)]
+        process._dialer.keeps_connections[True] = True  # as after a first stream
+        clients = [process.create_client() for _ in range(users)]
 
         def send(client: Client) -> None:
             answer = process.send(client, work())
@@ -121,7 +121,7 @@ def test_an_address_that_refuses_costs_no_request(tmp_path: Path, resolver: Call
 def test_an_address_that_failed_is_used_again(
     tmp_path: Path, resolver: Callable[[Names], Names], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.load.client._FAILED_S", 0.2)
+    monkeypatch.setattr("harness.load.client._FAILED_ADDRESS_S", 0.2)
     resolver(Names(*PODS[:2]))
     with pods(PODS[0]) as (port, opened), loading(tmp_path, port, users=8) as users:
         for send in users[:4]:
@@ -137,7 +137,7 @@ def test_an_address_that_failed_is_used_again(
 def test_when_all_addresses_refuse_the_request_fails_once(tmp_path: Path, resolver: Callable[[Names], Names]) -> None:
     names = resolver(Names(*PODS))
     with pods() as (port, _), load_process(tmp_path, f"http://{NAME}:{port}") as process:
-        answers = [process.send(process.client(), work(i)) for i in range(2)]
+        answers = [process.send(process.create_client(), work(i)) for i in range(2)]
     assert [(answer.error, answer.message) for answer in answers] == [
         ("connect", f"{NAME}:{port}: connection refused")
     ] * 2
@@ -162,7 +162,7 @@ USERS = 2000
 @pytest.mark.parametrize("known", [True, False], ids=["a name", "an unknown name"])
 def test_many_users_share_one_slow_look_up(known: bool, resolver: Callable[[Names], Names]) -> None:
     names = resolver(Names(*PODS[:known], takes_s=1.5))
-    dialer = Dialer(ApiAddress.of(f"http://{NAME}:1"))
+    dialer = Dialer(ApiAddress.parse(f"http://{NAME}:1"))
     ticks = []
 
     def tick() -> None:
@@ -188,7 +188,7 @@ def test_many_users_share_one_slow_look_up(known: bool, resolver: Callable[[Name
 
 def test_a_user_who_is_cut_takes_no_look_up_along(resolver: Callable[[Names], Names]) -> None:
     names = resolver(Names(PODS[0], takes_s=0.2))
-    dialer = Dialer(ApiAddress.of(f"http://{NAME}:1"))
+    dialer = Dialer(ApiAddress.parse(f"http://{NAME}:1"))
     first, second = gevent.spawn(dialer.look_up), gevent.spawn(dialer.look_up)
     gevent.sleep(0.1)
     first.kill()
@@ -198,7 +198,7 @@ def test_a_user_who_is_cut_takes_no_look_up_along(resolver: Callable[[Names], Na
 
 def test_an_address_in_place_of_a_name_is_never_looked_up_again(resolver: Callable[[Names], Names]) -> None:
     with pods(PODS[0]) as (port, opened):
-        dialer = Dialer(ApiAddress.of(f"http://{PODS[0]}:{port}"))
+        dialer = Dialer(ApiAddress.parse(f"http://{PODS[0]}:{port}"))
         dialer.connect().close()
         names = resolver(Names())
         gevent.sleep(1.05)
@@ -209,7 +209,7 @@ def test_an_address_in_place_of_a_name_is_never_looked_up_again(resolver: Callab
 @pytest.mark.parametrize("host", ["a" * 64, "a..b"])
 def test_what_cannot_be_a_name_fails_as_one_that_is_unknown(tmp_path: Path, host: str) -> None:
     with load_process(tmp_path, f"http://{host}:8000") as process:
-        answer = process.send(process.client(), work())
+        answer = process.send(process.create_client(), work())
     assert answer.error == "connect"
     (record,) = records_of(tmp_path)
     assert (record.message or "").startswith(f"{host}:8000: not a host name (")

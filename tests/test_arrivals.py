@@ -124,9 +124,9 @@ def test_a_time_asked_for_lasts_also_when_no_user_arrives_any_more(tmp_path: Pat
         sequencer = Sequencer(str(tmp_path / name), plan)
         assert [len(sequencer.take()) for _ in range(3)] == [1, 1, 0]
         sequencer.settle(2)
-        assert sequencer.finished() == (name == "counted")
+        assert sequencer.is_finished() == (name == "counted")
         clock[0] += 0.4
-        assert sequencer.finished()
+        assert sequencer.is_finished()
 
 
 def test_people_come_on_time_whether_the_server_keeps_up_or_not(tmp_path: Path) -> None:

@@ -244,19 +244,19 @@ FORM = """
 import sys
 from locust.argument_parser import LocustArgumentParser
 from harness.job import read_job
-from harness.load.options import add_options, with_options
+from harness.load.options import add_options, apply_options
 from pathlib import Path
 
 parser = LocustArgumentParser()
 add_options(parser)
 for filled_in in ("1 5", ""):
-    load = with_options(read_job(Path(sys.argv[1])), parser.parse_args(["--think", filled_in])).load
+    load = apply_options(read_job(Path(sys.argv[1])), parser.parse_args(["--think", filled_in])).load
     print(load.think_s, load.think)
 # What the scenario has and the form has no other value for stays.
 sys.argv += ["--job", sys.argv[1]]
 parser = LocustArgumentParser()
 add_options(parser)
-load = with_options(read_job(Path(sys.argv[1])), parser.parse_args([])).load
+load = apply_options(read_job(Path(sys.argv[1])), parser.parse_args([])).load
 print(load.endpoint, load.abandon, load.regenerate)
 print(parser.get_default("think"), load.think_s, load.think == read_job(Path(sys.argv[1])).load.think)
 """

@@ -40,7 +40,7 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         if proxy:
             monkeypatch.setenv("HTTP_PROXY", proxy)
         with load_process(tmp_path, f"http://127.0.0.1:{port}") as process:
-            answer = process.send(process.client(), work())
+            answer = process.send(process.create_client(), work())
         assert answer.error == "connect"
         assert answer.message == f"127.0.0.1:{port}: connection refused{remark}"
     assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["connect", "connect"]
@@ -48,7 +48,7 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
     with load_process(tmp_path, "http://no-such-host.invalid:8000") as process:
-        answer = process.send(process.client(), work())
+        answer = process.send(process.create_client(), work())
     assert answer.error == "connect"
     assert (answer.message or "").startswith("no-such-host.invalid:8000: ")
 
@@ -176,7 +176,7 @@ def test_a_connection_that_is_given_up_between_two_reads_takes_no_other_along() 
     """What was put off comes due in the middle of reading, when a busy process puts off too much."""
 
     def offended(inbox: AnyInbox) -> None:
-        inbox.rest()
+        inbox.take_pieces()
         raise ValueError("no HTTP")
 
     later = IdleQueue()
@@ -186,18 +186,18 @@ def test_a_connection_that_is_given_up_between_two_reads_takes_no_other_along() 
     try:
         inboxes = [reader.open(ours, one) for (ours, _), one in zip(pairs, arrivals, strict=True)]
         for inbox in inboxes:
-            inbox.while_asleep = offended
+            inbox.parse_asleep = offended
         pairs[1][1].sendall(b"a piece that is long enough not to be an end")
-        reader._drain()
+        reader._read_ready_sockets()
         for _ in range(999):
-            later.do(lambda: None)
+            later.add(lambda: None)
         for _, theirs in pairs:
             theirs.sendall(b"another such piece, of all three of them")
-        assert reader._drain() == 3
+        assert reader._read_ready_sockets() == 3
         assert [len(one) for one in arrivals] == [1, 1, 1]
         with pytest.raises(ValueError, match="no HTTP"):
             inboxes[1].wait(1)
-        assert inboxes[2].rest() == [b"another such piece, of all three of them"]
+        assert inboxes[2].take_pieces() == [b"another such piece, of all three of them"]
     finally:
         later.finish()
         reader.close()
@@ -214,7 +214,7 @@ def test_stamps_that_cannot_be_are_not_believed() -> None:
         for read_ns, stamp_ns in reads:
             arrivals.append(read_ns, stamp_ns)
         assert list(arrivals) == list(reads)
-        return arrivals.plausible(5 * ms, ms)
+        return arrivals.are_plausible(5 * ms, ms)
 
     assert plausible((10 * ms, 9 * ms), (20 * ms, 19 * ms))
     assert not plausible((10 * ms, 9 * ms), (20 * ms, None))
@@ -263,13 +263,13 @@ def test_tls_is_verified_and_uses_the_time_of_the_read(tmp_path: Path, monkeypat
     ],
 )
 def test_base_urls(url: str, expected: ApiAddress) -> None:
-    assert ApiAddress.of(url) == expected
+    assert ApiAddress.parse(url) == expected
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:port"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(HarnessError):
-        ApiAddress.of(url)
+        ApiAddress.parse(url)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_connections_that_waited_for_a_full_listen_queue_are_counted(tmp_path: P
         load_process(tmp_path, url_of(listener)) as process,
         after(0.3, serve, listener),
     ):
-        sending = [gevent.spawn(process.send, process.client(), work(number)) for number in range(users)]
+        sending = [gevent.spawn(process.send, process.create_client(), work(number)) for number in range(users)]
         gevent.joinall(sending, raise_error=True)
     records = records_of(tmp_path)
     assert [record.error for record in records] == [None] * users
@@ -208,7 +208,7 @@ def sent_by_users(folder: Path, url: str, pause_s: Callable[[random.Random], flo
     with load_process(folder, url) as process:
 
         def user(number: int) -> None:
-            client, chance = process.client(), random.Random(number)
+            client, chance = process.create_client(), random.Random(number)
             for turn in range(EACH):
                 process.send(client, work(number * EACH + turn))
                 gevent.sleep(pause_s(chance))

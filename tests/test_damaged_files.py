@@ -18,7 +18,7 @@ from harness.failures.explain import scan_text
 from harness.failures.table import patterns
 from harness.files import ROOT, open_file
 from harness.imports.write import read_file
-from harness.load.live_metrics import unpacked
+from harness.load.live_metrics import decode_delta
 from harness.reasons import sentences
 from harness.redact import csv_field
 from harness.report.html import write_report
@@ -243,7 +243,7 @@ def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, l
         with pytest.raises(HarnessError) as told:
             read_file(path)
         assert told.value.what.startswith(f"{path}: ") and "\n" not in told.value.what
-    assert unpacked(b"\xd9\x01\xff") is None and unpacked(b"\x91" * 100_000) is None
+    assert decode_delta(b"\xd9\x01\xff") is None and decode_delta(b"\x91" * 100_000) is None
     with pytest.raises(BadRequest):
         parse_json(line)
 

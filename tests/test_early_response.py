@@ -202,9 +202,9 @@ def test_one_record_and_nothing_is_left_of_a_request_that_is_cut_as_it_is_sent(t
         time.sleep(1.0)
 
     with serving(handler) as url, load_process(tmp_path, url) as process:
-        client = process.client()
+        client = process.create_client()
         messages: list[Message] = [{"role": "user", "content": "a " * 6_000_000}]
-        user = gevent.spawn(process.send, client, work().saying(messages))
+        user = gevent.spawn(process.send, client, work().with_messages(messages))
         gevent.sleep(0.4)
         user.kill()
         client.close()

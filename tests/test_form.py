@@ -35,12 +35,12 @@ def read_in(reads: list[bytes], together: int = 5, known: bool = True) -> tuple[
         exchange.arrivals.append(time.monotonic_ns(), None)
         if not known:
             exchange.template.ready = False
-        collector.take(data)
+        collector.parse(data)
         if number % together == 0:
             exchange.process()
-    answer = exchange.finish()
-    exchange.time()
-    return exchange, answer, exchange.reads - len(exchange.parsed)
+    answer = exchange.finish_answer()
+    exchange.add_times()
+    return exchange, answer, exchange.read_count - len(exchange.parsed)
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -69,7 +69,7 @@ def test_a_glance_sees_what_json_says(ascii_only: bool, channel: str, together: 
 def taken(template: EventTemplate, *events: bytes) -> str:
     """The text of those of the events that it takes."""
     for one in events:
-        template.takes(chunked(one), len(chunked(one)))
+        template.try_take(chunked(one), len(chunked(one)))
     text = template.text.decode()
     template.text.clear()
     return text
@@ -84,7 +84,7 @@ def test_what_is_learnt_is_used_for_plain_text_only() -> None:
         assert taken(template, event("two"), event(other), event(" three")) == "two three"
     assert taken(template, event("two", created=5)) == ""
     assert taken(template, event("")[:-40]) == ""
-    assert (template.events, template.hidden) == (10, 0)
+    assert (template.events, template.reasoning_events) == (10, 0)
 
 
 @pytest.mark.parametrize("channel", ["content", "reasoning"])
@@ -108,8 +108,8 @@ def test_of_chunks_that_share_a_read_all_must_be_like_those_before(odd: bytes) -
     for together in (plain + chunked(odd), chunked(odd) + plain, plain + plain[:20], plain + b"0\r\n\r\n"):
         template = EventTemplate()
         template.learn(event("x"))
-        assert (template.takes(together, len(together)), template.events, bytes(template.text)) == (False, 0, b"")
-        assert template.takes(plain + plain, 2 * len(plain)) and template.events == 2
+        assert (template.try_take(together, len(together)), template.events, bytes(template.text)) == (False, 0, b"")
+        assert template.try_take(plain + plain, 2 * len(plain)) and template.events == 2
 
 
 def test_broken_utf8_is_for_others_to_mend() -> None:
@@ -203,7 +203,7 @@ def later() -> Iterator[IdleQueue]:
 def test_work_that_never_finds_an_idle_moment_is_bounded(later: IdleQueue) -> None:
     done: list[int] = []
     for number in range(1500):
-        later.do(lambda number=number: done.append(number))  # type: ignore[misc]
+        later.add(lambda number=number: done.append(number))  # type: ignore[misc]
     assert done == list(range(500))
     later.finish()
     assert done == list(range(1500))
@@ -211,8 +211,8 @@ def test_work_that_never_finds_an_idle_moment_is_bounded(later: IdleQueue) -> No
 
 def test_a_defect_in_what_was_put_off_stops_nothing(later: IdleQueue, caplog: pytest.LogCaptureFixture) -> None:
     done: list[str] = []
-    later.do(lambda: 1 / 0)
-    later.do(lambda: done.append("the next"))
+    later.add(lambda: 1 / 0)
+    later.add(lambda: done.append("the next"))
     gevent.sleep(0.2)
     assert done == ["the next"]
     assert "ZeroDivisionError" in caplog.text

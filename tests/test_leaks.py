@@ -219,7 +219,7 @@ def test_each_form_is_masked(name: str) -> None:
 def test_no_record_has_the_key(tmp_path: Path, name: str) -> None:
     """One server for each leak."""
     with serving(once(LEAKS[name])) as url, load_process(tmp_path, url, api_key_env=NAME) as process:
-        client = process.client()
+        client = process.create_client()
         process.send(client, work())
         client.close()
     (record,) = read_requests(tmp_path / "requests.jsonl")

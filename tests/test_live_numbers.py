@@ -17,8 +17,8 @@ from harness.load.live_metrics import (
     CounterDelta,
     LiveNumbers,
     Observed,
+    decode_delta,
     percentiles,
-    unpacked,
 )
 from harness.run.live import slos_of_row
 from harness.rundir.records import ErrorKind, Request
@@ -35,7 +35,7 @@ class Worker:
         self.in_flight_of: dict[str, int] = {}
         self.busy: float | None = None
 
-    def busy_now(self) -> float | None:
+    def busy_share(self) -> float | None:
         return self.busy
 
     def add(self, request: Request) -> None:
@@ -45,7 +45,8 @@ class Worker:
 def delta(worker: Worker, in_flight_of: dict[str, int] | None = None, busy: float | None = None) -> CounterDelta:
     """What the worker counted, as the master gets it."""
     worker.in_flight_of, worker.busy = in_flight_of or {}, busy
-    given = unpacked(msgspec.msgpack.encode(worker.counted.reported(worker)))  # type: ignore[arg-type]
+    worker.counted.add_process_state(worker)  # type: ignore[arg-type]
+    given = decode_delta(msgspec.msgpack.encode(worker.counted))
     worker.counted = CounterDelta()
     assert given is not None
     return given
@@ -104,7 +105,7 @@ def test_a_counter_reports_everything_once() -> None:
     assert (given.in_flight_of, given.warmup) == ({"Chat": 2, "Agent": 1}, 1)
     assert given.messages == {"http": "the last", "timeout": "it was timeout"}
     numbers = LiveNumbers()
-    numbers.take("a", given)
+    numbers.add_delta("a", given)
     assert numbers.failures() == {"http": 2, "timeout": 1}
     chat = [by_class["Chat"] for by_class in given.seconds.values() if "Chat" in by_class]
     assert (sum(one.ended for one in chat), sum(one.failed for one in chat), sum(one.met for one in chat)) == (8, 3, 1)
@@ -117,7 +118,7 @@ def test_a_counter_reports_everything_once() -> None:
     (by_class,) = delta(counter).seconds.values()
     assert [sum((values or {}).values()) for values in map(by_class["Chat"].latencies.get, ("ttft", "tpot"))] == [2, 1]
     # What no worker of ours sent is left out.
-    assert [unpacked(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
+    assert [decode_delta(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
 
 
 def test_the_slos_are_those_of_the_row() -> None:
@@ -133,8 +134,8 @@ def test_a_load_process_that_is_at_its_limit_is_reported_as_long_as_it_is(monkey
     numbers, counter = LiveNumbers(), Worker()
     told = []
     for busy in (None, 0.5, 0.96, 0.9):
-        numbers.take("a", delta(counter, busy=busy))
-        numbers.take("b", delta(counter, busy=0.2))
+        numbers.add_delta("a", delta(counter, busy=busy))
+        numbers.add_delta("b", delta(counter, busy=0.2))
         told.append(numbers.client_limited())
     assert told == [None, None, 0.96, None]
 
@@ -151,7 +152,7 @@ def test_the_numbers_add_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch)
                 counter.add(request())
             counter.add(request(user_class="Agent", error="http"))
             if second % 3 == "ab".index(name):
-                numbers.take(name, delta(counter, {"Chat": 6, "Agent": 1}))
+                numbers.add_delta(name, delta(counter, {"Chat": 6, "Agent": 1}))
         numbers.tick(12, Observed(None))
     recent = numbers.recent()
     assert list(recent) == [ALL, "Agent", "Chat"]
@@ -165,7 +166,7 @@ def test_the_numbers_add_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch)
     assert (numbers.in_flight(), numbers.in_flight_of()) == (0, {})  # workers that are silent hold nothing
     assert [point.t for point in numbers.points] == [float(t) for t in range(0, 30, 2)]
     numbers.reset()
-    assert numbers.whole()[ALL]["ended"] == 0
+    assert numbers.whole_test()[ALL]["ended"] == 0
 
 
 def test_the_rates_of_the_whole_test_end_with_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,18 +175,18 @@ def test_the_rates_of_the_whole_test_end_with_its_load(monkeypatch: pytest.Monke
     numbers, counter = LiveNumbers(), Worker()
     for _ in range(10):
         counter.add(request())
-        numbers.take("a", delta(counter))
+        numbers.add_delta("a", delta(counter))
         clock[0] += 1.0
         numbers.tick(1, Observed(None))
-    assert numbers.whole()[ALL]["req_s"] == round(10 / 10.3, 3)  # since the first was sent
+    assert numbers.whole_test()[ALL]["req_s"] == round(10 / 10.3, 3)  # since the first was sent
     told = []
     for _ in range(60):  # the load was stopped, and the page is still open
-        numbers.rest()
+        numbers.stop_clock()
         clock[0] += 1.0
-        told.append(numbers.whole()[ALL]["req_s"])
+        told.append(numbers.whole_test()[ALL]["req_s"])
     assert told == [round(10 / 9.3, 3)] * 60  # until the last one ended
     numbers.reset()
-    assert numbers.whole()[ALL]["req_s"] is None
+    assert numbers.whole_test()[ALL]["req_s"] is None
 
 
 def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +196,10 @@ def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
     for second in range(6000):
         clock[0] = float(second)
         numbers.tick(1, Observed(None))
-        first = first or numbers.number
+        first = first or numbers.series_id
     assert 600 <= len(numbers.points) <= 1200
     assert numbers.points[0].t == 0.0 and numbers.points[-1].t >= 5990.0
-    assert (numbers.step_s, numbers.number - (first or 0)) == (8, 2)
+    assert (numbers.step_s, numbers.series_id - (first or 0)) == (8, 2)
 
 
 def test_what_the_harness_writes_beside_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from harness.load import client as client_module
 from harness.load.exchange import Collector, Exchange
 from harness.load.openai_api import Answer
-from harness.load.reader import Direct
+from harness.load.reader import UnstampedInbox
 from harness.rundir.records import Request, read_requests
 from tests.fake_server import (
     CHUNKED,
@@ -215,10 +215,10 @@ def test_a_stream_that_is_not_called_one_is_known_however_it_is_cut(kind: bytes)
     head = OK + kind + b"Transfer-Encoding: chunked\r\n\r\n"
     for data in [head, *(chunk(bytes([one])) for one in b"\n" + TOKEN + DONE), b"0\r\n\r\n"]:
         exchange.arrivals.append(len(exchange.arrivals), None)
-        collector.take(data)
+        collector.parse(data)
         exchange.process()
-    answer = exchange.finish()
-    exchange.time()
+    answer = exchange.finish_answer()
+    exchange.add_times()
     assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)
 
 
@@ -360,7 +360,7 @@ def test_a_whole_answer_has_no_chunk_times(tmp_path: Path) -> None:
 def record_of_cut(folder: Path, handler: Handler) -> Request:
     """The record of a request that was cut after a moment, and did not return to the user."""
     with serving(handler) as url, load_process(folder, url) as process:
-        sending = gevent.spawn(process.send, process.client(), work())
+        sending = gevent.spawn(process.send, process.create_client(), work())
         gevent.sleep(0.2)
         sending.kill()
         assert not isinstance(sending.value, Answer)
@@ -378,12 +378,12 @@ def test_a_request_that_is_cut_leaves_what_it_had(tmp_path: Path) -> None:
 def test_a_cut_is_a_cut_when_the_connection_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An end that is found while cutting must not take the cut's place: the user would go on, and Locust never end."""
 
-    class EndsWhenCut(Direct):
-        def rest(self) -> list[bytes]:
-            return super().rest() or [b""]
+    class EndsWhenCut(UnstampedInbox):
+        def take_pieces(self) -> list[bytes]:
+            return super().take_pieces() or [b""]
 
-    monkeypatch.setattr("harness.load.client.Direct", EndsWhenCut)
-    monkeypatch.setattr("harness.load.client.ask_for_stamps", lambda _: False)
+    monkeypatch.setattr("harness.load.client.UnstampedInbox", EndsWhenCut)
+    monkeypatch.setattr("harness.load.client.enable_stamps", lambda _: False)
     record = record_of_cut(tmp_path, once(CHUNKED, chunk(TOKEN), then=silence))
     assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
 
@@ -392,7 +392,7 @@ def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None
     handler = once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence)
     told: list[str | None] = []
     with serving(handler) as url, load_process(tmp_path, url) as process:
-        client = process.client()
+        client = process.create_client()
         with pytest.raises(gevent.Timeout), gevent.Timeout(0.2):
             process.send(client, work(), lambda answer: told.append(answer.error))
     (record,) = read_requests(tmp_path / "requests.jsonl")
@@ -404,7 +404,7 @@ def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None
 
 def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
     with serving(once(GOOD)) as url, load_process(tmp_path, url) as process:
-        answer = process.send(process.client(), work().saying([{"role": "user", "content": object()}]))  # type: ignore[typeddict-item]
+        answer = process.send(process.create_client(), work().with_messages([{"role": "user", "content": object()}]))  # type: ignore[typeddict-item]
     assert [answer.error, *(one.error for one in read_requests(tmp_path / "requests.jsonl"))] == ["client"] * 2
 
 
@@ -412,6 +412,6 @@ def test_a_defect_of_ours_leaves_a_record_too(tmp_path: Path, monkeypatch: pytes
     def broken(exchange: Exchange) -> Answer:
         raise ZeroDivisionError("we were careless")
 
-    monkeypatch.setattr(Exchange, "finish", broken)
+    monkeypatch.setattr(Exchange, "finish_answer", broken)
     record = one_record(tmp_path, answering(GOOD))
     assert (record.error, record.message, record.status) == ("client", "ZeroDivisionError: we were careless", 200)

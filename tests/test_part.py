@@ -14,7 +14,7 @@ from harness.scenario.plan import Schedule
 def test_all_parts_are_the_whole_sequence_each_request_once() -> None:
     for whole, of, block in itertools.product([0, 1, 7, 12, 97], [1, 2, 3, 8], [1, 4, 5]):
         parts = [Part(number, of, block) for number in range(of)]
-        sent = [[part.at(place) for place in range(part.share(whole))] for part in parts]
+        sent = [[part.index_at(place) for place in range(part.count_of(whole))] for part in parts]
         assert sorted(itertools.chain(*sent)) == list(range(whole))
         for number, indices in enumerate(sent):
             assert indices == sorted(indices)
@@ -76,18 +76,18 @@ def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None
     numbers = []
     for k in range(2):
         sequencer = Sequencer(str(tmp_path / f"machine{k}"), Plan(part=Part(k, 2)))
-        numbers += [sequencer.user() for _ in range(3)]
+        numbers += [sequencer.add_user() for _ in range(3)]
     assert sorted(numbers) == list(range(6))
 
 
 def test_the_warm_up_goes_on_until_all_machines_are_warm(tmp_path: Path) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=4, warmup_requests=2, part=Part(0, 2)))
     sequencer.on_hold = True
-    assert not sequencer.warmed_up()
+    assert not sequencer.is_warmed_up()
     assert [sequencer.take()[0].phase for _ in range(3)] == ["warmup"] * 3
-    assert sequencer.warmed_up()
+    assert sequencer.is_warmed_up()
     sequencer.on_hold = False
     assert sequencer.take() == [Slot("measured", 0)]
     without = Sequencer(str(tmp_path / "without"), Plan(requests=4))  # a warm-up: nothing is held
     without.on_hold = True
-    assert without.warmed_up() and without.take() == [Slot("measured", 0)]
+    assert without.is_warmed_up() and without.take() == [Slot("measured", 0)]

@@ -21,10 +21,10 @@ from harness.scenario.behaviour import (
 from harness.scenario.file import load_scenario
 from harness.workload import (
     Workload,
-    common,
+    common_words,
     one_token_words,
     text,
-    words_of,
+    words_of_tokenizer,
     workload_sha256,
 )
 from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
@@ -154,36 +154,36 @@ def test_the_workload_hash_has_every_length_in_it(tmp_path: Path) -> None:
 
 
 def test_only_words_of_one_token_are_used() -> None:
-    single = set(common()[::3])
+    single = set(common_words()[::3])
     asked: list[str] = []
 
     def count(words: str) -> int:
         asked.append(words)
         return sum(1 if word in single else 2 for word in words.split())
 
-    words = words_of(count, "it")
+    words = one_token_words(count, "it")
     assert set(words) == single
-    assert len(asked) < 3 * len(common())
+    assert len(asked) < 3 * len(common_words())
     assert count(text(300, 5, 9, words)) == 300
 
 
 def test_a_tokenizer_that_cannot_be_met_exactly_is_refused_in_words() -> None:
     with pytest.raises(HarnessError, match="it: only 0 of 932 common words are one token each"):
-        words_of(lambda words: 2 * len(words.split()), "it")
+        one_token_words(lambda words: 2 * len(words.split()), "it")
 
     def one_more(words: str) -> int:
         split = words.split()
         return len(split) + (len(split) == 64 and split[0] != split[1])
 
     with pytest.raises(HarnessError, match="it: a text of 64 words that are one token each has 65 tokens"):
-        words_of(one_more, "it")
+        one_token_words(one_more, "it")
 
 
 @pytest.mark.skipif(not (QWEN3_100M / "tokenizer.json").exists(), reason="tests/engines/setup models")
 def test_a_local_tokenizer_gives_exact_counts() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     path = QWEN3_100M / "tokenizer.json"
-    words = one_token_words(path)
+    words = words_of_tokenizer(path)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     for tokens in (1, 3, 100, 1000):
         assert len(tokenizer.encode(text(tokens, 3, tokens, words), add_special_tokens=False).ids) == tokens
@@ -193,7 +193,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(HarnessError, match=r"t\.json: not a tokenizer \("):
-        one_token_words(tmp_path / "t.json")
+        words_of_tokenizer(tmp_path / "t.json")
 
 
 SHARE = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import gevent
 import pytest
 
-from harness.load.recorder import Health, Recorder, this_host
+from harness.load.recorder import Health, Recorder, _CpuSample, this_host
 from harness.load.sequencer import Plan, Sequencer, Slot
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario import Load
@@ -34,7 +34,7 @@ def recorder(folder: Path) -> Recorder:
 def test_records_come_back_as_they_went(tmp_path: Path) -> None:
     one = recorder(tmp_path)
     for number in range(3):
-        one.sending("measured")
+        one.note_sending("measured")
         one.add(request(number))
     one.close()
     one.close()
@@ -74,7 +74,7 @@ def test_what_a_full_disk_took_half_of_is_completed_later(tmp_path: Path, monkey
 
 def test_the_end_mark_counts_what_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, real = recorder(tmp_path), os.write
-    one.sending("measured")
+    one.note_sending("measured")
     one.add(request(0))
     one.flush()
 
@@ -83,7 +83,7 @@ def test_the_end_mark_counts_what_is_in_the_file(tmp_path: Path, monkeypatch: py
             raise OSError(28, "No space left on device")
         return real(file, data)
 
-    one.sending("measured")
+    one.note_sending("measured")
     one.add(request(1))
     monkeypatch.setattr(os, "write", full_for_records)
     one.close()
@@ -98,7 +98,7 @@ from pathlib import Path
 from tests.test_recorder import recorder, request
 one = recorder(Path(sys.argv[1]))
 for number in range(400):
-    one.sending("measured")
+    one.note_sending("measured")
     one.add(request(number, int(sys.argv[2]), chunks=300))
     if number % 7 == 0:
         one.flush()
@@ -140,7 +140,7 @@ def test_every_ticket_goes_to_exactly_one_process(tmp_path: Path) -> None:
     assert sorted(batches) == sorted(
         [[-1 - i, -2 - i, -3 - i] for i in range(0, 12, 3)] + [[i, i + 1, i + 2] for i in range(0, 900, 3)]
     )
-    assert Sequencer(str(path), Plan(requests=900, warmup_requests=10)).finished()
+    assert Sequencer(str(path), Plan(requests=900, warmup_requests=10)).is_finished()
 
 
 @fault("load process", "kill -9 while it holds the lock of the shared counter",
@@ -166,7 +166,7 @@ def test_warmup_comes_first_is_never_mixed_and_never_cut(tmp_path: Path) -> None
         [("measured", 6)],
         [],
     ]
-    assert [sequencer.user() for _ in range(3)] == [0, 1, 2]
+    assert [sequencer.add_user() for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_small_warmup_still_meets_the_concurrency_to_come(tmp_path: Path) -> None:
@@ -197,12 +197,12 @@ def test_what_is_sent_before_all_users_are_there_is_warmup(
 
 def test_it_is_finished_when_every_request_has_ended(tmp_path: Path) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=2, warmup_requests=1))
-    assert not sequencer.finished()
+    assert not sequencer.is_finished()
     for maximum in (1, 2):
         taken = sequencer.take(maximum)
-        assert not sequencer.finished()
+        assert not sequencer.is_finished()
         sequencer.settle(len(taken))
-    assert sequencer.finished()
+    assert sequencer.is_finished()
     assert sequencer.left_s() is None
 
 
@@ -221,7 +221,7 @@ def test_time_limits(tmp_path: Path, clock: list[float]) -> None:
     assert (len(warm), len(measured)) == (20, 20)
     left_s = sequencer.left_s()
     assert left_s is not None and left_s <= 0
-    assert sequencer.finished()
+    assert sequencer.is_finished()
     assert sequencer.take() == []
 
 
@@ -230,16 +230,14 @@ def test_a_timed_load_is_not_finished_while_requests_are_in_flight(tmp_path: Pat
     sequencer.take(2)
     clock[0] += 0.1
     sequencer.settle()
-    assert not sequencer.finished()
+    assert not sequencer.is_finished()
     sequencer.settle()
-    assert sequencer.finished()
+    assert sequencer.is_finished()
 
 
 def test_the_highest_cpu_use_is_that_of_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0, 0.0, 0.0]  # monotonic, CPU, waited for a core
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "process_time", lambda: now[1])
-    monkeypatch.setattr("harness.load.recorder._waited_s", lambda: now[2])
+    monkeypatch.setattr(_CpuSample, "now", lambda: _CpuSample(*now))
     health = Health()
 
     def pass_seconds(number: int, share: float, waited: float = 0.0) -> None:
@@ -250,83 +248,83 @@ def test_the_highest_cpu_use_is_that_of_five_seconds(monkeypatch: pytest.MonkeyP
             health.sample()
 
     pass_seconds(10, 1.0)  # before the first measured request: importing, warming up
-    assert health.fields()["cpu_max"] is None
+    assert health.end_mark_fields()["cpu_max"] is None
     health.begin()
-    assert (health.fields()["cpu_max"], health.busy_now()) == (None, None)
+    assert (health.end_mark_fields()["cpu_max"], health.busy_share()) == (None, None)
     pass_seconds(2, 0.5)
-    assert health.fields()["cpu_max"] == health.busy_now() == pytest.approx(0.5)  # of the time there was
+    assert health.end_mark_fields()["cpu_max"] == health.busy_share() == pytest.approx(0.5)  # of the time there was
     health.begin()
     pass_seconds(8, 0.25)
     pass_seconds(4, 1.0)
     pass_seconds(60, 0.0)
-    assert health.fields()["cpu_max"] == pytest.approx((4 + 0.25) / 5)
-    assert health.busy_now() == 0.0
+    assert health.end_mark_fields()["cpu_max"] == pytest.approx((4 + 0.25) / 5)
+    assert health.busy_share() == 0.0
     pass_seconds(5, 0.25, waited=0.5)  # others have its core
-    assert health.fields()["cpu_max"] == pytest.approx((4 + 0.25) / 5)
-    assert health.busy_now() == pytest.approx(0.75)
+    assert health.end_mark_fields()["cpu_max"] == pytest.approx((4 + 0.25) / 5)
+    assert health.busy_share() == pytest.approx(0.75)
 
 
 def test_what_has_ended_is_no_longer_in_flight_while_its_record_waits_to_be_made(tmp_path: Path) -> None:
     one = recorder(tmp_path)
     one.in_flight_of["U"] += 2
     for _ in range(2):
-        one.sending("measured")
+        one.note_sending("measured")
     assert one.in_flight == 2
     one.in_flight_of["U"] -= 1
-    one.idle.do(lambda: one.add(request(0)))
+    one.idle.add(lambda: one.add(request(0)))
     assert (one.in_flight, one.recorded) == (1, 0)
     one.close()
 
 
 def test_the_lag_of_reading_is_known_to_a_microsecond() -> None:
     health = Health()
-    assert health.fields()["read_lag_p99_s"] is None
-    health.note_reads([-3])
-    assert health.fields()["read_lag_p99_s"] == 0.0  # clocks that were read a moment apart
-    health.note_reads([50] * 979 + [3000] * 19 + [70_000])
-    assert health.fields()["read_lag_p99_s"] == 0.003
+    assert health.end_mark_fields()["read_lag_p99_s"] is None
+    health.note_read_lags([-3])
+    assert health.end_mark_fields()["read_lag_p99_s"] == 0.0  # clocks that were read a moment apart
+    health.note_read_lags([50] * 979 + [3000] * 19 + [70_000])
+    assert health.end_mark_fields()["read_lag_p99_s"] == 0.003
 
 
 def test_lags_that_differ_by_microseconds_do_not_grow_with_time() -> None:
     health = Health()
     health.begin()
     for number in range(200):
-        health.note_reads([number * 1000 + microsecond for microsecond in range(1000)])
-        health.note_loop(number / 1e3 + number / 1e6)
-    assert len(health._lags) <= 11_000
-    assert health._lags.total() == 200_000
-    assert health.fields()["read_lag_p99_s"] == pytest.approx(0.198, rel=0.005)
-    assert health._lags[999] == 1, "of short ones each microsecond stays"
+        health.note_read_lags([number * 1000 + microsecond for microsecond in range(1000)])
+        health.note_loop_lag(number / 1e3 + number / 1e6)
+    assert len(health._read_lags_us) <= 11_000
+    assert health._read_lags_us.total() == 200_000
+    assert health.end_mark_fields()["read_lag_p99_s"] == pytest.approx(0.198, rel=0.005)
+    assert health._read_lags_us[999] == 1, "of short ones each microsecond stays"
 
 
 def test_what_fell_due_while_the_loop_stood_still_was_late_as_well() -> None:
     health = Health()
 
     def lags() -> list[float | None]:
-        fields = health.fields()
+        fields = health.end_mark_fields()
         return [fields[f"loop_lag_{name}_s"] for name in ("mean", "p50", "p99")]
 
-    health.note_loop(0.3)  # before the first measured request
+    health.note_loop_lag(0.3)  # before the first measured request
     assert lags() == [None, None, None]
     health.begin()
-    health.note_loop(-0.0001)
-    health.note_loop(0.12)  # also due: 50 and 100 ms later
+    health.note_loop_lag(-0.0001)
+    health.note_loop_lag(0.12)  # also due: 50 and 100 ms later
     assert lags() == [None, 0.02, None]
     for _ in range(16):
-        health.note_loop(0.001)
+        health.note_loop_lag(0.001)
     assert lags()[0] == pytest.approx((0.0 + 0.12 + 0.07 + 0.02 + 16 * 0.001) / 20)
     for _ in range(79):
-        health.note_loop(0.001)
+        health.note_loop_lag(0.001)
     assert lags()[2] is None
-    health.note_loop(0.001)
+    health.note_loop_lag(0.001)
     assert lags()[1:] == [0.001, 0.07]
 
 
 def test_a_loop_that_is_held_up_is_late_and_busy(tmp_path: Path) -> None:
     one = recorder(tmp_path)
-    one.sending("warmup")
+    one.note_sending("warmup")
     gevent.sleep(0.1)
-    one.sending("measured")
+    one.note_sending("measured")
     until = time.monotonic() + 1.6
     while time.monotonic() < until:
         busy_until = time.monotonic() + 0.08  # the whole process works on something else

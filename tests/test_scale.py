@@ -54,7 +54,7 @@ def test_several_processes_give_the_summary_and_the_page_of_one(folder: Path, li
     page = write_report(folder).read_bytes()
     limits.setattr(blocks, "BLOCK_BYTES", 3_000_000)
     limits.setattr(blocks, "PARALLEL_BYTES", 0)
-    limits.setattr(blocks, "processes", lambda: 2)
+    limits.setattr(blocks, "max_processes", lambda: 2)
     assert summarize(folder) == alone
     assert write_report(folder).read_bytes() == page
 
@@ -195,7 +195,7 @@ def test_a_reading_process_that_is_killed_is_an_error_with_words(tmp_path: Path,
     path = tmp_path / "requests.jsonl"
     write_lines(path, [request(index=i) for i in range(9)])
     limits.setattr(blocks, "PARALLEL_BYTES", 0)
-    limits.setattr(blocks, "processes", lambda: 2)
+    limits.setattr(blocks, "max_processes", lambda: 2)
     with pytest.raises(HarnessError) as error, blocks.reader(split_blocks(path, 500)) as run:
         list(run(die))
     assert error.value.what == f"{path}: a process that read it was killed"

@@ -220,7 +220,7 @@ def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pyte
         connection.sendall(whole(body, status=b"401 Unauthorized"))
 
     with serving(handler) as url, load_process(tmp_path, url, api_key_env="A_KEY") as process:
-        client = process.client()
+        client = process.create_client()
         answer = process.send(client, work())
         client.close()
     assert b"Authorization: Bearer sk-verysecret\r\n" in seen[0]

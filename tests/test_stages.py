@@ -133,11 +133,11 @@ def test_a_stage_is_measured_from_when_its_users_are_there(tmp_path: Path, clock
     assert [one.take()[0] for _ in range(5)] == [Slot("warmup", -1 - n) for n in range(5)]
     one.set_users_complete()
     assert [other.take()[0] for _ in range(3)] == [Slot("warmup", -6), Slot("warmup", -7), Slot("measured", 0)]
-    assert (one.users(), one.left_s(), one.over(0)) == (1, None, False)
+    assert (one.user_count(), one.left_s(), one.is_over(0)) == (1, None, False)
     clock[0] += 0.25
-    assert one.over(0)
+    assert one.is_over(0)
     assert one.take(2) == [Slot("warmup", -1, stage=1), Slot("warmup", -2, stage=1)]
-    assert (one.users(), other.users()) == (2, 2)
+    assert (one.user_count(), other.user_count()) == (2, 2)
     other.set_users_complete()
     assert [one.take()[0].phase for _ in range(3)] == ["warmup", "warmup", "measured"]
     assert other.left_s() == 60
@@ -153,11 +153,11 @@ def test_each_stage_may_wait_until_the_server_is_steady(tmp_path: Path, clock: l
         early = WarmupSample(time.monotonic(), 0.1, 0.01)
         for _ in range(100):  # of another number of users
             assert stages.take()[0].stage == stage
-            stages.stages[stage].settle(seen=early)
+            stages.stages[stage].settle(sample=early)
         stages.set_users_complete()
         for _ in range(48):
             assert stages.take() == [Slot("warmup", stages_index(stages, tmp_path, stage), stage=stage)]
-            stages.stages[stage].settle(seen=WarmupSample(time.monotonic(), 0.1, 0.01))
+            stages.stages[stage].settle(sample=WarmupSample(time.monotonic(), 0.1, 0.01))
         assert stages.take()[0].phase == "measured"
         assert stages.stages[stage].steady() is True
         clock[0] += 0.15
@@ -175,9 +175,9 @@ def test_it_is_finished_when_all_stages_are(tmp_path: Path, clock: list[float]) 
         taken += stages.take(2) + stages.take(1)
         assert [slot.phase for slot in taken] == ["warmup"] * 5 + ["measured"]
         clock[0] += 0.15
-        assert not stages.finished()
+        assert not stages.is_finished()
         stages.stages[stage].settle(len(taken))
-    assert stages.finished()
+    assert stages.is_finished()
     assert stages.take() == []
 
 
@@ -273,14 +273,14 @@ class Person(LLMUser):
     def __init__(self, environment, sends):
         User.__init__(self, environment)
         self.sends = sends
-        self._process, self._held, self._clients, self._under_way = None, [], [], []
-        self._pausing = None
+        self._process, self._unsent, self._idle_clients, self._background = None, [], [], []
+        self._wake = None
 
     @task
     def work(self):
         did.append("begun")
         if self.sends:
-            self._under_way = [gevent.spawn(self.send)]
+            self._background = [gevent.spawn(self.send)]
         gevent.sleep(0.01)
 
     def send(self):

@@ -104,7 +104,7 @@ def steady_plan(**changes: Any) -> Plan:
 def answer(sequencer: Sequencer, per_token_s: float = 0.01) -> str:
     """One request; whether it was warm-up."""
     (slot,) = sequencer.take()
-    sequencer.settle(seen=WarmupSample(10**9, 0.1, per_token_s) if slot.phase == "warmup" else None)
+    sequencer.settle(sample=WarmupSample(10**9, 0.1, per_token_s) if slot.phase == "warmup" else None)
     return slot.phase
 
 
@@ -114,10 +114,10 @@ def test_the_tickets_change_phase_with_the_answer_that_shows_it(tmp_path: Path) 
     assert phases == ["warmup"] * 64
     assert [sequencer.steady() for sequencer in both] == [True, True]
     line, _, rest = (tmp_path / "t").read_bytes().partition(b"\n")  # what follows the line is no part of it
-    assert (json.loads(line)["seen"], len(rest)) == (64, 64 * 16)
+    assert (json.loads(line)["sample_count"], len(rest)) == (64, 64 * 16)
     assert [answer(both[0]) for _ in range(4)] == ["measured"] * 4
     assert both[1].take() == []
-    assert both[1].finished()
+    assert both[1].is_finished()
 
 
 def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> N
     for _ in range(100):
         assert sequencer.take()[0].phase == "warmup"
         sequencer.settle()
-    assert sequencer.warmed_up()
+    assert sequencer.is_warmed_up()
     assert sequencer.steady() is None  # no more were asked for yet
     assert answer(sequencer) == "measured"
     assert sequencer.steady() is False
@@ -134,11 +134,11 @@ def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> N
 def test_the_bound_in_time_begins_behind_the_ramp(tmp_path: Path) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), steady_plan(ramp_s=0.2, steady=Steadiness(1, 0.05, 0.2)))
     sequencer.take()
-    assert not sequencer.warmed_up()
+    assert not sequencer.is_warmed_up()
     for _ in range(50):
-        sequencer.settle(seen=WarmupSample(0.0, 0.1, 0.01))  # sent before all users were there
+        sequencer.settle(sample=WarmupSample(0.0, 0.1, 0.01))  # sent before all users were there
     assert sequencer.steady() is None
-    assert json.loads((tmp_path / "t").read_bytes().partition(b"\n")[0])["seen"] == 0
+    assert json.loads((tmp_path / "t").read_bytes().partition(b"\n")[0])["sample_count"] == 0
 
 
 def test_of_several_machines_each_has_its_part_of_the_wave(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ from harness.load.live_outputs import (
     LoadSnapshot,
     StockOutput,
     html_section,
+    insert_html_section,
     text_table,
     whole_csv,
-    with_section,
 )
 from harness.process import free_port
 from harness.scenario import Load, Scenario, Server
@@ -60,9 +60,9 @@ def numbers_of(*requests: Any, slos: str = SLOS) -> LiveNumbers:
     for one in requests:
         counter.add(one)
     numbers = LiveNumbers(slos=slos)
-    numbers.take("a", delta(counter, {"Chat": 2}))
+    numbers.add_delta("a", delta(counter, {"Chat": 2}))
     numbers.tick(3, Observed(None))
-    numbers.rest()
+    numbers.stop_clock()
     return numbers
 
 
@@ -99,7 +99,7 @@ def test_csv_and_report_have_the_same_numbers_and_escape_names() -> None:
     assert rows["Chat"]["attainment"] == "0.25" and rows["Chat"]["slos"] == SLOS
     section = html_section(numbers)
     assert "<td>&lt;Agent&gt;</td>" in section and "<Agent>" not in section
-    assert with_section('<body><div id="root"></div></body>', numbers).startswith("<body><section")
+    assert insert_html_section('<body><div id="root"></div></body>', numbers).startswith("<body><section")
 
 
 def exposition(state: LoadSnapshot, accept: str) -> tuple[bytes, str]:

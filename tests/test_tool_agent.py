@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.load.openai_api import Call, Tools, called, gather, returned, valid_call
+from harness.load.openai_api import Call, Tools, add_tool_calls, tool_call_message, tool_result_message
 from harness.scenario import Load
 from harness.scenario.behaviour import Agent, Pause, chance
 from harness.simulated import spawned
@@ -80,20 +80,22 @@ def test_calls_are_put_together_from_their_pieces() -> None:
         {"index": 1, "id": "b", "function": {"name": "list_files", "arguments": "{"}},
         {"index": 0, "function": {"arguments": ': "x"}'}},
     ):
-        gather(calls, [delta])
+        add_tool_calls(calls, [delta])
     assert calls == [Call("a", "search", '{"pattern": "x"}'), Call("b", "list_files", "{", index=1)]
-    tools = Tools.of(8, "auto")
+    tools = Tools.first(8, "auto")
     assert [tools.is_valid(call) for call in calls] == [True, False]
-    assert valid_call(tools, calls) is calls[0]
+    assert tools.first_valid(calls) is calls[0]
 
 
 @pytest.mark.parametrize("indexes", [(1, 2), (0, 0)], ids=["from one", "all alike"])
 def test_calls_are_told_apart_however_a_server_numbers_them(indexes: tuple[int, int]) -> None:
     calls: list[Call] = []
     for index, id, name in zip(indexes, ("a", "b"), ("search", "list_files"), strict=True):
-        gather(calls, [{"index": index, "id": id, "function": {"name": name, "arguments": ""}}])
+        add_tool_calls(calls, [{"index": index, "id": id, "function": {"name": name, "arguments": ""}}])
         for part in ('{"pattern": ', '"x"}'):
-            gather(calls, [{"index": index, "id": f"new-{part}", "function": {"arguments": part}}])  # as vLLM 0.8 did
+            add_tool_calls(
+                calls, [{"index": index, "id": f"new-{part}", "function": {"arguments": part}}]
+            )  # as vLLM 0.8 did
     assert [(call.id, call.name, call.arguments) for call in calls] == [
         ("a", "search", '{"pattern": "x"}'),
         ("b", "list_files", '{"pattern": "x"}'),
@@ -103,20 +105,20 @@ def test_calls_are_told_apart_however_a_server_numbers_them(indexes: tuple[int, 
 def test_whatever_a_server_sends_is_counted_and_never_an_error() -> None:
     for delta in (5, None, {"index": 7}, {"index": True}, {"index": "0"}, {"function": 1}, {}):
         calls: list[Call] = []
-        gather(calls, [delta])
-        assert all(not Tools.of(4, "auto").is_valid(call) for call in calls)
+        add_tool_calls(calls, [delta])
+        assert all(not Tools.first(4, "auto").is_valid(call) for call in calls)
     for name, arguments in (("rm", "{}"), ("search", "{}"), ("search", "[]"), ("search", '{"pattern": "x"')):
-        assert not Tools.of(4, "auto").is_valid(Call("a", name, arguments))
+        assert not Tools.first(4, "auto").is_valid(Call("a", name, arguments))
     calls = []
-    gather(calls, [{"id": "a", "function": {"name": "search", "arguments": {"pattern": "x"}}}])
-    assert Tools.of(2, "auto").is_valid(calls[0])  # arguments as an object are taken
+    add_tool_calls(calls, [{"id": "a", "function": {"name": "search", "arguments": {"pattern": "x"}}}])
+    assert Tools.first(2, "auto").is_valid(calls[0])  # arguments as an object are taken
 
 
 def test_the_planned_call_is_valid_and_its_messages_fit_together() -> None:
-    tools = Tools.of(20, "auto")
+    tools = Tools.first(20, "auto")
     assert len({one["function"]["name"] for one in tools.definitions}) == 20
     for index in range(-20, 20):
-        assert tools.is_valid(tools.planned(index))
-    call = tools.planned(3)
-    asked, answered = called("", call), returned(call, "done")
+        assert tools.is_valid(tools.planned_call(index))
+    call = tools.planned_call(3)
+    asked, answered = tool_call_message("", call), tool_result_message(call, "done")
     assert asked["tool_calls"][0]["id"] == answered["tool_call_id"] == "call_3"

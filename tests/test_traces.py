@@ -15,7 +15,7 @@ from harness.rundir.records import ProcessMark, Request
 from harness.scenario import Load, Prompts, Trace, Warmup
 from harness.simulated import spawned
 from harness.workload import Workload, text, workload_sha256
-from harness.workload.traces import Beginning, Replay, replay_of
+from harness.workload.traces import Replay, TraceStart, cached_replay
 from tests.command import called, harness
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 from tests.made_runs import request, write_lines
@@ -132,7 +132,7 @@ def test_of_many_lines_the_first_are_told_and_no_more_is_read_than_shows_it(
     path = tmp_path / "t.csv"
     path.write_text(BURSTGPT + "?,m,5,6,11,log\n" * lines)
     with pytest.raises(HarnessError) as caught:
-        replay_of(path, Trace(file=path.name))
+        cached_replay(path, Trace(file=path.name))
     assert caught.value.what == f"{path}: {what}"
     told = [line.split(": ")[0] for line in caught.value.detail.splitlines()]
     assert told == [*(f"{path}:{line}" for line in range(6, 11)), last]
@@ -142,9 +142,9 @@ def test_a_packed_trace_and_one_that_is_not_there(tmp_path: Path) -> None:
     packed = tmp_path / "trace.gz"
     packed.write_bytes(gzip.compress(BURSTGPT.encode()))
     with pytest.raises(HarnessError, match=r"the trace is packed"):
-        replay_of(packed, Trace(file="trace.gz"))
+        cached_replay(packed, Trace(file="trace.gz"))
     with pytest.raises(HarnessError, match=r"the trace cannot be read \(No such file or directory\)"):
-        replay_of(tmp_path / "none", Trace(file="none"))
+        cached_replay(tmp_path / "none", Trace(file="none"))
 
 
 def replayed(found: Replay, seed: int, salt: str | None = None) -> Workload:
@@ -316,7 +316,7 @@ def test_warm_up_is_no_part_of_the_trace_and_shared_prefixes_are_in_the_cache(tm
 def test_the_warm_up_offers_what_the_trace_begins_with(tmp_path: Path) -> None:
     def begins(*at_s: float) -> list[float]:
         lines = [f'{{"timestamp": {1000 * at}, "input_length": 9, "output_length": 1}}' for at in at_s]
-        found = Beginning(replay(tmp_path, "\n".join(lines) + "\n", from_s=0.0))
+        found = TraceStart(replay(tmp_path, "\n".join(lines) + "\n", from_s=0.0))
         return [found.at(number) for number in range(6)]
 
     assert begins(5.0, 5.0, 5.0, 9.0) == [0.0, 0.0, 0.0, 3.0, 4.0, 5.0]  # a row a second on the mean

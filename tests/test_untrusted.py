@@ -65,7 +65,7 @@ class Pieces:
     def __init__(self, reads: Sequence[bytes]) -> None:
         self._reads = list(reads)
 
-    def rest(self) -> list[bytes]:
+    def take_pieces(self) -> list[bytes]:
         reads, self._reads = self._reads, []
         return reads
 
@@ -77,15 +77,15 @@ def received(*reads: bytes) -> tuple[Exchange, Answer]:
         exchange.arrivals.append(number, None)
     collector = Collector(exchange)
     try:
-        collector.take_in(Pieces([*(one for one in reads if one), b""]))  # type: ignore[arg-type]  # all it needs
+        collector.parse_inbox(Pieces([*(one for one in reads if one), b""]))  # type: ignore[arg-type]  # all it needs
     except (EOFError, httptools.HttpParserError) as error:
         if not (exchange.answer.done or exchange.complete):
             exchange.failure = Failure("disconnect" if isinstance(error, EOFError) else "not_api", str(error))
     except Failure as failure:
         exchange.failure = failure
     exchange.complete = exchange.complete or exchange.answer.done
-    exchange.finish().bound(ASKED, exchange.request_bytes)
-    exchange.time()
+    exchange.finish_answer().drop_impossible_counts(ASKED, exchange.request_bytes)
+    exchange.add_times()
     return exchange, exchange.answer
 
 
@@ -105,8 +105,8 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadProcess]:
 
 def check_record(process: LoadProcess, exchange: Exchange, answer: Answer) -> Request:
     """The record as it is read back; its counts are possible."""
-    tools = Tools.of(3, "auto")
-    raw = msgspec.json.encode(process._record(exchange, answer, msgspec.structs.replace(work(), tools=tools)))
+    tools = Tools.first(3, "auto")
+    raw = msgspec.json.encode(process._create_record(exchange, answer, msgspec.structs.replace(work(), tools=tools)))
     record = msgspec.json.decode(raw, type=Request)
     prompt_max = BODY_BYTES + TEMPLATE_TOKENS
     for count, maximum in (
@@ -205,7 +205,7 @@ def test_text_of_another_type_is_no_token() -> None:
     wrong = [event(choices=[{"delta": {"content": value}}]) for value in (5, {"a": 1}, ["x"], True)]
     _, answer = received(UNTIL_CLOSED + TOKEN + b"".join(wrong) + FINISH + DONE)
     assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)
-    assert answer.bad_fields == [BadField("content", "type", "boolean")]
+    assert list(answer.bad.values()) == [BadField("content", "type", "boolean")]
     _, answer = received(UNTIL_CLOSED + b"".join(wrong) + FINISH + DONE)
     assert answer.error == "empty"
 
@@ -231,7 +231,7 @@ def test_json_that_is_nested_deeply_is_no_defect_of_ours(process: LoadProcess, l
         assert answer.error == kind
         check_record(process, exchange, answer)
     call = Call("a", "read_file", deep(levels).decode())
-    assert not Tools.of(1, "auto").is_valid(call)
+    assert not Tools.first(1, "auto").is_valid(call)
     form = Structured(json_schema={"type": "object"})
     assert check_answer(form, [], "a", deep(levels).decode()) == AnswerCheck(False, False)
 
@@ -266,7 +266,7 @@ def test_limits_of_a_connection_that_are_no_numbers_are_not_said() -> None:
 @fault("server", "an answer without end", seen="the request fails when the answer is longer than the bound")
 def test_a_server_that_never_ends_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.load.sse.MAX_EVENT_BYTES", 1 << 20)
-    monkeypatch.setattr("harness.load.exchange._BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("harness.load.exchange._MAX_BODY_BYTES", 1 << 20)
     assert sse.MAX_EVENT_BYTES == 1 << 20
     for number, (begin, more, error) in enumerate(
         (
@@ -352,7 +352,9 @@ def test_whatever_comes_as_http_is_one_record(process: LoadProcess, pieces: list
     raw = b"".join(pieces)
     for reads in ([raw], [raw[:cut], raw[cut:]], pieces):
         exchange, answer = received(*reads)
-        process.client()._note_limits(exchange.headers.get("keep-alive", ""))  # where it keeps the connection
+        process.create_client()._note_keep_alive_limits(
+            exchange.headers.get("keep-alive", "")
+        )  # where it keeps the connection
         check_record(process, exchange, answer)
 
 
@@ -460,7 +462,7 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: LemonadeMonitor(api, "m", None, None).effective()
     yield lambda: LemonadeMonitor(api, "m", None, None).fetch("/props")
     yield lambda: LemonadeMonitor(api, "m", None, None).problems()
-    yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.of(url))
+    yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.parse(url))
     yield lambda: kept(url, "ollama", None)
     yield lambda: kept(url, "llama-cpp", LemonadeMonitor(api, "m", None, None))
     yield Scraper(url + "/metrics", "c", folder / "metrics.jsonl").scrape_now

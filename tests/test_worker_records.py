@@ -84,19 +84,19 @@ def test_an_address_of_another_machine_is_refused_at_once() -> None:
 
 
 def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "PIECE", 8)
+    monkeypatch.setattr(recorder_module, "_PIECE_BYTES", 8)
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"123\n456\n12345\n12345678901\n789")
     sender, receiver = RecordSender(source), RecordReceiver(target, int)
     pieces = []
-    while piece := sender.piece():
+    while piece := sender.next_piece():
         pieces.append(piece)
-        assert receiver.take(sender.taken, piece) == receiver.take(sender.taken, piece)  # it came twice
-        assert receiver.take(sender.taken + len(piece) + 1, b"1234\n") == receiver.taken
-        sender.taken = receiver.taken
+        assert receiver.append(sender.received, piece) == receiver.append(sender.received, piece)  # it came twice
+        assert receiver.append(sender.received + len(piece) + 1, b"1234\n") == receiver.received
+        sender.received = receiver.received
     assert pieces == [b"123\n456\n", b"12345\n", b"12345678901\n"]
     assert target.read_bytes() == b"123\n456\n12345\n12345678901\n"
-    assert sender.rest() == 3
+    assert sender.unconfirmed() == 3
 
 
 @fault("worker", "a worker delivers records that cannot be read",
@@ -106,8 +106,8 @@ def test_lines_that_are_no_records_are_left_out_and_counted(tmp_path: Path) -> N
     whole = msgspec.json.encode(request()) + b"\n"
     receiver = RecordReceiver(tmp_path / "requests.jsonl", Request)
     data = whole + b'{"id": 7}\n' + b"\xff\n" + b"[" * 20_000 + b"\n" + whole
-    assert receiver.take(0, data) == len(data)
-    assert receiver.left_out == 3
+    assert receiver.append(0, data) == len(data)
+    assert receiver.unreadable == 3
     assert (tmp_path / "requests.jsonl").read_bytes() == whole * 2
 
 
@@ -130,7 +130,7 @@ def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkey
     source = tmp_path / "source"
     source.write_bytes(sent)
     sender, receiver = RecordSender(source), RecordReceiver(tmp_path / "requests.jsonl", Request)
-    assert receiver.take(0, sender.piece()) == len(sent)  # as the sender counts it
+    assert receiver.append(0, sender.next_piece()) == len(sent)  # as the sender counts it
     # What all keys begin with tells nothing.
     assert [one.message for one in read_requests(tmp_path / "requests.jsonl")] == [
         "nothing of it", "status 500: ***, or ***", "key ***, ***...", "sk-...",
@@ -144,7 +144,7 @@ def test_a_key_that_is_an_everyday_word_leaves_the_records_whole(tmp_path: Path)
     sent = b"".join(msgspec.json.encode(one) + b"\n" for one in (request(), failed))
     register_secrets({"x": True, "null": True, "token": True})
     receiver = RecordReceiver(tmp_path / "requests.jsonl", Request)
-    assert receiver.take(0, sent) == len(sent)
+    assert receiver.append(0, sent) == len(sent)
     whole, without = read_requests(tmp_path / "requests.jsonl")
     assert whole == request()
     hidden = "status 401: *** x is not ***"  # x is too short to be one

@@ -44,12 +44,10 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
     ] = None,
     workers: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="With --url: machines that send the load, or how many."),
+        str | None, typer.Option(metavar="NAMES", help="With --url: machines that send the load, or how many.")
     ] = None,
     bind: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="With --workers: where they find this machine (port 5557)."),
+        str | None, typer.Option(metavar="ADDRESS", help="With --workers: where they find this machine (port 5557).")
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
@@ -304,7 +302,7 @@ def doctor(
         typer.Option(
             metavar="DIR",
             help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.",
-            callback=cli.resolve_root,
+            callback=cli.check_root,
         ),
     ] = Path("/"),
 ) -> None:

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: the app, common options, the console, errors of the command line."""
+"""Shared parts of the commands: the app, common options, the console, mistakes in the command line."""
 
 import difflib
 import os
@@ -19,18 +19,11 @@ from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
 from harness.files import pretty_json
 from harness.redact import printable
 
-# Options that need another one, and those that exclude others, by parameter; a command may have only some of them.
+# By parameter: the option that it needs, and those that it excludes. A command may have only some of them.
 NEEDS = {
-    "metrics_url": "url",
-    "ca": "url",
-    "bind": "workers",
-    "about": "baseline",
-    "ui_port": "ui",
-    "max_model_len": "model",
-    "max_num_seqs": "model",
-    "free": "total",
-    "total": "free",
-}
+    "metrics_url": "url", "ca": "url", "bind": "workers", "about": "baseline", "ui_port": "ui",
+    "max_model_len": "model", "max_num_seqs": "model", "free": "total", "total": "free",
+}  # fmt: skip
 EXCLUDES = {
     "ui": (
         "metrics_url", "repeats", "checks", "baseline", "about", "junit", "workers", "bind", "results", "explain",
@@ -42,7 +35,6 @@ EXCLUDES = {
 }  # fmt: skip
 _KINDS = {"int": "a whole number", "float": "a number", "finite": "a number"}
 _BOUNDS = {"ge": "a number of at least", "le": "a number of at most"}
-
 _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command that failed
     "report": ("validity", "the run is VALID"),
     "compare": ("comparison", "the runs can be compared"),
@@ -50,10 +42,10 @@ _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command 
 
 
 class CliCommand(TyperCommand):
-    """A command whose mistakes and errors are HarnessErrors, also in its JUnit output."""
+    """A command that reports mistakes as HarnessErrors, and errors also in its JUnit output."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As Typer's, then check combinations of options. Raises HarnessError for the first mistake."""
+        """Parse, then check combinations of options. Raises HarnessError for the first mistake."""
         given = list(args)
         try:
             remaining = super().parse_args(ctx, args)
@@ -66,7 +58,6 @@ class CliCommand(TyperCommand):
         return remaining
 
     def invoke(self, ctx: Any) -> Any:
-        """As Typer's."""
         try:
             return super().invoke(ctx)
         except typer.Exit:
@@ -91,7 +82,7 @@ class CliCommand(TyperCommand):
 
 
 def _print_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
-    """Print an error as JUnit XML: a pipeline that keeps the output has a file with the reason."""
+    """Print an error as JUnit XML, so that a pipeline that keeps the output has the reason."""
     from harness.report import junit
 
     with suppress(BrokenPipeError):
@@ -99,17 +90,17 @@ def _print_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
 
 
 def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
-    """A mistake in the command line. Pydantic, which Typer uses, does not say which value it got."""
-    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    """Convert a mistake in the command line. The messages of Pydantic, which Typer uses, lack the value."""
+    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     param = getattr(error, "param", None)
     text = error.format_message()
-    if found and param is not None:
-        first = found[0]
-        about = first.get("ctx", {})
-        bound = next((f"{words} {about[key]:g}" for key, words in _BOUNDS.items() if key in about), None)
-        wanted = bound or _KINDS.get(first["type"].partition("_")[0])
-        reason = str(about.get("error", first["msg"]))
-        text = f"{param.opts[0]}: " + (f"{wanted} is expected, got '{first['input']}'" if wanted else reason)
+    if details and param is not None:
+        first = details[0]
+        context = first.get("ctx", {})
+        bound = next((f"{words} {context[key]:g}" for key, words in _BOUNDS.items() if key in context), None)
+        expected = bound or _KINDS.get(first["type"].partition("_")[0])
+        reason = str(context.get("error", first["msg"]))
+        text = f"{param.opts[0]}: " + (f"{expected} is expected, got '{first['input']}'" if expected else reason)
     text = text[:1].lower() + text[1:].rstrip(".")
     path = "harness" if ctx is None else ctx.command_path
     return HarnessError(text, next_step=f"`{path} --help` lists the options.")
@@ -163,21 +154,21 @@ def validate_model_name(param: typer.CallbackParam, given: str | None) -> str | 
     return given
 
 
-def resolve_root(given: Path) -> Path:
+def check_root(given: Path) -> Path:
     from harness.machine.gpus import require_folder
 
     return require_folder(given)
 
 
 def complete_scenario(incomplete: str) -> list[str]:
-    """For the shell: names of scenarios that ship."""
+    """For the completion of a shell: names of bundled scenarios."""
     from harness.files import SCENARIOS
 
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem.startswith(incomplete))
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """For the shell: ids of runs in the folder that is used without --runs."""
+    """For the completion of a shell: ids of runs in the default folder."""
     folder = Path(os.environ.get("HARNESS_RUNS") or RUNS)
     return sorted(path.parent.name for path in folder.glob("*/run.json") if path.parent.name.startswith(incomplete))
 
@@ -228,7 +219,7 @@ RESULTS = Path("results")
 
 
 class Printable:
-    """A stream to a terminal for plain `print`: text of servers, models and logs cannot control the terminal."""
+    """A stream to a terminal for `print`, without control characters in texts of servers, models and logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -241,32 +232,32 @@ class Printable:
 
 
 class Output(Console):
-    """The standard output or error. Colours come from rich alone: control characters in the text are left out."""
+    """The standard output or error, without control characters in texts; colours are rich's."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """A run goes on when its reader, such as `head`, has seen enough; rich would exit here."""
+        """Go on with the run when its reader, such as `head`, closed the pipe; rich would exit here."""
         mute_stdout()
 
 
 def mute_stdout() -> None:
-    """Nothing more may be written to the standard output, not even at exit."""
+    """Discard all that is written to the standard output from now on, also at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def protect_terminal() -> None:
-    """Have control characters left out of all that is printed to a terminal."""
+    """Remove control characters from all that is printed to a terminal."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)).isatty():
             setattr(sys, name, Printable(stream))
 
 
 def console(*, stderr: bool = False) -> Console:
-    # Wide enough for the table when the output is a file or a pipe, which has no width of its own but COLUMNS.
-    # What is printed comes from files as well: nothing in it is markup.
+    # A file or a pipe has no width but COLUMNS: the default is wide enough for the table.
+    # Texts come from files as well, so they are not markup.
     stream = sys.stderr if stderr else sys.stdout
     file = stream.stream if isinstance(stream, Printable) else stream
     columns = os.environ.get("COLUMNS", "")
@@ -280,7 +271,7 @@ def print_json(data: Any) -> None:
 
 
 def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: Callable[[], str]) -> None:
-    """Print a value in the wanted format: JSON, for the terminal, or one of the texts."""
+    """Print a value in a format: terminal, JSON, or one of the texts."""
     if output == "terminal":
         terminal()
     elif output == "json":
@@ -323,7 +314,7 @@ def find_baseline(given: Path, runs: Path) -> Path:
 
 @contextmanager
 def junit_until_finished(path: Path | None, scenario: str) -> Iterator[None]:
-    """What is in the JUnit file until the run has its summary: an error, also when nothing can be written any more."""
+    """Keep an error in the JUnit file until the run has its summary, in case nothing can be written any more."""
     from harness.report import junit
 
     if path is not None:
@@ -337,7 +328,7 @@ def junit_until_finished(path: Path | None, scenario: str) -> Iterator[None]:
 
 
 def exit_after_capacity(folder: Path, found: "CapacityReport") -> None:
-    """End with the exit code of a capacity search. A server that died under a probe does not make its run INVALID."""
+    """Exit with the code of a capacity search. A server that died in a probe does not make the run INVALID."""
     from harness.rundir.manifest import read_run
 
     died = {
@@ -352,16 +343,16 @@ def exit_after_capacity(folder: Path, found: "CapacityReport") -> None:
 
 
 def exit_after_run(summary: "Summary") -> None:
-    """End with the exit code of a run. One whose conditions cannot be checked, an import, ends as a VALID one."""
+    """Exit with the code of a run. An import, whose validity cannot be checked, has the code of a VALID run."""
     if summary.valid is False:
         raise typer.Exit(ExitCode.INVALID)
     exit_after_checks(summary.checks)
 
 
 def exit_after_checks(checks: "Sequence[CheckResult]") -> None:
-    """End with the exit code of checks; a failed one weighs more than an inconclusive one."""
-    found = {result.status for result in checks}
-    if "failed" in found:
+    """Exit with the code of checks; a failed one comes before an inconclusive one."""
+    statuses = {result.status for result in checks}
+    if "failed" in statuses:
         raise typer.Exit(ExitCode.FAILED)
-    if "inconclusive" in found:
+    if "inconclusive" in statuses:
         raise typer.Exit(ExitCode.INCONCLUSIVE)

@@ -53,7 +53,7 @@ def report(
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
     checked_anew = bool(checks) or reference is not None
-    # A published run has its summary alone: one made without records would say that nothing was measured.
+    # A published run has only its summary. A summary made without records would say that nothing was measured.
     alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
     if alone and checked_anew:
         raise HarnessError(
@@ -68,8 +68,8 @@ def report(
     summary = read_summary(folder) if made is None else made.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)
-    drawn = output == "html" or (output == "terminal" and not checked_anew)
-    page = html.write_report(folder, made) if drawn else None
+    write_page = output == "html" or (output == "terminal" and not checked_anew)
+    page = html.write_report(folder, made) if write_page else None
     cli.print_as(
         output,
         summary,
@@ -138,7 +138,7 @@ def compare(
         raise HarnessError(
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
         )
-    first, second = ([cli.find_run(one, runs) for one in side] for side in (run_folders, against or []))
+    first, second = ([cli.find_run(run, runs) for run in side] for side in (run_folders, against or []))
     if history:
         _compare_with_history(first[0], output, runs, results)
         return
@@ -203,8 +203,8 @@ def history(
     from harness.report.history import history_page, print_history
 
     name = scenario.stem if scenario.suffix in (".yaml", ".yml") else str(scenario)
-    found = history_of(name, runs, results, machine)
-    cli.print_as(output, found, terminal=lambda: print_history(found, cli.console()), html=lambda: history_page(found))
+    shown = history_of(name, runs, results, machine)
+    cli.print_as(output, shown, terminal=lambda: print_history(shown, cli.console()), html=lambda: history_page(shown))
 
 
 @cli.command(short_help="Predict how long a number of items takes.")
@@ -234,7 +234,7 @@ def plan(
     from harness.analysis.forecast import forecast, read_duration, read_price
     from harness.report.terminal import print_forecast
 
-    found = forecast(
+    predicted = forecast(
         cli.find_run(run_folder, runs),
         items,
         results=results,
@@ -243,12 +243,12 @@ def plan(
         lengths=lengths,
     )
     if as_json:
-        cli.print_json(found)
+        cli.print_json(predicted)
     else:
-        print_forecast(found, cli.console())
-    if found.rows[0].deadline == "missed":
+        print_forecast(predicted, cli.console())
+    if predicted.rows[0].deadline == "missed":
         raise typer.Exit(ExitCode.FAILED)
-    if found.rows[0].deadline == "inconclusive":
+    if predicted.rows[0].deadline == "inconclusive":
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
@@ -267,13 +267,13 @@ def diff(
     from harness.report.terminal import print_differences
     from harness.rundir.manifest import read_run
 
-    both = [read_run(cli.find_run(folder, runs)) for folder in (one, other)]
-    found, sides = run_differences(both), [run.id for run in both]
+    manifests = [read_run(cli.find_run(folder, runs)) for folder in (one, other)]
+    differences, sides = run_differences(manifests), [run.id for run in manifests]
     cli.print_as(
         output,
-        {"sides": sides, "differences": found},
-        terminal=lambda: print_differences(found, sides, cli.console()),
-        markdown=lambda: differences_markdown(found, sides),
+        {"sides": sides, "differences": differences},
+        terminal=lambda: print_differences(differences, sides, cli.console()),
+        markdown=lambda: differences_markdown(differences, sides),
     )
 
 
@@ -371,7 +371,7 @@ def import_(
 
 
 class RunLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in the list. What an unreadable run.json does not say is None; `error` says why."""
+    """A run in the list. `error`: why its run.json cannot be read; then the other fields are None."""
 
     run: str
     error: str | None = None

@@ -49,9 +49,9 @@ def _open_log(log: str) -> Iterator[BinaryIO]:
     path = Path(log)
     if path.is_dir():
         logs = sorted(path.glob("logs/*.server.log"))
-        found = "; it holds " + ", ".join(map(str, logs[:3])) + (" ..." if len(logs) > 3 else "") if logs else ""
-        raise HarnessError(f"{path} is a directory{found}", next_step="Give the log itself.")
-    # What a shell has opened for us, as in `harness explain <(docker logs vllm 2>&1)`, is no pipe without a writer.
+        shown = "; it holds " + ", ".join(map(str, logs[:3])) + (" ..." if len(logs) > 3 else "") if logs else ""
+        raise HarnessError(f"{path} is a directory{shown}", next_step="Give the log itself.")
+    # A pipe that the shell opened, as in `harness explain <(docker logs vllm 2>&1)`, has a writer.
     opened_by_shell = str(path).startswith("/dev/fd/")
     try:
         file = path.open("rb") if opened_by_shell else open_file(path)
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from harness.machine.memory import Pool, SafeShare
 
 
-MAX_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
+MAX_GIB = 1 << 20  # no machine has more, and a float of more is not exact to the byte
 
 
 @cli.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
@@ -86,7 +86,7 @@ def memory(
     ] = None,
     total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
     as_json: cli.JsonOpt = False,
-    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.resolve_root)] = Path("/"),
+    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=cli.check_root)] = Path("/"),
 ) -> None:
     """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
 
@@ -117,9 +117,9 @@ def memory(
 def _memory_share(
     root: Path, gpus: int, given: tuple[float, float] | None, *, needed: bool
 ) -> "tuple[list[Pool], SafeShare | None]":
-    """The pools of memory and their share: as given (free and total, GiB), or of this machine.
+    """The GPU memory and the share of it: `given` (free and total, GiB), or of this machine.
 
-    No share without a GPU, where it is not needed: what a model needs is known without one.
+    The share is None without a GPU, unless it is `needed`: a model's memory is known without one.
     """
     from harness.machine.memory import compute_pool_share, compute_share, list_pools
     from harness.units import GIB
@@ -140,8 +140,7 @@ def _memory_share(
 @cli.command(short_help="Run load workers for a remote master.")
 def worker(
     master: Annotated[
-        str,
-        typer.Option(metavar="ADDRESS", help="Where `harness run --workers` was started (port 5557)."),
+        str, typer.Option(metavar="ADDRESS", help="Where `harness run --workers` was started (port 5557).")
     ],
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Load processes on this machine.")] = 1,
     once: Annotated[bool, typer.Option("--once", help="End after one load instead of waiting for the next.")] = False,

@@ -1,4 +1,4 @@
-"""Files of other tools become runs; docs/imports.md says which field becomes what, and which definitions differ.
+"""Results of other tools become runs. docs/imports.md has the meaning of their fields and the definitions that differ.
 
 This module reads a file and gives strict access to its values: a number is read or refused, never guessed.
 """
@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from harness.errors import HarnessError
 from harness.files import UNDECODABLE, describe_decode_error, read_bytes
 from harness.rundir.records import Request
-from harness.summary import Numbers, Reason
+from harness.summary import NEEDED, Distribution, Numbers, Reason
 
 T = TypeVar("T", bound=Struct)
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # of tokens, or nanoseconds since 1970
@@ -31,26 +31,26 @@ _DAMAGED = "The file was damaged or edited; take it again from where its tool wr
 
 
 class Source(Struct, frozen=True):
-    """A file as read. `value`: its JSON document, or a list of one for each line of JSON Lines."""
+    """A file that was read. `value`: its JSON document, or the list of the documents of JSON Lines."""
 
     path: Path
     sha256: str
     value: Any
 
     def read(self, kind: type[T], value: Any = ..., place: str = "$") -> T:
-        """Return the document, or a value at a place of it, as a Struct. Raise HarnessError with the place of a fault.
+        """Return the document, or a value of it, as a Struct. Raise HarnessError with the place of a mistake.
 
-        The name of a field may be a path such as "info.timings.request_start" or "models.0.name". What is null counts
-        as not there.
+        The name of a field may be a path such as "info.timings.request_start" or "models.0.name". A null counts as
+        missing.
         """
         document = self.value if value is ... else value
         names = [field.encode_name for field in msgspec.structs.fields(kind)]
-        found = {name: one for name in names if (one := _value_at_path(document, name)) is not None}
+        fields = {name: found for name in names if (found := _value_at_path(document, name)) is not None}
         try:
-            return msgspec.convert(found, kind)
+            return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:
-            what, _, below = str(error).partition(" - at `$")
-            raise self.error_at(place + below.rstrip("`"), what) from None
+            what, _, path = str(error).partition(" - at `$")
+            raise self.error_at(place + path.rstrip("`"), what) from None
 
     def error_at(self, place: str, what: str) -> HarnessError:
         return HarnessError(
@@ -59,19 +59,19 @@ class Source(Struct, frozen=True):
         )
 
     def parse_time(self, place: str, text: str, form: str, such_as: str) -> float:
-        """Return a time in UTC as Unix time. Raise HarnessError unless it has the form (of strptime)."""
+        """Return a time in UTC as Unix time. Raise HarnessError unless it has the form (as strptime has it)."""
         try:
             return datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
         except ValueError:
             raise self.error_at(place, f"a time such as {such_as} is expected, got {text!r}") from None
 
     def read_sibling(self, name: str) -> "Source | None":
-        """Return another file of the same folder; None where it is not there."""
+        """Return another file of the same folder; None if there is no such file."""
         path = self.path.with_name(name)
         return read_source(path) if path.exists() else None
 
     def require_equal(self, place: str, stated: float | None, counted: float, what: str, rounded: float = 0.0) -> None:
-        """Raise HarnessError unless a stated number, if there is one, is what the file's own records come to."""
+        """Raise HarnessError unless a stated number, if there is one, equals that of the file's own records."""
         if stated is not None and not math.isclose(stated, counted, rel_tol=rounded):
             raise HarnessError(
                 f"{self.path}: {place} says {stated}, and {what} {counted:.12g}: one of them is wrong",
@@ -80,40 +80,40 @@ class Source(Struct, frozen=True):
 
 
 class ImportedPart(Struct, frozen=True, kw_only=True):
-    """One server under one load, once, as a tool's file has it: either its records or its finished numbers."""
+    """One server under one load, once: the records of a tool's file, or its numbers."""
 
     server: str = "running"
     load: str
-    at_once: int | None = None  # most requests in flight, as asked for; None: the file does not say
-    planned: int  # measured requests that should have been sent
+    at_once: int | None = None  # requested maximum in flight; None: the file does not say
+    planned: int  # measured requests that were to be sent
     records: list[Request] = []
     numbers: Numbers | None = None
     started_wall_s: float
     ended_wall_s: float
-    definitions: dict[str, str] = {}  # by field of Numbers, where this part's is not that of the others
-    missing: dict[str, str] = {}  # likewise: why it is not known
+    definitions: dict[str, str] = {}  # by field of Numbers, if it differs from that of the other parts
+    missing: dict[str, str] = {}  # by field of Numbers: why it is not known
 
 
 class Imported(Struct, frozen=True, kw_only=True):
-    """What a tool's file says. Times of records count from the start of their part."""
+    """The content of a tool's file. Times of records count from the start of their part."""
 
     tool: str
     version: str | None
     model: str | None
     url: str | None = None
-    arguments: dict[str, list[str]] = {}  # of each part's server, as far as known
-    versions: dict[str, str] = {}  # likewise
+    arguments: dict[str, list[str]] = {}  # by server, if known
+    versions: dict[str, str] = {}  # by server, if known
     parts: list[ImportedPart]
-    work: Any  # what names the work: equal for two files, the work was the same as far as they can show
-    definitions: dict[str, str] = {}  # by field of Numbers, where it is not ours
+    work: Any  # identifies the work: equal values in two files mean the same work, as far as they can show
+    definitions: dict[str, str] = {}  # by field of Numbers, if it differs from the definition of this suite
     missing: dict[str, str] = {}  # by field of Numbers: why it is not known
     notes: list[Reason] = []
-    other_file: Source | None = None  # that was read, too
+    other_file: Source | None = None  # a second file that was read
 
 
 class Format(Struct, frozen=True):
     written_by: str  # the command that writes it
-    keys: tuple[str, ...]  # which the document has, or the first of its lines; paths
+    keys: tuple[str, ...]  # paths that the document, or the first line, must have
     read: Callable[[Source], Imported]
 
     def matches(self, value: Any) -> bool:
@@ -147,27 +147,25 @@ def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
     lines = [(number, line) for number, line in enumerate(raw.splitlines(), start=1) if line.strip()]
     if not lines:
         raise HarnessError(f"{path}: the file is empty")
-    found: list[Any] = []
+    documents: list[Any] = []
     for number, line in lines:
         try:
-            found.append(msgspec.json.decode(line))
+            documents.append(msgspec.json.decode(line))
         except UNDECODABLE as error:
-            if not found or not isinstance(found[0], dict):
+            if not documents or not isinstance(documents[0], dict):
                 raise HarnessError(
                     f"{path}: neither JSON nor JSON Lines ({describe_decode_error(as_json)})",
                     next_step="The file was cut or is something else.",
                 ) from None
             cut = number == lines[-1][0] and "truncated" in str(error)
+            mistake = f"is cut off: the {len(documents)} before it are whole"
+            if not cut:
+                mistake = f"is not JSON ({describe_decode_error(error)})"
             raise HarnessError(
-                f"{path}: line {number} of {lines[-1][0]} "
-                + (
-                    f"is cut off: the {len(found)} before it are whole"
-                    if cut
-                    else f"is not JSON ({describe_decode_error(error)})"
-                ),
+                f"{path}: line {number} of {lines[-1][0]} {mistake}",
                 next_step=f"Nothing was written. {_CUT if cut else _DAMAGED}",
             ) from None
-    return found
+    return documents
 
 
 def last_line(text: str) -> str:
@@ -175,18 +173,35 @@ def last_line(text: str) -> str:
     return lines[-1][:200] if lines else ""
 
 
+class LatencyStats(Struct, frozen=True, kw_only=True):
+    """Statistics that a tool computed, of latencies in milliseconds."""
+
+    mean: Duration
+    min: Duration | None = None
+    max: Duration | None = None
+    p50: Duration | None = None
+    p90: Duration | None = None
+    p95: Duration | None = None
+    p99: Duration | None = None
+
+    def distribution(self, n: int) -> Distribution:
+        """Return the statistics in seconds, without percentiles that `n` requests cannot carry."""
+        known = {name: ms / 1000 for name, ms in msgspec.structs.asdict(self).items() if ms is not None}
+        return Distribution(n=n, **{name: value for name, value in known.items() if n >= NEEDED.get(name, 0)})
+
+
 def last_end_s(records: list[Request]) -> float:
-    return max(one.sent_s + one.ended_s for one in records)
+    return max(record.sent_s + record.ended_s for record in records)
 
 
-# A record of another tool; `write` puts its cell and its load's name in.
+# A record of another tool; write.py fills in its cell and its load.
 imported_request = partial(Request, cell="", load="", user_class="imported", user=0, process=0)
 
 _NO_GAPS = "the file keeps the first and the last token's time of a request, not those between"
 WITHOUT_GAPS = {"chunk_gap_s": _NO_GAPS, "tokens_per_chunk": _NO_GAPS}
 
 
-def load_name(rate: float | None, concurrency: int | None, otherwise: str) -> str:
+def load_name(rate: float | None, concurrency: int | None, default: str) -> str:
     names = [] if rate is None else [f"rate-{rate:g}"]
     names += [] if concurrency is None else [f"concurrency-{concurrency}"]
-    return "-".join(names) or otherwise
+    return "-".join(names) or default

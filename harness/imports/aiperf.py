@@ -22,6 +22,7 @@ from harness.rundir.records import ErrorKind, Request
 from harness.summary import because
 
 SUMMARY = "profile_export_aiperf.json"
+_SUMMARY_FIELDS = "version, model and concurrency"
 _SENT = "sent, from before the connection is opened"
 _WALL = "first sent, from before its connection is opened, to last ended"
 DEFINITIONS = {
@@ -95,7 +96,7 @@ def read(source: Source) -> Imported:
     found = [(source.read(AiperfRecord, line, f"line {number}"), number) for number, line in enumerate(lines, start=1)]
     found.sort(key=lambda item: item[0].start_ns)
     zero = found[0][0].start_ns
-    # Whether every good answer has the server's own token count; the two counts are not mixed.
+    # The server's token counts if every good answer has one, else the client's: the two are not mixed.
     counted = all(line.usage_output is not None for line, _ in found if line.error is None)
     records = []
     for index, (line, number) in enumerate(found):
@@ -123,7 +124,7 @@ def read(source: Source) -> Imported:
         started_wall_s=zero / 1e9,
         ended_wall_s=zero / 1e9 + last_end_s(records),
     )
-    whole = all(line.gaps is not None for line, _ in found if _is_streamed(line))
+    with_gaps = all(line.gaps is not None for line, _ in found if _is_streamed(line))
     lengths = sorted(-1 if line.client_prompt is None else line.client_prompt for line, _ in found)
     return Imported(
         tool="aiperf",
@@ -133,10 +134,8 @@ def read(source: Source) -> Imported:
         parts=[part],
         work={"load": load, "prompt_tokens": lengths, "requests": len(lines)},
         definitions=DEFINITIONS if counted else DEFINITIONS | _RETOKENISED,
-        missing={} if whole else WITHOUT_GAPS,
-        notes=[]
-        if totals
-        else [because("import_file_missing", file=SUMMARY, unknown="version, model and concurrency")],
+        missing={} if with_gaps else WITHOUT_GAPS,
+        notes=[] if totals else [because("import_file_missing", file=SUMMARY, unknown=_SUMMARY_FIELDS)],
         other_file=totals,
     )
 

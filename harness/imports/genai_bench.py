@@ -130,7 +130,7 @@ def _summary_numbers(source: Source, run: GenaiRun) -> Numbers:
 
 
 def _error_kind(code: Any) -> str:
-    """Classify a status; the tool gives statuses of its own making to errors that have none."""
+    """Classify a status. The tool invents 500 and -1 for errors without a status."""
     if code in (429, 503):
         return "rejected"
     return "http" if isinstance(code, int) and code not in (-1, 500) and 400 <= code <= 599 else "unknown"

@@ -80,7 +80,7 @@ Requests = list[tuple[ErrorKind | None, GuidellmRequest]]
 
 
 def read(source: Source) -> Imported:
-    """Return one load for each benchmark of the report. Raise HarnessError for a report without requests."""
+    """Return a load for each benchmark of the report. Raise HarnessError for a report without requests."""
     report = source.read(GuidellmReport)
     if not report.benchmarks:
         raise HarnessError(f"{source.path}: the report has no benchmark")
@@ -94,7 +94,7 @@ def read(source: Source) -> Imported:
             for index, one in enumerate(benchmark.requests.get(name) or [])
         ]
         parts.append(_make_part(source, place, benchmark, requests))
-        # The requests themselves where the report has them, else what it says of how they were made.
+        # The requests themselves if the report has them, else how they were made.
         asked = sorted(str(request.request_args) for _, request in requests)
         work.append({"strategy": benchmark.strategy, "constraints": benchmark.constraints, "asked": asked})
     first = source.read(GuidellmBenchmark, report.benchmarks[0])
@@ -151,14 +151,14 @@ def _make_record(
 ) -> Request:
     """Raise ValueError for times that contradict each other."""
 
-    def since(name: str) -> float | None:
+    def seconds_after_start(name: str) -> float | None:
         at: float | None = getattr(request, name)
         if at is not None and at < start:
             raise ValueError(f"{name} is before the request was sent ({start}), got {at}")
         return None if at is None else at - start
 
-    first, last = since("first_s"), since("last_s")
-    ended = since("resolved_s" if request.end_s is None else "end_s")
+    first, last = seconds_after_start("first_s"), seconds_after_start("last_s")
+    ended = seconds_after_start("resolved_s" if request.end_s is None else "end_s")
     if ended is None:
         raise ValueError("there is no end of the request")
     chunks = [] if first is None else [first] if last is None or last == first else [first, last]
@@ -170,7 +170,7 @@ def _make_record(
         ended_s=ended,
         scheduled_s=request.targeted_s - start if request.targeted_s is not None and scheduled else None,
         chunks_s=chunks[:1] if request.iterations == 1 else chunks,
-        first_visible_s=since("first_visible_s"),
+        first_visible_s=seconds_after_start("first_visible_s"),
         prompt_tokens=request.prompt_tokens,
         output_tokens=request.output_tokens,
         cached_tokens=request.cached_tokens,

@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, field
 
-from harness.imports import Count, Duration, Format, Imported, ImportedPart, Source
-from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, because
+from harness.imports import Count, Duration, Format, Imported, ImportedPart, LatencyStats, Source
+from harness.summary import NO_SAMPLE, Distribution, Numbers, because
 
 DEFINITIONS = {
     "ttft_s": "the server's own time for the prompt (timings.prompt_ms or usage.prefill_duration_ttft); not streamed, "
@@ -34,14 +34,9 @@ _NO_RECORDS = "the file has no line for each request"
 _CATEGORIES_WITHOUT_TOKENS = ("embed", "imagegen", "transcription", "tts", "audio-generation")
 
 
-class LemonadeStats(Struct, frozen=True, kw_only=True):
-    mean: Duration
+class LemonadeStats(LatencyStats, frozen=True, kw_only=True):
     min: Duration
     max: Duration
-    p50: Duration | None = None
-    p90: Duration | None = None
-    p95: Duration | None = None
-    p99: Duration | None = None
 
 
 class LemonadeScenario(Struct, frozen=True, kw_only=True):
@@ -85,7 +80,7 @@ def read(source: Source) -> Imported:
     model = source.read(LemonadeModel, bench.models[0], "$.models[0]")
     wall_s = source.parse_time("$.timestamp", bench.timestamp, "%Y-%m-%dT%H:%M:%SZ", "2026-01-31T23:59:59Z")
     names = [f"{result.recipe}-{result.backend}" for result in model.results]
-    # By recipe and backend, with a number where several have the same.
+    # Equal names get a number.
     servers = [
         name if names.count(name) == 1 else f"{name}-{names[: i + 1].count(name)}" for i, name in enumerate(names)
     ]
@@ -102,9 +97,7 @@ def read(source: Source) -> Imported:
     return Imported(
         tool="lemonade bench",
         version=bench.version,
-        versions={server: _server_version(bench, result) for server, result in by_server.items()}
-        if bench.version
-        else {},
+        versions={s: _server_version(bench, result) for s, result in by_server.items()} if bench.version else {},
         model=model.model,
         arguments={
             server: [f"ctx_size={result.ctx_size}", *result.backend_args.split()]
@@ -126,7 +119,7 @@ def read(source: Source) -> Imported:
 
 
 def _server_version(bench: LemonadeBench, result: LemonadeResult) -> str:
-    """As of a Lemonade that the harness measures itself; the backend's version is the one that Lemonade lists."""
+    """The version in the form that the harness records for its own runs, with the backend's as Lemonade lists it."""
     listed = bench.backends.get(f"{result.recipe}/{result.backend}")
     return f"Lemonade {bench.version}, {result.recipe}:{result.backend}" + (f" {listed}" if listed else "")
 
@@ -170,16 +163,16 @@ def _make_part(
 
 
 def speed_definition(scenario: LemonadeScenario) -> str | None:
-    """Return which of the two speeds the file has of this scenario; None where it is unknown.
+    """Return which of the two speeds the file has of this scenario; None if that is unknown.
 
-    Tokens / whole request give back the first run's tokens when multiplied with the time of the request, exactly, where
-    all runs had as many. A decoding speed leaves room for the prompt, whose time such a server reports, too.
+    Tokens / whole request, times the time of the request, is exactly the number of tokens if all runs had equally many.
+    A decoding speed leaves time for the prompt, and such a server reports that time, too.
     """
     speed, took, tokens = scenario.tps, scenario.duration_ms, scenario.output_tokens
     if speed is None or took is None:
         return None
     products = (speed.max * took.min / 1000, speed.min * took.max / 1000)
-    if all(math.isclose(found, tokens, rel_tol=_EXACT) for found in products):
+    if all(math.isclose(product, tokens, rel_tol=_EXACT) for product in products):
         return WHOLE_REQUEST
     prompt = scenario.ttft_ms
     if prompt is None or prompt.min <= 0 or speed.min <= 0:
@@ -189,12 +182,8 @@ def speed_definition(scenario: LemonadeScenario) -> str | None:
 
 
 def _distribution(stats: LemonadeStats | None, n: int) -> Distribution:
-    """In ms; a time of zero says that the server reported none."""
-    if stats is None or not n or stats.max <= 0 or stats.min <= 0:
-        return NO_SAMPLE
-    found = {key: getattr(stats, key) for key in NEEDED}
-    percentiles = {key: ms / 1000 for key, ms in found.items() if n >= NEEDED[key] and ms is not None}
-    return Distribution(n=n, mean=stats.mean / 1000, min=stats.min / 1000, max=stats.max / 1000, **percentiles)
+    """The statistics of a latency. Zero means that the server reported none."""
+    return NO_SAMPLE if stats is None or not n or stats.min <= 0 else stats.distribution(n)
 
 
 FORMAT = Format("lemonade bench --json --output FILE", ("timestamp", "hardware", "models"), read)

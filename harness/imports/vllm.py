@@ -12,13 +12,14 @@ from harness.imports import (
     Format,
     Imported,
     ImportedPart,
+    LatencyStats,
     Source,
     imported_request,
     last_line,
     load_name,
 )
 from harness.rundir.records import Request
-from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, because
+from harness.summary import NO_SAMPLE, Distribution, Numbers, because
 
 _FIRST = "from before the request is handed to the HTTP client (a connection may still have to be opened)"
 DEFINITIONS = {
@@ -59,18 +60,8 @@ class VllmResult(Struct, frozen=True, kw_only=True):
     input_lens: list[Count] | None = None
 
 
-class VllmLatency(Struct, frozen=True, kw_only=True):
-    """Milliseconds."""
-
-    mean: Duration
-    p50: Duration | None = None
-    p90: Duration | None = None
-    p95: Duration | None = None
-    p99: Duration | None = None
-
-
 class VllmDetail(Struct, frozen=True, kw_only=True):
-    """The lists of --save-detailed, one entry a request, seconds. A failed request has 0.0 for what never came."""
+    """The lists of --save-detailed, with one entry for each request, in seconds. 0.0: a failed request has no value."""
 
     ttfts: list[Duration]
     itls: list[list[Duration]]
@@ -187,14 +178,12 @@ def _summary_numbers(source: Source, result: VllmResult) -> Numbers:
 
 
 def _distribution(source: Source, name: str, n: int) -> Distribution:
-    """Mean and percentiles, which the file has in ms, those that n requests can carry."""
-    mean, median = source.value.get(f"mean_{name}_ms"), source.value.get(f"median_{name}_ms")
-    if mean is None or not n:
+    """The mean and the percentiles that n requests can carry."""
+    if source.value.get(f"mean_{name}_ms") is None or not n:
         return NO_SAMPLE
-    given = {key: source.value.get(f"{key}_{name}_ms") for key in NEEDED} | {"mean": mean, "p50": median}
-    found = source.read(VllmLatency, given, f"$.*_{name}_ms")
-    values = {key: ms / 1000 for key in NEEDED if n >= NEEDED[key] and (ms := getattr(found, key)) is not None}
-    return Distribution(n=n, mean=found.mean / 1000, **values)
+    prefixes = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
+    stats = {key: source.value.get(f"{prefix}_{name}_ms") for key, prefix in prefixes.items()}
+    return source.read(LatencyStats, stats, f"$.*_{name}_ms").distribution(n)
 
 
 FORMAT = Format(

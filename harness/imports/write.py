@@ -1,4 +1,4 @@
-"""Make a run directory of another tool's file: run.json, requests.jsonl or numbers.json, and the summary."""
+"""Make a run directory from another tool's file: run.json, requests.jsonl or numbers.json, and the summary."""
 
 import datetime
 import hashlib
@@ -29,7 +29,7 @@ from harness.rundir.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowO
 from harness.rundir.records import Request, read_marks
 from harness.scenario import Load, Scenario, Server, Warmup
 
-UNKNOWN = "unknown"  # what a name must be where the file has none
+UNKNOWN = "unknown"  # a name that the file does not have
 
 
 def _read_records(source: Source) -> Imported:
@@ -43,7 +43,7 @@ def _read_records(source: Source) -> Imported:
             records.append(msgspec.convert(line, Request))
         except UNDECODABLE as error:
             raise source.error_at(f"record {number}", str(error)) from None
-    if all(one.phase == "warmup" for one in records):
+    if all(record.phase == "warmup" for record in records):
         raise HarnessError(f"{source.path}: holds only warm-up requests", next_step="Record a longer load.")
     places = (Path(f"{source.path}.processes"), source.path.with_name("processes.jsonl"))
     marks = [mark for place in places for mark in read_marks(place)]
@@ -53,21 +53,21 @@ def _read_records(source: Source) -> Imported:
             next_step="Record to a file for each machine and each load.",
         )
     wall_s = marks[0].wall_s - marks[0].monotonic_s if marks else source.path.stat().st_mtime - last_end_s(records)
-    groups: dict[str, list[Request]] = {}
-    for one in records:
-        groups.setdefault(one.load or one.user_class, []).append(one)
+    loads: dict[str, list[Request]] = {}
+    for record in records:
+        loads.setdefault(record.load or record.user_class, []).append(record)
     parts = []
-    for name, found in groups.items():
-        began_s = min(one.sent_s for one in found)  # all processes of one machine share its monotonic clock
+    for name, group in loads.items():
+        start_s = min(record.sent_s for record in group)  # all processes of one machine share its monotonic clock
         part = ImportedPart(
             load=name,
-            planned=sum(one.phase == "measured" for one in found),
-            records=[msgspec.structs.replace(one, sent_s=one.sent_s - began_s) for one in found],
-            started_wall_s=wall_s + began_s,
-            ended_wall_s=wall_s + last_end_s(found),
+            planned=sum(record.phase == "measured" for record in group),
+            records=[msgspec.structs.replace(record, sent_s=record.sent_s - start_s) for record in group],
+            started_wall_s=wall_s + start_s,
+            ended_wall_s=wall_s + last_end_s(group),
         )
         parts.append(part)
-    return Imported(tool="locust", version=None, model=None, parts=parts, work=sorted(groups))
+    return Imported(tool="locust", version=None, model=None, parts=parts, work=sorted(loads))
 
 
 FORMATS = {
@@ -83,36 +83,36 @@ FORMATS = {
 
 
 def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
-    """Read a file of another tool. `given` is the name of its format; otherwise the file itself shows it.
+    """Read a file of another tool. `given`: the name of its format; None: the file itself shows it.
 
-    Raises HarnessError for a file that is of none of the formats, or not of the given one.
+    Raises HarnessError for a file that has none of the formats, or not the given one.
     """
     if given is not None and given not in FORMATS:
         raise HarnessError(f"--format: there is no format '{given}'; {did_you_mean(given, FORMATS)}")
     source = read_source(path)
-    found = [name for name, form in FORMATS.items() if form.matches(source.value)]
-    if given is not None and given not in found:
-        hint = f"; it looks like {found[0]}" if found else ""
+    matching = [name for name, form in FORMATS.items() if form.matches(source.value)]
+    if given is not None and given not in matching:
+        hint = f"; it looks like {matching[0]}" if matching else ""
         raise HarnessError(
             f"{path}: not what {given} writes{hint}", next_step=f"{given} is read from: {FORMATS[given].written_by}"
         )
-    if not found:
+    if not matching:
         keys = ", ".join(list(source.value)[:6]) if isinstance(source.value, dict) else ""
         raise HarnessError(
             f"{path}: not a file of any tool that is known" + (f" (its keys: {keys})" if keys else ""),
             next_step="Known are the files below; docs/imports.md says more.",
             detail="\n".join(f"{name}: {form.written_by}" for name, form in FORMATS.items()),
         )
-    return source, FORMATS[given or found[0]].read(source)
+    return source, FORMATS[given or matching[0]].read(source)
 
 
 def import_file(
     path: Path, runs: Path, given: str | None = None, machine: str | None = None, *, again: bool = False
 ) -> Path:
-    """Make a run directory of a tool's file and return it; the directory has the file's sum in its name.
+    """Make a run directory from a tool's file and return it. Its name ends with the file's checksum.
 
-    `machine`: the name of the machine that was measured; tools do not write it. Raises HarnessError for a file that
-    cannot be read, or that was imported before; `again`: then its run directory is returned.
+    `machine`: the name of the machine that was measured; tools do not write it. `again`: return the run directory of a
+    file that was imported before. Raises HarnessError for such a file otherwise, and for one that cannot be read.
     """
     source, imported = read_file(path, given)
     started = min(part.started_wall_s for part in imported.parts)
@@ -226,7 +226,7 @@ def _make_run(
 
 
 def _max_in_flight(part: ImportedPart) -> int:
-    """How many requests were in flight at most: as asked for, else as the records show; 1 where neither is known."""
+    """The maximum number of requests in flight: as requested, else by the records; 1 if neither is known."""
     if part.at_once is not None:
         return max(part.at_once, 1)
     events = [(r.sent_s, 1) for r in part.records] + [(r.sent_s + r.ended_s, -1) for r in part.records]
@@ -238,5 +238,5 @@ def _max_in_flight(part: ImportedPart) -> int:
 
 
 def _valid_name(text: str) -> str:
-    """A text as a name of a scenario: lower-case letters, digits and '-', at most 40."""
+    """Make a valid name for a scenario: at most 40 lower-case letters, digits and '-'."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or UNKNOWN

@@ -1,8 +1,7 @@
 """The measuring HTTP client: one keep-alive connection, and the time at which each piece of a response arrived.
 
-The host name is resolved again and again, and all its addresses are used. The bytes are read by `harness.load.reader`,
-one place for all connections, and parsed afterwards (`harness.load.exchange`), so that parsing never delays a time
-stamp.
+`harness.load.reader` reads the bytes of all connections; `harness.load.exchange` parses them afterwards, so that
+parsing never delays a time stamp.
 """
 
 import contextlib
@@ -15,6 +14,7 @@ import re
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -26,12 +26,12 @@ from gevent import socket, ssl
 
 from harness.errors import HarnessError
 from harness.load.exchange import Collector, Exchange, Failure
-from harness.load.reader import AnyInbox, Direct, Reader, ask_for_stamps
+from harness.load.reader import AnyInbox, Reader, UnstampedInbox, enable_stamps
 from harness.rundir.records import CLOSING_S
 
 CONNECT_TIMEOUT_S = 10.0
-_FRESH_S = 1.0  # users who connect within this time of a look-up share its result
-_FAILED_S = 30.0  # an address that failed is tried after all others for this time
+_LOOKUP_LIFETIME_S = 1.0  # connections within this time after a look-up use its result
+_FAILED_ADDRESS_S = 30.0  # for this time an address that failed is tried last
 
 _Address = tuple[int, tuple[Any, ...]]  # family, socket address
 
@@ -40,11 +40,11 @@ class ApiAddress(NamedTuple):
     host: str
     port: int
     tls: bool
-    prefix: str  # path up to and with /v1
+    prefix: str  # path, including /v1
 
     @classmethod
-    def of(cls, url: str) -> "ApiAddress":
-        """Return the API of a base URL, with or without its /v1. Raises HarnessError for a wrong URL."""
+    def parse(cls, url: str) -> "ApiAddress":
+        """Return the address of the API at a base URL, with or without /v1. Raises HarnessError for a wrong URL."""
         parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         try:
             port = parts.port
@@ -52,9 +52,8 @@ class ApiAddress(NamedTuple):
             raise HarnessError(f"host: {url!r} has a port that is not a number") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise HarnessError(f"host: {url!r} is not a URL", next_step="Give one such as http://127.0.0.1:8000.")
-        path = parts.path.rstrip("/")
-        prefix = path if path.endswith("/v1") else path + "/v1"
         tls = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         return cls(parts.hostname, port or (443 if tls else 80), tls, prefix)
 
     @property
@@ -64,34 +63,32 @@ class ApiAddress(NamedTuple):
 
 
 class Dialer:
-    """Opens connections to one server, for all clients of a process. Made after the fork.
+    """Opens connections to one server, for all clients of a process. Create it after the fork.
 
-    Addresses take turns, so that a name with several (a Kubernetes headless service) gets load on each of them.
+    It resolves the host name again and again and uses its addresses in turn: the servers behind one name (a Kubernetes
+    headless service) share the load.
     """
 
     def __init__(self, target: ApiAddress) -> None:
         self.target = target
         self.tls = _tls_context() if target.tls else None
-        # Learned: whether the server really keeps connections that it promises to keep, for streams and others.
-        self.keeps: dict[bool, bool] = {}
-        self._fresh_s = math.inf if is_address(target.host) else _FRESH_S
-        self._found: list[_Address] = []
-        self._found_s = -math.inf
-        self._preferred = 0  # address family that the system prefers
-        self._looking: gevent.Greenlet[[], OSError | None] | None = None
-        self._failed_s: dict[_Address, float] = {}  # when each of `_found` failed last
+        # Whether the server really keeps the connections that it promises to keep, after streams (True) and others.
+        self.keeps_connections: dict[bool, bool] = {}
+        self._lookup_lifetime_s = math.inf if is_address(target.host) else _LOOKUP_LIFETIME_S
+        self._addresses: list[_Address] = []
+        self._resolved_s = -math.inf
+        self._preferred_family = 0
+        self._lookup: gevent.Greenlet[[], OSError | None] | None = None  # while it runs
+        self._failed_s: dict[_Address, float] = {}  # time of the last failure of an address
         self._turn = os.getpid() + crc32(socket.gethostname().encode())  # load processes start at different addresses
 
     def look_up(self) -> None:
-        """Resolve the name, at most once a second. Concurrent callers share one look-up.
-
-        Raises OSError.
-        """
-        if time.monotonic() - self._found_s < self._fresh_s:
+        """Resolve the name, at most once a second. Concurrent callers share one look-up. Raises OSError."""
+        if time.monotonic() - self._resolved_s < self._lookup_lifetime_s:
             return
-        if self._looking is None:
-            self._looking = gevent.spawn(self._resolve)  # not cut with the user who needs it first
-        failure = self._looking.get()
+        if self._lookup is None:
+            self._lookup = gevent.spawn(self._resolve)  # a greenlet of its own: the user who needs it may be cut
+        failure = self._lookup.get()
         if failure is not None:
             raise failure.with_traceback(None)
 
@@ -99,10 +96,10 @@ class Dialer:
         """Open a TCP connection to the next address that works. Raises OSError of the last address."""
         self.look_up()
         failure = OSError(f"no address of {self.target.host}")
-        for address in self._in_turn():
+        for address in self._ordered_addresses():
             sock = socket.socket(address[0], socket.SOCK_STREAM)
             if address in self._failed_s:
-                self._failed_s[address] = time.monotonic()  # then one user tries it again, not all at once
+                self._failed_s[address] = time.monotonic()  # so that only this user tries it again
             try:
                 sock.settimeout(CONNECT_TIMEOUT_S)
                 sock.connect(address[1])
@@ -115,41 +112,39 @@ class Dialer:
             else:
                 self._failed_s.pop(address, None)
                 return sock
-        self._found_s = -math.inf  # it may have moved
+        self._resolved_s = -math.inf  # the server may have moved: resolve again
         raise failure
 
     def _resolve(self) -> OSError | None:
-        target = self.target
+        """Resolve the name and return the error, if any."""
         try:
-            found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            results = socket.getaddrinfo(self.target.host, self.target.port, type=socket.SOCK_STREAM)
         except UnicodeError as error:
             return OSError(f"not a host name ({error})")
         except OSError as error:
             return error
         finally:
-            self._looking = None
-        self._preferred = found[0][0]
-        self._found = sorted({(one[0], one[4]) for one in found})  # name servers change the order
-        self._failed_s = {one: self._failed_s[one] for one in self._found if one in self._failed_s}
-        self._found_s = time.monotonic()
+            self._lookup = None
+        self._preferred_family = results[0][0]
+        self._addresses = sorted({(family, address) for family, _, _, _, address in results})  # DNS changes the order
+        self._failed_s = {known: self._failed_s[known] for known in self._addresses if known in self._failed_s}
+        self._resolved_s = time.monotonic()
         return None
 
-    def _in_turn(self) -> list[_Address]:
-        """Return all addresses: first those of the preferred family that have not failed."""
-        if len(self._found) == 1:
-            return self._found
+    def _ordered_addresses(self) -> list[_Address]:
+        """Return all addresses: first those of the preferred family that have not failed, equal ones in turn."""
         self._turn += 1
-        failed_after_s = time.monotonic() - _FAILED_S
+        failed_after_s = time.monotonic() - _FAILED_ADDRESS_S
 
         def rank(address: _Address) -> tuple[bool, bool]:
             failed = self._failed_s.get(address, -math.inf) > failed_after_s
-            return failed, address[0] != self._preferred
+            return failed, address[0] != self._preferred_family
 
         ordered: list[_Address] = []
-        for _, group in itertools.groupby(sorted(self._found, key=rank), rank):
-            alike = list(group)
-            first = self._turn % len(alike)
-            ordered += alike[first:] + alike[:first]
+        for _, group in itertools.groupby(sorted(self._addresses, key=rank), rank):
+            equals = deque(group)
+            equals.rotate(-self._turn)
+            ordered += equals
         return ordered
 
 
@@ -162,66 +157,58 @@ def is_address(host: str) -> bool:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """As ssl.create_default_context, whose sockets block the whole process where gevent has not patched it."""
+    """Return a context like that of ssl.create_default_context, whose own sockets block the process under gevent."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.verify_flags = ssl.create_default_context().verify_flags
     context.load_default_certs()  # CAs from SSL_CERT_FILE, else the system's
     return context
 
 
-_DONE_GRACE_S = 0.02  # for the end of the body after [DONE], which some proxies leave open
-# Wait before closing a connection that the server closes: the side that closes first keeps its port for a minute.
-_LEAVING_S = 0.1
+_DONE_GRACE_S = 0.02  # wait for the end of the body after [DONE]: some proxies never send it
+# Wait so long for the server to close first: the side that closes first keeps its port for a minute.
+_CLOSE_DELAY_S = 0.1
 _ESTABLISHED = 1  # tcpi_state
 _TOTAL_RETRANS = slice(100, 104)  # tcpi_total_retrans
 _TLS_RECORD_BYTES = 16_384  # fit an idle connection's buffer
-_UPLOAD_BYTES = 1 << 18  # of a request at a time
-_IDLE_SHARE = 0.8  # of the server's idle limit, so that it never closes first
-_IDLE_LIMIT_S = 5.0  # where the server states none: the default of uvicorn (vLLM, SGLang) and of Node.js
+_UPLOAD_BYTES = 1 << 18  # sent at a time
+_IDLE_SHARE = 0.8  # reuse a connection for this share of the server's idle limit, so that the server never closes first
+_IDLE_LIMIT_S = 5.0  # if the server states no limit: the default of uvicorn (vLLM, SGLang) and of Node.js
 
-# Of Keep-Alive: whole seconds, whole requests. Anything else is ignored.
-_LIMIT = re.compile(r"(?<![^,\s])(timeout|max)\s*=\s*([0-9]{1,6})\s*(?=,|$)")
+# A limit of the Keep-Alive header, in whole seconds or requests. Anything else is ignored.
+_KEEP_ALIVE_LIMIT = re.compile(r"(?<![^,\s])(timeout|max)\s*=\s*([0-9]{1,6})\s*(?=,|$)")
 
-Body = Callable[[], bytes]  # makes it
+Body = Callable[[], bytes]  # makes the JSON text of a request
 
 
 class Client:
-    """One kept connection to one server, for one request at a time."""
+    """One keep-alive connection to one server, for one request at a time."""
 
     __slots__ = (
-        "_after_stream", "_dialer", "_headers", "_idle_until_ns", "_kept_ns", "_reader", "_requests_left", "_socket",
-        "_stamped", "_timeout_s"
+        "_after_stream", "_dialer", "_headers", "_idle_until_ns", "_last_ended_ns", "_reader", "_requests_left",
+        "_socket", "_stamped", "_timeout_s",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        dialer: Dialer,
-        reader: Reader,
-        *,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, dialer: Dialer, reader: Reader, *, timeout_s: float, headers: Mapping[str, str] | None = None):
         self._dialer = dialer
         self._reader = reader
         self._timeout_s = timeout_s
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._socket: socket.socket | None = None
-        self._stamped = False
-        self._requests_left: int | None = None  # on this connection, if the server limits them
-        self._idle_until_ns = self._kept_ns = 0  # the latter: end of the previous response
-        self._after_stream = False  # whether that was a stream
+        self._stamped = False  # the kernel stamps what this socket receives
+        self._requests_left: int | None = None  # on this connection; None: the server states no limit
+        self._idle_until_ns = 0  # latest time to reuse the connection
+        self._last_ended_ns = 0  # end of the previous response ...
+        self._after_stream = False  # ... and whether it was a stream
 
     def send(self, path: str, body: Body | None, exchange: Exchange) -> None:
-        """Send a POST of `body`, or a GET, to the API's `path` and collect the response in `exchange`, failures too.
+        """Send a POST of `body`, or a GET without one, to the API's `path`. Collect response or failure in `exchange`.
 
-        `body` makes the JSON text when it is sent, and again if it is sent again: prompts may be long, and are not kept
-        for as long as the answer takes.
-
-        A greenlet that is cut meanwhile (GreenletExit, gevent.Timeout) sees that raised, with the connection closed.
+        `body` is called each time the request is sent: a long prompt is not kept in memory during the answer.
+        If the greenlet is cut meanwhile, GreenletExit or gevent.Timeout is raised and the connection is closed.
         """
         try:
-            if not self._attempt(path, body, exchange):
-                self._attempt(path, body, exchange)
+            if not self._send_once(path, body, exchange):
+                self._send_once(path, body, exchange)  # on a new connection
         except Failure as failure:
             exchange.failure = failure
         finally:
@@ -234,7 +221,7 @@ class Client:
             self._socket.close()
             self._socket = None
 
-    def _request(self, path: str, body: Body | None, exchange: Exchange) -> bytes:
+    def _encode_request(self, path: str, body: Body | None, exchange: Exchange) -> bytes:
         content = b"" if body is None else body()
         exchange.request_bytes = len(content)
         method = "GET" if body is None else "POST"
@@ -246,32 +233,32 @@ class Client:
         )
         return head.encode("latin-1") + content  # in one packet where it fits
 
-    def _attempt(self, path: str, body: Body | None, exchange: Exchange) -> bool:
-        """Send once. Return False if the server was already closing the kept connection: send on a new one."""
+    def _send_once(self, path: str, body: Body | None, exchange: Exchange) -> bool:
+        """Send the request and read its response. Return False if the server was already closing the connection."""
         self._drop_if_stale()
         reused = self._socket is not None
         sock = self._socket or self._connect(exchange)
         sock.settimeout(self._timeout_s)
-        request = self._request(path, body, exchange)
+        request = self._encode_request(path, body, exchange)
         sent_ns = time.monotonic_ns()
         if exchange.sent_ns is None:
             exchange.sent_ns = sent_ns
-        upload = self._send(sock, request)
+        upload = self._start_upload(sock, request)
         del request
         try:
             self._receive(sock, exchange, upload)
         except TimeoutError:
             raise Failure("timeout", f"no data arrived for {self._timeout_s:g} s") from None
         except (OSError, EOFError) as error:
-            was_closing = reused and time.monotonic_ns() - self._kept_ns < CLOSING_S * 1e9
+            was_closing = reused and time.monotonic_ns() - self._last_ended_ns < CLOSING_S * 1e9
             if was_closing and not exchange.arrivals:
-                self._dialer.keeps[self._after_stream] = False
+                self._dialer.keeps_connections[self._after_stream] = False
                 self.close()
                 exchange.resent = True
                 return False
-            how = "the server closed the connection" if isinstance(error, EOFError) else _words(error)
+            cause = "the server closed the connection" if isinstance(error, EOFError) else _error_text(error)
             when = "it answered" if exchange.status is None else "the response was complete"
-            raise Failure("disconnect", f"{how} before {when}") from None
+            raise Failure("disconnect", f"{cause} before {when}") from None
         except httptools.HttpParserError as error:
             raise Failure("not_api", f"the answer is not HTTP/1.1: {error}") from None
         finally:
@@ -279,10 +266,10 @@ class Client:
                 upload.stop()
         return True
 
-    def _send(self, sock: socket.socket, request: bytes) -> "Upload | None":
-        """Send what the socket's buffer accepts now; send the rest while the response is read.
+    def _start_upload(self, sock: socket.socket, request: bytes) -> "Upload | None":
+        """Send what the socket's buffer accepts now. Return the upload of the rest, which runs while reading; or None.
 
-        What is wrong with the connection is found by the reader, after a response that may have come.
+        Errors are ignored here: reading reports them, after a response that may have arrived.
         """
         sent = 0
         if self._dialer.tls is None or len(request) <= _TLS_RECORD_BYTES:
@@ -294,47 +281,46 @@ class Client:
         """Read until the response is complete. Raises EOFError when the connection ends before that."""
         collector = Collector(exchange)
         try:
-            self._collect(sock, collector, upload)
+            self._read_response(sock, collector, upload)
         except (OSError, EOFError, httptools.HttpParserError):
             if not (exchange.answer.done or exchange.complete):
                 raise
-            exchange.complete = True  # complete; only the connection cannot be reused
+            exchange.complete = True  # only the connection cannot be reused
             self.close()
         finally:
             collector.close()
         if upload is not None and upload.left:
             collector.keep_alive = False  # the server may still expect the rest of the request
-        self._keep(collector)
+        self._keep_or_close(collector)
 
-    def _collect(self, sock: socket.socket, collector: Collector, upload: "Upload | None") -> None:
+    def _read_response(self, sock: socket.socket, collector: Collector, upload: "Upload | None") -> None:
         exchange = collector.exchange
         began_ns = time.monotonic_ns()
-        inbox: AnyInbox
-        if self._stamped:
-            inbox = self._reader.open(sock, exchange.arrivals)
-        else:
-            inbox = Direct(sock, self._reader.clock, exchange.arrivals)
+        inbox: AnyInbox = (
+            self._reader.open(sock, exchange.arrivals)
+            if self._stamped
+            else UnstampedInbox(sock, self._reader.clock, exchange.arrivals)
+        )
         try:
             while not exchange.complete:
                 # Pings keep the connection open, but do not extend the wait.
-                said_ns = began_ns if exchange.data_read is None else exchange.arrivals[exchange.data_read][0]
+                progress_ns = began_ns if exchange.data_read is None else exchange.arrivals[exchange.data_read][0]
                 if upload is not None:
-                    said_ns = max(said_ns, upload.moved_ns)
-                patience_s = _DONE_GRACE_S if exchange.answer.done else self._timeout_s
-                left_s = patience_s - (time.monotonic_ns() - said_ns) / 1e9
+                    progress_ns = max(progress_ns, upload.progress_ns)
+                timeout_s = _DONE_GRACE_S if exchange.answer.done else self._timeout_s
+                left_s = timeout_s - (time.monotonic_ns() - progress_ns) / 1e9
                 if left_s <= 0:
                     raise TimeoutError
                 inbox.wait(left_s)
-                collector.take_in(inbox)
-                if collector.is_open_ended and exchange.leaves_after is None:
-                    inbox.template, inbox.while_asleep = collector.template, collector.take_asleep
+                collector.parse_inbox(inbox)
+                if collector.is_open_ended and exchange.abandon_after_chunks is None:
+                    inbox.template, inbox.parse_asleep = collector.template, collector.parse_asleep
         except (gevent.GreenletExit, gevent.Timeout):
-            # Cut: keep what has arrived. An error raised here, such as the connection's end, would replace the cut, and
-            # the greenlet would go on.
+            # Cut: keep what has arrived. An error raised here would replace the cut, and the greenlet would continue.
             with contextlib.suppress(OSError, EOFError, httptools.HttpParserError, Failure):
-                collector.catch_up()
-                for data in inbox.rest():
-                    collector.take(data)
+                collector.note_template_reads()
+                for data in inbox.take_pieces():
+                    collector.parse(data)
             raise
         finally:
             inbox.close()
@@ -344,52 +330,51 @@ class Client:
         sock = None
         try:
             sock = self._dialer.connect()
-            exchange.connect_retries = _retries(sock)
+            exchange.connect_retries = _syn_retries(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._stamped = self._dialer.tls is None and ask_for_stamps(sock)
+            self._stamped = self._dialer.tls is None and enable_stamps(sock)
             if self._dialer.tls is not None:
                 sock = self._dialer.tls.wrap_socket(sock, server_hostname=self._dialer.target.host)
         except BaseException as error:
             if sock is not None:
                 sock.close()
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                raise Failure("client", _no_more_files(error)) from None
-            if isinstance(error, OSError):
-                raise Failure("connect", f"{self._dialer.target.authority}: {_words(error)}{_proxy_remark()}") from None
-            raise
+            if not isinstance(error, OSError):
+                raise
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise Failure("client", _file_limit_text(error)) from None
+            raise Failure("connect", f"{self._dialer.target.authority}: {_error_text(error)}{_proxy_hint()}") from None
         self._socket = sock
         self._requests_left = None
         exchange.connect_ns = time.monotonic_ns() - began_ns
         return sock
 
-    def _keep(self, collector: Collector) -> None:
+    def _keep_or_close(self, collector: Collector) -> None:
         """Keep the connection for the next request, unless the server closes it."""
-        sock, keeps = self._socket, self._dialer.keeps
+        sock, keeps_connections = self._socket, self._dialer.keeps_connections
         if sock is None:
             return
         self._after_stream = collector.is_open_ended
-        kept = keeps.get(self._after_stream)
+        kept = keeps_connections.get(self._after_stream)
         if not collector.keep_alive or kept is False:
-            gevent.spawn_later(_LEAVING_S, sock.close)
+            gevent.spawn_later(_CLOSE_DELAY_S, sock.close)
             self._socket = None
         elif kept is None and self._after_stream:
-            # Reuse such a connection only once the server's behaviour is known: a request might be lost or processed
-            # twice.
-            gevent.spawn_later(CLOSING_S, self._learn, sock)
+            # Not known yet: on a connection that the server closes, a request might be lost or processed twice.
+            gevent.spawn_later(CLOSING_S, self._note_stream_reuse, sock)
             self._socket = None
         else:
-            self._kept_ns = time.monotonic_ns()
-            self._note_limits(collector.exchange.headers.get("keep-alive", ""))
+            self._last_ended_ns = time.monotonic_ns()
+            self._note_keep_alive_limits(collector.exchange.headers.get("keep-alive", ""))
 
-    def _learn(self, sock: socket.socket) -> None:
-        """Note whether the server has closed a connection after its stream."""
-        self._dialer.keeps.setdefault(True, not self._has_ended(sock))
+    def _note_stream_reuse(self, sock: socket.socket) -> None:
+        """Note whether the server keeps a connection open after a stream, and close it."""
+        self._dialer.keeps_connections.setdefault(True, not self._is_closed_by_server(sock))
         sock.close()
 
-    def _note_limits(self, keep_alive: str) -> None:
-        limits = {name: int(number) for name, number in _LIMIT.findall(keep_alive.lower())}
-        self._idle_until_ns = self._kept_ns + int(limits.get("timeout", _IDLE_LIMIT_S) * _IDLE_SHARE * 1e9)
-        if self._requests_left is None:  # servers either count "max" down or repeat the same number
+    def _note_keep_alive_limits(self, keep_alive: str) -> None:
+        limits = {name: int(number) for name, number in _KEEP_ALIVE_LIMIT.findall(keep_alive.lower())}
+        self._idle_until_ns = self._last_ended_ns + int(limits.get("timeout", _IDLE_LIMIT_S) * _IDLE_SHARE * 1e9)
+        if self._requests_left is None:  # the first value counts: servers count "max" down, or repeat it
             self._requests_left = limits.get("max")
         if self._requests_left is not None:
             self._requests_left -= 1
@@ -399,54 +384,53 @@ class Client:
         sock = self._socket
         if sock is None:
             return
-        worn = self._requests_left is not None and self._requests_left <= 0
-        if worn or time.monotonic_ns() > self._idle_until_ns or self._has_ended(sock):
+        used_up = self._requests_left is not None and self._requests_left <= 0
+        if used_up or time.monotonic_ns() > self._idle_until_ns or self._is_closed_by_server(sock):
             self.close()
 
-    def _has_ended(self, sock: socket.socket) -> bool:
-        """Whether the server has closed an idle connection or sent unexpected bytes."""
+    def _is_closed_by_server(self, sock: socket.socket) -> bool:
+        """Whether the server has closed this idle connection, or sent unexpected bytes on it."""
         if hasattr(socket, "TCP_INFO") and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED:
             return True
         if self._dialer.tls is not None:  # unread bytes may be of TLS itself
             return False
-        raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
+        raw: Any = sock._sock  # type: ignore[attr-defined]  # gevent's socket would wait
         try:
             raw.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
-            return True
+            pass
         return True
 
 
 class Upload:
-    """Send the rest of a request in its own greenlet, so that an early response is read."""
+    """Sends the rest of a request in a greenlet of its own, so that an early response is read meanwhile."""
 
     def __init__(self, sock: socket.socket, rest: memoryview) -> None:
         self.left = len(rest)  # unsent bytes
-        self.moved_ns = time.monotonic_ns()  # time of the last progress
+        self.progress_ns = time.monotonic_ns()  # when bytes were sent last
         self._greenlet = gevent.spawn(self._run, sock, rest)
 
     def _run(self, sock: socket.socket, rest: memoryview) -> None:
         with contextlib.suppress(OSError, AttributeError):  # gevent's TLS socket raises this when just closed
             while self.left:
-                # A TLS socket accepts a whole piece or nothing.
-                self.left -= sock.send(rest[-self.left :][:_UPLOAD_BYTES])
-                self.moved_ns = time.monotonic_ns()
+                self.left -= sock.send(rest[-self.left :][:_UPLOAD_BYTES])  # a TLS socket sends all of it or nothing
+                self.progress_ns = time.monotonic_ns()
 
     def stop(self) -> None:
         self._greenlet.kill(block=False)
 
 
-def _retries(sock: socket.socket) -> int | None:
-    """Return the SYN retransmissions of this new connection; None if the system does not report them."""
-    if not hasattr(socket, "TCP_INFO"):  # not Linux
+def _syn_retries(sock: socket.socket) -> int | None:
+    """Return the SYN retransmissions of a new connection; None if the system (not Linux) does not report them."""
+    if not hasattr(socket, "TCP_INFO"):
         return None
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TOTAL_RETRANS.stop)[_TOTAL_RETRANS]
     return int.from_bytes(info, sys.byteorder) if info else None
 
 
-def _words(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return f"no connection within {CONNECT_TIMEOUT_S:g} s"
     if error.errno == errno.EADDRNOTAVAIL:
@@ -454,12 +438,12 @@ def _words(error: OSError) -> str:
     return str(error.strerror or error or type(error).__name__).lower()
 
 
-def _no_more_files(error: OSError) -> str:
+def _file_limit_text(error: OSError) -> str:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    whose = f"this load process may have {limit:,}" if error.errno == errno.EMFILE else "all processes together"
-    return f"too many open files ({whose}): raise the limit, or use more 'processes' or fewer users"
+    scope = f"this load process may have {limit:,}" if error.errno == errno.EMFILE else "all processes together"
+    return f"too many open files ({scope}): raise the limit, or use more 'processes' or fewer users"
 
 
-def _proxy_remark() -> str:
-    named = [name for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY") if os.environ.get(name)]
-    return f" ({named[0]} is set, but a load test never goes through a proxy)" if named else ""
+def _proxy_hint() -> str:
+    set_names = [name for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY") if os.environ.get(name)]
+    return f" ({set_names[0]} is set, but a load test never goes through a proxy)" if set_names else ""

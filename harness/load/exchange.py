@@ -1,5 +1,6 @@
 """One request and its response: bytes, the time of each read, and the Answer that follows from them."""
 
+import math
 import re
 import time
 from array import array
@@ -13,34 +14,24 @@ from itertools import islice, pairwise
 import gevent
 import httptools
 
-from harness.load.openai_api import (
-    Answer,
-    coded,
-    decode_lenient,
-    described,
-    error_words,
-    note_event,
-    note_unframed,
-    note_whole,
-    shown,
-    usage_words,
-)
+from harness.load import openai_api
+from harness.load.openai_api import Answer
 from harness.load.reader import SLACK_NS, AnyInbox, ReadTimes
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
 from harness.rundir.records import LATE_READ_S, ErrorKind
 
-_HEAD_BYTES = 1 << 20  # of status line and headers, 1xx responses included
-_BODY_BYTES = 16 << 20  # of a body that is no stream; embeddings of a long input have some
-_STREAM = re.compile(rb"(?:data|event|id|retry)?:")  # how events begin; JSON and HTML never do
-_STREAM_BYTES = 6  # that tell
-_STREAM_PIECES = 64  # of the body that are searched for them
-_MAX_TEXTS = 64  # kept as pieces before they are joined: each takes ten times the memory of its text
+_MAX_HEAD_BYTES = 1 << 20  # status line and headers, including 1xx responses
+_MAX_BODY_BYTES = 16 << 20  # of a response that is not a stream; embeddings of a long input are large
+_EVENT_START = re.compile(rb"(?:data|event|id|retry)?:")  # JSON and HTML never start like this
+_EVENT_START_BYTES = 6
+_MAX_EVENT_START_PIECES = 64  # pieces of the body in which the start of an event is searched
+_MAX_TEXTS = 64  # pieces kept before they are joined: each takes ten times the memory of its text
 MAX_RETRY_AFTER_S = 60.0
-_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # of Retry-After: some servers send fractions, which RFC 9110 has not
+_RETRY_AFTER_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # some servers send fractions, which RFC 9110 does not allow
 
 
 class Failure(Exception):
-    """Why a response is incomplete: the kind and the message for its record."""
+    """The response is incomplete: the kind of error and the message for its record."""
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)
@@ -49,13 +40,12 @@ class Failure(Exception):
 
 
 @lru_cache(256)
-def _name(raw: bytes) -> str:
-    """Return it in lower case, the same object for equal texts: all responses of a server have the same headers."""
-    return raw.decode("latin-1").lower()
+def _header_name(raw: bytes) -> str:
+    return raw.decode("latin-1").lower()  # cached: all responses of a server share the objects of their equal headers
 
 
 @lru_cache(256)
-def _value(raw: bytes) -> str:
+def _header_value(raw: bytes) -> str:
     return raw.decode("latin-1")
 
 
@@ -65,133 +55,136 @@ class Abandoned(gevent.Timeout):  # cuts a request like any other timeout
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and its response, read while it arrives: a cut keeps what has come, and the end has little to do.
+    """One request and its response, processed while it arrives: a cut request keeps what has come.
 
-    Times are in monotonic ns.
+    Times are monotonic, in ns. Reads are numbered from 0; each is processed by the HTTP parser or by the template.
     """
 
     id: str
     embeddings: bool = False  # a request for vectors, not text
-    leaves_after: int | None = None  # chunks after which the user leaves
-    began_ns: int = field(default_factory=time.monotonic_ns)
-    connect_ns: int | None = None  # time to open the connection; None: it was open
+    abandon_after_chunks: int | None = None  # the user leaves after so many chunks
+    created_ns: int = field(default_factory=time.monotonic_ns)
+    connect_ns: int | None = None  # duration of opening the connection; None: it was open
     connect_retries: int | None = None  # SYN retransmissions while it was opened
-    sent_ns: int | None = None  # the first time, if it was sent twice
+    sent_ns: int | None = None  # of the first attempt, if it was sent twice
     resent: bool = False
-    request_bytes: int = 0  # of the request's body
-    arrivals: ReadTimes = field(default_factory=ReadTimes)  # of each read
+    request_bytes: int = 0  # size of the request's body
+    arrivals: ReadTimes = field(default_factory=ReadTimes)  # one for each read
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
     headers_read: int | None = None  # the read that completed the headers
-    body: list[tuple[int, bytes]] = field(default_factory=list)  # unprocessed (read, bytes)
-    parsed: "array[int]" = field(default_factory=lambda: array("I"))  # of the processed reads, those by the parser
-    template: EventTemplate = field(default_factory=EventTemplate)  # which processed the others
+    body: list[tuple[int, bytes]] = field(default_factory=list)  # unprocessed pieces: (read, bytes)
+    parsed: "array[int]" = field(default_factory=lambda: array("I"))  # reads processed by the parser
+    template: EventTemplate = field(default_factory=EventTemplate)
     known_stream: bool = False
     data_read: int | None = None  # the last read with data; comments of a stream do not count
     complete: bool = False
     failure: Failure | None = None
     ended_ns: int | None = None  # when it was complete or failed
     answer: Answer = field(default_factory=lambda: Answer(None, None))
-    _events: Parser = field(default_factory=Parser)
-    _count: int = 0  # of events, without those of the template
-    _chunk_reads: "array[int]" = field(default_factory=lambda: array("I"))  # of chunks, likewise
-    _textless: Counter[int] = field(default_factory=Counter)  # events without text, by the number of chunks before them
-    _visible_read: int | None = None
+    # The following are of parsed reads only: the template counts its own events.
+    _parser: Parser = field(default_factory=Parser)
+    _event_count: int = 0
+    _chunk_reads: "array[int]" = field(default_factory=lambda: array("I"))  # the read of each chunk
+    _textless_events: Counter[int] = field(default_factory=Counter)  # by the number of chunks before them
+    _first_visible_read: int | None = None
     _done_read: int | None = None
 
     @property
     def start_ns(self) -> int:
-        """When it was sent; if never, when it was created."""
-        return self.began_ns if self.sent_ns is None else self.sent_ns
+        """When the request was sent; if never, when it was created."""
+        return self.created_ns if self.sent_ns is None else self.sent_ns
 
     @property
-    def reads(self) -> int:
-        """Number of reads that were parsed or taken by the template."""
+    def read_count(self) -> int:
         return len(self.parsed) + self.template.reads
 
     @property
-    def chunks(self) -> int:
+    def chunk_count(self) -> int:
         return len(self._chunk_reads) + self.template.events
 
     @property
     def is_stream(self) -> bool:
-        """Whether the body, so far, is a stream of events."""
+        """Whether the body received so far is a stream of events."""
         if self.known_stream or self.headers.get("content-type", "").lower().startswith("text/event-stream"):
             return True
-        first = b""  # some servers send no content type, or the wrong one
-        for _, data in islice(self.body, _STREAM_PIECES):
-            first = (first + data).lstrip()
-            if len(first) >= _STREAM_BYTES:
+        start = b""  # some servers send no content type, or the wrong one
+        for _, data in islice(self.body, _MAX_EVENT_START_PIECES):
+            start = (start + data).lstrip()
+            if len(start) >= _EVENT_START_BYTES:
                 break
-        return _STREAM.match(first) is not None
+        return _EVENT_START.match(start) is not None
 
-    def unprocessed(self) -> bytes:
+    def unprocessed_body(self) -> bytes:
         return b"".join(data for _, data in self.body)
 
     def process(self) -> None:
-        """Process the received part of a stream and free it."""
-        if not self.body and self.template.ready:  # which took all that has come
+        """Process the received part of a stream and free it. Raises Failure for an event that is too long."""
+        if not self.body and self.template.ready:  # the template has processed all
             return
         if self.status is None or not 200 <= self.status < 300 or not self.is_stream:
             return
-        self._fetch_text()
+        self._collect_template_text()
         answer, body, self.body = self.answer, self.body, []
         self.known_stream = True
         for read, data in body:
-            whole = self._events.idle
+            starts_an_event = self._parser.idle
             try:
-                events = self._events.feed(data)
+                events = self._parser.feed(data)
             except EventTooLong:
                 raise Failure("malformed", f"an event has more than {MAX_EVENT_BYTES >> 20} MiB") from None
-            if self._events.has_data:
+            if self._parser.has_data:
                 self.data_read = read
             for event in events:
-                self._take(event, read)
-            # Events after the finish reason have no text.
-            if whole and len(events) == 1 and answer.finish is None and data == b"data: %s\n\n" % events[0].data:
+                self._note_event(event, read)
+            # A whole event in one read; events after the finish reason have no text.
+            is_whole = starts_an_event and len(events) == 1 and data == b"data: %s\n\n" % events[0].data
+            if is_whole and answer.finish is None:
                 self.template.learn(data)
-        self.template.ready = self._events.idle and not answer.done
+        self.template.ready = self._parser.idle and not answer.done
 
-    def _fetch_text(self) -> None:
-        texts, taken = self.answer.texts, self.template.text
-        if taken:
-            texts.append(taken.decode("utf-8", "replace"))
-            taken.clear()
+    def _collect_template_text(self) -> None:
+        """Move the text that the template has taken into the answer."""
+        texts, template_text = self.answer.texts, self.template.text
+        if template_text:
+            texts.append(template_text.decode("utf-8", "replace"))
+            template_text.clear()
         if len(texts) > _MAX_TEXTS:
             self.answer.texts = ["".join(texts)]
 
-    def _take(self, event: Event, read: int) -> None:
+    def _note_event(self, event: Event, read: int) -> None:
         answer = self.answer
         data = event.data.strip()
         if not data:  # a ping of some gateways
             return
-        self._count += 1
+        self._event_count += 1
         if answer.done:
             return
         if data == b"[DONE]":
             answer.done = True
             self._done_read = read
             return
-        carried = note_event(event, self._count + self.template.events, answer)
-        if carried == "text":
+        token = openai_api.note_event(event, self._event_count + self.template.events, answer)
+        if token == "text":
             self._chunk_reads.append(read)
-            if self._visible_read is None and answer.texts:
-                self._visible_read = read
-        elif carried == "no text":
-            self._textless[self.chunks] += 1
+            if self._first_visible_read is None and answer.texts:
+                self._first_visible_read = read
+        elif token == "no text":
+            self._textless_events[self.chunk_count] += 1
 
-    def finish(self) -> Answer:
-        """Return the answer, when the exchange is complete or has failed; `time` adds its times."""
+    def finish_answer(self) -> Answer:
+        """Return the answer, when the exchange is complete or has failed. `add_times` adds its times."""
         answer = self.answer
         answer.status = self.status
-        self._fetch_text()
-        answer.reasoning_chunks += self.template.hidden
+        self._collect_template_text()
+        answer.reasoning_chunks += self.template.reasoning_events
         if self.status is not None and not 200 <= self.status < 300:
-            self._note_refusal(self.status)
+            self._note_error_status(self.status)
         elif self.is_stream:
             self._finish_stream()
         elif self.complete:
-            note_whole(self.unprocessed(), self.headers, answer, embeddings=self.embeddings)
+            body = self.unprocessed_body()
+            openai_api.note_whole_response(body, self.headers, answer, embeddings=self.embeddings)
         if self.failure is not None and not answer.done:
             answer.fail(self.failure.kind, self.failure.message)
         return answer
@@ -199,44 +192,45 @@ class Exchange:
     def _finish_stream(self) -> None:
         self.process()
         answer = self.answer
-        answer.textless = sum(self._textless[chunks] for chunks in {0, self.chunks})
-        note_unframed(self._events.stray(), answer)
+        answer.textless = sum(self._textless_events[chunks] for chunks in {0, self.chunk_count})
+        openai_api.note_stray_text(self._parser.stray_text(), answer)
         if not self.complete and not answer.done:
             return  # the failure of the connection is more specific
-        events = self._count + self.template.events
-        if not events and (encoded := coded(self.headers)):
-            answer.fail("not_api", f"status {self.status} with {encoded} in place of an API answer")
+        events = self._event_count + self.template.events
+        if not events and (encoding := openai_api.describe_encoding(self.headers)):
+            answer.fail("not_api", f"status {self.status} with {encoding} in place of an API answer")
         if not answer.done and answer.finish is None:
             answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
         if not answer.generated:
-            answer.fail("empty", f"a complete stream without any generated text; {usage_words(answer)}")
+            answer.fail("empty", f"a complete stream without any generated text; {openai_api.usage_text(answer)}")
 
-    def _note_refusal(self, status: int) -> None:
-        raw = self.unprocessed()
+    def _note_error_status(self, status: int) -> None:
+        raw = self.unprocessed_body()
         try:
-            body = decode_lenient(raw)
+            body = openai_api.decode_lenient(raw)
         except ValueError:
             body = None
         if status == 101:
-            words = "the server changes the protocol, which no request asked for"
+            message = "the server changes the protocol, which no request asked for"
         elif 300 <= status < 400:
-            words = f"redirect to {self.headers.get('location', 'nowhere')}, which a load test does not follow"
+            message = f"redirect to {self.headers.get('location', 'nowhere')}, which a load test does not follow"
         elif isinstance(body, dict):
-            words = error_words(body) or shown(body)
+            message = openai_api.error_message(body) or openai_api.to_text(body)
         else:
-            words = described(self.headers, raw)
+            message = openai_api.describe_body(self.headers, raw)
         rejected = status in (429, 503)
         if rejected:
             self.answer.retry_after_s = _retry_after_s(self.headers)
-        self.answer.fail("rejected" if rejected else "http", f"status {status}: {words}")
+        self.answer.fail("rejected" if rejected else "http", f"status {status}: {message}")
 
-    def time(self) -> None:
-        """Add the times to the answer of `finish`. Call it once."""
+    def add_times(self) -> None:
+        """Add the times to the answer of `finish_answer`. Call it once."""
         answer, start_ns = self.answer, self.start_ns
-        glanced = sorted(set(range(self.reads)).difference(self.parsed))
-        reads = sorted([*self._chunk_reads, *glanced, *(glanced[number] for number in self.template.more)])
-        # The kernel's stamps if all are plausible, else the times of the reads.
-        if self.sent_ns is not None and self.arrivals.plausible(self.sent_ns, SLACK_NS):
+        template_reads = sorted(set(range(self.read_count)).difference(self.parsed))
+        extra_reads = [template_reads[number] for number in self.template.extra_event_reads]
+        reads = sorted([*self._chunk_reads, *template_reads, *extra_reads])  # the read of each chunk
+        # Use the kernel's stamps if all are plausible, else the times of the reads.
+        if self.sent_ns is not None and self.arrivals.are_plausible(self.sent_ns, SLACK_NS):
             answer.clock, times_ns = "kernel", self.arrivals.times_ns()
         else:
             answer.clock, times_ns = "read", [read for read, _ in self.arrivals]
@@ -249,24 +243,24 @@ class Exchange:
         if self.headers_read is not None:
             answer.headers_s = (times_ns[self.headers_read] - start_ns) / 1e9
         answer.chunks_s = [(times_ns[read] - start_ns) / 1e9 for read in reads]
-        if self._visible_read is not None:
-            answer.first_visible_s = (times_ns[self._visible_read] - start_ns) / 1e9
-        shared = [mine for mine, later in pairwise(reads) if mine == later]
+        if self._first_visible_read is not None:
+            answer.first_visible_s = (times_ns[self._first_visible_read] - start_ns) / 1e9
+        shared = [read for read, next_read in pairwise(reads) if read == next_read]
         answer.coalesced = len(shared)
         if shared and answer.clock == "kernel":
-            # Of a read in good time the kernel had all bytes at once: the server, a proxy or the network sent them
-            # together. The stamp is that of its last bytes, so that a late read may look timely.
+            # If the read was in time, the server, a proxy or the network sent the chunks together. The stamp is that of
+            # the last bytes, so a late read may look timely.
             lags_us = self.arrivals.lags_us()
             answer.coalesced_late = sum(lags_us[read] > LATE_READ_S * 1e6 for read in shared)
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the wait of Retry-After, a number of seconds or a date; at most MAX_RETRY_AFTER_S.
+    """Return the wait that Retry-After asks for, in seconds, at most MAX_RETRY_AFTER_S; None without a valid header.
 
-    A date is compared with the server's own clock where the response has it. None: no such header, or not a valid one.
+    The header is a number of seconds or a date, which is compared with the response's own Date if it has one.
     """
     value = headers.get("retry-after", "").strip()
-    if _SECONDS.fullmatch(value):
+    if _RETRY_AFTER_SECONDS.fullmatch(value):
         return min(float(value), MAX_RETRY_AFTER_S)
     until_s, now_s = _http_date_s(value), _http_date_s(headers.get("date", ""))
     if until_s is None:
@@ -275,7 +269,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _http_date_s(value: str) -> float | None:
-    """Unix time of an HTTP-date (RFC 9110); None for other texts."""
+    """Return the Unix time of an HTTP-date (RFC 9110); None for any other text."""
     try:
         return datetime.strptime(value.strip(), "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -283,66 +277,68 @@ def _http_date_s(value: str) -> float | None:
 
 
 class Collector:
-    """The callbacks of httptools: they fill an Exchange."""
+    """Parses the HTTP of one response into an Exchange. Its `on_...` methods are the callbacks of httptools."""
 
-    __slots__ = (
-        "_between", "_informational", "_parser", "_size", "_template_reads", "exchange", "keep_alive"
-    )  # fmt: skip
+    __slots__ = "_between_chunks", "_informational", "_parser", "_size", "_template_reads", "exchange", "keep_alive"
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        exchange.parsed = array("I")  # drop those of an earlier attempt
+        exchange.parsed = array("I")  # drop the reads of an earlier attempt
         exchange.data_read = None
         self._template_reads = 0  # reads of the template at the last check
         self._parser = httptools.HttpResponseParser(self)
         self.keep_alive = False
-        self._size = 0  # processed bytes
-        self._informational = False
-        self._between = False  # the parser's last event: a chunk of the body is complete
+        self._size = 0  # bytes given to the parser
+        self._informational = False  # a response such as "100 Continue", which another response follows
+        self._between_chunks = False  # the parser's last event was the end of a chunk of the body
 
     @property
     def template(self) -> EventTemplate | None:
-        """The template for the next read; the parser skips a read that it takes."""
-        template = self.exchange.template
-        # The parser is between two chunks, and would be after whole chunks too.
-        return template if self._between and template.ready else None
+        """The template that may process the next read, which the parser then skips; None if the parser must.
 
-    def catch_up(self) -> None:
+        The template takes whole chunks only, so the parser is between two chunks before and after it.
+        """
+        template = self.exchange.template
+        return template if self._between_chunks and template.ready else None
+
+    def note_template_reads(self) -> None:
+        """Note reads that the template has processed since the last call: they have data."""
         if self.exchange.template.reads > self._template_reads:
             self._template_reads = self.exchange.template.reads
-            self.exchange.data_read = self.exchange.reads - 1
+            self.exchange.data_read = self.exchange.read_count - 1
 
-    def take_in(self, inbox: AnyInbox) -> None:
-        """Parse all that was read. Raises as `take` does, and Abandoned."""
+    def parse_inbox(self, inbox: AnyInbox) -> None:
+        """Parse all that was read. Raises the errors of `parse`, and Abandoned."""
         exchange = self.exchange
-        self.catch_up()
-        for data in inbox.rest():
+        max_chunks = math.inf if exchange.abandon_after_chunks is None else exchange.abandon_after_chunks
+        self.note_template_reads()
+        for data in inbox.take_pieces():
             try:
-                self.take(data)
+                self.parse(data)
             finally:  # also what came before the error
                 exchange.process()
-            if exchange.leaves_after is not None and exchange.chunks >= exchange.leaves_after and not exchange.complete:
+            if exchange.chunk_count >= max_chunks and not exchange.complete:
                 raise Abandoned
 
-    def take_asleep(self, inbox: AnyInbox) -> None:
-        """Do the same while the user's greenlet sleeps; the end wakes it."""
-        self.take_in(inbox)
+    def parse_asleep(self, inbox: AnyInbox) -> None:
+        """Parse all that was read while the user's greenlet sleeps. The end of the response wakes it."""
+        self.parse_inbox(inbox)
         inbox.template = self.template
         if self.exchange.complete or self.exchange.answer.done:
             inbox.wake()
 
-    def take(self, data: bytes) -> None:
-        """Parse the next read; empty is the end of the connection.
+    def parse(self, data: bytes) -> None:
+        """Parse the next read; empty bytes are the end of the connection.
 
-        Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP, Failure for
-        more bytes than an answer has.
+        Raises EOFError if the connection ends before the response, httptools.HttpParserError if it is not HTTP, Failure
+        if it is too large.
         """
         exchange = self.exchange
-        if self.template is not None and self.template.takes(data, len(data)):
-            self.catch_up()
+        if self.template is not None and self.template.try_take(data, len(data)):
+            self.note_template_reads()
             return
         exchange.template.ready = False
-        exchange.parsed.append(exchange.reads)
+        exchange.parsed.append(exchange.read_count)
         if exchange.complete:
             self.keep_alive = False  # bytes without a request
         elif data:
@@ -350,24 +346,24 @@ class Collector:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade:  # 101: complete; the rest is not HTTP
                 self.keep_alive = False
-            self._between = self._between and data.endswith(b"\n")
+            self._between_chunks = self._between_chunks and data.endswith(b"\n")
             self._size += len(data)
-            if exchange.headers_read is None and self._size > _HEAD_BYTES:
-                raise Failure("not_api", f"the response's headers have more than {_HEAD_BYTES >> 20} MiB")
-            if not exchange.known_stream and self._size > _BODY_BYTES:
-                raise Failure("not_api", f"the response has more than {_BODY_BYTES >> 20} MiB")
+            if exchange.headers_read is None and self._size > _MAX_HEAD_BYTES:
+                raise Failure("not_api", f"the response's headers have more than {_MAX_HEAD_BYTES >> 20} MiB")
+            if not exchange.known_stream and self._size > _MAX_BODY_BYTES:
+                raise Failure("not_api", f"the response has more than {_MAX_BODY_BYTES >> 20} MiB")
         elif self.is_open_ended and "chunked" not in exchange.headers.get("transfer-encoding", "").lower():
             exchange.complete = True
         else:
             raise EOFError
 
     def close(self) -> None:
-        """Break the cycle with the parser, so that nothing is left to the garbage collector."""
+        """Break the reference cycle with the parser: the garbage collector has nothing to do."""
         del self._parser
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether only the end of the body shows the length of the response."""
+        """Whether the length of the response is known only at its end."""
         return self.exchange.status is not None and "content-length" not in self.exchange.headers
 
     def on_message_begin(self) -> None:
@@ -375,34 +371,33 @@ class Collector:
             raise ValueError("a response that no request asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.exchange.headers_read is None:  # else it is a trailer
-            self.exchange.headers[_name(name)] = _value(value)
+        if self.exchange.headers_read is None:  # otherwise a trailer
+            self.exchange.headers[_header_name(name)] = _header_value(value)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        # Such as "100 Continue": the response itself follows. After 101 no HTTP follows.
-        self._informational = 100 <= status < 200 and status != 101
+        self._informational = 100 <= status < 200 and status != 101  # after 101 no HTTP follows
         if not self._informational:
             self.exchange.status = status
-            self.exchange.headers_read = self.exchange.reads - 1
+            self.exchange.headers_read = self.exchange.read_count - 1
 
     def on_chunk_header(self) -> None:
-        self._between = False
+        self._between_chunks = False
 
     def on_chunk_complete(self) -> None:
-        self._between = True  # also after a read without the start of the next chunk
+        self._between_chunks = True
 
     def on_body(self, data: bytes) -> None:
         exchange = self.exchange
-        read = exchange.reads - 1
+        read = exchange.read_count - 1
         exchange.body.append((read, data))
-        if not exchange.known_stream and not exchange.is_stream:  # streams are checked where they are processed
+        if not exchange.is_stream:  # `process` notes it for streams
             exchange.data_read = read
 
     def on_message_complete(self) -> None:
-        self._between = False
+        self._between_chunks = False
         if self._informational:
             self.exchange.headers.clear()
         else:
             self.exchange.complete = True
-            self.keep_alive = self._parser.should_keep_alive()  # known to llhttp only now
+            self.keep_alive = self._parser.should_keep_alive()  # llhttp knows it only now

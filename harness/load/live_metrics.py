@@ -1,6 +1,6 @@
 """Live numbers of a load: counted in each load process, merged in the process with the web UI.
 
-A report is made from requests.jsonl, and from nothing here.
+Reports do not use them: they are made from requests.jsonl.
 """
 
 import math
@@ -32,33 +32,33 @@ TOKEN_TYPES = ("input", "output")  # as OpenTelemetry names them
 
 _BUCKET = math.log(1.0 + 2 * RESOLUTION)
 _MIN_S = 1e-6
-_SILENT_WORKER_S = 10.0  # a worker without a report for so long is no longer counted
+_SILENT_WORKER_S = 10.0  # a worker that has not reported for so long is no longer counted
 
 Histogram = dict[int, int]  # count by bucket; bucket b is from 1.02^b to 1.02^(b+1) seconds
 Numbers = dict[str, float | int | None]
 
 
 def percentiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float | None]:
-    """Percentiles in seconds, at most 1 % off: the middles of the buckets that hold the ceil(share * n)-th of n values.
+    """Return percentiles in seconds, at most 1 % off; None for an empty histogram. `shares` are ascending.
 
-    `shares` are ascending. None without any value.
+    A percentile is the middle of the bucket with the ceil(share * n)-th of n values.
     """
     total = sum(histogram.values())
     if not total:
         return [None] * len(shares)
-    found: list[float | None] = []
+    values_s: list[float | None] = []
     buckets = iter(sorted(histogram))
-    bucket, seen = 0, 0
+    bucket, counted = 0, 0
     for share in shares:
         rank = max(1, math.ceil(share * total - 1e-9))
-        while seen < rank:
+        while counted < rank:
             bucket = next(buckets)
-            seen += histogram[bucket]
-        found.append(middle_s(bucket))
-    return found
+            counted += histogram[bucket]
+        values_s.append(bucket_middle_s(bucket))
+    return values_s
 
 
-def middle_s(bucket: int) -> float:
+def bucket_middle_s(bucket: int) -> float:
     return math.exp((bucket + 0.5) * _BUCKET)
 
 
@@ -67,14 +67,14 @@ class Accumulator(msgspec.Struct, array_like=True):
 
     ended: int = 0
     failures: dict[ErrorKind, int] = {}
-    tokens: int = 0  # of answers that succeeded, where the server counted them
-    met: int = 0  # succeeded and met every SLO
-    unknown: int = 0  # succeeded, but unknown whether they met the SLOs
+    tokens: int = 0  # output tokens of requests that succeeded, as the server counted them
+    met: int = 0  # requests that succeeded and met every SLO
+    unknown: int = 0  # requests that succeeded, but lack a number for an SLO
     latencies: dict[str, Histogram] = msgspec.field(default_factory=lambda: {column.name: {} for column in LIVE})
-    cut: int = 0  # ended by the end of the load, or by users who leave
+    cut: int = 0  # requests that ended with the load, or because the user left
     sums_s: dict[str, float] = msgspec.field(default_factory=lambda: {column.name: 0.0 for column in LIVE})
     token_sums: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))
-    # By the exponent of the smallest power of 4 that is not less: the buckets of OpenTelemetry.
+    # Buckets of OpenTelemetry: the key is the exponent of the smallest power of 4 that is not below the value.
     token_counts: dict[str, Histogram] = msgspec.field(default_factory=lambda: {name: {} for name in TOKEN_TYPES})
 
     @property
@@ -110,37 +110,37 @@ class Accumulator(msgspec.Struct, array_like=True):
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
     def numbers(self, span_s: float | None, *, with_slos: bool) -> Numbers:
-        """Rates over `span_s` (None: not known), and latency percentiles."""
+        """Return counts, rates over `span_s` seconds (None: unknown), SLO attainment, and latency percentiles."""
         numbers: Numbers = {"ended": self.ended, "failed": self.failed, "tokens": self.tokens}
-        known = with_slos and not self.unknown
-        for name, count in (("req_s", self.ended), ("tok_s", self.tokens), ("goodput_req_s", self.met)):
-            numbers[name] = None if not span_s or (name == "goodput_req_s" and not known) else round(count / span_s, 3)
-        numbers["attainment"] = round(self.met / self.ended, 4) if known and self.ended else None
+        met = self.met if with_slos and not self.unknown else None
+        for name, count in (("req_s", self.ended), ("tok_s", self.tokens), ("goodput_req_s", met)):
+            numbers[name] = round(count / span_s, 3) if span_s and count is not None else None
+        numbers["attainment"] = round(met / self.ended, 4) if met is not None and self.ended else None
         for name, histogram in self.latencies.items():
             for share, value in zip(SHARES, percentiles(histogram, SHARES), strict=True):
                 numbers[f"{name}_p{share * 100:g}_s"] = None if value is None else float(f"{value:.4g}")
         return numbers
 
 
-def _sum(ours: Any, others: Any) -> Any:
+def _sum(a: Any, b: Any) -> Any:
     """Add two numbers, or two dicts of them that may have different keys."""
-    if not isinstance(ours, dict):
-        return ours + others
-    return ours | {key: _sum(ours[key], value) if key in ours else value for key, value in others.items()}
+    if not isinstance(a, dict):
+        return a + b
+    return a | {key: _sum(a[key], value) if key in a else value for key, value in b.items()}
 
 
 class CounterDelta(msgspec.Struct, array_like=True):
-    """What a load process counts between two reports. Times are on its monotonic clock, and `now` is the report's."""
+    """The counts of a load process between two reports. Times are on its monotonic clock."""
 
     seconds: dict[int, dict[str, Accumulator]] = {}  # by the second in which requests ended, and by user class
-    messages: dict[ErrorKind, str] = {}  # the last failure of each kind
+    messages: dict[ErrorKind, str] = {}  # of the last failure of each kind
     warmup: int = 0  # warm-up requests that ended
     warmup_failed: int = 0
     sent_s: float | None = None  # of the measured requests that ended: when the first was sent ...
     ended_s: float = 0.0  # ... and the last ended
-    now: float = 0.0
+    now: float = 0.0  # time of the report
     in_flight_of: dict[str, int] = {}  # by user class
-    busy: float | None = None  # share of the last seconds in which it ran, or waited for a core
+    busy: float | None = None  # share of the last seconds in which the process ran, or waited for a core
 
     def add(self, request: Request, slos: Sequence[Slo] = ()) -> None:
         failure = None if request.error in CUT else request.error
@@ -158,14 +158,14 @@ class CounterDelta(msgspec.Struct, array_like=True):
             by_class[request.user_class] = Accumulator()
         by_class[request.user_class].count(request, slos)
 
-    def reported(self, recorder: Recorder) -> "CounterDelta":
+    def add_process_state(self, recorder: Recorder) -> None:
+        """Add the state at the time of the report."""
         self.now = time.monotonic()
-        self.in_flight_of = {name: number for name, number in recorder.in_flight_of.items() if number}
-        self.busy = recorder.health.busy_now()
-        return self
+        self.in_flight_of = {name: count for name, count in recorder.in_flight_of.items() if count}
+        self.busy = recorder.health.busy_share()
 
 
-def unpacked(raw: Any) -> CounterDelta | None:
+def decode_delta(raw: Any) -> CounterDelta | None:
     try:
         return msgspec.msgpack.decode(raw, type=CounterDelta)
     except (*UNDECODABLE, TypeError):
@@ -173,15 +173,15 @@ def unpacked(raw: Any) -> CounterDelta | None:
 
 
 class Observed:
-    """The newest samples that the harness writes during a live load: server metrics and telemetry."""
+    """The newest samples of server metrics and telemetry, which the harness writes during a live load."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder`: the run directory; None with stock Locust, which does not watch the server."""
+        """`folder` is the run directory; None with stock Locust, which does not sample the server."""
         self.watched = folder is not None
         self.values: dict[str, Any] = {"server": None, "gpus": None, "host": None}
         self._files = [] if folder is None else [Samples(folder / f"{name}.jsonl") for name in ("metrics", "telemetry")]
-        self._counter: tuple[float, float] | None = None  # time and generated tokens
-        self._rate: float | None = None
+        self._token_count: tuple[float, float] | None = None  # time, and tokens generated until then
+        self._tok_s: float | None = None
 
     def update(self) -> None:
         """Read what was written since the last call. Values without a recent sample are None."""
@@ -195,21 +195,24 @@ class Observed:
         if metrics.newest is not None:
             values = metrics.newest["values"]
             server = {key: values[key] for key in SERVER if key in values}
-            server |= {} if self._rate is None else {"tok_s": round(self._rate, 2)}
-        gpus = machine.get("gpus", {}).items()
-        shown = {name: {key: gpu[key] for key in (*GPU, "package") if key in gpu} for name, gpu in gpus}
-        self.values = {"server": server, "gpus": shown or None, "host": machine.get("host")}
+            server |= {} if self._tok_s is None else {"tok_s": round(self._tok_s, 2)}
+        gpus = {
+            name: {key: gpu[key] for key in (*GPU, "package") if key in gpu}
+            for name, gpu in machine.get("gpus", {}).items()
+        }
+        self.values = {"server": server, "gpus": gpus or None, "host": machine.get("host")}
 
-    def _update_rate(self, wall_s: float, generated: float | None) -> None:
-        before, self._rate = self._counter, None
-        if generated is not None:
-            if before is not None and wall_s > before[0] and generated >= before[1]:
-                self._rate = (generated - before[1]) / (wall_s - before[0])
-            self._counter = (wall_s, generated)
+    def _update_rate(self, wall_s: float, tokens: float | None) -> None:
+        """Update the server's token rate by a new count of generated tokens."""
+        previous, self._tok_s = self._token_count, None
+        if tokens is not None:
+            if previous is not None and wall_s > previous[0] and tokens >= previous[1]:
+                self._tok_s = (tokens - previous[1]) / (wall_s - previous[0])
+            self._token_count = (wall_s, tokens)
 
 
 class Point(NamedTuple):
-    """A point of the time series, encoded once: a page may request a thousand points."""
+    """A point of the time series. It is encoded once, because a page may request a thousand points."""
 
     t: float
     values: dict[str, Any]
@@ -219,79 +222,79 @@ class Point(NamedTuple):
 class LiveNumbers:
     """The merged numbers of one test: the last seconds, the whole test, and the time series.
 
-    `lag_s`: how late the last second may come, because workers report every few seconds.
+    `lag_s`: the numbers of a second may come so late, because workers report every few seconds.
     """
 
     def __init__(self, lag_s: int = 0, slos: str = "") -> None:
         self.slos = slos
-        self.number = time.time_ns()  # identifies the test and its step
+        self.series_id = time.time_ns()  # changes with the test and with the step of the time series
         self.step_s = STEP_S
         self.points: list[Point] = []
-        self.messages: dict[ErrorKind, str] = {}  # the last failure of each kind
+        self.messages: dict[ErrorKind, str] = {}  # of the last failure of each kind
         self.warmup = self.warmup_failed = 0
-        self.total: dict[str, Accumulator] = {}
+        self.total: dict[str, Accumulator] = {}  # by user class
         self._lag_s = lag_s
-        self._began = time.monotonic()
-        self._began_wall_s = time.time()
-        self._first: int | None = None  # second in which the first measured request ended
-        self._sent: float | None = None  # when the first measured request was sent
-        self._ended = 0.0  # when the last one ended
+        self._start_s = time.monotonic()
+        self._start_wall_s = time.time()
+        self._first_second: int | None = None  # second in which the first measured request ended
+        self._first_sent_s: float | None = None  # when the first measured request was sent
+        self._last_ended_s = 0.0  # when the last one ended
         self._seconds: deque[tuple[int, dict[str, Accumulator]]] = deque()
-        self._last_of: dict[str, tuple[float, CounterDelta]] = {}  # the newest report of each process, and when it came
-        self._until: float | None = None  # when the load was over
-        self._due = self._began
-        self._recent: tuple[int, dict[str, Numbers]] = (-1, {})  # of the second that ends it
+        self._newest_by_process: dict[str, tuple[float, CounterDelta]] = {}  # with the time at which it came
+        self._stopped_s: float | None = None  # when the load ended
+        self._next_point_s = self._start_s
+        self._recent: tuple[int, dict[str, Numbers]] = (-1, {})  # the last second of these numbers
 
-    def take(self, sender: str, delta: CounterDelta) -> None:
+    def add_delta(self, process: str, delta: CounterDelta) -> None:
         now = time.monotonic()
-        self._last_of[sender] = (now, delta)
+        self._newest_by_process[process] = (now, delta)
         self.warmup += delta.warmup
         self.warmup_failed += delta.warmup_failed
         self.messages |= delta.messages
-        ahead_s = now - delta.now  # of that process's clock
+        ahead_s = now - delta.now  # our clock minus that of the process
         if delta.sent_s is not None:
-            sent = delta.sent_s + ahead_s
-            self._sent = sent if self._sent is None else min(self._sent, sent)
-            self._ended = max(self._ended, delta.ended_s + ahead_s)
-        for its_second, by_class in delta.seconds.items():
-            second = its_second + int(now) - int(delta.now)
-            self._first = second if self._first is None else min(self._first, second)
+            sent_s = delta.sent_s + ahead_s
+            self._first_sent_s = sent_s if self._first_sent_s is None else min(self._first_sent_s, sent_s)
+            self._last_ended_s = max(self._last_ended_s, delta.ended_s + ahead_s)
+        for process_second, by_class in delta.seconds.items():
+            second = process_second + int(now) - int(delta.now)
+            self._first_second = second if self._first_second is None else min(self._first_second, second)
             self._seconds.append((second, by_class))
             _merge_classes(self.total, by_class)
         while self._seconds and self._seconds[0][0] < now - WINDOW_S - self._lag_s - 5:
             self._seconds.popleft()
 
     def reset(self) -> None:
-        """Reset the sums, but not the time series: for Locust's button "reset stats"."""
+        """Reset the sums but not the time series, for Locust's button "reset stats"."""
         self.total, self.warmup, self.warmup_failed = {}, 0, 0
-        self._sent = time.monotonic()
-        self._first = int(self._sent)
+        self._first_sent_s = time.monotonic()
+        self._first_second = int(self._first_sent_s)
 
-    def _newest(self) -> Iterator[CounterDelta]:
-        """The newest report of each process that is not silent."""
+    def _newest_deltas(self) -> Iterator[CounterDelta]:
+        """Yield the newest report of each process that is not silent."""
         now = time.monotonic()
-        return (delta for at, delta in self._last_of.values() if now - at < _SILENT_WORKER_S)
+        return (delta for came_s, delta in self._newest_by_process.values() if now - came_s < _SILENT_WORKER_S)
 
     def in_flight(self) -> int:
         return sum(self.in_flight_of().values())
 
     def in_flight_of(self) -> dict[str, int]:
-        return dict(sum((Counter(delta.in_flight_of) for delta in self._newest()), Counter()))
+        return dict(sum((Counter(delta.in_flight_of) for delta in self._newest_deltas()), Counter()))
 
     def client_limited(self) -> float | None:
-        """The load of the busiest load process, if it is a client-side bottleneck."""
-        busiest = max((delta.busy for delta in self._newest() if delta.busy is not None), default=0.0)
+        """Return the busy share of the busiest load process if it is a client-side bottleneck, else None."""
+        busiest = max((delta.busy for delta in self._newest_deltas() if delta.busy is not None), default=0.0)
         return round(busiest, 3) if busiest > MAX_CPU else None
 
     def tick(self, users: int, observed: Observed) -> None:
         """Add a point to the time series if one is due. Call it each second of a load."""
-        now, self._until = time.monotonic(), None
-        if now < self._due:
+        now, self._stopped_s = time.monotonic(), None
+        if now < self._next_point_s:
             return
-        self._due = max(self._due + self.step_s, now)
+        self._next_point_s = max(self._next_point_s + self.step_s, now)
         values = {
-            "t": round(now - self._began, 1),
-            "wall_s": round(self._began_wall_s + now - self._began, 1),
+            "t": round(now - self._start_s, 1),
+            "wall_s": round(self._start_wall_s + now - self._start_s, 1),
             "users": users,
             "in_flight": self.in_flight(),
             "classes": self.recent(),
@@ -301,40 +304,40 @@ class LiveNumbers:
         if len(self.points) > MAX_POINTS:
             self.points = self.points[::2]
             self.step_s *= 2
-            self.number += 1
+            self.series_id += 1
 
-    def rest(self) -> None:
+    def stop_clock(self) -> None:
         """Stop the time of the whole test. Call it each second without a load."""
-        if self._until is None:
-            self._until = time.monotonic()
+        if self._stopped_s is None:
+            self._stopped_s = time.monotonic()
 
     def recent(self) -> dict[str, Numbers]:
-        """Numbers of the last seconds: of all user classes together, then of each."""
+        """Return numbers of the last seconds: of all user classes together, then of each."""
         last = int(time.monotonic()) - self._lag_s - 1  # the current second is not over yet
         if self._recent[0] != last:
             first = last - WINDOW_S + 1
             by_class: dict[str, Accumulator] = {name: Accumulator() for name in self.total}
-            for second, found in self._seconds:
+            for second, counted in self._seconds:
                 if first <= second <= last:
-                    _merge_classes(by_class, found)
-            began = first if self._first is None else max(first, self._first)
-            self._recent = (last, self._numbers(by_class, max(1, last - began + 1)))
+                    _merge_classes(by_class, counted)
+            first_counted = first if self._first_second is None else max(first, self._first_second)
+            self._recent = (last, self._numbers(by_class, max(1, last - first_counted + 1)))
         return self._recent[1]
 
-    def whole(self) -> dict[str, Numbers]:
-        """Numbers of the whole test: from the first request sent until now, or until the last one ended."""
-        until = time.monotonic() if self._until is None else min(self._until, self._ended)
-        return self._numbers(self.total, None if self._sent is None else max(0.0, until - self._sent))
+    def whole_test(self) -> dict[str, Numbers]:
+        """Return numbers from the first request sent until now; after the load, until the last request ended."""
+        end_s = time.monotonic() if self._stopped_s is None else min(self._stopped_s, self._last_ended_s)
+        return self._numbers(self.total, None if self._first_sent_s is None else max(0.0, end_s - self._first_sent_s))
 
     def failures(self) -> dict[ErrorKind, int]:
-        return dict(sorted(_all(self.total).failures.items()))
+        return dict(sorted(_merge_all(self.total).failures.items()))
 
     def _numbers(self, by_class: dict[str, Accumulator], span_s: float | None) -> dict[str, Numbers]:
-        rows = {ALL: _all(by_class)} | dict(sorted(by_class.items()))
+        rows = {ALL: _merge_all(by_class)} | dict(sorted(by_class.items()))
         return {name: row.numbers(span_s, with_slos=bool(self.slos)) for name, row in rows.items()}
 
 
-def _all(by_class: dict[str, Accumulator]) -> Accumulator:
+def _merge_all(by_class: dict[str, Accumulator]) -> Accumulator:
     total = Accumulator()
     for accumulator in by_class.values():
         total.merge(accumulator)

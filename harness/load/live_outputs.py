@@ -1,6 +1,6 @@
-"""The live numbers as a table of the web UI's tab, in what stock Locust prints and writes, and for Prometheus.
+"""Write the live numbers: as a table of the web UI, into the outputs of stock Locust, and for Prometheus.
 
-Names of metrics follow the OpenTelemetry conventions for generative AI where these have one, as Prometheus spells them.
+Metrics have the names of the OpenTelemetry conventions for generative AI, if there is one, as Prometheus spells them.
 """
 
 import csv
@@ -24,30 +24,19 @@ from prometheus_client.registry import Collector
 from harness.columns import LIVE
 from harness.errors import HarnessError
 from harness.files import read_text
-from harness.load.live_metrics import (
-    ALL,
-    GPU,
-    SERVER,
-    SHARES,
-    TOKEN_TYPES,
-    WINDOW_S,
-    Accumulator,
-    LiveNumbers,
-    Numbers,
-    Point,
-    middle_s,
-)
+from harness.load import live_metrics
+from harness.load.live_metrics import ALL, GPU, SHARES, TOKEN_TYPES, Accumulator, LiveNumbers, Numbers, Point
 
 WARMUP = "(warm-up)"
-_POINTS = 25  # written at once
-COLUMNS = (  # of the tab: key, title, number and factor. Locust's page has keys in camel case, or renames them
+_POINTS_AT_ONCE = 25
+COLUMNS = (  # of the tab: key, title, name of the number, factor
     ("req_s", "req/s", "req_s", 1),
     ("tok_s", "tok/s", "tok_s", 1),
     ("goodput", "Goodput, req/s", "goodput_req_s", 1),
     *(
-        (column.name + ("" if at == "p50" else at[1:]), f"{column.title} {at}, ms", f"{column.name}_{at}_s", 1000)
+        (column.name + ("" if p == "p50" else p[1:]), f"{column.title} {p}, ms", f"{column.name}_{p}_s", 1000)
         for column in LIVE
-        for at in column.live
+        for p in column.live
     ),
 )
 TITLES = {
@@ -59,95 +48,93 @@ TITLES = {
 }
 
 
-def _whole_test(live: LiveNumbers) -> list[tuple[str, Numbers, int]]:
-    """Name, numbers and requests in flight of each user class, and of all together if there are several."""
-    whole, in_flight = live.whole(), {**live.in_flight_of(), ALL: live.in_flight()}
+def _whole_test_rows(live: LiveNumbers) -> list[tuple[str, Numbers, int]]:
+    """Return name, numbers and requests in flight of each user class, and of all together if there are several."""
+    whole, in_flight = live.whole_test(), {**live.in_flight_of(), ALL: live.in_flight()}
     names = [name for name in whole if name != ALL]
     return [(name, whole[name], in_flight.get(name, 0)) for name in (names if len(names) == 1 else [*names, ALL])]
 
 
-def rows(live: LiveNumbers) -> list[dict[str, Any]]:
-    """The tab's table of the whole test: each user class, all together, and the warm-up apart."""
-    found = _whole_test(live)
-    if live.warmup:  # Locust's own table has it
-        found.append((WARMUP, {"ended": live.warmup, "failed": live.warmup_failed}, 0))
-    return [_row(*one) for one in found]
+def tab_rows(live: LiveNumbers) -> list[dict[str, Any]]:
+    """Return the tab's table of the whole test: each user class, all together, and the warm-up.
+
+    Some keys come twice, because Locust's page also uses keys in camel case.
+    """
+    test_rows = _whole_test_rows(live)
+    if live.warmup:  # as in Locust's own table
+        test_rows.append((WARMUP, {"ended": live.warmup, "failed": live.warmup_failed}, 0))
+    rows = []
+    for name, numbers, in_flight in test_rows:
+        row: dict[str, Any] = {"userClass": name, "name": name, "ended": numbers["ended"], "failed": numbers["failed"]}
+        row |= {"user_class": name, "inFlight": in_flight, "in_flight": in_flight}
+        for key, _, column, factor in COLUMNS:
+            value = numbers.get(column)
+            row[key] = "–" if value is None else float(f"{value * factor:.3g}")
+        rows.append(row | {"reqS": row["req_s"], "tokS": row["tok_s"]})
+    return rows
 
 
-def _row(name: str, numbers: Numbers, in_flight: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"userClass": name, "name": name, "ended": numbers["ended"], "failed": numbers["failed"]}
-    row |= {"user_class": name, "inFlight": in_flight, "in_flight": in_flight}
-    for key, _, column, factor in COLUMNS:
-        value = numbers.get(column)
-        row[key] = "–" if value is None else float(f"{value * factor:.3g}")
-    return row | {"reqS": row["req_s"], "tokS": row["tok_s"]}
-
-
-_OF_CLASS = (
+_CLASS_KEYS = (
     *("ended", "failed", "tokens", "req_s", "tok_s", "goodput_req_s", "attainment"),
     *(f"{column.name}_p{share * 100:g}_s" for column in LIVE for share in SHARES),
 )
-_OF_SERVER = (*SERVER, "tok_s")
+_SERVER_KEYS = (*live_metrics.SERVER, "tok_s")
 
 
-def history_heads(gpus: Sequence[str] = ()) -> list[str]:
-    heads = [f"server_{key}" for key in _OF_SERVER] + [f"{gpu}_{key}" for gpu in gpus for key in GPU]
-    return ["wall_s", "t_s", "user_class", *_OF_CLASS, "users", "in_flight", *heads]
+def history_header(gpus: Sequence[str] = ()) -> list[str]:
+    columns = [f"server_{key}" for key in _SERVER_KEYS] + [f"{gpu}_{key}" for gpu in gpus for key in GPU]
+    return ["wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight", *columns]
 
 
-def history_lines(point: Point, gpus: Sequence[str] = ()) -> Iterator[list[Any]]:
-    """A line for each user class of a point; that of `all` has the server and the machine as well."""
+def history_rows(point: Point, gpus: Sequence[str] = ()) -> Iterator[list[Any]]:
+    """Yield a row for each user class at a point in time. The row of `all` also has the server and the GPUs."""
     values = point.values
     for name, numbers in values["classes"].items():
-        line = [values["wall_s"], values["t"], name, *(numbers[key] for key in _OF_CLASS)]
+        row = [values["wall_s"], values["t"], name, *(numbers[key] for key in _CLASS_KEYS)]
         if name == ALL:
-            server, found = values["server"] or {}, values["gpus"] or {}
-            line += [values["users"], values["in_flight"], *(server.get(key) for key in _OF_SERVER)]
-            line += [found.get(gpu, {}).get(key) for gpu in gpus for key in GPU]
-        yield line + [None] * (len(history_heads(gpus)) - len(line))
+            server, gpu_values = values["server"] or {}, values["gpus"] or {}
+            row += [values["users"], values["in_flight"], *(server.get(key) for key in _SERVER_KEYS)]
+            row += [gpu_values.get(gpu, {}).get(key) for gpu in gpus for key in GPU]
+        yield row + [None] * (len(history_header(gpus)) - len(row))
 
 
-def _csv(lines: Iterable[Sequence[object]]) -> str:
+def _csv(rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
-def as_csv(live: LiveNumbers) -> Iterator[str]:
-    """The time series: a line for each time and user class. In parts, between which others have their turn."""
+def history_csv(live: LiveNumbers) -> Iterator[str]:
+    """Yield the time series in parts: a row for each time and user class. Other greenlets run between the parts."""
     points = list(live.points)
     gpus = sorted({name for point in points for name in point.values["gpus"] or {}})
-    yield _csv([history_heads(gpus)])
-    for start in range(0, len(points), _POINTS):
-        yield _csv(line for point in points[start : start + _POINTS] for line in history_lines(point, gpus))
+    yield _csv([history_header(gpus)])
+    for start in range(0, len(points), _POINTS_AT_ONCE):
+        part = points[start : start + _POINTS_AT_ONCE]
+        yield _csv(row for point in part for row in history_rows(point, gpus))
         gevent.sleep(0)
 
 
 def whole_csv(live: LiveNumbers) -> str:
-    """The whole test: a line for each user class, and one for all."""
-    found = live.whole().items()
-    return _csv(
-        [
-            ["user_class", *_OF_CLASS, "slos"],
-            *([name, *(numbers[key] for key in _OF_CLASS), live.slos] for name, numbers in found),
-        ]
-    )
+    """Return the whole test: a row for each user class, and one for all."""
+    rows = [[name, *(n[key] for key in _CLASS_KEYS), live.slos] for name, n in live.whole_test().items()]
+    return _csv([["user_class", *_CLASS_KEYS, "slos"], *rows])
 
 
 def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
-    """The lines of the table in the log: of the whole test, and unless it is `final` of the last seconds."""
-    shown = _whole_test(live)
+    """Return the lines of the table in the log: the whole test and, if not `final`, the last seconds."""
+    rows = _whole_test_rows(live)
     if not final:
-        shown.append((f"last {WINDOW_S} s", live.recent()[ALL], live.in_flight()))
-    width = max(22, *(len(name) for name, _, _ in shown))
-    heads = [title.removesuffix(", ms").replace("Goodput, req/s", "goodput/s") for _, title, _, _ in COLUMNS]
+        rows.append((f"last {live_metrics.WINDOW_S} s", live.recent()[ALL], live.in_flight()))
+    width = max(22, *(len(name) for name, _, _ in rows))
+    titles = [title.removesuffix(", ms").replace("Goodput, req/s", "goodput/s") for _, title, _, _ in COLUMNS]
     lines = [f"{'LLM metrics (times in ms)':<{width + 4}} {'# reqs':>8} {'# fails':>8} {'in flight':>10}"]
-    lines[0] += "".join(f" {head:>9}" for head in heads)
-    for name, numbers, flying in shown:
-        line = f"{name:<{width + 4}} {numbers['ended']:>8} {numbers['failed']:>8} {flying:>10}"
-        lines.append(line + "".join(f" {_text(numbers[column], factor):>9}" for _, _, column, factor in COLUMNS))
+    lines[0] += "".join(f" {title:>9}" for title in titles)
+    for name, numbers, in_flight in rows:
+        line = f"{name:<{width + 4}} {numbers['ended']:>8} {numbers['failed']:>8} {in_flight:>10}"
+        lines.append(line + "".join(f" {_number(numbers[column], factor):>9}" for _, _, column, factor in COLUMNS))
     if live.slos:
-        share = live.whole()[ALL]["attainment"]
+        share = live.whole_test()[ALL]["attainment"]
         met = "no request has ended yet" if share is None else f"{share:.1%} of all requests that ended"
         lines.append(f"Goodput: requests that met {live.slos} ({met})")
     if live.warmup:
@@ -155,7 +142,7 @@ def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
     return lines
 
 
-def _text(value: float | None, factor: float) -> str:
+def _number(value: float | None, factor: float) -> str:
     if value is None:
         return "-"
     rounded = float(f"{value * factor:.3g}")
@@ -163,44 +150,43 @@ def _text(value: float | None, factor: float) -> str:
 
 
 def html_section(live: LiveNumbers) -> str:
-    """The table of the whole test as HTML, for Locust's report. Texts of users are escaped."""
-    heads = "".join(f"<th>{html.escape(title)}</th>" for title in TITLES.values())
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(row[key]))}</td>" for key in TITLES) + "</tr>" for row in rows(live)
-    )
+    """Return the table of the whole test as HTML, for Locust's report. Texts of users are escaped."""
+    titles = "".join(f"<th>{html.escape(title)}</th>" for title in TITLES.values())
+    rows = [[html.escape(str(row[key])) for key in TITLES] for row in tab_rows(live)]
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     slos = f"<p>Goodput: requests that met {html.escape(live.slos)}</p>" if live.slos else ""
     return f"""<section id="llm-metrics"><style>
 #llm-metrics {{ font: 14px sans-serif; padding: 16px 24px; background: #fff; color: #111; overflow-x: auto }}
 #llm-metrics table {{ border-collapse: collapse }}
 #llm-metrics th, #llm-metrics td {{ border: 1px solid #ccc; padding: 4px 8px; text-align: right }}
-</style><h2>LLM metrics</h2><table><tr>{heads}</tr>{body}</table>{slos}</section>"""
+</style><h2>LLM metrics</h2><table><tr>{titles}</tr>{body}</table>{slos}</section>"""
 
 
 PRINT_S = 6  # Locust prints its own table every 2 s
-_ROOT = '<div id="root">'  # of Locust's report, which a script fills in
+_ROOT = '<div id="root">'  # the element of Locust's report that a script fills
 
 logger = logging.getLogger(__name__)
 _table = logging.getLogger("locust.stats_logger")  # lines without time and level
 
 
 class StockOutput:
-    """The outputs of one process with the live numbers: a local runner or a master."""
+    """Adds the live numbers to the log, the CSV files and the report of a local runner or a master."""
 
     def __init__(self, options: Namespace) -> None:
         self._options = options
         self._prints = bool(options.headless or options.print_stats) and not options.only_summary
         self._seconds = 0
-        self._numbers: LiveNumbers | None = None  # whose points were written
-        self._written_t = -1.0
+        self._numbers: LiveNumbers | None = None  # the test whose points were written ...
+        self._written_t = -1.0  # ... until this time
         prefix = options.csv_prefix
         self._whole_path = Path(f"{prefix}_llm.csv") if prefix else None
         self._history_path = Path(f"{prefix}_llm_history.csv") if prefix else None
         if self._history_path is not None:
             self._history_path.parent.mkdir(parents=True, exist_ok=True)
-            self._history_path.write_text(_csv([history_heads()]))
+            self._history_path.write_text(_csv([history_header()]))
 
     def update(self, numbers: LiveNumbers) -> None:
-        """Print and write what is due. Call it each second of a load."""
+        """Print the table every few seconds, and write new points. Call it each second of a load."""
         self._seconds += 1
         if self._prints and self._seconds % PRINT_S == 0:
             self._print(numbers)
@@ -212,7 +198,7 @@ class StockOutput:
         if numbers.total or numbers.warmup or self._options.headless:
             self._print(numbers, final=True)
         if self._options.html_file:
-            add_to_report(Path(self._options.html_file), numbers)
+            extend_report(Path(self._options.html_file), numbers)
 
     def _print(self, numbers: LiveNumbers, *, final: bool = False) -> None:
         for line in [*text_table(numbers, final=final), ""]:
@@ -227,22 +213,23 @@ class StockOutput:
         if points:
             self._written_t = points[-1].t
             with self._history_path.open("a") as file:
-                file.write(_csv(line for point in points for line in history_lines(point)))
+                file.write(_csv(row for point in points for row in history_rows(point)))
         if points or final:
             new = self._whole_path.with_name(self._whole_path.name + ".new")
             new.write_text(whole_csv(numbers))
             os.replace(new, self._whole_path)  # a reader never sees half of it
 
 
-def with_section(report: str, numbers: LiveNumbers) -> str:
-    before, found, after = report.rpartition(_ROOT)
-    return before + html_section(numbers) + found + after if found else report + html_section(numbers)
+def insert_html_section(report: str, numbers: LiveNumbers) -> str:
+    """Return Locust's report with the LLM metrics before its own contents, or at the end if these are not found."""
+    before, root, after = report.rpartition(_ROOT)
+    return before + html_section(numbers) + root + after if root else report + html_section(numbers)
 
 
-def add_to_report(path: Path, numbers: LiveNumbers) -> None:
-    """Add the LLM metrics to the report that Locust has written; nothing if it has written none."""
+def extend_report(path: Path, numbers: LiveNumbers) -> None:
+    """Add the LLM metrics to Locust's report, if Locust has written one."""
     try:
-        path.write_text(with_section(read_text(path), numbers), encoding="utf-8")
+        path.write_text(insert_html_section(read_text(path), numbers), encoding="utf-8")
     except FileNotFoundError:  # the start failed
         pass
     except OSError as error:
@@ -251,7 +238,7 @@ def add_to_report(path: Path, numbers: LiveNumbers) -> None:
 
 PREFIX = "amd_llm_load_live"
 LABEL = "user_class"
-# Bounds in seconds, as the conventions recommend them.
+# Bucket bounds in seconds, as the OpenTelemetry conventions recommend them.
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68)
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -278,27 +265,27 @@ LATENCIES = {  # by the name of the column
 
 @dataclass(frozen=True)
 class LoadSnapshot(Collector):
-    """What the runner knows, next to the numbers."""
+    """The numbers and the state of Locust's runner, for /metrics."""
 
     numbers: LiveNumbers
     users: int
     running: bool
     workers: int | None  # None: a single process
-    missing: int
+    missing: int  # workers
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the test since its start. A new test resets the counters."""
+        """Yield the metrics of the test since its start. A new test resets the counters."""
         numbers, total = self.numbers, self.numbers.total
         requests = CounterMetricFamily(
             f"{PREFIX}_requests", "Measured requests that ended, by how", labels=[LABEL, "outcome"]
         )
         met = CounterMetricFamily(f"{PREFIX}_slo_met_requests", "Requests that met every SLO (goodput)", labels=[LABEL])
-        for name, one in total.items():
-            outcomes = {"succeeded": one.ended - one.failed - one.cut, "failed": one.failed, "cut": one.cut}
+        for name, sums in total.items():
+            outcomes = {"succeeded": sums.ended - sums.failed - sums.cut, "failed": sums.failed, "cut": sums.cut}
             for outcome, count in outcomes.items():
                 requests.add_metric([name, outcome], count)
-            if numbers.slos and not one.unknown:
-                met.add_metric([name], one.met)
+            if numbers.slos and not sums.unknown:
+                met.add_metric([name], sums.met)
         yield requests
         yield met
         errors = CounterMetricFamily(f"{PREFIX}_errors", "Failed requests by kind", labels=["error_type"])
@@ -324,10 +311,10 @@ class LoadSnapshot(Collector):
                 yield GaugeMetricFamily(f"{PREFIX}_{name}", about, value=value)
         for column, (name, about, bounds) in LATENCIES.items():
             latency = HistogramMetricFamily(name, about, labels=[LABEL])
-            for user_class, one in total.items():
-                # A bucket of 2 % that has a bound in it is on the side of its middle.
-                counts = {middle_s(bucket): count for bucket, count in one.latencies[column].items()}
-                latency.add_metric([user_class], _buckets(counts, bounds), one.sums_s[column])
+            for user_class, sums in total.items():
+                # The values of a bucket of the histogram count as its middle: at most 1 % off.
+                middles = {live_metrics.bucket_middle_s(bucket): n for bucket, n in sums.latencies[column].items()}
+                latency.add_metric([user_class], _buckets(middles, bounds), sums.sums_s[column])
             yield latency
         yield _token_usage(total)
 
@@ -338,20 +325,21 @@ def _token_usage(total: dict[str, Accumulator]) -> Metric:
         "Tokens of successful requests, as the server counted them",
         labels=[LABEL, "gen_ai_token_type"],
     )
-    for user_class, one in total.items():
+    for user_class, sums in total.items():
         for kind in TOKEN_TYPES:
-            counts = {4.0**exponent: count for exponent, count in one.token_counts[kind].items()}
-            usage.add_metric([user_class, kind], _buckets(counts, _TOKEN_BOUNDS), one.token_sums[kind])
+            counts = {4.0**exponent: count for exponent, count in sums.token_counts[kind].items()}
+            usage.add_metric([user_class, kind], _buckets(counts, _TOKEN_BOUNDS), sums.token_sums[kind])
     return usage
 
 
 def _buckets(counts: dict[float, int], bounds: Sequence[float]) -> list[tuple[str, float]]:
+    """Return the cumulative buckets of Prometheus for counted values."""
     buckets = [(str(bound), float(sum(n for value, n in counts.items() if value <= bound))) for bound in bounds]
     return [*buckets, ("+Inf", float(sum(counts.values())))]
 
 
-def serve(options: Namespace, state: Callable[[], LoadSnapshot]) -> WSGIServer | None:
-    """Serve /metrics at --metrics-host and --metrics-port; None without a port. Raises HarnessError."""
+def serve_metrics(options: Namespace, state: Callable[[], LoadSnapshot]) -> WSGIServer | None:
+    """Serve /metrics at --metrics-host and --metrics-port; return None without a port. Raises HarnessError."""
     if not options.metrics_port:
         return None
     port = int(options.metrics_port) if options.metrics_port.isascii() and options.metrics_port.isdigit() else 0

@@ -1,7 +1,7 @@
-"""Locust's events, in the order in which they come, and what happens at each. Importing this module registers them.
+"""Handle Locust's events, from the start of a process to its end. Importing this module registers the handlers.
 
-Every process of `--processes N` goes through all of it by itself, after the fork. Requests are sent by local runners
-and workers; the master only watches for the end.
+Each process of `--processes N` handles all of them itself, after the fork. Local runners and workers send requests; the
+master only watches for the end.
 """
 
 import atexit
@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,30 +22,18 @@ import psutil
 from locust import events
 from locust.env import Environment
 from locust.exception import StopTest
-from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
+from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError, sentence
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
 from harness.job import Job, idle_file, report_error
+from harness.load import options as load_options
 from harness.load import web_access
 from harness.load.master import Master, ignore_foreign_messages
-from harness.load.options import (
-    UNDER_WAY,
-    add_options,
-    check_amounts,
-    check_form,
-    check_options,
-    check_server,
-    check_writable,
-    host_of,
-    ignored_options,
-    job_file,
-    job_of_form,
-    options_of,
-)
-from harness.load.process import LoadProcess, plan_of, sequencer_of
+from harness.load.options import RUNNING_STATES, host_of, options_of
+from harness.load.process import LoadProcess, create_sequencer, plan_of
 from harness.load.recorder import Anchor, Recorder
-from harness.load.sequencer import StageSequencer, start_barrier, until
+from harness.load.sequencer import StageSequencer, start_barrier, wait_until
 from harness.load.web_ui import Live
 from harness.load.worker import Worker
 from harness.redact import masked
@@ -55,68 +42,67 @@ from harness.workers import FROM_MASTER
 
 # Messages between a master and its load processes.
 _STOP, _STOPPED, _CUT, _GAVE_UP = "llm-stop", "llm-stopped", "llm-cut", "llm-gave-up"
-_RATE_S = 0.001  # time to spawn users without a ramp
+_MIN_RAMP_S = 0.001  # time to spawn users without a ramp
 _POLL_S = 0.1
-_MESSAGES_S = 2.0  # for messages to arrive
+_MAX_MESSAGE_S = 2.0  # for messages to arrive
 _STOCK_DRAIN_S = 30.0
-_COME_S = 60.0  # for users to start and to be counted
-_WHEN_INTERRUPTED_S = 4.0  # less than the wait of the harness
-_LISTENERS_WHEN_INTERRUPTED_S = 2.0
-_STOP_S = 35.0  # at the end, for load processes to stop: more than their listeners of `request` may take
-_LOGS = ("", "locust", "locust.stats_logger")  # the loggers with handlers
+_MAX_USER_START_S = 60.0  # for users to start and to be counted
+_INTERRUPTED_S = 4.0  # for the end after an interrupt: less than the wait of the harness ...
+_INTERRUPTED_LISTENERS_S = 2.0  # ... of which so long for listeners
+_MAX_STOP_S = 35.0  # at the end, for load processes to stop: more than their listeners of `request` may take
+_LOGGERS = ("", "locust", "locust.stats_logger")  # those with handlers
 
 logger = logging.getLogger(__name__)
 _hooks: Any = events  # they have no types
 
 
-def follow(
-    sequencer: StageSequencer | Master,
-    runner: Runner,
-    ramp_s: float,
-    patience_s: float,
-    give_up: Callable[[HarnessError], None],
-) -> None:
-    """Keep the number of users of the current stage, until the load ends. Each stage has `patience_s` for its users.
+def follow_stages(environment: Environment, job: Job, sequencer: StageSequencer | Master) -> None:
+    """Keep the number of users of the current stage until the load ends. Give up if users do not start or stop.
 
-    This is not a LoadTestShape: in its loop the start of one stage's users blocks, so that later stages may be left
-    out, and under it a headless process hears no SIGTERM.
+    This is not a LoadTestShape: the loop of a shape blocks while users start, so that stages may be left out, and a
+    headless process with a shape ignores SIGTERM.
     """
-    asked, since, there = sequencer.users(), time.monotonic(), False
-    stage = 0
+    runner, load = environment.runner, job.load
+    assert runner is not None
+    environment.stop_timeout = load.timeout_s  # surplus users finish their request first
+    max_wait_s = load.ramp_s + load.timeout_s + behaviour.max_pause_s(load.think or load.think_s) + _MAX_USER_START_S
+    stage, target, since_s, is_complete = 0, sequencer.user_count(), time.monotonic(), False
     while True:
         gevent.sleep(_POLL_S)
-        if sequencer.stage() != stage:
-            stage, before, there, since = sequencer.stage(), asked, False, time.monotonic()
-            asked = sequencer.users()
-            if asked != before:
-                runner.start(asked, abs(asked - before) / max(ramp_s, _RATE_S))
-        if there or runner.state not in (STATE_RUNNING, STATE_SPAWNING):
+        if sequencer.current_stage() != stage:
+            previous = target
+            stage, target = sequencer.current_stage(), sequencer.user_count()
+            since_s, is_complete = time.monotonic(), False
+            if target != previous:
+                runner.start(target, abs(target - previous) / max(load.ramp_s, _MIN_RAMP_S))
+        if is_complete or runner.state not in RUNNING_STATES:
             continue
-        if runner.user_count == asked:
-            there = True
+        if runner.user_count == target:
+            is_complete = True
             sequencer.set_users_complete()
-        elif time.monotonic() - since > patience_s:
-            give_up(HarnessError(f"there are {runner.user_count} users after {patience_s:.0f} s, and not {asked}"))
+        elif time.monotonic() - since_s > max_wait_s:
+            count, wait_s = runner.user_count, f"{max_wait_s:.0f}"
+            give_up(environment, HarnessError(f"there are {count} users after {wait_s} s, and not {target}"))
             return
 
 
-def end_when_refused(environment: Environment) -> None:
-    """End a load with stock Locust when the server rejects all of its first requests because of the scenario.
+def end_if_all_fail(environment: Environment) -> None:
+    """End a load with stock Locust if all of its first requests fail because of a mistake in the scenario.
 
-    A model that the server does not have would be asked for again and again. Each load process checks its own requests,
-    and reports to the master. To be called once in each process, when it has its role.
+    For example, the server does not have the model. Each load process checks its own requests and reports to the
+    master. Call this once in each process, when it has its role.
     """
-    runner, errors, ended = environment.runner, list[str | None](), False  # None of a request that did not fail
+    runner, errors, has_ended = environment.runner, list[str | None](), False  # None: the request succeeded
 
     def begin(**_: Any) -> None:
-        nonlocal ended
+        nonlocal has_ended
         errors.clear()
-        ended = False
+        has_ended = False
 
     def end(what: str, next_step: str = "") -> None:
-        nonlocal ended
-        if not ended:  # other load processes may report the same
-            ended = True
+        nonlocal has_ended
+        if not has_ended:  # other load processes may report the same
+            has_ended = True
             give_up(environment, HarnessError(what, next_step=next_step))
 
     def on_request(exception: Exception | None = None, **_: Any) -> None:
@@ -141,43 +127,43 @@ def end_when_refused(environment: Environment) -> None:
         runner.register_message(_GAVE_UP, lambda msg, **_: end(**msg.data))
 
 
-_stopped: set[str] = set()  # ids of the load processes that have
+_stopped: set[str] = set()  # ids of the load processes that have stopped
 
 
-def stop_gracefully(runner: Runner, patience_s: float, *, cut: bool = False) -> None:
-    """Let each of several load processes finish its requests in flight at the end of a load, and wait for that.
+def stop_gracefully(runner: Runner, max_s: float, *, cut: bool = False) -> None:
+    """Stop several load processes at the end of a load, and wait at most `max_s` until they have stopped.
 
-    At the end of --run-time Locust's master waits for its workers for half a second only. `cut`: do not wait for
-    requests in flight.
+    They finish their requests in flight, or cut them (`cut`). Without this, at the end of --run-time, Locust's master
+    waits for its workers for half a second only.
     """
-    if not patience_s or not isinstance(runner, MasterRunner):  # interrupted, or one load process
+    if not max_s or not isinstance(runner, MasterRunner):  # interrupted, or one load process
         return
     runner.send_message(_STOP, {"cut": cut})
     clients = runner.clients
-    until(lambda: all(one.id in _stopped for one in [*clients.running, *clients.spawning]), patience_s + _MESSAGES_S)
+    wait_until(lambda: {c.id for c in [*clients.running, *clients.spawning]} <= _stopped, max_s + _MAX_MESSAGE_S)
 
 
 def _on_stop(environment: Environment, msg: Any, **_: object) -> None:
-    """The same in a load process."""
+    """Handle the message of `stop_gracefully` in a load process."""
     runner = environment.runner
     assert isinstance(runner, WorkerRunner)
     if msg.data["cut"]:
         environment.stop_timeout = 0
     runner.stop()
     # Locust sends the last numbers after "quit", and its master waits half a second for them: the final table of a
-    # busy machine would lack requests. Messages arrive in order, so the master has these before it goes on.
+    # busy machine would lack requests. Messages arrive in order, so the master has these numbers first.
     runner._send_stats()
     runner.send_message(_STOPPED)
 
 
-gevent.config.track_greenlet_tree = False  # only for debugging, and takes memory for each user
+gevent.config.track_greenlet_tree = False  # only for debugging; it takes memory for each user
 
 _job: Job | None = None  # None: stock Locust
 _recorder: Recorder | None = None  # None in a master
 _process: LoadProcess | None = None
-_live: Live | None = None  # None: a run of the harness
-_worker: Worker | None = None  # of a remote machine
-_master: Master | None = None  # of remote machines
+_live: Live | None = None  # None in a run of the harness
+_worker: Worker | None = None  # only on a remote machine
+_master: Master | None = None  # only in the master of remote machines
 
 
 def load_process() -> LoadProcess:
@@ -190,51 +176,56 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """Handle the event `init`: the process has been forked and has its role."""
     global _job, _recorder, _process, _live, _master, _worker
     options = options_of(environment)
-    for folder in {str(Path(inspect.getfile(one)).parent) for one in environment.user_classes} - set(sys.path):
+    for folder in {str(Path(inspect.getfile(user)).parent) for user in environment.user_classes} - set(sys.path):
         sys.path.append(folder)  # Locust removes it after loading the locustfile, whose tasks may import later
     if isinstance(runner, WorkerRunner) and options.job == FROM_MASTER:
-        _worker = Worker(environment, runner, _begin)
-        _handle_ends()
+        _worker = Worker(environment, runner, _create_process)
+        _handle_interrupts()
         return
-    for handler in [handler for name in _LOGS for handler in logging.getLogger(name).handlers]:
-        handler.addFilter(_without_secrets)
+    for handler in [handler for name in _LOGGERS for handler in logging.getLogger(name).handlers]:
+        handler.addFilter(_mask_log_record)
     try:
         if environment.web_ui is not None:
-            web_access.add_to(environment.web_ui)
+            web_access.add_checks(environment.web_ui)
         if not isinstance(runner, WorkerRunner):
-            check_amounts(users=options.num_users, spawn_rate=options.spawn_rate, run_time=options.run_time)
-        _job = job_file(options)
-        if _job is not None and environment.shape_class is not None:  # from another module: `harness check` saw none
+            load_options.check_amounts(
+                users=options.num_users, spawn_rate=options.spawn_rate, run_time=options.run_time
+            )
+        _job = load_options.read_job_option(options)
+        if _job is not None and environment.shape_class is not None:  # `harness check` may have missed it
             raise HarnessError("the locustfile brings a LoadTestShape, and the scenario says how many users there are")
         if isinstance(runner, MasterRunner):
             ignore_foreign_messages(runner)
         if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
             _master = Master(environment, runner, _job, _job.workers)
         if _job is None and not isinstance(runner, WorkerRunner):
-            check_options(environment)
-            for words in ignored_options(environment):
-                logger.warning(words)
+            load_options.check_start_options(environment)
+            for warning in load_options.ignored_option_warnings(environment):
+                logger.warning(warning)
         if not isinstance(runner, MasterRunner):
-            job = _job or job_of_form(environment, _job)
-            check_writable(job)
+            job = _job or load_options.job_of_options(environment, None)
+            load_options.check_writable(job)
             _recorder = Recorder(job)
             atexit.register(_recorder.close)  # for any end of this process
             if options.headless:
                 _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
         if not options.headless or _job is None or options.metrics_port:
-            _live = Live(environment, _recorder, _job, partial(check_form, environment, _job))
+            _live = Live(environment, _recorder, _job, partial(load_options.check_form, environment, _job))
     except (HarnessError, OSError) as error:
         if _job is not None:
             report_error(_job, error)
         if isinstance(runner, MasterRunner):
-            _end_workers()
-        reported_by_master = _job is None and options.processes and isinstance(runner, WorkerRunner)
-        sys.exit(1 if reported_by_master else sentence(error))
+            # A load process of --processes that is not connected yet would search its master for minutes.
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    child.terminate()
+        is_reported_by_master = _job is None and options.processes and isinstance(runner, WorkerRunner)
+        sys.exit(1 if is_reported_by_master else sentence(error))
     if _job is None and not environment.stop_timeout:
         # With stock Locust, --run-time would cut requests in flight, as failed ones. Ctrl-C still cuts at once.
         environment.stop_timeout = _STOCK_DRAIN_S
     if _job is None or not options.headless:
-        end_when_refused(environment)
+        end_if_all_fail(environment)
     _hooks.quitting.add_listener(_on_quitting)  # the last listener is called first: before the master stops its workers
     if isinstance(runner, MasterRunner) and options.headless:
         runner.register_message(_STOPPED, lambda msg, **_: _stopped.add(msg.node_id))
@@ -243,36 +234,29 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if isinstance(runner, WorkerRunner):
         runner.register_message(_STOP, _on_stop, concurrent=True)
         # The master was interrupted: the "quit" that follows must not wait for answers.
-        runner.register_message(_CUT, lambda environment, **_: _cut_all(environment))
-    _handle_ends()
+        runner.register_message(_CUT, lambda environment, **_: _cut_requests(environment))
+    _handle_interrupts()
     # Locust starts its timer of --run-time next, from the time at which the loop last ran: before all imports.
     gevent.get_hub().loop.update_now()
 
 
-def _without_secrets(record: logging.LogRecord) -> bool:
-    """Remove secrets that a server has quoted from a line of Locust's log and its traceback."""
+def _mask_log_record(record: logging.LogRecord) -> bool:
+    """Mask secrets that a server has quoted in a line of Locust's log and its traceback."""
     record.msg, record.args = masked(record.getMessage(), "sure"), ()
     if record.exc_info:
         record.exc_text = masked(logging.Formatter().formatException(record.exc_info), "sure")
     return True
 
 
-def _end_workers() -> None:
-    """End the load processes of --processes before their master: one not connected yet would search for minutes."""
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):
-            child.terminate()
-
-
-def _handle_ends() -> None:
+def _handle_interrupts() -> None:
     # Python raises KeyboardInterrupt anywhere, also while a record is made; gevent raises it in the hub.
     hub = gevent.get_hub()
     gevent.signal_handler(signal.SIGINT, hub.handle_system_error, KeyboardInterrupt, KeyboardInterrupt())
-    hub.NOT_ERROR = (*hub.NOT_ERROR, StopTest)  # of `load_process`, which has a message: no traceback
+    hub.NOT_ERROR = (*hub.NOT_ERROR, StopTest)  # raised by `load_process` with a message: no traceback
 
 
-def _begin(job: Job, host: str, anchor: Anchor) -> LoadProcess:
-    """Start with the job that the master has sent. Raises HarnessError, OSError."""
+def _create_process(job: Job, host: str, anchor: Anchor) -> LoadProcess:
+    """Create the process for a job that the master has sent. Raises HarnessError, OSError."""
     global _process
     _process = LoadProcess(job, host, Recorder(job, anchor))
     return _process
@@ -283,7 +267,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
         _start(environment)
     except (HarnessError, OSError) as error:
         give_up(environment, error)
-        raise gevent.GreenletExit from None  # the start of users ends here
+        raise gevent.GreenletExit from None  # start no users
 
 
 def _start(environment: Environment) -> None:
@@ -292,21 +276,21 @@ def _start(environment: Environment) -> None:
     options = options_of(environment)
     if _worker is not None:
         _settle_memory()
-        _worker.started()
+        _worker.start_work()
         return
     if _master is not None:
         _master.hand_out()
         gevent.spawn(_master.watch)
         if _job is not None and _job.then:
-            _follow(environment, _job, _master)
+            gevent.spawn(follow_stages, environment, _job, _master)
         return
     if _job is not None and _job.load.trace is not None and not (options.headless or isinstance(runner, WorkerRunner)):
         Path(_job.counter_path).unlink(missing_ok=True)  # a trace starts again
     if _recorder is None and (_job is None or not options.headless):
-        check_server(environment, _job)  # else only the workers would see the problem
+        load_options.check_server(environment, _job)  # otherwise only the workers would see the problem
     if not options.headless and _recorder is not None:
         try:
-            _begin_anew(environment, _recorder)
+            _use_form(environment, _recorder)
         except (HarnessError, OSError) as error:
             if not isinstance(runner, WorkerRunner):
                 raise
@@ -316,26 +300,29 @@ def _start(environment: Environment) -> None:
     if _live is not None:
         _live.begin()
     _settle_memory()
-    if _job is not None and _job.concurrent_loads and _process is not None:
+    if _job is None:
+        return
+    if _job.concurrent_loads and _process is not None:
         start_barrier(_job, _process.sequencer)
-    if _job and options.headless and _process is not None:
-        gevent.spawn(_process.show_quiet, idle_file(_job.counter_path).touch)
-    if _job and options.headless and not isinstance(runner, WorkerRunner):
+    if options.headless and _process is not None:
+        gevent.spawn(_process.report_quiet, idle_file(_job.counter_path).touch)
+    if options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
-            sequencer = sequencer_of(_job)
+            sequencer = create_sequencer(_job)
             gevent.spawn(_end_when_finished, environment, _job.load.drain_s, sequencer)
-            if sequencer.several:
-                _follow(environment, _job, sequencer)
+            if sequencer.has_stages:
+                gevent.spawn(follow_stages, environment, _job, sequencer)
 
 
-def _begin_anew(environment: Environment, recorder: Recorder) -> None:
-    """Use the current values of the form. Raises HarnessError, OSError."""
+def _use_form(environment: Environment, recorder: Recorder) -> None:
+    """Create the load process with the current values of the form. Raises HarnessError, OSError."""
     global _process
     if _process is not None:
         _process.close()
         _process = None
-    process = LoadProcess(job_of_form(environment, _job), host_of(environment, environment.host), recorder)
+    job = load_options.job_of_options(environment, _job)
+    process = LoadProcess(job, host_of(environment, environment.host), recorder)
     try:
         process.model()
     except BaseException:  # the web UI may start another load
@@ -351,33 +338,34 @@ def _settle_memory() -> None:
 
 
 def _on_test_stop(environment: Environment, **_: Any) -> None:
-    """Handle the stop of all users of this process: Locust may print its table next."""
+    """Finish the records when all users of this process have stopped: Locust may print its table next."""
     if _process is not None:
         _process.recorder.idle.finish()
         _process.listeners.finish()
     if isinstance(environment.runner, WorkerRunner):
-        # Locust's workers wait this long even if all users have stopped. The next start sets it again.
+        # Locust's workers wait so long even if all users have stopped. The next start sets it again.
         environment.stop_timeout = 0.0
 
 
 def _on_quitting(environment: Environment, **_: Any) -> None:
-    """Handle the end: all users have stopped, or Ctrl-C or SIGTERM stops them now."""
+    """Handle the end of the load: all users have stopped, or Ctrl-C or SIGTERM stops them now."""
     runner = environment.runner
-    _cut_all(environment)
+    _cut_requests(environment)
     if _master is not None:
-        _master.end(_WHEN_INTERRUPTED_S)  # which stops them
-    elif isinstance(runner, MasterRunner) and runner.state in UNDER_WAY:
+        _master.end(_INTERRUPTED_S)  # stops the workers
+    elif isinstance(runner, MasterRunner) and runner.state in RUNNING_STATES:
         runner.send_message(_CUT)
     if _job is not None and environment.process_exit_code is None and runner is not None:
         # The report evaluates failed requests, but not exceptions in the user's own code.
         environment.process_exit_code = 1 if runner.exceptions else 0
 
 
-def _cut_all(environment: Environment) -> None:
+def _cut_requests(environment: Environment) -> None:
+    """Let the stop of users, which follows, cut their requests in flight."""
     environment.stop_timeout = 0
     if _process is not None:
         _process.note_early_end()
-        _process.listeners.patience_s = _LISTENERS_WHEN_INTERRUPTED_S
+        _process.listeners.max_wait_s = _INTERRUPTED_LISTENERS_S
 
 
 def _on_quit(exit_code: int, **_: Any) -> None:
@@ -387,59 +375,50 @@ def _on_quit(exit_code: int, **_: Any) -> None:
         _recorder.close()
     if _live is not None:
         _live.finish()
-    if _process is not None and (number := _process.listeners.waiting):
-        logger.error("the load has ended, and %d events still wait for listeners of `request`: they are lost", number)
+    if _process is not None and (count := _process.listeners.queued):
+        logger.error("the load has ended, and %d events still wait for listeners of `request`: they are lost", count)
 
 
 def give_up(environment: Environment, error: Exception) -> None:
-    """End a run that cannot go on, and report why in the log and the status file. The web UI stays up."""
+    """End a run that cannot continue, and report the error in the log and the status file. The web UI stays up."""
     if environment.web_ui is None and environment.process_exit_code:
-        return  # other users report the same
+        return  # another user has reported it
     logger.error(sentence(error))
     if _job is not None:
         report_error(_job, error)
     if _live is not None:
-        _live.given_up = sentence(error)
+        _live.error = sentence(error)
     assert environment.runner is not None
     if environment.web_ui is None:
         environment.process_exit_code = 1
-        gevent.spawn(_end_and_quit, environment.runner)
-    elif environment.runner.state != STATE_INIT:  # nothing to stop, the form is still shown
+        gevent.spawn(_quit, environment.runner)
+    elif environment.runner.state != STATE_INIT:  # otherwise no load has started, and the form is still shown
         gevent.spawn(_stop, environment.web_ui, environment.runner)
 
 
-def _end_and_quit(runner: Runner) -> None:
+def _quit(runner: Runner) -> None:
     if _master is not None:
-        _master.end(_WHEN_INTERRUPTED_S)  # workers that were ready have started their files
+        _master.end(_INTERRUPTED_S)  # workers that were ready have started their files
     runner.quit()
 
 
 def _stop(web_ui: Any, runner: Runner) -> None:
-    """As the button of the web UI: a start that still goes on would add users, and report that all have started."""
+    """Stop as the button of the web UI does. A start that is not complete would add users: kill it first."""
     if web_ui._swarm_greenlet is not None:
         web_ui._swarm_greenlet.kill()
     runner.stop()
 
 
 def _end_when_finished(environment: Environment, drain_s: float, sequencer: StageSequencer) -> None:
-    """Replace Locust's --run-time: with --processes its master leaves the workers only three seconds to finish."""
+    """Replace Locust's --run-time: with --processes its master gives the workers only three seconds to finish."""
     sequencer.wait_for_end(drain_s)
     environment.stop_timeout = 0
     assert environment.runner is not None
-    stop_gracefully(environment.runner, _STOP_S, cut=True)
+    stop_gracefully(environment.runner, _MAX_STOP_S, cut=True)
     environment.runner.quit()
 
 
-def _follow(environment: Environment, job: Job, sequencer: StageSequencer | Master) -> None:
-    assert environment.runner is not None
-    load = job.load
-    # Surplus users finish their request first.
-    environment.stop_timeout = load.timeout_s
-    patience_s = load.ramp_s + load.timeout_s + behaviour.max_pause_s(load.think or load.think_s) + _COME_S
-    gevent.spawn(follow, sequencer, environment.runner, load.ramp_s, patience_s, partial(give_up, environment))
-
-
-_hooks.init_command_line_parser.add_listener(add_options)
+_hooks.init_command_line_parser.add_listener(load_options.add_options)
 _hooks.init.add_listener(_on_init)
 _hooks.test_start.add_listener(_on_test_start)
 _hooks.test_stop.add_listener(_on_test_stop)  # before the listeners of the locustfile, which may count

@@ -1,10 +1,10 @@
-"""The master of load processes on other machines: hands out the work, takes in the records, waits for all of them.
+"""The master of load processes on other machines: hands out the work, receives the records, waits for all of them.
 
 Each machine sends its own part of the sequence. A lost machine ends the run: its start mark has no end mark, which
-makes the run INVALID. The records that it had delivered are kept.
+makes the run INVALID. The records that it has delivered are kept.
 
-Locust's connection has no password. The master ignores messages that are not from a worker, and sends home workers
-that do not belong to the run.
+Locust's connection has no password. The master ignores messages that are not from a worker, and rejects workers that
+do not belong to the run.
 """
 
 import logging
@@ -25,20 +25,19 @@ from harness.errors import HarnessError
 from harness.files import read_bytes
 from harness.job import Job, WaitsForWorkers, idle_file, report_status, secrets_of
 from harness.load.recorder import FILES, RecordReceiver
-from harness.load.sequencer import POLL_S, all_warm, until
+from harness.load.sequencer import POLL_S, report_warm, wait_until
 from harness.redact import register_secrets
 from harness.workers import Workers
 
-_HELLO_S = 10.0  # until all that have connected have sent their name
-_READY_S = 120.0  # for reading prompts and asking the server for its model
-_STALLED_S = 15.0  # at the end, without a new record of workers that still have some ...
-_LISTENERS_S = 10.0  # ... including the time for listeners of `request` that are slower than the load
-_ASKED = 9  # round trips to compare clocks
-_ANSWER_S = 1.0
+_MAX_RECONNECT_S = 10.0
+_MAX_READY_S = 120.0  # for reading prompts and asking the server for its model
+_MAX_STALL_S = 15.0  # at the end, without a new record from workers that still have some ...
+_MAX_LISTENERS_S = 10.0  # ... including the time for listeners of `request` that are slower than the load
+_CLOCK_TRIPS = 9  # round trips to compare clocks
+_MAX_CLOCK_ANSWER_S = 1.0
 _LEAD_S = 0.6  # from "all are warm" to the measurement of an open loop: longer than warm-up is handed out ahead
-_MAX_FILE = 256 * 2**20
-
-_FEW = 3  # invalid messages that are logged
+_MAX_FILE_BYTES = 256 * 2**20
+_MAX_LOGGED = 3  # invalid messages that are logged
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +45,13 @@ logger = logging.getLogger(__name__)
 def ignore_foreign_messages(runner: MasterRunner) -> None:
     """Ignore messages that are not from a worker: they would end the listener of Locust's master."""
     receive: Any = Server.recv_from_client  # it has no types
-    handle, left_out = runner.handle_message, 0
+    handle, ignored = runner.handle_message, 0
 
-    def ignore(why: object) -> None:
-        nonlocal left_out
-        left_out += 1
-        if left_out <= _FEW:
-            logger.error("ignored a message to the master that is not from a worker (%s)", why)
+    def ignore(reason: str) -> None:
+        nonlocal ignored
+        ignored += 1
+        if ignored <= _MAX_LOGGED:
+            logger.error("ignored a message to the master that is not from a worker (%s)", reason)
 
     def received(server: Server) -> tuple[str, Message]:
         while True:
@@ -72,8 +71,8 @@ def ignore_foreign_messages(runner: MasterRunner) -> None:
         except Exception as error:
             ignore(f"{msg.type}: {type(error).__name__}")
 
-    of_class: Any = Server  # the class: the listener may wait already, and Locust may make a new server
-    of_class.recv_from_client = received
+    server_class: Any = Server  # the class: the listener may be waiting already, and Locust may create a new server
+    server_class.recv_from_client = received
     runner.handle_message = handle_checked  # type: ignore[method-assign]
 
 
@@ -84,19 +83,19 @@ class _Machine:
         self.client_id = client_id
         self.name = name
         self.correction_s: float | None = None  # from its wall clock to ours ...
-        self.error_s: float | None = None  # ... and its uncertainty
-        self.ahead_s = 0.0  # its monotonic clock is ahead of ours
-        self.asked: set[float] = set()
-        self.ready = False
+        self.error_s: float | None = None  # ... and the uncertainty
+        self.ahead_s = 0.0  # its monotonic clock minus ours
+        self.clock_asked_s: float | None = None  # monotonic; None: it has answered
+        self.ready = False  # it has prepared its job, or failed to: see `error`
         self.error: str | None = None
         # The current stage, the last one whose warm-up it has sent, and whether it has finished the last one.
         self.progress = {"stage": 0, "warm": -1, "finished": 0}
-        self.done = False  # all its records have come
+        self.delivered = False  # all its records have been received
         self.receivers: dict[str, RecordReceiver] = {}
 
 
 class Master:
-    """The load processes of all machines. Of a load with stages all are in the same one: see `stage`."""
+    """Controls the load processes of all machines. In a load with stages, all are in the same stage."""
 
     def __init__(self, environment: Environment, runner: MasterRunner, job: Job, workers: Workers) -> None:
         self._environment = environment
@@ -105,12 +104,12 @@ class Master:
         register_secrets(secrets_of(job))  # workers have the API key, but no data of the server
         self._workers = workers
         self._stages = [job, *job.then]
-        self._machines: dict[str, _Machine] = {}  # those that belong to the run
-        self._ready: dict[str, Message] = {}  # message for Locust, delivered once the worker belongs to the run
+        self._machines: dict[str, _Machine] = {}  # of this run, by client id
+        self._ready_messages: dict[str, Message] = {}  # for Locust, delivered when the worker is accepted for this run
         self._rejected: set[str] = set()
         self._handle = runner.handle_message
         runner.handle_message = self._handle_member  # type: ignore[method-assign]
-        self._at_work: list[_Machine] = []  # those that send the load
+        self._working: list[_Machine] = []  # the machines that send the load
         self._ended = False
         for name, listener in (
             ("hello", self._on_hello), ("clock", self._on_clock), ("ready", self._on_ready),
@@ -118,29 +117,32 @@ class Master:
         ):  # fmt: skip
             runner.register_message(f"llm-{name}", listener)
         runner.register_message("llm-records", self._on_records, concurrent=True)
-        waits_s = environment.parsed_options.expect_workers_max_wait if environment.parsed_options else 0
-        gevent.spawn(self._report_missing, time.monotonic() + waits_s)
+        max_wait_s = environment.parsed_options.expect_workers_max_wait if environment.parsed_options else 0
+        gevent.spawn(self._report_missing, time.monotonic() + max_wait_s)
 
     def _send(self, name: str, data: dict[str, Any] | None, client_id: str) -> None:
         self._runner.send_message(f"llm-{name}", data, client_id)
 
     def hand_out(self) -> None:
         """Give each machine its part, before users are spawned. Raises HarnessError that names a failed worker."""
-        self._at_work = machines = self._in_order()
+        self._working = machines = self._sorted_workers()
         for machine in machines:
             self._compare_clocks(machine)
-        files = _files(self._job)
+        files = _read_files(self._job)
         for number, machine in enumerate(machines):
             parts = [
                 msgspec.structs.replace(stage, workers=None, machine=number, machines=len(machines), then=[])
                 for stage in self._stages
             ]
             job = msgspec.structs.replace(parts[0], then=parts[1:])
-            data = {"job": msgspec.json.encode(job), "files": files, "host": self._environment.host}
-            more = {"correction_s": machine.correction_s, "error_s": machine.error_s}
-            self._send("job", data | more, machine.client_id)
-        until(lambda: all(machine.ready for machine in machines), _READY_S)
-        until(lambda: not any(map(self._is_lost, machines)), _HELLO_S)  # one that was busy reading reconnects
+            data = {
+                "job": msgspec.json.encode(job), "files": files, "host": self._environment.host,
+                "correction_s": machine.correction_s, "error_s": machine.error_s,
+            }  # fmt: skip
+            self._send("job", data, machine.client_id)
+        wait_until(lambda: all(machine.ready for machine in machines), _MAX_READY_S)
+        # A worker that was busy reading reconnects.
+        wait_until(lambda: not any(map(self._is_lost, machines)), _MAX_RECONNECT_S)
         for machine in machines:
             if machine.error or not machine.ready or self._is_lost(machine):
                 raise HarnessError(f"worker {machine.name}: {machine.error or 'no answer to its job'}")
@@ -148,107 +150,111 @@ class Master:
                 "worker %s is part %d of %d, its clock known to %.1f ms",
                 machine.name, machines.index(machine), len(machines), 1000 * (machine.error_s or 0.0),
             )  # fmt: skip
-        Path(self._job.counter_path).touch()  # its existence means: the load has started
+        Path(self._job.counter_path).touch()  # shows the harness that the load has started
+
+    def _connected_names(self) -> list[str]:
+        return [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
 
     def _report_missing(self, end_s: float) -> None:
-        """Report missing workers by name while Locust waits. If it gives up, send the others home."""
+        """Report missing workers by name, while Locust waits for them."""
         reported: list[str] | None = None
-        while not self._at_work and time.monotonic() < end_s:
-            here = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
-            if here != reported:
-                report_status(self._job, WaitsForWorkers(here))
-                logger.info(self._workers.missing_text(here))
-                reported = here
+        while not self._working and time.monotonic() < end_s:
+            names = self._connected_names()
+            if names != reported:
+                report_status(self._job, WaitsForWorkers(names))
+                logger.info(self._workers.missing_text(names))
+                reported = names
             gevent.sleep(POLL_S)
 
     def _handle_member(self, client_id: str, msg: Message) -> None:
         """Pass on messages of this run's workers only: Locust gives users to all workers that are ready."""
         if client_id in self._machines or msg.type in ("llm-hello", "locustfile"):
             self._handle(client_id, msg)
-        elif msg.type == "client_ready":  # it sends its hello only after this answer
-            self._ready[client_id] = msg
+        elif msg.type == "client_ready":  # the worker waits for this answer before it sends its hello
+            self._ready_messages[client_id] = msg
             self._runner.send_message("ack", client_id=client_id)
 
     def watch(self) -> None:
-        """Wait until all have finished or one is lost; then end the run."""
-        machines, gone = self._at_work, -1  # the last stage whose measurement has started
+        """Start the measurement of each stage. End the run when all machines have finished, or one is lost."""
+        machines, started_stage = self._working, -1
         while not self._ended and not all(machine.progress["finished"] for machine in machines):
             lost = [machine for machine in machines if self._is_lost(machine)]
             for machine in lost:
                 logger.error("worker %s is lost: the load ends, what it has delivered is kept", machine.name)
             if lost:
                 break
-            if gone < min(machine.progress["warm"] for machine in machines) and all_warm(self._job):
-                gone += 1
+            if started_stage < min(machine.progress["warm"] for machine in machines) and report_warm(self._job):
+                started_stage += 1
                 begin_s = time.monotonic() + _LEAD_S
                 for machine in machines:
-                    begin = {"stage": gone, "begin_s": begin_s + machine.ahead_s}
+                    begin = {"stage": started_stage, "begin_s": begin_s + machine.ahead_s}
                     self._send("go", begin, machine.client_id)
             gevent.sleep(POLL_S)
-        if self._ended:  # by an interruption, which waits for the records
+        if self._ended:  # interrupted: that waits for the records
             return
         self.end()
         self._environment.stop_timeout = 0
         self._runner.quit()
 
-    def stage(self) -> int:
-        """The current stage: the next starts when it is over on all machines."""
-        return min(machine.progress["stage"] for machine in self._at_work)
+    def current_stage(self) -> int:
+        """Return the first stage that is not over on all machines."""
+        return min(machine.progress["stage"] for machine in self._working)
 
-    def users(self) -> int:
-        return self._stages[self.stage()].load.users
+    def user_count(self) -> int:
+        return self._stages[self.current_stage()].load.users
 
     def set_users_complete(self) -> None:
-        for machine in self._at_work:
+        for machine in self._working:
             self._send("users-complete", None, machine.client_id)
 
-    def end(self, within_s: float | None = None) -> None:
-        """Collect all records. Gives up on workers that are lost, or deliver nothing for some seconds."""
+    def end(self, max_s: float | None = None) -> None:
+        """Collect all records. Give up after `max_s`, and on workers that are lost or deliver nothing for seconds."""
         if self._ended:
             return
         self._ended = True
-        owing = [machine for machine in self._machines.values() if machine.ready and not machine.error]
-        lost = [machine.name for machine in self._at_work if self._is_lost(machine)]
-        end = {"lost": lost, "listeners_s": _LISTENERS_S if within_s is None else within_s / 2}
-        for machine in owing:
+        pending = [machine for machine in self._machines.values() if machine.ready and not machine.error]
+        lost = [machine.name for machine in self._working if self._is_lost(machine)]
+        end = {"lost": lost, "listeners_s": _MAX_LISTENERS_S if max_s is None else max_s / 2}
+        for machine in pending:
             self._send("end", end, machine.client_id)
-        started = last = time.monotonic()
-        before = -1
-        while owing := [machine for machine in owing if not machine.done and not self._is_lost(machine)]:
-            now, taken = time.monotonic(), sum(i.taken for m in owing for i in m.receivers.values())
-            if taken != before:
-                before, last = taken, now
-            if now - last > _STALLED_S or (within_s is not None and now - started > within_s):
-                logger.error("not all records have come of %s", ", ".join(machine.name for machine in owing))
+        start_s = progress_s = time.monotonic()
+        previous = -1
+        while pending := [machine for machine in pending if not machine.delivered and not self._is_lost(machine)]:
+            now_s = time.monotonic()
+            received = sum(receiver.received for machine in pending for receiver in machine.receivers.values())
+            if received != previous:
+                previous, progress_s = received, now_s
+            if now_s - progress_s > _MAX_STALL_S or (max_s is not None and now_s - start_s > max_s):
+                logger.error("not all records have come of %s", ", ".join(machine.name for machine in pending))
                 break
             gevent.sleep(POLL_S)
 
-    def _in_order(self) -> list[_Machine]:
-        """The workers of the run, in the order of their names. Raises HarnessError when some are missing."""
+    def _sorted_workers(self) -> list[_Machine]:
+        """Return the workers of the run, in the order of their names. Raises HarnessError if some are missing."""
         names = self._workers.names
-        here = [machine for machine in self._machines.values() if not self._is_lost(machine)]
-        if len(here) < self._workers.total:
-            raise HarnessError(self._workers.missing_text([machine.name for machine in here]))
-        return sorted(here, key=lambda m: (names.index(m.name) if names else 0, m.name, m.client_id))
+        if len(connected := self._connected_names()) < self._workers.total:
+            raise HarnessError(self._workers.missing_text(connected))
+        machines = [machine for machine in self._machines.values() if not self._is_lost(machine)]
+        return sorted(machines, key=lambda m: (names.index(m.name) if names else 0, m.name, m.client_id))
 
-    def _why_not(self, name: str, version: str) -> str | None:
-        names = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
+    def _rejection(self, name: str, version: str) -> str | None:
+        """Return the reason why a worker cannot take part; None if it can."""
+        connected = self._connected_names()
         if version != __version__:
             return f"it has version {version} of the harness, and the master {__version__}"
         if self._workers.names and name not in self._workers.names:
             return f"the run is for {', '.join(self._workers.names)}"
         places = self._workers.processes if self._workers.names else self._workers.total
-        if (names.count(name) if self._workers.names else len(names)) >= places:
+        if (connected.count(name) if self._workers.names else len(connected)) >= places:
             return "all places are taken"
         return None
 
     def _compare_clocks(self, machine: _Machine) -> None:
-        """Use the shortest of several round trips: the answer was written within it (Cristian 1989)."""
-        for _ in range(_ASKED):
-            asked = time.monotonic()
-            machine.asked = {asked}
-            self._send("clock", {"asked": asked}, machine.client_id)
-            until(lambda: not machine.asked, _ANSWER_S, 0.001)
+        """Use the shortest of several round trips: the worker read its clock within it (Cristian 1989)."""
+        for _ in range(_CLOCK_TRIPS):
+            machine.clock_asked_s = time.monotonic()
+            self._send("clock", {"asked": machine.clock_asked_s}, machine.client_id)
+            wait_until(lambda: machine.clock_asked_s is None, _MAX_CLOCK_ANSWER_S, 0.001)
         if machine.error_s is None:
             raise HarnessError(f"worker {machine.name} does not answer")
 
@@ -259,27 +265,28 @@ class Master:
 
     def _on_hello(self, msg: Any, **_: Any) -> None:
         client_id, name, version = msg.node_id, str(msg.data["name"])[:80], str(msg.data["version"])[:40]
-        if client_id in self._machines or client_id in self._rejected or client_id not in self._ready:
+        if client_id in self._machines or client_id in self._rejected or client_id not in self._ready_messages:
             return
-        if self._at_work:  # a worker that connects now waits for the next load
+        if self._working:  # a worker that connects now waits for the next load
             self._runner.send_message("quit", client_id=client_id)
-        elif why := self._why_not(name, version):
+        elif reason := self._rejection(name, version):
             self._rejected.add(client_id)
-            logger.error("worker %s was rejected: %s", name, why)
-            self._send("rejected", {"why": why}, client_id)
+            logger.error("worker %s was rejected: %s", name, reason)
+            self._send("rejected", {"why": reason}, client_id)
         else:
             self._machines[client_id] = _Machine(client_id, name)
-            self._handle(client_id, self._ready[client_id])
+            self._handle(client_id, self._ready_messages[client_id])
 
     def _on_clock(self, msg: Any, **_: Any) -> None:
-        machine, now, wall_s = self._machines[msg.node_id], time.monotonic(), time.time()
-        if msg.data["asked"] not in machine.asked:
+        machine, now_s, wall_s = self._machines[msg.node_id], time.monotonic(), time.time()
+        asked_s = machine.clock_asked_s
+        if asked_s is None or msg.data["asked"] != asked_s:  # the answer came too late
             return
-        machine.asked.clear()
-        error_s = (now - msg.data["asked"]) / 2
+        machine.clock_asked_s = None
+        error_s = (now_s - asked_s) / 2
         if machine.error_s is None or error_s < machine.error_s:
             machine.error_s, machine.correction_s = error_s, wall_s - error_s - msg.data["wall_s"]
-            machine.ahead_s = msg.data["monotonic_s"] - (now - error_s)
+            machine.ahead_s = msg.data["monotonic_s"] - (now_s - error_s)
 
     def _on_ready(self, msg: Any, **_: Any) -> None:
         machine = self._machines[msg.node_id]
@@ -287,43 +294,43 @@ class Master:
 
     def _on_progress(self, msg: Any, **_: Any) -> None:
         self._machines[msg.node_id].progress |= msg.data
-        if "stage" in msg.data:  # this file shows the harness the current one: the workers have the counters
-            Path(self._stages[self.stage()].counter_path).write_bytes(b"\n")
+        if "stage" in msg.data:  # the file shows the harness the current stage: the counters are on the workers
+            Path(self._stages[self.current_stage()].counter_path).write_bytes(b"\n")
 
     def _on_quiet(self, **_: Any) -> None:
         idle_file(self._job.counter_path).touch()
 
     def _on_records(self, msg: Any, **_: Any) -> None:
         machine, data = self._machines[msg.node_id], msg.data
-        if not machine.ready:  # of an earlier load
+        if not machine.ready:  # records of an earlier load
             return
         if not machine.receivers:
             paths = {name: Path(getattr(self._job, f"{name}_path")) for name in FILES}
             machine.receivers = {name: RecordReceiver(path, FILES[name]) for name, path in paths.items()}
+        receiver = machine.receivers[data["file"]]
+        unreadable_before = receiver.unreadable
         try:
-            receiver = machine.receivers[data["file"]]
-            before, taken = receiver.left_out, receiver.take(data["offset"], data["data"])
-            if receiver.left_out > before:
-                number = receiver.left_out - before
-                logger.error("%d records of worker %s cannot be read and are left out", number, machine.name)
+            received = receiver.append(data["offset"], data["data"])
         except OSError as error:  # the worker sends it again
             logger.error("records cannot be written: %s", error.strerror)
             return
-        self._send("taken", {"file": data["file"], "taken": taken}, msg.node_id)
+        if unreadable := receiver.unreadable - unreadable_before:
+            logger.error("%d records of worker %s cannot be read and are left out", unreadable, machine.name)
+        self._send("taken", {"file": data["file"], "taken": received}, msg.node_id)
 
     def _on_done(self, msg: Any, **_: Any) -> None:
         machine = self._machines[msg.node_id]
-        machine.done = {name: receiver.taken for name, receiver in machine.receivers.items()} == msg.data["sizes"]
+        received = {name: receiver.received for name, receiver in machine.receivers.items()}
+        machine.delivered = received == msg.data["sizes"]
 
 
-def _files(job: Job) -> dict[str, bytes]:
+def _read_files(job: Job) -> dict[str, bytes]:
+    """Return the contents of the files that the workers need, by the field of the job that names them."""
+    paths = {field: getattr(job, field) for field in ("prompt_file", "trace_file", "trace_marks")}
     files = {}
-    for field in ("prompt_file", "trace_file", "trace_marks"):
-        name = getattr(job, field)
-        if name is None:
-            continue
-        path = Path(name)
-        if path.stat().st_size > _MAX_FILE:
-            raise HarnessError(f"{path}: too large to be sent to workers (at most {_MAX_FILE // 2**20} MiB)")
-        files[field] = read_bytes(path)
+    for field, path in paths.items():
+        if path is not None:
+            if Path(path).stat().st_size > _MAX_FILE_BYTES:
+                raise HarnessError(f"{path}: too large to be sent to workers (at most {_MAX_FILE_BYTES >> 20} MiB)")
+            files[field] = read_bytes(path)
     return files

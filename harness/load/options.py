@@ -1,6 +1,6 @@
-"""The options of a locustfile that runs with stock Locust, on the command line and in Locust's web form, as a Job.
+"""Make a Job of the options of a locustfile with stock Locust, from the command line and Locust's web form.
 
-An option is one line of a table, `OPTIONS`. The types of the scenario say which values are possible.
+Each option is one entry of the table `OPTIONS`. The types of the scenario define the possible values.
 """
 
 import os
@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from harness.errors import HarnessError, Mistakes, Problem
 from harness.files import UNDECODABLE
 from harness.job import Job, decode_job, read_job
 from harness.load.client import ApiAddress
-from harness.load.process import api_key, first_model, inputs_of
+from harness.load.process import api_key, first_model, load_inputs
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
 from harness.scenario.behaviour import Agent, Rag, length_problems
 from harness.scenario.check_syntax import Slo, parse_check
@@ -29,9 +30,9 @@ from harness.scenario.file import decode, load_problems, load_yaml, warmup_probl
 from harness.workers import FROM_MASTER
 from harness.workload import pairs_of, salt_words
 
-UNDER_WAY = (STATE_SPAWNING, STATE_RUNNING)
+RUNNING_STATES = (STATE_SPAWNING, STATE_RUNNING)
 _MAX_RUN_TIME_S = 10_000_000  # as the longest load of a scenario
-_AMOUNTS: dict[str, tuple[Any, str]] = {  # Locust's own options that say how much, and their bounds
+_AMOUNTS: dict[str, tuple[Any, str]] = {  # amounts among Locust's own options, and their bounds
     "users": (Users, f"a whole number of 1 to {MAX_USERS:,}"),
     "spawn_rate": (Annotated[float, msgspec.Meta(gt=0, le=MAX_USERS)], f"a number above 0, at most {MAX_USERS:,}"),
     "run_time": (
@@ -42,16 +43,16 @@ _AMOUNTS: dict[str, tuple[Any, str]] = {  # Locust's own options that say how mu
 
 
 def slos_of(text: str) -> tuple[Slo, ...]:
-    """The SLOs in a text such as "ttft<=2s, tpot<=50ms"; none in an empty one. Raises ValueError."""
+    """Return the SLOs in a text such as "ttft<=2s, tpot<=50ms"; none for an empty text. Raises ValueError."""
     return parse_check(f"attainment({text}) >= 0").slos if text.strip() else ()
 
 
 class Option(NamedTuple):
-    field: str  # of the Job
+    field: str  # path in the Job
     help: str
     choices: list[str] | None = None
-    short: tuple[str, ...] = ()  # of a mapping, the key for a number alone, and the key for a text alone
-    is_text: bool = False
+    short_keys: tuple[str, ...] = ()  # in a mapping: the key for a bare number, and the key for a bare text
+    is_text: bool = False  # not YAML
 
 
 OPTIONS = {  # of the web form and the command line
@@ -80,19 +81,20 @@ OPTIONS = {  # of the web form and the command line
     "--regenerate": Option("load.regenerate", "chat users: share of questions that are asked again"),
     "--think": Option("load.think", "pause in seconds, such as '1 5' (stock Locust, empty: that of the user class)"),
     "--arrivals": Option(
-        "load.arrivals", "open loop: arrivals a second (empty: closed loop, users wait for answers)", short=("rate",)
+        "load.arrivals", "open loop: arrivals a second (empty: closed loop, users wait for answers)",
+        short_keys=("rate",),
     ),
     "--timeout": Option("load.timeout_s", "seconds of silence after which a request has failed"),
     "--warmup": Option(
         "warmup", "requests that are sent first and do not count; steady: until the server is steady",
-        short=("requests", "until"),
+        short_keys=("requests", "until"),
     ),
     "--slos": Option("slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", is_text=True),
 }  # fmt: skip
 
 
-def _text(name: str, job: Job) -> str:
-    """The value of an option, as a user would give it."""
+def _option_text(name: str, job: Job) -> str:
+    """Return the value that an option has in a job, as a user would write it."""
     option, load = OPTIONS[name], job.load
     if name == "--prompts":
         return job.prompt_file or job.prompts.kind
@@ -102,9 +104,9 @@ def _text(name: str, job: Job) -> str:
     for key in option.field.split("."):
         value = getattr(value, key)
     if isinstance(value, msgspec.Struct):
-        defaults = {one.name: one.default for one in msgspec.structs.fields(value)}
-        value = {key: given for key, given in msgspec.structs.asdict(value).items() if given != defaults[key]}
-        if len(value) == 1 and (key := next(iter(value))) in option.short:
+        defaults = {field.name: field.default for field in msgspec.structs.fields(value)}
+        value = {key: item for key, item in msgspec.structs.asdict(value).items() if item != defaults[key]}
+        if len(value) == 1 and (key := next(iter(value))) in option.short_keys:
             value = value[key]
     if isinstance(value, dict):
         return msgspec.json.encode(value).decode()
@@ -113,8 +115,8 @@ def _text(name: str, job: Job) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _put(raw: dict[str, Any], name: str, text: str, problems: list[Problem]) -> None:
-    """Put the value of an option into a job, as a scenario would have it: a number, a word, or a mapping in YAML."""
+def _set_option(raw: dict[str, Any], name: str, text: str, problems: list[Problem]) -> None:
+    """Set the value of an option in a raw job. Like in a scenario, it is a number, a word, or a mapping in YAML."""
     option = OPTIONS[name]
     if name == "--prompts":
         kind = text if text in ("synthetic", "classification") else "file"
@@ -132,14 +134,14 @@ def _put(raw: dict[str, Any], name: str, text: str, problems: list[Problem]) -> 
     if name == "--think":
         raw["think"] = raw["think_s"] = None
         if value is not None and not isinstance(value, dict):  # one number, or two
-            words = [load_yaml(word, problems)[0] for word in text.replace(",", " ").split()]
-            key, value = "think_s", words * 2 if len(words) == 1 else words
-    elif option.short and value is not None and not isinstance(value, dict):
-        value = {option.short[-1 if isinstance(value, str) else 0]: value}
+            numbers = [load_yaml(word, problems)[0] for word in text.replace(",", " ").split()]
+            key, value = "think_s", numbers * 2 if len(numbers) == 1 else numbers
+    elif option.short_keys and value is not None and not isinstance(value, dict):
+        value = {option.short_keys[-1 if isinstance(value, str) else 0]: value}
     raw[key] = value
 
 
-_OF_CLASSES = (  # options that a user class ignores unless its `uses` names them
+_CLASS_OPTIONS = (  # options that a user class ignores unless its `uses` names them
     "--batch-size", "--in-flight", "--steps", "--sub-agents", "--documents", "--document-tokens", "--turns",
     "--abandon", "--regenerate",
 )  # fmt: skip
@@ -157,53 +159,54 @@ def field_name(option: str) -> str:
 
 
 def unused_options(classes: Iterable[type]) -> list[str]:
-    """The options that none of these user classes uses. A class that does not say what it uses may use all."""
-    used = [getattr(one, "uses", None) for one in classes]
-    named = {name for uses in used for name in uses or ()}
-    return [] if None in used else [name for name in _OF_CLASSES if name not in named]
+    """Return the options that none of these user classes uses. A class without `uses` may use all."""
+    used = [getattr(user, "uses", None) for user in classes]
+    names = {name for uses in used for name in uses or ()}
+    return [] if None in used else [name for name in _CLASS_OPTIONS if name not in names]
 
 
-def fields_of_others(environment: Environment) -> set[str]:
-    """The fields of the web form that only other user classes have a use for."""
-    to_choose: dict[str, Any] = environment.available_user_classes or {}  # of Locust's class picker
-    return set(map(field_name, unused_options(list(to_choose.values()) or environment.user_classes)))
+def unused_fields(environment: Environment) -> set[str]:
+    """Return the fields of the web form that none of its user classes uses."""
+    selectable: dict[str, Any] = environment.available_user_classes or {}  # in Locust's class picker
+    return set(map(field_name, unused_options(list(selectable.values()) or environment.user_classes)))
 
 
-def ignored_options(environment: Environment) -> list[str]:
-    """A sentence for each option that was given, and that the running user classes ignore."""
-    options, defaults = options_of(environment), _with_defaults(_stock_job())
-    names = " and ".join(sorted(one.__name__ for one in environment.user_classes))
+def ignored_option_warnings(environment: Environment) -> list[str]:
+    """Return a sentence for each given option that the running user classes ignore."""
+    options, defaults = options_of(environment), _with_class_defaults(_create_stock_job())
+    names = " and ".join(sorted(user.__name__ for user in environment.user_classes))
     return [
         f"{option}: {names} ignores this option (got {getattr(options, field_name(option))!r})"
         for option in unused_options(environment.user_classes)
-        if getattr(options, field_name(option)) != _text(option, defaults)
+        if getattr(options, field_name(option)) != _option_text(option, defaults)
     ]
 
 
 def add_options(parser: LocustArgumentParser) -> None:
-    """Add ours to Locust's options. With a job, its values are the defaults, so that the form shows them."""
-    parser.set_defaults(web_host="127.0.0.1")  # Locust's UI is open to all of the network otherwise
+    """Add the options of this module to Locust's. The defaults, which the form shows, are the values of the job."""
+    parser.set_defaults(web_host="127.0.0.1")  # otherwise the whole network can use Locust's UI
     for name, (metavar, help) in _START_ONLY.items():
         parser.add_argument(name, metavar=metavar, help=help, include_in_web_ui=False)
-    job = _with_defaults(_job_on_command_line() or _stock_job())
+    job_parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    job_parser.add_argument("--job")
+    job = None
+    with suppress(HarnessError):  # reported when the run starts
+        job = read_job_option(job_parser.parse_known_args()[0])
+    job = _with_class_defaults(job or _create_stock_job())
     for name, option in OPTIONS.items():
-        parser.add_argument(name, default=_text(name, job), choices=option.choices, help=option.help)
+        parser.add_argument(name, default=_option_text(name, job), choices=option.choices, help=option.help)
 
 
-def _with_defaults(job: Job) -> Job:
-    """The job with the defaults of user classes: the form shows them, whatever the class is."""
-    load = msgspec.structs.replace(
-        job.load,
-        agent=job.load.agent or Agent(),
-        rag=job.load.rag or Rag(),
-        turns=job.load.turns or TURNS,
-        batch_size=job.load.batch_size or 1,
-    )
+def _with_class_defaults(job: Job) -> Job:
+    """Return the job with the defaults of all user classes, which the form shows for any class."""
+    load = job.load
+    defaults = {"agent": Agent(), "rag": Rag(), "turns": TURNS, "batch_size": 1}
+    load = msgspec.structs.replace(load, **{key: getattr(load, key) or value for key, value in defaults.items()})
     return msgspec.structs.replace(job, load=load)
 
 
-def _stock_job() -> Job:
-    """The job of a locustfile with stock Locust: without an end, and with prompts that no earlier start has sent."""
+def _create_stock_job() -> Job:
+    """Return the default job of stock Locust: without an end, and with a new salt, so that no cache has its prompts."""
     name = f"by-hand-{uuid.uuid4().hex[:8]}"
     return Job(
         cell=name,
@@ -220,12 +223,12 @@ def _stock_job() -> Job:
     )
 
 
-def check_amounts(**given: object) -> None:
-    """Raise HarnessError when `users`, `spawn_rate` or `run_time` (s) are out of bounds.
+def check_amounts(**amounts: object) -> None:
+    """Raise HarnessError if `users`, `spawn_rate` or `run_time` (s) is out of bounds.
 
-    Values are numbers or the texts of a form; None: not given.
+    Values are numbers, texts of a form, or None.
     """
-    for name, value in given.items():
+    for name, value in amounts.items():
         type_, expected = _AMOUNTS[name]
         try:
             number = parse_timespan(value) if name == "run_time" and isinstance(value, str) else value
@@ -235,8 +238,8 @@ def check_amounts(**given: object) -> None:
             raise HarnessError(f"--{name.replace('_', '-')}: must be {expected} (got {repr(value)[:60]})") from None
 
 
-def job_file(options: Namespace) -> Job | None:
-    """The job that the harness has written, if this process was started with one. Raises HarnessError."""
+def read_job_option(options: Namespace) -> Job | None:
+    """Return the job that the harness has written; None if it did not start this process. Raises HarnessError."""
     if not options.job or options.job == FROM_MASTER:
         return None
     try:
@@ -245,37 +248,28 @@ def job_file(options: Namespace) -> Job | None:
         raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({error})") from None
 
 
-def _job_on_command_line() -> Job | None:
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--job")
-    try:
-        return job_file(parser.parse_known_args()[0])
-    except HarnessError:
-        return None  # reported when the run starts
+def apply_options(job: Job, options: Namespace) -> Job:
+    """Return the job as changed by options or the web form, without an end: the user stops the load.
 
-
-def with_options(job: Job, options: Namespace) -> Job:
-    """The job as changed by options or the web form, without an end: the user stops the load.
-
-    Raises HarnessError for values that no scenario may have, for all of them together.
+    Raises one HarnessError for all values that a scenario may not have.
     """
-    planned = _with_defaults(job)
+    planned = _with_class_defaults(job)
     raw, problems = msgspec.to_builtins(planned), list[Problem]()
     raw["load"] |= {"requests": None, "duration_s": None}
     for name in OPTIONS:
         text = getattr(options, field_name(name))
-        if text != _text(name, planned):
-            found: list[Problem] = []
-            _put(raw, name, text, found)
-            problems += [Problem(f"$.{OPTIONS[name].field}", problem.text) for problem in found]
+        if text != _option_text(name, planned):
+            option_problems: list[Problem] = []
+            _set_option(raw, name, text, option_problems)
+            problems += [Problem(f"$.{OPTIONS[name].field}", problem.text) for problem in option_problems]
     changed = decode(raw, Job, {}, problems)
     if changed is not None:
-        known = list(_contradictions(planned))  # the scenario's lengths may be in a file that is not here
-        problems += [problem for problem in _contradictions(changed) if problem not in known]
-    wrong = Mistakes()
+        ignored = list(_find_contradictions(planned))  # the scenario's lengths may be in a file that is not here
+        problems += [problem for problem in _find_contradictions(changed) if problem not in ignored]
+    mistakes = Mistakes()
     for problem in problems:
-        wrong.add(HarnessError(f"{_option_at(problem.path)}: {problem.text}"))
-    wrong.raise_errors()
+        mistakes.add(HarnessError(f"{_option_of_path(problem.path)}: {problem.text}"))
+    mistakes.raise_errors()
     assert changed is not None
     prompt, output = changed.prompts.tokens, changed.load.output_tokens
     return msgspec.structs.replace(
@@ -285,7 +279,7 @@ def with_options(job: Job, options: Namespace) -> Job:
     )
 
 
-def _contradictions(job: Job) -> Iterator[Problem]:
+def _find_contradictions(job: Job) -> Iterator[Problem]:
     load = job.load
     if load.batch_size == 1:  # the default
         load = msgspec.structs.replace(load, batch_size=None)
@@ -294,27 +288,24 @@ def _contradictions(job: Job) -> Iterator[Problem]:
     yield from warmup_problems(job.warmup)
 
 
-def _option_at(path: str) -> str:
-    """The option of a field, such as `$.load.timeout_s`."""
-    return max((name for name in OPTIONS if path.startswith(f"$.{OPTIONS[name].field}")), key=_depth)
+def _option_of_path(path: str) -> str:
+    """Return the option with the longest field that contains this path, such as `$.load.timeout_s`."""
+    names = [name for name, option in OPTIONS.items() if path.startswith(f"$.{option.field}")]
+    return max(names, key=lambda name: len(OPTIONS[name].field))
 
 
-def _depth(name: str) -> int:
-    return len(OPTIONS[name].field)
-
-
-def job_of_form(environment: Environment, planned: Job | None, options: Namespace | None = None) -> Job:
-    """The job of the options, or of the web form; `planned`: the scenario's. Raises HarnessError."""
+def job_of_options(environment: Environment, planned: Job | None, options: Namespace | None = None) -> Job:
+    """Return the job of the options (default: those in force). `planned`: the scenario's job. Raises HarnessError."""
     options = options or options_of(environment)
     if planned is None:
         records = options.records or os.devnull
         planned = msgspec.structs.replace(
-            _stock_job(),
+            _create_stock_job(),
             api_key_env=options.api_key_env,
             requests_path=records,
             processes_path=f"{records}.processes" if options.records else os.devnull,
         )
-    job = with_options(planned, options)
+    job = apply_options(planned, options)
     for user in environment.user_classes:
         endpoints = getattr(user, "endpoints", (options.endpoint,))
         if options.endpoint not in endpoints:
@@ -325,29 +316,29 @@ def job_of_form(environment: Environment, planned: Job | None, options: Namespac
 
 
 def check_form(environment: Environment, planned: Job | None, options: Namespace) -> None:
-    """Raise HarnessError when these options of the web form cannot be used; none of them is in force yet."""
-    now = options_of(environment)
-    if options.host != now.host and now.host and (planned is not None or now.api_key_env):
+    """Raise HarnessError if these options of the web form, which are not in force yet, cannot be used."""
+    current = options_of(environment)
+    if options.host != current.host and current.host and (planned is not None or current.api_key_env):
         raise HarnessError(
             f"--host: cannot be changed after the start (got {options.host!r})",  # it would get the API key
             next_step="Stop Locust and start it for the other host.",
         )
-    job, runner = job_of_form(environment, planned, options), environment.runner
-    if not _remote_workers(environment) and (runner is None or runner.state not in UNDER_WAY):
-        inputs_of(job, host_of(environment, options.host))
+    job, runner = job_of_options(environment, planned, options), environment.runner
+    if not _has_remote_workers(environment) and (runner is None or runner.state not in RUNNING_STATES):
+        load_inputs(job, host_of(environment, options.host))
 
 
-def check_options(environment: Environment) -> None:
-    """Raise HarnessError when the options of a start with stock Locust cannot be used.
+def check_start_options(environment: Environment) -> None:
+    """Raise HarnessError if the options of a start with stock Locust cannot be used.
 
-    The master of `--processes` would wait for its load processes, or send nothing and call that a success.
+    Without this check, the master of `--processes` would wait for its load processes, or report success without a load.
     """
-    job = job_of_form(environment, None)
-    if _remote_workers(environment):
+    job = job_of_options(environment, None)
+    if _has_remote_workers(environment):
         return
     check_writable(job)
     if options_of(environment).headless:
-        inputs_of(job, host_of(environment, environment.host))
+        load_inputs(job, host_of(environment, environment.host))
 
 
 def check_writable(job: Job) -> None:
@@ -362,12 +353,12 @@ def check_writable(job: Job) -> None:
 
 
 def check_server(environment: Environment, planned: Job | None) -> None:
-    """What load processes do before their first request, for their master. Raises HarnessError."""
-    job = job_of_form(environment, planned)
-    if not _remote_workers(environment):
+    """Check in a master what its load processes need: the options, the API key, a model. Raises HarnessError."""
+    job = job_of_options(environment, planned)
+    if not _has_remote_workers(environment):
         api_key(job.api_key_env)
         if not job.model:
-            first_model(job, ApiAddress.of(host_of(environment, environment.host)))
+            first_model(job, ApiAddress.parse(host_of(environment, environment.host)))
 
 
 def host_of(environment: Environment, given: str | None) -> str:
@@ -380,6 +371,6 @@ def options_of(environment: Environment) -> Namespace:
     return options
 
 
-def _remote_workers(environment: Environment) -> bool:
+def _has_remote_workers(environment: Environment) -> bool:
     """Whether the load processes may be on other machines, with other files and another network."""
     return isinstance(environment.runner, MasterRunner) and not options_of(environment).processes

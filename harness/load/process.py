@@ -1,4 +1,4 @@
-"""One load process: the state that its users share, and the place where a request becomes a record."""
+"""One load process: the state that its users share; a request is sent and becomes a record."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, Se
 from harness.job import Job, secrets_of, workload_of
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
-from harness.load.openai_api import PATHS, Answer, Tools, body_of
+from harness.load.openai_api import PATHS, Answer, Tools, encode_request
 from harness.load.reader import IdleQueue, Listeners, Reader
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Part, Plan, Slot, StageSequencer, WarmupSample
@@ -30,100 +30,100 @@ from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, chec
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Message
 from harness.workload.prompt_file import PromptRow, read_rows
-from harness.workload.traces import Beginning, Replay, replay_of
+from harness.workload.traces import Replay, TraceStart, cached_replay
 
-_SIGN_S = 1.0
+_QUIET_SIGN_S = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A request of a user: its place in the sequence, its messages, and when it is sent all that its record needs."""
+    """A request of a user: its slot in the sequence and its messages. What follows is set when it is sent."""
 
     slot: Slot
     messages: Sequence[Message]
     changed: bool = False  # the messages differ from the plan
-    asked_index: int | None = None  # the place of its question; None: its own place
+    asked_index: int | None = None  # the index of a repeated question; None: `index`
     user_class: str = ""
     user: int = 0
     conversation: int | None = None
     turn: int | None = None
     batch: int | None = None
     again: bool = False
-    follows: bool = False  # it follows an earlier request of its group and has no time of its own
+    follows: bool = False  # it follows an earlier request of its group and has no due time of its own
     tools: Tools | None = None
     leave: Abandon | None = None  # when the user leaves
 
     @property
     def index(self) -> int:
-        """Its place in the sequence: 0, 1, 2 ..., and -1, -2 ... in the warm-up."""
+        """The place in the sequence: 0, 1, 2 ..., and -1, -2 ... in the warm-up."""
         return self.slot.index
 
     @property
-    def question(self) -> int:
-        """The index of the question, which determines the length of the answer and the right one."""
+    def question_index(self) -> int:
+        """The index of the question, which determines the length of the answer and the right answer."""
         return self.index if self.asked_index is None else self.asked_index
 
-    def at(self, place: "Work") -> "Work":
-        """Return the same messages at another place of the sequence: a repeated question."""
-        return msgspec.structs.replace(self, slot=place.slot, asked_index=self.question)
+    def moved_to(self, other: "Work") -> "Work":
+        """Return this request in the slot of another one: a question that is asked again."""
+        return msgspec.structs.replace(self, slot=other.slot, asked_index=self.question_index)
 
-    def saying(self, messages: Sequence[Message]) -> "Work":
+    def with_messages(self, messages: Sequence[Message]) -> "Work":
         return msgspec.structs.replace(self, messages=messages, changed=True)
 
     def about(self, text: str) -> "Work":
-        """Add a text for the model: after the salt and the system prompt, before the question."""
+        """Return the request with a text for the model: after the salt and the system prompt, before the question."""
         first, *others = self.messages
         if first["role"] != "system":
-            return self.saying([{"role": "system", "content": text}, first, *others])
-        return self.saying([{"role": "system", "content": f"{first['content']}\n\n{text}"}, *others])
+            return self.with_messages([{"role": "system", "content": text}, first, *others])
+        return self.with_messages([{"role": "system", "content": f"{first['content']}\n\n{text}"}, *others])
 
     def without_system(self) -> "Work":
-        """Return it without the system prompt, which the history of a later turn has."""
+        """Return the request without the system prompt, which the history of a later turn already has."""
         messages = [message for message in self.messages if message["role"] != "system"]
         return msgspec.structs.replace(self, messages=messages)
 
 
 # Fields that a record copies.
-_OF_WORK = [name for name in Request.__struct_fields__ if name in Work.__struct_fields__]
-_OF_ANSWER = [name for name in Request.__struct_fields__ if name in Answer.__slots__ and name != "status"]
+_WORK_FIELDS = [name for name in Request.__struct_fields__ if name in Work.__struct_fields__]
+_ANSWER_FIELDS = [name for name in Request.__struct_fields__ if name in Answer.__slots__ and name != "status"]
 
 
 class LoadProcess:
-    """The state of one process that generates load. Made after the fork."""
+    """The state of one process that generates load. Create it after the fork."""
 
     def __init__(self, job: Job, host: str, recorder: Recorder) -> None:
         """Raises HarnessError if inputs of the job cannot be used."""
         self.job = job
-        self._stages = [job, *job.then]  # which differ in name, salt and users
+        self._stages = [job, *job.then]  # they differ in name, salt and number of users
         self.recorder = recorder
         self.listeners = Listeners()
-        self._nothing_due_until_s = 0.0  # monotonic clock: the longest known wait of a user
+        self._no_request_due_until_s = 0.0  # monotonic: the latest end of a user's known wait
         self.is_stock = not job.load_name
-        self._target, rows, replay, self._secret = inputs_of(job, host)
-        self._work = [workload_of(stage, rows, replay) for stage in self._stages]
+        self._target, rows, replay, self._secret = load_inputs(job, host)
+        self._workloads = [workload_of(stage, rows, replay) for stage in self._stages]
         register_secrets(secrets_of(job))
         self._model = job.model
-        self._no_model: HarnessError | None = None
-        self._asking_for_model = Semaphore()
+        self._model_error: HarnessError | None = None
+        self._model_lock = Semaphore()
         self._reader = Reader(recorder.idle)
         self._dialer = Dialer(self._target)
-        # Now, or the first users wait for it. In a greenlet: if the start of a process waited here, Locust's worker
-        # would send its first report before the locustfile's listeners of `init` are called.
+        # Resolve the host name now, so that the first users need not wait. In a greenlet: if this waited, Locust's
+        # worker would send its first report before the locustfile's listeners of `init` are called.
         gevent.spawn(self._look_up)
-        self.sequencer = sequencer_of(job)
+        self.sequencer = create_sequencer(job)
         recorder.steady = lambda stage: self.sequencer.stages[stage].steady()
-        recorder.users = None if self.sequencer.several else 0
+        recorder.users = None if self.sequencer.has_stages else 0
         if self.is_stock:
             for stage in self._stages:
-                os.unlink(stage.counter_path)  # only this process uses it, and has it open
+                os.unlink(stage.counter_path)  # only this process uses the file, and has it open
 
     def _look_up(self) -> None:
         with suppress(OSError):  # the requests will report the problem
             self._dialer.look_up()
 
     def note_early_end(self) -> None:
-        """Note how much of the measured time has not passed: more than nothing when a signal ends the load."""
+        """Note how much of the measured time has not passed, when a signal ends the load."""
         if self.recorder.unmeasured_s is None:
             self.recorder.unmeasured_s = self.sequencer.unmeasured_s()
 
@@ -134,75 +134,77 @@ class LoadProcess:
         self.sequencer.close()
         self._reader.close()
 
-    def nothing_due_for(self, wait_s: float) -> None:
-        """Note that a user waits until then: for the schedule, a think time, or a tool."""
-        self._nothing_due_until_s = max(self._nothing_due_until_s, time.monotonic() + wait_s)
+    def note_wait(self, wait_s: float) -> None:
+        """Note that a user waits for a known time: for the schedule, a think time, or a tool."""
+        self._no_request_due_until_s = max(self._no_request_due_until_s, time.monotonic() + wait_s)
 
     def is_quiet(self) -> bool:
-        """Whether the load is quiet: no request is in flight, and a user waits for a known time."""
-        return not self.recorder.in_flight and time.monotonic() < self._nothing_due_until_s
+        """Whether the load is quiet as planned: no request is in flight, and a user waits for a known time."""
+        return not self.recorder.in_flight and time.monotonic() < self._no_request_due_until_s
 
-    def show_quiet(self, sign: Callable[[], object]) -> None:
-        """Give a sign each second in which the load is quiet: the harness ends a load that hangs."""
+    def report_quiet(self, report: Callable[[], object]) -> None:
+        """Call `report` each second in which the load is quiet. Otherwise the harness ends a load that hangs."""
         while True:
             if self.is_quiet():
-                sign()
-            gevent.sleep(_SIGN_S)
+                report()
+            gevent.sleep(_QUIET_SIGN_S)
 
-    def client(self) -> Client:
+    def create_client(self) -> Client:
         return Client(self._dialer, self._reader, timeout_s=self.job.load.timeout_s, headers=key_header(self._secret))
 
-    def work(self, slot: Slot) -> Work:
-        """The planned request of a slot."""
-        return Work(slot, self._work[slot.stage].messages(slot.index))
+    def planned_work(self, slot: Slot) -> Work:
+        return Work(slot, self._workloads[slot.stage].messages(slot.index))
 
     def model(self) -> str:
-        """The model: the job's, else the first one of the server. Raises HarnessError."""
-        with self._asking_for_model:
-            if self._no_model is not None:
-                raise self._no_model  # one request for all users
+        """Return the model of the job, or the first one of the server. Raises HarnessError.
+
+        Users wait for each other here, so that the server is asked only once.
+        """
+        with self._model_lock:
+            if self._model_error is not None:
+                raise self._model_error
             if not self._model:
                 try:
                     self._model = first_model(self.job, self._target)
                 except HarnessError as error:
-                    self._no_model = error
+                    self._model_error = error
                     raise
         return self._model
 
     def send(self, client: Client, work: Work, on_record: Callable[[Answer], None] | None = None) -> Answer:
-        """Send one request and wait for its end. Leaves exactly one record, and calls `on_record`, whatever happens.
+        """Send one request and wait for its end. Makes exactly one record and calls `on_record`, whatever happens.
 
-        A failed request is an Answer with an error. A greenlet that is cut, by its end or by a gevent.Timeout of the
-        locustfile, leaves its record before that goes on. Other records are made when there is nothing else to do: the
-        next request of this user does not wait for it.
+        A failed request is an Answer with an error. If the greenlet is cut, by its end or by a gevent.Timeout of the
+        locustfile, the record is made before the exception continues. Other records are made when the process is idle:
+        the next request of this user does not wait for it.
         """
         exchange = Exchange(
-            id=self._id(work.slot),
+            id=self._request_id(work.slot),
             embeddings=self.job.load.endpoint == "embeddings",
-            leaves_after=None if work.leave is None else work.leave.after_tokens,
+            abandon_after_chunks=None if work.leave is None else work.leave.after_tokens,
         )
-        answer: Answer | None = None
-        cut = False
-        self.recorder.sending(work.slot.phase, work.slot.stage)
+        answer, is_cut = Answer(), False
+        self.recorder.note_sending(work.slot.phase, work.slot.stage)
         try:
             self._exchange(client, work, exchange)
-            answer = self._finish(work, exchange)
+            answer = self._finish_answer(work, exchange)
         except Exception as error:
-            answer = _defect(error)
-        except BaseException as error:  # GreenletExit, gevent.Timeout ...: from outside, and for others to handle
-            answer, cut = self._finish(work, exchange), True
-            answer.fail(*_cut(error))
+            answer = _defect_answer(error)
+        except BaseException as error:  # GreenletExit, gevent.Timeout ...: raised from outside
+            answer, is_cut = self._finish_answer(work, exchange), True
+            answer.fail(*_cut_error(error))
             raise
         finally:
-            note = partial(self._note, exchange, answer or Answer(), work, on_record)
-            if cut:
-                note()  # Locust may count next
+            save = partial(self._save_record, exchange, answer, work, on_record)
+            if is_cut:
+                save()  # Locust may count next
             else:
-                self.recorder.idle.do(note)
+                self.recorder.idle.add(save)
         return answer
 
     def _exchange(self, client: Client, work: Work, exchange: Exchange) -> None:
-        path, body = PATHS[self.job.load.endpoint], partial(self._body, work)
+        """Send the request and collect the response, until it ends or the user leaves."""
+        path, body = PATHS[self.job.load.endpoint], partial(self._encode_body, work)
         if work.leave is None:
             client.send(path, body, exchange)
             return
@@ -211,48 +213,51 @@ class LoadProcess:
             with Abandoned(after_s):
                 client.send(path, body, exchange)
         except Abandoned:
-            when = f"after {exchange.leaves_after} chunks" if after_s is None else f"after {after_s:g} s"
+            when = f"after {exchange.abandon_after_chunks} chunks" if after_s is None else f"after {after_s:g} s"
             exchange.failure = Failure("abandoned", f"the user left {when}")
 
-    def _note(self, exchange: Exchange, answer: Answer, work: Work, on_record: Callable[[Answer], None] | None) -> None:
+    def _save_record(
+        self, exchange: Exchange, answer: Answer, work: Work, on_record: Callable[[Answer], None] | None
+    ) -> None:
         try:
-            exchange.time()
-            self.recorder.health.note_reads(exchange.arrivals.lags_us())
+            exchange.add_times()
+            self.recorder.health.note_read_lags(exchange.arrivals.lags_us())
             try:
-                record = self._record(exchange, answer, work)
+                record = self._create_record(exchange, answer, work)
             except Exception as error:
-                record = self._record(exchange, _defect(error, answer.ended_s), work)
+                record = self._create_record(exchange, _defect_answer(error, answer.ended_s), work)
             self.recorder.add(record, work.slot.stage)
         finally:
-            # Always: the end of the load waits for it.
-            self.sequencer.stages[work.slot.stage].settle(seen=_seen(exchange, work, answer))
+            # In any case: the end of the load waits for it.
+            self.sequencer.stages[work.slot.stage].settle(sample=_warmup_sample(exchange, work, answer))
         if on_record is not None:
             on_record(answer)
 
-    def _id(self, slot: Slot) -> str:
-        """The id of a request, unique among all runs, because logs of servers keep it."""
+    def _request_id(self, slot: Slot) -> str:
+        """Return the id of a request, unique among all runs: servers write it into their logs."""
         place = str(slot.index) if slot.index >= 0 else f"w{-slot.index}"
         return "-".join(part for part in (self.job.run, self._stages[slot.stage].cell, place) if part)
 
-    def _body(self, work: Work) -> bytes:
-        load, index, planned = self.job.load, work.question, self._work[work.slot.stage]
-        more = {} if load.answer is None else answer_fields(load.answer, planned.choices(index))
+    def _encode_body(self, work: Work) -> bytes:
+        load, index, workload = self.job.load, work.question_index, self._workloads[work.slot.stage]
+        more = {} if load.answer is None else answer_fields(load.answer, workload.choices(index))
         more |= {} if work.tools is None else work.tools.fields()
-        return body_of(load, self.model(), work.messages, planned.output_tokens(index), more)
+        return encode_request(load, self.model(), work.messages, workload.output_tokens(index), more)
 
-    def _finish(self, work: Work, exchange: Exchange) -> Answer:
+    def _finish_answer(self, work: Work, exchange: Exchange) -> Answer:
         try:
-            answer = exchange.finish()
-            answer.bound(self._work[work.slot.stage].output_tokens(work.question), exchange.request_bytes)
+            answer = exchange.finish_answer()
+            max_tokens = self._workloads[work.slot.stage].output_tokens(work.question_index)
+            answer.drop_impossible_counts(max_tokens, exchange.request_bytes)
             return answer
         except Exception as error:
-            return _defect(error)
+            return _defect_answer(error)
 
-    def _record(self, exchange: Exchange, answer: Answer, work: Work) -> Request:
-        load, tools, slot, index = self.job.load, work.tools, work.slot, work.question
-        planned, judged, sent_s = self._work[slot.stage], AnswerCheck(), exchange.start_ns / 1e9
+    def _create_record(self, exchange: Exchange, answer: Answer, work: Work) -> Request:
+        load, tools, slot, index = self.job.load, work.tools, work.slot, work.question_index
+        workload, check, sent_s = self._workloads[slot.stage], AnswerCheck(), exchange.start_ns / 1e9
         if load.answer is not None and answer.error is None:
-            judged = check_answer(load.answer, planned.choices(index), planned.label(index), answer.text)
+            check = check_answer(load.answer, workload.choices(index), workload.label(index), answer.text)
         is_planned = (work.turn or 1) == 1 and not work.changed  # later turns contain answers
         return Request(
             id=exchange.id,
@@ -266,35 +271,35 @@ class LoadProcess:
             resent=exchange.resent,
             connect_retries=exchange.connect_retries,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
-            asked_tokens=None if exchange.embeddings else planned.output_tokens(index),
+            asked_tokens=None if exchange.embeddings else workload.output_tokens(index),
             fixed_length=load.output == "fixed" and not exchange.embeddings,
-            asked_prompt_tokens=planned.prompt_tokens(index) if is_planned else None,
+            asked_prompt_tokens=workload.prompt_tokens(index) if is_planned else None,
             tool_calls=None if tools is None else len(answer.calls),
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
-            answer_valid=judged.valid,
-            answer_right=judged.right,
-            bad_fields=answer.bad_fields,
+            answer_valid=check.valid,
+            answer_right=check.right,
+            bad_fields=list(answer.bad.values()),
             status=exchange.status,
-            **{name: getattr(work, name) for name in _OF_WORK},
-            **{name: getattr(answer, name) for name in _OF_ANSWER},
+            **{name: getattr(work, name) for name in _WORK_FIELDS},
+            **{name: getattr(answer, name) for name in _ANSWER_FIELDS},
         )
 
 
-def _defect(error: Exception, ended_s: float = 0.0) -> Answer:
-    """Log an exception of our own code, and return what its request is recorded as."""
+def _defect_answer(error: Exception, ended_s: float = 0.0) -> Answer:
+    """Log an exception of our own code, and return the answer that its request is recorded with."""
     logger.exception("defect in the load generator, recorded as error kind 'client'")
     return Answer("client", f"{type(error).__name__}: {error}", ended_s=ended_s)
 
 
-def _seen(exchange: Exchange, work: Work, answer: Answer) -> WarmupSample | None:
+def _warmup_sample(exchange: Exchange, work: Work, answer: Answer) -> WarmupSample | None:
     if work.slot.phase != "warmup" or answer.error is not None:
         return None
     ttft_s, e2e_s = (answer.chunks_s[0], answer.chunks_s[-1]) if answer.chunks_s else (math.nan, answer.ended_s)
     return WarmupSample(exchange.start_ns / 1e9, ttft_s, e2e_s / (answer.output_tokens or 1))
 
 
-def _cut(error: BaseException) -> tuple[ErrorKind, str]:
-    """Kind and message of the error of a request that was cut."""
+def _cut_error(error: BaseException) -> tuple[ErrorKind, str]:
+    """Return the kind and message for the record of a request that was cut."""
     if isinstance(error, gevent.GreenletExit):
         return "unfinished", "cut by the end of the run"
     if isinstance(error, gevent.Timeout):
@@ -310,13 +315,13 @@ def plan_of(job: Job) -> Plan:
         warmup_s=job.warmup.duration_s or 0.0,
         steady=_steadiness(job),
         ramp_s=job.load.ramp_s,
-        schedule=replay_of_job(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
+        schedule=load_replay(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
         warmup_schedule=_warmup_schedule(job),
-        part=Part(job.machine, job.machines, _together(job)),
+        part=Part(job.machine, job.machines, _block_size(job)),
     )
 
 
-def sequencer_of(job: Job) -> StageSequencer:
+def create_sequencer(job: Job) -> StageSequencer:
     return StageSequencer([(stage.counter_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]])
 
 
@@ -328,26 +333,26 @@ def _steadiness(job: Job) -> Steadiness | None:
 
 
 def _warmup_schedule(job: Job) -> Due | None:
-    """The warm-up of an open loop offers what the load begins with: all users at once would leave a queue.
+    """Return the schedule of an open loop's warm-up: like the start of the load, so that no queue is left over.
 
-    A few requests of a trace are soon over; until the server is steady they come as often as on the mean.
+    A warm-up until the server is steady may need more requests than the start of a trace has: it uses the mean rate.
     """
-    replay = replay_of_job(job)
+    replay = load_replay(job)
     if replay is not None and (job.warmup.until is None or replay.at_s[-1] <= 0):
-        return Beginning(replay)
+        return TraceStart(replay)
     if replay is not None:
         return Schedule(Arrivals(rate=len(replay) / replay.at_s[-1]), -1 - job.seed)
     return None if job.load.arrivals is None else Schedule(steady_arrivals(job.load.arrivals), -1 - job.seed)
 
 
-def _together(job: Job) -> int:
-    """Requests that one machine sends together. Stock Locust does not know the kind of group."""
+def _block_size(job: Job) -> int:
+    """Return how many requests one machine sends together. Stock Locust may run any user class: bursts and turns."""
     load = job.load
     return requests_per_task(load) if job.load_name else math.lcm(load.turns or 1, load.batch_size or 1)
 
 
 def first_model(job: Job, target: ApiAddress) -> str:
-    """The first model that the server offers. Raises HarnessError."""
+    """Ask the server for its models and return the first one. Raises HarnessError."""
     secret, exchange = api_key(job.api_key_env), Exchange(id="models")
     reader = Reader(IdleQueue())
     client = Client(Dialer(target), reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
@@ -360,20 +365,20 @@ def first_model(job: Job, target: ApiAddress) -> str:
             f"{target.authority}: no model could be read from {path} ({exchange.failure})",
             next_step="Check that the server runs there, or name the model with --model.",
         )
-    body = exchange.unprocessed()
+    body = exchange.unprocessed_body()
     url = f"{'https' if target.tls else 'http'}://{target.authority}{path}"
-    got = HttpResponse.of(url, exchange.status or 0, exchange.headers, body)
+    response = HttpResponse.of(url, exchange.status or 0, exchange.headers, body)
     key = SentKey(secret is not None, job.api_key_env, "with --api-key-env")
-    words = unexpected_response.explain_response(got, url.removesuffix("/v1/models"), key)
-    if words is not None:
-        raise HarnessError(words[0], next_step=words[1])
+    explanation = unexpected_response.explain_response(response, url.removesuffix("/v1/models"), key)
+    if explanation is not None:
+        raise HarnessError(explanation[0], next_step=explanation[1])
     try:
         model = unexpected_response.parse_model_ids(body)[0]
     except (ValueError, IndexError):
         what = (
-            unexpected_response.describe_mismatch(got, "a list of models")
-            if got.status == 200
-            else unexpected_response.describe_status(got)
+            unexpected_response.describe_mismatch(response, "a list of models")
+            if response.status == 200
+            else unexpected_response.describe_status(response)
         )
         next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
         raise HarnessError(what, next_step=next_step) from None
@@ -383,23 +388,23 @@ def first_model(job: Job, target: ApiAddress) -> str:
     return model
 
 
-def replay_of_job(job: Job) -> Replay | None:
-    """The rows of the job's trace, if it has one. Raises HarnessError."""
+def load_replay(job: Job) -> Replay | None:
+    """Return the rows of the job's trace; None if it has no trace. Raises HarnessError."""
     if job.load.trace is None or job.trace_file is None:
         return None
-    return replay_of(job.trace_file, job.load.trace)
+    return cached_replay(job.trace_file, job.load.trace)
 
 
-def inputs_of(job: Job, host: str) -> tuple[ApiAddress, list[PromptRow], Replay | None, str | None]:
-    """Host, prompt file, trace and API key of a job. Raises HarnessError when one of them cannot be used."""
+def load_inputs(job: Job, host: str) -> tuple[ApiAddress, list[PromptRow], Replay | None, str | None]:
+    """Return host, prompts, trace and API key of a job. Raises HarnessError if one of them cannot be used."""
     refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
-    target = ApiAddress.of(host)
+    target = ApiAddress.parse(host)
     rows = read_rows(job.prompt_file) if job.prompt_file else []
-    return target, rows, replay_of_job(job), api_key(job.api_key_env)
+    return target, rows, load_replay(job), api_key(job.api_key_env)
 
 
 def api_key(name: str | None) -> str | None:
-    """The key in the environment variable of that name. Raises HarnessError."""
+    """Return the key in this environment variable; None without a name. Raises HarnessError."""
     if name is None:
         return None
     value = os.environ.get(name, "").strip()

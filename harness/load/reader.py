@@ -1,10 +1,11 @@
 """Read all sockets of a load process in one place: a system call, a time stamp and an append for each read.
 
-Linux stamps a packet on arrival (SO_TIMESTAMPNS, see socket(7)) with the realtime clock. The stamp does not include
-the delay until a busy process reads. Other work must not delay reads: the idle queue makes the records, a comparison
-recognizes stream events that differ only in their text, and other bytes are parsed when the process is idle. A busy
-process reads its sockets every 2 ms, an idle one when they are readable (as NAPI in the kernel), so that one read does
-not return two chunks of a stream.
+Linux stamps a packet on arrival (SO_TIMESTAMPNS, see socket(7)) with the realtime clock, before a busy process reads
+it. Other work must not delay reads: records are made in the idle queue, a template recognizes stream events that differ
+only in their text, and other bytes are parsed when the process is idle.
+
+A busy process reads its sockets every 2 ms, an idle one when they are readable (as NAPI in the kernel), so that one
+read does not return two chunks of a stream.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any, Literal
 
 import gevent
@@ -26,18 +28,18 @@ from harness.load.sse import EventTemplate
 from harness.rundir.records import SLACK_S
 
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
-_SOL_SOCKET = socket.SOL_SOCKET  # names of this module, because each read looks them up
+_SOL_SOCKET = socket.SOL_SOCKET  # a global of this module: each read looks it up
 _unpack = struct.Struct("@ll").unpack  # a timespec
 _TIMESPEC_BYTES = struct.calcsize("@ll")
 CONTROL_BYTES = socket.CMSG_SPACE(_TIMESPEC_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
 
-_START_S = 0.5  # for the kernel to start stamping
-_PAIR_NS = 20_000  # readings further apart were interrupted and give no offset
+_MAX_STAMP_START_S = 0.5  # for the kernel to start stamping
+_MAX_CLOCK_PAIR_NS = 20_000  # two readings of the clock that are further apart were interrupted and give no offset
 SLACK_NS = round(SLACK_S * 1e9)
 
 
-def ask_for_stamps(sock: socket.socket) -> bool:
-    """Let the kernel stamp what this socket receives. Return False where it cannot (macOS, gVisor)."""
+def enable_stamps(sock: socket.socket) -> bool:
+    """Let the kernel stamp what this socket receives. Return False if it cannot (macOS, gVisor)."""
     if not CONTROL_BYTES or not hasattr(sock, "recvmsg"):
         return False
     try:
@@ -48,34 +50,34 @@ def ask_for_stamps(sock: socket.socket) -> bool:
 
 
 class KernelClock:
-    """Converts realtime stamps. One per process, made after the fork."""
+    """Converts the kernel's stamps to monotonic time. One per process, created after the fork."""
 
     def __init__(self) -> None:
-        # The kernel stamps packets only while a socket asks for it, and starts with a delay: keep one open.
-        self._keeps_stamps_on = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        if ask_for_stamps(self._keeps_stamps_on):
-            _await_stamps(self._keeps_stamps_on)
+        # The kernel stamps packets only while a socket asks for it, and starts with a delay: keep one such socket.
+        self._stamping_socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        if enable_stamps(self._stamping_socket):
+            _await_stamps(self._stamping_socket)
         self._offset_ns = time.monotonic_ns() - time.time_ns()
         self._stepped = False
 
     def close(self) -> None:
-        self._keeps_stamps_on.close()
+        self._stamping_socket.close()
 
     def sample(self) -> int:
-        """Read the clocks; return monotonic ns. Call it before `stamp_ns`, once for all stamps of a moment."""
-        before = time.monotonic_ns()
-        real = time.time_ns()
-        now = time.monotonic_ns()
+        """Update the clock offset and return the monotonic time in ns. Call it before reading `stamp_ns` of sockets."""
+        before_ns = time.monotonic_ns()
+        real_ns = time.time_ns()
+        now_ns = time.monotonic_ns()
         self._stepped = False
-        if now - before < _PAIR_NS:
-            offset_ns = before + (now - before) // 2 - real
-            # The clock was set: before or after the stamp?
+        if now_ns - before_ns < _MAX_CLOCK_PAIR_NS:
+            offset_ns = before_ns + (now_ns - before_ns) // 2 - real_ns
+            # If the realtime clock was set, it is unknown whether a stamp is from before or after that.
             self._stepped = abs(offset_ns - self._offset_ns) > SLACK_NS
             self._offset_ns = offset_ns
-        return now
+        return now_ns
 
     def stamp_ns(self, control: list[tuple[int, int, bytes]]) -> int | None:
-        """The stamp in a read's control messages, in monotonic ns; None without one."""
+        """Return the stamp in a read's control messages, in monotonic ns; None if there is none."""
         if self._stepped:
             return None
         for level, kind, data in control:
@@ -87,113 +89,112 @@ class KernelClock:
 
 
 def _await_stamps(sock: socket.socket) -> None:
-    """Send datagrams to this process until one has a stamp; then the first response will have one."""
+    """Send datagrams to this process until one has a stamp. Then the first response will have one too."""
     sock.bind(("127.0.0.1", 0))
-    sock.settimeout(_START_S)
-    deadline_ns = time.monotonic_ns() + int(_START_S * 1e9)
+    sock.settimeout(_MAX_STAMP_START_S)
+    deadline_s = time.monotonic() + _MAX_STAMP_START_S
     with contextlib.suppress(OSError):
-        while time.monotonic_ns() < deadline_ns:
+        while time.monotonic() < deadline_s:
             sock.sendto(b"?", sock.getsockname())
             if sock.recvmsg(1, CONTROL_BYTES)[1]:
                 return
             time.sleep(0.005)
 
 
-_MAX_WAITING = 1000  # items that wait; with more, each new item runs the oldest one
+_MAX_QUEUED = 1000  # work items; with more, each new item runs the oldest one
 _SLICE_NS = 500_000  # of work between two checks of the sockets
-_BACKLOG = 10_000  # waiting events of a listener before the log has a warning
+_BACKLOG = 10_000  # events that wait for listeners; with more, the log has a warning
 
 logger = logging.getLogger(__name__)
 
 
 class IdleQueue:
-    """Runs work in the hub, in order, when no socket, timer or greenlet is ready. Made after the fork."""
+    """Runs work in the hub, in order, when no socket, timer or greenlet is ready. Create it after the fork."""
 
     def __init__(self) -> None:
         loop: Any = gevent.get_hub().loop
-        self._idle = loop.idle()
-        self._waiting: deque[Callable[[], object]] = deque()
+        self._idle_watcher = loop.idle()
+        self._queue: deque[Callable[[], object]] = deque()
 
-    def do(self, what: Callable[[], object]) -> None:
-        """Queue `what`, which must neither block nor switch to another greenlet."""
-        if not self._waiting:
-            self._idle.start(self._some)
-        self._waiting.append(what)
-        if len(self._waiting) > _MAX_WAITING:
-            self._next()
+    def add(self, work: Callable[[], object]) -> None:
+        """Queue `work`, which must neither block nor switch to another greenlet."""
+        if not self._queue:
+            self._idle_watcher.start(self._run_slice)
+        self._queue.append(work)
+        if len(self._queue) > _MAX_QUEUED:
+            self._run_next()
 
     def finish(self) -> None:
-        """Run all of it now."""
-        while self._waiting:
-            self._next()
-        self._idle.stop()
+        """Run all queued work now."""
+        while self._queue:
+            self._run_next()
+        self._idle_watcher.stop()
 
-    def _some(self) -> None:
-        until_ns = time.monotonic_ns() + _SLICE_NS
-        while self._waiting and time.monotonic_ns() < until_ns:
-            self._next()
-        if not self._waiting:
-            self._idle.stop()
+    def _run_slice(self) -> None:
+        end_ns = time.monotonic_ns() + _SLICE_NS
+        while self._queue and time.monotonic_ns() < end_ns:
+            self._run_next()
+        if not self._queue:
+            self._idle_watcher.stop()
 
-    def _next(self) -> None:
-        what = self._waiting.popleft()
+    def _run_next(self) -> None:
         try:
-            what()
+            self._queue.popleft()()
         except Exception:
             logger.exception("defect in the load generator")
 
 
 class Listeners:
-    """Those of Locust's `request` event.
+    """Calls the listeners of Locust's `request` event.
 
-    They are called after the record was made, in the hub or in a greenlet that is being killed. Neither can wait for a
-    socket. So Locust's own table and listeners of the harness, which never wait, are called at once, and one greenlet
+    An event comes after the record was made, in the hub or in a greenlet that is being killed, which cannot wait for a
+    socket. So only Locust's own table and listeners of the harness, which never wait, are called at once. One greenlet
     calls all others, in the order in which the requests ended.
     """
 
     def __init__(self) -> None:
-        self.patience_s = 30.0  # of `finish`
-        self._waiting: deque[tuple[list[Any], dict[str, Any]]] = deque()
+        self.max_wait_s = 30.0  # of `finish`
+        self._queue: deque[tuple[Any, list[Any], dict[str, Any]]] = deque()  # hook, listeners, event
         self._greenlet: gevent.Greenlet[[], None] | None = None
         self._warned = False
 
     def fire(self, hook: Any, *, timed: bool = True, **event: Any) -> None:
-        """`hook`: Locust's. `timed`: False where the response time is that of a cut, and Locust's table takes none."""
-        first: list[Any] = []
+        """Call the listeners of Locust's `hook`. `timed` is False for a cut request: Locust's table gets no time."""
+        own: list[Any] = []
         others: list[Any] = []
         for listener in hook._handlers:
             module = str(getattr(listener, "__module__", ""))
-            of_one = type(hook)()  # for itself: Locust then logs what it raises, and the next one is called
-            of_one.add_listener(listener)
-            (first if module == "locust.runners" or module.startswith("harness.") else others).append(of_one)
-        _call(first, event if timed else event | {"response_time": None})
+            (own if module == "locust.runners" or module.startswith("harness.") else others).append(listener)
+        _call_listeners(hook, own, event if timed else event | {"response_time": None})
         if not others:
             return
-        self._waiting.append((others, event))
+        self._queue.append((hook, others, event))
         if self._greenlet is None or self._greenlet.dead:
-            self._greenlet = gevent.spawn(self._call_all)
-        if len(self._waiting) > _BACKLOG and not self._warned:
+            self._greenlet = gevent.spawn(self._call_queued)
+        if len(self._queue) > _BACKLOG and not self._warned:
             self._warned = True
             logger.warning("listeners of `request` are slower than the load: %d events wait for them", _BACKLOG)
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+    def queued(self) -> int:
+        return len(self._queue)
 
     def finish(self) -> None:
-        """Wait until all events are handled, at most `patience_s`."""
+        """Wait until all events are handled, at most `max_wait_s`."""
         if self._greenlet is gevent.getcurrent():  # a listener ends the test
-            self._call_all()
+            self._call_queued()
         elif self._greenlet is not None:
-            self._greenlet.join(self.patience_s)
+            self._greenlet.join(self.max_wait_s)
 
-    def _call_all(self) -> None:
-        while self._waiting:
-            _call(*self._waiting.popleft())
+    def _call_queued(self) -> None:
+        while self._queue:
+            _call_listeners(*self._queue.popleft())
 
 
-def _call(hooks: list[Any], event: dict[str, Any]) -> None:
-    for hook in hooks:
+def _call_listeners(request_hook: Any, listeners: list[Any], event: dict[str, Any]) -> None:
+    for listener in listeners:
+        hook = type(request_hook)()  # one for each listener: Locust logs what it raises, and the next one is called
+        hook.add_listener(listener)
         try:
             hook.fire(**event)
         except (Exception, gevent.Timeout) as error:  # Locust would raise it in the user's task
@@ -201,24 +202,24 @@ def _call(hooks: list[Any], event: dict[str, Any]) -> None:
 
 
 _READ_BYTES = 65_536
-_BUSY_NS = 1_000_000  # sockets that become readable more often than this are polled ...
-_PAUSE_S = 0.002  # ... with this period
+_BUSY_NS = 1_000_000  # if sockets become readable more often than this, they are polled ...
+_POLL_S = 0.002  # ... with this period
 _MAX_PIECES = 64  # unparsed reads of a stream; with more, its own greenlet parses them
-_SHORT = 16  # bytes of a read that may be the second half of a mark
-_MARK = 32  # bytes at the end of a read that hold [DONE], the ends of its event and chunk, and those of the body
+_SHORT_READ_BYTES = 16  # a read so short may be the second half of an end mark
+_END_MARK_BYTES = 32  # [DONE], the ends of its event and chunk, and the end of the body
 _NO_STAMP = -(2**31)
 _MAX_US = 2**31 - 1
 
-_Mode = Literal["asleep", "when readable", "by the clock"]  # how the sockets are polled next
+_PollMode = Literal["asleep", "when readable", "by the clock"]
 
 
 class ReadTimes:
-    """The time of each read of an exchange, and the kernel's stamp of its bytes: 12 bytes a read."""
+    """The time of each read of an exchange, and the kernel's stamp of its last bytes. A read takes 12 bytes."""
 
     __slots__ = ("_lags_us", "_times_ns")
 
     def __init__(self) -> None:
-        self._times_ns = array("q")  # the stamp, else the read
+        self._times_ns = array("q")  # of the stamp; without one, of the read
         self._lags_us = array("i")  # from the stamp to the read
 
     def append(self, read_ns: int, stamp_ns: int | None) -> None:
@@ -237,7 +238,7 @@ class ReadTimes:
         return len(self._times_ns)
 
     def __iter__(self) -> Iterator[tuple[int, int | None]]:
-        """(read, stamp) in ns; the read to a microsecond where there is a stamp."""
+        """Yield (time of the read, stamp or None) in ns. With a stamp, the time of the read is exact to 1 us."""
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: int) -> tuple[int, int | None]:
@@ -245,14 +246,14 @@ class ReadTimes:
         return (time_ns, None) if lag_us == _NO_STAMP else (time_ns + lag_us * 1000, time_ns)
 
     def times_ns(self) -> list[int]:
-        """The stamp of each read, or the time of the read where it has none."""
+        """Return the stamp of each read; without a stamp, the time of the read."""
         return self._times_ns.tolist()
 
     def lags_us(self) -> list[int]:
-        """From stamp to read, of the reads that have a stamp."""
+        """Return the delay from stamp to read, of the reads that have a stamp."""
         return [lag for lag in self._lags_us if lag != _NO_STAMP]
 
-    def plausible(self, sent_ns: int, slack_ns: int) -> bool:
+    def are_plausible(self, sent_ns: int, slack_ns: int) -> bool:
         """Whether every read has a stamp, none is before an earlier one, and none is after its own read.
 
         A step of the realtime clock between arrival and read breaks this.
@@ -260,59 +261,53 @@ class ReadTimes:
         times_ns = self.times_ns()
         if not times_ns or min(self._lags_us) * 1000 < -slack_ns:  # also true for _NO_STAMP
             return False
-        if times_ns[0] >= sent_ns and times_ns == sorted(times_ns):
-            return True
-        latest_ns = sent_ns
-        for time_ns in times_ns:
-            if time_ns < latest_ns - slack_ns:
-                return False
-            latest_ns = max(latest_ns, time_ns)
-        return True
+        latest_ns = accumulate(times_ns, max, initial=sent_ns)  # before each read
+        return all(time_ns >= before_ns - slack_ns for time_ns, before_ns in zip(times_ns, latest_ns, strict=False))
 
 
 class Reader:
-    """Reads the sockets of one process. Made after the fork."""
+    """Reads the sockets of one process. Create it after the fork."""
 
     def __init__(self, idle: IdleQueue) -> None:
         self.clock = KernelClock()
         self.idle = idle
-        make: Callable[[], select.epoll] = monkey.get_original("select", "epoll")  # gevent removes it
-        self._poll = make()
-        self._buffer = bytearray(_READ_BYTES)  # one for all reads: a new one each would cost more than the bytes
-        self._inboxes: dict[int, Inbox] = {}
+        create_epoll: Callable[[], select.epoll] = monkey.get_original("select", "epoll")  # gevent removes it
+        self._epoll = create_epoll()
+        self._buffer = bytearray(_READ_BYTES)  # one for all reads: a new one for each would cost more than the bytes
+        self._inboxes: dict[int, Inbox] = {}  # by file descriptor
         loop: Any = gevent.get_hub().loop
-        self._readable = loop.io(self._poll.fileno(), 1)
-        self._pause = loop.timer(_PAUSE_S, _PAUSE_S)
-        self._drained_ns = 0
-        self._mode: _Mode = "asleep"
+        self._readable_watcher = loop.io(self._epoll.fileno(), 1)
+        self._poll_timer = loop.timer(_POLL_S, _POLL_S)
+        self._last_read_ns = 0
+        self._mode: _PollMode = "asleep"
         self._alarm = loop.timer(0)  # one for all waiting greenlets
         self._alarm_s = math.inf
 
     def close(self) -> None:
-        for watcher in (self._readable, self._pause, self._alarm):
+        for watcher in (self._readable_watcher, self._poll_timer, self._alarm):
             watcher.stop()
             watcher.close()
-        self._poll.close()
+        self._epoll.close()
         self.clock.close()
 
     def open(self, sock: socket.socket, arrivals: ReadTimes) -> "Inbox":
-        """Read a stamped socket from now on, until the inbox is closed."""
-        raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
+        """Read a socket with stamps from now on, until the inbox is closed."""
+        raw: Any = sock._sock  # type: ignore[attr-defined]  # gevent's socket would wait
         inbox = Inbox(self, raw.fileno(), raw.recvmsg_into, arrivals)
         self._inboxes[inbox.descriptor] = inbox
-        # Edge-triggered (EPOLLET): else the kernel checks each socket a second time after it was read.
-        self._poll.register(inbox.descriptor, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
+        # Edge-triggered (EPOLLET): otherwise the kernel checks each socket again after it was read.
+        self._epoll.register(inbox.descriptor, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
         if self._mode == "asleep":
-            self._switch("when readable")
+            self._set_mode("when readable")
         return inbox
 
-    def forget(self, descriptor: int) -> None:
+    def remove(self, descriptor: int) -> None:
         """Stop reading a socket. A second call does nothing."""
         if self._inboxes.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
+            self._epoll.unregister(descriptor)
 
-    def wake_by(self, due_s: float) -> None:
-        """Wake inboxes at this time if they are due."""
+    def set_alarm(self, due_s: float) -> None:
+        """Wake the inboxes that are due at this time (monotonic)."""
         if due_s < self._alarm_s:
             self._alarm.stop()
             self._alarm.close()
@@ -325,44 +320,44 @@ class Reader:
         for inbox in self._inboxes.values():
             if inbox.due_s <= now_s:
                 inbox.wake()
-        self.wake_by(min((inbox.due_s for inbox in self._inboxes.values() if inbox.due_s > now_s), default=math.inf))
+        self.set_alarm(min((inbox.due_s for inbox in self._inboxes.values() if inbox.due_s > now_s), default=math.inf))
 
     def read_if_due(self) -> None:
         """Read what has arrived, if a read is due. Call it between long pieces of work."""
-        if self._inboxes and time.monotonic_ns() - self._drained_ns > _PAUSE_S * 1e9:
-            self._drain()
+        if self._inboxes and time.monotonic_ns() - self._last_read_ns > _POLL_S * 1e9:
+            self._read_ready_sockets()
 
-    def _on_ready(self) -> None:
-        """In the hub, when a socket is readable or a pause is over: must neither block nor switch."""
-        since_ns = self._drained_ns
-        busy = self._drain() * _BUSY_NS > self._drained_ns - since_ns
+    def _on_poll(self) -> None:
+        """Handle a readable socket or the timer. This runs in the hub: it must neither block nor switch."""
+        previous_ns = self._last_read_ns
+        busy = self._read_ready_sockets() * _BUSY_NS > self._last_read_ns - previous_ns
         if not self._inboxes:
-            self._switch("asleep")
+            self._set_mode("asleep")
         else:
-            self._switch("by the clock" if busy else "when readable")
+            self._set_mode("by the clock" if busy else "when readable")
 
-    def _switch(self, mode: _Mode) -> None:
+    def _set_mode(self, mode: _PollMode) -> None:
         if mode == self._mode:
             return
         if self._mode == "when readable":
-            self._readable.stop()
+            self._readable_watcher.stop()
         elif self._mode == "by the clock":
-            self._pause.stop()
+            self._poll_timer.stop()
         if mode == "when readable":
-            self._readable.start(self._on_ready)
+            self._readable_watcher.start(self._on_poll)
         elif mode == "by the clock":
-            self._pause.again(self._on_ready)  # libev restarts a stopped timer with its remaining time
+            self._poll_timer.again(self._on_poll)  # `start` would use the remaining time of a stopped timer
         self._mode = mode
 
-    def _drain(self) -> int:
+    def _read_ready_sockets(self) -> int:
         """Read what has arrived. Return the number of reads."""
         inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self.clock.stamp_ns
         buffer, buffers = self._buffer, [self._buffer]
-        self._drained_ns = self.clock.sample()
-        ready, only_data = self._poll.poll(0), select.EPOLLIN
+        self._last_read_ns = self.clock.sample()
+        ready, only_data = self._epoll.poll(0), select.EPOLLIN
         for descriptor, events in ready:
             inbox = inboxes.get(descriptor)
-            if inbox is None:  # it broke between two of these reads
+            if inbox is None:  # removed after an error of an earlier read of this loop
                 continue
             try:
                 size, control, _, _ = inbox.receive(buffers, CONTROL_BYTES)
@@ -374,111 +369,112 @@ class Reader:
             if size:
                 inbox.arrivals.append(now_ns(), stamp_ns(control))
             template = inbox.template
-            if template is None or not template.takes(buffer, size):
+            if template is None or not template.try_take(buffer, size):
                 inbox.add(bytes(buffer[:size]))
             if size == _READ_BYTES or (events != only_data and size):
-                ready.append((descriptor, events))  # more data, or the connection's end, which is reported once
+                ready.append((descriptor, events))  # read again: more data, or the end of the connection, follows
         return len(ready)
 
 
 class Inbox:
-    """What has arrived for one exchange, on a socket that the Reader reads."""
+    """What has arrived for one exchange, on a socket that the Reader reads, and the greenlet that waits for it."""
 
     __slots__ = (
-        "_error", "_pieces", "_reader", "_waiting", "_woken", "arrivals", "descriptor", "due_s", "template",
-        "receive", "while_asleep"
+        "_error", "_greenlet", "_pieces", "_reader", "_woken", "arrivals", "descriptor", "due_s", "parse_asleep",
+        "receive", "template",
     )  # fmt: skip
 
     def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: ReadTimes) -> None:
         self.descriptor = descriptor
         self.receive = receive
-        # Takes a read like the reads before. None again after the first read that it did not take.
+        # Processes reads that are like earlier ones. None again after the first read that it did not take.
         self.template: EventTemplate | None = None
-        # Processes what has arrived, without blocking or switching. If set, only the end wakes the greenlet.
-        self.while_asleep: Callable[[AnyInbox], None] | None = None
+        # Parses what has arrived, without blocking or switching. If set, only the end wakes the greenlet.
+        self.parse_asleep: Callable[[AnyInbox], None] | None = None
         self._reader = reader
         self.arrivals = arrivals
-        self._pieces: list[bytes] = []  # a read each
+        self._pieces: list[bytes] = []  # unparsed reads; empty bytes: the end of the connection
         self._error: Exception | None = None
-        self._waiting: Any = None  # an Event with a timeout would take more memory
+        self._greenlet: Any = None  # the waiting one (an Event with a timeout would take more memory)
         self._woken = False
-        self.due_s = math.inf  # when the waiting greenlet must wake up
+        self.due_s = math.inf  # when the waiting greenlet must wake up (monotonic)
 
     def add(self, data: bytes) -> None:
-        """Keep a read that the template did not take; empty for the end of the connection."""
+        """Keep a read that the template did not take; empty bytes are the end of the connection."""
         self.template = None
         self._pieces.append(data)
-        # The end of a chunked body, of a stream that sends [DONE] and stays open, or of the connection.
+        # Wake for the end of a chunked body, of a stream that sends [DONE] and stays open, or of the connection.
         if (
-            self.while_asleep is None
-            or len(data) < _SHORT
-            or b"[DONE]" in data[-_MARK:]
+            self.parse_asleep is None
+            or len(data) < _SHORT_READ_BYTES
+            or b"[DONE]" in data[-_END_MARK_BYTES:]
             or data.endswith(b"\r\n\r\n")
             or len(self._pieces) > _MAX_PIECES
         ):
             self.wake()
         elif len(self._pieces) == 1:
-            self._reader.idle.do(self.take_asleep)
+            self._reader.idle.add(self._parse_while_asleep)
         if not data:
-            self._reader.forget(self.descriptor)  # an ended connection always stays readable
+            self._reader.remove(self.descriptor)  # it would stay readable forever
 
-    def take_asleep(self) -> None:
-        """Process what has arrived, unless the woken greenlet will."""
-        if self.while_asleep is not None and self._pieces and not self._woken:
+    def _parse_while_asleep(self) -> None:
+        """Parse what has arrived, unless the greenlet was woken and will do so."""
+        if self.parse_asleep is not None and self._pieces and not self._woken:
             try:
-                self.while_asleep(self)
+                self.parse_asleep(self)
             except Exception as error:  # the waiting greenlet handles it
                 self.fail(error)
 
     def fail(self, error: Exception) -> None:
         self._error = error
         self.wake()
-        self._reader.forget(self.descriptor)
+        self._reader.remove(self.descriptor)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until data has arrived or the time is over.
 
-        Raises, when all data is processed: OSError for a broken connection, and what `while_asleep` raised.
+        When all data is parsed, raises OSError of a broken connection, or the error that `parse_asleep` raised.
         """
         if self._error is not None and not self._pieces:
             raise self._error
         if not self._woken:
             self.due_s = time.monotonic() + timeout_s
-            self._reader.wake_by(self.due_s)
-            self._waiting = gevent.getcurrent()
+            self._reader.set_alarm(self.due_s)
+            self._greenlet = gevent.getcurrent()
             try:
                 gevent.get_hub().switch()
             finally:
-                self._waiting, self.due_s = None, math.inf
+                self._greenlet, self.due_s = None, math.inf
         self._woken = False
         self._reader.read_if_due()
 
     def wake(self) -> None:
         if not self._woken:
             self._woken = True
-            if self._waiting is not None:
-                gevent.get_hub().loop.run_callback(self._go_on)
+            if self._greenlet is not None:
+                gevent.get_hub().loop.run_callback(self._resume)
 
-    def _go_on(self) -> None:
-        if self._waiting is not None:  # it may have been cut meanwhile
-            self._waiting.switch()
+    def _resume(self) -> None:
+        if self._greenlet is not None:  # it may have been cut meanwhile
+            self._greenlet.switch()
 
-    def rest(self) -> list[bytes]:
-        """Return the unprocessed reads; empty bytes for the end of the connection."""
+    def take_pieces(self) -> list[bytes]:
+        """Remove and return the unparsed reads."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def close(self) -> None:
-        self.template = self.while_asleep = None
-        self._reader.forget(self.descriptor)
+        self.template = self.parse_asleep = None
+        self._reader.remove(self.descriptor)
 
 
-class Direct:
-    """The inbox of a socket without stamps (TLS, other systems): read by the greenlet that waits for it."""
+class UnstampedInbox:
+    """The inbox of a socket without stamps (TLS, other systems). The greenlet that waits for it reads the socket."""
 
     def __init__(self, sock: socket.socket, clock: KernelClock, arrivals: ReadTimes) -> None:
+        # Not used: see Inbox.
         self.template: EventTemplate | None = None
-        self.while_asleep: Callable[[AnyInbox], None] | None = None
+        self.parse_asleep: Callable[[AnyInbox], None] | None = None
         self._socket = sock
         self._clock = clock
         self._arrivals = arrivals
@@ -495,14 +491,14 @@ class Direct:
         self._pieces.append(data)
 
     def wake(self) -> None:
-        """Do nothing: it reads itself."""
+        """Do nothing: the greenlet is awake."""
 
-    def rest(self) -> list[bytes]:
+    def take_pieces(self) -> list[bytes]:
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def close(self) -> None:
-        """The socket is its owner's."""
+        """Do nothing: the client closes the socket."""
 
 
-AnyInbox = Inbox | Direct
+AnyInbox = Inbox | UnstampedInbox

@@ -1,4 +1,4 @@
-"""Write records and marks, and measure how busy the load process is: whether it was the bottleneck."""
+"""Write the records and marks of a load process, transfer them, and measure whether the process is a bottleneck."""
 
 import hashlib
 import itertools
@@ -25,126 +25,127 @@ from harness.workers import MACHINE
 
 TICK_S = 0.05
 _WINDOW_S = 5.0
-_MAX_VALUES = 10_000  # different lags; three digits of all up to a second are 3,600
-_MIN_S = 1.0  # shorter times give no number
+_MAX_VALUES = 10_000  # different lags; with three digits, all lags up to a second have 3,600 values
+_MIN_S = 1.0  # no number for shorter times
 _SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all the work: ns run, ns waited, ...
 
 
-class _Use(NamedTuple):
+class _CpuSample(NamedTuple):
+    """CPU time of this process and its time of waiting for a core. None: the system does not count it."""
+
     at_s: float  # monotonic
     cpu_s: float
-    waited_s: float  # for a core; 0 where that is not counted
+    waited_s: float | None
+
+    @classmethod
+    def now(cls) -> "_CpuSample":
+        try:
+            waited_s = int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):  # not Linux, or not counted by the kernel
+            waited_s = None
+        return cls(time.monotonic(), time.process_time(), waited_s)
+
+    def cpu_share(self, since: "_CpuSample") -> float:
+        return (self.cpu_s - since.cpu_s) / (self.at_s - since.at_s)
+
+    def wait_share(self, since: "_CpuSample") -> float | None:
+        if self.waited_s is None or since.waited_s is None:
+            return None
+        return (self.waited_s - since.waited_s) / (self.at_s - since.at_s)
 
 
 class Health:
-    """CPU use over short times, the delay of reads, and the delay of the event loop."""
+    """Shows whether the load process is a bottleneck: its CPU use, and the delays of its reads and event loop."""
 
     def __init__(self) -> None:
-        self._used: deque[_Use] = deque()  # each second of the last window
-        self._max: float | None = None  # over whole windows
-        self._lags: Counter[int] = Counter()
-        self._loop_lags: Counter[int] = Counter()
-        self._began: tuple[float, float | None] | None = None  # monotonic time, and time waited for a core until then
+        self._first: _CpuSample | None = None  # at the first measured request
+        self._window: deque[_CpuSample] = deque()  # one for each second
+        self._cpu_max: float | None = None  # over whole windows
+        self._read_lags_us: Counter[int] = Counter()
+        self._loop_lags_us: Counter[int] = Counter()
 
     def begin(self) -> None:
-        if not self._used:
-            self._used.append(_use())
-            self._began = (time.monotonic(), _waited_s())
+        """Start at the first measured request. Further calls do nothing."""
+        if self._first is None:
+            self._first = _CpuSample.now()
+            self._window.append(self._first)
 
     def sample(self) -> None:
         """Sample the CPU use. Call it each second."""
-        if not self._used:
+        if self._first is None:
             return
-        now = _use()
-        self._used.append(now)
-        while now.at_s - self._used[1].at_s >= _WINDOW_S:
-            self._used.popleft()
-        if now.at_s - self._used[0].at_s >= _WINDOW_S:
-            self._max = max(self._max or 0.0, self._share())
+        now = _CpuSample.now()
+        self._window.append(now)
+        while now.at_s - self._window[1].at_s >= _WINDOW_S:
+            self._window.popleft()
+        if now.at_s - self._window[0].at_s >= _WINDOW_S:
+            self._cpu_max = max(self._cpu_max or 0.0, now.cpu_share(self._window[0]))
 
-    def busy_now(self) -> float | None:
-        """Share of the last window in which it ran or waited for a core."""
-        if not self._known():
+    def busy_share(self) -> float | None:
+        """Return the share of the last window in which the process ran or waited for a core; None if it is short."""
+        if not self._is_window_long_enough():
             return None
-        first, last = self._used[0], self._used[-1]
-        return self._share() + (last.waited_s - first.waited_s) / (last.at_s - first.at_s)
+        first, last = self._window[0], self._window[-1]
+        return last.cpu_share(first) + (last.wait_share(first) or 0.0)
 
-    def note_reads(self, lags_us: list[int]) -> None:
+    def note_read_lags(self, lags_us: list[int]) -> None:
         """Note how long the bytes of each read had waited, in microseconds."""
-        self._lags.update(lags_us)
-        self._lags = _bounded(self._lags)
+        self._read_lags_us.update(lags_us)
+        self._read_lags_us = _rounded(self._read_lags_us)
 
-    def note_loop(self, late_s: float) -> None:
+    def note_loop_lag(self, late_s: float) -> None:
         """Note how late the event loop ran a timer of TICK_S.
 
-        Ticks due meanwhile were late as well and count too: else a long pause would be a single value.
+        Ticks that were due in the meantime were late as well and count too: otherwise a long pause would be one value.
         """
-        if not self._used:
+        if self._first is None:
             return
         late_us = max(0, round(late_s * 1e6))
-        self._loop_lags.update(range(late_us, -1, -round(TICK_S * 1e6)))
-        self._loop_lags = _bounded(self._loop_lags)
+        self._loop_lags_us.update(range(late_us, -1, -round(TICK_S * 1e6)))
+        self._loop_lags_us = _rounded(self._loop_lags_us)
 
-    def fields(self) -> dict[str, float | None]:
-        """Fields of an end mark. None: it was too short to say."""
+    def end_mark_fields(self) -> dict[str, float | None]:
+        """Return the fields of an end mark. None: the time was too short for the number."""
         self.sample()
-        late, ticks = self._loop_lags, self._loop_lags.total()
-        mean_s = sum(lag_us * number for lag_us, number in late.items()) / ticks / 1e6 if ticks else None
+        lags_us, ticks = self._loop_lags_us, self._loop_lags_us.total()
+        mean_s = sum(lag_us * count for lag_us, count in lags_us.items()) / ticks / 1e6 if ticks else None
+        cpu_max, core_wait = self._cpu_max, None
+        if cpu_max is None and self._is_window_long_enough():
+            cpu_max = self._window[-1].cpu_share(self._window[0])
+        if self._first is not None and self._window[-1].at_s - self._first.at_s >= _MIN_S:
+            core_wait = self._window[-1].wait_share(self._first)
         return {
-            # The highest share of a core over a window, or over the whole time if shorter.
-            "cpu_max": self._share() if self._max is None and self._known() else self._max,
-            "read_lag_p99_s": _percentile_s(self._lags, 0.99),  # from the kernel's stamp to the read
+            "cpu_max": cpu_max,  # highest share of a core over a window, or over the whole time if that is shorter
+            "read_lag_p99_s": _percentile_s(self._read_lags_us, 0.99),  # from the kernel's stamp to the read
             "loop_lag_mean_s": mean_s if ticks * TICK_S >= _MIN_S else None,
-            "loop_lag_p50_s": _percentile_s(late, 0.5) if ticks >= 2 else None,
-            "loop_lag_p99_s": _percentile_s(late, 0.99) if ticks >= 100 else None,
-            "loop_lag_max_s": max(late) / 1e6 if late else None,
-            "core_wait": self._core_wait(),
+            "loop_lag_p50_s": _percentile_s(lags_us, 0.5) if ticks >= 2 else None,
+            "loop_lag_p99_s": _percentile_s(lags_us, 0.99) if ticks >= 100 else None,
+            "loop_lag_max_s": max(lags_us) / 1e6 if lags_us else None,
+            "core_wait": core_wait,  # share of the time since the first measured request in which it waited for a core
         }
 
-    def _core_wait(self) -> float | None:
-        """Share of the time since the first measured request in which it waited for a core."""
-        waited_s = _waited_s()
-        if self._began is None or waited_s is None or self._began[1] is None:
-            return None
-        past_s = time.monotonic() - self._began[0]
-        return (waited_s - self._began[1]) / past_s if past_s >= _MIN_S else None
-
-    def _known(self) -> bool:
-        return bool(self._used) and self._used[-1].at_s - self._used[0].at_s >= _MIN_S
-
-    def _share(self) -> float:
-        first, last = self._used[0], self._used[-1]
-        return (last.cpu_s - first.cpu_s) / (last.at_s - first.at_s)
+    def _is_window_long_enough(self) -> bool:
+        return bool(self._window) and self._window[-1].at_s - self._window[0].at_s >= _MIN_S
 
 
 def _percentile_s(values_us: Counter[int], share: float) -> float | None:
-    left = math.ceil(share * values_us.total())
+    """Return the smallest value that at least this share of all values do not exceed; negative values count as 0."""
+    rank = math.ceil(share * values_us.total())
     for value_us in sorted(values_us):
-        left -= values_us[value_us]
-        if left <= 0:
+        rank -= values_us[value_us]
+        if rank <= 0:
             return max(value_us, 0) / 1e6
     return None
 
 
-def _bounded(values_us: Counter[int]) -> Counter[int]:
-    """Return the values; if too many differ, with three digits, so that memory does not grow."""
+def _rounded(values_us: Counter[int]) -> Counter[int]:
+    """Return the values; if there are too many different ones, rounded to three digits, to bound the memory."""
     if len(values_us) <= _MAX_VALUES:
         return values_us
     rounded: Counter[int] = Counter()
-    for value_us, number in values_us.items():
-        rounded[round(value_us, 3 - len(str(abs(value_us))))] += number
+    for value_us, count in values_us.items():
+        rounded[round(value_us, 3 - len(str(abs(value_us))))] += count
     return rounded
-
-
-def _use() -> _Use:
-    return _Use(time.monotonic(), time.process_time(), _waited_s() or 0.0)
-
-
-def _waited_s() -> float | None:
-    try:
-        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # not Linux, or not counted by the kernel
-        return None
 
 
 _FLUSH_TICKS = 4
@@ -156,44 +157,44 @@ logger = logging.getLogger(__name__)
 
 
 class Anchor(NamedTuple):
-    """The offset of a machine's wall clock, by which records of several machines are joined."""
+    """The offset of a machine's wall clock, which joins the records of several machines."""
 
     machine: int = 0
-    correction_s: float = 0.0  # to be added to its wall clock
-    error_s: float | None = None  # None: its own clock
+    correction_s: float = 0.0  # to be added to the machine's wall clock
+    error_s: float | None = None  # None: the clock of the master itself
 
 
-HERE = Anchor()
+_LOCAL = Anchor()
 
 
 class Recorder:
-    """Append whole lines, each batch in one write, so that processes never tear each other's lines.
+    """Appends records and marks. Writes whole lines at once, so that processes never tear each other's lines.
 
-    Made after the fork. What a `kill -9` can take is at most the last 0.2 s, and of a process without an idle moment a
-    thousand records.
+    Create it after the fork. A `kill -9` loses at most the records of the last 0.2 s, or 1000 records of a process that
+    is never idle.
     """
 
-    def __init__(self, job: Job, anchor: Anchor = HERE) -> None:
+    def __init__(self, job: Job, anchor: Anchor = _LOCAL) -> None:
         """Open both files and write a start mark for each stage. Raises OSError."""
         self.sent = 0  # requests whose sending started
         self.recorded = 0
         self.in_flight_of: Counter[str] = Counter()  # by user class
         self.watcher: Callable[[Request], None] | None = None  # called with each record of a live load
         self.steady: Callable[[int], bool | None] | None = None  # whether a stage's warm-up found the server steady
-        self.unmeasured_s: list[float | None] | None = None  # of each stage, where the load was stopped early
+        self.unmeasured_s: list[float | None] | None = None  # of each stage, if the load was stopped early
         self.users: int | None = None  # of this process; None: their number changes with the stages
-        self.users_gone = 0  # of them, those that ended before they were stopped
+        self.users_gone = 0  # users that ended before they were stopped
         self.health = Health()
         self.idle = IdleQueue()  # makes the records
         self._cells = [job.cell if job.load_name else "by-hand", *(stage.cell for stage in job.then)]
         self._stage = 0  # the last measured one
-        self._sent_in = [0] * len(self._cells)
-        self._added_in = [0] * len(self._cells)
-        self._health_in: dict[int, dict[str, float | None]] = {}  # of stages that are over
+        self._sent_by_stage = [0] * len(self._cells)
+        self._recorded_by_stage = [0] * len(self._cells)
+        self._health_by_stage: dict[int, dict[str, float | None]] = {}  # of stages that are over
         self._pid = os.getpid()
         self.process = anchor.machine * MACHINE + self._pid
         self._anchor = anchor
-        self._lines = bytearray()
+        self._lines = bytearray()  # not written yet
         self._pending = 0  # records in _lines
         self._encoder = msgspec.json.Encoder()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -206,26 +207,26 @@ class Recorder:
 
     @property
     def in_flight(self) -> int:
-        """Requests in flight. The records of ended requests may still be waiting in the idle queue."""
+        """The number of requests in flight. The records of ended requests may still wait in the idle queue."""
         return self.in_flight_of.total()
 
-    def sending(self, phase: Phase, stage: int = 0) -> None:
+    def note_sending(self, phase: Phase, stage: int = 0) -> None:
         self.sent += 1
-        self._sent_in[stage] += 1
+        self._sent_by_stage[stage] += 1
         if phase == "measured":
             if stage > self._stage:
-                self._health_in[self._stage] = self.health.fields()
+                self._health_by_stage[self._stage] = self.health.end_mark_fields()
                 self.health, self._stage = Health(), stage
             self.health.begin()
 
     def add(self, request: Request, stage: int = 0) -> None:
-        self._added_in[stage] += 1
+        self._recorded_by_stage[stage] += 1
         self._lines += self._encoder.encode(request) + b"\n"
         self._pending += 1
         if self.watcher is not None:
             try:
                 self.watcher(request)
-            except Exception:  # an observer failed: the load goes on
+            except Exception:  # an observer failed: the load continues
                 logger.exception("the live numbers end here")
                 self.watcher = None
         if len(self._lines) >= _FLUSH_BYTES:
@@ -256,15 +257,15 @@ class Recorder:
         os.close(self._processes)
 
     def _flush_regularly(self) -> None:
-        sampled = time.monotonic()
+        sampled_s = time.monotonic()
         for tick in itertools.count(1):
             due_s = time.monotonic() + TICK_S
             gevent.sleep(TICK_S)
-            self.health.note_loop(time.monotonic() - due_s)
+            self.health.note_loop_lag(time.monotonic() - due_s)
             if tick % _FLUSH_TICKS == 0:
                 self.flush()
-            if time.monotonic() - sampled >= _SAMPLE_S:
-                sampled = time.monotonic()
+            if time.monotonic() - sampled_s >= _SAMPLE_S:
+                sampled_s = time.monotonic()
                 self.health.sample()
 
     def _write_marks(self, event: Literal["start", "end"]) -> None:
@@ -287,21 +288,21 @@ class Recorder:
                 logger.error("the end mark cannot be written: %s", error.strerror)
 
     def _end_fields(self, stage: int) -> dict[str, Any]:
-        """The fields of an end mark. Records that could not be written are missing in the last stage."""
+        """Return the fields of an end mark. Records that could not be written are subtracted from the last stage."""
         return {
             "steady": None if self.steady is None else self.steady(stage),
-            "sent": self._sent_in[stage],
-            "recorded": self._added_in[stage] - self._pending * (stage == len(self._cells) - 1),
+            "sent": self._sent_by_stage[stage],
+            "recorded": self._recorded_by_stage[stage] - self._pending * (stage == len(self._cells) - 1),
             "left_s": None if self.unmeasured_s is None else self.unmeasured_s[stage],
             "users": self.users,
             "users_gone": None if self.users is None else self.users_gone,
             "cpu_s": time.process_time() - self._cpu_s,
-            **(self.health.fields() if stage == self._stage else self._health_in.get(stage, {})),
+            **(self.health.end_mark_fields() if stage == self._stage else self._health_by_stage.get(stage, {})),
         }
 
 
 def this_host() -> str:
-    """This machine since its boot: its name, and a digest that processes on the same monotonic clock share."""
+    """Return the id of this machine since its boot. Processes with the same id share the monotonic clock."""
     name = socket.gethostname()
     try:
         boot = _BOOT_ID.read_text()
@@ -310,81 +311,83 @@ def this_host() -> str:
     return f"{name}-{hashlib.sha256(boot.encode()).hexdigest()[:8]}"
 
 
-PIECE = 262_144  # bytes at once, so that Locust's messages are not delayed
+_PIECE_BYTES = 262_144  # sent at once; more would delay Locust's messages
 
-_FINISHES = (None, "stop", "length", "tool_calls")  # no texts of a server
+_KNOWN_FINISHES = (None, "stop", "length", "tool_calls")  # without secrets
 
-FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}
+FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}  # name and line type of transferred files
 
 
 class RecordSender:
+    """Reads a growing file of lines, piece by piece, to send it to a RecordReceiver."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.taken = 0  # bytes that have arrived
+        self.received = 0  # bytes that the receiver has confirmed
 
-    def rest(self) -> int:
-        """Bytes that have not arrived."""
-        return self.size() - self.taken
+    def unconfirmed(self) -> int:
+        """Return the number of bytes that the receiver has not confirmed."""
+        return self.size() - self.received
 
     def size(self) -> int:
         return self._path.stat().st_size if self._path.exists() else 0
 
-    def piece(self) -> bytes:
-        """The next whole lines that have not arrived; empty if none."""
+    def next_piece(self) -> bytes:
+        """Return the next whole lines that are not confirmed; empty if there are none."""
         with open_file(self._path) as file:
-            file.seek(self.taken)
-            data = file.read(PIECE)
+            file.seek(self.received)
+            data = file.read(_PIECE_BYTES)
             end = data.rfind(b"\n") + 1
-            if not end and len(data) == PIECE:  # a longer line is sent as a whole
+            if not end and len(data) == _PIECE_BYTES:  # a longer line is sent as a whole
                 return data + file.readline()
         return data[:end]
 
 
 class RecordReceiver:
-    """Receive such a file and append it to a common one."""
+    """Receives the file of a RecordSender and appends it to a common file."""
 
-    def __init__(self, path: Path, kind: type[Any]) -> None:
-        """`kind`: what each of its lines is."""
+    def __init__(self, path: Path, line_type: type[Any]) -> None:
         self._path = path
-        self._decoder = msgspec.json.Decoder(kind)
-        self.left_out = 0  # unreadable lines
-        self.taken = 0  # bytes as sent
+        self._decoder = msgspec.json.Decoder(line_type)
+        self.unreadable = 0  # lines that were left out
+        self.received = 0  # bytes as sent
 
-    def take(self, offset: int, data: bytes) -> int:
-        """Append a piece, unless it came before. Return the bytes received. Raises OSError, with nothing appended."""
-        if offset == self.taken:
-            lines = [self._clean(line) for line in data.splitlines(keepends=True)]
+    def append(self, offset: int, data: bytes) -> int:
+        """Append a piece, unless it was received before. Return the number of bytes received so far.
+
+        Raises OSError, with nothing appended.
+        """
+        if offset == self.received:
+            lines = [self._without_secrets(line) for line in data.splitlines(keepends=True)]
             _append(self._path, b"".join(filter(None, lines)))
-            self.left_out += lines.count(None)
-            self.taken += len(data)
-        return self.taken
+            self.unreadable += lines.count(None)
+            self.received += len(data)
+        return self.received
 
-    def _clean(self, line: bytes) -> bytes | None:
-        """A line without secrets of this machine that a server may have quoted; None: it cannot be read."""
+    def _without_secrets(self, line: bytes) -> bytes | None:
+        """Mask secrets of this machine, which a server may have quoted, in a line; None for an unreadable line."""
         try:
             record = self._decoder.decode(line)
         except UNDECODABLE:
             return None
         if not line.endswith(b"\n"):
             return None
-        if not isinstance(record, Request) or (record.message is None and record.finish in _FINISHES):
+        if not isinstance(record, Request) or (record.message is None and record.finish in _KNOWN_FINISHES):
             return line
-        clean = msgspec.structs.replace(
+        masked_record = msgspec.structs.replace(
             record, message=masked(record.message, "known"), finish=masked(record.finish, "sure")
         )
-        return line if clean == record else msgspec.json.encode(clean) + b"\n"
+        return line if masked_record == record else msgspec.json.encode(masked_record) + b"\n"
 
 
 def _append(path: Path, data: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        before = os.fstat(file).st_size
+    """Append all of `data`, or nothing: raises OSError if the disk is full."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
         try:
             written = 0
             while written < len(data):
-                written += os.write(file, data[written:])
-        except OSError:  # disk full: remove the incomplete line
-            os.ftruncate(file, before)
+                written += file.write(data[written:])
+        except OSError:
+            file.truncate(size)
             raise
-    finally:
-        os.close(file)

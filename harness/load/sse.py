@@ -1,7 +1,7 @@
-"""Server-sent events, by the WHATWG standard (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+"""Parse server-sent events, by the WHATWG standard (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-The `id` and `retry` fields only matter to a client that reconnects; this one never does. Events of one stream differ
-in their text and little else: an event template recognizes them without decoding.
+The fields `id` and `retry` are ignored: this client never reconnects. Most events of one stream differ in their text
+only, so an event template recognizes them without decoding.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 _BOM = b"\xef\xbb\xbf"
-_STRAY_BYTES = 4000
+_MAX_STRAY_BYTES = 4000
 MAX_EVENT_BYTES = 8 << 20  # an endless event must not fill the memory
 
 
@@ -21,7 +21,7 @@ class EventTooLong(Exception):
 
 
 class Event(NamedTuple):
-    """One event: its type ("message" unless the stream says otherwise) and its data lines joined by newlines."""
+    """One event: its type ("message" by default) and its data lines, joined by newlines."""
 
     type: str
     data: bytes
@@ -30,28 +30,28 @@ class Event(NamedTuple):
 class Parser:
     """An incremental parser: bytes may be split anywhere, also inside a line end or a character."""
 
-    __slots__ = ("_at_start", "_data", "_held", "_rest", "_skip_lf", "_stray", "_type", "idle", "has_data")
+    __slots__ = ("_at_start", "_data", "_data_bytes", "_rest", "_skip_lf", "_stray", "_type", "has_data", "idle")
 
     def __init__(self) -> None:
         self._rest = bytearray()  # an incomplete line
         self._at_start = True  # a byte order mark may still come
         self._skip_lf = False  # the last byte was a CR: an LF after it belongs to the same line end
-        self._type = b""
-        self._data: list[bytes] = []
-        self._held = 0  # bytes of _data
+        self._type = b""  # of the incomplete event
+        self._data: list[bytes] = []  # its lines
+        self._data_bytes = 0
         self._stray = b""
         self.idle = True  # between two events
-        self.has_data = False  # of the last bytes, which may be comments only
+        self.has_data = False  # whether the last bytes had data, not only comments
 
-    def stray(self) -> bytes:
-        """The start of text outside of any field, such as an error in bare JSON. Call it at the end."""
-        rest = b"" if self._is_field(self._rest) else bytes(self._rest[:_STRAY_BYTES])
-        return (self._stray + rest)[:_STRAY_BYTES].strip()
+    def stray_text(self) -> bytes:
+        """Return the start of the text outside of any field, such as an error in bare JSON. Call it at the end."""
+        rest = b"" if self._is_field(self._rest) else bytes(self._rest[:_MAX_STRAY_BYTES])
+        return (self._stray + rest)[:_MAX_STRAY_BYTES].strip()
 
     def feed(self, data: bytes) -> list[Event]:
-        """The events that these bytes complete. An event without its closing blank line is never returned.
+        """Return the events that these bytes complete. An event is complete with its closing blank line.
 
-        Raises EventTooLong; nothing can be fed after that.
+        Raises EventTooLong. After that, the parser cannot be used.
         """
         self.has_data = False
         if self._skip_lf and data:
@@ -69,7 +69,7 @@ class Parser:
             self._skip_lf = data.endswith(b"\r")
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         events: list[Event] = []
-        if b"\n" not in data:  # inside a line: do not copy the line for each piece
+        if b"\n" not in data:  # a part of a long line: do not copy the line for each part
             self._rest += data
         else:
             *lines, rest = data.split(b"\n")
@@ -77,31 +77,31 @@ class Parser:
                 lines[0] = bytes(self._rest) + lines[0]
             self._rest = bytearray(rest)
             for line in lines:
-                self._line(line, events)
+                self._parse_line(line, events)
         if data and self._rest.startswith(b"data"):
             self.has_data = True
-        if self._held + len(self._rest) > MAX_EVENT_BYTES:
+        if self._data_bytes + len(self._rest) > MAX_EVENT_BYTES:
             raise EventTooLong
         self.idle = not (self._rest or self._skip_lf or self._data or self._type)
         return events
 
-    def _line(self, line: bytes, events: list[Event]) -> None:
+    def _parse_line(self, line: bytes, events: list[Event]) -> None:
         if not line:
             if self._data:
                 events.append(Event(self._type.decode("utf-8", "replace") or "message", b"\n".join(self._data)))
             self._data = []
-            self._held = 0
+            self._data_bytes = 0
             self._type = b""
             return
         name, _, value = line.partition(b":")  # a comment has an empty name
         value = value.removeprefix(b" ")
         if name == b"data":
             self._data.append(value)
-            self._held += len(line) + 1
+            self._data_bytes += len(line) + 1
             self.has_data = True
         elif name == b"event":
             self._type = value
-        elif not self._is_field(line) and len(self._stray) < _STRAY_BYTES:
+        elif not self._is_field(line) and len(self._stray) < _MAX_STRAY_BYTES:
             self._stray += line + b"\n"
 
     @staticmethod
@@ -109,11 +109,11 @@ class Parser:
         return line.partition(b":")[0] in (b"", b"data", b"event", b"id", b"retry")
 
 
-# A JSON string without these needs no decoding. `translate` is faster than a regular expression.
+# A JSON string without these bytes needs no decoding. `translate` is faster than a regular expression.
 _SPECIAL = bytes(range(0x20)) + b'"\\'
-_FIELD = re.compile(rb'"(?:content|reasoning_content|reasoning)":\s*"([^%s]+)"' % re.escape(_SPECIAL))
-_IN_VAIN = 8  # failed templates; then the events of this stream differ in more than their text
-_CRLF = b"\r\n"  # of a chunk of a body
+_TEXT_FIELD = re.compile(rb'"(?:content|reasoning_content|reasoning)":\s*"([^%s]+)"' % re.escape(_SPECIAL))
+_MAX_FAILED_TEMPLATES = 8  # after so many the template gives up: the events of this stream differ in more than text
+_CRLF = b"\r\n"  # ends a chunk of a body
 
 
 class _Delta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,7 +128,7 @@ class _Choice(msgspec.Struct, frozen=True):
     finish_reason: None = None
 
 
-class _Plain(msgspec.Struct, frozen=True):
+class _PlainEvent(msgspec.Struct, frozen=True):
     """An event that carries text of one channel and nothing else of interest."""
 
     choices: tuple[_Choice]
@@ -137,105 +137,106 @@ class _Plain(msgspec.Struct, frozen=True):
     error: None = None
 
 
-_decoder = msgspec.json.Decoder(_Plain)
+_decoder = msgspec.json.Decoder(_PlainEvent)
 
 
 class EventTemplate:
-    """The bytes before and after the text of a decoded event: other events with these need no decoding."""
+    """The bytes before and after the text of a decoded event. Other events with the same bytes need no decoding."""
 
-    __slots__ = ("_after", "_before", "_in_vain", "_visible", "hidden", "more", "reads", "ready", "text")
+    __slots__ = (
+        "_after", "_before", "_failed_templates", "_is_visible", "extra_event_reads", "reads", "ready",
+        "reasoning_events", "text",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.ready = False  # between two events, and all before is processed; set by the exchange
-        self.text = bytearray()  # content of the taken events, until it is fetched
-        self.reads = 0  # number of taken reads
-        self.more = array("I")  # the number, among these, of a read for each event but its first
-        self.hidden = 0  # events with reasoning instead of content
-        self._visible = True
+        self.ready = False  # set by the exchange: all earlier data is processed, and no event is incomplete
+        self.text = bytearray()  # content of the events taken, until the exchange collects it
+        self.reads = 0  # number of reads taken
+        self.extra_event_reads = array("I")  # for each event that is not the first of its read: the number of the read
+        self.reasoning_events = 0  # events with reasoning instead of content
+        self._is_visible = True
         self._before = b""
         self._after = b""
-        self._in_vain = 0
+        self._failed_templates = 0  # templates learned since the last event was taken
 
     @property
     def events(self) -> int:
-        return self.reads + len(self.more)
+        return self.reads + len(self.extra_event_reads)
 
     def learn(self, event: bytes) -> None:
-        """Learn from a whole event as it was sent, "data: ...", if it is plain."""
-        if self._in_vain == _IN_VAIN:
+        """Learn from a whole event as it was sent, "data: ...", if it has one text and nothing else of interest."""
+        if self._failed_templates == _MAX_FAILED_TEMPLATES:
             self._before = b""
             return
-        found = list(_FIELD.finditer(event))
-        if len(found) != 1:
+        matches = list(_TEXT_FIELD.finditer(event))
+        if len(matches) != 1:
             return
-        before, after = event[: found[0].start(1)], event[found[0].end(1) :] + _CRLF
+        before, after = event[: matches[0].start(1)], event[matches[0].end(1) :] + _CRLF
         if (before, after) == (self._before, self._after):
-            return  # a late client gets several equal ones before it offers one
-        self._in_vain += 1
+            return  # a busy process decodes several equal events before it uses the template
+        self._failed_templates += 1
         try:
             delta = _decoder.decode(event[len(b"data: ") :]).choices[0].delta
-            text = found[0][1].decode()
+            text = matches[0][1].decode()
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
-        if [one for one in (delta.content, delta.reasoning_content, delta.reasoning) if one] == [text]:
-            self._visible = bool(delta.content)
-            self._before, self._after = before, _one(after)
+        if list(filter(None, (delta.content, delta.reasoning_content, delta.reasoning))) == [text]:
+            self._is_visible = bool(delta.content)
+            self._before, self._after = before, _interned(after)
 
-    def takes(self, read: bytes | bytearray, size: int) -> bool:
-        """Take the first `size` bytes of `read` if they are whole chunks of a body, each with an event of this form.
+    def try_take(self, read: bytes | bytearray, size: int) -> bool:
+        """Take the first `size` bytes of `read` if they are whole chunks of a body, each with one matching event.
 
-        Return whether they are.
+        Return whether they were taken.
         """
-        text, number = self._text(read, size), 1
+        text, count = self._text_of_chunk(read, size), 1
         if text is None:
-            texts = self._several(bytes(read[:size]))
-            text, number = b"".join(texts), len(texts)
-            if not number:
+            texts = self._texts_of_chunks(bytes(read[:size]))
+            text, count = b"".join(texts), len(texts)
+            if not count:
                 return False
-            self.more.extend([self.reads] * (number - 1))
-        if self._visible:
+            self.extra_event_reads.extend([self.reads] * (count - 1))
+        if self._is_visible:
             self.text += text
         else:
-            self.hidden += number
+            self.reasoning_events += count
         self.reads += 1
-        self._in_vain = 0
+        self._failed_templates = 0
         return True
 
-    def _text(self, chunk: bytes | bytearray, size: int) -> bytes | bytearray | None:
-        before, after, first = self._before, self._after, _first_line(size)
-        if not (
-            before
-            and chunk.startswith(first)
-            and chunk.startswith(before, len(first))
-            and chunk.endswith(after, 0, size)
-        ):
+    def _text_of_chunk(self, chunk: bytes | bytearray, size: int) -> bytes | bytearray | None:
+        """Return the text of the event in a chunk; None if it is not a matching event."""
+        head = _chunk_size_line(size)
+        start, end = len(head) + len(self._before), size - len(self._after)
+        is_match = chunk.startswith(head) and chunk.startswith(self._before, len(head))
+        if not (self._before and is_match and chunk.endswith(self._after, 0, size)):
             return None
-        text = chunk[len(first) + len(before) : size - len(after)]
+        text = chunk[start:end]
         return text if text and text.translate(None, _SPECIAL) == text else None
 
-    def _several(self, read: bytes) -> list[bytes | bytearray]:
-        """Return the texts of a late read of several chunks; None if it has anything else."""
+    def _texts_of_chunks(self, read: bytes) -> list[bytes | bytearray]:
+        """Return the texts of a late read with several chunks; none if it has anything else than matching events."""
+        if not self._before or not read.endswith(self._after):
+            return []
         texts: list[bytes | bytearray] = []
-        if not self._before:
-            return texts
         for piece in read.split(self._after)[:-1]:
             chunk = piece + self._after
-            text = self._text(chunk, len(chunk))
+            text = self._text_of_chunk(chunk, len(chunk))
             if text is None:
                 return []
             texts.append(text)
-        return texts if read.endswith(self._after) else []
+        return texts
 
 
 @lru_cache(256)
-def _one(value: bytes) -> bytes:
-    """The same object for equal values: comparisons of all streams stay in the processor's cache."""
+def _interned(value: bytes) -> bytes:
+    """Return the same object for equal values: comparisons in all streams stay in the processor's cache."""
     return value
 
 
 @cache
-def _first_line(length: int) -> bytes:
-    """The size of the content of a chunk with this total length, and the line ends around it."""
+def _chunk_size_line(length: int) -> bytes:
+    """Return the first line of a chunk with this total length: the size of its content, in hexadecimal."""
     for digits in range(1, length):
         content = length - digits - 2 * len(_CRLF)
         if len(f"{content:x}") == digits:

@@ -1,10 +1,10 @@
-"""A load process on a remote machine: gets its job from the master and delivers its records to it.
+"""A load process on a remote machine: gets its job from the master (harness/load/master.py) and sends it its records.
 
-Locust's own messages start and stop its users. Ours carry the job (this machine's part of it) and the records, and
-make sure at the end that all records have arrived. See harness/load/master.py for the other side.
+Locust's own messages start and stop the users. The messages of the harness carry the job, which is this machine's part
+of the work, and the records. At the end they ensure that all records have arrived.
 
-Each piece has its offset in the file. The receiver takes only the piece at the end of the last one, and the sender
-continues after the confirmation: nothing is duplicated or lost.
+Each piece of a file has its offset. The receiver accepts only the piece at its current end, and the sender continues
+after the confirmation: nothing is duplicated or lost.
 """
 
 import logging
@@ -30,30 +30,32 @@ from harness.files import UNDECODABLE
 from harness.job import Job
 from harness.load.process import LoadProcess
 from harness.load.recorder import FILES, Anchor, RecordSender
-from harness.load.sequencer import StageSequencer, until
+from harness.load.sequencer import StageSequencer, wait_until
 
 _HELLO_S = 1.0
 _DELIVER_S = 0.2
-_AGAIN_S = 3.0  # before a piece without confirmation is sent again
-_REJECTED_S = 10.0  # before it reconnects
-_SILENT_S = 10.0  # Locust's master answers a heartbeat each second; Locust itself waits for 60 s of the wall clock
+_RESEND_S = 3.0  # before a piece without confirmation is sent again
+_REJECTED_S = 10.0  # before a rejected worker reconnects
+_MAX_SILENCE_S = 10.0  # Locust's master answers a heartbeat each second; Locust itself waits for 60 s of the wall clock
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """This load process as a worker. `begin` prepares it for the master's job."""
+    """This load process as a worker. `create_process` creates its LoadProcess from the master's job."""
 
-    def __init__(self, environment: Environment, runner: WorkerRunner, begin: Callable[..., LoadProcess]) -> None:
+    def __init__(
+        self, environment: Environment, runner: WorkerRunner, create_process: Callable[[Job, str, Anchor], LoadProcess]
+    ) -> None:
         self._environment = environment
         self._runner = runner
-        self._begin = begin
+        self._create_process = create_process
         self._process: LoadProcess | None = None
         self._folder: Path | None = None
         self._senders: dict[str, RecordSender] = {}
         self._confirmed = Event()  # the master has confirmed a piece
         self._ending = False
-        self._has_job = False  # the job has come
+        self._has_job = False  # it has got its job, or was rejected
         self._delivering = True
         self._master_seen_s: float | None = None  # monotonic clock
         for name, listener in (
@@ -68,8 +70,8 @@ class Worker:
         gevent.spawn(self._send_hello)
         gevent.spawn(self._watch_master)
 
-    def started(self) -> None:
-        """Prepare for the spawning of users. Raises HarnessError if the master has sent no job."""
+    def start_work(self) -> None:
+        """Start to watch the load, before users are spawned. Raises HarnessError if the master has sent no job."""
         if self._process is None:
             raise HarnessError(
                 "the master has no work to hand out",
@@ -78,7 +80,7 @@ class Worker:
         job = self._process.job
         logger.info("load %s of run ...%s begins: part %d of %d", job.cell, job.run, job.machine + 1, job.machines)
         gevent.spawn(self._watch_work, self._process.sequencer, job.load.drain_s)
-        gevent.spawn(self._process.show_quiet, partial(self._send, "quiet"))
+        gevent.spawn(self._process.report_quiet, partial(self._send, "quiet"))
 
     def close(self) -> None:
         """Close at the end of this process. Undelivered records stay here; the log has their path."""
@@ -87,9 +89,8 @@ class Worker:
             return
         if self._process is not None:
             self._process.recorder.close()
-        left = sum(sender.rest() for sender in self._senders.values())
-        if left:
-            logger.error("%d bytes of records were not delivered: they are in %s", left, self._folder)
+        if undelivered := sum(sender.unconfirmed() for sender in self._senders.values()):
+            logger.error("%d bytes of records were not delivered: they are in %s", undelivered, self._folder)
         else:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -106,46 +107,46 @@ class Worker:
         if self._has_job:
             return
         self._has_job = True
-        # The first answer to a heartbeat comes up to a second later; a link cut before it must end the load as well.
+        # The first answer to a heartbeat comes up to a second later; a link cut before that must end the load as well.
         self._master_seen_s = time.monotonic()
         data = msg.data
         try:
-            job = self._unpacked(data["job"], data["files"])
+            job = self._unpack_job(data["job"], data["files"])
             anchor = Anchor(machine=job.machine, correction_s=data["correction_s"], error_s=data["error_s"])
-            self._process = self._begin(job, data["host"], anchor)
+            self._process = self._create_process(job, data["host"], anchor)
         except (HarnessError, OSError, *UNDECODABLE) as error:
             logger.error(sentence(error))
             self._send("ready", {"error": sentence(error)})
-            if self._folder is not None:  # it has no unsent records
+            if self._folder is not None:  # it has no records
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
             return
-        self._process.sequencer.hold()
+        self._process.sequencer.hold_warmup()
         gevent.spawn(self._deliver)
         self._send("ready", {"error": None})
 
-    def _unpacked(self, raw: bytes, files: dict[str, bytes]) -> Job:
-        """Return the job and its stages with paths of this machine. The folder outlives the process: see `close`."""
+    def _unpack_job(self, raw: bytes, files: dict[str, bytes]) -> Job:
+        """Write the files of the job into a new folder, and return the job with the paths on this machine."""
         job = msgspec.json.decode(raw, type=Job)
         self._folder = Path(tempfile.mkdtemp(prefix=f"amd-llm-load-{job.cell}-"))
-        places: dict[str, Any] = {}
+        paths: dict[str, Any] = {}
         for field, content in files.items():
             path = self._folder / field.partition("_")[0] / Path(getattr(job, field)).name  # a trace next to its marks
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
-            places[field] = str(path)
+            paths[field] = str(path)
         for name in FILES:
             path = self._folder / f"{name}.jsonl"
             self._senders[name] = RecordSender(path)
-            places[f"{name}_path"] = str(path)
+            paths[f"{name}_path"] = str(path)
         stages = [
-            msgspec.structs.replace(stage, **places, counter_path=str(self._folder / f"counter{number}"))
+            msgspec.structs.replace(stage, **paths, counter_path=str(self._folder / f"counter{number}"))
             for number, stage in enumerate([job, *job.then])
         ]
         return msgspec.structs.replace(stages[0], then=stages[1:])
 
     def _on_rejected(self, msg: Any, **_: Any) -> None:
-        """Reconnect, perhaps for the next run: this machine does not belong to this one."""
+        """Reconnect after a while: this worker does not belong to this run, but perhaps to the next."""
         self._has_job = True
         logger.error("the master rejected this worker: %s", msg.data["why"])
         gevent.sleep(_REJECTED_S)
@@ -161,27 +162,27 @@ class Worker:
             stage = self._process.sequencer.stages[msg.data["stage"]]
             stage.begin_s, stage.on_hold = msg.data["begin_s"], False
 
-    def _watch_work(self, stages: StageSequencer, drain_s: float) -> None:
-        """Report to the master: the start of a stage, the end of its warm-up, the end of the load."""
-        for number, stage in enumerate(stages.stages):
-            until(lambda: stages.stage() >= number)  # noqa: B023 - waited for here
+    def _watch_work(self, sequencer: StageSequencer, drain_s: float) -> None:
+        """Report to the master: the start of each stage, the end of its warm-up, the end of the load."""
+        for number, stage in enumerate(sequencer.stages):
+            wait_until(lambda: sequencer.current_stage() >= number)  # noqa: B023 - called in this iteration only
             self._send("progress", {"stage": number})
-            until(stage.warmed_up)
+            wait_until(stage.is_warmed_up)
             self._send("progress", {"warm": number})
-        stages.wait_for_end(drain_s)
+        sequencer.wait_for_end(drain_s)
         self._send("progress", {"finished": 1})
 
     def _on_end(self, msg: Any, **_: Any) -> None:
-        """Cut requests in flight, which leave their records; then send the end mark and all records to the master."""
+        """Cut requests in flight, wait until the master has all records and the end mark, and report that."""
         if self._ending:
             return
         self._ending = True
         self._environment.stop_timeout = 0
         assert self._process is not None, "the master ends only loads of workers that were ready"
-        self._process.listeners.patience_s = msg.data["listeners_s"]
+        self._process.listeners.max_wait_s = msg.data["listeners_s"]
         self._runner.stop()
         self._process.recorder.close()
-        until(lambda: not any(sender.rest() for sender in self._senders.values()))
+        wait_until(lambda: not any(sender.unconfirmed() for sender in self._senders.values()))
         self._send("done", {"sizes": {name: sender.size() for name, sender in self._senders.items()}})
         names = " and ".join(f"a load process of {name}" for name in msg.data["lost"])
         lost = f", cut short because {names} was lost" if names else ""
@@ -191,19 +192,19 @@ class Worker:
     def _deliver(self) -> None:
         while self._delivering:
             for name, sender in self._senders.items():
-                while self._delivering and sender.rest() and (piece := sender.piece()):
+                while self._delivering and sender.unconfirmed() and (piece := sender.next_piece()):
                     self._confirmed.clear()
-                    self._send("records", {"file": name, "offset": sender.taken, "data": piece})
-                    self._confirmed.wait(_AGAIN_S)
+                    self._send("records", {"file": name, "offset": sender.received, "data": piece})
+                    self._confirmed.wait(_RESEND_S)
             gevent.sleep(_DELIVER_S)
 
     def _on_taken(self, msg: Any, **_: Any) -> None:
         sender = self._senders[msg.data["file"]]
-        sender.taken = max(sender.taken, msg.data["taken"])
+        sender.received = max(sender.received, msg.data["taken"])
         self._confirmed.set()
 
     def _on_heartbeat(self, **_: Any) -> None:
-        """Disable Locust's own check: it takes a step of the wall clock for a lost master."""
+        """Disable Locust's own check, which takes a step of the wall clock for a lost master."""
         self._master_seen_s = time.monotonic()
         self._runner.last_heartbeat_timestamp = None
 
@@ -211,9 +212,9 @@ class Worker:
         """Stop the load if the master is gone."""
         while True:
             gevent.sleep(1.0)
-            if self._master_seen_s is not None and time.monotonic() - self._master_seen_s > _SILENT_S:
+            if self._master_seen_s is not None and time.monotonic() - self._master_seen_s > _MAX_SILENCE_S:
                 break
-        logger.error("no message from the master for %g s: this load ends", _SILENT_S)
+        logger.error("no message from the master for %g s: this load ends", _MAX_SILENCE_S)
         self._delivering = False
         self._environment.stop_timeout = 0
         self._environment.process_exit_code = 1

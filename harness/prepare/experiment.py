@@ -42,7 +42,7 @@ from harness.summary import Reason
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of
 from harness.workload.prompt_file import read_rows
-from harness.workload.traces import replay_of
+from harness.workload.traces import cached_replay
 
 RUNNING_SERVER = "running"  # the name of the server given with --url
 
@@ -132,7 +132,7 @@ def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callab
         name = load_of_part(row) or load_of_stage(row) or row  # as the file calls it
         yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
         if load.trace is not None:
-            yield f"$.loads.{name}.trace", partial(replay_of, folder.resolve() / load.trace.file, load.trace)
+            yield f"$.loads.{name}.trace", partial(cached_replay, folder.resolve() / load.trace.file, load.trace)
         if load.user not in USERS and load.user not in users:
             users.add(load.user)
             # A container has packages of its own, so an import on this host proves nothing.
@@ -190,7 +190,7 @@ def _with_trace_requests(scenario: Scenario, folder: Path) -> Scenario:
     loads = dict(scenario.loads)
     for name, load in scenario.loads.items():
         if load.trace is not None:
-            loads[name] = replace(load, requests=len(replay_of(folder / load.trace.file, load.trace)))
+            loads[name] = replace(load, requests=len(cached_replay(folder / load.trace.file, load.trace)))
     return replace(scenario, loads=loads)
 
 

@@ -33,7 +33,7 @@ from harness.serve.lint import list_notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS
 from harness.units import count
-from harness.workload.traces import Beginning, Replay, replay_of
+from harness.workload.traces import Replay, TraceStart, cached_replay
 
 # The speed of the server is unknown before the run.
 ASSUMED_TPOT_S = 0.03
@@ -157,7 +157,7 @@ def _plan_notes(experiment: Experiment) -> Iterator[str]:
                 f"at most {units.duration(rule.max_s)}"
             )
         if load.trace is not None:
-            replay = replay_of(experiment.folder / load.trace.file, load.trace)
+            replay = cached_replay(experiment.folder / load.trace.file, load.trace)
             left_out = replay.without_tokens
             less = f"; {count(left_out, 'row')} without tokens left out" if left_out else ""
             yield (
@@ -233,7 +233,7 @@ def estimate_s(scenario: Scenario, folder: Path) -> float:
         if not scenario.restart and server_start_of(cell) in started:
             start_s = 0.0
         started.add(server_start_of(cell))
-        replay = None if load.trace is None else replay_of(folder / load.trace.file, load.trace)
+        replay = None if load.trace is None else cached_replay(folder / load.trace.file, load.trace)
         start_s += GENERATOR_START_S
         load_s = load.ramp_s + _warmup_s(scenario, load, replay) + _work_s(scenario, load, replay)
         before_s = groups_s.get(cell.group, start_s)
@@ -251,7 +251,7 @@ def _warmup_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
         return 0.0
     last_task = -(-requests // requests_per_task(load)) - 1
     if replay is not None:
-        return Beginning(replay).at(last_task)
+        return TraceStart(replay).at(last_task)
     if load.arrivals is not None:
         return Schedule(steady_arrivals(load.arrivals), scenario.seed).at(last_task) or 0.0
     return _closed_loop_s(load, requests)

@@ -38,7 +38,7 @@ from harness.serve.offline import OfflineOutcome, run_offline
 from harness.serve.probe import make_token_counter
 from harness.summary import Reason, because
 from harness.units import count
-from harness.workload import local_words, pairs_of, salt_words, words_of
+from harness.workload import local_words, one_token_words, pairs_of, salt_words
 from harness.workload.prompt_file import read_rows
 
 Watchers = tuple[Scraper, Sampler]
@@ -455,5 +455,5 @@ def single_token_words(
     if (run_id, server) not in _token_words:
         model = endpoint.served_by.model or experiment.scenario.model
         count = make_token_counter(endpoint.url, model, api_key, endpoint.ask_engine)
-        _token_words[run_id, server] = words_of(count, f"the server '{server}'")
+        _token_words[run_id, server] = one_token_words(count, f"the server '{server}'")
     return _token_words[run_id, server]

@@ -1,4 +1,4 @@
-"""A run directory while its run goes on: its lock, the space reserved for its end, and attempts that are set aside."""
+"""A run directory during its run: its lock, the space reserved for its end, and attempts that are set aside."""
 
 import contextlib
 import fcntl
@@ -15,10 +15,10 @@ from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import MetricsSample, TelemetrySample
 
 ATTEMPTS = "attempts"
-RESERVE = "reserve"  # a file of the run directory, while the run goes on
+RESERVE = "reserve"  # a file in the run directory during the run
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
-# Files of lines, each with its cell.
+# Files whose lines each belong to a cell.
 LINES: dict[str, type[Any]] = {
     "requests.jsonl": Request,
     "processes.jsonl": ProcessMark,
@@ -28,7 +28,7 @@ LINES: dict[str, type[Any]] = {
 
 
 def prepare_folder(folder: Path, cells: int) -> None:
-    """Make the parts of a run directory that are missing, and reserve space for its end. Raises OSError."""
+    """Create the missing parts of a run directory, and reserve space for its end. Raises OSError."""
     with (folder / RESERVE).open("wb") as file:  # so that a full disk cannot hide how a run ended
         os.posix_fallocate(file.fileno(), 0, 2 * RESERVED_BYTES + 2**16 * min(cells, 500))
     for part in ("jobs", "logs", "compose"):
@@ -38,7 +38,7 @@ def prepare_folder(folder: Path, cells: int) -> None:
 
 
 def release_space(folder: Path, *, half: bool = False) -> None:
-    """Release what was reserved; `half`: for the last records, and the rest stays for the manifest."""
+    """Release the reserved space. `half`: only that of the last records; the rest is for the manifest."""
     path = folder / RESERVE
     with contextlib.suppress(OSError):
         os.truncate(path, path.stat().st_size // 2) if half else path.unlink()
@@ -46,22 +46,22 @@ def release_space(folder: Path, *, half: bool = False) -> None:
 
 def disk_is_full(folder: Path) -> bool:
     """Whether the file system of a run directory has no space left. One that does not report its size is not full."""
-    found = os.statvfs(folder)
-    free = found.f_bfree if os.geteuid() == 0 else found.f_bavail
-    return found.f_blocks > 0 and free * found.f_frsize < FULL_BYTES
+    status = os.statvfs(folder)
+    free = status.f_bfree if os.geteuid() == 0 else status.f_bavail
+    return status.f_blocks > 0 and free * status.f_frsize < FULL_BYTES
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold a run directory, as the one process that writes to it. The kernel gives the lock back when it dies.
+    """Lock a run directory for the one process that writes to it. The kernel releases the lock of a dead process.
 
-    Raises HarnessError while another process has it.
+    Raises HarnessError while another process has the lock.
     """
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise HarnessError(
                     f"{folder}: another harness process is running this run",
@@ -69,15 +69,15 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 ) from None
         yield
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def set_aside(folder: Path, keep: Collection[str], cells: Collection[str]) -> str | None:
-    """Move all but the cells `keep` out of the files of a run; return the new folder, None without such cells.
+    """Move all cells but `keep` out of the files of a run. Return the new folder; None if there was nothing to move.
 
-    `cells`: all that are planned. Damaged lines, such as one that was torn by a power loss, go as well. Each line is
-    on the disk in its new place before it leaves the old one: if this is interrupted it can be done again. Raises
-    OSError, such as for a full disk.
+    `cells`: all planned cells. Damaged lines, such as one torn by a power loss, are moved as well. Each line is on the
+    disk in its new place before it leaves the old one, so an interrupted call can be repeated. Raises OSError, for
+    example on a full disk.
     """
     number = 1 + max((int(path.name) for path in (folder / ATTEMPTS).glob("*") if path.name.isdigit()), default=0)
     aside = folder / ATTEMPTS / str(number)
@@ -85,7 +85,7 @@ def set_aside(folder: Path, keep: Collection[str], cells: Collection[str]) -> st
     moved = [_move_lines(folder / name, aside / name, kind, keep) for name, kind in LINES.items()]
     for part in ("logs", "jobs"):
         for path in sorted((folder / part).glob("*")):
-            # Cells may begin alike: r1-a-b and r1-a-b.c.
+            # The name of a cell can be the start of another's: r1-a-b and r1-a-b.c.
             cell = max((cell for cell in cells if path.name.startswith(f"{cell}.")), key=len, default=None)
             if cell is not None and cell not in keep:
                 (aside / part).mkdir(exist_ok=True)
@@ -94,30 +94,30 @@ def set_aside(folder: Path, keep: Collection[str], cells: Collection[str]) -> st
     if any(moved):
         return f"{ATTEMPTS}/{number}"
     aside.rmdir()
-    with contextlib.suppress(OSError):  # earlier attempts are in it
+    with contextlib.suppress(OSError):  # not empty: earlier attempts
         aside.parent.rmdir()
     return None
 
 
 def _move_lines(path: Path, aside: Path, kind: type[Any], keep: Collection[str]) -> bool:
-    """Move the lines of other cells, and those that cannot be read. Return whether there were any."""
+    """Move the lines of other cells, and unreadable ones, to `aside`. Return whether there were any."""
     decode = msgspec.json.Decoder(kind).decode
-    moved, started = 0, path.with_name(f"{path.name}.new")
-    with open_file(path) as lines, started.open("wb") as stays, aside.open("wb") as goes:
+    moved, remaining = False, path.with_name(f"{path.name}.new")
+    with open_file(path) as lines, remaining.open("wb") as kept_file, aside.open("wb") as aside_file:
         for line in lines:
             whole = line.endswith(b"\n")
             try:
-                mine = whole and decode(line).cell in keep
+                kept = whole and decode(line).cell in keep
             except UNDECODABLE:
-                mine = False
-            (stays if mine else goes).write(line if whole else line + b"\n")
-            moved += not mine
-        for file in (goes, stays):
+                kept = False
+            (kept_file if kept else aside_file).write(line if whole else line + b"\n")
+            moved = moved or not kept
+        for file in (aside_file, kept_file):
             file.flush()
             os.fsync(file.fileno())
     if moved:
-        os.replace(started, path)
+        os.replace(remaining, path)
     else:
-        started.unlink()
+        remaining.unlink()
         aside.unlink()
-    return moved > 0
+    return moved

@@ -1,5 +1,6 @@
-"""The run's manifest, run.json: written first with status `running`, after every cell, and last with the verdict."""
+"""The manifest of a run, run.json: written first as `running`, after each cell, and last with the verdict."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +22,7 @@ WallSeconds = Annotated[float, Meta(ge=0, le=1e11)]  # Unix time
 Status = Literal["running", "valid", "invalid", "unchecked", "failed", "interrupted", "live"]
 
 
-# In the order in which a server passes them; it has those that the log shows.
+# Steps of a server's start in their order; a server has those that its log shows.
 PHASES = (
     "pull", "flags", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health",
     "install", "model", "download", "load", "first answer",
@@ -29,16 +30,16 @@ PHASES = (
 
 
 class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A step of a server's start, and how long it took. They follow each other without a gap."""
+    """A step of a server's start. The next one follows without a gap."""
 
     name: str  # one of PHASES
     seconds: Seconds
 
 
 class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What an engine says of itself when it starts, in its log and its metrics. None: it did not say.
+    """Facts that an engine reports when it starts, in its log and its metrics. None: it did not report it.
 
-    Of an engine on several GPUs, memory is that of one of them.
+    With several GPUs, memory is that of one of them.
     """
 
     engine: str | None = None  # "vllm", "llama.cpp", "simulated"; behind Lemonade: what it started
@@ -46,14 +47,14 @@ class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omi
     architecture: str | None = None  # of the model
     max_model_len: int | None = None  # tokens that one request may have
     attention_backend: str | None = None
-    offloaded_layers: str | None = None  # llama.cpp: how many of how many are on a GPU, such as "25/25"
-    download_s: float | None = None  # of weights that were not on this machine yet
+    offloaded_layers: str | None = None  # llama.cpp: layers on a GPU of all layers, such as "25/25"
+    download_s: float | None = None  # of weights that were not on this machine
     weights_gib: float | None = None
-    weights_s: float | None = None  # reading them
-    model_load_s: float | None = None  # reading them and all else until the model was in memory
+    weights_s: float | None = None  # to read them
+    model_load_s: float | None = None  # until the model was in memory, reading included
     compile_s: float | None = None
-    compile_cache: Literal["cold", "warm"] | None = None  # whether anything had to be compiled anew
-    warmup_s: float | None = None  # the first run, which measures the memory that is needed
+    compile_cache: Literal["cold", "warm"] | None = None  # cold: something was compiled
+    warmup_s: float | None = None  # of the first run, which measures the memory that is needed
     kv_cache_gib: float | None = None
     kv_cache_tokens: int | None = None
     kv_cache_blocks: int | None = None
@@ -65,11 +66,11 @@ class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omi
 
 
 class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What an image brings along that decides about speed."""
+    """The contents of an image that affect the speed."""
 
     rocm: str | None = None  # its /opt/rocm/.info/version
     versions: dict[str, str] = {}  # its /app/versions.txt
-    environment: dict[str, str] = {}  # what it sets for GPU, engine and libraries; secrets blacked out
+    environment: dict[str, str] = {}  # its variables for GPU, engine and libraries; secrets masked
 
 
 class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -77,12 +78,12 @@ class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     how: Literal["ended", "restarted", "removed", "paused", "closed", "unreachable"]
     of_gateway: bool = False
-    detail: str = ""  # closed: its address; unreachable: what the way to it reported
+    detail: str = ""  # closed: its address; unreachable: the error of the connection
     exit_code: int | None = None
-    failure: str | None = None  # id of the row of the failure table; None: the cause is not known
+    failure: str | None = None  # id in the failure table; None: the cause is not known
     cause: str | None = None
     fix: str | None = None
-    line: str | None = None  # of the log: it shows the cause, or is the last one
+    line: str | None = None  # of the log: the one that shows the cause, else the last one
     line_number: int | None = None  # from 1
 
     def sentence(self) -> str:
@@ -99,35 +100,35 @@ class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return because("server_log", line=self.line, failure=self.failure, number=self.line_number, fix=self.fix)
 
     def _values(self) -> dict[str, Any]:
-        found = {"how": self.how, "exit_code": self.exit_code, "detail": self.detail or None, "cause": self.cause}
-        found["of_gateway"] = self.of_gateway or None
-        return {key: value for key, value in found.items() if value is not None}
+        values = {"how": self.how, "exit_code": self.exit_code, "detail": self.detail or None, "cause": self.cause}
+        values["of_gateway"] = self.of_gateway or None
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What really served a cell, as found out from the outside."""
+    """The server of a cell, as observed from outside."""
 
     url: str
     template: str | None = None  # None: a server that already ran
-    simulated: bool = False  # every page that shows these numbers says so
+    simulated: bool = False  # reports of these numbers must say so
     image: str | None = None  # as the scenario has it
     image_digest: str | None = None  # repo digest, else image id
     container: dict[str, Any] | None = None  # the container's configuration as inspected, without its environment
-    version: str | None = None  # as the server says
-    model: str | None = None  # model id that the server answers to
+    version: str | None = None  # as the server reports it
+    model: str | None = None  # the server's id of the model
     arguments: list[str] = []  # the server's command line
     phases: list[Phase] = []
     startup: Startup | None = None
-    effective: dict[str, Any] = {}  # with what it really runs, as it says itself; secrets blacked out
+    effective: dict[str, Any] = {}  # the settings that it reports; secrets masked
     contents: Contents | None = None  # of its image
-    max_parallel: int | None = None  # requests that it serves at once; more wait before it, not before the engine
-    notes: list[Reason] = []  # on its start, for the reader of its numbers
-    over_ssh: bool = False  # what is sent to it goes through an ssh tunnel
+    max_parallel: int | None = None  # requests that it serves at once; others wait before it, not before the engine
+    notes: list[Reason] = []  # on its start, for reports
+    over_ssh: bool = False  # requests go through an ssh tunnel
     restarts: int = 0
     oom_killed: bool = False
-    exit_code: int | None = None  # set when it died before it was stopped
+    exit_code: int | None = None  # set if it died before it was stopped
     death: ServerDeath | None = None  # why it could not be used any more; runs before 0.2.0 do not have it
-    gateway: "ServedBy | None" = None  # what stood in front of it and took the load
+    gateway: "ServedBy | None" = None  # in front of it, took the load
 
 
 class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -137,7 +138,7 @@ class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A cell of the plan that was begun."""
+    """A cell of the plan that was started."""
 
     id: str
     server: str
@@ -148,17 +149,17 @@ class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     group: str = ""
     again: str | None = None
     started_wall_s: WallSeconds
-    ended_wall_s: WallSeconds | None = None  # None: it had not come to its end when this was written
-    stopped_after_s: Seconds | None = None  # measured time when the harness stopped it as planned; None: it did not
-    seed: Whole | None = None  # of its request sequence, where it is not the scenario's
+    ended_wall_s: WallSeconds | None = None  # None: it had not ended when this was written
+    stopped_after_s: Seconds | None = None  # measured time until the harness stopped it as planned; None: it did not
+    seed: Whole | None = None  # of its request sequence, if it differs from the scenario's
     served_by: ServedBy
-    gpu_memory_before: list[GpuMemory] = []  # just before the server was started; not for one that already ran
-    problems: list[Reason] = []  # why this cell cannot be trusted, as seen while it ran
-    failed: Reason | None = None  # of a sweep: why its server cannot do this with its settings, which is the result
+    gpu_memory_before: list[GpuMemory] = []  # right before the start of the server; not for one that already ran
+    problems: list[Reason] = []  # noticed during the cell, which make it invalid
+    failed: Reason | None = None  # in a sweep: why its server failed with its settings, which is the result
 
 
 class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The host that ran the load (and, unless said otherwise, the server). Unknown is None."""
+    """The host of the load (and, by default, of the server). None: not known."""
 
     name: str
     kernel: str | None = None
@@ -168,35 +169,35 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     gpus: list[dict[str, Any]] = []
     kernel_parameters: dict[str, str] = {}
     docker: str | None = None
-    rocm: str | None = None  # of the host; an engine in a container brings its own
+    rocm: str | None = None  # of the host; an engine in a container has its own
 
 
 class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a tool's file means by one row's numbers, where rows of the file differ in it."""
+    """The definitions of one row's numbers, if rows of a tool's file differ in them."""
 
     server: str
     load: str
-    definitions: dict[str, str] = {}  # by field of a summary's numbers
-    missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
+    definitions: dict[str, str] = {}  # by field of Numbers
+    missing: dict[str, str] = {}  # by field of Numbers: why it is not known
 
 
 class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Another tool's measurement that became this run; see docs/imports.md."""
+    """The measurement of another tool that became this run; see docs/imports.md."""
 
     tool: str
-    version: str | None = None  # None: its files do not say
+    version: str | None = None  # None: not in its files
     files: dict[str, str]  # SHA-256 by name
     imported_wall_s: WallSeconds
     importer: str  # version of the harness that read them
-    definitions: dict[str, str] = {}  # by field of a summary's numbers, where it is not ours
-    missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
+    definitions: dict[str, str] = {}  # by field of Numbers, if it is not that of this suite
+    missing: dict[str, str] = {}  # by field of Numbers: why it is not known
     notes: list[Reason] = []
-    rows: list[RowOrigin] = []  # the rows that differ from the above
+    rows: list[RowOrigin] = []  # rows that differ from the above
 
     def of_row(self, server: str, load: str) -> RowOrigin:
-        """What holds for one row: its own where it differs."""
-        alike = (row for row in self.rows if (row.server, row.load) == (server, load))
-        own = next(alike, RowOrigin(server=server, load=load))
+        """All definitions of one row."""
+        own = RowOrigin(server=server, load=load)
+        own = next((row for row in self.rows if (row.server, row.load) == (server, load)), own)
         return replace(own, definitions=self.definitions | own.definitions, missing=self.missing | own.missing)
 
 
@@ -204,19 +205,19 @@ class Budget(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the time of `harness run --budget` was spent."""
 
     seconds: Seconds
-    repeats: Whole  # as the scenario has them; more of a row follow while a verdict on it is open
-    looks: list[Whole] = []  # after how many repeats the verdicts were checked
-    unmeasured: list[str] = []  # rows for which there was no time
+    repeats: Whole  # of the scenario; a row gets more while a verdict on it is open
+    looks: list[Whole] = []  # the numbers of repeats after which the verdicts were checked
+    unmeasured: list[str] = []  # rows without any time left
 
 
 class Resumption(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When a run was resumed, and what it had then."""
+    """When a run was resumed, and its cells at that time."""
 
     wall_s: WallSeconds
-    stopped_wall_s: WallSeconds | None = None  # the end of the last cell that was kept; None: none was
-    kept: Whole  # cells, complete and valid
-    again: list[str] = []  # cells of which an earlier attempt was incomplete or not valid
-    attempts: str | None = None  # the folder with the records of these; None: they had none
+    stopped_wall_s: WallSeconds | None = None  # the end of the last cell that was kept; None: no cell was
+    kept: Whole  # complete and valid cells
+    again: list[str] = []  # cells whose earlier attempt was incomplete or not valid
+    attempts: str | None = None  # the folder with the records of these attempts; None: they had none
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -227,31 +228,31 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     status: Status
     reasons: list[Reason] = []  # why it is not valid
     started_wall_s: WallSeconds
-    owner: dict[str, str] = {}  # the process that runs it: distinguishes a run in progress from one that was killed
+    owner: dict[str, str] = {}  # the process that runs it; shows whether a run is in progress or was killed
     ended_wall_s: WallSeconds | None = None
     scenario_name: str  # file name without its ending
-    scenario: Scenario  # as resolved, defaults filled in
+    scenario: Scenario  # resolved, with defaults filled in
     workload_sha256: str
     order: list[str] = []  # cell ids as planned
-    cells: list[CellRun] = []  # cells that were begun, in that order
+    cells: list[CellRun] = []  # cells that were started, in that order
     machine: Machine
-    versions: dict[str, str] = {}  # packages that touch the measurement
+    versions: dict[str, str] = {}  # of packages that affect the measurement
     locustfiles: dict[str, str] = {}  # by `user` of a load: digest of the code of its user class
     git_commit: str | None = None
-    computed: dict[str, Reason] = {}  # by path in the scenario: how a value that was `auto` was computed
-    workers: Workers | None = None  # machines that sent the load; None: this one
+    computed: dict[str, Reason] = {}  # by path in the scenario: how the value of an `auto` was computed
+    workers: Workers | None = None  # machines that sent the load; None: this machine
     origin: Origin | None = None  # None: measured by `harness run`
     resumed: list[Resumption] = []  # the oldest first
     budget: Budget | None = None  # None: there was none
 
     @property
     def ran(self) -> dict[str, CellRun]:
-        """The cells that came to their end, by their ids."""
+        """The cells that ended, by id."""
         return {cell.id: cell for cell in self.cells if cell.ended_wall_s is not None}
 
     @property
     def served(self) -> list[CellRun]:
-        """The cells that a server served: of a setting that failed only the cell in which its server died."""
+        """The cells that had a server: of a setting that failed, only the cell in which its server died."""
         return [cell for cell in self.cells if cell.failed is None or cell.served_by.url]
 
     @property
@@ -262,7 +263,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def write_run(folder: Path, run: Run) -> None:
-    # Whatever a server, an engine or an image said of itself is in it.
+    # It contains texts of servers, engines and images, so secrets are masked.
     replace_file(folder / "run.json", pretty_json(masked(to_builtins(run), "sure")))
 
 
@@ -294,7 +295,7 @@ def _upgrade(raw: dict[str, Any]) -> None:
 
 
 def _find_contradiction(run: Run) -> tuple[str, str] | None:
-    """What no run can be, and the path of it in run.json."""
+    """A contradiction in a run and its path in run.json."""
     scenario = run.scenario
     for name, parts in (("servers", scenario.servers), ("loads", scenario.loads)):
         if not parts:
@@ -313,11 +314,11 @@ def _find_contradiction(run: Run) -> tuple[str, str] | None:
     return None
 
 
-# Runs that another tool measured: what its numbers mean, and what is not known.
+# Runs that another tool measured: the definitions of their numbers, and unknown numbers.
 
 NUMBERS_FILE = "numbers.json"  # numbers of cells that have no records
 
-# What a field of Numbers means in a run of our own; docs/method.md. `percentiles` concerns all latencies.
+# By field of Numbers its definition in runs of this suite; docs/method.md. `percentiles`: of all latencies.
 DEFINITIONS = {
     **columns.DEFINITIONS,
     "tokens_per_chunk": "output tokens that chunks carry / chunks with generated tokens",
@@ -326,14 +327,14 @@ DEFINITIONS = {
     "percentiles": "the least value that so many per cent do not exceed",
 }
 FORMULAS = 2  # version of DEFINITIONS; rows of a summary carry it
-_FORMER_DEFINITIONS = {  # in version 1, where it was something else
+_FORMER_DEFINITIONS = {  # those that differed in version 1
     "tpot_s": "(last - first chunk with a generated token) / (output tokens - 1)",
     "tokens_per_chunk": "output tokens / chunks with generated tokens",
 }
 
 
 class UnlikeError(HarnessError):
-    """Runs that are not compared. `about`: the one thing that a comparison of them can be about, if there is one."""
+    """Runs that are not compared. `about`: the one key in which a comparison may let them differ, if there is one."""
 
     about: str | None = None
 
@@ -343,7 +344,7 @@ class UnlikeError(HarnessError):
 
 
 def definition(run: Run, metric: str, row: tuple[str, str] | None = None) -> str:
-    """What a metric (a field of Numbers, or `percentiles`) means in this run, or in one row (server, load) of it."""
+    """The definition of a field of Numbers (or of `percentiles`) in a run, or in one row (server, load) of it."""
     own = DEFINITIONS[metric]
     if run.origin is None:
         return own
@@ -351,26 +352,23 @@ def definition(run: Run, metric: str, row: tuple[str, str] | None = None) -> str
 
 
 def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tuple[str, str]] = ()) -> None:
-    """Raise UnlikeError, naming the metric and both definitions, unless it means the same in all runs.
-
-    `rows` (server, load) are those that are compared; each must mean the same.
-    """
+    """Raise UnlikeError with both definitions unless a metric has the same one in all runs and in their `rows`."""
     first, *others = runs
     for other in others:
         for row in (None, *rows):
-            one, two = definition(first, metric, row), definition(other, metric, row)
-            if one != two:
+            definitions = [definition(run, metric, row) for run in (first, other)]
+            if definitions[0] != definitions[1]:
                 where = {} if row is None else {"row": " / ".join(row)}
                 tools = ["harness run" if run.origin is None else run.origin.tool for run in (first, other)]
                 raise UnlikeError(
                     because("definitions_of_runs", field=metric, run=first.id, other=other.id, **where),
                     next_step="Compare runs of one tool, or measure both sides with `harness run`.",
-                    detail=f"{first.id} ({tools[0]}): {one}\n{other.id} ({tools[1]}): {two}",
+                    detail=f"{first.id} ({tools[0]}): {definitions[0]}\n{other.id} ({tools[1]}): {definitions[1]}",
                 )
 
 
 def definitions_differ(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
-    """Why two rows have no ratio by numbers of these fields: they mean different things. None: they do not."""
+    """Why two rows have no ratio by these fields: one is defined differently. None: all definitions are equal."""
     own, others = (
         DEFINITIONS if one.formulas == FORMULAS else DEFINITIONS | _FORMER_DEFINITIONS for one in (row, other)
     )
@@ -387,45 +385,40 @@ def read_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
     path = folder / NUMBERS_FILE
     if run.origin is None or not path.exists():
         return {}
-    return read_json(path, dict[str, Numbers], FORMAT_VERSION, upgrade=lambda _: None)  # it has no version of its own
+    return read_json(path, dict[str, Numbers], FORMAT_VERSION, upgrade=lambda _: None)  # the file has no version
 
 
 def without_unknown_numbers(numbers: Numbers, origin: Origin | None) -> Numbers:
-    """`numbers` without what the tool's records cannot show."""
+    """`numbers` without the fields that the tool's records do not show."""
     if origin is None:
         return numbers
-    blank: dict[str, Distribution | None] = {
+    unknown: dict[str, Distribution | None] = {
         field: NO_SAMPLE if isinstance(getattr(numbers, field), Distribution) else None for field in origin.missing
     }
-    return replace(numbers, **blank)
+    return replace(numbers, **unknown)
 
 
 def origin_notes(origin: Origin | None) -> list[Reason]:
-    """What a reader must know of an imported run: where it is from, what is missing, what is defined otherwise."""
+    """The notes on an imported run: its origin, unknown numbers, other definitions."""
     if origin is None:
         return []
-    found = [because("imported", tool=origin.tool, version=origin.version, files=origin.files), *origin.notes]
-    by_reason: dict[str, list[str]] = {}
+    notes = [because("imported", tool=origin.tool, version=origin.version, files=origin.files), *origin.notes]
+    fields_of: dict[str, list[str]] = defaultdict(list)
     for field, why in origin.missing.items():
-        by_reason.setdefault(why, []).append(field)
-    found += [because("import_unknown", why=why, fields=fields) for why, fields in by_reason.items()]
-    found += [because("import_defined", field=field, meaning=text) for field, text in origin.definitions.items()]
-    return found + _row_notes(origin.rows)
-
-
-def _row_notes(rows: Sequence[RowOrigin]) -> list[Reason]:
-    """What differs from row to row, rows of the same together."""
-    defined: dict[tuple[str, str], list[str]] = {}
-    unknown: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        for into, texts in ((defined, row.definitions), (unknown, row.missing)):
-            for field, text in texts.items():
-                into.setdefault((field, text), []).append(f"{row.server} / {row.load}")
+        fields_of[why].append(field)
+    notes += [because("import_unknown", why=why, fields=fields) for why, fields in fields_of.items()]
+    notes += [because("import_defined", field=field, meaning=text) for field, text in origin.definitions.items()]
+    # Differences between rows; rows with the same text share a note.
+    defined: dict[tuple[str, str], list[str]] = defaultdict(list)
+    unknown: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in origin.rows:
+        for rows_of, texts in ((defined, row.definitions), (unknown, row.missing)):
+            for item in texts.items():
+                rows_of[item].append(f"{row.server} / {row.load}")
     first: dict[str, str] = {}
-    found = []
     for (field, text), names in defined.items():
         other = first.setdefault(field, text) != text
-        found.append(because("import_defined", field=field, meaning=text, rows=names, other=other))
-    return found + [
-        because("import_unknown", why=why, fields=[field], rows=names) for (field, why), names in unknown.items()
-    ]
+        notes.append(because("import_defined", field=field, meaning=text, rows=names, other=other))
+    for (field, why), names in unknown.items():
+        notes.append(because("import_unknown", why=why, fields=[field], rows=names))
+    return notes

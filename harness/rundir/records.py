@@ -1,7 +1,7 @@
-"""The central record, one request as the client saw it, and how files with a record a line are read.
+"""The central record, one request as the client observed it, and the readers of files with one record in a line.
 
-Records are raw observations. Everything else (TTFT, TPOT, goodput ...) is derived from them by
-`harness.analysis.derive`, so a definition can be corrected without a GPU. Formats: docs/run-directory.md.
+Records are raw observations. `harness.analysis.derive` computes everything else (TTFT, TPOT, goodput ...) from them, so
+a definition can be corrected without a new measurement. Formats: docs/run-directory.md.
 """
 
 import os
@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -17,19 +18,18 @@ import msgspec
 from harness.errors import HarnessError
 from harness.files import UNDECODABLE, open_file, read_bytes, read_lines, rename_old_fields
 
-MAX_CPU = 0.90  # of one core: a load process is one thread, and above that it is the limit
-SLACK_S = 0.001  # how far a kernel's stamp may lie outside what is possible before it is not believed
-LATE_READ_S = 0.005  # after the kernel had the bytes: a busy load process looks at its sockets each 2 ms
+MAX_CPU = 0.90  # of one core: a load process is one thread, so above this it limits the load
+SLACK_S = 0.001  # a kernel's stamp that is impossible by more than this is ignored
+LATE_READ_S = 0.005  # after the kernel had the bytes: a busy load process checks its sockets every 2 ms
 MAX_TOKENS = 2**31 - 1  # of any count: engines count in 32 bits
 TEMPLATE_TOKENS = 16_384  # a chat template adds fewer; a token of the prompt itself has at least one byte
-# After a response, a server that does not keep the connection has closed it: Lemonade within 70 ms of [DONE].
-CLOSING_S = 0.2
+CLOSING_S = 0.2  # after a response: a server that closes the connection has done so (Lemonade: 70 ms after [DONE])
 
 ErrorKind = Literal[
     "connect",  # no connection: refused, unreachable, name not resolved
-    "timeout",  # no data arrived for longer than the scenario allows; pings are none
+    "timeout",  # no data arrived for longer than the scenario allows; pings are not data
     "disconnect",  # the connection broke before the response was complete
-    "rejected",  # 429 or 503: the server says that it is busy
+    "rejected",  # 429 or 503: the server is busy
     "http",  # any other status that is not 2xx
     "not_api",  # 200 with something that is not the API's answer, such as HTML
     "stream_error",  # an error object inside a 200 stream
@@ -37,19 +37,19 @@ ErrorKind = Literal[
     "truncated",  # the stream ended without [DONE] or a finish reason
     "empty",  # a complete answer without any generated text
     "unfinished",  # cut by the end of the run
-    "abandoned",  # the user left, as the load has it: neither a success nor a failure
-    "client",  # the load generator could not send it, or has a defect; the message says which
+    "abandoned",  # the user left, as the load asks for: neither a success nor a failure
+    "client",  # the load generator could not send it, or has a defect; see the message
     "unknown",  # imported, and the tool does not say which of these it was
 ]
-# Bounds of what is read. Beyond them is no measurement, and arithmetic on it would overflow.
+# Bounds of the values that are read: no measurement is beyond them, and arithmetic on larger values would overflow.
 Seconds = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]  # a duration, or a time on any clock
 Duration = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-# A moment after `sent_s`. The kernel's stamp is on another clock, which is joined to SLACK_S: as far may it lie before.
+# A moment after `sent_s`. The kernel's stamp is on another clock, joined to SLACK_S, so it may be that much earlier.
 After = Annotated[float, msgspec.Meta(ge=-SLACK_S, le=1e11)]
 Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
-CUT = ("unfinished", "abandoned")  # not by the server: neither failed, and what came until then was of use
+CUT = ("unfinished", "abandoned")  # not ended by the server: no failures, and their tokens count
 
 
 class BadField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -84,7 +84,7 @@ def find_impossible_counts(
     prompt, output = counts.prompt_tokens, counts.output_tokens
     bad: dict[str, BadField] = {}
 
-    def check(name: str, field: str, value: int | None, minimum: int, maximum: int) -> bool:
+    def is_possible(name: str, field: str, value: int | None, minimum: int, maximum: int) -> bool:
         if value is None or minimum <= value <= maximum:
             return value is not None
         got = str(value) if value.bit_length() <= 64 else "more than 64 bits"
@@ -92,12 +92,13 @@ def find_impossible_counts(
         bad[name] = BadField(f"usage.{field}", code, got, limit)  # type: ignore[arg-type]  # a tuple of two literals
         return False
 
-    if check("prompt_tokens", "prompt_tokens", prompt, 0, prompt_max):
+    if is_possible("prompt_tokens", "prompt_tokens", prompt, 0, prompt_max):
         prompt_max = prompt or 0
-    if check("output_tokens", "completion_tokens", output, output_min, output_max):
+    if is_possible("output_tokens", "completion_tokens", output, output_min, output_max):
         output_max = output or 0
-    check("cached_tokens", "prompt_tokens_details.cached_tokens", counts.cached_tokens, 0, prompt_max)
-    check("reasoning_tokens", "completion_tokens_details.reasoning_tokens", counts.reasoning_tokens, 0, output_max)
+    cached, reasoning = counts.cached_tokens, counts.reasoning_tokens
+    is_possible("cached_tokens", "prompt_tokens_details.cached_tokens", cached, 0, prompt_max)
+    is_possible("reasoning_tokens", "completion_tokens_details.reasoning_tokens", reasoning, 0, output_max)
     return bad
 
 
@@ -159,26 +160,26 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One line of processes.jsonl: a load process says hello when it starts and goodbye when it ends.
+    """One line of processes.jsonl: the start or the end of a load process.
 
-    `wall_s` and `monotonic_s` are read back to back: the anchor that joins its records with other clocks.
-    A process without an `end` mark was killed, and what it had sent is not known.
+    `wall_s` and `monotonic_s` are read one right after the other: they join its records with other clocks. A process
+    without an `end` mark was killed, and the number of requests that it had sent is not known.
     """
 
     event: Literal["start", "end"]
     process: Whole
-    host: str | None = None  # name and boot of the machine: processes of one share its monotonic clock
+    host: str | None = None  # name and boot of the machine, whose processes share a monotonic clock
     cell: str
     wall_s: Seconds
     wall_error_s: Seconds | None = None  # of several machines: `wall_s` is the master's clock, known to so much
     monotonic_s: Duration
-    # Whether the warm-up found the server steady before its bound (end only). None: it was not to find that out.
+    # Whether the warm-up found the server steady before its bound (end only). None: it did not check that.
     steady: bool | None = None
     sent: Count | None = None  # requests whose first byte was about to be written (end only)
     recorded: Count | None = None  # records handed to the file (end only)
     left_s: Duration | None = None  # measured time left when it was asked to stop (end only); None: no time is set
-    users: Count | None = None  # that it had, all in all (end only); None: their number changes with the stages
-    users_gone: Count | None = None  # of them, those that ended before they were asked to (end only)
+    users: Count | None = None  # that it had in total (end only); None: their number changes with the stages
+    users_gone: Count | None = None  # that ended before they were asked to (end only)
     cpu_s: Duration | None = None  # CPU time of the process since its start mark (end only)
     # Highest share of one core over any 5 s from the first measured request on; over the time from there to the end
     # where that is between 1 and 5 s (end only). A lifetime's mean would hide a few seconds of saturation.
@@ -197,10 +198,10 @@ def read_requests(path: Path, damaged: list[int] | None = None) -> Iterator[Requ
 
 
 def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark]:
-    """The marks of a processes.jsonl. Lines that cannot be read go into `damaged`; a torn last line is skipped."""
+    """The marks of a processes.jsonl. `damaged` gets the numbers of unreadable lines; a torn last line is skipped."""
     marks = []
     for number, line in enumerate(read_bytes(path).splitlines(keepends=True) if path.exists() else (), start=1):
-        try:  # with the names of fields until 0.2.0, too
+        try:  # also with the field names of versions before 0.2.0
             marks.append(msgspec.convert(rename_old_fields(msgspec.json.decode(line)), ProcessMark))
         except UNDECODABLE:
             if damaged is not None and line.endswith(b"\n"):
@@ -208,8 +209,8 @@ def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark
     return marks
 
 
-# A long file is read in blocks by several processes. The division depends on the file alone, and results come in the
-# order of the file: it never shows in a number how many processes there were.
+# Several processes read the blocks of a long file. The blocks depend on the file alone and the results come in the
+# order of the file, so the number of processes changes no result.
 BLOCK_BYTES = 16 * 2**20
 PARALLEL_BYTES = 64 * 2**20  # below that, starting processes takes longer than they save
 MAX_PROCESSES = 4
@@ -235,30 +236,29 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class Lines(msgspec.Struct):
-    """How many lines a block had, and which of them (from 1 on) could not be decoded."""
+    """The lines of a block."""
 
     count: int = 0
-    damaged: list[int] = []
+    damaged: list[int] = []  # numbers, from 1, of those that could not be decoded
 
 
 def split_blocks(path: Path, block_bytes: int | None = None) -> list[Block]:
-    """The file in blocks of about that many bytes; none when it is empty or not there."""
+    """Divide a file into blocks of whole lines with about that many bytes; no blocks for an empty or missing file."""
     if not path.exists():
         return []
     size = path.stat().st_size
-    places = [0]
+    starts = [0]
     with open_file(path) as file:
         for place in range(block_bytes or BLOCK_BYTES, size, block_bytes or BLOCK_BYTES):
-            file.seek(place - 1)  # a block that ends with its line ends there
+            file.seek(place - 1)  # the line may end right before `place`
             file.readline()
-            if places[-1] < file.tell() < size:
-                places.append(file.tell())
-    ends = [*places[1:], size]
-    return [Block(str(path), start, end) for start, end in zip(places, ends, strict=True) if end > start]
+            if starts[-1] < file.tell() < size:
+                starts.append(file.tell())
+    return [Block(str(path), start, end) for start, end in pairwise([*starts, size]) if end > start]
 
 
 def read_block(block: Block, lines: Lines) -> Iterator[Request]:
-    """The records of a block; `lines` has afterwards what was read. Torn lines are skipped."""
+    """Yield the records of a block and count its lines in `lines`. Damaged lines are skipped."""
     decode = msgspec.json.Decoder(Request).decode
     for line in block.lines():
         lines.count += 1
@@ -268,35 +268,36 @@ def read_block(block: Block, lines: Lines) -> Iterator[Request]:
             lines.damaged.append(lines.count)
 
 
-def damaged_in_file(parts: Iterable[Lines]) -> list[int]:
+def damaged_in_file(blocks: Iterable[Lines]) -> list[int]:
+    """The numbers of damaged lines, counted from the start of the file."""
     damaged: list[int] = []
     before = 0
-    for part in parts:
-        damaged += [before + number for number in part.damaged]
-        before += part.count
+    for block in blocks:
+        damaged += [before + number for number in block.damaged]
+        before += block.count
     return damaged
 
 
-def processes() -> int:
-    """How many processes may read at once: as many as there are cores for this one, within reason."""
+def max_processes() -> int:
+    """The number of processes that may read at once: one for each core of this process, up to a limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MAX_PROCESSES, cores)
 
 
 @contextmanager
 def reader(blocks: list[Block]) -> Iterator[Reading[Any]]:
-    """Gives a function that calls another one for each block and yields the results in order.
+    """Provide a `map`: it calls a function for each block and yields the results in order.
 
-    A long file is read by several processes: then function and results must be such as can be pickled. They are
-    started anew ("spawn") and not forked, since this process may have threads; a script that gets here therefore needs
-    the usual `if __name__ == "__main__":`. Raises HarnessError when one dies.
+    Several processes read a long file, so function and results must be picklable. The processes are spawned and not
+    forked, because this process may have threads; a script that calls this needs the usual
+    `if __name__ == "__main__":`. Raises HarnessError when a process dies.
     """
     size = blocks[-1].end if blocks else 0
-    count = min(processes(), len(blocks))
+    count = min(max_processes(), len(blocks))
     if size < PARALLEL_BYTES or count < 2:
         yield lambda function: map(function, blocks)
         return
-    import multiprocessing  # here, because load processes need none of it
+    import multiprocessing  # here, because load processes do not need it
     from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -318,7 +319,7 @@ S = TypeVar("S", bound=OfCell)
 
 
 def append_sample(path: Path, sample: OfCell) -> None:
-    """One more line, in one write, so that a reader sees whole lines."""
+    """Append a line in one write, so that a reader sees only whole lines."""
     line = msgspec.json.encode(sample) + b"\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -327,18 +328,18 @@ def append_sample(path: Path, sample: OfCell) -> None:
         os.close(file)
 
 
-def group_by_cell(found: Iterable[S]) -> dict[str, list[S]]:
+def group_by_cell(samples: Iterable[S]) -> dict[str, list[S]]:
     cells: dict[str, list[S]] = defaultdict(list)
-    for one in found:
-        cells[one.cell].append(one)
+    for sample in samples:
+        cells[sample.cell].append(sample)
     return cells
 
 
-_FRESH_S = 6.0  # an older sample says nothing of now
+_FRESH_S = 6.0  # an older sample does not describe the present
 
 
 class Tail:
-    """The whole lines that were added since the last look, from the present end on. A missing file has none."""
+    """Reads the whole lines that were appended to a file since the last call. A missing file has no lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -358,24 +359,24 @@ class Tail:
 
 
 class Samples:
-    """What is sampled of a server or its machine from now on, as metrics.jsonl and telemetry.jsonl have it."""
+    """Reads the samples that are appended to metrics.jsonl or telemetry.jsonl from now on."""
 
     def __init__(self, path: Path, cell: str | None = None) -> None:
-        """`cell`: only its own; None: all."""
-        self.newest: dict[str, Any] | None = None  # None: there was none lately
+        """`cell`: read only its samples; None: all."""
+        self.newest: dict[str, Any] | None = None  # None: there is no recent one
         self._tail = Tail(path)
         self._cell = cell
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Those that came since the last look: a few short lines, so it takes well below a millisecond."""
-        came: list[dict[str, Any]] = []
+        """Return the samples since the last call. This takes well below a millisecond."""
+        new: list[dict[str, Any]] = []
         for line in self._tail.lines():
             with suppress(*UNDECODABLE):
                 sample = msgspec.json.decode(line)
                 known = isinstance(sample, dict) and isinstance(sample.get("wall_s"), float)
                 if known and self._cell in (None, sample.get("cell")):
-                    came.append(sample)
-        self.newest = came[-1] if came else self.newest
+                    new.append(sample)
+        self.newest = new[-1] if new else self.newest
         if self.newest is not None and time.time() - self.newest["wall_s"] > _FRESH_S:
             self.newest = None
-        return came
+        return new

@@ -1,6 +1,6 @@
-"""Samples of a server's own metrics (metrics.jsonl) and of its machine (telemetry.jsonl), and what they say of a cell.
+"""Samples of a server's own metrics (metrics.jsonl) and of its machine (telemetry.jsonl), and their summaries.
 
-Machines are sampled by `harness.machine.telemetry`. What was not read, or could not be, is None and left out.
+`harness.machine.telemetry` samples machines. A value that could not be read is None and left out of the files.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from harness.rundir.records import Number, Seconds, Whole, append_sample, group_
 from harness.summary import GpuLoad, MachineLoad, ServerLoad, median_of_known
 from harness.trust import open_session
 
-# What a sample of metrics keeps, under names of our own, whatever the server calls them:
+# The values of a metrics sample, under the same names for all servers:
 #
 # running, waiting    requests in the running batch, requests in the queue
 # kv_usage            part of the KV cache in use, 0 to 1
@@ -36,7 +36,7 @@ from harness.trust import open_session
 # queue_s             counter, seconds that finished requests waited for their first turn
 # prefill_s           counter, seconds from there to their first token
 # decode_s            counter, seconds from there to their last token
-# timed_requests      counter, the requests that these three are of
+# timed_requests      counter, the requests of these three
 # started_s           when the server's process started, Unix time
 KEYS = (
     "running", "waiting", "kv_usage", "preemptions", "prompt_tokens", "generated_tokens", "prefix_queries",
@@ -44,33 +44,33 @@ KEYS = (
 )  # fmt: skip
 STAGES = ("queue_s", "prefill_s", "decode_s", "timed_requests")
 COUNTERS = ("preemptions", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", *STAGES)
-_NOT_SUMMED = ("kv_usage", "started_s")  # over engines (data parallel): the most of any
+_NOT_SUMMED = ("kv_usage", "started_s")  # of several engines (data parallel) the maximum
 
-_MAX_VALUE = 2.0**53  # beyond this a float does not count
-_SAME_START_S = 0.5  # a restarted server needs longer than that
+_MAX_VALUE = 2.0**53  # a larger float cannot count
+_SAME_START_S = 0.5  # a restart takes longer
 
 
 class MetricsSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    wall_s: Seconds  # when the server was asked
+    wall_s: Seconds  # of the request for them
     cell: str
-    values: dict[str, Number]  # what the server has of KEYS
+    values: dict[str, Number]  # by those of KEYS that the server has
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """The values of KEYS in a text of the Prometheus format; of several names the first one found.
+    """The values of KEYS in a text of the Prometheus format; of several names the first that is there.
 
-    Raises ValueError for anything else than that format, such as HTML.
+    Raises ValueError for any other format, such as HTML.
     """
     found: dict[str, list[float]] = defaultdict(list)
     names_of = _metric_names()
     known = set(itertools.chain.from_iterable(names_of.values()))
     try:
         families = list(text_string_to_metric_families(text))
-    except (ArithmeticError, LookupError, TypeError) as error:  # what its parser makes of some other texts
+    except (ArithmeticError, LookupError, TypeError) as error:  # from its parser, for some other texts
         raise ValueError(f"no metrics ({type(error).__name__})") from None
     for family in families:
         for sample in family.samples:
-            # A counter may come without its suffix, depending on the version of the exporter.
+            # The suffix of a counter depends on the version of the exporter.
             name = sample.name if sample.name in known else f"{sample.name}_total"
             if name in known and 0 <= sample.value <= _MAX_VALUE:  # NaN: not known yet
                 found[name].append(float(sample.value))
@@ -84,7 +84,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 @cache
 def _metric_names() -> dict[str, list[str]]:
-    """By key what servers call it: the engines' names, and one that all of them may have."""
+    """The names of each key: those of the engines, and one that all of them may have."""
     found = {key: [name for engine in engines() for name in engine.metrics.get(key, [])] for key in KEYS}
     return {**found, "started_s": ["process_start_time_seconds"]}
 
@@ -96,9 +96,9 @@ def fetch_metrics(
     session: requests.Session | None = None,
     timeout_s: float = 5.0,
 ) -> dict[str, float]:
-    """Read a server's metrics once, from an address or from a function that gives the text.
+    """Read a server's metrics once, from a URL or from a function that returns the text.
 
-    Raises requests.RequestException, OSError, ValueError where nothing usable came.
+    Raises requests.RequestException, OSError or ValueError if that fails.
     """
     if not isinstance(source, str):
         return parse_metrics(source())
@@ -109,10 +109,9 @@ def fetch_metrics(
 
 
 class Scraper:
-    """Reads a server's metrics into a file: at the start, each interval, and at the end.
+    """Writes a server's metrics to a file: at the start, in each interval, and at the end.
 
-    `source` is a URL, or a function that gives the text. A scrape that fails leaves a gap. Without a source it does
-    nothing.
+    `source`: a URL, or a function that returns the text; None: there is nothing to do. A failed scrape leaves a gap.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class Scraper:
         self._session.close()
 
     def scrape_now(self) -> bool:
-        """Ask once and append what came. False when nothing usable came."""
+        """Append one sample. Return whether that succeeded."""
         wall_s, source = time.time(), self.source
         assert source is not None
         try:
@@ -166,7 +165,7 @@ class Scraper:
         due = time.monotonic() + self._interval_s
         while not self._enough.wait(max(0.0, due - time.monotonic())):
             self.scrape_now()
-            due = max(due + self._interval_s, time.monotonic())  # a slow server is not asked twice at once
+            due = max(due + self._interval_s, time.monotonic())  # no second request at once to a slow server
 
 
 def read_metrics(path: Path) -> dict[str, list[MetricsSample]]:
@@ -179,12 +178,12 @@ def server_load(
     ended_wall_s: float | None = None,
     measured_wall_s: tuple[float, float] | None = None,
 ) -> ServerLoad:
-    """What a cell's samples say.
+    """Summarize a cell's samples.
 
-    Counters are differences of the last and the first sample, and given only when these lie before the first
-    request was sent and after the last one ended (`sent_wall_s`, `ended_wall_s`: warm-up included); those of STAGES
-    from the last sample before to the first one after `measured_wall_s`. Means are over the samples within
-    `measured_wall_s`, or all of them when it is not given.
+    Counters are differences between the first and the last sample. They are known only if all requests were between
+    these two (`sent_wall_s`, `ended_wall_s`: of the first and the last request, warm-up included). Those of STAGES are
+    differences between the last sample before `measured_wall_s` and the first one after it. Means are over the samples
+    in `measured_wall_s`, or over all of them if it is None.
     """
     restarted = _has_restarted(samples)
     covered = (
@@ -196,7 +195,7 @@ def server_load(
     deltas: dict[str, float] = {}
     if covered and not restarted:
         first, last = samples[0].values, samples[-1].values
-        # A counter with labels appears with its first event: absent at first means that nothing was counted.
+        # A counter with labels appears with its first event, so a missing one counts as 0.
         deltas = {key: last[key] - first.get(key, 0.0) for key in COUNTERS if key in last}
     queries = deltas.get("prefix_queries")
     stages = {} if restarted else _stage_growth(samples, measured_wall_s)
@@ -216,7 +215,7 @@ def server_load(
 
 
 def _stage_growth(samples: Sequence[MetricsSample], measured_wall_s: tuple[float, float] | None) -> dict[str, float]:
-    """What the counters of STAGES gained in the measured time; nothing where no sample is before it, or none after."""
+    """The growth of the counters of STAGES in the measured time; empty without a sample before it and one after it."""
     if measured_wall_s is None:
         return {}
     begin_s, end_s = measured_wall_s
@@ -242,10 +241,10 @@ def _has_restarted(samples: Sequence[MetricsSample]) -> bool:
     return False
 
 
-MIN_SAMPLES = 5  # samples inside the window that a mean or an integral needs
-MAX_GAP_S = 5.0  # between two samples; beyond, what happened in between is not known
-MIN_BUSY = 5.0  # percent on average: a GPU below did not serve ...
-MIN_PART = 0.1  # ... nor one below that part of the busiest
+MIN_SAMPLES = 5  # in the window, for an integral
+MAX_GAP_S = 5.0  # between two samples, for an integral
+MIN_BUSY_PERCENT = 5.0  # on average: a GPU below this did not work for the server ...
+MIN_BUSY_SHARE = 0.1  # ... nor did one below this share of the busiest GPU
 
 _INTEGER_FIELDS = (
     "samples", "memory_max_bytes", "host_memory_min_bytes", "container_memory_max_bytes", "listen_overflows"
@@ -265,10 +264,10 @@ class GpuSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     temperatures_c: dict[str, Number] = {}  # by the driver's label: edge, junction, mem
     clock_mhz: Number | None = None
     memory_clock_mhz: Number | None = None
-    # What limited its clocks since the last sample, and for which part of that time; {}: nothing. Kinds: "heat",
-    # "prochot" (a signal from outside, such as the power supply), "power", "current".
+    # By kind of limit the share of the time since the last sample in which it set the clocks; {}: no limit. Kinds:
+    # "heat", "prochot" (an external signal, such as the power supply's), "power", "current".
     held_back: dict[str, Number] | None = None
-    energy_j: Number | None = None  # a counter, since an unknown moment
+    energy_j: Number | None = None  # a counter that started at an unknown time
 
 
 class HostSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -281,15 +280,15 @@ class HostSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The server's container."""
 
-    cpu_cores: Number | None = None  # how many cores it kept busy since the last sample
+    cpu_cores: Number | None = None  # that it kept busy since the last sample
     memory_bytes: Whole | None = None  # without page cache that can be dropped, as `docker stats` counts
     listen_overflows: Whole | None = None  # ListenOverflows of its network namespace: a counter since its start
 
 
 class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    wall_s: Seconds  # when reading began; through a container: when the reading arrived
+    wall_s: Seconds  # start of the reading; through a container: its arrival
     cell: str
-    took_s: Number | None = None  # how long reading took; None: through a container
+    took_s: Number | None = None  # duration of the reading; None: through a container
     gpus: dict[str, GpuSample] = {}  # by render node, such as renderD128
     host: HostSample | None = None
     container: ContainerSample | None = None
@@ -300,37 +299,37 @@ def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
 
 
 def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens: float | None) -> MachineLoad | None:
-    """What a cell's samples say of the measured `window` (Unix time), in which `tokens` were generated.
+    """Summarize a cell's samples in the measured `window` (Unix time), in which `tokens` were generated.
 
-    None when nothing was sampled in it. Formulas are in docs/method.md.
+    None: there is no sample in it. Formulas: docs/method.md.
     """
-    inside = [one for one in samples if window is not None and window[0] <= one.wall_s <= window[1]]
+    inside = [sample for sample in samples if window is not None and window[0] <= sample.wall_s <= window[1]]
     if not inside or window is None:
         return None
-    names = list(dict.fromkeys(name for one in samples for name in one.gpus))
+    names = list(dict.fromkeys(name for sample in samples for name in sample.gpus))
     used = busy_gpus(inside)
     gpus = {name: _gpu_load(samples, inside, window, name, name in used) for name in names}
-    mine = [gpus[name] for name in names if name in used]
-    energy = _sum_if_known([gpu.energy_j for gpu in mine])
-    times = [window[0], *(one.wall_s for one in inside), window[1]]
+    serving = [gpus[name] for name in names if name in used]
+    energy = _sum_if_known([gpu.energy_j for gpu in serving])
+    times = [window[0], *(sample.wall_s for sample in inside), window[1]]
     host, container = _known_values(inside, "host"), _known_values(inside, "container")
     return MachineLoad(
         samples=len(inside),
         gap_max_s=max(after - before for before, after in itertools.pairwise(times)),
         took_max_s=max(_known_values(inside, "took_s"), default=None),
         gpus=gpus,
-        busy_mean_percent=_mean_or_none(_known_values(mine, "busy_mean_percent")),
-        busy_max_percent=max(_known_values(mine, "busy_max_percent"), default=None),
-        memory_max_bytes=max((m for one in inside if (m := _used_memory(one, used)) is not None), default=None),
-        power_mean_w=_sum_if_known([gpu.power_mean_w for gpu in mine]),
-        power_max_w=max((power for one in inside if (power := _total_power(one, used)) is not None), default=None),
-        package=any(gpu.package for gpu in mine),
+        busy_mean_percent=_mean_or_none(_known_values(serving, "busy_mean_percent")),
+        busy_max_percent=max(_known_values(serving, "busy_max_percent"), default=None),
+        memory_max_bytes=_max_known(_used_memory(sample, used) for sample in inside),
+        power_mean_w=_sum_if_known([gpu.power_mean_w for gpu in serving]),
+        power_max_w=_max_known(_total_power(sample, used) for sample in inside),
+        package=any(gpu.package for gpu in serving),
         energy_j=energy,
         energy_per_token_j=energy / tokens if energy is not None and tokens else None,
-        counted_energy_j=_sum_if_known([gpu.counted_energy_j for gpu in mine]),
-        temperature_max_c=max((t for gpu in mine for t in gpu.temperatures_max_c.values()), default=None),
-        heat_s=max(_known_values(mine, "heat_s"), default=None),
-        limited_s=max(_known_values(mine, "limited_s"), default=None),
+        counted_energy_j=_sum_if_known([gpu.counted_energy_j for gpu in serving]),
+        temperature_max_c=max((t for gpu in serving for t in gpu.temperatures_max_c.values()), default=None),
+        heat_s=max(_known_values(serving, "heat_s"), default=None),
+        limited_s=max(_known_values(serving, "limited_s"), default=None),
         host_cpu_mean=_mean_or_none(_known_values(host, "cpu_busy")),
         host_memory_min_bytes=min(_known_values(host, "memory_available_bytes"), default=None),
         container_cpu_mean_cores=_mean_or_none(_known_values(container, "cpu_cores")),
@@ -340,37 +339,33 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
 
 
 def median_load(loads: Sequence[MachineLoad | None]) -> MachineLoad | None:
-    """Each value the median over several cells, of those that know it."""
+    """The median of each value over several cells, without those that do not know it."""
     known = [load for load in loads if load is not None]
     if not known:
         return None
-
     names = [name for name in MachineLoad.__struct_fields__ if name not in ("gpus", "package")]
-    numbers = {name: median_of_known(getattr(load, name) for load in known) for name in names}
-    whole = {name: round(value) for name in _INTEGER_FIELDS if (value := numbers[name]) is not None}
-    found: MachineLoad = msgspec.convert(
-        {**numbers, **whole, "package": any(one.package for one in known)}, MachineLoad
-    )
-    return found
+    medians = {name: median_of_known(getattr(load, name) for load in known) for name in names}
+    integers = {name: round(value) for name in _INTEGER_FIELDS if (value := medians[name]) is not None}
+    return msgspec.convert({**medians, **integers, "package": any(load.package for load in known)}, MachineLoad)
 
 
 def busy_gpus(samples: Sequence[TelemetrySample]) -> set[str]:
-    """The GPUs that worked for the server: busy for a good part of the time, or all where none says how busy it is."""
-    names = {name for one in samples for name in one.gpus}
+    """The GPUs that worked for the server, by how busy they were; all if no GPU reports that."""
+    names = {name for sample in samples for name in sample.gpus}
     busy = {
         name: statistics.fmean(known)
         for name in names
-        if (known := _known_values([one.gpus[name] for one in samples if name in one.gpus], "busy_percent"))
+        if (known := _known_values([sample.gpus[name] for sample in samples if name in sample.gpus], "busy_percent"))
     }
     if not busy:
         return names
-    return {name for name, mean in busy.items() if mean >= max(MIN_BUSY, MIN_PART * max(busy.values()))}
+    return {name for name, mean in busy.items() if mean >= max(MIN_BUSY_PERCENT, MIN_BUSY_SHARE * max(busy.values()))}
 
 
 def _gpu_load(
     samples: Sequence[TelemetrySample], inside: Sequence[TelemetrySample], window: Span, name: str, used: bool
 ) -> GpuLoad:
-    seen = [one.gpus[name] for one in inside if name in one.gpus]
+    seen = [sample.gpus[name] for sample in inside if name in sample.gpus]
     busy, power, clocks = (_known_values(seen, field) for field in ("busy_percent", "power_w", "clock_mhz"))
     labels = list(dict.fromkeys(label for gpu in seen for label in gpu.temperatures_c))
     return GpuLoad(
@@ -396,10 +391,10 @@ def _gpu_load(
 
 
 def integral(series: Series, window: Span) -> float | None:
-    """The integral over the window by the trapezoid rule, values between samples on straight lines.
+    """The integral over the window by the trapezoid rule.
 
-    At the edges of the window the value is on the line to the next sample outside, and without one it is that of the
-    nearest. None with fewer than MIN_SAMPLES samples inside, or where MAX_GAP_S and more are without a sample.
+    At an edge of the window the value is interpolated to the next sample outside; without one it is that of the nearest
+    sample. None: fewer than MIN_SAMPLES samples inside, or MAX_GAP_S or more without a sample.
     """
     begin, end = window
     inside = [point for point in series if begin <= point[0] <= end]
@@ -415,19 +410,19 @@ def integral(series: Series, window: Span) -> float | None:
 
 
 def held_back_s(samples: Sequence[TelemetrySample], window: Span, name: str, kinds: Sequence[str]) -> float | None:
-    """For how long of the window one of `kinds` held a GPU back. None when that is not known of any part of it."""
+    """The part of the window in which a limit of `kinds` throttled a GPU. None: it is not known for any part of it."""
     total, known = 0.0, False
-    for before, one in itertools.pairwise(samples):
-        held = one.gpus[name].held_back if name in one.gpus else None
-        overlap = min(one.wall_s, window[1]) - max(before.wall_s, window[0])
-        if held is not None and overlap > 0:
+    for before, sample in itertools.pairwise(samples):
+        limits = sample.gpus[name].held_back if name in sample.gpus else None
+        overlap = min(sample.wall_s, window[1]) - max(before.wall_s, window[0])
+        if limits is not None and overlap > 0:
             known = True
-            total += overlap * max((held.get(kind, 0.0) for kind in kinds), default=0.0)
+            total += overlap * max(limits.get(kind, 0.0) for kind in kinds)
     return total if known else None
 
 
 def _counter_growth(series: Series, window: Span) -> float | None:
-    """By how much a counter grew in the window. None when it is not known before and after it, or began anew."""
+    """The growth of a counter in the window. None: it is not known before and after it, or it restarted."""
     if not series or series[0][0] > window[0] or series[-1][0] < window[1]:
         return None
     if any(late[1] < early[1] for early, late in itertools.pairwise(series)):
@@ -437,7 +432,7 @@ def _counter_growth(series: Series, window: Span) -> float | None:
 
 def _listen_overflows(samples: Sequence[TelemetrySample], window: Span) -> int | None:
     """Return the growth of the counter from the last sample before the window to the first after it."""
-    series = [(one.wall_s, count) for one in samples if one.container for count in [one.container.listen_overflows]]
+    series = [(sample.wall_s, sample.container.listen_overflows) for sample in samples if sample.container]
     known = [(at, count) for at, count in series if count is not None]
     first = max((point for point in known if point[0] <= window[0]), default=min(known, default=None))
     last = min((point for point in known if point[0] >= window[1]), default=max(known, default=None))
@@ -447,7 +442,7 @@ def _listen_overflows(samples: Sequence[TelemetrySample], window: Span) -> int |
 
 
 def _interpolate(series: Series, when: float) -> float:
-    """The value at a time, on the straight line between its neighbours; outside of all samples that of the nearest."""
+    """The value at a time, interpolated between its neighbours; outside of all samples that of the nearest."""
     before = max((point for point in series if point[0] <= when), default=series[0])
     after = min((point for point in series if point[0] >= when), default=series[-1])
     if after[0] <= before[0]:
@@ -456,24 +451,18 @@ def _interpolate(series: Series, when: float) -> float:
 
 
 def _known_values(seen: Iterable[msgspec.Struct], field: str) -> list[Any]:
-    return [value for one in seen if (value := getattr(one, field)) is not None]
+    return [value for sample in seen if (value := getattr(sample, field)) is not None]
 
 
 def _series(samples: Sequence[TelemetrySample], name: str, field: str) -> Series:
-    return [
-        (one.wall_s, value) for one in samples if name in one.gpus for value in _known_values([one.gpus[name]], field)
-    ]
+    gpus = [(sample.wall_s, sample.gpus[name]) for sample in samples if name in sample.gpus]
+    return [(at, value) for at, gpu in gpus for value in _known_values([gpu], field)]
 
 
 def _used_memory(sample: TelemetrySample, names: set[str]) -> int | None:
-    found = [
-        used
-        for name, gpu in sample.gpus.items()
-        if name in names
-        for used in (gpu.vram_used_bytes, gpu.gtt_used_bytes)
-        if used is not None
-    ]
-    return sum(found) if found else None
+    gpus = [gpu for name, gpu in sample.gpus.items() if name in names]
+    sizes = _known_values(gpus, "vram_used_bytes") + _known_values(gpus, "gtt_used_bytes")
+    return sum(sizes) if sizes else None
 
 
 def _total_power(sample: TelemetrySample, names: set[str]) -> float | None:
@@ -481,9 +470,13 @@ def _total_power(sample: TelemetrySample, names: set[str]) -> float | None:
 
 
 def _sum_if_known(values: Sequence[float | None]) -> float | None:
-    """The sum; None when there is nothing to sum up, or one part of it is not known."""
+    """The sum. None: there are no values, or one of them is not known."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
+
+
+def _max_known(values: Iterable[float | None]) -> Any:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:

@@ -19,7 +19,10 @@ class Spawned(msgspec.Struct, frozen=True):
 
 @contextmanager
 def spawned(*flags: str, quiet: bool = False) -> Iterator[Spawned]:
-    """`python -m harness.simulated --port 0 FLAGS`, ready; its log goes to our stderr, or nowhere. Ended by SIGTERM."""
+    """Start `python -m harness.simulated --port 0 FLAGS`, yield it when it is ready, and end it by SIGTERM.
+
+    Its log goes to our stderr; with `quiet`, nowhere.
+    """
     command = [sys.executable, "-m", "harness.simulated", "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if quiet else None, text=True)
     assert process.stdout

@@ -25,8 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return asyncio.run(_run(config, options.startup_s, options.fail_start, options.exit_code))
     except OSError as error:
-        what = error.filename or f"cannot listen on {config.host}:{config.port}"  # a file: the send log
-        print(f"ERROR [simulated] {what}: {error.strerror}", file=sys.stderr)
+        subject = error.filename or f"cannot listen on {config.host}:{config.port}"  # the file is the send log
+        print(f"ERROR [simulated] {subject}: {error.strerror}", file=sys.stderr)
         return 1
 
 
@@ -60,10 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config(options: argparse.Namespace) -> ServerConfig:
-    given = {f.name: getattr(options, f.name) for f in msgspec.structs.fields(EngineConfig)}
-    engine = msgspec.structs.replace(
-        PRESETS[options.preset], **{name: value for name, value in given.items() if value is not None}
-    )
+    parameters = {name: getattr(options, name) for name in EngineConfig.__struct_fields__}
+    overrides = {name: value for name, value in parameters.items() if value is not None}
+    engine = msgspec.structs.replace(PRESETS[options.preset], **overrides)
     if problem := engine.problem():
         raise ValueError(problem)
     if not 0 <= options.port < 65536:
@@ -95,11 +94,11 @@ async def _run(config: ServerConfig, startup_s: float, fail_start: str | None, e
         return exit_code
     server = SimulatedServer(config)
     listening, port = await server.serve()
-    shown = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     log("Application startup complete.")
-    print(f"listening on http://{shown}:{port}", flush=True)
+    print(f"listening on http://{host}:{port}", flush=True)
     gc.collect()
-    gc.freeze()  # what exists now stays: a collection must not walk it while tokens are due
+    gc.freeze()  # these objects stay: a collection must not scan them while tokens are due
     await stopped.wait()
     log("stopping")
     listening.close()
@@ -111,8 +110,7 @@ def _log_start(config: ServerConfig) -> None:
     engine = config.engine
     tokens = engine.num_gpu_blocks * engine.block_size
     log(f"simulated engine: no model is computed, all timing comes from preset {config.preset}")
-    values = {f.name: getattr(engine, f.name) for f in msgspec.structs.fields(EngineConfig)}
-    log("parameters: " + ", ".join(f"{name}={value}" for name, value in values.items()))
+    log("parameters: " + ", ".join(f"{name}={value}" for name, value in msgspec.structs.asdict(engine).items()))
     for fault in config.faults:
         log(f"fault {fault.kind}:{fault.parameter:g}, every {fault.every}")
     log(f"GPU KV cache size: {tokens:,} tokens, Maximum concurrency for {engine.max_model_len:,} tokens per request: "

@@ -1,9 +1,8 @@
-"""The answer to one completion request: what is written when, and what a fault makes of it; and the send log.
+"""Write the answer to a completion request, with its faults (listed in docs/simulated.md), and the send log.
 
-docs/simulated.md lists the faults. The send log is the engine's own record of when each chunk was sent: a client's
-timing is checked against it. JSON lines: the first is the clock, {"format", "clock", "anchor_monotonic_s",
-"anchor_realtime_s"}, then one per completion request, written right after its last byte (so read the file when the
-server has ended, or wait for the line).
+The send log has the times at which the engine sent each chunk. Tests compare a client's times with it. It has JSON
+lines: first the clock, {"format", "clock", "anchor_monotonic_s", "anchor_realtime_s"}, then one line per completion
+request, written right after its last byte. So read the file when the server has ended, or wait for the line.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ class InjectedFault(msgspec.Struct, frozen=True):
 
 
 def parse_fault(text: str) -> InjectedFault:
-    """Read `kind[:parameter][@every_nth]`; ValueError says what is wrong with it."""
+    """Parse `kind[:parameter][@every_nth]`. Raises ValueError."""
     rest, _, every = text.strip().partition("@")
     kind, colon, parameter = rest.partition(":")
     if kind not in _DEFAULTS:
@@ -58,7 +57,7 @@ def parse_fault(text: str) -> InjectedFault:
 
 
 def active_faults(configured: list[InjectedFault], number: int, header: str) -> Active:
-    """The faults that strike completion request `number` (from 1), the header's included."""
+    """Return the faults of completion request `number` (from 1), configured ones and those of its header."""
     active = {f.kind: f.parameter for f in configured if number % f.every == 0 and f.kind not in PROCESS_KINDS}
     for text in filter(None, (part.strip() for part in header.split(","))):
         fault = parse_fault(text)
@@ -69,7 +68,7 @@ def active_faults(configured: list[InjectedFault], number: int, header: str) -> 
 
 
 class Sent(msgspec.Struct):
-    """What the engine did with one request. `finish` is stop, length, abort, or the fault that ended it."""
+    """A line of the send log: one request. `finish` is stop, length, abort, or the fault that ended it."""
 
     request_id: str
     received_s: float
@@ -110,30 +109,27 @@ _TOOL = {"name": "classify", "id": "call_simulated"}
 
 
 class CompletionAnswer:
-    """Turns tokens into events on the wire and notes when each was sent.
+    """Sends tokens as events, or as one JSON body, and notes when each was sent (CLOCK_MONOTONIC)."""
 
-    `token` is called for every output token, `finish` belongs to the last one. Times are CLOCK_MONOTONIC.
-    """
-
-    def __init__(self, http: HttpRequest, asked: wire.Asked, sent: Sent, faults: Active,
+    def __init__(self, http: HttpRequest, request: wire.CompletionRequest, sent: Sent, faults: Active,
                  number: int, words: list[str] | None = None, vectors: int = 0) -> None:  # fmt: skip
-        self.http, self.asked, self.sent, self.faults = http, asked, sent, faults
-        self.number = number
-        self.words = words  # where the answer has to have a form
-        self.vectors = vectors  # how many are the answer, in place of text
+        self.http, self.request, self.sent, self.faults = http, request, sent, faults
+        self.number = number  # hash of the prompt
+        self.words = words  # of an answer with a form; None: any words
+        self.vectors = vectors  # number of embeddings to send instead of text
         self.stopped_at: int | None = None  # index of the first token of a stop string
-        self.last_s: float | None = None
-        self.broken = False
-        self._texts: list[tuple[str, str]] = []
+        self.last_s: float | None = None  # time of the last token
+        self.broken = False  # a fault has ended the answer
+        self._texts: list[tuple[str, str]] = []  # channel and text of each token, if the answer is not a stream
         self._events = 0
-        self._held: list[bytes] = []
-        self._pieces: deque[bytes | None] = deque()
-        self._draining: asyncio.Task[None] | None = None
-        self._called = self._argued = False  # whether the tool call has begun
+        self._coalesced: list[bytes] = []  # events to be sent together
+        self._pieces: deque[bytes | None] = deque()  # of split events; None: the end
+        self._piece_sender: asyncio.Task[None] | None = None
+        self._call_started = self._arguments_started = False
 
     def open(self) -> None:
-        """Send the headers of a stream; they go out before any token exists, as vLLM does."""
-        if self.asked.stream:
+        """Send the headers of a stream before any token exists, as vLLM does."""
+        if self.request.stream:
             self.http.closes_after_s = self.faults.get("close")
             self.http.start_stream(**{"x-request-id": self.sent.request_id})
 
@@ -141,26 +137,26 @@ class CompletionAnswer:
         self._out(b": ping\n\n")
 
     def token(self, index: int, finish: str | None) -> None:
-        """Output token `index` (from 0). The last token of a natural end is the end mark and has no text."""
+        """Send output token `index` (from 0). With the last one comes `finish`: after "stop" it has no text."""
         if self.broken:
             return
         word = "" if finish == "stop" else self.word(index)
         text = word if index == 0 or not word else " " + word
         channel = self._channel(index)
-        if channel == "tool_calls" and self.asked.tool is not None:
+        if channel == "tool_calls" and self.request.tool is not None:
             text = self._argument(text, finish)
-        if not self.asked.stream:
+        if not self.request.stream:
             self._texts.append((channel, text))
             return
         if self._breaks():
             return
-        if index == 0 and self.asked.chat:
-            self.sent.role_s = self._event(self.asked.chunk({"role": "assistant", "content": ""}))
+        if index == 0 and self.request.chat:
+            self.sent.role_s = self._event(self.request.chunk({"role": "assistant", "content": ""}))
         delta = self._delta(channel, text)
-        self._event(self.asked.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
+        self._event(self.request.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
 
     def word(self, index: int) -> str:
-        """Output token `index`: of an answer of a form the words of that, then nothing. A stop string has no text."""
+        """Return the text of output token `index`; empty for a stop string, and after the words of a form."""
         if self.stopped_at is not None and index >= self.stopped_at:
             return ""
         if self.words is not None:
@@ -168,22 +164,22 @@ class CompletionAnswer:
         return wire.WORDS[wire.output_word(self.number, index)]
 
     def close(self, finish: str, usage: dict[str, Any]) -> None:
-        """The end of the answer: usage and `[DONE]`, or the whole body."""
+        """End the answer: send usage and `[DONE]`, or the whole body."""
         if self.broken:
             return
         if "no-usage" in self.faults:
             usage = {}
-        if not self.asked.stream:
+        if not self.request.stream:
             self._whole(finish, usage)
             return
         if self._breaks():
             return
-        if usage and self.asked.include_usage:
-            self._event(self.asked.usage_chunk(usage))
+        if usage and self.request.include_usage:
+            self._event(self.request.usage_chunk(usage))
         self._done()
 
     def _channel(self, index: int) -> str:
-        if not self.asked.chat:
+        if not self.request.chat:
             return "content"
         for kind, name in (("reasoning", "reasoning"), ("reasoning-content", "reasoning_content")):
             if index < self.faults.get(kind, 0):
@@ -194,41 +190,41 @@ class CompletionAnswer:
         if channel != "tool_calls" or not text:
             return {channel if text else "content": text}
         call: dict[str, Any] = {"index": 0, "function": {"arguments": text}}
-        if not self._called:
-            self._called = True
+        if not self._call_started:
+            self._call_started = True
             call |= {"id": _TOOL["id"], "type": "function"}
             call["function"]["name"] = self._tool_name()
         return {"tool_calls": [call]}
 
     def _tool_name(self) -> str:
-        return self.asked.tool[0] if self.asked.tool else _TOOL["name"]
+        return self.request.tool[0] if self.request.tool else _TOOL["name"]
 
     def _argument(self, text: str, finish: str | None) -> str:
-        """The words as the one argument of the tool that was offered: complete JSON only with the last word."""
-        assert self.asked.tool is not None
-        begin = "" if self._argued else f'{{"{self.asked.tool[1]}": "'
-        self._argued = True
-        return begin + text + ('"}' if finish is not None else "")
+        """Return the part of the JSON arguments for a word. All words together are one argument of the tool."""
+        assert self.request.tool is not None
+        start = "" if self._arguments_started else f'{{"{self.request.tool[1]}": "'
+        self._arguments_started = True
+        return start + text + ('"}' if finish is not None else "")
 
     def _finish_name(self, finish: str | None) -> str | None:
         return "tool_calls" if finish == "stop" and self._calls else finish
 
     @property
     def _calls(self) -> bool:
-        return "tool-call" in self.faults and self.asked.may_call
+        return "tool-call" in self.faults and self.request.may_call
 
     def _breaks(self) -> bool:
         """Carry out a fault that is due and ends the answer. Return whether there was one."""
-        for kind, act in _BREAKS.items():
+        for kind, carry_out in _BREAKS.items():
             if kind in self.faults and len(self.sent.chunks_s) >= self.faults[kind]:
                 self.broken = True
                 self.sent.finish = kind
-                act(self)
+                carry_out(self)
                 break
         return self.broken
 
     def _event(self, data: bytes, text: bool = False, last: bool = False) -> float:
-        """One event on the wire; returns the time just before its write."""
+        """Send one event. Return the time just before its write."""
         if "malformed" in self.faults and self._events == self.faults["malformed"]:
             data = data[: len(data) // 2]
         self._events += 1
@@ -245,7 +241,7 @@ class CompletionAnswer:
 
     def _end(self) -> None:
         self._flush()
-        if self._draining:
+        if self._piece_sender:
             self._pieces.append(None)
         else:
             self.http.end_stream()
@@ -256,22 +252,22 @@ class CompletionAnswer:
         if "split" in self.faults:
             size = int(self.faults["split"])
             self._pieces.extend(data[i : i + size] for i in range(0, len(data), size))
-            if self._draining is None:
-                self._draining = asyncio.get_running_loop().create_task(self._drain())
+            if self._piece_sender is None:
+                self._piece_sender = asyncio.get_running_loop().create_task(self._send_pieces())
         elif "coalesce" in self.faults:
-            self._held.append(data)
-            if len(self._held) >= self.faults["coalesce"]:
+            self._coalesced.append(data)
+            if len(self._coalesced) >= self.faults["coalesce"]:
                 self._flush()
         else:
             self.http.piece(data)
         return now
 
     def _flush(self) -> None:
-        if self._held:
-            self.http.piece(b"".join(self._held))
-            self._held.clear()
+        if self._coalesced:
+            self.http.piece(b"".join(self._coalesced))
+            self._coalesced.clear()
 
-    async def _drain(self) -> None:
+    async def _send_pieces(self) -> None:
         while not self.http.closed:
             await asyncio.sleep(_SPLIT_PAUSE_S)
             while self._pieces:
@@ -285,7 +281,7 @@ class CompletionAnswer:
     def _whole(self, finish: str, usage: dict[str, Any]) -> None:
         if self.vectors:
             vector = [] if "empty" in self.faults else [(self.number * (i + 1) % 2001 - 1000) / 1000 for i in range(16)]
-            self._send_whole(self.asked.embeddings([vector] * self.vectors, usage.get("prompt_tokens", 0)))
+            self._send_whole(self.request.embeddings([vector] * self.vectors, usage.get("prompt_tokens", 0)))
             return
         message: dict[str, Any] = {}
         for channel, text in self._texts:
@@ -295,21 +291,21 @@ class CompletionAnswer:
                 arguments[0]["function"]["arguments"] += text
             else:
                 message[channel] = message.get(channel, "") + text
-        self._send_whole(self.asked.whole(message, self._finish_name(finish) or finish, usage or None))
+        self._send_whole(self.request.whole(message, self._finish_name(finish) or finish, usage or None))
 
     def _send_whole(self, body: bytes) -> None:
-        struck = next((kind for kind in _BREAKS if kind in self.faults), None)
-        if struck:
+        fault = next((kind for kind in _BREAKS if kind in self.faults), None)
+        if fault:
             self.broken = True
-            self.sent.finish = struck
-        if struck == "hang":
+            self.sent.finish = fault
+        if fault == "hang":
             return
-        if struck == "cut":
+        if fault == "cut":
             self.http.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
                           % (len(body), body[: len(body) // 2]))  # fmt: skip
             self.http.drop()
-        elif struck:
-            self.http.answer(500, wire.error_body(_ENGINE_ERROR, "InternalServerError", 500))
+        elif fault:
+            self.http.answer(500, wire.encode_error(_ENGINE_ERROR, "InternalServerError", 500))
         else:
             if "malformed" in self.faults:
                 body = body[: len(body) // 2]
@@ -325,7 +321,7 @@ def _cut(answer: CompletionAnswer) -> None:
 
 
 def _error_event(answer: CompletionAnswer) -> None:
-    answer._event(wire.error_body(_ENGINE_ERROR, "InternalServerError", 500))
+    answer._event(wire.encode_error(_ENGINE_ERROR, "InternalServerError", 500))
     answer._done()
 
 

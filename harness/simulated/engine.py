@@ -1,19 +1,20 @@
-"""The pure model of a continuously batching engine: no clock, no sockets; time goes in and comes out as numbers.
+"""A pure model of an engine with continuous batching. It has no clock and no sockets: times are numbers.
 
 docs/simulated.md has the formula of a step's time and the source of each preset. Scheduling follows vLLM's V1 scheduler
-(`vllm/v1/core/sched/scheduler.py`): running requests come first, the youngest is preempted when blocks run out, and
-others are admitted first come first served if none was.
+(`vllm/v1/core/sched/scheduler.py`): running requests come first; when blocks run out, the youngest is preempted; if
+none was, waiting requests are admitted in the order of their arrival.
 """
 
 import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence as Seq
+from itertools import takewhile
 
 import msgspec
 
 
 def block_hashes(tokens: Seq[int], block_size: int, known: Seq[int] = ()) -> list[int]:
-    """Chained hashes of the full blocks of `tokens`; `known` are the first ones, already computed."""
+    """Return chained hashes of the full blocks of `tokens`. `known` are the first ones, already computed."""
     hashes = list(known)
     parent = hashes[-1] if hashes else 0
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
@@ -23,12 +24,12 @@ def block_hashes(tokens: Seq[int], block_size: int, known: Seq[int] = ()) -> lis
 
 
 class BlockPool:
-    """KV cache of `blocks` blocks of `block_size` tokens: shared by prefix, evicted least recently used first.
+    """A KV cache of `blocks` blocks of `block_size` tokens, with shared prefixes. Evicts the least recently used block.
 
-    A block is free when no request refers to it, cached or not. As in vLLM V1
-    (https://docs.vllm.ai/en/latest/design/prefix_caching.html): a full block is known by the hash of its tokens and of
-    the block before it; a block that no request uses stays cached until its place is needed; a request's blocks are
-    given back last block first, so the tail of a prompt is evicted before its head.
+    A block is free if no request refers to it, even if it is cached. As in vLLM V1
+    (https://docs.vllm.ai/en/latest/design/prefix_caching.html), a full block is identified by the hash of its tokens
+    and of the block before it, a block that no request uses stays cached until its place is needed, and a request
+    releases its last block first, so that the tail of a prompt is evicted before its head.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -49,48 +50,43 @@ class BlockPool:
         return 1 - len(self._free) / self.blocks
 
     def match(self, hashes: Seq[int]) -> list[int]:
-        """The cached blocks that hold the longest known prefix."""
-        found: list[int] = []
-        for value in hashes:
-            block = self._cached.get(value)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        """Return the cached blocks of the longest known prefix."""
+        known = takewhile(self._cached.__contains__, hashes)
+        return [self._cached[value] for value in known]
 
-    def take(self, held: list[int], tokens: int, shared: Seq[int] = ()) -> bool:
-        """Extend `held` to hold `tokens` tokens, first by the `shared` cached blocks; False if they do not fit."""
-        needed = -(-tokens // self.block_size) - len(held) - len(shared)
-        idle = sum(1 for block in shared if self._references[block] == 0)
-        if needed > len(self._free) - idle:
+    def take(self, blocks: list[int], tokens: int, shared: Seq[int] = ()) -> bool:
+        """Extend `blocks` to hold `tokens` tokens, first by the `shared` cached blocks. Return whether they fit."""
+        needed = -(-tokens // self.block_size) - len(blocks) - len(shared)
+        unused = sum(self._references[block] == 0 for block in shared)
+        if needed > len(self._free) - unused:
             return False
         for block in shared:
             self._free.pop(block, None)
             self._references[block] += 1
-            held.append(block)
+            blocks.append(block)
         for _ in range(needed):
             block, _ = self._free.popitem(last=False)
-            old = self._hash_of[block]
-            if old is not None:
-                del self._cached[old]
+            old_hash = self._hash_of[block]
+            if old_hash is not None:
+                del self._cached[old_hash]
                 self._hash_of[block] = None
             self._references[block] = 1
-            held.append(block)
+            blocks.append(block)
         return True
 
-    def remember(self, held: Seq[int], hashes: Seq[int]) -> None:
-        """Make the full blocks of a request findable by their hashes."""
-        for block, value in zip(held, hashes, strict=False):
+    def remember(self, blocks: Seq[int], hashes: Seq[int]) -> None:
+        """Make full blocks findable by their hashes."""
+        for block, value in zip(blocks, hashes, strict=False):
             if self._hash_of[block] is None and value not in self._cached:
                 self._hash_of[block] = value
                 self._cached[value] = block
 
-    def release(self, held: list[int]) -> None:
-        for block in reversed(held):
+    def release(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._free[block] = None
-        held.clear()
+        blocks.clear()
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,8 +97,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill_per_token_s: float
     step_per_kv_token_s: float = 0.0
     preemption_s: float = 0.0
-    compile_s: float = 0.0  # what the first steps of each shape take longer ...
-    compile_steps: int = 1  # ... which are so many
+    compile_s: float = 0.0  # extra time of each of the first steps of a shape ...
+    compile_steps: int = 1  # ... and the number of these steps
     jitter: float = 0.0
     slowdown: float = 1.0
     seed: int = 0
@@ -125,7 +121,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ) * self.slowdown
 
     def problem(self) -> str | None:
-        """What makes these parameters impossible, in one sentence; None when they are fine."""
+        """Return what makes these parameters impossible; None if they are possible."""
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_gpu_blocks"):
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, got {getattr(self, name)}"
@@ -144,20 +140,22 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Compiler:
+    """Counts the steps of each shape, of which the first ones take longer."""
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._met: Counter[tuple[int, int]] = Counter()  # steps of each shape
+        self._steps: Counter[tuple[int, int]] = Counter()  # by shape
 
     def extra_s(self, sequences: int, prefill: int) -> float:
         if not self._config.compile_s:
             return 0.0
         shape = (sequences - 1).bit_length(), max(0, prefill - 1).bit_length()
-        self._met[shape] += 1
-        return self._config.compile_s * (self._met[shape] <= self._config.compile_steps)
+        self._steps[shape] += 1
+        return self._config.compile_s * (self._steps[shape] <= self._config.compile_steps)
 
 
 class Sequence:
-    """One request inside the engine. `tokens` is prompt plus answer so far; `computed` of them are in the cache."""
+    """One request in the engine. `tokens` are the prompt and the answer so far; `computed` of them are in the cache."""
 
     __slots__ = ("arrived_s", "blocks", "cached_tokens", "computed", "first_token_s", "hashes", "key", "output_tokens",
                  "preemptions", "prompt_tokens", "scheduled_s", "target", "tokens")  # fmt: skip
@@ -179,7 +177,7 @@ class Sequence:
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One planned step: how long it takes and how many tokens of each request it computes."""
+    """A planned step: its duration, and the number of tokens that it computes for each request."""
 
     duration_s: float
     work: list[tuple[Sequence, int]]
@@ -188,7 +186,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class SimulatedEngine:
-    """Waiting queue, running batch and KV cache. `begin` plans a step, `complete` yields its tokens."""
+    """Waiting queue, running batch and KV cache. `begin` plans a step, `complete` returns its tokens."""
 
     def __init__(self, config: EngineConfig) -> None:
         if problem := config.problem():
@@ -215,7 +213,7 @@ class SimulatedEngine:
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Forget a request wherever it is; one that is already gone is fine."""
+        """Remove a request. Do nothing if it is not in the engine."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -223,17 +221,17 @@ class SimulatedEngine:
         self.pool.release(sequence.blocks)
 
     def begin(self, now: float) -> Step | None:
-        """Plan the step that starts at `now`; None when there is nothing to do."""
+        """Plan the step that starts at `now`; return None if there is nothing to do."""
         work: list[tuple[Sequence, int]] = []
         budget, preempted = self._schedule_running(work)
         if not preempted:
             self._admit(work, budget, now)
         if not work and not preempted:
             return None
-        return self._timed(work, preempted)
+        return self._time_step(work, preempted)
 
     def complete(self, step: Step, end: float) -> list[Sequence]:
-        """Book the step's tokens; returns the requests that got one output token, in batch order."""
+        """Note that the step is computed. Return the requests that got an output token, in the order of the batch."""
         emitted: list[Sequence] = []
         for sequence, count in step.work:
             if not sequence.blocks:
@@ -253,6 +251,7 @@ class SimulatedEngine:
         return emitted
 
     def _schedule_running(self, work: list[tuple[Sequence, int]]) -> tuple[int, int]:
+        """Add the running requests to `work`. Return the token budget that remains, and the number of preemptions."""
         budget, preempted, index = self.config.max_num_batched_tokens, 0, 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
@@ -321,10 +320,10 @@ class SimulatedEngine:
         self.preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _timed(self, work: list[tuple[Sequence, int]], preempted: int) -> Step:
+    def _time_step(self, work: list[tuple[Sequence, int]], preempted: int) -> Step:
         config = self.config
-        prefill = sum(n for s, n in work if not (n == 1 and s.output_tokens))
-        context = sum(s.computed + n for s, n in work)
+        prefill = sum(count for sequence, count in work if not (count == 1 and sequence.output_tokens))
+        context = sum(sequence.computed + count for sequence, count in work)
         duration = config.step_s(len(work), context, prefill, preempted)
         if config.jitter:
             duration *= 1 + config.jitter * max(-3.0, min(3.0, self._random.gauss(0, 1)))

@@ -1,4 +1,4 @@
-"""The server: routes requests to the engine, runs the engine by the clock, hands out tokens, counts for /metrics."""
+"""The server: routes requests, runs the engine in real time, sends its tokens, and counts for /metrics."""
 
 import asyncio
 import os
@@ -51,11 +51,11 @@ class SimulatedServer:
         self.engine = SimulatedEngine(config.engine)
         self.metrics = Metrics(self.engine, config.model, config.preset)
         self.send_log = SendLog(config.send_log)
-        self._answers: dict[int, tuple[Sequence, CompletionAnswer]] = {}
+        self._answers: dict[int, tuple[Sequence, CompletionAnswer]] = {}  # by the key of the sequence
         self._connections: set[Connection] = set()
         self._wake = asyncio.Event()
         self._created = int(time.time())
-        self._count = 0
+        self._count = 0  # completion requests
         self._exit_after = next((f.parameter for f in config.faults if f.kind == "exit"), None)
         self._never_ready = any(f.kind == "never-ready" for f in config.faults)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,7 +65,7 @@ class SimulatedServer:
             ("POST", "/v1/embeddings"): lambda http: self._complete(http, "embeddings"),
             ("POST", "/tokenize"): self._tokenize,
             ("GET", "/v1/models"): lambda http: http.answer(
-                200, wire.models_body(config.model, config.engine.max_model_len, self._created)),
+                200, wire.encode_models(config.model, config.engine.max_model_len, self._created)),
             ("GET", "/health"): lambda http: http.answer(503 if self._never_ready else 200, b""),
             ("GET", "/version"): lambda http: http.answer(200, msgspec.json.encode({"version": VERSION})),
             ("GET", "/metrics"): lambda http: http.answer(
@@ -73,78 +73,77 @@ class SimulatedServer:
         }  # fmt: skip
 
     async def serve(self) -> tuple[asyncio.Server, int]:
-        """Start to listen and to run the engine; returns the listening server and its port."""
+        """Start to listen and to run the engine. Return the listening server and its port."""
         loop = asyncio.get_running_loop()
         listening = await loop.create_server(
             lambda: Connection(self._handle, self._connections), self.config.host, self.config.port, backlog=1024
         )
-        self._keep(loop.create_task(self._run_engine()))
+        self._track(loop.create_task(self._run_engine()))
         return listening, int(listening.sockets[0].getsockname()[1])
 
     def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         for sequence, answer in list(self._answers.values()):
-            self._forget(sequence, answer, "abort")
+            self._remove(sequence, answer, "abort")
         for connection in list(self._connections):
             connection.transport.abort()
         self.send_log.close()
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
+    def _track(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             traceback.print_exception(task.exception())
-            os._exit(70)  # an engine that cannot go on must not look alive
+            os._exit(70)  # a server without its engine must not look alive
 
     async def _run_engine(self) -> None:
-        """Steps at absolute deadlines: a step that is noticed late shortens the wait for the next, so that no
-        lateness adds up. After an idle phase the schedule starts anew at the time of the arrival."""
+        """Run steps at absolute deadlines, so that delays do not add up. After an idle phase, start at the arrival."""
         while True:
             self._wake.clear()
             if self.engine.idle:
                 await self._wake.wait()
-            at = time.monotonic()
-            while (step := self.engine.begin(at)) is not None:
-                at += step.duration_s
-                await asyncio.sleep(max(0.0, at - time.monotonic()))
-                for sequence in self.engine.complete(step, at):
-                    self._deliver(sequence, at)
+            at_s = time.monotonic()
+            while (step := self.engine.begin(at_s)) is not None:
+                at_s += step.duration_s
+                await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+                for sequence in self.engine.complete(step, at_s):
+                    self._deliver(sequence, at_s)
 
-    def _deliver(self, sequence: Sequence, at: float) -> None:
-        sequence_answer = self._answers.get(sequence.key)
-        if sequence_answer is None:
+    def _deliver(self, sequence: Sequence, at_s: float) -> None:
+        """Send the last output token of a sequence; after the final one, end the answer."""
+        if sequence.key not in self._answers:
             return
-        answer = sequence_answer[1]
-        index, last = sequence.output_tokens - 1, sequence.output_tokens >= sequence.target
-        if not last:
-            # the real id of the token, so that the next turn of a conversation finds its blocks
+        answer = self._answers[sequence.key][1]
+        index, finish = sequence.output_tokens - 1, None
+        if sequence.output_tokens < sequence.target:
+            # The id of the word, so that the next turn of the conversation finds its blocks.
             word = answer.word(index)
             sequence.tokens[-1] = wire.token_id(word) if word else 0
-        finish = None
-        if last:
-            full = sequence.target >= answer.asked.max_tokens and answer.stopped_at is None
-            finish = "length" if full and "empty" not in answer.faults else "stop"
+        else:
+            is_full = sequence.target >= answer.request.max_tokens and answer.stopped_at is None
+            finish = "length" if is_full and "empty" not in answer.faults else "stop"
         answer.token(index, finish)
-        self.metrics.token(sequence, None if answer.last_s is None else at - answer.last_s, at)
-        answer.last_s = at
+        self.metrics.note_token(sequence, None if answer.last_s is None else at_s - answer.last_s, at_s)
+        answer.last_s = at_s
         if finish:
             answer.close(finish, wire.usage_of(sequence.prompt_tokens, sequence.output_tokens, sequence.cached_tokens))
-            self.metrics.finished(sequence, finish, at)
-            self._forget(sequence, answer, finish)
+            self.metrics.note_end(sequence, finish, at_s)
+            self._remove(sequence, answer, finish)
         elif answer.broken and answer.sent.finish != "hang":
             self._abort(sequence, answer, answer.sent.finish or "abort")
 
     def _abort(self, sequence: Sequence, answer: CompletionAnswer, reason: str) -> None:
         if sequence.key in self._answers:
             self.engine.abort(sequence)
-            self.metrics.finished(sequence, "abort", time.monotonic())
-            self._forget(sequence, answer, reason)
+            self.metrics.note_end(sequence, "abort", time.monotonic())
+            self._remove(sequence, answer, reason)
 
-    def _forget(self, sequence: Sequence, answer: CompletionAnswer, reason: str) -> None:
+    def _remove(self, sequence: Sequence, answer: CompletionAnswer, reason: str) -> None:
+        """Write the line of the send log, and remove the answer."""
         sent = answer.sent
         sent.scheduled_s = sequence.scheduled_s
         sent.output_tokens = sequence.output_tokens
@@ -165,7 +164,7 @@ class SimulatedServer:
             else:
                 http.answer(404, b'{"detail":"Not Found"}')
         except wire.BadRequest as error:
-            http.answer(error.status, wire.error_body(error.message, error.kind, error.status, error.param))
+            http.answer(error.status, wire.encode_error(error.message, error.kind, error.status, error.param))
 
     def _tokenize(self, http: HttpRequest) -> None:
         body = wire.parse_json(http.body)
@@ -175,28 +174,28 @@ class SimulatedServer:
         http.answer(200, msgspec.json.encode(answer))
 
     def _complete(self, http: HttpRequest, kind: str) -> None:
-        """Embeddings are a completion of one token, whose place the vectors take."""
-        config, faults, chat, vectors = self.config, self._arrived(http), kind == "chat", 0
+        """Start a completion. Embeddings are a completion of one token, in place of which the vectors are sent."""
+        config, faults, chat, vectors = self.config, self._count_request(http), kind == "chat", 0
         body = wire.parse_json(http.body)
         if kind == "embeddings":
             body, vectors = wire.embeddings_as_completion(body)
         request_id = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
         prefix = {"chat": "chatcmpl-", "text": "cmpl-", "embeddings": "embd-"}[kind]
-        asked = wire.parse_asked(body, chat, config.model, config.engine.max_model_len, prefix + request_id)
-        number = wire.prompt_hash(asked.prompt, config.engine.seed)
-        form, words = wire.form_of(body), None
+        request = wire.parse_completion(body, chat, config.model, config.engine.max_model_len, prefix + request_id)
+        number = wire.prompt_hash(request.prompt, config.engine.seed)
+        form, words = wire.answer_form(body), None
         if form is not None:
             text = wire.prompt_text(body, chat)
-            words = wire.words_of(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
-        sent = Sent(request_id, http.received_s, len(asked.prompt))
-        answer = CompletionAnswer(http, asked, sent, faults, number, words, vectors)
+            words = wire.form_words(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
+        sent = Sent(request_id, http.received_s, len(request.prompt))
+        answer = CompletionAnswer(http, request, sent, faults, number, words, vectors)
         if "delay" in faults:
-            asyncio.get_running_loop().call_later(faults["delay"], self._begin, answer)
+            asyncio.get_running_loop().call_later(faults["delay"], self._start_answer, answer)
         else:
-            self._begin(answer)
+            self._start_answer(answer)
 
-    def _arrived(self, http: HttpRequest) -> Active:
-        """Count a request; the faults that strike it."""
+    def _count_request(self, http: HttpRequest) -> Active:
+        """Count a completion request, and return its faults."""
         self._count += 1
         if self._exit_after is not None and self._count > self._exit_after:
             log(f"fault exit: request {self._count} arrived, the process ends")
@@ -206,53 +205,53 @@ class SimulatedServer:
         except ValueError as error:
             raise wire.BadRequest(str(error), "X-Simulate-Fault") from None
 
-    def _target(self, answer: CompletionAnswer) -> int:
-        asked = answer.asked
+    def _output_tokens(self, answer: CompletionAnswer) -> int:
+        request = answer.request
         if "empty" in answer.faults:
             return 1
-        if asked.ignore_eos:
-            return asked.max_tokens
+        if request.ignore_eos:
+            return request.max_tokens
         if answer.words is not None:
-            return min(len(answer.words) + 1, asked.max_tokens)  # and the end mark
+            return min(len(answer.words) + 1, request.max_tokens)  # with the end mark
         natural = wire.natural_length(answer.number, self.config.natural_output_tokens)
-        target = min(max(natural, asked.min_tokens), asked.max_tokens)
+        target = min(max(natural, request.min_tokens), request.max_tokens)
         if "stop-string" in answer.faults:
             answer.stopped_at = max(1, target - int(answer.faults["stop-string"]))
         return target
 
-    def _begin(self, answer: CompletionAnswer) -> None:
-        if answer.http.closed or _refused(answer):
+    def _start_answer(self, answer: CompletionAnswer) -> None:
+        if answer.http.closed or _reject_by_fault(answer):
             answer.sent.ended_s = time.monotonic()
             answer.sent.finish = answer.sent.finish or "abort"
             self.send_log.write(answer.sent)
             return
-        sequence = Sequence(self._count, answer.asked.prompt, self._target(answer), answer.sent.received_s)
+        sequence = Sequence(self._count, answer.request.prompt, self._output_tokens(answer), answer.sent.received_s)
         while sequence.key in self._answers:
-            sequence.key += 1 << 32  # a delayed request meets a later one of the same count
+            sequence.key += 1 << 32  # a delayed request started at the same count
         self._answers[sequence.key] = (sequence, answer)
         answer.http.on_disconnect = lambda: self._abort(sequence, answer, "abort")
         answer.open()
-        if "ping" in answer.faults and answer.asked.stream:
-            self._keep(asyncio.get_running_loop().create_task(_pings(answer, sequence)))
+        if "ping" in answer.faults and answer.request.stream:
+            self._track(asyncio.get_running_loop().create_task(_send_pings(answer, sequence)))
         self.engine.add(sequence)
         self._wake.set()
 
 
-async def _pings(answer: CompletionAnswer, sequence: Sequence) -> None:
+async def _send_pings(answer: CompletionAnswer, sequence: Sequence) -> None:
     while sequence.first_token_s is None and not answer.http.closed:
         answer.ping()
         await asyncio.sleep(answer.faults["ping"])
 
 
-def _refused(answer: CompletionAnswer) -> bool:
-    """Answer with a status instead of a completion if a fault says so."""
+def _reject_by_fault(answer: CompletionAnswer) -> bool:
+    """Send an error or a page instead of a completion, if a fault requires it. Return whether one was sent."""
     kind = next((kind for kind in (*_BUSY, *_PAGES) if kind in answer.faults), None)
     if kind is None:
         return False
     headers: dict[str, Any] = {"x-request-id": answer.sent.request_id}
     if kind in _BUSY:
         headers["retry_after"] = f"{answer.faults[kind]:.12g}"
-        answer.http.answer(int(kind), wire.error_body(*_BUSY[kind], int(kind)), **headers)
+        answer.http.answer(int(kind), wire.encode_error(*_BUSY[kind], int(kind)), **headers)
     else:
         status, title = _PAGES[kind]
         answer.http.answer(status, _HTML % (title, title), "text/html", **headers)
@@ -269,10 +268,10 @@ _REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class Metrics:
-    """`/metrics` with vLLM's names and labels (vllm/v1/metrics/loggers.py, release 0.32), as far as the model has them.
+    """`/metrics` with those of vLLM's metrics that the model has (vllm/v1/metrics/loggers.py, release 0.32).
 
-    Tokens count when computed; those of an aborted request are included, as in vLLM. `simulated_engine_info` is ours
-    alone: it shows that no model was computed.
+    Tokens are counted when they are computed, also those of aborted requests, as in vLLM. vLLM does not have
+    `simulated_engine_info`, which shows that no model was computed.
     """
 
     def __init__(self, engine: SimulatedEngine, model: str, preset: str) -> None:
@@ -315,8 +314,8 @@ class Metrics:
         gauge("simulated_engine_info", "This engine is simulated: no model is computed.", preset=preset).set(1)
         self._synced = (0, 0, 0)
 
-    def token(self, sequence: Sequence, gap_s: float | None, now: float) -> None:
-        """One output token; `gap_s` is the time since the one before, None for the first."""
+    def note_token(self, sequence: Sequence, gap_s: float | None, now: float) -> None:
+        """Note an output token. `gap_s` is the time since the previous token, None for the first."""
         self._generated.inc()
         if gap_s is not None:
             self._itl.observe(gap_s)
@@ -325,7 +324,7 @@ class Metrics:
         self._cached.inc(sequence.cached_tokens)
         self._ttft.observe(now - sequence.arrived_s)
 
-    def finished(self, sequence: Sequence, reason: str, now: float) -> None:
+    def note_end(self, sequence: Sequence, reason: str, now: float) -> None:
         self._success[reason].inc()
         self._e2e.observe(now - sequence.arrived_s)
         if sequence.scheduled_s is not None and sequence.first_token_s is not None:
@@ -334,7 +333,7 @@ class Metrics:
             self._decode.observe(now - sequence.first_token_s)
 
     def render(self) -> bytes:
-        """The page, with the engine's state as of now."""
+        """Return the page, with the current state of the engine."""
         engine = self._engine
         self._running.set(len(engine.running))
         self._waiting.set(len(engine.waiting))

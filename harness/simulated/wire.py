@@ -1,7 +1,6 @@
-"""HTTP/1.1 over an asyncio transport, and the bodies of requests and responses in the shapes of vLLM 0.32.
+"""HTTP/1.1 over an asyncio transport, and the bodies of requests and responses as vLLM 0.32 has them.
 
-One socket write per piece; connections are kept alive. The tokenizer is simple: one token per whitespace-separated
-word. `/tokenize` counts by the same rule.
+Each piece is one socket write. Connections are kept alive. Each word between spaces is one token, also for `/tokenize`.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ MAX_BODY_BYTES = 64 << 20
 
 
 class HttpRequest:
-    """One request and the way to answer it. Header names are lower case."""
+    """One request, with methods to answer it. Header names are in lower case."""
 
     def __init__(self, connection: "Connection", received_s: float) -> None:
         self.method = ""
@@ -34,7 +33,7 @@ class HttpRequest:
         self.body = b""
         self.received_s = received_s
         self.on_disconnect: Callable[[], None] | None = None
-        self.closes_after_s: float | None = None  # the connection, although it says keep-alive
+        self.closes_after_s: float | None = None  # close the connection so long after the answer, despite keep-alive
         self._connection = connection
         self._keep_alive = True
 
@@ -43,7 +42,7 @@ class HttpRequest:
         return self._connection.transport.is_closing()
 
     def answer(self, status: int, body: bytes, kind: str = "application/json", **headers: str) -> None:
-        """The whole response in one write."""
+        """Send the whole response in one write."""
         self.raw(_head(status, kind, {"content-length": str(len(body)), **headers}, self._keep_alive) + body)
         self.done()
 
@@ -70,7 +69,7 @@ class HttpRequest:
             self._connection.close_later(self.closes_after_s)
 
     def drop(self) -> None:
-        """Close the connection without an end, as a dying server or proxy does."""
+        """Close the connection in the middle of the response, as a dying server or proxy does."""
         self.on_disconnect = None
         self._connection.transport.close()
 
@@ -84,7 +83,7 @@ def _head(status: int, kind: str, headers: dict[str, str], keep_alive: bool) -> 
 
 
 class Connection(asyncio.Protocol):
-    """Parses one connection; a pipelined request waits until the one before is answered."""
+    """Parses the requests of one connection. A pipelined request waits until the previous one is answered."""
 
     def __init__(self, handle: Callable[[HttpRequest], None], connections: set["Connection"]) -> None:
         self._handle = handle
@@ -156,7 +155,7 @@ class Connection(asyncio.Protocol):
                 self._handle(self._current)
 
     def close_later(self, wait_s: float) -> None:
-        """Read no more requests, and close."""
+        """Read no more requests, and close after `wait_s`."""
         if not self.transport.is_closing():
             self.transport.pause_reading()
             asyncio.get_running_loop().call_later(wait_s, self._shut)
@@ -178,14 +177,14 @@ FINGERPRINT = "simulated"
 
 
 class BadRequest(Exception):
-    """A request that gets an error answer: status, vLLM's error type, the parameter it is about."""
+    """An invalid request: the status of the answer, vLLM's error type, and the invalid parameter."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError"):
         super().__init__(message)
         self.message, self.param, self.status, self.kind = message, param, status, kind
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A completion request, understood, and the bodies of its answer.
 
     `max_tokens` is what the context leaves when the request names none.
@@ -234,7 +233,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def error_body(message: str, kind: str, code: int, param: str | None = None) -> bytes:
+def encode_error(message: str, kind: str, code: int, param: str | None = None) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
@@ -250,47 +249,48 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def embeddings_as_completion(body: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """A request for embeddings as one for a token, and for how many vectors it is."""
+    """Return a request for one token in place of a request for embeddings, and the number of vectors."""
     given = body.get("input")
-    texts = given if isinstance(given, list) and given and all(isinstance(one, str) for one in given) else [given]
-    as_text = " ".join(one for one in texts if isinstance(one, str))
-    return {"model": body.get("model"), "prompt": as_text, "max_tokens": 1, "ignore_eos": True}, len(texts)
+    texts = given if isinstance(given, list) and given and all(isinstance(text, str) for text in given) else [given]
+    prompt = " ".join(text for text in texts if isinstance(text, str))
+    return {"model": body.get("model"), "prompt": prompt, "max_tokens": 1, "ignore_eos": True}, len(texts)
 
 
-def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int, id: str) -> Asked:
-    """Check a completion request against the model and its context, with vLLM's texts for what is refused."""
-    named = body.get("model")
-    if named is not None and named != model:
-        raise BadRequest(f"The model `{named}` does not exist. Valid aliases: {model}", "model", 404, "NotFoundError")
+def parse_completion(body: dict[str, Any], chat: bool, model: str, max_model_len: int, id: str) -> CompletionRequest:
+    """Parse a completion request. Raises BadRequest with vLLM's texts, also if it does not fit the model's context."""
+    name = body.get("model")
+    if name is not None and name != model:
+        raise BadRequest(f"The model `{name}` does not exist. Valid aliases: {model}", "model", 404, "NotFoundError")
     prompt = prompt_ids(body, chat)
-    asked = body.get("max_completion_tokens") if chat else None
-    if asked is None:
-        asked = body.get("max_tokens", None if chat else 16)
+    max_tokens = body.get("max_completion_tokens") if chat else None
+    if max_tokens is None:
+        max_tokens = body.get("max_tokens", None if chat else 16)
     temperature = body.get("temperature")
     if isinstance(temperature, int | float) and temperature < 0:
-        raise _invalid("temperature", temperature, f"temperature must be non-negative, got {temperature}.")
+        raise _invalid_parameter("temperature", temperature, f"temperature must be non-negative, got {temperature}.")
     options = body.get("stream_options") or {}
-    return Asked(
+    return CompletionRequest(
         id=id,
         model=model,
         created=int(time.time()),
         chat=chat,
         prompt=prompt,
-        max_tokens=_room(asked, len(prompt), max_model_len),
+        max_tokens=_check_max_tokens(max_tokens, len(prompt), max_model_len),
         min_tokens=int(body.get("min_tokens") or 0),
         ignore_eos=bool(body.get("ignore_eos")),
         stream=bool(body.get("stream")),
         include_usage=bool(options.get("include_usage")),
-        tool=_tool(body),
+        tool=_first_tool(body),
         may_call=body.get("tool_choice") != "none",
     )
 
 
-def _invalid(param: str, value: object, message: str) -> BadRequest:
+def _invalid_parameter(param: str, value: object, message: str) -> BadRequest:
     return BadRequest(f"{message} (parameter={param}, value={value})", param)
 
 
-def _room(asked: object, prompt: int, max_model_len: int) -> int:
+def _check_max_tokens(asked: object, prompt: int, max_model_len: int) -> int:
+    """Return the maximum tokens of an answer: as asked, or what the context has left. Raises BadRequest."""
     context = f"This model's maximum context length is {max_model_len} tokens. However, "
     if prompt >= max_model_len:
         raise BadRequest(
@@ -299,27 +299,29 @@ def _room(asked: object, prompt: int, max_model_len: int) -> int:
     if asked is None:
         return max_model_len - prompt
     if not isinstance(asked, int) or isinstance(asked, bool):
-        raise _invalid("max_tokens", asked, "max_tokens must be an integer.")
+        raise _invalid_parameter("max_tokens", asked, "max_tokens must be an integer.")
     if asked < 1:
-        raise _invalid("max_tokens", asked, f"max_tokens must be at least 1, got {asked}.")
+        raise _invalid_parameter("max_tokens", asked, f"max_tokens must be at least 1, got {asked}.")
     if asked > max_model_len:
-        raise _invalid("max_tokens", asked, f"max_tokens={asked} cannot be greater than max_model_len="
+        raise _invalid_parameter("max_tokens", asked, f"max_tokens={asked} cannot be greater than max_model_len="
                        f"{max_model_len}. Please request fewer output tokens.")  # fmt: skip
     if prompt + asked > max_model_len:
-        raise _invalid("input_tokens", prompt, f"{context}you requested {asked} output tokens and your prompt "
-                       f"contains {prompt} input tokens, for a total of {prompt + asked} tokens. Please reduce the "
-                       "length of the input prompt or the number of requested output tokens.")  # fmt: skip
+        raise _invalid_parameter(
+            "input_tokens", prompt,
+            f"{context}you requested {asked} output tokens and your prompt contains {prompt} input tokens, for a total "
+            f"of {prompt + asked} tokens. Please reduce the length of the input prompt or the number of requested "
+            "output tokens.")  # fmt: skip
     return asked
 
 
 def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
-    """Token ids of `messages` or of `prompt` (a text, a list of ids, or a list with one text)."""
+    """Return the token ids of `messages` or of `prompt` (a text, a list of ids, or a list with one text)."""
     if chat:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise BadRequest("messages must be a list of at least one message", "messages")
         tools = body.get("tools")
-        return chat_tokens([*([("tools", json.dumps(tools))] if tools else []), *map(_message, messages)])
+        return chat_tokens([*([("tools", json.dumps(tools))] if tools else []), *map(_role_and_text, messages)])
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
@@ -332,11 +334,11 @@ def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
 
 def prompt_text(body: dict[str, Any], chat: bool) -> str:
     if chat:
-        return "\n\n".join(text for _, text in map(_message, body["messages"]))
+        return "\n\n".join(text for _, text in map(_role_and_text, body["messages"]))
     return body["prompt"] if isinstance(body["prompt"], str) else ""
 
 
-def _message(message: object) -> tuple[str, str]:
+def _role_and_text(message: object) -> tuple[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest("each message needs a role and content", "messages")
     content = message.get("content")
@@ -346,7 +348,7 @@ def _message(message: object) -> tuple[str, str]:
     return message["role"], " ".join(filter(None, [content if isinstance(content, str) else "", calls]))
 
 
-def _tool(body: dict[str, Any]) -> tuple[str, str] | None:
+def _first_tool(body: dict[str, Any]) -> tuple[str, str] | None:
     try:
         function = body["tools"][0]["function"]
         parameters = function.get("parameters", {}).get("properties", {})
@@ -364,7 +366,7 @@ def usage_of(prompt: int, output: int, cached: int) -> dict[str, Any]:
     }
 
 
-def models_body(model: str, max_model_len: int, created: int) -> bytes:
+def encode_models(model: str, max_model_len: int, created: int) -> bytes:
     card = {"id": model, "object": "model", "created": created, "owned_by": "simulated", "root": model,
             "parent": None, "max_model_len": max_model_len}  # fmt: skip
     return msgspec.json.encode({"object": "list", "data": [card]})
@@ -382,7 +384,7 @@ WORDS = tuple(_TEXT.split())
 
 
 def token_id(word: str) -> int:
-    """A stable id for a word (CRC-32: the same in every process, unlike `hash`)."""
+    """Return the id of a word, which is the same in every process (unlike `hash`)."""
     return zlib.crc32(word.encode())
 
 
@@ -391,11 +393,11 @@ def text_tokens(text: str) -> list[int]:
 
 
 def chat_tokens(messages: Sequence[tuple[str, str]]) -> list[int]:
-    """Token ids of a conversation of (role, text), the generation prompt included.
+    """Return the token ids of a conversation of (role, text), with the generation prompt.
 
-    A message adds a start marker, the role and an end marker, as a real chat template does; the two tokens at the end
+    As in a real chat template, a message adds a start marker, the role and an end marker, and two tokens at the end
     open the assistant's answer. So a single user message of W words has W + 5 tokens, and the next turn of a
-    conversation begins with exactly the tokens of the turn before: prefix caching sees what a real server sees.
+    conversation starts with exactly the tokens of the turn before, which a prefix cache can reuse.
     """
     ids: list[int] = []
     for role, text in messages:
@@ -404,25 +406,25 @@ def chat_tokens(messages: Sequence[tuple[str, str]]) -> list[int]:
 
 
 def prompt_hash(prompt: Sequence[int], seed: int) -> int:
-    """A number that depends on the prompt and the seed alone; it picks the words and the natural length."""
+    """Return a number that depends only on prompt and seed. It selects the words and the natural length."""
     return zlib.crc32(b"".join(i.to_bytes(8, "little") for i in prompt), seed & 0xFFFFFFFF)
 
 
 def output_word(number: int, index: int) -> int:
-    """Index into `WORDS` of output token `index` of the request whose `prompt_hash` is `number`."""
+    """Return the index in `WORDS` of output token `index`, for the `prompt_hash` of a request."""
     return (number + index * (2 * (number >> 7) % len(WORDS) + 1)) % len(WORDS)
 
 
 def natural_length(number: int, mean: int) -> int:
-    """A seeded answer length of at least 1 token, spread evenly over half to one and a half times `mean`."""
+    """Return an answer length of at least 1 token, uniform from half to one and a half times `mean`."""
     return max(1, mean // 2 + (number * 2654435761 >> 7) % (mean + 1))
 
 
-_DEPTH = 20
+_MAX_SCHEMA_DEPTH = 20
 
 
-def form_of(body: dict[str, Any]) -> dict[str, Any] | None:
-    """The form that a request asks for, as a JSON schema; {"choice": [...]} for a bare text. None: any text will do."""
+def answer_form(body: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the form of a structured answer, {"schema": ...} or {"choice": [...]}; None for a free answer."""
     outputs, response = body.get("structured_outputs"), body.get("response_format")
     if isinstance(outputs, dict) and isinstance(outputs.get("choice"), list) and outputs["choice"]:
         return {"choice": outputs["choice"]}
@@ -439,43 +441,43 @@ def form_of(body: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def words_of(form: dict[str, Any], text: str, number: int, *, wrong: bool, invalid: bool) -> list[str]:
-    """The words of an answer to the prompt `text`, whose hash is `number`.
+def form_words(form: dict[str, Any], text: str, number: int, *, wrong: bool, invalid: bool) -> list[str]:
+    """Return the words of a structured answer to the prompt `text`, whose hash is `number`.
 
-    A choice that holds the label of a known text of the shipped classification set is answered rightly, so that the
-    share of right answers is that of the faults `wrong` and `invalid`. Everything else follows from the prompt.
+    If the prompt has a text of the shipped classification set and the choices have its label, the answer is right
+    (except for the faults `wrong` and `invalid`). Any other answer follows from the prompt.
     """
     if invalid:
         return ["none", "of", "these"]
-    label = _label_in(text)
+    label = _find_label(text)
     if "choice" in form:
-        return str(_chosen(form["choice"], label, number, wrong)).split()
-    return json.dumps(_instance(form["schema"], label, number, wrong)).split(" ")
+        return str(_choose(form["choice"], label, number, wrong)).split()
+    return json.dumps(_schema_example(form["schema"], label, number, wrong)).split(" ")
 
 
-def _chosen(choices: list[Any], label: str | None, number: int, wrong: bool) -> Any:
+def _choose(choices: list[Any], label: str | None, number: int, wrong: bool) -> Any:
     right = choices.index(label) if label in choices else number % len(choices)
     return choices[(right + wrong) % len(choices)]
 
 
-def _instance(schema: Any, label: str | None, number: int, wrong: bool, depth: int = 0) -> Any:
-    """A small value that has the form of a schema, as far as its types say it."""
-    if not isinstance(schema, dict) or depth > _DEPTH:
+def _schema_example(schema: Any, label: str | None, number: int, wrong: bool, depth: int = 0) -> Any:
+    """Return a small value that is valid for a schema. Only its types, enums and minimums are respected."""
+    if not isinstance(schema, dict) or depth > _MAX_SCHEMA_DEPTH:
         return None
     if "const" in schema:
         return schema["const"]
     if schema.get("enum"):
-        return _chosen(schema["enum"], label, number, wrong)
+        return _choose(schema["enum"], label, number, wrong)
     if schema.get("anyOf"):
-        return _instance(schema["anyOf"][0], label, number, wrong, depth + 1)
+        return _schema_example(schema["anyOf"][0], label, number, wrong, depth + 1)
     kind = schema.get("type", "object" if "properties" in schema else "string")
     if isinstance(kind, list):
         kind = kind[0]
     if kind == "object":
         inner = schema.get("properties", {})
-        return {name: _instance(one, label, number, wrong, depth + 1) for name, one in inner.items()}
+        return {name: _schema_example(value, label, number, wrong, depth + 1) for name, value in inner.items()}
     if kind == "array":
-        item = _instance(schema.get("items", {}), label, number, wrong, depth + 1)
+        item = _schema_example(schema.get("items", {}), label, number, wrong, depth + 1)
         return [item] * max(1, schema.get("minItems", 1))
     values: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "null": None}
     if kind in ("integer", "number") and "minimum" in schema:
@@ -483,9 +485,9 @@ def _instance(schema: Any, label: str | None, number: int, wrong: bool, depth: i
     return values.get(kind, label or "text")
 
 
-def _label_in(text: str) -> str | None:
-    """The label of the last text of the classification set that a prompt holds: the others are of earlier turns."""
-    # The question puts the text into a paragraph of its own.
+def _find_label(text: str) -> str | None:
+    """Return the label of the last text of the classification set in a prompt: earlier texts are of earlier turns."""
+    # In a question the text is a paragraph of its own.
     return next((_labels()[part] for part in reversed(text.split("\n\n")) if part in _labels()), None)
 
 

@@ -1,6 +1,6 @@
-"""Files of prompts: our own JSONL, conversations as ShareGPT keeps them, and OpenAI's batch files.
+"""Read files of prompts: JSONL of the harness, conversations in the format of ShareGPT, and OpenAI's batch files.
 
-Which of them a line is, its keys tell: `prompt` or `messages`, `conversations`, `body`.
+The keys of a line show its format: `prompt` or `messages`, `conversations`, `body`.
 """
 
 from codecs import BOM_UTF8
@@ -25,11 +25,11 @@ class PromptMessage(msgspec.Struct, frozen=True):
 
 
 class PromptRow(msgspec.Struct, frozen=True):
-    """A prompt of a file: one of the first two."""
+    """A prompt of a file: either `prompt` or `messages`."""
 
     prompt: str | None = None
     messages: list[PromptMessage] | None = None
-    max_tokens: int | None = None  # of its answer, where the file says so
+    max_tokens: int | None = None  # of the answer, if the file limits it
 
 
 class _ShareGptMessage(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class _BodyMessage(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """The request in a line of a batch file, of each endpoint. Other keys are not taken: the load says them."""
+    """The request in a line of a batch file, for any endpoint. Other keys are ignored: the load sets them."""
 
     messages: list[_BodyMessage] | None = None
     prompt: str | None = None
@@ -65,7 +65,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def read_rows(path: str | Path) -> list[PromptRow]:
-    """The rows of a prompt file. Raises HarnessError that names the file and the line of the first few problems."""
+    """Return the rows of a prompt file. Raises HarnessError with the file and the lines of the first few problems."""
     try:
         data = read_bytes(path).removeprefix(BOM_UTF8)
     except OSError as error:
@@ -74,13 +74,14 @@ def read_rows(path: str | Path) -> list[PromptRow]:
     rows: list[PromptRow] = []
     bad = BadLines(path, _ADVICE)
     try:
-        for number, raw in _objects(data):
+        for number, raw in _numbered_objects(data):
             try:
-                row = _row(decoder.decode(raw))
-            except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+                row = _prompt_row(decoder.decode(raw))
+            except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
                 bad.add(number, str(error))
                 continue
-            rows += [] if row is None else [row]
+            if row is not None:
+                rows.append(row)
     except (msgspec.DecodeError, RecursionError) as error:
         raise HarnessError(f"{path}: {error}", next_step=_ADVICE) from None
     bad.raise_errors()
@@ -89,32 +90,32 @@ def read_rows(path: str | Path) -> list[PromptRow]:
     return rows
 
 
-def _objects(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The objects of a file and the line in which each begins: one a line, or all of them in one JSON array."""
+def _numbered_objects(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the objects of a file and the line in which each starts: one a line, or all of them in one JSON array."""
     if not data.lstrip().startswith(b"["):
         for number, line in enumerate(data.splitlines(), start=1):
             if line.strip():
                 yield number, line
         return
-    at, number = 0, 1
+    end, number = 0, 1  # of the previous object
     for item in msgspec.json.decode(data, type=list[msgspec.Raw]):
         raw = bytes(item)
-        begin = data.index(raw, at)
-        number += data.count(b"\n", at, begin)
+        start = data.index(raw, end)
+        number += data.count(b"\n", end, start)
         yield number, raw
-        at = begin + len(raw)
+        end = start + len(raw)
         number += raw.count(b"\n")
 
 
-def _row(line: _Line) -> PromptRow | None:
-    """The prompt of a line; None for a conversation in which no human says anything, as some collections have.
+def _prompt_row(line: _Line) -> PromptRow | None:
+    """Return the prompt of a line; None for a conversation without a human, which some collections have.
 
-    Raises ValueError in words.
+    Raises ValueError with a message for the user.
     """
     if line.conversations is not None:
         return _first_question(line.conversations)
     if line.body is not None:
-        return _request(line.body)
+        return _batch_row(line.body)
     if (line.prompt is None) == (line.messages is None):
         raise ValueError("exactly one of 'prompt' and 'messages' is expected")
     if line.prompt == "" or line.messages == []:
@@ -122,30 +123,30 @@ def _row(line: _Line) -> PromptRow | None:
     return PromptRow(line.prompt, line.messages)
 
 
-def _first_question(said: list[_ShareGptMessage]) -> PromptRow | None:
-    """What the human says first, and what the system says before: later turns depend on answers of another model."""
-    before: list[PromptMessage] = []
-    for one in said:
-        if one.by == "system" and one.value.strip():
-            before.append(PromptMessage("system", one.value))
-        elif one.by in ("human", "user") and one.value.strip():
-            return PromptRow(messages=[*before, PromptMessage("user", one.value)])
+def _first_question(conversation: list[_ShareGptMessage]) -> PromptRow | None:
+    """Return the first human message after system messages. Later turns depend on the answers of another model."""
+    system: list[PromptMessage] = []
+    for message in conversation:
+        if message.by == "system" and message.value.strip():
+            system.append(PromptMessage("system", message.value))
+        elif message.by in ("human", "user") and message.value.strip():
+            return PromptRow(messages=[*system, PromptMessage("user", message.value)])
     return None
 
 
-def _request(body: _Body) -> PromptRow:
-    given = [name for name in ("messages", "prompt", "input") if getattr(body, name) is not None]
-    if len(given) != 1:
+def _batch_row(body: _Body) -> PromptRow:
+    prompts = [prompt for prompt in (body.messages, body.prompt, body.input) if prompt is not None]
+    if len(prompts) != 1:
         raise ValueError("exactly one of 'messages', 'prompt' and 'input' is expected in the body")
-    if not getattr(body, given[0]):
+    if not prompts[0]:
         raise ValueError("the prompt is empty")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.messages is None:
         return PromptRow(prompt=body.prompt or body.input, max_tokens=max_tokens)
-    return PromptRow(messages=[_plain(message) for message in body.messages], max_tokens=max_tokens)
+    return PromptRow(messages=[_text_message(message) for message in body.messages], max_tokens=max_tokens)
 
 
-def _plain(message: _BodyMessage) -> PromptMessage:
+def _text_message(message: _BodyMessage) -> PromptMessage:
     content = message.content
     if isinstance(content, list):
         if any(part.type != "text" for part in content):

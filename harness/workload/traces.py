@@ -1,6 +1,6 @@
-"""Traces of real traffic as loads: the rows of a window, when each is due, how long its prompt and its answer are.
+"""Traces of real traffic as loads: for each row of a window its due time, and the lengths of its prompt and answer.
 
-A row takes 28 bytes here, so a million of them are no burden; a file is read no further than its window needs.
+A row takes 28 bytes, so a million rows fit easily. A file is read to the end of its window only.
 """
 
 import hashlib
@@ -20,22 +20,22 @@ from harness.files import UNDECODABLE, open_file
 from harness.rundir.records import read_marks
 from harness.scenario import Trace
 
-MAX_TOKENS = 10_000_000  # of one prompt or answer; beyond it is a slip
+MAX_TOKENS = 10_000_000  # of one prompt or answer; more is a mistake
 _GZIP = b"\x1f\x8b"
-_MINUTE = len("2023-11-16 18:15")
-_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # that an array takes
+_MINUTE_CHARS = len("2023-11-16 18:15")
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # the range of an array's item
 
 
 class TraceRow(NamedTuple):
-    line: int  # of the file, from 1 on
-    at_s: float  # seconds; the zero is the format's own
+    line: int  # of the file, from 1
+    at_s: float  # since a time that depends on the format
     prompt_tokens: int
     output_tokens: int
-    more: int = -1  # mooncake: the offset of the line; requests: its conversation
+    extra: int = -1  # mooncake: the offset of the line with its hash_ids; requests: its conversation; -1: none
 
 
 class BadLine(Exception):
-    """A line that cannot be used; its number and what is wrong with it."""
+    """A line that cannot be used: its number, and what is wrong."""
 
     def __init__(self, line: int, problem: str) -> None:
         super().__init__(problem)
@@ -44,27 +44,27 @@ class BadLine(Exception):
 
 
 class CsvFormat(NamedTuple):
-    """A format of CSV: its columns of time, prompt and output, and how the time is written."""
+    """A CSV format: its columns of time, prompt tokens and output tokens, and the parser of its times."""
 
     columns: tuple[str, str, str]
-    seconds: Callable[[bytes], float]  # raises ValueError
-    wanted: str
+    parse_time: Callable[[bytes], float]  # to seconds; raises ValueError
+    expected: str  # for the error message
 
 
-def _azure_seconds(at: bytes) -> float:
-    """`2023-11-16 18:15:46.68`, with or without a time zone, which is the same in all rows and so changes nothing."""
-    rest = at[_MINUTE:]
+def _parse_azure_time(text: bytes) -> float:
+    """Parse `2023-11-16 18:15:46.68`. A time zone is ignored: it is the same in all rows."""
+    rest = text[_MINUTE_CHARS:]
     if not rest.startswith(b":"):
         raise ValueError
     zone = max(rest.rfind(b"+"), rest.rfind(b"-"), rest.rfind(b"Z"))
     seconds = float(rest[1:] if zone < 0 else rest[1:zone])
     if not 0 <= seconds < 61:
         raise ValueError
-    return _minute_s(at[:_MINUTE]) + seconds
+    return _parse_minute(text[:_MINUTE_CHARS]) + seconds
 
 
-@lru_cache(2)  # most rows are of the minute of the row before
-def _minute_s(minute: bytes) -> float:
+@lru_cache(2)  # most rows are in the minute of the previous row
+def _parse_minute(minute: bytes) -> float:
     return datetime.fromisoformat(minute.decode("ascii")).replace(tzinfo=UTC).timestamp()
 
 
@@ -74,50 +74,51 @@ _BURSTGPT = CsvFormat(("Timestamp", "Request tokens", "Response tokens"), float,
 # Azure LLM inference traces of 2023 and 2024 (https://github.com/Azure/AzurePublicDataset): the wall clock of each
 # request. TIMESTAMP,ContextTokens,GeneratedTokens, such as 2023-11-16 18:15:46.6805900,374,44
 _AZURE = CsvFormat(
-    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure_seconds, "a time like 2023-11-16 18:15:46.68 is"
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _parse_azure_time, "a time like 2023-11-16 18:15:46.68 is"
 )
 
 
-def _cells(line: bytes) -> list[bytes]:
-    """The cells of a line, which may be in quotes."""
+def _split_cells(line: bytes) -> list[bytes]:
+    """Return the cells of a line, without quotes."""
     return [cell.strip(b' "\r\n') for cell in line.split(b",")]
 
 
-def _is_csv(csv: CsvFormat, first: bytes) -> bool:
-    return {name.encode() for name in csv.columns} <= set(_cells(first))
+def _has_columns(csv: CsvFormat, first: bytes) -> bool:
+    return {name.encode() for name in csv.columns} <= set(_split_cells(first))
 
 
 def _csv_rows(csv: CsvFormat, file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[TraceRow]:
-    """The rows in the order of the file. Lines that cannot be used go to `bad`. Raises BadLine for the header."""
-    header = [name.decode(errors="replace") for name in _cells(file.readline())]
+    """Yield the rows in the order of the file. Lines that cannot be used go to `bad`. Raises BadLine for the header."""
+    header = [name.decode(errors="replace") for name in _split_cells(file.readline())]
     if missing := [name for name in csv.columns if name not in header]:
         raise BadLine(1, f"the columns {', '.join(missing)} are missing; there are {', '.join(header)[:200]}")
-    at, prompt, output = places = [header.index(name) for name in csv.columns]
-    seconds = csv.seconds
+    time_at, prompt_at, output_at = positions = [header.index(name) for name in csv.columns]
+    parse_time = csv.parse_time
     for number, line in enumerate(file, start=2):
-        cells = _cells(line)
+        cells = _split_cells(line)
         try:
-            yield TraceRow(number, seconds(cells[at]), int(cells[prompt]), int(cells[output]))
+            yield TraceRow(number, parse_time(cells[time_at]), int(cells[prompt_at]), int(cells[output_at]))
         except (ValueError, IndexError):
             if line.strip():
-                bad.add(number, _csv_problem(csv, cells, places))
+                bad.add(number, _csv_problem(csv, cells, positions))
 
 
-def _csv_problem(csv: CsvFormat, cells: Sequence[bytes], places: list[int]) -> str:
-    """What is wrong with the first cell that cannot be read."""
-    readers: list[tuple[Callable[[bytes], float], str]] = [(csv.seconds, csv.wanted), *[(int, "a whole number is")] * 2]
-    for name, place, (read, wanted) in zip(csv.columns, places, readers, strict=True):
-        if place >= len(cells):
-            return f"there are {len(cells)} columns, and {name} would be number {place + 1}"
+def _csv_problem(csv: CsvFormat, cells: Sequence[bytes], positions: list[int]) -> str:
+    """Return what is wrong with the first cell that cannot be read."""
+    parsers: list[Callable[[bytes], float]] = [csv.parse_time, int, int]
+    for name, position, parse in zip(csv.columns, positions, parsers, strict=True):
+        if position >= len(cells):
+            return f"there are {len(cells)} columns, and {name} would be number {position + 1}"
         try:
-            read(cells[place])
+            parse(cells[position])
         except ValueError:
-            return f"{name} is {cells[place].decode(errors='replace')!r}, and {wanted} expected"
+            expected = "a whole number is" if parse is int else csv.expected
+            return f"{name} is {cells[position].decode(errors='replace')!r}, and {expected} expected"
     raise AssertionError("one of its cells was refused")
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
-    """A line of a Mooncake trace; other keys are ignored. Requests with the same ids at the start share a prefix.
+    """A line of a Mooncake trace; other keys are ignored. Requests whose first ids are equal share a prefix.
 
     Times are in milliseconds, blocks have 512 tokens (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
     """
@@ -129,7 +130,7 @@ class MooncakeLine(msgspec.Struct, frozen=True):
 
 
 def _mooncake_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[TraceRow]:
-    """The rows in the order of the file. Lines that cannot be used go to `bad`, also where their ids fit no block."""
+    """Yield the rows in the order of the file. Lines that cannot be used (also by their ids) go to `bad`."""
     decode = msgspec.json.Decoder(MooncakeLine).decode
     offset = file.tell()
     for number, raw in enumerate(file, start=1):
@@ -142,16 +143,16 @@ def _mooncake_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Trac
                         f"{line.input_length:,} tokens in blocks of {trace.block_tokens} need {needed} hash_ids, and "
                         f"there are {ids}; say with trace.block_tokens how large the blocks are"
                     )
-            except (ValueError, RecursionError) as error:  # msgspec's are such
+            except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
                 bad.add(number, str(error))
             else:
-                more = offset if ids else -1
-                yield TraceRow(number, line.timestamp / 1000, line.input_length, line.output_length, more)
+                ids_offset = offset if ids else -1
+                yield TraceRow(number, line.timestamp / 1000, line.input_length, line.output_length, ids_offset)
         offset += len(raw)
 
 
 class RecordLine(msgspec.Struct, frozen=True):
-    """What is needed of a line of our own requests.jsonl: the measured requests of one cell, sent again."""
+    """The fields of a line of requests.jsonl that are needed to send a request again."""
 
     cell: str
     phase: str
@@ -165,18 +166,18 @@ class RecordLine(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """The length that was asked for where it was fixed, else the one that came."""
-        known = (self.asked_tokens, self.output_tokens)
-        return next(filter(None, known if self.fixed_length else known[::-1]), 0)
+        """The length of the answer: as requested if it was fixed, else the actual one; 0: unknown."""
+        lengths = (self.asked_tokens, self.output_tokens)
+        return next(filter(None, lengths if self.fixed_length else lengths[::-1]), 0)
 
 
 def _record_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[TraceRow]:
-    """The rows in the order of sending; records are written as requests end. Lines that cannot be used go to `bad`.
+    """Yield the measured requests of one cell in the order of sending; the file has them in the order of their ends.
 
-    Requests whose prompt length is unknown, such as failed ones, come as rows without tokens. Raises BadLine for a file
-    of several cells where none is chosen.
+    Requests whose prompt length is unknown, such as failed ones, become rows without tokens. Lines that cannot be used
+    go to `bad`. Raises BadLine if the file has several cells and none is chosen, or not the chosen one.
     """
-    offsets = _offsets(Path(file.name).resolve().with_name("processes.jsonl"))
+    offsets_s = _clock_offsets_s(Path(file.name).resolve().with_name("processes.jsonl"))
     decode = msgspec.json.Decoder(RecordLine).decode
     chosen, others = trace.cell, set[str]()
     at_s = array("d")
@@ -195,21 +196,21 @@ def _record_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[TraceR
             others.add(line.cell)
         elif line.phase == "measured":
             numbers.append(number)
-            at_s.append(line.sent_s + offsets.get((line.cell, line.process), 0.0))
+            at_s.append(line.sent_s + offsets_s.get((line.cell, line.process), 0.0))
             prompts.append(line.prompt_tokens or 0)
             outputs.append(line.length)
             conversations.append(-1 if line.conversation is None else line.conversation)
     if others and (trace.cell is None or not numbers):
-        known = sorted(others | ({chosen} if trace.cell is None and chosen is not None else set()))
-        names = ", ".join(known[:8]) + (" ..." if len(known) > 8 else "")
+        cells = sorted(others | ({chosen} if trace.cell is None and chosen is not None else set()))
+        names = ", ".join(cells[:8]) + (" ..." if len(cells) > 8 else "")
         problem = "several cells have requests." if trace.cell is None else f"there is no cell '{trace.cell}'."
         raise BadLine(1, f"{problem} Set trace.cell to one of: {names}")
-    for place in sorted(range(len(at_s)), key=at_s.__getitem__):  # without numpy, which the image does not have
-        yield TraceRow(numbers[place], at_s[place], prompts[place], outputs[place], conversations[place])
+    for i in sorted(range(len(at_s)), key=at_s.__getitem__):  # without numpy, which the image does not have
+        yield TraceRow(numbers[i], at_s[i], prompts[i], outputs[i], conversations[i])
 
 
-def _offsets(marks: Path) -> dict[tuple[str, int], float]:
-    """What takes the clocks of load processes to Unix time, where they ran on several machines; else nothing."""
+def _clock_offsets_s(marks: Path) -> dict[tuple[str, int], float]:
+    """Return Unix time minus the clock of each (cell, load process); nothing if all ran on one machine."""
     starts = [mark for mark in read_marks(marks) if mark.event == "start"]
     if len({mark.host for mark in starts}) < 2:
         return {}
@@ -221,16 +222,16 @@ def _is_json_with(keys: Sequence[bytes], first: bytes) -> bool:
 
 
 class TraceFormat(NamedTuple):
-    """How a format is recognised by its first line, and the rows of a file."""
+    """A test of the first line of a file, and the reader of its rows."""
 
     matches: Callable[[bytes], bool]
     rows: Callable[[BinaryIO, Trace, BadLines], Iterator[TraceRow]]
 
 
 FORMATS = {
-    "burstgpt": TraceFormat(partial(_is_csv, _BURSTGPT), partial(_csv_rows, _BURSTGPT)),
+    "burstgpt": TraceFormat(partial(_has_columns, _BURSTGPT), partial(_csv_rows, _BURSTGPT)),
     "mooncake": TraceFormat(partial(_is_json_with, (b"input_length", b"timestamp")), _mooncake_rows),
-    "azure": TraceFormat(partial(_is_csv, _AZURE), partial(_csv_rows, _AZURE)),
+    "azure": TraceFormat(partial(_has_columns, _AZURE), partial(_csv_rows, _AZURE)),
     "requests": TraceFormat(partial(_is_json_with, (b"sent_s", b"cell")), _record_rows),
 }
 
@@ -239,121 +240,122 @@ class Replay:
     """The rows of a trace within its window, by their number from 0."""
 
     def __init__(self, path: Path, trace: Trace) -> None:
-        """Raises HarnessError that names the file, the first lines that cannot be used and what is wrong with them."""
+        """Raises HarnessError with the file, the first lines that cannot be used, and what is wrong with them."""
         self.path = path
         self.trace = trace
-        self.at_s = array("d")  # after the start of the load, speed and window applied
+        self.at_s = array("d")  # after the start of the load; window and speed are applied
         self.prompt_tokens = array("I")
         self.output_tokens = array("I")
-        self.more = array("q")  # see Row
+        self._extra = array("q")  # see TraceRow
         self.without_tokens = 0  # rows left out, because they have no prompt or no answer
         bad = BadLines(path, "docs/traces.md says what each format holds.")
         try:
             with open_file(path) as file:
                 if file.read(len(BOM_UTF8)) != BOM_UTF8:
                     file.seek(0)
-                self.format = trace.format or _detect(path, file)
-                self._read(file, bad)
+                self.format = trace.format or _detect_format(path, file)
+                self._read_rows(file, bad)
         except OSError as error:
             raise HarnessError(f"{path}: the trace cannot be read ({error.strerror})") from None
         except BadLine as error:
             bad.add(error.line, error.problem)
         bad.raise_errors()
         if not self.at_s:
-            raise self._empty()
+            raise self._empty_error()
 
     def __len__(self) -> int:
         return len(self.at_s)
 
     def at(self, number: int) -> float | None:
-        """Seconds after the start at which a row is due; None when there are not that many."""
+        """Return when a row is due, in seconds after the start; None if there are fewer rows."""
         return self.at_s[number] if number < len(self.at_s) else None
 
     def hash_ids(self, number: int) -> list[int]:
-        """The blocks of a row's prompt, where its format has such."""
-        if self.format != "mooncake" or self.more[number] < 0:
+        """Return the blocks of a row's prompt; none if the format has none. They stay in the file, to save memory."""
+        if self.format != "mooncake" or self._extra[number] < 0:
             return []
-        with open_file(self.path) as file:  # they stay in the file, however long that is
-            file.seek(self.more[number])
+        with open_file(self.path) as file:
+            file.seek(self._extra[number])
             return msgspec.json.decode(file.readline(), type=MooncakeLine).hash_ids
 
     def conversation(self, number: int) -> int | None:
-        """What belongs together, where its format says so."""
-        return self.more[number] if self.format == "requests" and self.more[number] >= 0 else None
+        """Return the conversation of a row; None if the format has none."""
+        return self._extra[number] if self.format == "requests" and self._extra[number] >= 0 else None
 
-    def _read(self, file: BinaryIO, bad: BadLines) -> None:
+    def _read_rows(self, file: BinaryIO, bad: BadLines) -> None:
         trace = self.trace
-        zero: float | None = None
-        last = -math.inf
-        for line, at_s, prompt_tokens, output_tokens, more in FORMATS[self.format].rows(file, trace, bad):
-            if not last <= at_s < math.inf:
-                if not math.isfinite(at_s):
-                    bad.add(line, f"{at_s} is not a time")
-                    continue
-                bad.add(line, f"its time is {last - at_s:g} s before that of the row before; sort the file by time")
-            last = at_s
-            if zero is None:
-                zero = at_s
-            since_s = at_s - zero - trace.from_s
+        first_s: float | None = None
+        previous_s = -math.inf
+        for line, at_s, prompt_tokens, output_tokens, extra in FORMATS[self.format].rows(file, trace, bad):
+            if not math.isfinite(at_s):
+                bad.add(line, f"{at_s} is not a time")
+                continue
+            if at_s < previous_s:
+                ahead_s = previous_s - at_s
+                bad.add(line, f"its time is {ahead_s:g} s before that of the row before; sort the file by time")
+            previous_s = at_s
+            if first_s is None:
+                first_s = at_s
+            since_s = at_s - first_s - trace.from_s
             if since_s < 0:
                 continue
-            if trace.to_s is not None and at_s - zero >= trace.to_s:
+            if trace.to_s is not None and at_s - first_s >= trace.to_s:
                 break
             if not (0 < prompt_tokens <= MAX_TOKENS and 0 < output_tokens <= MAX_TOKENS):
-                if (problem := _impossible(prompt_tokens, output_tokens)) is not None:
+                if (problem := _length_problem(prompt_tokens, output_tokens)) is not None:
                     bad.add(line, problem)
                 self.without_tokens += 1
                 continue
             self.at_s.append(since_s / trace.speed)
             self.prompt_tokens.append(prompt_tokens)
             self.output_tokens.append(output_tokens)
-            self.more.append(more)
+            self._extra.append(extra)
             if len(self.at_s) == trace.max_requests:
                 break
-        self._lasts_s = None if zero is None else last - zero
+        self._read_span_s = None if first_s is None else previous_s - first_s
 
-    def _empty(self) -> HarnessError:
+    def _empty_error(self) -> HarnessError:
         trace = self.trace
-        if self._lasts_s is None:
+        if self._read_span_s is None:
             return HarnessError(f"{self.path}: there is no request in this trace ({self.format})")
         if self.without_tokens:
             return HarnessError(f"{self.path}: none of the {self.without_tokens:,} rows of the window has tokens")
         until = "" if trace.to_s is None else f" to {trace.to_s:g} s"
         return HarnessError(
             f"{self.path}: no row is in the window from {trace.from_s:g} s{until} after the first",
-            next_step=f"As far as it was read the trace lasts {self._lasts_s:,.3f} s; change from_s and to_s.",
+            next_step=f"As far as it was read the trace lasts {self._read_span_s:,.3f} s; change from_s and to_s.",
         )
 
 
-class Beginning:
-    """When requests before a trace are due: as its rows begin, and no later than they come on the mean."""
+class TraceStart:
+    """The schedule of a warm-up before a trace: as the first rows of the trace, but at least at its mean rate."""
 
     def __init__(self, replay: Replay) -> None:
         self._at_s = replay.at_s
-        self._mean_s = (replay.at_s[-1] - replay.at_s[0]) / len(replay)
+        self._mean_interval_s = (replay.at_s[-1] - replay.at_s[0]) / len(replay)
 
     def at(self, number: int) -> float:
-        """Seconds after the start."""
-        mean_s = number * self._mean_s
-        return min(self._at_s[number] - self._at_s[0], mean_s) if number < len(self._at_s) else mean_s
+        """Return when a request is due, in seconds after the start."""
+        at_mean_rate_s = number * self._mean_interval_s
+        return min(self._at_s[number] - self._at_s[0], at_mean_rate_s) if number < len(self._at_s) else at_mean_rate_s
 
 
-def replay_of(path: str | Path, trace: Trace) -> Replay:
-    """The rows of a trace, read once per process. Raises HarnessError."""
+def cached_replay(path: str | Path, trace: Trace) -> Replay:
+    """Return the rows of a trace. A process reads an unchanged file once. Raises HarnessError."""
     try:
-        found = Path(path).stat()
+        stat = Path(path).stat()
     except OSError as error:
         raise HarnessError(f"{path}: the trace cannot be read ({error.strerror})") from None
-    return _kept(Path(path), trace, found.st_size, found.st_mtime_ns)
+    return _read_replay(Path(path), trace, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
-def _kept(path: Path, trace: Trace, _size: int, _changed_ns: int) -> Replay:
+def _read_replay(path: Path, trace: Trace, _size: int, _changed_ns: int) -> Replay:
     return Replay(path, trace)
 
 
 def sha256_of(path: Path) -> str:
-    """The hash of a file's content, however large it is. Raises HarnessError."""
+    """Return the hash of a file's content. Raises HarnessError."""
     try:
         with open_file(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -361,14 +363,14 @@ def sha256_of(path: Path) -> str:
         raise HarnessError(f"{path}: the trace cannot be read ({error.strerror})") from None
 
 
-def _detect(path: Path, file: BinaryIO) -> str:
-    """The format by the first line; leaves the file where it begins."""
-    first, begins = b"", file.tell()
+def _detect_format(path: Path, file: BinaryIO) -> str:
+    """Return the format that matches the first line. The file stays at its start."""
+    first, start = b"", file.tell()
     while not first.strip():
         first = file.readline(1_000_000)
         if not first:
             raise HarnessError(f"{path}: the trace is empty")
-    file.seek(begins)
+    file.seek(start)
     if first.startswith(_GZIP):
         raise HarnessError(f"{path}: the trace is packed", next_step=f"gunzip {path} (and name the file it leaves)")
     for name, format_ in FORMATS.items():
@@ -381,8 +383,8 @@ def _detect(path: Path, file: BinaryIO) -> str:
     )
 
 
-def _impossible(prompt_tokens: int, output_tokens: int) -> str | None:
-    """Why no request has these lengths; None: one may have, also one without tokens."""
+def _length_problem(prompt_tokens: int, output_tokens: int) -> str | None:
+    """Return why no request can have these lengths; None if one can, also one without tokens."""
     for name, tokens in (("prompt", prompt_tokens), ("answer", output_tokens)):
         if tokens < 0:
             return f"a negative length: {name} of {tokens} tokens"
