@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 import typer
+from msgspec.structs import replace
 
 from harness.cli import common as cli
 from harness.errors import ExitCode, HarnessError
@@ -221,7 +221,7 @@ def check(
     shown = preview(experiment)
     of_machine = [*machine_notes(experiment), *predict_shares(experiment)]
     if as_json:
-        cli.print_json(msgspec.structs.replace(shown, notes=shown.notes + of_machine))
+        cli.print_json(replace(shown, notes=shown.notes + of_machine))
     else:
         show_plan(experiment, shown, cli.console())
         for note in of_machine:
@@ -300,9 +300,7 @@ def doctor(
     root: Annotated[
         Path,
         typer.Option(
-            metavar="DIR",
-            help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.",
-            callback=cli.check_root,
+            metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.", callback=cli.check_root
         ),
     ] = Path("/"),
 ) -> None:

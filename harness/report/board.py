@@ -13,6 +13,7 @@ import msgspec
 import yaml
 from markupsafe import Markup
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness import units
 from harness.analysis.summarize import read_summary, summarize
@@ -211,7 +212,7 @@ def _make_group(members: Sequence[tuple[Run, Summary]]) -> Group:
     for entry in entries:
         if entry.ranked:
             best.setdefault(entry.machine, entry)
-    marked = [msgspec.structs.replace(entry, best=best.get(entry.machine) is entry) for entry in entries]
+    marked = [replace(entry, best=best.get(entry.machine) is entry) for entry in entries]
     return Group(
         scenario=newest.scenario_name,
         question=newest.scenario.question,
