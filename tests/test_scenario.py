@@ -37,7 +37,7 @@ def problems_of(folder: Path, text: str) -> list[str]:
     return caught.value.problems
 
 
-def test_servers_and_loads_of_another_kind_are_told_once(tmp_path: Path) -> None:
+def test_servers_and_loads_of_a_wrong_type_have_one_problem_each(tmp_path: Path) -> None:
     text = "version: 1\nquestion: q\nmodel: m\nservers: {}\nloads: [1]\n"
     assert problems_of(tmp_path, text) == [
         "$.loads (line 5): a mapping (name: value) is expected, got [1]",
@@ -137,17 +137,17 @@ def test_a_load_that_contradicts_itself_is_refused(tmp_path: Path, load: str, pr
     assert problems_of(tmp_path, text) == [f"$.loads.wrong.{problem}"]
 
 
-def test_the_plan_says_how_many_requests_are_in_flight() -> None:
+def test_the_plan_has_the_number_of_requests_in_flight() -> None:
     said = describe_load(Load(user="batch", users=3, in_flight=4, requests=9))
     assert said.startswith("3 batch users, always 4 in flight each, 12 in all, ")
 
 
-def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="the scenario cannot be read"):
         load_scenario(tmp_path / "nothing.yaml")
 
 
-def test_the_plan_is_interleaved_and_turns_round_each_repeat(tmp_path: Path) -> None:
+def test_the_plan_is_interleaved_and_reversed_in_each_second_repeat(tmp_path: Path) -> None:
     scenario = load_scenario(write(tmp_path, GOOD + "repeats: 3\n"))
     assert [cell.id for cell in plan(scenario)] == [
         "r1-a-one", "r1-a-five", "r1-b-one", "r1-b-five",
@@ -183,13 +183,13 @@ def test_the_plan_is_interleaved_and_turns_round_each_repeat(tmp_path: Path) -> 
          "$.api_key_env (line 9): expected the NAME of an environment variable, never th"),
     ],
 )  # fmt: skip
-def test_traps_of_yaml_slips_of_the_finger_and_a_pasted_key(tmp_path: Path, line: str, problem: str) -> None:
+def test_traps_of_yaml_typing_errors_and_a_pasted_key(tmp_path: Path, line: str, problem: str) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n")
     (found,) = problems_of(tmp_path, f"{GOOD}{line}\n")
     assert found.startswith(problem)
 
 
-def test_more_comparisons_name_rows(tmp_path: Path) -> None:
+def test_further_comparisons_have_names_of_rows(tmp_path: Path) -> None:
     good = load_scenario(write(tmp_path, GOOD + "compare: [{row: b/five, against: a/five}]\n"))
     assert (good.compare[0].row, good.compare[0].against) == ("b/five", "a/five")
     assert problems_of(tmp_path, GOOD + "compare: [{row: b/fiv, against: a/five}, {row: a/one, against: a/one}]\n") == [
@@ -219,7 +219,7 @@ def test_more_comparisons_name_rows(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, said: str) -> None:
+def test_problems_use_the_terms_of_the_file(tmp_path: Path, text: str, said: str) -> None:
     assert any(problem.startswith(said) for problem in problems_of(tmp_path, text))
 
 
@@ -242,7 +242,7 @@ def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, s
         (Load(user="batch", endpoint="embeddings", requests=40), 3),
     ],
 )
-def test_the_estimated_time_is_that_of_what_limits_the_load(tmp_path: Path, load: Load, seconds: float) -> None:
+def test_the_estimated_time_of_each_kind_of_load(tmp_path: Path, load: Load, seconds: float) -> None:
     rows = "".join(f"{at},ChatGPT,10,20,30,Conversation log\n" for at in (0, 10, 40))
     (tmp_path / "t.csv").write_text(f"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n{rows}")
     scenario = Scenario(
@@ -252,7 +252,7 @@ def test_the_estimated_time_is_that_of_what_limits_the_load(tmp_path: Path, load
     assert estimate_s(scenario, tmp_path) == pytest.approx(2 * seconds)
 
 
-def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:
+def test_the_estimate_counts_the_parts_of_a_mix_once(tmp_path: Path) -> None:
     loads = {name: Load(user="batch", duration_s=60, output_tokens=100) for name in ("m.a", "m.b")}
     servers = {"a": Server(template="simulated", container=False)}
     scenario = Scenario(version=1, question="?", model="m", servers=servers, loads=loads, repeats=1,
@@ -274,7 +274,7 @@ def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:
         ({"user": 3, "requests": 1, "duration_s": 2}, {"user"}),
     ],
 )  # fmt: skip
-def test_a_key_of_a_wrong_type_hides_no_contradiction_of_its_load_and_makes_none(
+def test_a_key_of_a_wrong_type_hides_no_other_problem_and_makes_none(
     tmp_path: Path, load: dict[str, Any], told: set[str]
 ) -> None:
     problems = problems_of(tmp_path, yaml.safe_dump({**yaml.safe_load(GOOD), "loads": {"x": load}}))
@@ -308,7 +308,7 @@ def test_long_values_are_cut_and_long_numbers_refused(tmp_path: Path) -> None:
     assert "a bound has at most 30 characters" in "\n".join(problems)
 
 
-def test_a_key_of_an_older_version_is_refused_with_the_new_one(tmp_path: Path) -> None:
+def test_an_old_key_is_refused_with_its_new_name(tmp_path: Path) -> None:
     loads = """  wave: {user: batch, requests: 1, arrivals: {wave: {least: 1, most: 5, period_s: 10}}}
   chat: {user: chat, requests: 1, think: {mean_s: 1, most_s: 3}, output_tokens: {lognormal: {median: 5, most: 9}}}
   trace: {user: batch, trace: {file: day.csv, most: 2}}

@@ -22,7 +22,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def test_a_choice_is_sent_as_each_server_knows_it() -> None:
+def test_the_fields_of_a_choice() -> None:
     def sent(send: Any) -> dict[str, Any]:
         return answer_fields(Structured(choice="auto", send=send), LABELS)
 
@@ -35,7 +35,7 @@ def test_a_choice_is_sent_as_each_server_knows_it() -> None:
     assert sent("nothing") == {}
 
 
-def test_a_schema_is_sent_as_it_is() -> None:
+def test_a_schema_is_sent_unchanged() -> None:
     sent = answer_fields(Structured(json_schema=SCHEMA, send="structured_outputs"), [])
     assert sent == {"structured_outputs": {"json": SCHEMA}}
     sent = answer_fields(Structured(json_schema=SCHEMA), [])
@@ -102,11 +102,11 @@ def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: boo
         (Structured(json_schema={"enum": 3}), ".json_schema.enum: 3 is not what this keyword takes"),
     ],
 )  # fmt: skip
-def test_a_form_that_cannot_be_meant_is_refused(form: Structured, problem: str) -> None:
+def test_an_invalid_form_is_refused(form: Structured, problem: str) -> None:
     assert [f"{one.path}: {one.text}" for one in answer_problems(form)] == [problem]
 
 
-def test_a_keyword_that_is_not_checked_is_refused_wherever_it_stands() -> None:
+def test_an_unknown_keyword_is_refused_at_any_depth() -> None:
     schema = {"type": "object", "properties": {"a": {"items": {"oneOf": []}}, "b": 3}, "$ref": "#"}
     assert [problem.path for problem in answer_problems(Structured(json_schema=schema))] == [
         ".json_schema.$ref",
