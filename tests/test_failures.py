@@ -120,7 +120,7 @@ LACKING = (
               "--swap-space: vLLM does not know it any more since 0.18.0: leave it out",
               "--disable-log-requests: vLLM does not know it any more since 0.17.0: leave it out",
               "--num-scheduler-steps: vLLM does not know it any more since 0.11.0",
-              "(the hint of vLLM's own argument parser); remove it from extra_args")),
+              "--task: vLLM does not know it any more")),
         ("WARNING Unknown vLLM environment variable detected: VLLM_ATTENTION_BACKEND", "give --attention-backend"),
         ("WARNING Unknown vLLM environment variable detected: VLLM_SOMETHING", "leave VLLM_SOMETHING out"),
         ("vLLM argument '--max-model-len' in vllm_args is managed by Lemonade", "; set the variable ctx_size"),
