@@ -1,6 +1,6 @@
-"""Whose certificates are believed of an https server: the same for probes, metrics and load. Nothing turns it off.
+"""The certificates that are trusted for https servers: the same for probes, metrics and load. Nothing turns this off.
 
-The load processes ask OpenSSL, which reads SSL_CERT_FILE; this module sets the same for `requests`.
+The load processes use OpenSSL, which reads SSL_CERT_FILE; this module sets the same for `requests`.
 """
 
 import os
@@ -19,7 +19,7 @@ CA_VARIABLE = "SSL_CERT_FILE"
 
 
 def find_authorities() -> str | bool:
-    """What `requests` takes as `verify`: the file of SSL_CERT_FILE, else the system's, else those that come with it."""
+    """Return `verify` for `requests`: the file of SSL_CERT_FILE, else the system's; True: those of `requests`."""
     paths = ssl.get_default_verify_paths()
     return paths.cafile or paths.capath or True
 
@@ -45,7 +45,7 @@ class _Session(requests.Session):
 
 
 def open_session(api_key: str | None) -> requests.Session:
-    """What asks a server for anything but load."""
+    """Return a session for all requests to a server except load."""
     session = _Session()
     session.trust_env = False  # no proxy of the environment between the harness and the server
     session.verify = find_authorities()
@@ -56,16 +56,10 @@ def open_session(api_key: str | None) -> requests.Session:
 
 
 def trust_authority(ca: Path) -> None:
-    """Trust only this certificate authority, here and in every process started from here.
+    """Trust only this certificate authority, in this process and in every process that it starts.
 
-    Raises HarnessError for a file that holds no certificate.
+    Raises HarnessError for a file without a certificate.
     """
-    require_certificate(ca)
-    os.environ[CA_VARIABLE] = str(ca.resolve())
-
-
-def require_certificate(ca: Path) -> None:
-    """Raise HarnessError for a file that holds no certificate."""
     try:
         open_file(ca).close()
         ssl.create_default_context(cafile=str(ca))
@@ -74,3 +68,4 @@ def require_certificate(ca: Path) -> None:
             f"--ca: {ca} holds no certificate in PEM form ({getattr(error, 'strerror', None) or error})",
             next_step="Give the certificate of the authority that signed the server's, in PEM form.",
         ) from None
+    os.environ[CA_VARIABLE] = str(ca.resolve())

@@ -11,7 +11,8 @@ from harness.analysis.summarize import read_summary
 from harness.engines import engines, find_template
 from harness.failures.table import FRAGMENTED_MEMORY, Rule, removed_flags, replacements, rules
 from harness.files import ROOT
-from harness.machine.findings import format_findings_tables, format_targets_table
+from harness.machine.findings import TOPICS, finding_kinds
+from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_columns
 from harness.reasons import documented_reasons
 from harness.report import markdown
 from harness.rundir.manifest import read_run
@@ -36,7 +37,10 @@ def _row(name: str, variable: Variable) -> str:
     default = "required" if variable.required else f"`{_shown(variable.default)}`"
     allowed = f": {', '.join(variable.choices)}" if variable.choices else f" {format_limits(variable)}".rstrip()
     allowed += ", or `auto`" if variable.auto else ""
-    cells = (f"`{name}`", variable.type + allowed, default, variable.doc)
+    return table_row(f"`{name}`", variable.type + allowed, default, variable.doc)
+
+
+def table_row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
@@ -135,14 +139,39 @@ def _code(text: str) -> str:
     return re.sub(r"([`*_\[\]|~$\\])", r"\\\1", text)
 
 
+def targets_table() -> str:
+    """The support of each server for each GPU target, with its source."""
+    columns, table = support_columns(), read_gfx_table()
+    parts = [f"\nRead on {table.checked}.\n\n"]
+    parts.append(table_row("target", "family", *(column.title for column in columns.values())))
+    parts.append("|---" * (2 + len(columns)) + "|\n")
+    for row in table.targets:
+        standings = [STANDING_LABELS[row.standing(key)] for key in columns]
+        parts.append(table_row(f"`{row.target}`", f"{row.family}; {row.architecture}", *standings))
+    return "".join(parts) + "\n" + "".join(f"- {column.title}: {column.source}\n" for column in columns.values()) + "\n"
+
+
+def findings_tables() -> str:
+    """Every finding of the doctor with its levels, its fix and its source, by topic."""
+    parts = ["\n"]
+    for topic, title in TOPICS.items():
+        head = table_row("finding", "looks at", "levels", "fix", "source")
+        parts.append(f"### {title}\n\n{head}|---|---|---|---|---|\n")
+        for kind in finding_kinds().values():
+            if kind.topic == topic:
+                fixes = [kind.fix] if isinstance(kind.fix, str) else list(kind.fix.values())
+                fix = re.sub(r"\{(\w+)\}", lambda name: name[1].upper(), "<br>".join(fixes)) or "-"
+                levels = ", ".join(["ok", *kind.levels])
+                parts.append(table_row(f"`{kind.id}`", kind.looks_at, levels, fix, kind.source))
+        parts.append("\n")
+    return "".join(parts)
+
+
 MADE = {
     "README.md": {"table": example_table, "servers": server_names},
     "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},
-    "docs/doctor.md": {
-        "targets": lambda: f"\n{format_targets_table()}\n",
-        "findings": lambda: f"\n{format_findings_tables()}\n",
-    },
+    "docs/doctor.md": {"targets": targets_table, "findings": findings_tables},
     "docs/run-directory.md": {"reasons": reasons_table},
 }
 

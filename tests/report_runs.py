@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, Startup, write_run
@@ -167,7 +167,7 @@ def _fault(like: Request, number: int) -> Request:
         ("rejected", "503: the queue is full"),
     ]
     kind, message = kinds[number % len(kinds)]
-    return msgspec.structs.replace(
+    return replace(
         like, id=f"{like.id}-f{number}", chunks_s=[], output_tokens=None, finish=None, error=kind, message=message
     )
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness.judge.checks import evaluate
@@ -26,12 +26,12 @@ def compared(*verdicts: Verdict) -> Summary:
     table = Comparison(
         metric="wall_s", comparisons=len(verdicts), noise_floor=0.02, noise_source=[], verdicts=list(verdicts)
     )
-    return msgspec.structs.replace(summary(), comparison=table, checks=[])
+    return replace(summary(), comparison=table, checks=[])
 
 
 def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() -> None:
     of = compared(verdict("vllm / ten", "slower", 0.42), verdict("vllm / five", "faster", 2.0))
-    of = msgspec.structs.replace(of, rows=[*of.rows, row("five", numbers(6.5, MANY))])
+    of = replace(of, rows=[*of.rows, row("five", numbers(6.5, MANY))])
     text = "five is the fastest: 2.00x faster by wall time than one; ten is 2.38x slower by wall time."
     assert sentences.run_answer(of, run()) == text
 
@@ -52,7 +52,7 @@ def test_a_comparison_without_a_faster_row(verdicts: list[Verdict], said: str) -
 
 
 def checked(of: Summary, *checks: str) -> Summary:
-    return msgspec.structs.replace(of, checks=evaluate(checks, of.rows, of.comparison))
+    return replace(of, checks=evaluate(checks, of.rows, of.comparison))
 
 
 def users(*counts: int, ttft_s: Sequence[float]) -> tuple[Summary, Any]:
@@ -63,8 +63,8 @@ def users(*counts: int, ttft_s: Sequence[float]) -> tuple[Summary, Any]:
         many = Distribution(n=500, mean=seconds, p50=seconds, p95=seconds, intervals={"p95": (seconds, seconds)})
         rows.append(row(name, numbers(60.0, many)))
     made = run()
-    scenario = msgspec.structs.replace(made.scenario, loads=loads)
-    return msgspec.structs.replace(summary(), rows=rows), msgspec.structs.replace(made, scenario=scenario)
+    scenario = replace(made.scenario, loads=loads)
+    return replace(summary(), rows=rows), replace(made, scenario=scenario)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_checks_against_a_baseline_answer_whether_there_is_a_regression() -> Non
 
 
 def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> None:
-    alone = msgspec.structs.replace(summary(), rows=summary().rows[:1], comparison=None, checks=[])
+    alone = replace(summary(), rows=summary().rows[:1], comparison=None, checks=[])
     said = "vllm / one: 13.07 s wall time, 95.6 tok/s, median TTFT 52.3\u00a0ms."
     assert sentences.run_answer(alone, run()) == said
-    assert sentences.run_answer(msgspec.structs.replace(alone, valid=None), run()) == said
-    assert sentences.run_answer(msgspec.structs.replace(alone, valid=False), run()) == "No answer: the run is INVALID."
-    stopped = msgspec.structs.replace(run(), status="interrupted")
+    assert sentences.run_answer(replace(alone, valid=None), run()) == said
+    assert sentences.run_answer(replace(alone, valid=False), run()) == "No answer: the run is INVALID."
+    stopped = replace(run(), status="interrupted")
     assert sentences.run_answer(alone, stopped) == "No answer: the run did not come to its end."
 
 
@@ -115,11 +115,11 @@ def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
     assert found is not None
     said = "Regression: 1 of 3 comparisons, b is 1.25x slower by wall time than vllm / one."
     assert sentences.comparison_answer(found) == said
-    without = msgspec.structs.replace(found, verdicts=[fast])
+    without = replace(found, verdicts=[fast])
     assert sentences.comparison_answer(without) == (
         "No regression: none of 1 comparison is slower. The largest gain: c is 1.50x faster by wall time."
     )
-    open_ = msgspec.structs.replace(found, verdicts=[fast, unknown])
+    open_ = replace(found, verdicts=[fast, unknown])
     said = "Inconclusive: 1 of 2 comparisons cannot be decided, and none is slower."
     assert sentences.comparison_answer(open_) == said
 

@@ -152,13 +152,10 @@ def test_check_counts_the_comparisons_that_the_run_will_make(
     assert (said in out) if comparisons else ("can never reach" not in out)
 
 
-def test_check_by_name(tmp_path: Path) -> None:
+def test_scenarios_are_listed_and_checked_by_name(tmp_path: Path) -> None:
     done = harness("check", "first-look", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"{SCENARIOS}/first-look.yaml: valid\n")
-
-
-def test_scenarios_lists_all(tmp_path: Path) -> None:
     done = harness("scenarios", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     listed = [line for line in done.out.splitlines() if line.startswith("scenarios/")]
@@ -220,15 +217,19 @@ def test_a_misspelt_run(made: Path) -> None:
     assert done.err.splitlines()[0].endswith(f"nor the id of a run in runs; did you mean '{run}'?")
 
 
+def without_reader(start: Any, arguments: list[str], **options: Any) -> tuple[int, bytes]:
+    """The exit code and the errors of a command whose standard output is closed before anything is written."""
+    pipe = start([HARNESS, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    pipe.stdout.close()
+    with pipe.stderr:
+        said = pipe.stderr.read()
+    return pipe.wait(20), said
+
+
 def test_a_reader_that_has_seen_enough(made: Path) -> None:
     run = only_run(made / "runs").name
     for arguments in (["report", run], ["report", run, "--format", "json"], ["--help"], ["compose", "small.yaml"]):
-        pipe = prefork.Popen([HARNESS, *arguments], cwd=made, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert pipe.stdout is not None and pipe.stderr is not None
-        pipe.stdout.close()  # before anything was written
-        said = pipe.stderr.read()
-        pipe.stderr.close()
-        assert (pipe.wait(20), said) == (0, b""), arguments
+        assert without_reader(prefork.Popen, arguments, cwd=made) == (0, b""), arguments
 
 
 def test_a_reader_that_has_seen_enough_hides_no_failure(made: Path) -> None:
@@ -237,14 +238,7 @@ def test_a_reader_that_has_seen_enough_hides_no_failure(made: Path) -> None:
     told = harness(*arguments, cwd=made).err.encode()
     for unbuffered in ("", "1"):
         env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        pipe = subprocess.Popen(
-            [HARNESS, *arguments], cwd=made, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        assert pipe.stdout is not None and pipe.stderr is not None
-        pipe.stdout.close()
-        said = pipe.stderr.read()
-        pipe.stderr.close()
-        assert (pipe.wait(20), said) == (1, told)
+        assert without_reader(subprocess.Popen, arguments, cwd=made, env=env) == (1, told)
 
 
 def test_standard_files_that_are_closed(made: Path) -> None:

@@ -4,8 +4,8 @@ import csv
 import io
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
@@ -27,7 +27,7 @@ def limited_run(folder: Path, server: str = "b", **lags: float) -> Path:
     write_made_run(folder, lambda cell: 10.0 + 0.01 * cell.repeat, made_of=scenario(checks=["b/x: wall <= 20 s"]))
     path = folder / "processes.jsonl"
     marks = [
-        msgspec.structs.replace(mark, **lags) if mark.event == "end" and mark.cell == f"r2-{server}-x" else mark
+        replace(mark, **lags) if mark.event == "end" and mark.cell == f"r2-{server}-x" else mark
         for mark in read_marks(path)
     ]
     write_lines(path, marks)

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness.failures.explain import FIRST_REQUESTS, scan_text
@@ -65,6 +65,8 @@ def test_for_programs_and_from_a_pipe(tmp_path: Path) -> None:
     )  # fmt: skip
     assert [one["id"] for one in found["findings"]] == ["mem.free_lt_util", "engine.init_failed"]
     assert [one["id"] for one in found["warnings"]] == ["host.ulimit"]
+    stopped = harness("explain", "vllm.txt", "--json", cwd=STOPPED)
+    assert (stopped.code, json.loads(stopped.out)["stopped"]) == (0, True)
     for place, name in (("-", "the standard input"), ("/dev/fd/0", "/dev/fd/0")):  # as <(docker logs vllm) in a shell
         piped = subprocess.run([HARNESS, "explain", place], input=FAILED, capture_output=True, text=True, timeout=60)
         assert (piped.returncode, piped.stderr) == (0, "")
@@ -126,11 +128,6 @@ def test_logs_of_servers_that_were_stopped(name: str) -> None:
     assert (found["stopped"], found["cause"], found["findings"], found["recognised"]) == (True, None, [], False)
     assert f"It stopped normally. line {STOPS[name]} it began to stop" in said
     assert "No failure that the table knows" not in said and "It started well" not in said
-
-
-def test_a_log_of_a_normal_stop_is_a_success() -> None:
-    done = harness("explain", "vllm.txt", "--json", cwd=STOPPED)
-    assert (done.code, json.loads(done.out)["stopped"]) == (0, True)
 
 
 def test_an_engine_that_lemonade_unloads_has_not_crashed_and_lemonade_goes_on() -> None:
@@ -228,7 +225,7 @@ def test_the_rule_that_ends_a_load() -> None:
         "the load was ended because the first 5 requests all failed because of a scenario error: "
         "the server has no model named nope; to solve it: set `model` to the id that its /v1/models names"
     )
-    good = msgspec.structs.replace(failing(wrong)[0], error=None, message=None)
+    good = replace(failing(wrong)[0], error=None, message=None)
     assert scenario_mistake([*failing(wrong, 4), good]) is None, "one that succeeded is enough to go on"
     assert scenario_mistake(failing("status 500: boom")) is None
     assert scenario_mistake([*failing(wrong, 4), *failing("status 500: boom", 1)]) is None

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
+from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize
 from harness.cli import app, common
@@ -127,7 +127,7 @@ def two_runs(folder: Path) -> None:
     def steady(wall_s: float) -> Callable[[Cell], float]:
         return lambda cell: wall_s + 0.01 * cell.repeat
 
-    other = msgspec.structs.replace(served_by(), version="0.30")
+    other = replace(served_by(), version="0.30")
     write_made_run(folder / "runs" / "old", steady(10))
     write_made_run(folder / "runs" / "new", steady(9), served=lambda _: other)
 
@@ -235,6 +235,7 @@ def test_the_command_line_and_an_inconclusive_check(tmp_path: Path) -> None:
         ("terminal", "- inconclusive ttft_p95 <= 60s: one / burst: needs 130 "),
         ("markdown", "- **inconclusive**: `ttft_p95 <= 60s`: one / burst: needs 130 "),
         ("json", '"status": "inconclusive"'),
+        ("csv", "server,load,"),
         ("junit", text),
         ("openmetrics", 'check_inconclusive{check="ttft_p95 <= 60s"'),
     ):
@@ -269,7 +270,7 @@ def test_a_file_that_cannot_be_written_is_noticed_before_the_run(tmp_path: Path)
 
 def test_the_error_is_that_of_the_summary(tmp_path: Path) -> None:
     summary, _ = made(tmp_path / "run")
-    bad = msgspec.structs.replace(
+    bad = replace(
         summary, valid=False, reasons=[because("text", text="first \x00 reason"), because("text", text="second")]
     )
     (word, evidence), *_ = cases(junit.render(bad, read_run(tmp_path / "run"))).values()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.machine.memory import Pool, list_pools
+from harness.machine.memory import list_pools
 from harness.units import GIB
 
 MIB = 2**20
@@ -39,41 +39,30 @@ def tree(
     return root
 
 
-def one(root: Path) -> dict[str, Any]:
-    (found,) = list_pools(root)
-    return {name: getattr(found, name) for name in Pool.__struct_fields__ if name not in ("doubts", "target")}
-
-
 CARVE_OUT = {"vram_total": 96 * GIB, "vram_used": 20 * GIB, "gtt_total": 16 * GIB, "gtt_used": 15 * MIB}
 PAGES = {"vram_total": 512 * MIB, "vram_used": 100 * MIB, "gtt_total": 124 * GIB, "gtt_used": 2 * GIB}
 
 
-def test_an_apu_with_a_large_carve_out_allocates_from_it(tmp_path: Path) -> None:
-    tree(tmp_path, CARVE_OUT, pages_limit=4 * GIB // 4096, available=20 * GIB)
-    assert one(tmp_path) == {
-        "render_node": "/dev/dri/renderD128",
-        "kind": "vram",
-        "total_bytes": 96 * GIB,
-        "used_bytes": 20 * GIB,
-        "free_bytes": 76 * GIB,
-        "host_available_bytes": None,
-        "overstated": False,
-    }
-    assert list_pools(tmp_path)[0].doubts == []
-
-
-def test_an_apu_with_a_small_carve_out_allocates_pages_of_the_host(tmp_path: Path) -> None:
-    tree(tmp_path, PAGES, pages_limit=32505856, available=90 * GIB)  # the limit is 124 GiB
-    assert one(tmp_path) == {
-        "render_node": "/dev/dri/renderD128",
-        "kind": "gtt",
-        "total_bytes": 124 * GIB,
-        "used_bytes": 2 * GIB,
-        "free_bytes": 122 * GIB,
-        "host_available_bytes": 90 * GIB,
-        "overstated": False,
-    }
-    assert [doubt[:42] for doubt in list_pools(tmp_path)[0].doubts] == ["what is in use of GTT may lag behind what "]
+@pytest.mark.parametrize(
+    ("sizes", "limit_pages", "available", "expected", "doubt"),
+    [
+        (CARVE_OUT, 4 * GIB // 4096, 20 * GIB, ("vram", 96 * GIB, 20 * GIB, 76 * GIB, None), None),
+        (PAGES, 32505856, 90 * GIB, ("gtt", 124 * GIB, 2 * GIB, 122 * GIB, 90 * GIB), "what is in use of GTT may lag"),
+    ],
+    ids=["large-carve-out", "pages-of-the-host"],
+)
+def test_an_apu_allocates_from_the_larger_of_carve_out_and_pages(
+    tmp_path: Path,
+    sizes: dict[str, int],
+    limit_pages: int,
+    available: int,
+    expected: tuple[Any, ...],
+    doubt: str | None,
+) -> None:
+    (pool,) = list_pools(tree(tmp_path, sizes, pages_limit=limit_pages, available=available))
+    assert (pool.kind, pool.total_bytes, pool.used_bytes, pool.free_bytes, pool.host_available_bytes) == expected
+    assert (pool.render_node, pool.overstated, len(pool.doubts)) == ("/dev/dri/renderD128", False, doubt is not None)
+    assert doubt is None or pool.doubts[0].startswith(doubt)
 
 
 def test_a_gtt_size_beyond_ttm_is_not_believed(tmp_path: Path) -> None:

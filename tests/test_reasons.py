@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import pytest
 
 from harness.files import ROOT
@@ -44,9 +45,5 @@ def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
 def test_sentences_of_older_files_become_reasons(text: str, made: Reason) -> None:
     raw = {"reasons": [text, {"code": "not_run"}]}
     upgrade_reasons(raw, "reasons", "notes", cells={"r1-a-x"})
-    assert raw["reasons"] == [{"code": "text"} | _fields(made), {"code": "not_run"}]
+    assert raw["reasons"] == [msgspec.to_builtins(made), {"code": "not_run"}]
     assert sentences([made]) == [text]
-
-
-def _fields(reason: Reason) -> dict[str, object]:
-    return {"values": reason.values} | ({} if reason.cell is None else {"cell": reason.cell})

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thinned
+from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thin_dots
 from harness.analysis.summarize import read_summary
 from harness.report.charts import Chart
 from harness.report.charts.data import ChartFailures, MachineSamples, ServerSamples, Timeline, read_chart_data
@@ -55,11 +56,11 @@ def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
     for i, one in enumerate(requests):
         for counts in (whole, first if i % 3 else second):
             counts.add(one, one.sent_s, counted=True)
-    chosen = thinned(whole.dots)
+    chosen = thin_dots(whole.dots)
     assert len(chosen) == len(set(chosen)) == MAX_DOTS
-    parts = [*thinned(first.dots), *thinned(second.dots)]
+    parts = [*thin_dots(first.dots), *thin_dots(second.dots)]
     for number in (MAX_DOTS, 100):  # however the file is divided
-        assert set(thinned(parts, number)) == set(thinned(whole.dots, number))
+        assert set(thin_dots(parts, number)) == set(thin_dots(whole.dots, number))
     assert (whole.succeeded, whole.failures) == (19_600, 400)
     assert len(whole.failed_s["timeout"]) == 400
     assert sum(dot.error is not None for dot in chosen) == MAX_DOTS // 4
@@ -77,7 +78,7 @@ def timeline(**more: object) -> Timeline:
 
 
 def cell(**more: object) -> CellRun:
-    served_by = msgspec.structs.replace(ServedBy(url="http://127.0.0.1:1"), **more)
+    served_by = replace(ServedBy(url="http://127.0.0.1:1"), **more)
     return CellRun(id="r1-a-x", server="a", load="x", repeat=1, started_wall_s=0, ended_wall_s=1, served_by=served_by)
 
 
@@ -128,11 +129,8 @@ def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
 
 def test_the_knee_is_marked_and_told(folder: Path, run: Run) -> None:
     summary = read_summary(folder)
-    flat = [
-        msgspec.structs.replace(row, output_tok_s=[100.0, 102.0]) if row.server == "limited" else row
-        for row in summary.rows
-    ]
-    chart = throughput_chart(msgspec.structs.replace(summary, rows=flat), run)
+    flat = [replace(row, output_tok_s=[100.0, 102.0]) if row.server == "limited" else row for row in summary.rows]
+    chart = throughput_chart(replace(summary, rows=flat), run)
     assert chart.findings == [
         "open: no knee up to 10 at once: it still rises there",
         "limited: knee at 1 at once, the best; more does not help",
@@ -145,34 +143,24 @@ def test_the_knee_is_marked_and_told(folder: Path, run: Run) -> None:
 def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: Run) -> None:
     """A chat, a job and agents with helpers are points, and no line from one to the other says what lies between."""
     loads = dict(run.scenario.loads)
-    loads["batch-10"] = msgspec.structs.replace(loads["batch-10"], user="agent", agent=Agent(sub_agents=4))
-    mixed = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
+    loads["batch-10"] = replace(loads["batch-10"], user="agent", agent=Agent(sub_agents=4))
+    mixed = replace(run, scenario=replace(run.scenario, loads=loads))
     summary = read_summary(folder)
     assert throughput_chart(summary, mixed).findings[0] == (
         "open (sequential, batch-5): no knee up to 5 at once: it still rises there"
     )
-    for chart in (
-        throughput_chart(summary, mixed),
-        first_token_chart(summary, mixed),
-        *tradeoff_charts(summary, mixed),
-    ):
-        joined = [len(trace["x"]) for trace in chart.figure["data"]]
-        assert set(joined) == {1, 2}, chart.id
-        assert sum(joined) == sum(len(trace["x"]) for trace in _chart(chart.id, summary, run).figure["data"]), chart.id
-
-
-def _chart(key: str, summary: Summary, run: Run) -> Chart:
-    charts = (throughput_chart(summary, run), first_token_chart(summary, run), *tradeoff_charts(summary, run))
-    return next(chart for chart in charts if chart.id == key)
+    points = {}
+    for name, of in (("alike", run), ("mixed", mixed)):
+        charts = (throughput_chart(summary, of), first_token_chart(summary, of), *tradeoff_charts(summary, of))
+        points[name] = [[len(trace["x"]) for trace in chart.figure["data"]] for chart in charts]
+    assert all(set(lines) == {1, 2} for lines in points["mixed"])
+    assert list(map(sum, points["mixed"])) == list(map(sum, points["alike"]))
 
 
 def test_a_page_of_open_loops_says_once_why_there_is_no_curve(folder: Path, run: Run) -> None:
     summary = read_summary(folder)
-    rows = [
-        msgspec.structs.replace(row, pooled=msgspec.structs.replace(row.pooled, schedule=ScheduleKept(sent=30)))
-        for row in summary.rows
-    ]
-    page = render(msgspec.structs.replace(summary, rows=rows), run, read_chart_data(folder))
+    rows = [replace(row, pooled=replace(row.pooled, schedule=ScheduleKept(sent=30))) for row in summary.rows]
+    page = render(replace(summary, rows=rows), run, read_chart_data(folder))
     assert page.count("All loads are open loops, which have no concurrency of their own.") == 1
     assert 'class="empty"' not in page
     assert "Not drawn, since an open loop" not in page
@@ -200,7 +188,7 @@ def test_who_left_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Pat
 
 def test_bounds_of_slos_are_lines_in_the_charts_of_their_latency() -> None:
     def asked(*checks: str) -> Summary:
-        return msgspec.structs.replace(text_summary(), checks=[CheckResult(check=check) for check in checks])
+        return replace(text_summary(), checks=[CheckResult(check=check) for check in checks])
 
     of = asked("ttft_p95 <= 150ms", "goodput(ttft<=1s, e2e<=2s) >= 0.9", "ttft_p50 <= 2 * baseline", "x y")
     bounds = slo_bounds(of)
@@ -213,6 +201,6 @@ def test_bounds_of_slos_are_lines_in_the_charts_of_their_latency() -> None:
     (line,) = drawn.figure["layout"]["shapes"]
     assert (line["y0"], line["y1"], line["xref"]) == (150.0, 150.0, "paper")
     assert drawn.findings == ["Far beyond what is shown: ttft<=1s"]
-    across = with_slo_lines(msgspec.structs.replace(chart, id="cdf-e2e"), {"e2e": {"e2e<=2s": 0.002}})
+    across = with_slo_lines(replace(chart, id="cdf-e2e"), {"e2e": {"e2e<=2s": 0.002}})
     assert across.figure["layout"]["shapes"][0]["x0"] == 2.0
-    assert with_slo_lines(msgspec.structs.replace(chart, id="throughput"), bounds).figure["layout"] == {}
+    assert with_slo_lines(replace(chart, id="throughput"), bounds).figure["layout"] == {}

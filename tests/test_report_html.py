@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from harness.analysis.summarize import read_summary
 from harness.errors import HarnessError
@@ -81,15 +82,13 @@ def test_nothing_is_referred_to_outside_the_file(folder: Path) -> None:
 def test_what_comes_from_outside_stays_text(folder: Path, tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=12, faults=3)
     run, summary = read_run(tmp_path), read_summary(tmp_path)
-    served = msgspec.structs.replace(
-        run.cells[0].served_by, version=HOSTILE, arguments=[HOSTILE], container={"a": HOSTILE}
-    )
-    cells = [msgspec.structs.replace(run.cells[0], served_by=served), *run.cells[1:]]
-    write_run(tmp_path, msgspec.structs.replace(run, cells=cells))
+    served = replace(run.cells[0].served_by, version=HOSTILE, arguments=[HOSTILE], container={"a": HOSTILE})
+    cells = [replace(run.cells[0], served_by=served), *run.cells[1:]]
+    write_run(tmp_path, replace(run, cells=cells))
     said = [because("text", text=HOSTILE)]
-    hostile = msgspec.structs.replace(summary, question=HOSTILE, reasons=said, notes=said, valid=False)
-    rows = [msgspec.structs.replace(summary.rows[0], server=HOSTILE), *summary.rows[1:]]
-    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(hostile, rows=rows)))
+    hostile = replace(summary, question=HOSTILE, reasons=said, notes=said, valid=False)
+    rows = [replace(summary.rows[0], server=HOSTILE), *summary.rows[1:]]
+    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(replace(hostile, rows=rows)))
     page = Page(write_report(tmp_path).read_text())
     assert [tag for tag, _ in page.tags].count("img") == 0
     assert [tag for tag, _ in page.tags].count("script") == 4
@@ -164,8 +163,8 @@ def test_the_timeline_counts_every_token_and_joins_the_clocks(folder: Path) -> N
 
 def test_a_run_that_was_killed_before_anything_happened(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path, repeats=1, requests=1)
-    write_run(tmp_path, msgspec.structs.replace(run, status="running", cells=[], ended_wall_s=None))
-    summary = msgspec.structs.replace(read_summary(tmp_path), rows=[], cells=[], comparison=None, checks=[])
+    write_run(tmp_path, replace(run, status="running", cells=[], ended_wall_s=None))
+    summary = replace(read_summary(tmp_path), rows=[], cells=[], comparison=None, checks=[])
     (tmp_path / "summary.json").write_bytes(msgspec.json.encode(summary))
     for name in ("requests", "processes", "metrics"):
         (tmp_path / f"{name}.jsonl").unlink()
@@ -188,8 +187,8 @@ def test_a_text_from_outside_does_not_turn_the_page_round(tmp_path: Path) -> Non
     controls = "\x00\x07\x1b\x7f\x9b\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     run = read_run(tmp_path)
     servers = {f"{name}{controls}": server for name, server in run.scenario.servers.items()}
-    run = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, servers=servers))
-    summary = msgspec.structs.replace(read_summary(tmp_path), question=f"Is it {controls}fast?")
+    run = replace(run, scenario=replace(run.scenario, servers=servers))
+    summary = replace(read_summary(tmp_path), question=f"Is it {controls}fast?")
     text = render(summary, run, read_chart_data(tmp_path))
     page = Page(text)
     assert "Is it " + "\ufffd" * len(controls) + "fast?" in "".join(page.text)

@@ -5,8 +5,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harness import units
@@ -141,8 +141,8 @@ def test_a_narrow_terminal_stacks_two_tables_within_its_width() -> None:
         "Server Load p50 ms p95 ms p50 ms p95 ms p95 ms max ms Errors",
     ]
     long = "a-name-as-long-as-a-scenario-ever-allows"
-    rows = [msgspec.structs.replace(row, server=long, load=long) for row in summary().rows]
-    wide = printed(msgspec.structs.replace(summary(), rows=rows), 80)
+    rows = [replace(row, server=long, load=long) for row in summary().rows]
+    wide = printed(replace(summary(), rows=rows), 80)
     assert max(len(line) for line in wide.splitlines()) <= 80
     assert "13.07 s" in wide and "299.0" in wide
 
@@ -152,7 +152,7 @@ def test_a_narrow_terminal_stacks_two_tables_within_its_width() -> None:
     [(0, 0, "0"), (2, 0, "2 of 25"), (0, 7, "7 unfinished"), (2, 7, "2 of 25, 7 unfinished")],
 )
 def test_what_did_not_finish_is_no_error(failed: int, unfinished: int, said: str) -> None:
-    of = msgspec.structs.replace(numbers(1.0, MANY, failed), unfinished=unfinished, succeeded=25 - failed - unfinished)
+    of = replace(numbers(1.0, MANY, failed), unfinished=unfinished, succeeded=25 - failed - unfinished)
     assert format_errors(of) == said
     assert of.error_rate == failed / 25  # what a check sees
 
@@ -180,7 +180,7 @@ def test_a_cause_that_several_rows_have_is_reported_once() -> None:
         failed("ten", 1, "timeout", "no first byte"),
         failed("ten", 1, "http", "too long for vllm", cause="too long for vllm", **long),
     ]
-    said = sentences.failure_sentences(msgspec.structs.replace(summary(), failures=of))
+    said = sentences.failure_sentences(replace(summary(), failures=of))
     assert [text.partition(";")[0] for text in said] == [
         "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens)",
         "vllm / one: 2 requests, vllm / ten: 1 request (timeout): nothing known of it",
@@ -198,7 +198,7 @@ def test_no_colour_where_there_is_no_terminal_and_some_where_there_is() -> None:
 
 
 def test_markup_in_a_text_from_outside_is_not_acted_on() -> None:
-    broken = msgspec.structs.replace(
+    broken = replace(
         summary(),
         valid=False,
         reasons=[because("text", text="[red]x[/red]\n[/] \x1b[31m[link=x]")],
@@ -234,7 +234,7 @@ def test_markdown() -> None:
         "- `ten`: `bursts: user batch, requests 25, batch_size 10, output_tokens 50`\n"
     ) in text
     assert "5 repeats of every row, interleaved, a fresh server for each; seed 42.\n" in text
-    text = markdown.render(summary(), msgspec.structs.replace(run(), status="running"))
+    text = markdown.render(summary(), replace(run(), status="running"))
     assert "**UNFINISHED: " in text
 
 
@@ -252,7 +252,7 @@ def test_the_same_reason_in_many_cells_is_said_once() -> None:
         for i, gap in ((1, "2"), (2, "2.1"), (3, "1,250"), (1, "1e+02"))
     ]
     others = [because("text", text="no room: on the disk"), because("text", text="r9-x: y")]
-    broken = msgspec.structs.replace(summary(), valid=False, reasons=[*many, *others])
+    broken = replace(summary(), valid=False, reasons=[*many, *others])
     text = printed(broken, 170).splitlines()
     assert text[14:18] == [
         "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other runs)",
@@ -288,21 +288,19 @@ def test_what_is_said_of_several_verdicts_is_said_once() -> None:
 
 def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
     timed = Load(user="chat", users=8, duration_s=60, output_tokens=128, output="natural", think_s=[1, 2.5])
-    one = msgspec.structs.replace(numbers(10.0, MANY), wall_s=None, window="timed", window_s=60.0)
+    one = replace(numbers(10.0, MANY), wall_s=None, window="timed", window_s=60.0)
     other = run()
-    scenario = msgspec.structs.replace(other.scenario, loads={"one": timed})
-    of = msgspec.structs.replace(
-        summary(), rows=[msgspec.structs.replace(row("one", one), wall_s=[])], comparison=None, checks=[]
-    )
-    text = markdown.render(of, msgspec.structs.replace(other, scenario=scenario))
+    scenario = replace(other.scenario, loads={"one": timed})
+    of = replace(summary(), rows=[replace(row("one", one), wall_s=[])], comparison=None, checks=[])
+    text = markdown.render(of, replace(other, scenario=scenario))
     assert "| vllm | one | 1,250 | 125 | 2.50 | 52.3 |" in text
     said = "closed loop: user chat, users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"
     assert f"- `one`: `{said}`\n" in text
 
 
 def test_answers_in_one_piece_have_no_first_token() -> None:
-    whole = msgspec.structs.replace(numbers(10.0, MANY), ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
-    of = msgspec.structs.replace(summary(), rows=[row("one", whole)], comparison=None, checks=[])
+    whole = replace(numbers(10.0, MANY), ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
+    of = replace(summary(), rows=[row("one", whole)], comparison=None, checks=[])
     latencies = [column for column in table_columns(of) if column.group == "latency" and column.unit == "ms"]
     assert [column.show(line) for line in table_lines(of, run()) for column in latencies] == [
         *["–"] * 4,

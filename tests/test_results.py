@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from harness.analysis.summarize import read_summary, summarize, write_summary
 from harness.errors import ExitCode, HarnessError, RunError
@@ -66,7 +67,7 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
     assert raised.value.exit_code == ExitCode.INVALID
     assert raised.value.what.startswith("one: only a VALID run is published: r5-b-x: load process 109 sent 5 requests")
     write_made_run(tmp_path / "two", steady())
-    write_run(tmp_path / "two", msgspec.structs.replace(run, status="interrupted", reasons=[because("interrupted")]))
+    write_run(tmp_path / "two", replace(run, status="interrupted", reasons=[because("interrupted")]))
     with pytest.raises(RunError, match="one: only a VALID run is published: interrupted"):
         publish(tmp_path / "two", tmp_path / "results")
     servers = {name: Server(template="vllm-cpu") for name in ("a", "a-again")}
@@ -122,13 +123,13 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     assert (best.date, best.run) == ("2027-01-16", "new")
     assert (len(best.values), best.errors, best.version, best.valid) == (5, 0, "0.32.0", True)
     assert best.digest == "sha256:4f2a9c4f2a9c"
-    built_here = msgspec.structs.replace(best, image_digest="sha256:" + "4f2a9c" * 10)
+    built_here = replace(best, image_digest="sha256:" + "4f2a9c" * 10)
     assert built_here.digest == "image id 4f2a9c4f2a9c"
 
 
 def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> None:
     far = next(filed.glob("*/which/far"))
-    write_summary(far, msgspec.structs.replace(read_summary(far), valid=False, reasons=[because("interrupted")]))
+    write_summary(far, replace(read_summary(far), valid=False, reasons=[because("interrupted")]))
     (filed / "strix/which/old/summary.json").write_text("{")
     board = collect_board(filed, RESULTS)
     assert [(e.run, e.valid, e.best) for e in board.groups[0].entries] == [
@@ -143,8 +144,8 @@ def test_what_the_client_limited_is_marked_and_never_ranked(filed: Path) -> None
     far = next(filed.glob("*/which/far"))
     summary = read_summary(far)
     limited = {"a": ["wall_s"], "b": ["wall_s", "ttft_s"]}
-    rows = [msgspec.structs.replace(row, client_limited=limited[row.server]) for row in summary.rows]
-    write_summary(far, msgspec.structs.replace(summary, rows=rows))
+    rows = [replace(row, client_limited=limited[row.server]) for row in summary.rows]
+    write_summary(far, replace(summary, rows=rows))
     (real, model) = (board := collect_board(filed, RESULTS)).groups
     assert [(e.run, e.server, e.ranked, e.best) for e in real.entries] == [
         ("new", "b", True, True), ("old", "b", True, False), ("new", "a", True, False), ("old", "a", True, False),

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.report.charts import figures
@@ -40,8 +40,8 @@ def made(folder: Path, seqs: str, vary: str, slow: dict[str, float]) -> tuple[Ru
     summary = summarize(folder)
     assert summary.valid
     why = because("setting_not_started", failure="mem.hip_oom", cause="it is full", fix="take less", error="x")
-    rows = [msgspec.structs.replace(row, failed=why if row.server == last else None) for row in summary.rows]
-    return run, msgspec.structs.replace(summary, rows=rows)
+    rows = [replace(row, failed=why if row.server == last else None) for row in summary.rows]
+    return run, replace(summary, rows=rows)
 
 
 def drawn(run: Run, summary: Summary) -> dict[str, Any]:

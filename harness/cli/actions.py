@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
 import typer
+from msgspec.structs import replace
 
 from harness.cli import common as cli
 from harness.errors import ExitCode, HarnessError
@@ -65,7 +65,7 @@ def run(
     """
     from harness.analysis.forecast import read_duration
     from harness.analysis.summarize import read_summary
-    from harness.comparison.compare import reference_to, write_reference
+    from harness.comparison.compare import make_reference, write_reference
     from harness.prepare import experiment as experiments
     from harness.prepare.preview import check_notes
     from harness.report import junit as junit_xml
@@ -100,7 +100,7 @@ def run(
             folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
     manifest = read_run(folder)
     if base is not None:
-        write_reference(folder, reference_to(base, manifest, about=about))
+        write_reference(folder, make_reference(base, manifest, about=about))
         write_results(folder)
     summary = read_summary(folder)
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
@@ -221,7 +221,7 @@ def check(
     shown = preview(experiment)
     of_machine = [*machine_notes(experiment), *predict_shares(experiment)]
     if as_json:
-        cli.print_json(msgspec.structs.replace(shown, notes=shown.notes + of_machine))
+        cli.print_json(replace(shown, notes=shown.notes + of_machine))
     else:
         show_plan(experiment, shown, cli.console())
         for note in of_machine:
@@ -300,9 +300,7 @@ def doctor(
     root: Annotated[
         Path,
         typer.Option(
-            metavar="DIR",
-            help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.",
-            callback=cli.check_root,
+            metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.", callback=cli.check_root
         ),
     ] = Path("/"),
 ) -> None:

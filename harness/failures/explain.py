@@ -19,17 +19,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from msgspec import Struct, field, structs
 
 from harness.engines import engines
-from harness.failures.table import (
-    RANKS,
-    SETTING_WORDS,
-    Pattern,
-    Phase,
-    Severity,
-    format_cause_and_fix,
-    parse_settings,
-    patterns,
-    rules_by_id,
-)
+from harness.failures import table
+from harness.failures.table import RANKS, SETTING_WORDS, Pattern, Phase, Severity
 from harness.files import open_file
 from harness.redact import masked, printable
 
@@ -100,7 +91,7 @@ _SERVER_WORDS = tuple(  # servers that run another engine come last, since their
 @cache
 def _trigger_words() -> dict[bytes, set[bytes]]:
     """Return the words of lines that must be examined, by their shape: with zeros in place of digits."""
-    words = [pattern.needle.encode() for pattern in patterns()]
+    words = [pattern.needle.encode() for pattern in table.patterns()]
     words += [*_READY_WORDS, *_FETCHED_WORDS, *_STARTING_WORDS, *_STOPPING_WORDS, *_UNLOADING_WORDS]
     by_shape: dict[bytes, set[bytes]] = {}
     for word in (*words, *SETTING_WORDS, *_EXCEPTION_WORDS):
@@ -173,7 +164,7 @@ def scan(file: BinaryIO) -> ScannedLog:
 
 def explain_message(message: str) -> Diagnosis | None:
     """Explain the error of a request; `message` is `KIND: text`, as in a record."""
-    return _match_line(strip_prefixes(message.replace("\n", " ").encode()), patterns(), {}, None)
+    return _match_line(strip_prefixes(message.replace("\n", " ").encode()), table.patterns(), {}, None)
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -264,7 +255,7 @@ class _LogSearch:
         shapes = block.translate(_ZERO_DIGITS).split(b"\n")
         triggering, words = self._find_triggers(set(shapes))
         if triggering or self._traceback_line is not None:
-            candidates = [pattern for pattern in patterns() if pattern.needle.encode() in words]
+            candidates = [pattern for pattern in table.patterns() if pattern.needle.encode() in words]
             for place, (raw, shape) in enumerate(zip(lines, shapes, strict=False)):
                 if self._traceback_line is not None or shape in triggering:
                     previous = lines[place - 1] if place else self._previous_line
@@ -321,7 +312,7 @@ class _LogSearch:
             return
         finding = _match_line(line.text, candidates, self._settings, number)
         if finding is not None and line.level == "chatter" and finding.severity != "warning":
-            finding = finding if rules_by_id()[finding.id].chatter else None
+            finding = finding if table.rules_by_id()[finding.id].chatter else None
         if finding is None:
             self._track_exception(line, number)
             return
@@ -346,10 +337,10 @@ class _LogSearch:
             self._ready_line = number
         if is_ready or any(word in raw for word in _FETCHED_WORDS):
             for key, finding in self._findings.items():
-                if is_ready or rules_by_id()[finding.id].fetching:
+                if is_ready or table.rules_by_id()[finding.id].fetching:
                     self._findings[key] = structs.replace(finding, recovered=True)
         if any(word in raw for word in SETTING_WORDS):
-            self._settings |= parse_settings(line)
+            self._settings |= table.parse_settings(line)
 
     def _track_exception(self, line: LogLine, number: int) -> None:
         """Note the start of a traceback, its exception, or an exception that was logged without a traceback."""
@@ -382,7 +373,7 @@ class _LogSearch:
 
 
 def _unknown_exception(line: str, number: int, settings: dict[str, Any]) -> Diagnosis:
-    pattern = next(pattern for pattern in patterns() if pattern.rule.id == EXCEPTION_RULE)
+    pattern = next(pattern for pattern in table.patterns() if pattern.rule.id == EXCEPTION_RULE)
     match = _EXCEPTION.match(line)
     assert match is not None
     return _make_diagnosis(pattern, match, settings, number)
@@ -399,7 +390,7 @@ def _match_line(
 
 def _make_diagnosis(pattern: Pattern, match: re.Match[str], settings: dict[str, Any], number: int | None) -> Diagnosis:
     rule = pattern.rule
-    cause, fix = format_cause_and_fix(rule, match, settings)
+    cause, fix = table.format_cause_and_fix(rule, match, settings)
     line = masked(match.string)
     shown = line.strip()
     if len(shown) > SHOWN_CHARS:  # the part around the match

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from harness import __version__
 from harness.analysis.summarize import summarize, write_summary
@@ -62,7 +63,7 @@ def _read_records(source: Source) -> Imported:
         part = ImportedPart(
             load=name,
             planned=sum(record.phase == "measured" for record in group),
-            records=[msgspec.structs.replace(record, sent_s=record.sent_s - start_s) for record in group],
+            records=[replace(record, sent_s=record.sent_s - start_s) for record in group],
             started_wall_s=wall_s + start_s,
             ended_wall_s=wall_s + last_end_s(group),
         )
@@ -129,7 +130,7 @@ def import_file(
         )
     cells: dict[str, ImportedPart] = {}
     for part in imported.parts:
-        part = msgspec.structs.replace(part, server=_valid_name(part.server), load=_valid_name(part.load))
+        part = replace(part, server=_valid_name(part.server), load=_valid_name(part.load))
         cell = f"r1-{part.server}-{part.load}"
         if cell in cells:
             raise HarnessError(
@@ -142,7 +143,7 @@ def import_file(
         with (folder / "requests.jsonl").open("wb") as file:
             for cell, part in cells.items():
                 for record in part.records:
-                    placed = msgspec.structs.replace(record, cell=cell, load=part.load)
+                    placed = replace(record, cell=cell, load=part.load)
                     file.write(msgspec.json.encode(placed) + b"\n")
         numbers = {cell: part.numbers for cell, part in cells.items() if part.numbers is not None}
         if numbers:
@@ -150,7 +151,7 @@ def import_file(
         write_run(folder, run)
         summary = summarize(folder)
         status: Status = "unchecked" if summary.valid is None else "invalid"
-        write_run(folder, msgspec.structs.replace(run, status=status, reasons=summary.reasons))
+        write_run(folder, replace(run, status=status, reasons=summary.reasons))
         write_summary(folder, summary)
     except OSError as error:
         raise HarnessError(

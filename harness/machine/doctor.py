@@ -1,4 +1,4 @@
-"""Problems of this machine for serving models: findings, each with its fix and its source."""
+"""The checks of `harness doctor`: problems of this machine for serving models, each with its fix and its source."""
 
 import os
 import re
@@ -11,28 +11,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from harness.engines import VLLM_DEFAULT_UTILIZATION, Standing, vllm_accepts
+from harness.machine import gpus
 from harness.machine.findings import Finding, Level, make_finding
-from harness.machine.gpus import (
-    AMD,
-    NVIDIA,
-    STANDING_LABELS,
-    GfxTarget,
-    Gpu,
-    GpuProcess,
-    GpuProcesses,
-    find_device_groups,
-    find_engine_processes,
-    find_gpu_processes,
-    find_target,
-    list_gpus,
-    pci_cards,
-    read_gfx_table,
-    read_meminfo,
-    read_number,
-    read_sysfs,
-    select_serving_gpus,
-    support_columns,
-)
+from harness.machine.gpus import Gpu
 from harness.machine.memory import PAGE_BYTES, Pool, compute_share, format_pool, list_pools
 from harness.units import GIB, gib
 
@@ -40,77 +21,69 @@ _READY: tuple[Standing, ...] = ("validated", "supported", "code")
 
 
 def gpu_findings(root: Path) -> Iterator[Finding]:
-    """Findings about the GPUs; without a GPU a single one."""
-    counts = Counter(str(gpu["target"]) for gpu in list_gpus(root))
+    """Yield the findings about the GPUs; one only without a GPU."""
+    counts = Counter(str(gpu["target"]) for gpu in gpus.list_gpus(root))
     if not counts:
         yield _explain_missing_gpu(root)
         return
-    yield make_finding("gpu.present", "ok", _describe_gpus(root, counts))
-    for target in dict.fromkeys(str(card["target"]) for card in select_serving_gpus(list(list_gpus(root)))):
+    descriptions = []
+    for target, count in counts.items():
+        row = gpus.find_target(target)
+        units = {gpu["compute_units"] for gpu in gpus.list_gpus(root) if gpu["target"] == target} - {None}
+        each = f", {units.pop()} compute units" + (" each" if count > 1 else "") if len(units) == 1 else ""
+        times = f"{count} x " if count > 1 else ""
+        descriptions.append(f"{times}{target}: {row.family if row else 'family unknown'}{each}")
+    yield make_finding("gpu.present", "ok", "; ".join(descriptions))
+    for target in dict.fromkeys(str(gpu["target"]) for gpu in gpus.select_serving_gpus(list(gpus.list_gpus(root)))):
         yield _check_target(target)
 
 
-def _describe_gpus(root: Path, counts: Counter[str]) -> str:
-    parts = []
-    for target, count in counts.items():
-        row = find_target(target)
-        units = {gpu["compute_units"] for gpu in list_gpus(root) if gpu["target"] == target} - {None}
-        each = f", {units.pop()} compute units" + (" each" if count > 1 else "") if len(units) == 1 else ""
-        parts.append(f"{f'{count} x ' if count > 1 else ''}{target}: {row.family if row else 'family unknown'}{each}")
-    return "; ".join(parts)
-
-
 def _explain_missing_gpu(root: Path) -> Finding:
-    found = list(pci_cards(root))
-    amd = [card for card in found if card.vendor == AMD]
-    if not amd:
+    cards = list(gpus.pci_cards(root))
+    amd_card = next((card for card in cards if card.vendor == gpus.AMD), None)
+    if amd_card is None:
         other = ""
-        if any(card.vendor == NVIDIA for card in found):
+        if any(card.vendor == gpus.NVIDIA for card in cards):
             other = ", only one of NVIDIA, for which this project has no servers"
         elif (root / "dev/dxg").exists():
             other = ": WSL offers /dev/dxg in its place, which the templates do not use"
         return make_finding("gpu.present", "blocker", f"there is no AMD GPU{other}")
-    card = amd[0]
-    what = f"the AMD GPU at {card.slot} (1002:{card.device:04x}) is not known to the compute driver"
+    what = f"the AMD GPU at {amd_card.slot} (1002:{amd_card.device:04x}) is not known to the compute driver"
     if (root / "sys/module/amdgpu").is_dir():
         return make_finding("gpu.driver", "blocker", f"{what}, though amdgpu is loaded", "not-known")
-    case = "nomodeset" if "nomodeset" in (read_sysfs(root / "proc/cmdline") or "").split() else "not-loaded"
+    case = "nomodeset" if "nomodeset" in (gpus.read_sysfs(root / "proc/cmdline") or "").split() else "not-loaded"
     return make_finding("gpu.driver", "blocker", f"{what}: amdgpu is not loaded", case)
 
 
 def _check_target(target: str) -> Finding:
-    row, checked = find_target(target), read_gfx_table().checked
+    """Return the support of the servers for a GPU target."""
+    row, checked, columns = gpus.find_target(target), gpus.read_gfx_table().checked, gpus.support_columns()
     if row is None:
         fact = f"{target} is not in the table of {checked}: no server is known to have code for it"
         return make_finding("gpu.target", "warning", fact, "nothing")
-    fact = f"{target} ({row.architecture}) on {checked}; {_list_standings(row)}"
-    ready = [column for key, column in support_columns().items() if row.standing(key) in _READY]
+    groups = []
+    for standing, label in gpus.STANDING_LABELS.items():  # the best first
+        titles = [column.title for key, column in columns.items() if row.standing(key) == standing]
+        if titles:
+            groups.append(f"{label}: {', '.join(titles)}")
+    fact = f"{target} ({row.architecture}) on {checked}; {'; '.join(groups)}"
+    ready = [column for key, column in columns.items() if row.standing(key) in _READY]
     if any(column.batches for column in ready):
         return make_finding("gpu.target", "ok", fact)
-    named = any(target in column.targets for column in support_columns().values())
-    return make_finding("gpu.target", "warning", fact, "single" if ready else "untried" if named else "nothing")
-
-
-def _list_standings(row: GfxTarget) -> str:
-    """Servers by their support, the best first."""
-    groups = []
-    for standing, words in STANDING_LABELS.items():
-        titles = [column.title for key, column in support_columns().items() if row.standing(key) == standing]
-        if titles:
-            groups.append(f"{words}: {', '.join(titles)}")
-    return "; ".join(groups)
+    is_named = any(target in column.targets for column in columns.values())
+    return make_finding("gpu.target", "warning", fact, "single" if ready else "untried" if is_named else "nothing")
 
 
 GB = 10**9
-IMAGE_BYTES_RANGE = (10 * GB, 40 * GB)  # below the first no ROCm image fits, above the second any of them does
+IMAGE_BYTES_RANGE = (10 * GB, 40 * GB)  # below the first no ROCm image fits, above the second each of them does
 
 
 class DockerEngine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Facts of a Docker Engine. Unknown is None; `problem`: why it cannot be used."""
+    """Facts of a Docker Engine. Unknown is None."""
 
     host: str | None = None  # its machine, if it is another one
     named_by: str = "DOCKER_HOST"  # the source of `host`, such as a Docker context
-    problem: str | None = None
+    problem: str | None = None  # why it cannot be used
     remedy: str = ""
     rootless: bool = False
     desktop: bool = False
@@ -119,28 +92,35 @@ class DockerEngine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     stale: list[str] = []  # leftovers of killed runs
 
 
-def engine_findings(engine: DockerEngine, *, gpus: int) -> Iterator[Finding]:
-    """Findings about the engine, for a machine with so many GPUs."""
+def engine_findings(engine: DockerEngine, *, gpu_count: int) -> Iterator[Finding]:
+    """Yield the findings about the Docker Engine of a machine with `gpu_count` GPUs."""
     if engine.host is not None:
-        here = "what follows is said by its Docker Engine, and nothing is known of its GPU, kernel and memory"
-        yield make_finding(
-            "docker.remote", "warning", f"{engine.named_by} names {engine.host}: {here}", host=engine.host
-        )
+        unknown = "what follows is said by its Docker Engine, and nothing is known of its GPU, kernel and memory"
+        fact = f"{engine.named_by} names {engine.host}: {unknown}"
+        yield make_finding("docker.remote", "warning", fact, host=engine.host)
     if engine.problem is not None:
         fact, case = f"{engine.problem}: servers in containers cannot run", "known" if engine.remedy else "unknown"
         yield make_finding("docker.reachable", "blocker", fact, case, remedy=engine.remedy)
         return
     yield make_finding("docker.reachable", "ok", "the Docker Engine answers")
-    if engine.desktop and gpus:
-        yield make_finding(
-            "docker.desktop", "blocker", "the engine of Docker Desktop has no access to this machine's GPU"
-        )
+    if engine.desktop and gpu_count:
+        fact = "the engine of Docker Desktop has no access to this machine's GPU"
+        yield make_finding("docker.desktop", "blocker", fact)
     if engine.rootless:
         fact = "the engine runs without root: containers lose the groups of devices"
         yield make_finding("docker.rootless", "warning", fact)
     else:
         yield make_finding("docker.rootless", "ok", "the engine runs as root")
-    yield from _check_disk(engine)
+    if engine.free_bytes is not None:
+        path = engine.image_folder or "Docker's data-root"
+        fact, need = f"{engine.free_bytes / GB:.0f} GB free for images in {path}", "ROCm images need 10 to 35 GB"
+        min_bytes, enough_bytes = IMAGE_BYTES_RANGE
+        if engine.free_bytes < min_bytes:
+            yield make_finding("docker.disk", "blocker", f"only {fact}; {need}", path=path)
+        elif engine.free_bytes < enough_bytes:
+            yield make_finding("docker.disk", "warning", f"{fact}; {need}, models their own", path=path)
+        else:
+            yield make_finding("docker.disk", "ok", fact)
     if engine.stale:
         more = f" and {len(engine.stale) - 3} more" if len(engine.stale) > 3 else ""
         yield make_finding("docker.stale", "warning", f"leftovers of killed runs: {', '.join(engine.stale[:3])}{more}")
@@ -148,36 +128,19 @@ def engine_findings(engine: DockerEngine, *, gpus: int) -> Iterator[Finding]:
         yield make_finding("docker.stale", "ok", "no leftovers of killed runs")
 
 
-def _check_disk(engine: DockerEngine) -> Iterator[Finding]:
-    if engine.free_bytes is None:
-        return
-    path = engine.image_folder or "Docker's data-root"
-    fact = f"{engine.free_bytes / GB:.0f} GB free for images in {path}"
-    none, enough = IMAGE_BYTES_RANGE
-    if engine.free_bytes < none:
-        yield make_finding("docker.disk", "blocker", f"only {fact}; ROCm images need 10 to 35 GB", path=path)
-    elif engine.free_bytes < enough:
-        yield make_finding(
-            "docker.disk", "warning", f"{fact}; ROCm images need 10 to 35 GB, models their own", path=path
-        )
-    else:
-        yield make_finding("docker.disk", "ok", fact)
-
-
 def access_findings(root: Path, *, rootless: bool = False) -> Iterator[Finding]:
-    """Findings about device nodes; none without a GPU.
+    """Yield the findings about device nodes; none without a GPU.
 
-    Containers of an engine that runs as root open them whatever the user; those of a rootless engine open them as
-    the user, access lists of the file system included.
+    An engine that runs as root opens them for its containers, whoever the user is. A `rootless` engine opens them as
+    the user, with the access lists of the file system.
     """
-    nodes = [str(gpu["render_node"]) for gpu in list_gpus(root) if gpu["render_node"]]
-    if next(list_gpus(root), None) is None:
+    if next(gpus.list_gpus(root), None) is None:
         return
+    nodes = [str(gpu["render_node"]) for gpu in gpus.list_gpus(root) if gpu["render_node"]]
     yield from _check_node(root, "access.kfd", "/dev/kfd", rootless)
     yield from _check_render_nodes(root, nodes, rootless)
-    if groups := find_device_groups(root):
-        names = _read_group_names(root)
-        fact = ", ".join(f"{group} ({names[group]})" if group in names else str(group) for group in groups)
+    if groups := gpus.find_device_groups(root):
+        fact = ", ".join(_describe_group(root, group) for group in groups)
         yield make_finding("access.groups", "ok", f"containers get the groups {fact}, by number")
     elif (root / "dev/kfd").exists() and not (root / "dev/kfd").stat().st_mode & stat.S_IWOTH:
         yield make_finding("access.groups", "warning", "the device nodes belong to the group root")
@@ -188,48 +151,47 @@ def _check_node(root: Path, id: str, name: str, rootless: bool) -> Iterator[Find
     if not path.exists():
         yield make_finding(id, "blocker", f"there is no {name}", "missing")
         return
-    owner = f"{name}: mode {path.stat().st_mode & 0o777:04o}, group {_describe_group(root, path)}"
+    group = path.stat().st_gid
+    node = f"{name}: mode {path.stat().st_mode & 0o777:04o}, group {_describe_group(root, group)}"
     if may_open(path):
-        yield make_finding(id, "ok", owner)
+        yield make_finding(id, "ok", node)
         return
-    group = _read_group_names(root).get(path.stat().st_gid, str(path.stat().st_gid))
+    level: Level = "warning"
+    fact = f"this user may not open {node}; containers of an engine that runs as root may, servers that you start "
+    fact += "yourself may not"
     if rootless:
-        fact = f"the rootless engine, which runs as this user, may not open {owner}"
-        yield make_finding(id, "blocker", fact, "denied", groups=group)
-    else:
-        rest = "containers of an engine that runs as root may, servers that you start yourself may not"
-        yield make_finding(id, "warning", f"this user may not open {owner}; {rest}", "denied", groups=group)
+        level, fact = "blocker", f"the rootless engine, which runs as this user, may not open {node}"
+    yield make_finding(id, level, fact, "denied", groups=_read_group_names(root).get(group, str(group)))
 
 
 def _check_render_nodes(root: Path, nodes: list[str], rootless: bool) -> Iterator[Finding]:
-    gone = [node for node in nodes if not (root / node.lstrip("/")).exists()]
-    if gone or not nodes:
-        what = f"there is no {', '.join(gone)}" if gone else "no GPU has a render node"
+    missing = [node for node in nodes if not (root / node.lstrip("/")).exists()]
+    if missing or not nodes:
+        what = f"there is no {', '.join(missing)}" if missing else "no GPU has a render node"
         yield make_finding("access.render", "blocker", what, "missing")
         return
     closed = [node for node in nodes if not may_open(root / node.lstrip("/"))]
     if len(nodes) == 1 or closed:
         yield from _check_node(root, "access.render", closed[0] if closed else nodes[0], rootless)
     else:
-        group = _describe_group(root, root / nodes[0].lstrip("/"))
+        group = _describe_group(root, (root / nodes[0].lstrip("/")).stat().st_gid)
         yield make_finding("access.render", "ok", f"{len(nodes)} render nodes from {nodes[0]} on, group {group}")
 
 
 def may_open(path: Path) -> bool:
-    """Whether this user may read and write it."""
+    """Check that this user may read and write a file."""
     return os.access(path, os.R_OK | os.W_OK)
 
 
-def _describe_group(root: Path, path: Path) -> str:
-    gid = path.stat().st_gid
+def _describe_group(root: Path, gid: int) -> str:
     name = _read_group_names(root).get(gid)
     return f"{gid} ({name})" if name else str(gid)
 
 
 def _read_group_names(root: Path) -> dict[int, str]:
-    """Names of groups by number, for display only: they differ between host and image."""
-    found = re.findall(r"^([^:\n]+):[^:\n]*:(\d+):", read_sysfs(root / "etc/group") or "", re.MULTILINE)
-    return {int(number): name for name, number in found}
+    """Return the names of groups by number. Only for texts: an image has other names than the host."""
+    lines = re.findall(r"^([^:\n]+):[^:\n]*:(\d+):", gpus.read_sysfs(root / "etc/group") or "", re.MULTILINE)
+    return {int(gid): name for name, gid in lines}
 
 
 _HEX = re.compile(r"(?:0x)?[0-9a-f]+", re.IGNORECASE)
@@ -239,89 +201,82 @@ _BAD_MES = 0x83
 
 
 def kernel_findings(root: Path) -> Iterator[Finding]:
-    """Findings about kernel and power."""
+    """Yield the findings about the kernel, the GPU's firmware and the power profile."""
     yield from check_cwsr(root)
-    yield from _check_firmware(root)
-    profile = read_sysfs(root / "sys/firmware/acpi/platform_profile")
-    if profile and next(list_gpus(root), None) is not None:
+    apus = [gpu for gpu in gpus.list_gpus(root) if gpu["target"] in ("gfx1150", "gfx1151")]
+    versions = [gpu["firmware"].get("mes", "") for gpu in apus]
+    mes = sorted({int(version, 16) for version in versions if _HEX.fullmatch(version)})
+    if _BAD_MES in mes:
+        yield make_finding("kernel.firmware", "warning", "MES firmware 0x83 is loaded, that of linux-firmware 20251125")
+    elif mes:
+        yield make_finding("kernel.firmware", "ok", ", ".join(f"MES firmware {version:#x}" for version in mes))
+    profile = gpus.read_sysfs(root / "sys/firmware/acpi/platform_profile")
+    if profile and next(gpus.list_gpus(root), None) is not None:
         level: Level = "ok" if profile == "performance" else "warning"
         yield make_finding("kernel.profile", level, f"the power profile is {profile}")
 
 
 def check_cwsr(root: Path) -> Iterator[Finding]:
-    """On gfx1151, check two sizes; without them ROCm saves waves into memory that it has not reserved."""
-    known = [gpu["cwsr_sizes_known"] for gpu in list_gpus(root) if gpu["target"] == "gfx1151"]
+    """On gfx1151, check that the driver exports two sizes; without them ROCm writes beyond its memory."""
+    known = [gpu["cwsr_sizes_known"] for gpu in gpus.list_gpus(root) if gpu["target"] == "gfx1151"]
     if not known:
         return
     fix = "the CWSR fix for gfx1151"
     if all(known):
         yield make_finding("kernel.cwsr", "ok", f"the kernel has {fix} ({_CWSR})")
         return
-    version = read_sysfs(root / "proc/sys/kernel/osrelease") or "of unknown version"
+    version = gpus.read_sysfs(root / "proc/sys/kernel/osrelease") or "of unknown version"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _CWSR_SINCE:
         yield make_finding("kernel.cwsr", "blocker", f"Linux {version} lacks {fix} (no {_CWSR}): {_HANGS}", "old")
         return
-    driver = read_sysfs(root / "sys/module/amdgpu/version")  # the kernel's own driver has none
+    driver = gpus.read_sysfs(root / "sys/module/amdgpu/version")  # the kernel's own driver has none
     other = f"amdgpu {driver} of amdgpu-dkms" if driver else "another one, such as that of amdgpu-dkms,"
     fact = f"Linux {version} has {fix}, but its driver does not tell both of {_CWSR}: {other} has replaced it"
     yield make_finding("kernel.cwsr", "blocker", f"{fact}, and {_HANGS}", "replaced")
 
 
-def _check_firmware(root: Path) -> Iterator[Finding]:
-    of_apus = [gpu["firmware"].get("mes", "") for gpu in list_gpus(root) if gpu["target"] in ("gfx1150", "gfx1151")]
-    mes = sorted({int(version, 16) for version in of_apus if _HEX.fullmatch(version)})
-    if _BAD_MES in mes:
-        yield make_finding("kernel.firmware", "warning", "MES firmware 0x83 is loaded, that of linux-firmware 20251125")
-    elif mes:
-        yield make_finding("kernel.firmware", "ok", ", ".join(f"MES firmware {version:#x}" for version in mes))
-
-
 def process_findings(root: Path) -> Iterator[Finding]:
-    """Findings about engines that run on this machine."""
-    serving = find_engine_processes(root)
+    """Yield the findings about inference engines that run on this machine."""
+    serving = gpus.find_engine_processes(root)
     orphaned = [process for process in serving if process.orphaned]
-    held = {holder.pid: holder.bytes for holder in find_gpu_processes(root).found} if orphaned else {}
     if orphaned:
-        named = [
-            f"{one.name} (pid {one.pid}{f', holds {gib(held[one.pid])}' if one.pid in held else ''})"
-            for one in orphaned
-        ]
-        listed = " ".join(str(process.pid) for process in orphaned)
-        yield make_finding("processes.orphans", "warning", f"orphaned engine: {', '.join(named)}", pids=listed)
+        bytes_by_pid = {process.pid: process.bytes for process in gpus.find_gpu_processes(root).processes}
+        sizes = {pid: f", holds {gib(size)}" for pid, size in bytes_by_pid.items()}
+        names = [f"{process.name} (pid {process.pid}{sizes.get(process.pid, '')})" for process in orphaned]
+        pids = " ".join(str(process.pid) for process in orphaned)
+        yield make_finding("processes.orphans", "warning", f"orphaned engine: {', '.join(names)}", pids=pids)
     else:
         yield make_finding("processes.orphans", "ok", "no orphaned engine")
-    others = [process for process in serving if process not in orphaned]
-    if others:
-        named = [f"{process.name} (pid {process.pid})" for process in others]
-        more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-        yield make_finding("processes.engines", "warning", f"run already: {', '.join(named[:4])}{more}")
+    names = [f"{process.name} (pid {process.pid})" for process in serving if not process.orphaned]
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        yield make_finding("processes.engines", "warning", f"run already: {', '.join(names[:4])}{more}")
 
 
 TEMPLATE_SHARE = Decimal("0.75")  # gpu_memory_utilization of the template vllm-rocm
 _SMALL_CARVE_OUT = 8 * GIB
-_LARGE_BYTES = GIB  # held by one process
+_LARGE_BYTES = GIB  # of one process
 _MIN_LISTED_BYTES = 64 << 20
 
 
 def memory_findings(root: Path) -> Iterator[Finding]:
-    """Findings about the memory of the GPUs that work; none without a GPU."""
-    cards = select_serving_gpus(list(list_gpus(root)))
-    found = list_pools(root, cards)
-    if not found:
+    """Yield the findings about the memory of the GPUs that serve models; none without a GPU."""
+    serving_gpus = gpus.select_serving_gpus(list(gpus.list_gpus(root)))
+    pools = list_pools(root, serving_gpus)
+    if not pools:
         return
-    seen = find_gpu_processes(root)
-    level: Level = "ok" if all(pool.free_bytes is not None for pool in found) else "warning"
-    yield make_finding("memory.pool", level, "; ".join(map(format_pool, found)))
-    yield from _check_utilization(found)
-    yield from _check_gpu_processes(root, seen, found)
-    for pool, card in zip(found, cards, strict=True):
-        if card["integrated"]:
-            yield from _check_apu_sizes(root, pool, card)
+    level: Level = "ok" if all(pool.free_bytes is not None for pool in pools) else "warning"
+    yield make_finding("memory.pool", level, "; ".join(map(format_pool, pools)))
+    yield from _check_utilization(pools)
+    yield _check_gpu_processes(root, sum(pool.used_bytes or 0 for pool in pools))
+    for pool, gpu in zip(pools, serving_gpus, strict=True):
+        if gpu["integrated"]:
+            yield from _check_apu_sizes(root, pool, gpu)
 
 
-def _check_utilization(found: list[Pool]) -> Iterator[Finding]:
-    """The largest share that is safe on all known pools, and whether the defaults of vLLM and the templates fit."""
-    known = [pool for pool in found if pool.free_bytes is not None]
+def _check_utilization(pools: list[Pool]) -> Iterator[Finding]:
+    """Yield the largest utilization that is safe on all known pools, and whether the defaults fit."""
+    known = [pool for pool in pools if pool.free_bytes is not None]
     if not known:
         return
     safe = min(compute_share([pool]).utilization or Decimal(0) for pool in known)
@@ -333,8 +288,8 @@ def _check_utilization(found: list[Pool]) -> Iterator[Finding]:
         fits = "fits" if safe >= VLLM_DEFAULT_UTILIZATION else "is more, and may just start"
         yield make_finding("memory.fraction", "ok", f"{fact}; {default} {fits}")
         return
-    neither = not all(_is_accepted(pool, TEMPLATE_SHARE) for pool in known)
-    fact += f"; {default} and the templates' {TEMPLATE_SHARE} do not fit" if neither else f"; {default} does not fit"
+    template_fits = all(_is_accepted(pool, TEMPLATE_SHARE) for pool in known)
+    fact += f"; {default} " + ("does not fit" if template_fits else f"and the templates' {TEMPLATE_SHARE} do not fit")
     yield make_finding("memory.fraction", "warning", fact, "less" if safe else "none", fraction=safe)
 
 
@@ -344,57 +299,46 @@ def _is_accepted(pool: Pool, share: Decimal) -> bool:
     return vllm_accepts(free if available is None else min(free, available), total, share)
 
 
-def _check_gpu_processes(root: Path, seen: GpuProcesses, found: list[Pool]) -> Iterator[Finding]:
-    orphaned = {
-        process.pid for process in find_engine_processes(root) if process.orphaned
-    }  # those have a finding of their own
-    shown = [holder for holder in seen.found if holder.bytes >= _MIN_LISTED_BYTES and holder.pid not in orphaned][:5]
-    unseen = f"; {seen.unseen} processes of other users cannot be seen (sudo shows them)" if seen.unseen else ""
-    much = [holder for holder in shown if holder.bytes >= _LARGE_BYTES]
-    if much:
-        names = ", ".join(f"{holder.name} (pid {holder.pid})" for holder in much)
-        yield make_finding("memory.holders", "warning", f"held by {_list_processes(shown)}{unseen}", names=names)
-        return
-    used = sum(pool.used_bytes or 0 for pool in found)
-    if shown:
-        yield make_finding("memory.holders", "ok", f"held by {_list_processes(shown)}{unseen}")
-    else:
-        unknown = (
-            f"{gib(used)} in use, by no process that can be seen" if used > _LARGE_BYTES else "no process holds much"
-        )
-        yield make_finding("memory.holders", "ok", f"{unknown}{unseen}")
+def _check_gpu_processes(root: Path, used_bytes: int) -> Finding:
+    """Return the processes that use GPU memory, without orphaned engines, which have their own finding."""
+    orphaned = {process.pid for process in gpus.find_engine_processes(root) if process.orphaned}
+    processes, unreadable = gpus.find_gpu_processes(root)
+    listed = [process for process in processes if process.bytes >= _MIN_LISTED_BYTES and process.pid not in orphaned][
+        :5
+    ]
+    unseen = f"; {unreadable} processes of other users cannot be seen (sudo shows them)" if unreadable else ""
+    if not listed:
+        is_much = used_bytes > _LARGE_BYTES
+        fact = f"{gib(used_bytes)} in use, by no process that can be seen" if is_much else "no process holds much"
+        return make_finding("memory.holders", "ok", fact + unseen)
+    sizes = {f"{process.name} (pid {process.pid})": process.bytes for process in listed}
+    fact = f"held by {', '.join(f'{name} {gib(size)}' for name, size in sizes.items())}{unseen}"
+    large = [name for name, size in sizes.items() if size >= _LARGE_BYTES]
+    return make_finding("memory.holders", "warning" if large else "ok", fact, names=", ".join(large))
 
 
-def _list_processes(shown: list[GpuProcess]) -> str:
-    return ", ".join(f"{holder.name} (pid {holder.pid}) {gib(holder.bytes)}" for holder in shown)
-
-
-def _check_apu_sizes(root: Path, pool: Pool, card: Gpu) -> Iterator[Finding]:
-    """Settings of an APU that give too little or too much memory."""
-    ram, vram, stated = read_meminfo(root / "proc/meminfo").get("MemTotal"), card["vram_bytes"], card["gtt_bytes"]
-    max_gib = None if ram is None else _max_gtt_gib(ram)
-    limit = read_number(root / "sys/module/ttm/parameters/pages_limit")
-    gtt = stated if limit is None or stated is None else min(stated, limit * PAGE_BYTES)
-    if stated is not None and gtt is not None and gtt < stated:
-        wanted = re.search(r"\bamdgpu\.gttsize=(\d+)", read_sysfs(root / "proc/cmdline") or "")
-        asked = f"amdgpu.gttsize={wanted[1]}" if wanted else "the driver"
-        size = stated if max_gib is None else min(stated, max(gtt, max_gib * GIB))  # never more than there is
-        yield make_finding(
-            "memory.gttsize",
-            "warning",
-            f"{asked} promises a GTT of {gib(stated)}, but ttm.pages_limit gives out {gib(gtt)}: "
-            "programs see more free memory than there is",
-            pages=size // PAGE_BYTES,
-        )
+def _check_apu_sizes(root: Path, pool: Pool, gpu: Gpu) -> Iterator[Finding]:
+    """Yield settings of an APU that give its GPU too little memory, or promise too much."""
+    ram, vram, promised = gpus.read_meminfo(root / "proc/meminfo").get("MemTotal"), gpu["vram_bytes"], gpu["gtt_bytes"]
+    # The GTT should leave an eighth of the RAM, at least 4 and at most 8 GiB, to everything else.
+    max_gib = None if ram is None else (ram - min(8 * GIB, max(4 * GIB, ram // 8))) // GIB
+    limit_pages = gpus.read_number(root / "sys/module/ttm/parameters/pages_limit")
+    gtt = promised if limit_pages is None or promised is None else min(promised, limit_pages * PAGE_BYTES)
+    if promised is not None and gtt is not None and gtt < promised:
+        setting = re.search(r"\bamdgpu\.gttsize=(\d+)", gpus.read_sysfs(root / "proc/cmdline") or "")
+        source = f"amdgpu.gttsize={setting[1]}" if setting else "the driver"
+        fact = f"{source} promises a GTT of {gib(promised)}, but ttm.pages_limit gives out {gib(gtt)}"
+        size = promised if max_gib is None else min(promised, max(gtt, max_gib * GIB))  # never more than there is
+        fact, pages = f"{fact}: programs see more free memory than there is", size // PAGE_BYTES
+        yield make_finding("memory.gttsize", "warning", fact, pages=pages)
     if ram is None or max_gib is None or vram is None or gtt is None or not pool.unified:
         return
     if vram < _SMALL_CARVE_OUT and gtt < 0.55 * ram and gtt < max_gib * GIB:
+        reason = "a limit" if gtt < (promised or 0) else "its default size"
         yield make_finding(
             "memory.half",
             "warning",
-            f"the GPU gets {gib(gtt)} of {gib(ram)}: "
-            f"GTT has {'a limit' if gtt < (stated or 0) else 'its default size'} of half the RAM, "
-            f"the carve-out is {gib(vram)}",
+            f"the GPU gets {gib(gtt)} of {gib(ram)}: GTT has {reason} of half the RAM, the carve-out is {gib(vram)}",
             pages=max_gib * GIB // PAGE_BYTES,
             size=f"{max_gib} GiB",
             left=gib(ram - max_gib * GIB),
@@ -402,35 +346,30 @@ def _check_apu_sizes(root: Path, pool: Pool, card: Gpu) -> Iterator[Finding]:
         )
 
 
-def _max_gtt_gib(ram: int) -> int:
-    """The GTT that leaves an eighth of the RAM, at least 4 and at most 8 GiB, to everything else."""
-    return (ram - min(8 * GIB, max(4 * GIB, ram // 8))) // GIB
-
-
 def diagnose(root: Path = Path("/"), docker: DockerEngine | None = None) -> list[Finding]:
-    """All findings under `root`, by topic.
+    """Return all findings under `root`, by topic.
 
-    `docker` is what the engine says of itself; None when it was not asked. With an engine on another machine there
-    are only findings about that engine.
+    `docker`: facts of the Docker Engine, or None to leave it out. For an engine on another machine, only the findings
+    about that engine are returned.
     """
     if docker is not None and docker.host is not None:
-        return list(engine_findings(docker, gpus=0))
+        return list(engine_findings(docker, gpu_count=0))
     rootless = docker is not None and docker.rootless
-    found = [*gpu_findings(root), *memory_findings(root), *kernel_findings(root)]
-    found += access_findings(root, rootless=rootless)
+    findings = [*gpu_findings(root), *memory_findings(root), *kernel_findings(root)]
+    findings += access_findings(root, rootless=rootless)
     if docker is not None:
-        found += engine_findings(docker, gpus=sum(1 for _ in list_gpus(root)))
-    return [*found, *process_findings(root)]
+        findings += engine_findings(docker, gpu_count=sum(1 for _ in gpus.list_gpus(root)))
+    return [*findings, *process_findings(root)]
 
 
 def find_device_blockers(root: Path, devices: Collection[str], *, rootless: bool = False) -> Iterator[Finding]:
-    """Why a container cannot use these device nodes of the host. Quick: a few small files.
+    """Yield why a container cannot use these device nodes of the host. Fast: it reads a few small files.
 
-    /dev/kfd is ROCm's, and needs the compute driver; /dev/dri alone is enough for Vulkan. Other devices say nothing.
+    /dev/kfd is ROCm's, and needs the compute driver; /dev/dri alone is enough for Vulkan. Other devices are ignored.
     """
     if "/dev/kfd" in devices:
-        found = (*gpu_findings(root), *check_cwsr(root), *access_findings(root, rootless=rootless))
-        yield from (one for one in found if one.level == "blocker")
+        findings = (*gpu_findings(root), *check_cwsr(root), *access_findings(root, rootless=rootless))
+        yield from (finding for finding in findings if finding.level == "blocker")
     nodes = sorted(path.name for path in (root / "dev/dri").glob("renderD*"))
     if "/dev/dri" in devices and "/dev/kfd" not in devices and not nodes:
         yield make_finding("access.render", "blocker", "there is no render node in /dev/dri", "missing")
@@ -441,6 +380,7 @@ def find_device_blockers(root: Path, devices: Collection[str], *, rootless: bool
 
 
 def find_engine_blockers(docker: DockerEngine) -> Iterator[Finding]:
-    """Why a working engine cannot run a server on the GPU."""
+    """Yield why a working engine cannot run a server on the GPU."""
     if docker.problem is None:
-        yield from (one for one in engine_findings(docker, gpus=1) if one.level == "blocker")
+        findings = engine_findings(docker, gpu_count=1)
+        yield from (finding for finding in findings if finding.level == "blocker")

@@ -1,6 +1,5 @@
-"""A finding: a fact about this machine, its fix and its source."""
+"""The findings of the doctor: facts about this machine, each with its fix and its source."""
 
-import re
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
-from harness.machine.gpus import STANDING_LABELS, read_gfx_table, read_machine, support_columns
+from harness.machine.gpus import read_gfx_table, read_machine
 from harness.units import gib
 
 Level = Literal["ok", "warning", "blocker"]
@@ -51,25 +50,25 @@ class FindingKind(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 @cache
 def finding_kinds() -> dict[str, FindingKind]:
-    """findings.yaml, by id."""
+    """Return findings.yaml, by id."""
     text = Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8")
     return {row.id: row for row in msgspec.convert(yaml.safe_load(text), list[FindingKind])}
 
 
 def make_finding(id: str, level: Level, fact: str, case: str = "", **values: Any) -> Finding:
-    """A finding of a known kind; `values` fill in its fix, that of the `case` where there are several."""
-    row = finding_kinds()[id]
-    if level != "ok" and level not in row.levels:
+    """Return a finding of a known kind. `values` fill in its fix; `case` selects one of several fixes."""
+    kind = finding_kinds()[id]
+    if level != "ok" and level not in kind.levels:
         raise ValueError(f"{id} cannot be a {level}")
     fix = None
     if level != "ok":
-        fix = (row.fix if isinstance(row.fix, str) else row.fix[case]).format(**values)
-    return Finding(id=id, topic=row.topic, level=level, fact=fact, fix=fix, source=row.source)
+        fix = (kind.fix if isinstance(kind.fix, str) else kind.fix[case]).format(**values)
+    return Finding(id=id, topic=kind.topic, level=level, fact=fact, fix=fix, source=kind.source)
 
 
 def find_worst_level(findings: list[Finding]) -> Level:
-    """The worst level of all; ok when there is nothing."""
-    levels = {one.level for one in findings}
+    """Return the worst level; ok without findings."""
+    levels = {finding.level for finding in findings}
     return "blocker" if "blocker" in levels else "warning" if "warning" in levels else "ok"
 
 
@@ -84,47 +83,47 @@ _MAX_WIDTH = 110  # columns of readable text
 
 
 def print_findings(findings: list[Finding], console: Console, root: Path = Path("/")) -> None:
-    """Print findings by topic, then their result."""
+    """Print the machine, the findings by topic, and the verdict."""
     width = min(console.width, _MAX_WIDTH)
-    _print_wrapped(console, Text(_describe_machine(root), "bold"), width)
+    machine, indent = read_machine(root), Text(" " * _INDENT)
+    ram = f"{gib(machine.ram_bytes)} RAM" if machine.ram_bytes else None
+    parts = [machine.name, machine.cpu, ram, f"Linux {machine.kernel}" if machine.kernel else None]
+    _print_wrapped(console, Text(", ".join(part for part in parts if part), "bold"), width)
     for topic, title in TOPICS.items():
-        of_topic = [one for one in findings if one.topic == topic]
-        if of_topic:
+        topic_findings = [finding for finding in findings if finding.topic == topic]
+        if topic_findings:
             console.print()
             console.print(Text(title, "bold"))
-        for one in of_topic:
-            word, style = _MARKS[one.level]
-            _print_wrapped(console, Text(one.fact), width, Text(f"  {word}".ljust(_INDENT), style))
-            if one.fix is not None:
-                _print_wrapped(console, Text.assemble(("fix: ", "bold"), one.fix), width, Text(" " * _INDENT))
-                _print_wrapped(console, Text(f"source: {one.source}", "dim"), width, Text(" " * _INDENT))
+        for finding in topic_findings:
+            word, style = _MARKS[finding.level]
+            _print_wrapped(console, Text(finding.fact), width, Text(f"  {word}".ljust(_INDENT), style))
+            if finding.fix is not None:
+                _print_wrapped(console, Text.assemble(("fix: ", "bold"), finding.fix), width, indent)
+                _print_wrapped(console, Text(f"source: {finding.source}", "dim"), width, indent)
     console.print()
     _print_wrapped(console, _format_verdict(findings), width)
 
 
 def _print_wrapped(console: Console, text: Text, width: int, mark: Text | None = None) -> None:
     """Print a text in lines of at most `width`, with the mark before the first and an indent before the others."""
-    mark, place = mark or Text(""), 0
+    mark, position = mark or Text(""), 0
     # Never break an address: it could be neither clicked nor copied.
-    room = max(width - len(mark), 20)
-    for line in textwrap.wrap(text.plain, room, break_long_words=False, break_on_hyphens=False):
-        place = text.plain.index(line, place)
-        console.print(Text() + mark + text[place : place + len(line)], soft_wrap=True)
-        mark, place = Text(" " * len(mark)), place + len(line)
-
-
-def _describe_machine(root: Path) -> str:
-    facts = read_machine(root)
-    ram, kernel = facts.ram_bytes, facts.kernel
-    parts = [facts.name, facts.cpu, f"{gib(ram)} RAM" if ram else None, f"Linux {kernel}" if kernel else None]
-    return ", ".join(part for part in parts if part)
+    text_width = max(width - len(mark), 20)
+    for line in textwrap.wrap(text.plain, text_width, break_long_words=False, break_on_hyphens=False):
+        position = text.plain.index(line, position)
+        console.print(Text() + mark + text[position : position + len(line)], soft_wrap=True)
+        mark, position = Text(" " * len(mark)), position + len(line)
 
 
 def _format_verdict(findings: list[Finding]) -> Text:
-    counts = {level: sum(one.level == level for one in findings) for level in _MARKS}
-    counted = ", ".join(f"{count} {_plural(level, count)}" for level, count in reversed(counts.items()) if count)
+    counts = {level: sum(finding.level == level for finding in findings) for level in _MARKS}
+    counted = ", ".join(
+        f"{count} {level}{'s' if count > 1 and level != 'ok' else ''}"
+        for level, count in reversed(counts.items())
+        if count
+    )
     style = "bold red" if counts["blocker"] else "bold yellow" if counts["warning"] else "bold green"
-    blockers = {one.id for one in findings if one.level == "blocker"}
+    blockers = {finding.id for finding in findings if finding.level == "blocker"}
     return Text(f"{counted}. {_explain_blockers(blockers)}", style)
 
 
@@ -140,12 +139,8 @@ def _explain_blockers(blockers: set[str]) -> str:
     return "Servers on the GPU cannot be relied on until the blockers are gone."
 
 
-def _plural(level: str, count: int) -> str:
-    return level if level == "ok" or count == 1 else f"{level}s"
-
-
 def format_json(findings: list[Finding], root: Path = Path("/")) -> str:
-    """Findings, the machine, and the day on which the table of targets was read."""
+    """Return the findings, the machine, and the day on which the table of GPU targets was read, as JSON."""
     document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "level": find_worst_level(findings),
@@ -154,40 +149,3 @@ def format_json(findings: list[Finding], root: Path = Path("/")) -> str:
         "findings": findings,
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-
-
-def format_targets_table() -> str:
-    """The support of each server for each target, with its source."""
-    servers = support_columns()
-    lines = [f"Read on {read_gfx_table().checked}.", ""]
-    lines.append(_format_row(["target", "family", *(server.title for server in servers.values())]))
-    lines.append("|---" * (2 + len(servers)) + "|")
-    for row in read_gfx_table().targets:
-        standings = [STANDING_LABELS[row.standing(server)] for server in servers]
-        lines.append(_format_row([f"`{row.target}`", f"{row.family}; {row.architecture}", *standings]))
-    lines += ["", *(f"- {server.title}: {server.source}" for server in servers.values())]
-    return "\n".join(lines) + "\n"
-
-
-def format_findings_tables() -> str:
-    """Every finding with its levels, its fix and its source, by topic."""
-    parts = []
-    for topic, title in TOPICS.items():
-        parts += [
-            f"### {title}",
-            "",
-            _format_row(["finding", "looks at", "levels", "fix", "source"]),
-            "|---|---|---|---|---|",
-        ]
-        for row in finding_kinds().values():
-            if row.topic == topic:
-                levels = ", ".join(["ok", *row.levels])
-                fixes = [row.fix] if isinstance(row.fix, str) else list(row.fix.values())
-                fix = re.sub(r"\{(\w+)\}", lambda m: m[1].upper(), "<br>".join(fixes)) or "-"
-                parts.append(_format_row([f"`{row.id}`", row.looks_at, levels, fix, row.source]))
-        parts.append("")
-    return "\n".join(parts)
-
-
-def _format_row(cells: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

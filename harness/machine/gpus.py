@@ -1,5 +1,7 @@
-"""What this machine is (kernel, CPU, memory, AMD GPUs), and which of its GPUs a server uses: small files of /proc and
-/sys, which a driver may refuse to answer at any time."""
+"""The facts of a machine (kernel, CPU, memory, AMD GPUs), which of its GPUs a server uses, and the processes on them.
+
+They come from small files of /proc and /sys, which a driver may refuse to read at any time.
+"""
 
 import os
 import re
@@ -22,12 +24,10 @@ from harness.rundir.manifest import GpuMemory, Machine
 
 
 def require_folder(root: Path) -> Path:
-    """The folder of another machine's files. Raises HarnessError if it does not exist."""
+    """Return the folder with another machine's files. Raises HarnessError if it does not exist."""
     if not root.is_dir():
-        what = "is not a folder" if root.exists() else "is not there"
-        raise HarnessError(
-            f"--root: {root} {what}", next_step="Give a folder that has another machine's /proc and /sys below it."
-        )
+        what = f"--root: {root} {'is not a folder' if root.exists() else 'is not there'}"
+        raise HarnessError(what, next_step="Give a folder that has another machine's /proc and /sys below it.")
     return root
 
 
@@ -39,14 +39,17 @@ def read_sysfs(path: Path) -> str | None:
         return None
 
 
-def read_number(path: Path) -> int | None:
-    """Return the number in a file; None if it has no number."""
-    found = read_sysfs(path)
-    return int(found) if found and found.isdigit() else None
+def read_number(path: Path, base: int = 10) -> int | None:
+    """Return the number in a file; None if it has no number. Negative numbers are errors of the driver."""
+    try:
+        number = int(read_sysfs(path) or "", base)
+    except ValueError:
+        return None
+    return number if number >= 0 else None
 
 
 def read_meminfo(path: Path) -> dict[str, int]:
-    """Bytes by name, such as MemTotal, of a meminfo file of the host or of one node; empty without the file."""
+    """Return the bytes of each entry of a meminfo file, such as MemTotal, of the host or a node; empty without it."""
     lines = re.findall(r"^(?:Node \d+ )?(\S+):\s*(\d+) kB$", read_sysfs(path) or "", re.MULTILINE)
     return {name: int(kib) * 1024 for name, kib in lines}
 
@@ -64,19 +67,12 @@ class PciCard(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def pci_cards(root: Path = Path("/")) -> Iterator[PciCard]:
-    """The graphics and compute cards of the machine whose /sys is under `root`, in the order of their slots."""
+    """Yield the graphics and compute cards of the machine whose /sys is under `root`, in the order of their slots."""
     folder = root / "sys/bus/pci/devices"
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        kind, vendor, device = (_read_hex(path / name) for name in ("class", "vendor", "device"))
+        kind, vendor, device = (read_number(path / name, base=16) for name in ("class", "vendor", "device"))
         if kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR) and vendor is not None and device is not None:
             yield PciCard(slot=path.name, vendor=vendor, device=device)
-
-
-def _read_hex(path: Path) -> int | None:
-    try:
-        return int(read_sysfs(path) or "", 16)
-    except ValueError:
-        return None
 
 
 # Parameters of the kernel command line that change what a GPU can do or how fast memory is.
@@ -95,37 +91,44 @@ _SETTINGS = {  # files whose content is recorded under this name
 
 
 def read_machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
-    """The facts of the machine whose /proc and /sys are under `root`; `docker` is its engine's version."""
+    """Return the facts of the machine whose /proc and /sys are under `root`; `docker` is its engine's version."""
+    cpuinfo = read_sysfs(root / "proc/cpuinfo") or ""
+    cpu = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    words = [word.partition("=") for word in (read_sysfs(root / "proc/cmdline") or "").split()]
+    parameters = {name: value for name, equals, value in words if _PARAMETERS.match(name + equals)}
+    settings = {name: read_sysfs(root / path) for name, path in _SETTINGS.items()}
     return Machine(
         name=read_sysfs(root / "proc/sys/kernel/hostname") or "unknown",
         kernel=read_sysfs(root / "proc/sys/kernel/osrelease"),
-        cpu=_read_cpu_name(root),
-        cores=len(re.findall(r"^processor\s*:", read_sysfs(root / "proc/cpuinfo") or "", re.MULTILINE)) or None,
+        cpu=cpu[1].strip() if cpu else None,
+        cores=len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE)) or None,
         ram_bytes=read_meminfo(root / "proc/meminfo").get("MemTotal"),
         gpus=list(list_gpus(root)),
-        kernel_parameters=_read_parameters(root),
+        kernel_parameters=parameters | {name: value for name, value in settings.items() if value},
         docker=docker,
         rocm=read_sysfs(root / "opt/rocm/.info/version"),
     )
 
 
 def find_device_groups(root: Path = Path("/")) -> list[int]:
-    """Numeric ids of the groups that own /dev/kfd and the nodes in /dev/dri; none without a GPU, and never root's."""
+    """Return the ids of the groups that own /dev/kfd and the nodes in /dev/dri, without root's; empty without a GPU."""
     dri = root / "dev/dri"
     nodes = [root / "dev/kfd", *sorted(dri.glob("card*")), *sorted(dri.glob("renderD*"))]
-    found = {node.stat().st_gid for node in nodes if node.exists() and not stat.S_ISDIR(node.stat().st_mode)}
-    return sorted(found - {0})
+    groups = {node.stat().st_gid for node in nodes if node.exists() and not stat.S_ISDIR(node.stat().st_mode)}
+    return sorted(groups - {0})
 
 
 def list_gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
-    """The AMD GPUs that the kernel's compute driver (KFD) knows, in its order. Sizes in bytes; unknown is None."""
+    """Yield the AMD GPUs of the kernel's compute driver (KFD), in its order. Sizes in bytes; unknown is None."""
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     if not nodes.is_dir():
         return
     for node in sorted(nodes.iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1):
-        properties = _read_properties(node / "properties")
+        pairs = (line.split() for line in (read_sysfs(node / "properties") or "").splitlines())
+        properties = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdigit()}
         version = properties.get("gfx_target_version", 0)
         minor = properties.get("drm_render_minor", -1)
+        simds, simds_per_unit = properties.get("simd_count"), properties.get("simd_per_cu")
         if not version:
             continue  # a CPU
         device = root / f"sys/class/drm/renderD{minor}/device"
@@ -134,7 +137,7 @@ def list_gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
             "name": read_sysfs(node / "name") or None,
             "device_id": f"0x{properties['device_id']:04x}" if "device_id" in properties else None,
             "render_node": f"/dev/dri/renderD{minor}" if minor > 0 else None,
-            "compute_units": _count_compute_units(properties),
+            "compute_units": simds // simds_per_unit if simds and simds_per_unit else None,
             "integrated": not (device / "board_info").exists() if device.is_dir() else None,
             "vram_bytes": read_number(device / "mem_info_vram_total"),
             "gtt_bytes": read_number(device / "mem_info_gtt_total"),
@@ -147,30 +150,30 @@ def list_gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
 
 
 def read_gpu_memory(root: Path = Path("/")) -> list[GpuMemory]:
-    """How much of each GPU's memory is in use now. On an APU, VRAM and GTT are one pool."""
-    found = []
+    """Return how much of each GPU's memory is in use now. On an APU, VRAM and GTT are one pool."""
+    memories = []
     for gpu in list_gpus(root):
         node = gpu["render_node"]
-        device = root / f"sys/class/drm/{Path(node).name}/device" if node else None
-        if device is None:
+        if node is None:
             continue
+        device = root / f"sys/class/drm/{Path(node).name}/device"
         pools = ("vram", "gtt") if gpu["integrated"] else ("vram",)
         used = [value for pool in pools if (value := read_number(device / f"mem_info_{pool}_used")) is not None]
         total = [value for pool in pools if (value := gpu[f"{pool}_bytes"]) is not None]
         if len(used) == len(total) == len(pools):
-            found.append(GpuMemory(render_node=node, used_bytes=sum(used), total_bytes=sum(total)))
-    return found
+            memories.append(GpuMemory(render_node=node, used_bytes=sum(used), total_bytes=sum(total)))
+    return memories
 
 
-MAX_FREE_WAIT_S = 60.0  # the driver frees what a process had a while after its end
+MAX_FREE_WAIT_S = 60.0  # the driver frees the memory of a process some time after its end
 _FREE_POLL_S = 0.5
-_MAX_EXTRA_SHARE = 0.02  # of a GPU's memory that may be in use besides
+_MAX_EXTRA_SHARE = 0.02  # of a GPU's memory, which may be used by others
 
 
 def wait_until_free(
     idle: Sequence[GpuMemory], *, read: Callable[[], list[GpuMemory]] = read_gpu_memory, max_s: float = MAX_FREE_WAIT_S
 ) -> list[GpuMemory]:
-    """Wait until each GPU's memory is as free as it was in `idle`, at most `max_s`. Return what is in use then."""
+    """Wait until each GPU's memory is as free as it was in `idle`, at most `max_s`. Return the use after that."""
     allowed = {gpu.render_node: gpu.used_bytes + _MAX_EXTRA_SHARE * gpu.total_bytes for gpu in idle}
     deadline = time.monotonic() + max_s
     while True:
@@ -182,72 +185,50 @@ def wait_until_free(
 
 
 def gfx_target(version: int) -> str:
-    """The compiler's name of a KFD gfx_target_version, such as 110501 -> gfx1151."""
+    """Return the compiler's name of a KFD gfx_target_version, such as gfx1151 for 110501."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
 def _read_firmware(device: Path) -> dict[str, str]:
-    """Versions of the firmware that the driver has loaded, by part of the GPU; parts without one are left out."""
+    """Return the versions of the loaded firmware, by part of the GPU."""
     files = sorted((device / "fw_version").glob("*_fw_version"))
-    found = {file.name.removesuffix("_fw_version"): read_sysfs(file) for file in files}
-    return {part: version for part, version in found.items() if version and version.strip("0x.")}
+    versions = {file.name.removesuffix("_fw_version"): read_sysfs(file) for file in files}
+    return {part: version for part, version in versions.items() if version and version.strip("0x.")}
 
 
-def _count_compute_units(properties: dict[str, int]) -> int | None:
-    simds, per_unit = properties.get("simd_count"), properties.get("simd_per_cu")
-    return simds // per_unit if simds and per_unit else None
+Gpu = Mapping[str, Any]  # as `list_gpus` yields it
 
 
-def _read_properties(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in (read_sysfs(path) or "").splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdigit()}
+def select_serving_gpus(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Return the discrete cards if there are any: an integrated GPU next to them serves no model. Else all GPUs."""
+    discrete = [gpu for gpu in gpus if gpu.get("integrated") is False]
+    return discrete or list(gpus)
 
 
-def _read_cpu_name(root: Path) -> str | None:
-    match = re.search(r"^model name\s*:\s*(.+)$", read_sysfs(root / "proc/cpuinfo") or "", re.MULTILINE)
-    return match[1].strip() if match else None
-
-
-def _read_parameters(root: Path) -> dict[str, str]:
-    words = (read_sysfs(root / "proc/cmdline") or "").split()
-    found = {word.partition("=")[0]: word.partition("=")[2] for word in words if _PARAMETERS.match(word)}
-    settings = {name: read_sysfs(root / path) for name, path in _SETTINGS.items()}
-    return found | {name: value for name, value in settings.items() if value}
-
-
-Gpu = Mapping[str, Any]  # as `gpus` returns it
-
-
-def select_serving_gpus(cards: Sequence[Gpu]) -> list[Gpu]:
-    """Discrete cards where there are any: the integrated GPU next to them serves no model."""
-    own = [card for card in cards if card.get("integrated") is False]
-    return own or list(cards)
-
-
-# In the order of their effect: the runtime counts all GPUs, HIP only those of the runtime.
+# In the order of their effect: ROCR selects from all GPUs, HIP only from those of ROCR.
 VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-def select_container_gpus(cards: Sequence[Gpu], devices: Sequence[str], environment: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs of a container, in vLLM's order.
+def select_container_gpus(gpus: Sequence[Gpu], devices: Sequence[str], environment: Mapping[str, str]) -> list[Gpu]:
+    """Return the GPUs of a container, in vLLM's order.
 
-    `devices`: as in a Compose file; single render nodes among them leave out the others. `environment`: of the
-    container, for `VISIBLE`. Without either the GPUs are those that are `working`. Raises HarnessError for what is not
-    the number of a GPU.
+    `devices`: as in a Compose file; if single render nodes are among them, only their GPUs count. `environment`: of
+    the container, for VISIBLE_DEVICES. If neither selects GPUs, the result is `select_serving_gpus`. Raises
+    HarnessError for a value that is not the number of a GPU.
     """
     paths = [str(device).split(":")[0] for device in devices]
     nodes = [path for path in paths if path.startswith("/dev/dri/renderD")]
-    named = bool(nodes) and "/dev/dri" not in paths
-    found = [card for card in cards if not named or card["render_node"] in nodes]
+    is_selected = bool(nodes) and "/dev/dri" not in paths
+    selected = [gpu for gpu in gpus if not is_selected or gpu["render_node"] in nodes]
     for name in VISIBLE_DEVICES:
-        if (text := environment.get(name)) is None:
+        if (value := environment.get(name)) is None:
             continue
-        named, numbers = True, [number.strip() for number in text.split(",")]
-        missing = [number for number in numbers if not number.isdigit() or int(number) >= len(found)]
-        if missing:
-            raise HarnessError(f"{name} names '{missing[0]}', and there are {len(found)} GPUs here, counted from 0")
-        found = [found[int(number)] for number in numbers]
-    return found if named else select_serving_gpus(found)
+        is_selected, numbers = True, [number.strip() for number in value.split(",")]
+        unknown = [number for number in numbers if not number.isdigit() or int(number) >= len(selected)]
+        if unknown:
+            raise HarnessError(f"{name} names '{unknown[0]}', and there are {len(selected)} GPUs here, counted from 0")
+        selected = [selected[int(number)] for number in numbers]
+    return selected if is_selected else select_serving_gpus(selected)
 
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -255,7 +236,7 @@ _AMOUNT = re.compile(r"^drm-(?:memory|resident)-(vram|gtt):\s*(\d+)\s*([kmg]ib)?
 
 
 class GpuProcess(NamedTuple):
-    """A process that holds GPU memory."""
+    """A process that uses GPU memory."""
 
     pid: int
     name: str  # as in /proc/PID/comm, which cuts it to 15 characters
@@ -263,51 +244,58 @@ class GpuProcess(NamedTuple):
 
 
 class GpuProcesses(NamedTuple):
-    """The processes that hold GPU memory, the largest first."""
+    """The processes that use GPU memory, the largest first."""
 
-    found: list[GpuProcess]
-    unseen: int  # processes of other users, which are not readable
+    processes: list[GpuProcess]
+    unreadable: int  # count of other users' processes
 
 
 def find_gpu_processes(root: Path = Path("/")) -> GpuProcesses:
-    """Find the processes that hold memory of an AMD GPU.
+    """Find the processes that use memory of an AMD GPU.
 
-    Two sources, of which the larger counts: the DRM clients of a process (fdinfo; drm-usage-stats in the kernel's
-    documentation), and what the compute driver counts for it (/sys/class/kfd/kfd/proc), which other users may read.
+    The larger of two sources counts: the DRM clients of a process (fdinfo; drm-usage-stats in the kernel's
+    documentation), and the compute driver's count for it (/sys/class/kfd/kfd/proc), which other users may read.
     """
     clients: set[tuple[str, str]] = set()
-    found, unseen = [], 0
+    processes, unreadable = [], 0
     for pid in list_pids(root):
-        vram, gtt, seen = _read_drm_memory(root / f"proc/{pid}/fdinfo", clients)
-        unseen += not seen and bool(read_sysfs(root / f"proc/{pid}/cmdline"))  # a kernel thread has no command line
-        vram = max(vram, sum(_read_kfd_memory(root, pid)))
+        drm_bytes = _read_drm_memory(root / f"proc/{pid}/fdinfo", clients)
+        if drm_bytes is None and read_sysfs(root / f"proc/{pid}/cmdline"):  # a kernel thread has no command line
+            unreadable += 1
+        vram, gtt = drm_bytes or (0, 0)
+        kfd_files = (root / f"sys/class/kfd/kfd/proc/{pid}").glob("vram_*")
+        vram = max(vram, sum(read_number(path) or 0 for path in kfd_files))
         if vram or gtt:
-            found.append(GpuProcess(pid, read_sysfs(root / f"proc/{pid}/comm") or "?", vram + gtt))
-    return GpuProcesses(sorted(found, key=lambda holder: (-holder.bytes, holder.pid)), unseen)
+            processes.append(GpuProcess(pid, read_sysfs(root / f"proc/{pid}/comm") or "?", vram + gtt))
+    return GpuProcesses(sorted(processes, key=lambda process: (-process.bytes, process.pid)), unreadable)
 
 
 def list_pids(root: Path) -> list[int]:
-    """All processes; none where there is no /proc."""
+    """Return all process ids; empty without a /proc."""
     try:
         return sorted(int(name) for name in os.listdir(root / "proc") if name.isdigit())
     except OSError:
         return []
 
 
-def _read_drm_memory(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, bool]:
-    """VRAM and GTT of the process's DRM clients that no earlier process had, and whether they are readable."""
+def _read_drm_memory(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int] | None:
+    """Return the bytes of VRAM and GTT of a process's DRM clients that are not in `clients` yet, and add them there.
+
+    None if this user may not read them.
+    """
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
-        return 0, 0, True  # it has ended
+        return 0, 0  # the process has ended
     except OSError:
-        return 0, 0, False
+        return None
     vram = gtt = 0
     for name in names:
         fdinfo = read_sysfs(folder / name) or ""
         if "drm-driver:\tamdgpu" not in fdinfo:
             continue
-        client = (_parse_fdinfo_value(fdinfo, "drm-pdev"), _parse_fdinfo_value(fdinfo, "drm-client-id"))
+        keys = dict(re.findall(r"^(drm-pdev|drm-client-id):\s*(\S+)", fdinfo, re.MULTILINE))
+        client = (keys.get("drm-pdev", ""), keys.get("drm-client-id", ""))
         if client in clients:
             continue  # a duplicate of a descriptor, in this process or in one that inherited it
         clients.add(client)
@@ -315,17 +303,7 @@ def _read_drm_memory(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, 
         for kind, amount, unit in _AMOUNT.findall(fdinfo):
             sizes[kind] = max(sizes[kind], int(amount) * _UNITS[unit.lower()])
         vram, gtt = vram + sizes["vram"], gtt + sizes["gtt"]
-    return vram, gtt, True
-
-
-def _read_kfd_memory(root: Path, pid: int) -> Iterator[int]:
-    for path in (root / f"sys/class/kfd/kfd/proc/{pid}").glob("vram_*"):
-        yield read_number(path) or 0
-
-
-def _parse_fdinfo_value(fdinfo: str, key: str) -> str:
-    match = re.search(rf"^{key}:\s*(\S+)", fdinfo, re.MULTILINE)
-    return match[1] if match else ""
+    return vram, gtt
 
 
 # Process names of the kernel, cut to 15 characters.
@@ -344,19 +322,19 @@ class EngineProcess(NamedTuple):
 
 
 def find_engine_processes(root: Path) -> list[EngineProcess]:
-    """The processes of inference engines on this machine."""
+    """Return the processes of inference engines on this machine."""
     running: dict[int, tuple[str, int]] = {}  # name and parent
     for pid in list_pids(root):
         # The name is in parentheses and may contain some itself; after it come the state and the parent.
         match = re.match(r"\d+ \((.*)\) (\S) (\d+)", read_sysfs(root / f"proc/{pid}/stat") or "", re.DOTALL)
         if match and match[2] != "Z":
             running[pid] = match[1], int(match[3])
-    found = []
+    processes = []
     for pid, (name, parent) in running.items():
         if _ENGINE_NAMES.match(name):
-            adopted = parent <= 1 or parent not in running or running[parent][0] in _ADOPTERS
-            found.append(EngineProcess(pid, name, adopted and _CHILD_NAMES.match(name) is not None))
-    return found
+            is_adopted = parent <= 1 or parent not in running or running[parent][0] in _ADOPTERS
+            processes.append(EngineProcess(pid, name, is_adopted and _CHILD_NAMES.match(name) is not None))
+    return processes
 
 
 STANDING_LABELS: dict[Standing, str] = {
@@ -393,7 +371,7 @@ class GfxTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 @cache
 def support_columns() -> dict[str, Column]:
-    """Images and builds of servers, in words, each with its targets."""
+    """Return the images and builds of all servers, each with its GPU targets."""
     return {key: column for engine in engines() for key, column in engine.columns.items()}
 
 
@@ -404,7 +382,7 @@ def read_gfx_table() -> GfxTable:
 
 
 def find_unsupported_targets(image: str, targets: Iterable[str]) -> list[str]:
-    """The targets for which an image, such as vllm/vllm-openai-rocm:v0.25.0, is known to have no code."""
+    """Return the targets for which an image, such as vllm/vllm-openai-rocm:v0.25.0, is known to have no code."""
     for name, column in support_columns().items():
         for pattern, only in column.images.items():
             if fnmatchcase(image, pattern):
@@ -414,13 +392,13 @@ def find_unsupported_targets(image: str, targets: Iterable[str]) -> list[str]:
 
 
 def has_fp8(target: str) -> bool:
-    """Whether vLLM computes FP8 on this gfx target; true for unknown ones.
+    """Check that vLLM computes FP8 on this gfx target; true for unknown ones.
 
-    As vLLM's ROCm platform has it (`supports_fp8`): CDNA and RDNA 4, not RDNA 3 and 3.5.
+    As `supports_fp8` of vLLM's ROCm platform: CDNA and RDNA 4, not RDNA 3 and 3.5.
     """
     return re.match(r"gfx(10[0-3]|11)", target) is None
 
 
 def find_target(name: str) -> GfxTarget | None:
-    """The row of a target such as gfx1151; None for unknown ones."""
+    """Return the row of a target such as gfx1151; None for an unknown one."""
     return next((row for row in read_gfx_table().targets if row.target == name), None)

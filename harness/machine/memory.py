@@ -1,4 +1,4 @@
-"""Estimate the safe GPU memory fraction, and whether a model fits."""
+"""Estimate the safe share of GPU memory for vLLM, and whether a model fits."""
 
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
@@ -36,8 +36,8 @@ class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     used_bytes: int | None
     free_bytes: int | None  # of this pool alone: see host_available_bytes
     host_available_bytes: int | None = None  # of a unified pool: free host memory
-    overstated: bool = False  # the driver reports more than its limit, and the runtime may report that
-    doubts: list[str] = []  # why the GPU's runtime may see other numbers
+    overstated: bool = False  # the driver reports more than its limit, and so may the runtime
+    doubts: list[str] = []  # why the GPU's runtime may report other numbers
 
     @property
     def unified(self) -> bool:
@@ -45,30 +45,34 @@ class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.kind == "gtt"
 
 
-def list_pools(root: Path = Path("/"), cards: Sequence[Gpu] | None = None) -> list[Pool]:
-    """The pool of each of the AMD GPUs under `root`, in the order of the compute driver; None: those that work.
+def list_pools(root: Path = Path("/"), gpus: Sequence[Gpu] | None = None) -> list[Pool]:
+    """Return the memory pool of each GPU; None: of those that serve models, in the order of the compute driver.
 
-    A card of its own has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), and the driver takes the
-    larger one: Linux amdgpu, `apu_prefer_gtt`.
+    A discrete card has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), of which the driver uses
+    the larger one (Linux amdgpu, `apu_prefer_gtt`).
     """
     available = read_meminfo(root / "proc/meminfo").get("MemAvailable")
-    # The limit of ttm counts, not amdgpu.gttsize: ttm gives out all pages of GTT.
+    # The limit of ttm counts, not amdgpu.gttsize: ttm allocates all pages of GTT.
     pages = read_number(root / "sys/module/ttm/parameters/pages_limit")
     limit = pages * PAGE_BYTES if pages else None
-    found = []
-    for gpu in select_serving_gpus(list(list_gpus(root))) if cards is None else cards:
-        node = gpu["render_node"]
-        device = root / f"sys/class/drm/{Path(node).name}/device" if node else None
-        found.append(_read_pool(gpu, device, limit, available))
-    return found
+    if gpus is None:
+        gpus = select_serving_gpus(list(list_gpus(root)))
+    return [_read_pool(root, gpu, limit, available) for gpu in gpus]
 
 
-def _read_pool(gpu: Gpu, device: Path | None, limit: int | None, available: int | None) -> Pool:
-    def size(name: str) -> int | None:
-        return read_number(device / f"mem_info_{name}") if device is not None else None
+def _read_pool(root: Path, gpu: Gpu, limit: int | None, available: int | None) -> Pool:
+    node = gpu["render_node"]
 
-    kind = _choose_kind(gpu["integrated"], size("vram_total"), size("gtt_total"))
-    total, used = (size(f"{kind}_total") or None, size(f"{kind}_used")) if kind else (None, None)
+    def read_size(name: str) -> int | None:
+        return read_number(root / f"sys/class/drm/{Path(node).name}/device/mem_info_{name}") if node else None
+
+    vram, gtt = read_size("vram_total"), read_size("gtt_total")
+    kind: Literal["vram", "gtt"] | None = None
+    if gpu["integrated"] is False:
+        kind = "vram"
+    elif gpu["integrated"] and vram is not None and gtt is not None:
+        kind = "gtt" if gtt > vram else "vram"
+    total, used = (read_size(f"{kind}_total") or None, read_size(f"{kind}_used")) if kind else (None, None)
     doubts, overstated = [], False
     if total is None or used is None or used > total:
         doubts.append("the driver does not tell its size, or how much of it is in use")
@@ -82,7 +86,7 @@ def _read_pool(gpu: Gpu, device: Path | None, limit: int | None, available: int 
     if kind == "gtt":
         doubts.append("what is in use of GTT may lag behind what programs have just allocated")
     return Pool(
-        render_node=str(gpu["render_node"]) if gpu["render_node"] else None,
+        render_node=str(node) if node else None,
         target=str(gpu["target"]),
         kind=kind,
         total_bytes=total,
@@ -94,19 +98,10 @@ def _read_pool(gpu: Gpu, device: Path | None, limit: int | None, available: int 
     )
 
 
-def _choose_kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal["vram", "gtt"] | None:
-    if integrated is False:
-        return "vram"
-    if integrated is None or vram is None or gtt is None:
-        return None
-    return "gtt" if gtt > vram else "vram"
-
-
-# What vLLM needs besides weights and KV cache: the peak of activations, graphs, the runtime. Seen on Radeon and Strix
-# Halo at common settings; only its own profiling at start knows.
+# Memory of vLLM besides weights and KV cache: the peak of activations, graphs, the runtime. Observed on Radeon and
+# Strix Halo at common settings; only vLLM's own profiling at its start knows the value.
 OTHER_BYTES = (int(1.1 * GIB), int(2.6 * GIB))
-
-CONTEXT_BYTES = GIB  # what the HIP runtime takes for itself before vLLM looks
+CONTEXT_BYTES = GIB  # of the HIP runtime, allocated before vLLM checks the free memory
 
 Source = Literal["driver", "given"]
 NO_GPU = "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
@@ -134,7 +129,7 @@ class SafeShare(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class ModelFit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The memory of each GPU for a model. Ranges go from the pessimistic to the optimistic estimate."""
+    """How a model fits into the memory of each GPU. Ranges are a pessimistic and an optimistic estimate."""
 
     model: str
     gpus: int
@@ -143,10 +138,10 @@ class ModelFit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     weights_bytes: int | None = None
     weights_from: str
     token_bytes: int | None = None
-    request_bytes: int | None = None  # of one request of the greatest length
+    request_bytes: int | None = None  # of one request of maximum length
     kv_bytes: tuple[int, int] | None = None  # None without a share or without known weights
     capacity: tuple[Capacity, Capacity] | None = None
-    fits: bool | None = None  # whether vLLM will start; None where that is not known
+    fits: bool | None = None  # whether vLLM will start; None: unknown
     unknown: list[str] = []
     advice: list[str] = []
 
@@ -170,27 +165,25 @@ class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def compute_share(pools: list[Pool], *, tensor_parallel: int = 1) -> SafeShare:
-    """The share for the first `tensor_parallel` GPUs: the smallest one, since vLLM has one number for all.
+    """Return the share for the first `tensor_parallel` GPUs: the smallest one, since vLLM has one number for all.
 
-    Raises HarnessError where there are not so many, or where one does not tell its memory.
+    Raises HarnessError if there are fewer GPUs, or if the memory of one is unknown.
     """
     if len(pools) < tensor_parallel:
-        raise HarnessError(
-            f"{tensor_parallel} GPUs are asked for, and there are {len(pools)}" if pools else NO_GPU,
-            next_step=COMPUTE_ELSEWHERE,
-        )
+        what = f"{tensor_parallel} GPUs are asked for, and there are {len(pools)}" if pools else NO_GPU
+        raise HarnessError(what, next_step=COMPUTE_ELSEWHERE)
     shares = []
     for pool in pools[:tensor_parallel]:
-        free, total = pool.free_bytes, pool.total_bytes
+        free, total, host = pool.free_bytes, pool.total_bytes, pool.host_available_bytes
         if free is None or total is None:
-            raise HarnessError(f"{pool.render_node or pool.target}: {pool.doubts[0]}", next_step=COMPUTE_ELSEWHERE)
-        host = pool.host_available_bytes
-        one = compute_pool_share(
+            what = f"{pool.render_node or pool.target}: {pool.doubts[0]}"
+            raise HarnessError(what, next_step=COMPUTE_ELSEWHERE)
+        share = compute_pool_share(
             free, total, source="driver", gpus=tensor_parallel, host_available=host, doubts=pool.doubts
         )
-        shares.append(structs.replace(one, node=pool.render_node))
-    doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
-    smallest = min(shares, key=lambda one: (one.utilization or Decimal(0), one.free_bytes))
+        shares.append(structs.replace(share, node=pool.render_node))
+    doubts = list(dict.fromkeys(doubt for share in shares for doubt in share.doubts))
+    smallest = min(shares, key=lambda share: (share.utilization or Decimal(0), share.free_bytes))
     return structs.replace(smallest, doubts=doubts)
 
 
@@ -203,41 +196,43 @@ def compute_pool_share(
     host_available: int | None = None,
     doubts: Sequence[str] = (),
 ) -> SafeShare:
-    """Compute the share of one pool from its bytes."""
-    used = min(free, total)  # HIP reports more free memory than there is on some APUs
-    reserve = default_reserve(used, gpus) + (CONTEXT_BYTES if source == "driver" else 0)
-    found = safe_utilization(free, total, reserve=reserve, host_available=host_available)
-    lies = [f"{gib(free, 2)} of {gib(total, 2)} are reported as free; the total is the limit"] if free > total else []
+    """Return the share of one pool. All sizes in bytes."""
+    usable = min(free, total)  # HIP reports more free memory than the total on some APUs
+    reserve = default_reserve(usable, gpus) + (CONTEXT_BYTES if source == "driver" else 0)
+    utilization = safe_utilization(free, total, reserve=reserve, host_available=host_available)
+    if free > total:
+        doubts = [f"{gib(free, 2)} of {gib(total, 2)} are reported as free; the total is the limit", *doubts]
     return SafeShare(
-        utilization=found,
+        utilization=utilization,
         source=source,
         gpus=gpus,
         free_bytes=free,
         total_bytes=total,
         reserve_bytes=reserve,
         host_available_bytes=host_available,
-        formula=_explain_share(used, total, reserve, host_available, found),
-        doubts=[*lies, *doubts],
+        formula=_explain_share(usable, total, reserve, host_available, utilization),
+        doubts=list(doubts),
     )
 
 
-def _explain_share(free: int, total: int, reserve: int, host: int | None, found: Decimal | None) -> Reason:
-    of_host = host is not None and host - HOST_RESERVE_BYTES < free - reserve
-    share = Decimal(max(0, (host or 0) - HOST_RESERVE_BYTES if of_host else free - reserve)) / total
-    capped = found == VLLM_DEFAULT_UTILIZATION and share > VLLM_DEFAULT_UTILIZATION
-    values = {
-        "total_bytes": total,
-        "share": float(share),
-        "max_share": float(VLLM_DEFAULT_UTILIZATION) if capped else None,
-    }
-    if of_host:
+def _explain_share(free: int, total: int, reserve: int, host: int | None, utilization: Decimal | None) -> Reason:
+    is_host_limit = host is not None and host - HOST_RESERVE_BYTES < free - reserve
+    share = Decimal(max(0, (host or 0) - HOST_RESERVE_BYTES if is_host_limit else free - reserve)) / total
+    is_capped = utilization == VLLM_DEFAULT_UTILIZATION and share > VLLM_DEFAULT_UTILIZATION
+    max_share = float(VLLM_DEFAULT_UTILIZATION) if is_capped else None
+    values = {"total_bytes": total, "share": float(share), "max_share": max_share}
+    if is_host_limit:
         return because("memory_share_of_host", available_bytes=host, kept_bytes=HOST_RESERVE_BYTES, **values)
     return because("memory_share", free_bytes=free, reserve_bytes=reserve, **values)
 
 
-def estimate_fit(model: ModelShape, share: SafeShare | None, wish: ServerSettings = ServerSettings()) -> ModelFit:  # noqa: B008 - a frozen value
-    """The room for the model in the share. Raises HarnessError without a known length."""
-    length = wish.max_model_len or model.longest
+def estimate_fit(
+    model: ModelShape,
+    share: SafeShare | None,
+    settings: ServerSettings = ServerSettings(),  # noqa: B008 - a frozen value
+) -> ModelFit:
+    """Return how the model fits into the share. Raises HarnessError if the maximum length is unknown."""
+    length = settings.max_model_len or model.longest
     if length is None:
         raise HarnessError(
             f"{model.name}: its config.json does not tell the greatest length of a request",
@@ -248,92 +243,85 @@ def estimate_fit(model: ModelShape, share: SafeShare | None, wish: ServerSetting
     if weights is None:
         unknown.append(f"the size of the weights: {weights_from}")
     else:
-        weights = -(-weights // wish.tensor_parallel)
+        weights = -(-weights // settings.tensor_parallel)
     if model.longest is not None and length > model.longest:
         unknown.append(f"whether vLLM takes {length:,} tokens: the model's own limit is {model.longest:,}")
-    layout = _layout(model, wish, unknown)
-    kv = None
+    layout = _choose_layout(model, settings, unknown)
+    kv_bytes: tuple[int, int] | None = None
+    capacity: tuple[Capacity, Capacity] | None = None
+    fits: bool | None = None
     if share is not None and weights is not None:
         rest = share.budget_bytes - weights
-        kv = (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
-    held = (
-        None
-        if kv is None or layout is None
-        else (compute_capacity(layout, kv[0], length), compute_capacity(layout, kv[1], length))
-    )
-    room = ModelFit(
+        kv_bytes = (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
+        if layout is not None:
+            pessimistic, optimistic = (compute_capacity(layout, size, length) for size in kv_bytes)
+            capacity = (pessimistic, optimistic)
+            fits = True if pessimistic.fits else None if optimistic.fits else False
+        if kv_bytes[1] <= 0:
+            fits = False
+    fit = ModelFit(
         model=model.name,
-        gpus=wish.tensor_parallel,
+        gpus=settings.tensor_parallel,
         max_model_len=length,
-        max_num_seqs=wish.max_num_seqs,
+        max_num_seqs=settings.max_num_seqs,
         weights_bytes=weights,
         weights_from=weights_from,
         token_bytes=layout.token_bytes if layout else None,
         request_bytes=layout.request_bytes(length) if layout else None,
-        kv_bytes=kv,
-        capacity=held,
+        kv_bytes=kv_bytes,
+        capacity=capacity,
+        fits=fits,
         unknown=unknown,
     )
-    return structs.replace(room, fits=_decide_fit(room), advice=_list_advice(model, room, wish))
+    return structs.replace(fit, advice=_list_advice(model, fit, settings))
 
 
-def _decide_fit(room: ModelFit) -> bool | None:
-    if room.kv_bytes is None:
-        return None
-    if room.kv_bytes[1] <= 0:
-        return False
-    if room.capacity is None:
-        return None
-    careful, hopeful = room.capacity
-    return True if careful.fits else None if hopeful.fits else False
-
-
-def _layout(model: ModelShape, wish: ServerSettings, unknown: list[str]) -> Layout | None:
-    if wish.kv_cache_dtype not in DTYPE_BYTES:
+def _choose_layout(model: ModelShape, settings: ServerSettings, unknown: list[str]) -> Layout | None:
+    """Return the layout of the KV cache; None, with the reason in `unknown`, if it is not known."""
+    if settings.kv_cache_dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
-        unknown.append(f"the size of a number as {wish.kv_cache_dtype} in the KV cache (known: {known})")
+        unknown.append(f"the size of a number as {settings.kv_cache_dtype} in the KV cache (known: {known})")
         return None
-    number = DTYPE_BYTES[wish.kv_cache_dtype] or model.kv_bytes
-    if model.geometry is None or number is None:
+    number_bytes = DTYPE_BYTES[settings.kv_cache_dtype] or model.kv_bytes
+    if model.geometry is None or number_bytes is None:
         return None
-    if model.geometry.latent and number == 1:
+    if model.geometry.latent and number_bytes == 1:
         unknown.append("the KV cache per token: a latent as fp8 also has scales, in a layout of its own")
         return None
     return make_layout(
         model.geometry,
-        number,
-        tensor_parallel=wish.tensor_parallel,
-        in_flight=2 * wish.max_num_batched_tokens,  # one batch is computed while the next is prepared
+        number_bytes,
+        tensor_parallel=settings.tensor_parallel,
+        in_flight=2 * settings.max_num_batched_tokens,  # one batch is computed while the next is prepared
     )
 
 
-def _list_advice(model: ModelShape, room: ModelFit, wish: ServerSettings) -> list[str]:
-    """The advice if the model, or the wanted number of concurrent requests, does not fit."""
-    if room.kv_bytes is None:
+def _list_advice(model: ModelShape, fit: ModelFit, settings: ServerSettings) -> list[str]:
+    """Return what to do if the model, or the wanted number of concurrent requests, does not fit."""
+    if fit.kv_bytes is None:
         return []
-    careful, hopeful = room.kv_bytes
-    if careful <= 0:
+    pessimistic, optimistic = fit.kv_bytes
+    if pessimistic <= 0:
         return [
-            f"the weights and what vLLM needs besides {'may ' if hopeful > 0 else ''}take all of the budget: "
+            f"the weights and what vLLM needs besides {'may ' if optimistic > 0 else ''}take all of the budget: "
             "take a smaller or quantised model, more GPUs (--tensor-parallel-size), or free memory",
             "a little room is won by --enforce-eager (no graphs) and a smaller --max-num-batched-tokens",
         ]
-    if room.capacity is None:
+    if fit.capacity is None:
         return []
-    held = room.capacity[0]
+    capacity, count = fit.capacity[0], int(fit.capacity[0].concurrency)
     advice = []
-    if not held.fits:
-        longest = min(held.longest, model.longest or held.longest)
+    if not capacity.fits:
+        longest = min(capacity.longest, model.longest or capacity.longest)
         shorter = f"--max-model-len {longest}" if longest else "a smaller model"
-        advice.append(f"a request of {room.max_model_len:,} tokens does not fit for sure: set {shorter}")
-        if wish.kv_cache_dtype == "auto":
+        advice.append(f"a request of {fit.max_model_len:,} tokens does not fit for sure: set {shorter}")
+        if settings.kv_cache_dtype == "auto":
             advice.append("--kv-cache-dtype fp8 halves the KV cache (gfx942, gfx950 and gfx120x have fp8)")
-    elif room.max_num_seqs is not None and held.concurrency < room.max_num_seqs:
-        each = int(room.max_model_len * held.concurrency / room.max_num_seqs)
+    elif fit.max_num_seqs is not None and capacity.concurrency < fit.max_num_seqs:
+        tokens = int(fit.max_model_len * capacity.concurrency / fit.max_num_seqs)
         advice.append(
-            f"{room.max_num_seqs} requests fit at once up to about {each:,} tokens each; of {room.max_model_len:,} "
-            f"tokens {int(held.concurrency)} do, and the others wait: --max-num-seqs {int(held.concurrency)} makes "
-            "that certain"
+            f"{fit.max_num_seqs} requests fit at once up to about {tokens:,} tokens each; of {fit.max_model_len:,} "
+            f"tokens {count} do, and the others wait: --max-num-seqs {count} makes that certain"
         )
     return advice
 
@@ -344,24 +332,24 @@ SOURCES = {
 }
 
 
-def format_estimate(answer: MemoryEstimate) -> list[str]:
-    """The whole answer, in lines."""
-    lines = [format_pool(pool) for pool in answer.pools]
-    lines += [NO_GPU] if answer.share is None else format_share(answer.share)
-    return lines + (format_fit(answer.room) if answer.room is not None else [])
+def format_estimate(estimate: MemoryEstimate) -> list[str]:
+    """Return the whole estimate, in lines."""
+    lines = [format_pool(pool) for pool in estimate.pools]
+    lines += [NO_GPU] if estimate.share is None else format_share(estimate.share)
+    return lines + (format_fit(estimate.room) if estimate.room is not None else [])
 
 
 def format_pool(pool: Pool) -> str:
-    """One line on a GPU's memory."""
+    """Return one line on a GPU's memory."""
     kind = "memory" if pool.kind is None else "pages of the host (GTT)" if pool.unified else "VRAM"
     text = f"{pool.render_node or 'GPU'} {pool.target}: {_gib(pool.free_bytes)} of {_gib(pool.total_bytes)} {kind} free"
     return text + (f"; {_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
 
 
 def format_share(share: SafeShare) -> list[str]:
-    """The value and its formula, in lines."""
-    by = f": {share.node}" if share.node is not None else ""
-    several = f" of each of {share.gpus} GPUs, by the one that has least{by}" if share.gpus > 1 else ""
+    """Return the share and its formula, in lines."""
+    node = f": {share.node}" if share.node is not None else ""
+    several = f" of each of {share.gpus} GPUs, by the one that has least{node}" if share.gpus > 1 else ""
     if share.utilization is None:
         head = "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
     else:
@@ -370,42 +358,42 @@ def format_share(share: SafeShare) -> list[str]:
     return [head, f"  {sentence(share.formula)}", f"  {SOURCES[share.source]}", *doubts]
 
 
-def format_fit(room: ModelFit) -> list[str]:
-    """The room for the model, in lines."""
+def format_fit(fit: ModelFit) -> list[str]:
+    """Return how the model fits, in lines."""
     lines = [
-        f"{room.model}{', on each GPU' if room.gpus > 1 else ''}:",
-        f"  weights: {_gib(room.weights_bytes)} ({room.weights_from})",
+        f"{fit.model}{', on each GPU' if fit.gpus > 1 else ''}:",
+        f"  weights: {_gib(fit.weights_bytes)} ({fit.weights_from})",
     ]
-    if room.request_bytes is not None:
-        each = f"{room.token_bytes:,} bytes a token, " if room.token_bytes is not None else ""
-        lines.append(f"  KV cache: {each}{_gib(room.request_bytes)} for a request of {room.max_model_len:,} tokens")
-    if room.kv_bytes is not None:
+    if fit.request_bytes is not None:
+        each = f"{fit.token_bytes:,} bytes a token, " if fit.token_bytes is not None else ""
+        lines.append(f"  KV cache: {each}{_gib(fit.request_bytes)} for a request of {fit.max_model_len:,} tokens")
+    if fit.kv_bytes is not None:
         lines.append(
-            f"  left for the KV cache: {_format_range(_gib(max(0, size)) for size in room.kv_bytes)} "
+            f"  left for the KV cache: {_format_range(_gib(max(0, size)) for size in fit.kv_bytes)} "
             f"(an estimate: activations and graphs take {OTHER_BYTES[0] / GIB:.1f} to {OTHER_BYTES[1] / GIB:.1f} GiB, "
             "which vLLM finds out at start)"
         )
-    if room.capacity is not None:
-        tokens = _format_range(f"{held.tokens:,}" for held in room.capacity)
-        at_once = _format_range(f"{held.concurrency:.2f}x" for held in room.capacity)
+    if fit.capacity is not None:
+        tokens = _format_range(f"{capacity.tokens:,}" for capacity in fit.capacity)
+        concurrency = _format_range(f"{capacity.concurrency:.2f}x" for capacity in fit.capacity)
         lines.append(f"  KV cache size: {tokens} tokens")
-        lines.append(f"  concurrency for {room.max_model_len:,} tokens per request: {at_once}")
-    if room.fits is not None:
-        lines.append(f"  {'it fits' if room.fits else 'it does NOT fit'}")
-    elif room.capacity is not None:
+        lines.append(f"  concurrency for {fit.max_model_len:,} tokens per request: {concurrency}")
+    if fit.fits is not None:
+        lines.append(f"  {'it fits' if fit.fits else 'it does NOT fit'}")
+    elif fit.capacity is not None:
         lines.append("  whether it fits is decided by what vLLM needs besides")
-    lines += [f"  unknown: {text}" for text in room.unknown]
-    return lines + [f"  to do: {text}" for text in room.advice]
+    lines += [f"  unknown: {text}" for text in fit.unknown]
+    return lines + [f"  to do: {text}" for text in fit.advice]
 
 
-def summarize_fit(room: ModelFit) -> list[str]:
-    """The room for the model, in a line; and what to do if it is too small."""
-    if room.capacity is None:
-        return [f"unknown: {text}" for text in room.unknown]
-    tokens = _format_range(f"{held.tokens:,}" for held in room.capacity)
-    at_once = _format_range(f"{held.concurrency:.1f}" for held in room.capacity)
-    line = f"left for the KV cache: about {tokens} tokens, {at_once} requests of {room.max_model_len:,}"
-    return [line, *(f"to do: {text}" for text in room.advice)]
+def summarize_fit(fit: ModelFit) -> list[str]:
+    """Return one line on how the model fits, and the advice."""
+    if fit.capacity is None:
+        return [f"unknown: {text}" for text in fit.unknown]
+    tokens = _format_range(f"{capacity.tokens:,}" for capacity in fit.capacity)
+    concurrency = _format_range(f"{capacity.concurrency:.1f}" for capacity in fit.capacity)
+    line = f"left for the KV cache: about {tokens} tokens, {concurrency} requests of {fit.max_model_len:,}"
+    return [line, *(f"to do: {text}" for text in fit.advice)]
 
 
 def _gib(size: int | None) -> str:

@@ -1,4 +1,4 @@
-"""A model's configuration, the size of its weights and of its KV cache.
+"""A model's configuration, and the sizes of its weights and of its KV cache.
 
 Source: vllm/v1/core/kv_cache_utils.py. A block holds `block` tokens of a group of layers. Layers that keep all tokens
 and layers with a sliding window are put into groups of equal size, which share one pool of blocks.
@@ -21,12 +21,12 @@ _DERIVED_HEAD_SIZE = {
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "phi3", "phimoe", "olmo", "olmo2", "starcoder2", "granite",
     "internlm2", "internlm3", "stablelm", "cohere", "opt", "gpt_neox",
 }  # fmt: skip
-# Likewise: as many heads of keys as of queries.
+# Their default number of key heads is that of the query heads. Other architectures have defaults in their code.
 _EQUAL_HEADS = {"llama", "phi3", "granite", "cohere", "olmo", "olmo2", "internlm2", "opt", "gpt_neox"}
-# One latent vector per token and layer (multi-head latent attention) as vLLM keeps it, and nothing else.
+# vLLM keeps one latent vector per token and layer (multi-head latent attention), and nothing else.
 _LATENT_ATTENTION = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
 _EVERY_LAYER_SLIDES = {"mistral", "mixtral", "phi3", "starcoder2"}
-# Keys of layers whose cache has another form: states of a recurrence, chunks, heads that differ between layers.
+# Keys of layers whose cache has another form: recurrent states, chunks, heads that differ between layers.
 _UNSUPPORTED_KEYS = (
     "attention_chunk_size", "attn_layer_period", "block_configs", "compress_ratios", "conv_L_cache",
     "cross_attention_layers", "full_attention_interval", "global_head_dim", "hybrid_override_pattern", "index_topk",
@@ -60,9 +60,9 @@ class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
-    """The folder of a model: a path, or a hub id in the Hugging Face cache of this machine. Nothing is downloaded.
+    """Return the folder of a model: a path, or a hub id in this machine's Hugging Face cache. Nothing is downloaded.
 
-    Raises HarnessError that says where was looked.
+    Raises HarnessError with the places that were searched.
     """
     path = Path(os.path.expanduser(name))  # unchanged without ~
     if path.name == "config.json":
@@ -89,7 +89,7 @@ def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
 
 
 def hub_cache(environment: dict[str, str] | None = None) -> Path:
-    """The folder of Hugging Face's hub on this machine: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache."""
+    """Return the folder of Hugging Face's hub on this machine: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache."""
     env = dict(os.environ) if environment is None else environment
     if env.get("HF_HUB_CACHE"):
         return Path(env["HF_HUB_CACHE"])
@@ -98,7 +98,7 @@ def hub_cache(environment: dict[str, str] | None = None) -> Path:
 
 
 def read_model(folder: Path, name: str | None = None) -> ModelShape:
-    """A model by its folder. Raises HarnessError for a config.json that cannot be read."""
+    """Return a model by its folder. Raises HarnessError if its config.json cannot be read."""
     config = _read_json(folder / "config.json")
     nested = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), None)
     text: dict[str, Any] = nested or config
@@ -132,35 +132,46 @@ class _UnknownError(Exception):
 
 
 def parse_geometry(config: dict[str, Any], *, encoder_decoder: bool = False) -> Geometry:
-    """The geometry of the text part of a config.json. Raises _UnknownError with the reason."""
+    """Return the geometry of the text part of a config.json. Raises _UnknownError with the reason."""
     kind = str(config.get("model_type"))
     if encoder_decoder or config.get("is_encoder_decoder"):
         raise _UnknownError("an encoder-decoder model")
-    others = [key for key in _UNSUPPORTED_KEYS if config.get(key)]
-    if others:
-        raise _UnknownError(f"layers of another form ({others[0]} in config.json)")
+    unsupported = [key for key in _UNSUPPORTED_KEYS if config.get(key)]
+    if unsupported:
+        raise _UnknownError(f"layers of another form ({unsupported[0]} in config.json)")
     layers = _parse_positive(config, "num_hidden_layers")
     if config.get("kv_lora_rank") is not None:
         if kind not in _LATENT_ATTENTION:
             raise _UnknownError(f"latent attention of '{kind}', of which the cache's form is not known")
         size = _parse_positive(config, "kv_lora_rank") + _parse_positive(config, "qk_rope_head_dim")
         return Geometry(full_layers=layers, kv_heads=1, head_size=size, latent=True)
+    head_keys = [key for key in ("num_key_value_heads", "num_kv_heads") if config.get(key) is not None]
+    if not head_keys and kind in _EQUAL_HEADS:
+        head_keys = ["num_attention_heads"]
     sliding = _count_sliding_layers(config, kind, layers)
+    if not head_keys:
+        raise _UnknownError("config.json has no num_key_value_heads")
+    if config.get("head_dim") is not None:
+        head_size = _parse_positive(config, "head_dim")
+    elif kind in _DERIVED_HEAD_SIZE:
+        head_size = _parse_positive(config, "hidden_size") // _parse_positive(config, "num_attention_heads")
+    else:
+        raise _UnknownError("config.json has no head_dim")
     return Geometry(
         full_layers=layers - sliding,
         sliding_layers=sliding,
         window=_parse_positive(config, "sliding_window") if sliding else None,
-        kv_heads=_kv_heads(config, kind),
-        head_size=_head_size(config, kind),
+        kv_heads=_parse_positive(config, head_keys[0]),
+        head_size=head_size,
     )
 
 
 def _count_sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int:
     types = config.get("layer_types")
     if isinstance(types, list):
-        strange = sorted({str(one) for one in types} - {"full_attention", "sliding_attention"})
-        if strange:
-            raise _UnknownError(f"layers of the type {strange[0]}")
+        unknown = sorted({str(layer) for layer in types} - {"full_attention", "sliding_attention"})
+        if unknown:
+            raise _UnknownError(f"layers of the type {unknown[0]}")
         if len(types) != layers:
             raise _UnknownError(f"{len(types)} layer_types for {layers} layers")
         return types.count("sliding_attention")
@@ -169,28 +180,11 @@ def _count_sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int
     if kind in _EVERY_LAYER_SLIDES:
         return layers
     if kind == "gemma2":
-        return (layers + 1) // 2  # every other one, from the first on
+        return (layers + 1) // 2  # every second layer, from the first on
     pattern = config.get("sliding_window_pattern")
     if kind == "gemma3_text" and isinstance(pattern, int) and pattern > 0:
         return layers - layers // pattern
     raise _UnknownError("it has a sliding window, and config.json does not say in which layers (layer_types)")
-
-
-def _kv_heads(config: dict[str, Any], kind: str) -> int:
-    for key in ("num_key_value_heads", "num_kv_heads"):
-        if config.get(key) is not None:
-            return _parse_positive(config, key)
-    if kind in _EQUAL_HEADS:
-        return _parse_positive(config, "num_attention_heads")
-    raise _UnknownError("config.json has no num_key_value_heads")
-
-
-def _head_size(config: dict[str, Any], kind: str) -> int:
-    if config.get("head_dim") is not None:
-        return _parse_positive(config, "head_dim")
-    if kind in _DERIVED_HEAD_SIZE:
-        return _parse_positive(config, "hidden_size") // _parse_positive(config, "num_attention_heads")
-    raise _UnknownError("config.json has no head_dim")
 
 
 def _parse_positive(config: dict[str, Any], key: str) -> int:
@@ -202,23 +196,23 @@ def _parse_positive(config: dict[str, Any], key: str) -> int:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_text(path))
+        config = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise HarnessError(f"{path}: cannot be read ({reason})", next_step="Download it again.") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise HarnessError(f"{path}: is not the configuration of a model", next_step="Download it again.")
-    return found
+    return config
 
 
-HEADER_LIMIT = 100 << 20  # of the format itself
-_FLOATS = ("F16", "BF16", "F32", "F64")  # become 16 bit without quantisation
+HEADER_LIMIT = 100 << 20  # of the safetensors format
+_FLOATS = ("F16", "BF16", "F32", "F64")  # vLLM converts them to 16 bit, unless the model is quantised
 
 
 def measure_weights(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
-    """Bytes in GPU memory and their source; None, with the reason, if unknown.
+    """Return the bytes in GPU memory and their source; None and the reason if unknown.
 
-    The files of a folder are those of its index, if it has one: repositories keep the same weights in other forms, too.
+    If a folder has an index, only its files count: repositories may also have the same weights in other forms.
     """
     index = folder / "model.safetensors.index.json"
     files, total = sorted(folder.glob("*.safetensors")), None
@@ -238,10 +232,11 @@ def measure_weights(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
 
 
 def _read_index(path: Path) -> tuple[list[str], int | None]:
+    """Return the files of an index, and the total bytes if it has them."""
     try:
-        found = json.loads(read_text(path))
-        total = found.get("metadata", {}).get("total_size")
-        return sorted(set(found["weight_map"].values())), int(total) if total else None
+        index = json.loads(read_text(path))
+        total = index.get("metadata", {}).get("total_size")
+        return sorted(set(index["weight_map"].values())), int(total) if total else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [], None
 
@@ -252,15 +247,16 @@ def _measure_file(path: Path, quantized: bool) -> int:
         if length > HEADER_LIMIT:
             raise ValueError(f"{path.name}: no header")
         header: dict[str, Any] = json.loads(file.read(length))
-    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
-    return sum(_measure_tensor(tensor, quantized) for tensor in tensors)
-
-
-def _measure_tensor(tensor: dict[str, Any], quantized: bool) -> int:
-    if not quantized and tensor["dtype"] in _FLOATS:
-        return 2 * math.prod(int(size) for size in tensor["shape"])
-    begin, end = tensor["data_offsets"]
-    return int(end) - int(begin)
+    total = 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        if not quantized and tensor["dtype"] in _FLOATS:
+            total += 2 * math.prod(int(size) for size in tensor["shape"])
+        else:
+            start, end = tensor["data_offsets"]
+            total += int(end) - int(start)
+    return total
 
 
 GPU_BLOCK = 16  # vLLM's default on a GPU
@@ -287,7 +283,7 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     in_flight: int = 0  # computed tokens of a sliding window that are not freed yet
 
     def blocks_per_request(self, length: int) -> int:
-        """Blocks that a request of `length` tokens holds at most."""
+        """Return the maximum number of blocks of a request of `length` tokens."""
         blocks = self.full_groups * _divide_rounding_up(length, self.block)
         if self.sliding_groups and self.window is not None:
             kept = min(self.window - 1 + self.in_flight, length)
@@ -306,11 +302,11 @@ class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Capacity(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a KV cache holds, as vLLM prints it at start."""
+    """The capacity of a KV cache, as vLLM prints it at its start."""
 
     tokens: int
     concurrency: float  # concurrent requests of maximum length
-    longest: int  # the greatest max_model_len that fits, at most the wanted one
+    longest: int  # the largest max_model_len that fits, at most the wanted one
 
     @property
     def fits(self) -> bool:
@@ -321,7 +317,7 @@ class Capacity(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def make_layout(
     geometry: Geometry, number_bytes: int, *, tensor_parallel: int = 1, block: int = GPU_BLOCK, in_flight: int = 0
 ) -> Layout:
-    """The cache on each of `tensor_parallel` GPUs: key heads are divided, but at least one is on each."""
+    """Return the cache on each of `tensor_parallel` GPUs: they share the key heads, but each has at least one."""
     heads = max(1, geometry.kv_heads // tensor_parallel)
     page = block * heads * geometry.head_size * number_bytes * (1 if geometry.latent else 2)
     full, sliding = geometry.full_layers, geometry.sliding_layers
@@ -341,24 +337,18 @@ def make_layout(
 
 
 def compute_capacity(layout: Layout, available: int, length: int) -> Capacity:
-    """What `available` bytes hold at a max_model_len of `length` tokens."""
+    """Return the capacity of `available` bytes at a max_model_len of `length` tokens."""
     blocks = max(0, available) // layout.block_bytes
     concurrency = blocks / layout.blocks_per_request(length)
     usable = available - layout.block_bytes  # vLLM reserves one block
-    return Capacity(
-        tokens=int(concurrency * length), concurrency=concurrency, longest=_find_max_length(layout, usable, length)
-    )
-
-
-def _find_max_length(layout: Layout, available: int, length: int) -> int:
     low, high = 0, length
-    while low < high:
+    while low < high:  # bisection: a longer request needs more bytes
         middle = (low + high + 1) // 2
-        if layout.request_bytes(middle) <= available:
+        if layout.request_bytes(middle) <= usable:
             low = middle
         else:
             high = middle - 1
-    return low
+    return Capacity(tokens=int(concurrency * length), concurrency=concurrency, longest=low)
 
 
 def _divide_rounding_up(number: int, by: int) -> int:

@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
-from prometheus_client.registry import Collector
 
 from harness.analysis import derive
 from harness.analysis.summarize import is_published
@@ -279,19 +279,10 @@ def openmetrics(summary: Summary, run: Run) -> str:
     Gauges, because a run is over: one sample for each row (server, load). A number that is not known has no sample.
     Latencies are summaries with the quantiles that the sample carries.
     """
-    families = _Families([*_run_metrics(summary, run), *_row_metrics(summary, run), *_verdict_metrics(summary)])
-    text: bytes = generate_latest(families)  # type: ignore[no-untyped-call]
+    families = [*_run_metrics(summary, run), *_row_metrics(summary, run), *_verdict_metrics(summary)]
+    collector = SimpleNamespace(collect=lambda: [family for family in families if family.samples])
+    text: bytes = generate_latest(collector)  # type: ignore[no-untyped-call]
     return text.decode()
-
-
-class _Families(Collector):
-    """The metric families in the form that the library writes."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = [family for family in families if family.samples]
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 def _gauge(name: str, explanation: str, unit: str, samples: Iterable[tuple[Labels, float | None]]) -> Metric:

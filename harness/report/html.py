@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import math
 import re
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness import units
 from harness.analysis.summarize import Summarized, read_summary
 from harness.capacity.result import CapacityReport, read_capacity
+from harness.columns import LIVE
 from harness.files import replace_file
 from harness.judge.comparable import server_differences
 from harness.reasons import evidence, sentence
@@ -58,9 +61,10 @@ def page_template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    dump = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=100)
     environment.filters |= {
-        "moment": units.date_time, "yaml": _yaml, "seconds": units.seconds, "ms": units.milliseconds,
-        "number": units.significant,
+        "moment": units.date_time, "seconds": units.seconds, "ms": units.milliseconds, "number": units.significant,
+        "yaml": lambda value: dump(msgspec.to_builtins(value)),
     }  # fmt: skip
     return environment.get_template(name)
 
@@ -122,7 +126,7 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         figures.throughput_chart(summary, run),
         figures.first_token_chart(summary, run),
         *figures.tradeoff_charts(summary, run),
-        *figures.distribution_charts(summary, data),
+        *(figures.distribution_chart(summary, data, column) for column in LIVE),
         *figures.scatter_charts(summary, data),
         startup_chart(run),
         *([] if capacity is None else capacity_charts(capacity)),
@@ -186,15 +190,9 @@ def _distinct_servers(run: Run) -> dict[str, list[ServedBy]]:
     distinct: dict[str, dict[bytes, ServedBy]] = {}
     for cell in run.served:
         # Each start has its own time and port, and the engine measures anew.
-        settings = msgspec.structs.replace(
-            cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={}
-        )
+        settings = replace(cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={})
         distinct.setdefault(cell.server, {}).setdefault(msgspec.json.encode(settings), cell.served_by)
     return {server: list(served.values()) for server, served in distinct.items()}
-
-
-def _yaml(value: Any) -> str:
-    return yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, allow_unicode=True, width=100)
 
 
 class Forest(Struct, frozen=True):

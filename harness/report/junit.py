@@ -181,20 +181,17 @@ def _document(
         for name, value in properties.items():
             xml.SubElement(parent, "property", {"name": _legal_xml(name), "value": _legal_xml(value)})
     for case in cases:
-        _add_case(suite, case, f"{NAME}.{_legal_xml(suite_name)}.{case.group}")
+        class_name = f"{NAME}.{_legal_xml(suite_name)}.{case.group}"
+        names = {"classname": class_name, "name": _legal_xml(case.name), "time": "0"}
+        element = xml.SubElement(suite, "testcase", names)
+        if case.outcome == "passed":
+            result = xml.SubElement(element, "system-out")
+        else:
+            message = words.one_line(_legal_xml(case.message))
+            result = xml.SubElement(element, case.outcome, {"type": case.kind, "message": message})
+        result.text = _legal_xml(case.evidence)
     xml.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + xml.tostring(root, encoding="unicode") + "\n"
-
-
-def _add_case(suite: xml.Element, case: Case, class_name: str) -> None:
-    # The evidence is the output of a case that passed, and the text of the failure of any other.
-    element = xml.SubElement(suite, "testcase", {"classname": class_name, "name": _legal_xml(case.name), "time": "0"})
-    if case.outcome == "passed":
-        xml.SubElement(element, "system-out").text = _legal_xml(case.evidence)
-        return
-    message = words.one_line(_legal_xml(case.message))
-    failure = xml.SubElement(element, case.outcome, {"type": case.kind, "message": message})
-    failure.text = _legal_xml(case.evidence)
 
 
 def _legal_xml(text: str) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from harness import units
@@ -83,8 +82,10 @@ class TableColumn(Struct, frozen=True):
         return self.group == "name" or self.key == "verdict"
 
     def show(self, line: Any) -> str:
-        """The text, or a dash if the value is not known."""
-        return self.text(line) or units.NOTHING
+        """The text, or a dash if the value is not known; with a mark if the load generator limited it."""
+        text = self.text(line) or units.NOTHING
+        limited = self.field and self.field in line.row.client_limited
+        return f"{text}{LIMITED}" if limited and text != units.NOTHING and not text.startswith("n/a") else text
 
 
 def table_lines(summary: Summary, run: Run) -> list[TableLine]:
@@ -153,113 +154,6 @@ def _format_verdict(line: TableLine) -> str:
     return "baseline" if line.baseline else line.words or units.NOTHING
 
 
-_NAMES = (
-    TableColumn(
-        "server", "Server", "The server’s name in the scenario.", "servers.NAME", lambda line: line.row.server, "name",
-    ),
-    TableColumn(
-        "load", "Load", "The load’s name in the scenario: who sends requests, and how many at once.", "loads.NAME",
-        lambda line: line.row.load, "name",
-    ),
-)  # fmt: skip
-_WALL = TableColumn(
-    "wall", "Wall time",
-    "How long the whole work took, from the first request sent to the last one ended. Median over the repeats; none "
-    "for a load of fixed duration.",
-    "wall time = last ended − first sent", lambda line: units.seconds(line.row.pooled.wall_s), "work", "wall_s",
-)  # fmt: skip
-_WORK = (
-    TableColumn(
-        "tokens", "Completion tokens",
-        "Tokens that the server generated in one run, by its own count. Median over the repeats.",
-        "Σ usage.completion_tokens of the run’s successful requests",
-        lambda line: None if line.tokens is None else f"{line.tokens:,.0f}", "work",
-    ),
-    TableColumn(
-        "rate", "Aggregate tok/s",
-        "Tokens per second of all requests together: what the server achieves. Median over the repeats.",
-        "tok/s = tokens generated inside the window ÷ window; for a fixed amount of work the window is the wall time",
-        _format_rate, "work", "output_tok_s",
-    ),
-)  # fmt: skip
-_INPUT = TableColumn(
-    "input_rate", "Prompt tok/s",
-    "Prompt tokens per second of all requests together: what a server of embeddings achieves. Median over the repeats.",
-    "Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
-    lambda line: units.significant(line.row.pooled.input_tok_s), "work", "input_tok_s",
-)  # fmt: skip
-_VALID = TableColumn(
-    "valid", "Valid answers",
-    "Answers that have the form that was asked for, of the successful requests of all repeats. A fast server whose "
-    "answers are of no use has won nothing.",
-    "valid ÷ answers", lambda line: _format_answers(line, "valid", "checked"), "work",
-)  # fmt: skip
-_RIGHT = TableColumn(
-    "right", "Right answers", "Answers that are the label that is known to be right.",
-    "right ÷ answers of which the right label is known",
-    lambda line: _format_answers(line, "right", "labelled"), "work",
-)  # fmt: skip
-_ERRORS_AND_VERDICT = (
-    TableColumn(
-        "errors", "Errors",
-        "Requests that failed, of all that were sent, and how many the end of the run cut: these are no part of the "
-        "error rate. They count here and never in a latency.",
-        "errors = failed; error rate = failed ÷ sent", lambda line: format_errors(line.row.pooled), "latency",
-    ),
-    TableColumn(
-        "speedup", "Speedup (95 %)",
-        "How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the interval "
-        "that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
-        "speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the baseline. "
-        "Geometric means over the repeats, interval by Welch’s t on logarithms",
-        _format_speedup, "verdict",
-    ),
-    TableColumn(
-        "verdict", "Verdict",
-        "Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect exceeds 2 %; "
-        "“same” only when the interval is within ±2 %; else “inconclusive”.",
-        "exact permutation test on run-level values, corrected for the number of comparisons",
-        _format_verdict, "verdict",
-    ),
-)  # fmt: skip
-_SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
-
-
-def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
-    """The columns of the main table. The tail percentile is the highest that every row carries, else p95.
-
-    A run whose loads all have a fixed duration has no wall times.
-    """
-    numbers = [row.pooled for row in summary.rows]
-    samples = [row.ttft_s for row in numbers if row.ttft_s.n]
-    tails = [at for at in ("p99", "p95", "p90") if samples and all(getattr(s, at) is not None for s in samples)]
-    tail = tails[0] if tails else "p95"
-    timed = bool(numbers) and all(row.window == "timed" for row in numbers)
-    vectors = any(row.vectors is not None for row in numbers)
-    latencies = [
-        _latency_column(column, tail if at == "tail" or (at, tail) == ("p95", "p90") else at)
-        for column in LATENCIES
-        for at in (column.vectors if vectors else column.table)
-    ]
-    answers = [row.answers for row in numbers if row.answers is not None]
-    work = [*_NAMES, *([] if timed else [_WALL]), *_WORK, *([_INPUT] if vectors else [])]
-    work += [_value_column(column) for column in VALUES if column.formula]
-    work += [_VALID] if answers else []
-    work += [_RIGHT] if any(form.labelled for form in answers) else []
-    return (*map(_mark_limited, (*work, *latencies)), *_ERRORS_AND_VERDICT)
-
-
-def _mark_limited(column: TableColumn) -> TableColumn:
-    """The column with a mark after each number that the load generator limited."""
-
-    def text(line: TableLine) -> str:
-        shown = column.show(line)
-        limited = column.field in line.row.client_limited and shown != units.NOTHING and not shown.startswith("n/a")
-        return f"{shown}{LIMITED}" if limited else shown
-
-    return msgspec.structs.replace(column, text=text)
-
-
 def _value_column(column: ValueColumn) -> TableColumn:
     return TableColumn(
         column.field,
@@ -270,6 +164,9 @@ def _value_column(column: ValueColumn) -> TableColumn:
         "work",
         column.field,
     )
+
+
+_SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
 
 def _latency_column(column: LatencyColumn, at: str) -> TableColumn:
@@ -295,6 +192,102 @@ def _latency_column(column: LatencyColumn, at: str) -> TableColumn:
         column.field,
         unit="ms",
     )
+
+
+# The columns before the latencies; a table leaves out those that do not apply.
+_WORK_COLUMNS = (
+    TableColumn(
+        "server", "Server", "The server’s name in the scenario.", "servers.NAME", lambda line: line.row.server, "name",
+    ),
+    TableColumn(
+        "load", "Load", "The load’s name in the scenario: who sends requests, and how many at once.", "loads.NAME",
+        lambda line: line.row.load, "name",
+    ),
+    TableColumn(
+        "wall", "Wall time",
+        "How long the whole work took, from the first request sent to the last one ended. Median over the repeats; "
+        "none "
+        "for a load of fixed duration.",
+        "wall time = last ended − first sent", lambda line: units.seconds(line.row.pooled.wall_s), "work", "wall_s",
+    ),
+    TableColumn(
+        "tokens", "Completion tokens",
+        "Tokens that the server generated in one run, by its own count. Median over the repeats.",
+        "Σ usage.completion_tokens of the run’s successful requests",
+        lambda line: None if line.tokens is None else f"{line.tokens:,.0f}", "work",
+    ),
+    TableColumn(
+        "rate", "Aggregate tok/s",
+        "Tokens per second of all requests together: what the server achieves. Median over the repeats.",
+        "tok/s = tokens generated inside the window ÷ window; for a fixed amount of work the window is the wall time",
+        _format_rate, "work", "output_tok_s",
+    ),
+    TableColumn(
+        "input_rate", "Prompt tok/s",
+        "Prompt tokens per second of all requests together: what a server of embeddings achieves. Median over the "
+        "repeats.",
+        "Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
+        lambda line: units.significant(line.row.pooled.input_tok_s), "work", "input_tok_s",
+    ),
+    *(_value_column(column) for column in VALUES if column.formula),
+    TableColumn(
+        "valid", "Valid answers",
+        "Answers that have the form that was asked for, of the successful requests of all repeats. A fast server whose "
+        "answers are of no use has won nothing.",
+        "valid ÷ answers", lambda line: _format_answers(line, "valid", "checked"), "work",
+    ),
+    TableColumn(
+        "right", "Right answers", "Answers that are the label that is known to be right.",
+        "right ÷ answers of which the right label is known",
+        lambda line: _format_answers(line, "right", "labelled"), "work",
+    ),
+)  # fmt: skip
+_VERDICT_COLUMNS = (
+    TableColumn(
+        "errors", "Errors",
+        "Requests that failed, of all that were sent, and how many the end of the run cut: these are no part of the "
+        "error rate. They count here and never in a latency.",
+        "errors = failed; error rate = failed ÷ sent", lambda line: format_errors(line.row.pooled), "latency",
+    ),
+    TableColumn(
+        "speedup", "Speedup (95 %)",
+        "How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the interval "
+        "that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
+        "speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the baseline. "
+        "Geometric means over the repeats, interval by Welch’s t on logarithms",
+        _format_speedup, "verdict",
+    ),
+    TableColumn(
+        "verdict", "Verdict",
+        "Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect exceeds 2 %; "
+        "“same” only when the interval is within ±2 %; else “inconclusive”.",
+        "exact permutation test on run-level values, corrected for the number of comparisons",
+        _format_verdict, "verdict",
+    ),
+)  # fmt: skip
+
+
+def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
+    """The columns of the main table. The tail percentile is the highest that every row carries, else p95."""
+    numbers = [row.pooled for row in summary.rows]
+    samples = [row.ttft_s for row in numbers if row.ttft_s.n]
+    tails = [at for at in ("p99", "p95", "p90") if samples and all(getattr(s, at) is not None for s in samples)]
+    tail = tails[0] if tails else "p95"
+    vectors = any(row.vectors is not None for row in numbers)
+    answers = [row.answers for row in numbers if row.answers is not None]
+    applies = {
+        "wall": not numbers or any(row.window != "timed" for row in numbers),  # not to loads of a fixed duration
+        "input_rate": vectors,
+        "valid": bool(answers),
+        "right": any(form.labelled for form in answers),
+    }
+    latencies = [
+        _latency_column(column, tail if at == "tail" or (at, tail) == ("p95", "p90") else at)
+        for column in LATENCIES
+        for at in (column.vectors if vectors else column.table)
+    ]
+    work = (column for column in _WORK_COLUMNS if applies.get(column.key, True))
+    return (*work, *latencies, *_VERDICT_COLUMNS)
 
 
 # Detail tables: how open loops kept their schedule, where the time of requests went, and the host metrics.

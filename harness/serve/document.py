@@ -71,7 +71,7 @@ def compose_document(
         path = compose.serving.metrics
         target = None if path is None else MonitoringTarget(f"{SERVER}:{get_container_port(server)}", path)
         text = add_services(text, make_monitoring(target))
-    ports = {name: parse_port(one.ports[0]) for name, one in compose.services.items() if one.ports}
+    ports = {name: parse_port(service.ports[0]) for name, service in compose.services.items() if service.ports}
     head = head + [f"{name}: {make_url(port.address, port.host)}" for name, port in sorted(ports.items())]
     images = [locust["image"], *(service.image for service in compose.services.values())]
     head += [f"image {name} is here: {digest}" for name, digest in get_local_digests(images).items()]

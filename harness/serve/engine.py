@@ -191,15 +191,15 @@ def _pull_image(
 ) -> None:
     on_progress(f"pulling {name}")
     layers: dict[str, tuple[int, int]] = {}
-    shown = time.monotonic()
+    reported_s = time.monotonic()
     for event in client.api.pull(repository, tag=tag, stream=True, decode=True):
         if "error" in event:
             raise DockerException(str(event["error"]))
         detail = event.get("progressDetail") or {}
         if event.get("status") == "Downloading" and detail.get("total"):
             layers[event["id"]] = (int(detail["current"]), int(detail["total"]))
-        if layers and time.monotonic() - shown > _PROGRESS_EVERY_S:
-            shown = time.monotonic()
+        if layers and time.monotonic() - reported_s > _PROGRESS_EVERY_S:
+            reported_s = time.monotonic()
             got, total = (sum(layer[i] for layer in layers.values()) / 1e9 for i in (0, 1))
             on_progress(f"pulling {name}: {got:.2f} of {total:.2f} GB")
 

@@ -269,7 +269,7 @@ def is_storable(value: Any, depth: int = 8) -> bool:
     """Check that a manifest with this value can be written and read again, whatever server reported it."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value
-        return depth > 0 and len(value) <= 1000 and all(is_storable(one, depth - 1) for one in inner)
+        return depth > 0 and len(value) <= 1000 and all(is_storable(item, depth - 1) for item in inner)
     if isinstance(value, str):
         return len(value) <= 10_000
     return not isinstance(value, int | float) or abs(value) <= 2**63

@@ -41,13 +41,7 @@ class ContainerChild:
     """Locust in a container. It writes files of this host, so the Docker Engine must be on this host."""
 
     def __init__(
-        self,
-        run_id: str,
-        job: Job,
-        arguments: list[str],
-        locustfile: Path,
-        network: str | None,
-        log_path: Path,
+        self, run_id: str, job: Job, arguments: list[str], locustfile: Path, network: str | None, log_path: Path
     ) -> None:
         """Raises ServerError."""
         if engine_location().host is not None:

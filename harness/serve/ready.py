@@ -12,23 +12,11 @@ from harness.failures.explain import explain
 from harness.failures.unexpected_response import error_message
 from harness.process import pause
 from harness.rundir.manifest import Phase
+from harness.serve import probe
 from harness.serve.compose_file import LoadCall, Serving
 from harness.serve.containers import make_load_error, make_start_error
 from harness.serve.lemonade import Api, LoadedModel, bring_up_model
-from harness.serve.probe import (
-    POLL_S,
-    PROBE_TIMEOUT_S,
-    REPORT_EVERY_S,
-    PhaseTimer,
-    Post,
-    StartupWatch,
-    connection_error_type,
-    explain_connection_error,
-    get_version,
-    request_first_answer,
-    require_api,
-    run_watched,
-)
+from harness.serve.probe import PhaseTimer, Post, StartupWatch, explain_connection_error
 from harness.trust import open_session
 
 
@@ -69,12 +57,12 @@ def wait_ready(
         if serving.load is not None:
             _load_model(url, serving.load, model, post, watch, timer)
         try:
-            model, version = request_first_answer(url, model, session, post, key_name, deadline)
+            model, version = probe.request_first_answer(url, model, session, post, key_name, deadline)
         except ServerError as error:
             refused = StartError(error.what, next_step=error.next_step, detail=error.detail)
             raise watch.find_death() or refused from None
         timer.finish("first answer")
-        version = loaded.version if loaded is not None else get_version(url, session, serving.version) or version
+        version = loaded.version if loaded is not None else probe.get_version(url, session, serving.version) or version
         return ReadyServer(timer.phases, model, version, loaded)
 
 
@@ -101,26 +89,26 @@ def _wait_for_http(
     while True:
         if (death := watch.find_death()) is not None:
             raise death
-        if time.monotonic() - reported_s >= REPORT_EVERY_S:
+        if time.monotonic() - reported_s >= probe.REPORT_EVERY_S:
             reported_s = time.monotonic()
             remaining = f"at most {deadline - reported_s:.0f} s more"
             watch.on_progress(f"waiting for the server, {remaining}: {watch.log.last_line()}")
         try:
-            with session.get(url, timeout=PROBE_TIMEOUT_S) as response:
+            with session.get(url, timeout=probe.PROBE_TIMEOUT_S) as response:
                 if response.status_code == 200 or not healthy:
                     return
                 if response.status_code in (401, 403):
-                    require_api(response, url, key_name)
+                    probe.require_api(response, url, key_name)
                 last_seen = f"HTTP {response.status_code}"
                 if "html" in response.headers.get("Content-Type", ""):
                     last_seen += " with an HTML page"
         except requests.ReadTimeout:
-            last_seen = f"no answer within {PROBE_TIMEOUT_S:.0f} s"
+            last_seen = f"no answer within {probe.PROBE_TIMEOUT_S:.0f} s"
         except requests.RequestException:
             last_seen = "no connection"  # refused, or reset by Docker's proxy while no server listens
         if time.monotonic() > deadline:
             raise _timeout_error(url, last_seen, watch)
-        pause(POLL_S)
+        pause(probe.POLL_S)
 
 
 def _timeout_error(url: str, last_seen: str, watch: StartupWatch) -> ServerError:
@@ -143,11 +131,13 @@ def _post_until_answered(
 
     while True:
         try:
-            answer = run_watched(post, watch, deadline + 1, ["asking for the model"])
+            answer = probe.run_watched(post, watch, deadline + 1, ["asking for the model"])
         except requests.RequestException as error:
             what = f"the server gave no answer to POST {url} ({explain_connection_error(error)})"
-            broken = connection_error_type(error)(what, next_step="Look at its last lines.", detail=watch.log.tail())
+            broken = probe.connection_error_type(error)(
+                what, next_step="Look at its last lines.", detail=watch.log.tail()
+            )
             raise watch.find_death() or broken from None
         if answer.status_code not in (429, 503) or time.monotonic() > deadline:
             return answer
-        pause(POLL_S)
+        pause(probe.POLL_S)

@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness import units
-from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thinned
-from harness.columns import FORMULAS, LIVE, LatencyColumn
-from harness.judge.verdicts import but_for_concurrency
+from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thin_dots
+from harness.columns import FORMULAS, LatencyColumn
+from harness.judge.verdicts import without_concurrency
 from harness.report import words
 from harness.report.charts import (
     NAME,
@@ -102,7 +102,7 @@ def _curves(summary: Summary, run: Run, drawn: Callable[[Row], bool]) -> Iterato
         for row in sorted(closed, key=lambda row: row_concurrency(row, run)):
             if mix_of(row.load) is None:
                 load = run.scenario.loads.get(row.load)
-                curves.setdefault(None if load is None else but_for_concurrency(load), []).append(row)
+                curves.setdefault(None if load is None else without_concurrency(load), []).append(row)
         for rows in curves.values():
             yield number, server, rows
 
@@ -307,12 +307,8 @@ def _merge_close_labels(concurrency: list[str], x: list[float], y: list[float]) 
     return labels
 
 
-def distribution_charts(summary: Summary, observed: ChartData) -> list[Chart]:
-    """The distribution functions of TTFT, TPOT and E2E, with a line for each row."""
-    return [_distribution_chart(summary, observed, column) for column in LIVE]
-
-
-def _distribution_chart(summary: Summary, observed: ChartData, column: LatencyColumn) -> Chart:
+def distribution_chart(summary: Summary, observed: ChartData, column: LatencyColumn) -> Chart:
+    """The distribution function of a latency, with a line for each row."""
     curves, body = [], []
     for i, row in enumerate(summary.rows):
         sample = observed.rows.get(row.key, RowData()).latencies[column.field]
@@ -350,7 +346,7 @@ def scatter_charts(summary: Summary, observed: ChartData) -> list[Chart]:
     dots = []
     for row in summary.rows:
         data = observed.rows.get(row.key, RowData())
-        shown = sorted(thinned(data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
+        shown = sorted(thin_dots(data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
         dots.append((row, data, shown))
     return [
         _scatter_chart(summary, dots, "ttft", "Time to first token of single requests"),
@@ -427,7 +423,7 @@ def with_slo_lines(chart: Chart, bounds: dict[str, dict[str, float]]) -> Chart:
     shapes = [*layout.get("shapes", []), *(_slo_line(axis, at, text) for text, at in near.items())]
     figure = {**chart.figure, "layout": {**layout, "shapes": shapes}}
     findings = [f"Far beyond what is shown: {', '.join(far)}"] if far else []
-    return msgspec.structs.replace(chart, figure=figure, findings=[*chart.findings, *findings])
+    return replace(chart, figure=figure, findings=[*chart.findings, *findings])
 
 
 def _slo_line(axis: str, at_ms: float, text: str) -> Figure:

@@ -141,8 +141,7 @@ def timeline_figure(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
         },
     }
     if line.warmup_until_s is not None:
-        layout["shapes"].insert(0, _warmup_shade(line.warmup_until_s))
-        layout["annotations"].append(_warmup_label(line.warmup_until_s))
+        _mark_warmup(layout, line.warmup_until_s)
     data: list[Figure] = []
     top = 0
     for place, (title, height, traces) in enumerate(panels):
@@ -245,18 +244,16 @@ def _event_rule(event: TimelineEvent) -> Figure:
     }  # fmt: skip
 
 
-def _warmup_shade(from_s: float) -> Figure:
-    return {
+def _mark_warmup(layout: Figure, from_s: float) -> None:
+    """Add the shade and the label of the warm-up."""
+    layout["shapes"].insert(0, {
         "type": "rect", "xref": "x", "yref": "paper", "x0": from_s, "x1": 0, "y0": 0, "y1": 1,
         "fillcolor": "@shade", "line": {"width": 0}, "layer": "below",
-    }  # fmt: skip
-
-
-def _warmup_label(from_s: float) -> Figure:
-    return {
+    })  # fmt: skip
+    layout["annotations"].append({
         "xref": "x", "yref": "y2 domain", "x": from_s, "y": 1, "text": "warm-up", "showarrow": False,
         "xanchor": "left", "yanchor": "top", "font": {"color": "@muted", "size": 11},
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 PHASES = {
@@ -288,11 +285,13 @@ def startup_chart(run: Run) -> Chart:
     data: list[Figure] = []
     for i, name in enumerate(order):
         medians = {server: statistics.median(found[name]) for server, found in phases.items() if name in found}
+        pattern = {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}
+        stripes = {"pattern": pattern} if i >= COLOURS else {}  # two phases with the same colour
         data.append(
             {
                 "type": "bar", "orientation": "h", "name": escape_markup(name), "y": list(medians),
                 "x": [round(seconds, 3) for seconds in medians.values()],
-                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **_bar_pattern(i)},
+                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **stripes},
                 "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
             }
         )  # fmt: skip
@@ -320,11 +319,6 @@ def startup_chart(run: Run) -> Chart:
         ],
         empty="" if data else "No start was observed: the server already ran.",
     )
-
-
-def _bar_pattern(index: int) -> Figure:
-    """Stripes for phases beyond the number of colours."""
-    return {} if index < COLOURS else {"pattern": {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}}
 
 
 def observed_starts(run: Run) -> dict[str, list[ServedBy]]:
@@ -360,7 +354,7 @@ def _start_sentence(starts: Sequence[ServedBy]) -> str:
     total = statistics.median(sum(phase.seconds for phase in served.phases) for served in starts)
     medians = {name: statistics.median(seconds) for name, seconds in phase_seconds(starts).items()}
     longest = max(medians, key=lambda name: medians[name])
-    reported = comparable.measured_of(starts)
+    reported = comparable.median_measurements(starts)
     parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
     if (cache := reported.get("startup.compile_cache")) is not None:
         parts.append(f"compile cache {cache}")
