@@ -62,7 +62,8 @@ def test_vllm_without_compiling() -> None:
     assert split_phases(waits(30.0), found, began_s) == waits(30.0)
     # The process ran before its start had returned: 42.625 s were waited for what took 42.954 s by the log.
     seconds = rounded(split_phases(waits(42.5), found, began_s))
-    assert (seconds["process"], seconds["ready"], sum(seconds.values())) == (35.767, 0, pytest.approx(44.125))
+    assert (seconds["process"], seconds["ready"]) == (35.767, 0)
+    assert sum(seconds.values()) == pytest.approx(44.125)
 
 
 def test_vllm_with_a_cold_compile_cache_and_stamps_of_its_own() -> None:
