@@ -24,7 +24,7 @@ from harness.run.capacity import define_search, drift_of, in_flight, wait_until_
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load
 from harness.scenario.file import load_scenario
-from harness.serve import attach_to_server
+from harness.serve.lifecycle import attach_to_server
 from harness.simulated import spawned
 from harness.summary import because
 from tests.command import Done, going, harness, only_run, server, until, write

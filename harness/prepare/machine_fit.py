@@ -30,12 +30,11 @@ from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
 from harness.scenario import Server
-from harness.serve import PreparedServer, prepare_server
 from harness.serve.compose_file import Service, parse_device
 from harness.serve.engine import get_engine_facts, get_local_digests
 from harness.serve.lint import get_gpu_count, get_option
 from harness.serve.location import engine_location
-from harness.serve.template import AUTO, get_variable
+from harness.serve.template import AUTO, PreparedServer, get_variable, prepare_server
 from harness.summary import Reason
 from harness.units import GIB, gib
 

@@ -61,7 +61,7 @@ from harness.scenario import (
     wave_size,
 )
 from harness.scenario.plan import Cell, cell_of, load_of_stage
-from harness.serve import Endpoint
+from harness.serve.lifecycle import Endpoint
 from harness.summary import Reason, because
 from harness.units import count, duration
 

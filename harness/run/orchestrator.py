@@ -31,11 +31,11 @@ from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
 from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
 from harness.scenario.plan import Cell, grouped, load_of_part, plan, server_start_of
-from harness.serve import Endpoint, attach_to_server, prepare_server, serve
 from harness.serve.generator import ContainerChild, find_path_in_image
-from harness.serve.lifecycle import find_telemetry_source
+from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_source, serve
 from harness.serve.offline import OfflineOutcome, run_offline
 from harness.serve.probe import make_token_counter
+from harness.serve.template import prepare_server
 from harness.summary import Reason, because
 from harness.units import count
 from harness.workload import local_words, one_token_words, pairs_of, salt_words
