@@ -95,10 +95,11 @@ def _find_or_import_run(given: Path, runs: Path) -> Path:
 @cli.command(short_help="Compare runs of the same work.")
 def compare(
     run_folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
+        list[Path], typer.Argument(metavar="RUN", help="Run directories or ids; the first is the baseline.")
     ],
     against: Annotated[
-        list[Path] | None, typer.Option(help="A run of the other side; may be repeated. RUN... are then one group.")
+        list[Path] | None,
+        typer.Option(metavar="RUN", help="A run of the other side; may be repeated. RUN... are then one group."),
     ] = None,
     about: cli.AboutOpt = None,
     across: Annotated[
@@ -350,13 +351,13 @@ def export(
 
 @cli.command("import", short_help="Import results of other tools.")
 def import_(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files that another tool wrote; each a run.")],
     form: Annotated[
         str | None,
-        typer.Option("--format", help="What wrote it, as docs/imports.md calls it (default: as the file shows)."),
+        typer.Option("--format", metavar="FORMAT", help="The tool that wrote it (default: as the file shows)."),
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Name of the machine that was measured; files do not say it.")
+        str | None, typer.Option(metavar="NAME", help="Name of the machine that was measured; files do not say it.")
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
