@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from harness.capacity.levels import load_at, step_of
+from harness.capacity.levels import level_step, load_at
 from harness.capacity.result import (
     CapacityReport,
     MeasuredProbe,
     ServerCapacity,
-    crossovers_of,
+    find_crossovers,
     read_capacity,
 )
 from harness.capacity.search import SloCapacity
@@ -248,8 +248,8 @@ def test_a_growing_queue_does_not_make_blocks_longer() -> None:
 
 def test_levels_of_an_open_loop_are_tenths_of_its_rate() -> None:
     load = Load(user="chat", users=4, requests=5, arrivals=Arrivals(rate=0.5))
-    assert step_of(load) == 0.05
-    found = load_at(load, 30 * step_of(load), 60.0)
+    assert level_step(load) == 0.05
+    found = load_at(load, 30 * level_step(load), 60.0)
     assert found.arrivals is not None and (found.arrivals.rate, found.duration_s, found.requests) == (1.5, 60.0, None)
     assert found.users == 180, "a queue must not lose arrivals"
     assert load_at(Load(user="chat", users=4, processes=3, requests=5), 2, 9.0).processes == 2
@@ -307,17 +307,17 @@ def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:
 def test_two_servers_cross() -> None:
     llamacpp = knees("llamacpp", {1: [50.0, 50.1], 2: [80.0, 80.2], 4: [100.0], 8: [110.0, 110.1], 16: [112.0]})
     vllm = knees("vllm", {1: [20.0, 20.02], 2: [40.0, 40.1], 4: [80.0], 8: [150.0, 150.3], 16: [250.0]})
-    (found,) = crossovers_of([llamacpp, vllm])
+    (found,) = find_crossovers([llamacpp, vllm])
     assert (found.base, found.side, found.answer.kind) == ("llamacpp", "vllm", "from")
     said = sentence(crossover_reason(found))
     assert said.startswith("vllm gives more tok/s than llamacpp from 6 users, 95 % interval ")
     assert said.endswith("; with fewer, llamacpp does")
-    (turned,) = crossovers_of([vllm, llamacpp])
+    (turned,) = find_crossovers([vllm, llamacpp])
     assert turned.answer.kind == "until"
     assert "llamacpp gives more tok/s than vllm below 6 users" in sentence(crossover_reason(turned))
-    assert crossovers_of([vllm]) == []
+    assert find_crossovers([vllm]) == []
     lower, higher = {1: [1.0, 1.01], 2: [2.0, 2.01]}, {1: [3.0, 3.01], 2: [4.0, 4.01]}
-    (always,) = crossovers_of([knees("a", lower), knees("b", higher)])
+    (always,) = find_crossovers([knees("a", lower), knees("b", higher)])
     assert sentence(crossover_reason(always)) == "b gives more tok/s than a at all levels measured, 1 to 2 users"
 
 
