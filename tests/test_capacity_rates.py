@@ -42,7 +42,7 @@ class RateCase(NamedTuple):
         for number, one in enumerate(poisson(self.config, arrivals.rate, WORK, seed=seed)):
             phase = "warmup" if number < 50 else "measured"
             chunks_s = [one.ttft_s, one.e2e_s]
-            cutter.see([request(sent_s=one.sent_s, ended_s=one.e2e_s, chunks_s=chunks_s, phase=phase)])
+            cutter.add([request(sent_s=one.sent_s, ended_s=one.e2e_s, chunks_s=chunks_s, phase=phase)])
             yield from cutter.cut(one.ended_s + FLUSH_S)
 
     def searched(self) -> SloSearch:

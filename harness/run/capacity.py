@@ -37,7 +37,7 @@ from harness.capacity.slo import (
     CapacitySlo,
     LoadBlock,
     parse_slos,
-    slos_of_scenario,
+    scenario_slos,
 )
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
@@ -132,7 +132,7 @@ def define_search(
         )
     fixed = _parse_fixed(fix, load, loads)
     given_slos = parse_slos(slos, list(loads) if is_mix else ())
-    by_server = {name: given_slos or slos_of_scenario(scenario, name, load) for name in scenario.servers}
+    by_server = {name: given_slos or scenario_slos(scenario, name, load) for name in scenario.servers}
     without_slo = [name for name, found in by_server.items() if not found]
     if without_slo and not knee:
         raise HarnessError(
@@ -245,7 +245,7 @@ class ProbeWatch:
 
     def add_records(self, requests: list[Any]) -> None:
         with self._lock:
-            self.cutter.see(requests)
+            self.cutter.add(requests)
 
     def is_done(self) -> bool:
         now_s = time.monotonic()
