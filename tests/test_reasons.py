@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from harness.files import ROOT
-from harness.reasons import documented_reasons, sentence, sentences
+from harness.reasons import sentence, sentences
 from harness.summary import Reason, because, upgrade_reasons
+from tests.made_docs import documented_reasons
 
 _USED = re.compile(r'(?:because|Reason|_without|_nested)\(\s*"(\w+)"')
 _CHOSEN = (  # by an expression, or a table
