@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from harness.analysis.forecast import Forecast, forecast
 from harness.analysis.summarize import summarize as summarize_folder
-from harness.comparison.compare import compare_runs, reference_to
+from harness.comparison.compare import compare_runs, make_reference
 from harness.errors import HarnessError
 from harness.report.export import arrow_table
 from harness.rundir.manifest import Run, read_run
@@ -72,7 +72,7 @@ def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | Non
     `baseline`. Raises HarnessError for a run that cannot be read, and RunError for a baseline that is not VALID.
     """
     loaded = _loaded(run)
-    reference = None if baseline is None else reference_to(_loaded(baseline).path, loaded.manifest, checks=checks)
+    reference = None if baseline is None else make_reference(_loaded(baseline).path, loaded.manifest, checks=checks)
     return summarize_folder(loaded.path, checks, reference)
 
 

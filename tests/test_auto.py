@@ -15,25 +15,36 @@ from tests.load_runs import composed
 from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_answer import qwen3
 
-ROCM = {"template": "vllm-rocm", "variables": {"gpu_memory_utilization": "auto"}}
-
 
 def rocm(**variables: Any) -> dict[str, Any]:
     return {"template": "vllm-rocm", "variables": {"gpu_memory_utilization": "auto"} | variables}
+
+
+ROCM = rocm()
 
 
 def experiment(folder: Path, **servers: Any) -> Experiment:
     return prepare(write(folder, servers=servers))
 
 
-def filled(found: Experiment) -> dict[str, Any]:
-    return {name: server.variables.get("gpu_memory_utilization") for name, server in found.scenario.servers.items()}
+def utilizations(filled: Experiment) -> dict[str, Any]:
+    return {name: server.variables.get("gpu_memory_utilization") for name, server in filled.scenario.servers.items()}
+
+
+def four_gpus(root: Path, used_gib: tuple[int, ...] = (0, 3, 10, 18)) -> Path:
+    host(root, name="four", kernel="6.8", ram_gib=256, available_gib=200)
+    for number, used in enumerate(used_gib):
+        gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
+    return root
+
+
+def ignore(_line: str) -> None: ...
 
 
 def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     said: list[str] = []
     found = resolve_auto(experiment(tmp_path, vllm=ROCM), said.append, strix_halo_carve_out(tmp_path / "root"))
-    assert filled(found) == {"vllm": 0.92}
+    assert utilizations(found) == {"vllm": 0.92}
     why = "0.92 = (94.50 GiB free - 2.89 GiB reserve) / 96.00 GiB total = 0.9543, down to hundredths, at most 0.92"
     (formula,) = found.computed.values()
     assert list(found.computed) == ["servers.vllm.gpu_memory_utilization"] and formula.values["max_share"] == 0.92
@@ -42,14 +53,11 @@ def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     assert '"--gpu-memory-utilization"\n      - "0.92"' in composed(found.scenario, "vllm")
 
 
-def test_numbers_stay_and_nothing_is_looked_at(tmp_path: Path) -> None:
-    before = experiment(tmp_path, vllm=rocm(gpu_memory_utilization=0.6), other={"template": "vllm-rocm"})
-    assert resolve_auto(before, pytest.fail, tmp_path) is before
-
-
-def test_a_server_that_already_runs_is_left_alone(tmp_path: Path) -> None:
-    before = prepare(write(tmp_path, servers={"vllm": ROCM}), Target("http://127.0.0.1:1"))
-    assert resolve_auto(before, pytest.fail, tmp_path) is before
+def test_numbers_stay_and_a_running_server_is_not_checked(tmp_path: Path) -> None:
+    numbers = experiment(tmp_path, vllm=rocm(gpu_memory_utilization=0.6), other={"template": "vllm-rocm"})
+    running = prepare(write(tmp_path, servers={"vllm": ROCM}), Target("http://127.0.0.1:1"))
+    for before in (numbers, running):
+        assert resolve_auto(before, pytest.fail, tmp_path) is before
 
 
 def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
@@ -62,7 +70,7 @@ def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
     elsewhere = rocm(devices=["/dev/kfd", "/dev/dri/renderD128"])
     servers = {"a": ROCM, "a-again": ROCM, "other-flags": rocm(max_num_seqs=8), "other": elsewhere}
     found = resolve_auto(experiment(tmp_path, **servers), and_memory_moves, root)
-    assert filled(found) == {"a": 0.92, "a-again": 0.92, "other-flags": 0.92, "other": 0.35}
+    assert utilizations(found) == {"a": 0.92, "a-again": 0.92, "other-flags": 0.92, "other": 0.35}
 
 
 def test_pages_of_the_host(tmp_path: Path) -> None:
@@ -70,7 +78,7 @@ def test_pages_of_the_host(tmp_path: Path) -> None:
     root = strix_halo_gtt(tmp_path / "root")
     (root / "proc/meminfo").write_text(f"MemTotal: 130000000 kB\nMemAvailable: {80 * GIB // 1024} kB\n")
     found = resolve_auto(experiment(tmp_path, vllm=ROCM), said.append, root)
-    assert filled(found) == {"vllm": 0.65}  # (80 - 4) / 116
+    assert utilizations(found) == {"vllm": 0.65}  # (80 - 4) / 116
     assert said[1:] == ["  doubt: what is in use of GTT may lag behind what programs have just allocated"]
 
 
@@ -88,22 +96,16 @@ def test_pages_of_the_host(tmp_path: Path) -> None:
         ({"environment": {"ROCR_VISIBLE_DEVICES": "1,3", "HIP_VISIBLE_DEVICES": "1"}}, 0.16),
     ],
 )
-def test_the_gpus_that_the_server_is_given_count(tmp_path: Path, variables: dict[str, Any], expected: float) -> None:
-    root = host(tmp_path / "root", name="four", kernel="6.8", ram_gib=256, available_gib=200)
-    for number, used in enumerate((0, 3, 10, 18)):
-        gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
-    found = resolve_auto(experiment(tmp_path, vllm=rocm(**variables)), lambda _line: None, root)
-    assert filled(found) == {"vllm": expected}
+def test_only_the_gpus_of_the_server_count(tmp_path: Path, variables: dict[str, Any], expected: float) -> None:
+    found = resolve_auto(experiment(tmp_path, vllm=rocm(**variables)), ignore, four_gpus(tmp_path / "root"))
+    assert utilizations(found) == {"vllm": expected}
 
 
-def test_what_is_left_for_a_model_that_is_here(tmp_path: Path) -> None:
+def test_the_memory_left_for_a_local_model_is_shown(tmp_path: Path) -> None:
     said: list[str] = []
     qwen3(tmp_path / "m")
-    resolve_auto(
-        experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m"))),
-        said.append,
-        strix_halo_carve_out(tmp_path / "root"),
-    )
+    with_model = experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m")))
+    resolve_auto(with_model, said.append, strix_halo_carve_out(tmp_path / "root"))
     assert said[1:] == ["  left for the KV cache: about 788,480 to 802,528 tokens, 96.2 to 98.0 requests of 8,192"]
 
 
@@ -115,41 +117,35 @@ def test_what_is_left_for_a_model_that_is_here(tmp_path: Path) -> None:
         ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization 0.5"),
     ],
 )
-def test_behind_lemonade_it_stands_in_the_arguments(tmp_path: Path, given: str, expected: str) -> None:
+def test_lemonade_has_the_number_in_its_arguments(tmp_path: Path, given: str, expected: str) -> None:
     server = {"template": "lemonade", "variables": {"vllm_args": given}}
     root = strix_halo_carve_out(tmp_path / "root")
-    found = resolve_auto(experiment(tmp_path, lemonade=server), lambda _line: None, root)
+    found = resolve_auto(experiment(tmp_path, lemonade=server), ignore, root)
     assert found.scenario.servers["lemonade"].variables == {"vllm_args": expected}
     assert list(found.computed) == ([] if given == expected else ["servers.lemonade.vllm_args"])
 
 
-def test_the_gpus_that_vllm_behind_lemonade_takes_count(tmp_path: Path) -> None:
-    root = host(tmp_path / "root", name="two", kernel="6.8", ram_gib=256, available_gib=200)
-    for number, used in enumerate((0, 18)):
-        gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
+def test_tensor_parallel_behind_lemonade_counts(tmp_path: Path) -> None:
     text = "--tensor-parallel-size 2 --gpu-memory-utilization auto"
     servers = {"two": {"template": "lemonade", "variables": {"vllm_args": text}}}
-    found = resolve_auto(experiment(tmp_path, **servers), lambda _line: None, root)
+    found = resolve_auto(experiment(tmp_path, **servers), ignore, four_gpus(tmp_path / "root", (0, 18)))
     assert found.scenario.servers["two"].variables["vllm_args"] == text.replace("auto", "0.12")
 
 
-def test_gpus_that_are_named_otherwise_than_by_number_are_refused(tmp_path: Path) -> None:
+def test_gpu_names_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
     named = rocm(environment={"ROCR_VISIBLE_DEVICES": "GPU-0123456789abcdef"})
     with pytest.raises(HarnessError, match="ROCR_VISIBLE_DEVICES names 'GPU-0123456789abcdef'") as caught:
         resolve_auto(experiment(tmp_path, vllm=named), pytest.fail, strix_halo_carve_out(tmp_path / "root"))
     assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75.")
 
 
-@pytest.mark.parametrize("docker_host", ["tcp://192.0.2.7:2376"])
-def test_the_memory_of_another_machine_is_not_known_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, docker_host: str
-) -> None:
-    monkeypatch.setenv("DOCKER_HOST", docker_host)
+def test_the_memory_of_another_machine_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.7:2376")
     with pytest.raises(HarnessError, match="the Docker Engine is on 192.0.2.7, whose memory is not known here"):
         resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail)
 
 
-def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
+def test_without_a_gpu_auto_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HarnessError) as caught:
         resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail, tmp_path)
     assert caught.value.what == (
@@ -165,7 +161,7 @@ def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
     ]
 
 
-def test_where_nothing_is_left_nothing_is_started(tmp_path: Path) -> None:
+def test_without_free_memory_auto_is_refused(tmp_path: Path) -> None:
     root = gpu(tmp_path / "root", 110501, vram_gib=96, gtt_gib=15, vram_used_gib=95)
     with pytest.raises(HarnessError, match="is auto, and no memory is left for vLLM"):
         resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail, root)
@@ -178,7 +174,7 @@ def test_where_nothing_is_left_nothing_is_started(tmp_path: Path) -> None:
         ({"max_num_seqs": "auto"}, "a whole number is expected, got 'auto'"),
     ],
 )
-def test_only_what_is_declared_may_be_auto(tmp_path: Path, variables: dict[str, Any], problem: str) -> None:
+def test_only_the_utilization_may_be_auto(tmp_path: Path, variables: dict[str, Any], problem: str) -> None:
     with pytest.raises(ScenarioError) as caught:
         experiment(tmp_path, vllm=rocm(**variables))
     assert [text.partition(": ")[2] for text in caught.value.problems] == [problem]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from harness.analysis.summarize import read_summary
-from harness.judge.verdicts import ComparedSides, level_parts, verdicts
+from harness.judge.verdicts import ComparedSides, decide_verdicts, level_parts
 from harness.run.budget import is_check_due, open_rows
 from harness.rundir.manifest import read_run
 from harness.summary import OPEN, Comparison, Numbers, Row, Summary, Verdict
@@ -22,7 +22,7 @@ RIGHT = {"same", "inconclusive"}  # what may be said of equal rows
 def compared(values: list[list[float]], numbers: list[int], looks: list[int]) -> Comparison:
     """The verdicts on rows, each with so many repeats, against the first one."""
     pairs = [min(numbers[0], number) for number in numbers[1:]]
-    return verdicts(
+    return decide_verdicts(
         [
             ComparedSides(
                 side=str(row), baseline="0", metric="output_tok_s", within_run=True,

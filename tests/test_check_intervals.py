@@ -19,9 +19,9 @@ from harness.judge.checks import evaluate
 from harness.judge.stats import (
     MAX_REQUESTS,
     Estimate,
+    estimate_ratio,
     growth_to_decide,
-    order_statistics,
-    ratio_of,
+    interval_ranks,
     requests_to_decide,
     share_interval,
 )
@@ -192,13 +192,13 @@ def test_order_statistics_by_the_binomial_distribution() -> None:
 
     for n in (1, 2, 5, 11, 72, 130, 300):
         for p in (0.5, 0.9, 0.95, 0.99):
-            low, high = order_statistics(n, p)
+            low, high = interval_ranks(n, p)
             assert low == 0 or at_most(low - 1, n, p) <= 0.025
             assert low == n or at_most(low, n, p) > 0.025
             assert high == n + 1 or at_most(high - 1, n, p) >= 0.975
             assert high == 1 or at_most(high - 2, n, p) < 0.975
-    assert order_statistics(130, 0.95) == (118, 129)
-    assert order_statistics(71, 0.95)[1] == 72 and order_statistics(72, 0.95)[1] == 72
+    assert interval_ranks(130, 0.95) == (118, 129)
+    assert interval_ranks(71, 0.95)[1] == 72 and interval_ranks(72, 0.95)[1] == 72
 
 
 def test_exact_intervals_of_shares() -> None:
@@ -210,10 +210,10 @@ def test_exact_intervals_of_shares() -> None:
 def test_the_interval_of_a_ratio() -> None:
     side, base = Estimate(2.0, 1.6, 3.0), Estimate(1.0, 0.8, 1.1)
     down, up = math.hypot(math.log(2 / 1.6), math.log(1.1)), math.hypot(math.log(1.5), math.log(1 / 0.8))
-    assert ratio_of(side, base) == pytest.approx((2.0, 2 * math.exp(-down), 2 * math.exp(up)))
-    assert ratio_of(Estimate(2.0, 1.6, None), base)[2] is None
-    assert ratio_of(side, Estimate(1.0, 0.8, None))[1] is None
-    assert ratio_of(side, Estimate(1.0, 1.0, 1.0)) == pytest.approx(side)
+    assert estimate_ratio(side, base) == pytest.approx((2.0, 2 * math.exp(-down), 2 * math.exp(up)))
+    assert estimate_ratio(Estimate(2.0, 1.6, None), base)[2] is None
+    assert estimate_ratio(side, Estimate(1.0, 0.8, None))[1] is None
+    assert estimate_ratio(side, Estimate(1.0, 1.0, 1.0)) == pytest.approx(side)
 
 
 def test_a_value_at_the_bound_is_settled_by_no_number() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.files import SCENARIOS
-from harness.judge.checks import evaluate, requests_needed, undecidable
+from harness.judge.checks import evaluate, requests_needed, undecidable_checks
 from harness.judge.stats import samples_needed
 from harness.reasons import evidence
 from harness.scenario import Load, Scenario, Server
@@ -383,7 +383,7 @@ def test_checks_that_the_planned_requests_cannot_decide() -> None:
         loads = {"x": Load(user="batch", requests=20), "y": Load(user="batch", **(load or {"requests": 30}))}
         made = Scenario(version=1, question="?", servers={"a": Server(template="simulated")}, model="m", loads=loads,
                         checks=list(checks), repeats=repeats)  # fmt: skip
-        return [(one.row, one.planned, one.needed) for one in undecidable(made)]
+        return [(one.row, one.planned, one.needed) for one in undecidable_checks(made)]
 
     assert planned("ttft_p95 <= 1s", "error_rate == 0", "ttft_mean < 1s", "wall < 9s") == [("a / x", 100, 130)]
     assert planned("ttft_p95 <= 1s", repeats=7) == []
@@ -406,4 +406,4 @@ def test_what_the_command_line_makes_of_checks() -> None:
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_checks_of_shipped_scenarios_can_be_decided(path: Path) -> None:
-    assert list(undecidable(load_scenario(path))) == []
+    assert list(undecidable_checks(load_scenario(path))) == []

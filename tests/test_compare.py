@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.analysis.tally import numbers_of
+from harness.analysis.tally import compute_numbers
 from harness.comparison.compare import compare_runs
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge import verdicts as rules
-from harness.judge.comparable import differences, facts_of, refuse_unlike
+from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
 from harness.judge.stats import Variation
-from harness.judge.verdicts import ComparedSides, Noise, compare_rows, metric_of, speeds, verdicts
+from harness.judge.verdicts import ComparedSides, Noise, compare_rows, decide_verdicts, to_speeds, work_metric
 from harness.reasons import verdict_sentence
 from harness.report import sentences
 from harness.rundir.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
@@ -50,7 +50,7 @@ def judge(side: list[float], base: list[float], others: int = 0) -> Verdict:
         side="b / x", baseline="a / x", metric="wall_s", side_speeds=[side], baseline_speeds=[base], within_run=True
     )
     dull = msgspec.structs.replace(pair, side="d", side_speeds=[TIGHT], baseline_speeds=[TIGHT])
-    return verdicts([pair, *[dull] * others]).verdicts[0]
+    return decide_verdicts([pair, *[dull] * others]).verdicts[0]
 
 
 def scaled(factor: float, values: Sequence[float] = TIGHT) -> list[float]:
@@ -102,14 +102,14 @@ def test_the_margin_and_the_number_of_comparisons(monkeypatch: pytest.MonkeyPatc
     nothing = ComparedSides(
         side="b", baseline="a", metric="output_tok_s", side_speeds=[[]], baseline_speeds=[[]], within_run=True
     )
-    assert verdicts([nothing]).comparisons == 0
+    assert decide_verdicts([nothing]).comparisons == 0
     monkeypatch.setattr(rules, "MARGIN", 0.005)
     assert judge(scaled(1.003), TIGHT).word == "inconclusive"
 
 
 def test_wall_times_are_turned_round() -> None:
-    assert speeds("wall_s", [2.0, 4.0]) == [0.5, 0.25]
-    assert speeds("output_tok_s", [2.0, 0.0]) == [2.0]
+    assert to_speeds("wall_s", [2.0, 4.0]) == [0.5, 0.25]
+    assert to_speeds("output_tok_s", [2.0, 0.0]) == [2.0]
 
 
 WORK = Load(user="batch", requests=5)
@@ -138,7 +138,7 @@ PAUSING = Load(user="chat", requests=5, think=Pause(mean_s=1.0))
     ],
 )
 def test_the_metric_follows_the_work(one: Load, changes: dict[str, Any], metric: str) -> None:
-    assert metric_of([one, msgspec.structs.replace(one, **changes)]) == metric
+    assert work_metric([one, msgspec.structs.replace(one, **changes)]) == metric
 
 
 def test_each_pair_has_the_metric_of_its_loads() -> None:
@@ -158,7 +158,7 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
         rate = [2.0 / factor * value for value in TIGHT]
         return Row(
             server=server, load=load, cells=[], wall_s=wall, output_tok_s=[] if load == "vectors" else rate,
-            input_tok_s=rate, pooled=numbers_of([]),
+            input_tok_s=rate, pooled=compute_numbers([]),
         )  # fmt: skip
 
     rows = [row(server, load, factor) for server, factor in (("a", 2.0), ("b", 1.0)) for load in loads]
@@ -227,7 +227,7 @@ def compared(
         cells[few] = msgspec.structs.replace(cells[few], numbers=numbers)
     rows = [
         Row(
-            server=server, load=load, wall_s=[], pooled=numbers_of([]),
+            server=server, load=load, wall_s=[], pooled=compute_numbers([]),
             output_tok_s=[(tok_s or {}).get(load, 100.0) + k for k in range(6)],
             cells=[one.id for one in cells.values() if (one.server, one.load) == (server, load)],
         )
@@ -357,11 +357,11 @@ def test_another_number_of_machines_is_reported_and_refuses_nothing(tmp_path: Pa
     two = msgspec.structs.replace(one, id="two", workers=Workers(machines=2, bind="10.0.0.1"))
     rows = [("a", "x"), ("b", "x")]
     refuse_unlike([one, two], rows, [0, 1], None)
-    assert differences([facts_of(run, rows) for run in (one, two)]) == [
+    assert find_differences([collect_facts(run, rows) for run in (one, two)]) == [
         Difference(key="load_machines", values=["1", "2"])
     ]
     imported = msgspec.structs.replace(one, origin=Origin(tool="t", files={}, imported_wall_s=0.0, importer="1"))
-    assert "load_machines" not in facts_of(imported, rows)
+    assert "load_machines" not in collect_facts(imported, rows)
 
 
 def refused(tmp_path: Path, about: str | None = None, **other: Any) -> UnlikeError:

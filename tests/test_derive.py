@@ -79,18 +79,18 @@ def test_tokens_that_no_chunk_carries_are_not_in_tpot(changes: dict[str, object]
     ],
 )
 def test_fixed_length_that_was_not_got(changes: dict[str, object], wrong: bool) -> None:
-    assert derive.length_is_wrong(request(**changes)) is wrong
+    assert derive.has_wrong_length(request(**changes)) is wrong
 
 
 def test_the_share_of_tokens_inside_a_window() -> None:
     streamed = request(chunks_s=[1.0, 2.0, 3.0, 4.0])
-    assert derive.share_inside(streamed, 0.0, 10.0) == 1.0
-    assert derive.share_inside(streamed, 2.0, 3.0) == 0.5
-    assert derive.share_inside(streamed, 5.0, 6.0) == 0.0
+    assert derive.token_share_between(streamed, 0.0, 10.0) == 1.0
+    assert derive.token_share_between(streamed, 2.0, 3.0) == 0.5
+    assert derive.token_share_between(streamed, 5.0, 6.0) == 0.0
     whole = request(chunks_s=[], ended_s=4.0)
-    assert derive.share_inside(whole, -1.0, 1.0) == 0.25
-    assert derive.share_inside(whole, 1.0, 10.0) == 0.75
-    assert derive.share_inside(whole, 5.0, 6.0) == 0.0
+    assert derive.token_share_between(whole, -1.0, 1.0) == 0.25
+    assert derive.token_share_between(whole, 1.0, 10.0) == 0.75
+    assert derive.token_share_between(whole, 5.0, 6.0) == 0.0
 
 
 times = st.lists(st.floats(0.001, 1000), min_size=2, max_size=50).map(sorted)
@@ -101,7 +101,7 @@ def test_windows_side_by_side_share_the_tokens(chunks: list[float], cut: float) 
     if cut in chunks:
         return  # a chunk on the border belongs to both
     made = request(chunks_s=chunks, ended_s=chunks[-1])
-    both = derive.share_inside(made, 0.0, cut) + derive.share_inside(made, cut, 2000.0)
+    both = derive.token_share_between(made, 0.0, cut) + derive.token_share_between(made, cut, 2000.0)
     assert both == pytest.approx(1.0)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.comparison.compare import by_machine, compare_runs
+from harness.comparison.compare import compare_runs, group_by_machine
 from harness.errors import HarnessError
-from harness.judge.comparable import differences, differences_of
+from harness.judge.comparable import find_differences, run_differences
 from harness.report.board import publish
 from harness.report.markdown import render_comparison
 from harness.rundir.manifest import Machine, ServedBy, read_run
@@ -54,7 +54,7 @@ EXPECTED = [
 
 
 def test_across_machines(two: tuple[Path, Path]) -> None:
-    made = compare_runs(by_machine(two), about="machine")
+    made = compare_runs(group_by_machine(two), about="machine")
     assert [(v.side, v.word) for v in made.verdicts] == [("a / x", "inconclusive"), ("b / x", "inconclusive")]
     assert all(verdict.ratio is not None for verdict in made.verdicts)
     assert (made.sides, made.differences) == (["one", "two"], EXPECTED)
@@ -65,9 +65,9 @@ def test_across_machines(two: tuple[Path, Path]) -> None:
 def test_across_machines_nothing_else_may_differ(two: tuple[Path, Path], tmp_path: Path) -> None:
     write_made_run(tmp_path / "three", steady(), served=on("--dtype", "half"), machine=MI300X)
     with pytest.raises(HarnessError, match=r"differ in 'servers\.a\.arguments' are not compared"):
-        compare_runs(by_machine([two[0], tmp_path / "three"]), about="machine")
+        compare_runs(group_by_machine([two[0], tmp_path / "three"]), about="machine")
     with pytest.raises(HarnessError, match="all runs are of one machine, mi300x"):
-        by_machine([two[1], tmp_path / "three"])
+        group_by_machine([two[1], tmp_path / "three"])
 
 
 def test_the_command_across_machines(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -82,8 +82,8 @@ def test_the_command_across_machines(two: tuple[Path, Path], tmp_path: Path) -> 
 
 def test_published_runs_are_compared_without_their_records(two: tuple[Path, Path], tmp_path: Path) -> None:
     filed = [publish(folder, tmp_path / "results")[0] for folder in two]
-    raw = compare_runs(by_machine(two), about="machine")
-    assert compare_runs(by_machine(filed), about="machine") == raw
+    raw = compare_runs(group_by_machine(two), about="machine")
+    assert compare_runs(group_by_machine(filed), about="machine") == raw
 
 
 def test_how_many_runs_would_settle_it_is_in_every_format(tmp_path: Path) -> None:
@@ -117,16 +117,16 @@ def test_arguments_show_what_the_other_side_does_not_have(tmp_path: Path) -> Non
     write_made_run(tmp_path / "one", served=on("--max-num-seqs", "8", "--dtype", "auto", "--enforce-eager"))
     write_made_run(tmp_path / "two", served=on("--dtype", "auto", "--max-num-seqs", "4"))
     runs = [read_run(tmp_path / name) for name in ("one", "two")]
-    assert differences_of(runs) == [
+    assert run_differences(runs) == [
         Difference(key="servers.*.arguments", values=["--max-num-seqs 8 --enforce-eager", "--max-num-seqs 4"])
     ]
 
 
 def test_another_order_is_shown_whole_and_what_is_not_known_is_not_nothing() -> None:
-    assert differences([{"a": ["x", "y"]}, {"a": ["y", "x"]}]) == [
+    assert find_differences([{"a": ["x", "y"]}, {"a": ["y", "x"]}]) == [
         Difference(key="a", values=['["x","y"]', '["y","x"]'])
     ]
-    assert differences([{"machine.cpu": None}, {"machine.cpu": "x"}, {}]) == [
+    assert find_differences([{"machine.cpu": None}, {"machine.cpu": "x"}, {}]) == [
         Difference(key="machine.cpu", values=["unknown", "x", "nothing"])
     ]
 
@@ -136,4 +136,4 @@ def test_a_server_that_only_one_side_has_is_one_line(tmp_path: Path) -> None:
     more = scenario().servers | {"c": Server(template="llamacpp")}
     write_made_run(tmp_path / "two", made_of=scenario(servers=more))
     runs = [read_run(tmp_path / name) for name in ("one", "two")]
-    assert differences_of(runs) == [Difference(key="servers.c", values=["nothing", "there"])]
+    assert run_differences(runs) == [Difference(key="servers.c", values=["nothing", "there"])]

@@ -16,6 +16,7 @@ from harness.prepare import experiment as preparing
 from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import (
+    Driven,
     LocalChild,
     Monitor,
     drive,
@@ -23,7 +24,6 @@ from harness.run.drive import (
     killed_processes,
     locust_arguments,
     start_errors,
-    tail,
 )
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ErrorKind, ProcessMark, Request
@@ -39,30 +39,29 @@ def job(folder: Path, **load: Any) -> Job:
     return make_job(folder, Load(user="batch", requests=4, **load), Warmup(requests=1))
 
 
-def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> tuple[driving.Driven, Monitor]:
-    monitor, log = Monitor(job(folder, **load)), folder / "log"
-    start = lambda: LocalChild([sys.executable, "-c", program], log)  # noqa: E731
-    return drive(start, monitor, log_path=log, alive=alive), monitor
+def run(
+    folder: Path, program: str, monitor: Monitor | None = None, *, alive: Any = lambda: None, **more: Any
+) -> Driven:
+    """Drive a Python program in place of Locust."""
+    log = folder / "log"
+    monitor = monitor or Monitor(job(folder))
+    return drive(lambda: LocalChild([sys.executable, "-c", program], log), monitor, log_path=log, alive=alive, **more)
 
 
-@pytest.mark.parametrize(
-    ("warmup", "total", "of_warmup"), [(Warmup(requests=3), 7, 3), (Warmup(duration_s=1), None, 0)]
-)
-def test_a_total_is_reported_where_it_is_known(
-    tmp_path: Path, warmup: Warmup, total: int | None, of_warmup: int
-) -> None:
-    monitor = Monitor(make_job(tmp_path, Load(user="batch", requests=4), warmup))
-    assert (monitor.total, monitor.warmup) == (total, of_warmup)
+def test_the_total_is_known_for_counted_warm_ups_only(tmp_path: Path) -> None:
+    for warmup, total, of_warmup in ((Warmup(requests=3), 7, 3), (Warmup(duration_s=1), None, 0)):
+        monitor = Monitor(make_job(tmp_path, Load(user="batch", requests=4), warmup))
+        assert (monitor.total, monitor.warmup) == (total, of_warmup)
 
 
-def test_counts_what_comes(tmp_path: Path) -> None:
+def test_records_are_counted_while_the_load_runs(tmp_path: Path) -> None:
     program = f"""
 import time
-for _ in range(4):  # of the fifth on they would have to be records
+for _ in range(4):  # five or more would have to be records
     with open({str(tmp_path / "requests.jsonl")!r}, "a") as file: file.write("{{}}\\n")
     time.sleep(0.1)
 """
-    driven, monitor = run(tmp_path, program)
+    driven = run(tmp_path, program, monitor := Monitor(job(tmp_path)))
     assert driven.problems == []
     assert (monitor.recorded, monitor.total) == (4, 5)  # a warm-up and four
     assert driven.started_wall_s < driven.ended_wall_s
@@ -76,12 +75,12 @@ for _ in range(4):  # of the fifth on they would have to be records
 )
 def test_a_generator_that_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
-        run(tmp_path, "import sys; print('no'); sys.exit(2)")
+        run(tmp_path, "import sys; print(*range(30), sep='\\n'); sys.exit(2)")
     assert caught.value.what == "cell r1-a-b: Locust could not start the load (exit code 2)"
-    assert caught.value.detail == "no"
+    assert caught.value.detail == "\n".join(map(str, range(15, 30)))  # the end of its log
 
 
-def test_a_generator_that_says_why_it_cannot_start(tmp_path: Path) -> None:
+def test_a_generator_that_reports_why_it_cannot_start(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from harness.errors import HarnessError, SeveralErrors
@@ -97,13 +96,12 @@ raise SystemExit(1)
     assert caught.value.detail == "no key."
 
 
-def test_workers_that_do_not_come_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then the load is not taken for one that hangs."""
+def test_missing_workers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the load waits for them, it does not count as hanging."""
     monkeypatch.setattr(driving, "MAX_WORKER_WAIT_S", 2)
     monkeypatch.setattr(driving, "PROCESS_CHECK_S", 0.1)
     monkeypatch.setattr(driving, "_max_silence_s", lambda job: 1.0)
-    log = tmp_path / "log"
-    said = "waiting for workers: 1 of 2 connected; missing: b"
+    missing = "waiting for workers: 1 of 2 connected; missing: b"
     program = f"""
 import sys, time
 from pathlib import Path
@@ -117,19 +115,15 @@ sys.exit(1)
     monitor = Monitor(msgspec.structs.replace(job(tmp_path), workers=workers))
     seen: list[str] = []
     with pytest.raises(RunError) as caught:
-        drive(
-            lambda: LocalChild([sys.executable, "-c", program], log),
-            monitor,
-            log_path=log,
-            progress=lambda: seen.append(monitor.missing_workers),
-        )
-    assert caught.value.what == f"cell r1-a-b: the load could not start: 2 s of {said}"
-    assert caught.value.next_step == f"On each machine: harness worker --master 10.0.0.1:5557. The log is {log}."
-    assert seen[-2] == said
+        run(tmp_path, program, monitor, progress=lambda: seen.append(monitor.missing_workers))
+    assert caught.value.what == f"cell r1-a-b: the load could not start: 2 s of {missing}"
+    advice = "On each machine: harness worker --master 10.0.0.1:5557."
+    assert caught.value.next_step == f"{advice} The log is {tmp_path / 'log'}."
+    assert seen[-2] == missing
 
 
-def test_a_load_that_is_stopped_before_it_has_begun_is_no_error(tmp_path: Path) -> None:
-    """The budget of a capacity search may end while Locust is being imported, when it dies of SIGTERM."""
+def test_a_planned_stop_before_the_first_request_is_no_error(tmp_path: Path) -> None:
+    """The budget of a capacity search may end while Locust is being imported, and then SIGTERM kills it."""
 
     class Enough:
         def add_records(self, requests: list[Request]) -> None: ...
@@ -140,20 +134,18 @@ def test_a_load_that_is_stopped_before_it_has_begun_is_no_error(tmp_path: Path) 
         def measured_s(self, stopped_s: float) -> float:
             return 0.0
 
-    monitor, log = Monitor(job(tmp_path), Enough()), tmp_path / "log"
-    start = lambda: LocalChild([sys.executable, "-c", "import time; time.sleep(60)"], log)  # noqa: E731
-    driven = drive(start, monitor, log_path=log)
+    driven = run(tmp_path, "import time; time.sleep(60)", monitor := Monitor(job(tmp_path), Enough()))
     assert driven.problems == [] and driven.stopped_s is not None and monitor.recorded == 0
 
 
 def test_a_generator_that_fails_later(tmp_path: Path) -> None:
     (tmp_path / "counter").touch()
-    driven, _ = run(tmp_path, "raise ValueError('boom')")
+    driven = run(tmp_path, "raise ValueError('boom')")
     assert sentences(driven.problems) == ["the load generator ended with exit code 1; its log has ValueError: boom"]
 
 
 def test_a_dead_server_ends_the_load(tmp_path: Path) -> None:
-    driven, _ = run(tmp_path, "import time; time.sleep(600)", alive=lambda: because("server_exit", exit_code=1))
+    driven = run(tmp_path, "import time; time.sleep(600)", alive=lambda: because("server_exit", exit_code=1))
     assert driven.problems == [because("server_exit", exit_code=1)]
 
 
@@ -165,12 +157,12 @@ def test_a_dead_server_ends_the_load(tmp_path: Path) -> None:
 def test_a_load_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "MAX_SILENCE_S", 0.3)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
-    driven, _ = run(tmp_path, "import time; time.sleep(60)", timeout_s=0.1)
+    driven = run(tmp_path, "import time; time.sleep(60)", Monitor(job(tmp_path, timeout_s=0.1)))
     assert sentences(driven.problems) == ["no request ended for 1 s although each may take 0.1 s"]
 
 
 @fault("load process", "users raise and send nothing", seen="no request was recorded for ... s while users raised ...")
-def test_users_that_only_raise_do_not_keep_a_load_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_whose_users_only_raise_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "MAX_STUCK_S", 0.5)
     program = """
 import time, traceback
@@ -182,18 +174,18 @@ while True:
         traceback.print_exc()
     time.sleep(0.1)
 """
-    driven, _ = run(tmp_path, program)
+    driven = run(tmp_path, program)
     assert sentences(driven.problems) == [
         "no request was recorded for 0.5 s while users raised AttributeError: 'NoneType' object has no attribute 'slot'"
     ]
 
 
 @fault("load process", "a load process ignores SIGTERM", seen="it is killed after 5 s")
-def test_a_generator_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "GRACE_S", 0.3)
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     looks = iter([None] * 5)
-    driven, _ = run(tmp_path, program, alive=lambda: next(looks, because("server_exit", exit_code=1)))
+    driven = run(tmp_path, program, alive=lambda: next(looks, because("server_exit", exit_code=1)))
     assert driven.problems == [because("server_exit", exit_code=1)]
 
 
@@ -231,7 +223,7 @@ def append(path: str, content: bytes) -> None:
         file.write(content)
 
 
-def test_records_are_counted_from_where_the_file_was(tmp_path: Path) -> None:
+def test_only_new_and_complete_records_are_counted(tmp_path: Path) -> None:
     cell = job(tmp_path)
     append(cell.requests_path, b"old\n")
     monitor = Monitor(cell)
@@ -243,7 +235,7 @@ def test_records_are_counted_from_where_the_file_was(tmp_path: Path) -> None:
     assert monitor.recorded == 3
 
 
-def test_the_records_of_one_part_of_a_mix_are_counted_alone(tmp_path: Path) -> None:
+def test_a_part_of_a_mix_counts_its_own_records(tmp_path: Path) -> None:
     cell = msgspec.structs.replace(job(tmp_path), cell="r1-s-both.chat", concurrent_loads=["other"])
     monitor = Monitor(cell)
     last = recorded(error="http")
@@ -255,7 +247,7 @@ def test_the_records_of_one_part_of_a_mix_are_counted_alone(tmp_path: Path) -> N
     assert (monitor.recorded, monitor.failed) == (2, 1)
 
 
-def test_what_was_cut_or_left_did_not_fail(tmp_path: Path) -> None:
+def test_unfinished_and_abandoned_requests_have_not_failed(tmp_path: Path) -> None:
     cell = job(tmp_path)
     monitor = Monitor(cell)
     errors: list[ErrorKind | None] = ["unfinished", "timeout", "abandoned", None, "unfinished"]
@@ -273,8 +265,8 @@ def test_the_exceptions_of_a_log(tmp_path: Path) -> None:
     assert exceptions_in(log) == ["KeyError: 1"]
 
 
-def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
-    """Several load processes report the same; a line that is being written is left out."""
+def test_start_errors_are_listed_once(tmp_path: Path) -> None:
+    """Several load processes may report the same; an incomplete line is ignored."""
     cell = job(tmp_path)
     assert start_errors(cell) == ""
     report_status(cell, WaitsForWorkers(["a"]))
@@ -288,12 +280,6 @@ def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
     assert start_errors(cell) == "worker a: no key. Set it.\nno model.\nno prompts.\ndisk."
 
 
-def test_tail(tmp_path: Path) -> None:
-    assert tail(tmp_path / "none") == ""
-    (tmp_path / "log").write_text("".join(f"{n}\n" for n in range(30)))
-    assert tail(tmp_path / "log", 2) == "28\n29"
-
-
 def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "IMPORT_S", 1.5)
     path = tmp_path / "mine.py"
@@ -304,29 +290,21 @@ def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     preparing.check_locustfile(path, try_import=False)
 
 
-def test_arguments_are_stock_locust(tmp_path: Path) -> None:
-    arguments = locust_arguments(
-        job(tmp_path, users=4, processes=2, ramp_s=2), tmp_path / "job.json", tmp_path / "f.py", "http://h:1"
-    )
-    given = dict(zip(arguments, arguments[1:], strict=False))
+def test_the_arguments_of_stock_locust(tmp_path: Path) -> None:
+    def arguments(ui: tuple[str, int] | None = None, **load: Any) -> list[str]:
+        return locust_arguments(job(tmp_path, **load), tmp_path / "job.json", tmp_path / "f.py", "http://h:1", ui)
+
+    headless = arguments(users=4, processes=2, ramp_s=2)
+    given = dict(zip(headless, headless[1:], strict=False))
     assert (given["-f"], given["--host"], given["--users"]) == (str(tmp_path / "f.py"), "http://h:1", "4")
     assert (given["--spawn-rate"], given["--processes"]) == ("2", "2")
-    assert "--headless" in arguments
+    assert "--headless" in headless
+    for ramp_s, rate in ((0.0, "100"), (4.0, "2")):  # Locust warns above 100
+        proposed = arguments(("127.0.0.1", 8089), users=8, ramp_s=ramp_s)
+        assert proposed[proposed.index("--spawn-rate") + 1] == rate
 
 
-@pytest.mark.parametrize(("ramp_s", "rate"), [(0.0, "100"), (4.0, "2")])
-def test_the_form_proposes_no_rate_that_locust_warns_of(tmp_path: Path, ramp_s: float, rate: str) -> None:
-    arguments = locust_arguments(
-        job(tmp_path, users=8, ramp_s=ramp_s),
-        tmp_path / "job.json",
-        tmp_path / "f.py",
-        "http://h:1",
-        ("127.0.0.1", 8089),
-    )
-    assert arguments[arguments.index("--spawn-rate") + 1] == rate
-
-
-def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tmp_path: Path) -> None:
+def test_the_sources_of_a_locustfile_are_its_file_and_its_local_imports(tmp_path: Path) -> None:
     (tmp_path / "words" / "more").mkdir(parents=True)
     written = {
         "mine.py": "import gevent\nfrom locustfiles.chat import ChatUser\nimport words.more\nfrom pauses import P",
@@ -346,8 +324,8 @@ def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tm
     assert preparing.locustfile_sources(LOCUSTFILES / "agent.py") == [LOCUSTFILES / "agent.py"]
 
 
-def test_only_the_user_class_that_ran_is_in_the_manifest(tmp_path: Path) -> None:
-    """A locustfile next to it, which no load names, makes older runs no others."""
+def test_the_manifest_has_only_the_sources_that_ran(tmp_path: Path) -> None:
+    """A change of another file in the folder does not make runs different."""
     (tmp_path / "words.py").write_text("N = 1\n")
     (tmp_path / "mine.py").write_text(
         "from locust import task\nfrom harness.load.user import LLMUser\nfrom words import N\n"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.analysis.derive import add_up
+from harness.analysis.derive import merge_counts
 from harness.analysis.summarize import read_summary
-from harness.analysis.tally import AnswerTally, answers_of, prompts_of
+from harness.analysis.tally import AnswerTally, answer_quality, prompt_lengths
 from harness.analysis.validity import answer_difference as difference
 from harness.reasons import evidence, sentence, sentences
 from harness.rundir.records import Request, read_requests
@@ -228,8 +228,10 @@ def test_parts_of_a_file_are_counted_as_one() -> None:
         )  # fmt: skip
         whole.add(one)
         (first if index < 3 else second).add(one)
-    add_up(first, second)
+    merge_counts(first, second)
     assert first == whole
-    assert answers_of(whole) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)
-    assert prompts_of(whole) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
-    assert (answers_of(AnswerTally()), prompts_of(AnswerTally())) == (None, None)
+    assert answer_quality(whole) == Answers(
+        checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375
+    )
+    assert prompt_lengths(whole) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
+    assert (answer_quality(AnswerTally()), prompt_lengths(AnswerTally())) == (None, None)

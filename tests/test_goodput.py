@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.derive import meets, missed_before_leaving
+from harness.analysis.derive import meets_slos, missed_slo_before_leaving
 from harness.analysis.summarize import summarize
-from harness.analysis.tally import CellCounts, Clock, SloTally, attained, numbers_of
+from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers, slo_attainment
 from harness.reasons import evidence
 from harness.rundir import records as blocks
 from harness.rundir.records import Request
@@ -49,7 +49,7 @@ def streamed(first_s: float, step_s: float, **changes: Any) -> Request:
     ],
 )
 def test_a_request(one: Request, text: str, met: bool | None) -> None:
-    assert meets(one, slos(text)) is met
+    assert meets_slos(one, slos(text)) is met
 
 
 def test_slos_from_schedule_count_what_came_before_sending() -> None:
@@ -60,13 +60,13 @@ def test_slos_from_schedule_count_what_came_before_sending() -> None:
         ("ttft_sched<=1.1s, e2e_sched<=1.61s", True),
         ("e2e_sched<=1.5s", False),
     ):
-        assert meets(late, slos(text)) is met, text
+        assert meets_slos(late, slos(text)) is met, text
     follows = streamed(0.5, 0.05)  # an answer, or is of a closed loop: due when it was sent
-    assert meets(follows, slos("ttft_sched<=0.5s")) is True
-    assert meets(request(chunks_s=[], scheduled_s=-0.6), slos("ttft_sched<=9s")) is None
+    assert meets_slos(follows, slos("ttft_sched<=0.5s")) is True
+    assert meets_slos(request(chunks_s=[], scheduled_s=-0.6), slos("ttft_sched<=9s")) is None
     left = request(error="abandoned", chunks_s=[], ended_s=1.0, scheduled_s=-0.6)
-    assert missed_before_leaving(left, slos("ttft_sched<=1.5s")) is True
-    assert missed_before_leaving(left, slos("ttft<=1.5s, e2e_sched<=1.7s")) is False
+    assert missed_slo_before_leaving(left, slos("ttft_sched<=1.5s")) is True
+    assert missed_slo_before_leaving(left, slos("ttft<=1.5s, e2e_sched<=1.7s")) is False
 
 
 def test_failed_and_unfinished_requests_stay_in_the_denominator(tmp_path: Path) -> None:
@@ -114,10 +114,12 @@ def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
         for _ in range(number + 1):
             part.add(streamed(0.5, 0.04))
             part.add_ended(streamed(0.5, 0.04))
-    cells = [msgspec.structs.replace(numbers_of([]), slos=attained(part, sent=4, window_s=2.0)) for part in parts]
+    cells = [
+        msgspec.structs.replace(compute_numbers([]), slos=slo_attainment(part, sent=4, window_s=2.0)) for part in parts
+    ]
     for part in parts[1:]:
         parts[0].merge(part)
-    assert attained(parts[0], 12, None, cells) == {SLOS: SloAttainment(met=6, attainment=0.5, goodput_req_s=1.0)}
+    assert slo_attainment(parts[0], 12, None, cells) == {SLOS: SloAttainment(met=6, attainment=0.5, goodput_req_s=1.0)}
 
 
 def test_a_run_read_in_blocks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +176,12 @@ def tally_of(*requests: Request, text: str = "ttft<=1s", **more: Any) -> CellCou
     ],
 )
 def test_what_was_missed_when_the_user_left(one: Request, text: str, missed: bool) -> None:
-    assert missed_before_leaving(one, slos(text)) is missed
+    assert missed_slo_before_leaving(one, slos(text)) is missed
 
 
 def test_they_are_sent_and_neither_succeed_nor_fail() -> None:
     good = answered([0.5, 0.6, 0.7, 0.8])
-    numbers = numbers_of([tally_of(good, good, left([0.2, 0.3], 0.3), left([], 2.0))])
+    numbers = compute_numbers([tally_of(good, good, left([0.2, 0.3], 0.3), left([], 2.0))])
     assert (numbers.sent, numbers.succeeded, numbers.failed, numbers.unfinished, numbers.abandoned) == (4, 2, 0, 0, 2)
     assert numbers.error_rate == 0
     assert numbers.ttft_s.n == numbers.e2e_s.n == 2  # no latency has them, also not the fast one's
@@ -189,25 +191,25 @@ def test_they_are_sent_and_neither_succeed_nor_fail() -> None:
 
 def test_what_came_until_they_left_is_work_that_was_done() -> None:
     good = answered([0.5, 0.6, 0.7, 0.8])
-    numbers = numbers_of([tally_of(good, left([0.2, 0.4, 1.0], 1.0))])
+    numbers = compute_numbers([tally_of(good, left([0.2, 0.4, 1.0], 1.0))])
     assert (numbers.window_s, numbers.output_tok_s) == (1.0, 4 + 3)  # one token a chunk, as in the other
-    timed = numbers_of([tally_of(good, left([0.2, 0.4, 1.0], 1.0), window_s=(good.sent_s, good.sent_s + 0.65))])
+    timed = compute_numbers([tally_of(good, left([0.2, 0.4, 1.0], 1.0), window_s=(good.sent_s, good.sent_s + 0.65))])
     assert timed.output_tok_s == pytest.approx((2 + 2) / 0.65)
 
 
 def test_parts_are_added_up() -> None:
     one, other = tally_of(left([0.2], 0.3)), tally_of(left([0.2], 0.3), left([], 2.0), answered([0.5, 0.6, 0.7, 0.8]))
     one.merge(other)
-    numbers = numbers_of([one])
+    numbers = compute_numbers([one])
     assert (numbers.abandoned, numbers.slos["ttft<=1s"].attainment) == (3, 0.5)
-    all_left = numbers_of([tally_of(left([0.2], 0.3))])
+    all_left = compute_numbers([tally_of(left([0.2], 0.3))])
     assert all_left.slos["ttft<=1s"].attainment is None
 
 
 def test_reasoning_and_tool_calls_are_counted() -> None:
     told = answered([0.5, 0.6, 0.7, 0.8], reasoning_tokens=3, tool_calls=2, tool_calls_valid=1)
     seen = answered([0.5, 0.6, 0.7, 0.8], reasoning_chunks=2, tool_calls=0, tool_calls_valid=0)
-    numbers = numbers_of([tally_of(told, seen)])
+    numbers = compute_numbers([tally_of(told, seen)])
     assert (numbers.reasoning_tokens, numbers.tool_calls, numbers.tool_calls_valid) == (5.0, 2, 1)
-    plain = numbers_of([tally_of(answered([0.5, 0.6, 0.7, 0.8]))])
+    plain = compute_numbers([tally_of(answered([0.5, 0.6, 0.7, 0.8]))])
     assert (plain.reasoning_tokens, plain.tool_calls, plain.tool_calls_valid) == (None, None, None)

@@ -10,7 +10,7 @@ import pytest
 
 from harness.comparison.history import check_against_history, history_of
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.judge.stats import GATED_RUNS, MIN_HISTORY, gate, levels_of
+from harness.judge.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
 from harness.judge.verdicts import is_paced
 from harness.report.board import publish
 from harness.report.history import history_page
@@ -24,7 +24,7 @@ RUN_SD = 0.02  # between runs
 STEP = 1 / 1.1
 
 
-def histories(seed: int, number: int, rows: int = 1, runs: int = GATED_RUNS) -> list[np.ndarray[Any, Any]]:
+def histories(seed: int, number: int, rows: int = 1, runs: int = GATES_PER_HISTORY) -> list[np.ndarray[Any, Any]]:
     """Speeds of equal runs: for each history an array of rows by runs."""
     dice = np.random.default_rng(seed)
     return [np.exp(dice.normal(0, RUN_SD, (rows, runs))) for _ in range(number)]
@@ -35,7 +35,7 @@ def test_gates_of_a_history_without_a_step_raise_few_false_alarms(rows: int, num
     """Each run of 60 is gated; `slower` and `faster` both count. At most 5 % of the histories may have one."""
     alarms = 0
     for history in histories(1, number, rows):
-        words = {gate(row[:n].tolist(), rows).word for n in range(2, GATED_RUNS + 1) for row in history}
+        words = {find_shift(row[:n].tolist(), rows).word for n in range(2, GATES_PER_HISTORY + 1) for row in history}
         alarms += bool(words & {"slower", "faster"})
     assert alarms <= (0.05 + room(0.05, number)) * number
 
@@ -43,7 +43,8 @@ def test_gates_of_a_history_without_a_step_raise_few_false_alarms(rows: int, num
 @pytest.mark.parametrize(("rows", "number"), [(1, 1000), (8, 200)])
 def test_a_history_without_a_step_has_few_change_points(rows: int, number: int) -> None:
     found = sum(
-        any(len(levels_of(row.tolist(), rows).starts) > 1 for row in history) for history in histories(2, number, rows)
+        any(len(find_levels(row.tolist(), rows).starts) > 1 for row in history)
+        for history in histories(2, number, rows)
     )
     assert found <= 0.05 * number
 
@@ -53,8 +54,8 @@ def test_a_step_of_ten_percent_is_found_within_three_runs(rows: int, at: int) ->
     gated = divided = 0
     for (row,) in histories(3, 200):
         row[at:] *= STEP
-        gated += any(gate(row[: at + after].tolist(), rows).word == "slower" for after in (1, 2, 3))
-        starts = levels_of(row[: at + 3].tolist(), rows).starts
+        gated += any(find_shift(row[: at + after].tolist(), rows).word == "slower" for after in (1, 2, 3))
+        starts = find_levels(row[: at + 3].tolist(), rows).starts
         divided += len(starts) == 2 and abs(starts[1] - at) <= 1
     assert gated >= 0.9 * 200
     assert divided >= 0.9 * 200
@@ -64,21 +65,21 @@ def test_a_step_becomes_the_new_level() -> None:
     """The gate reports it for three runs at most; then the history starts anew, and is too short for a while."""
     ((row,),) = histories(4, 1, runs=40)
     row[20:] *= 0.8
-    words = [gate(row[:n].tolist()).word for n in range(21, 41)]
+    words = [find_shift(row[:n].tolist()).word for n in range(21, 41)]
     assert words[:3] == ["slower"] * 3
     assert words[3] == "inconclusive"
     assert words[-1] == "no_shift"
-    assert gate(row.tolist()).history == list(range(20, 39))
+    assert find_shift(row.tolist()).history == list(range(20, 39))
 
 
 def test_one_outlier_does_not_divide_the_history() -> None:
     ((row,),) = histories(5, 1, runs=40)
     row[20] *= 0.7
-    assert levels_of(row.tolist()) == ([0], [20], [])
-    assert gate(row[:21].tolist()).word == "slower", "while it is the newest it may be a step"
-    assert levels_of(row[:21].tolist()).undecided == [20]
+    assert find_levels(row.tolist()) == ([0], [20], [])
+    assert find_shift(row[:21].tolist()).word == "slower", "while it is the newest it may be a step"
+    assert find_levels(row[:21].tolist()).undecided == [20]
     for end in (22, 23, 24, 40):
-        after = gate(row[:end].tolist())
+        after = find_shift(row[:end].tolist())
         assert after.word == "no_shift"
         assert after.history == [place for place in range(end - 1) if place != 20]
 
@@ -88,7 +89,7 @@ def test_outliers_do_not_hide_a_step() -> None:
     for (row,) in histories(6, 100, runs=40):
         row[[5, 15, 25]] *= 0.7
         row[30:] *= STEP
-        found += any(gate(row[: 30 + after].tolist()).word == "slower" for after in (1, 2, 3))
+        found += any(find_shift(row[: 30 + after].tolist()).word == "slower" for after in (1, 2, 3))
     assert found >= 90
 
 
@@ -96,20 +97,20 @@ def test_a_step_and_its_return_are_two_change_points() -> None:
     both = 0
     for (row,) in histories(7, 100):
         row[30:35] *= STEP
-        both += levels_of(row.tolist()).starts == [0, 30, 35]
+        both += find_levels(row.tolist()).starts == [0, 30, 35]
     assert both >= 80
     ((row,),) = histories(8, 1)
     row[30:35] *= 0.8
-    assert levels_of(row.tolist()) == ([0, 30, 35], [], [])
-    assert gate(row[:35].tolist()).history[:1] == [30] or gate(row[:35].tolist()).word == "inconclusive"
-    assert gate(row[:39].tolist()).history[0] == 35
+    assert find_levels(row.tolist()) == ([0, 30, 35], [], [])
+    assert find_shift(row[:35].tolist()).history[:1] == [30] or find_shift(row[:35].tolist()).word == "inconclusive"
+    assert find_shift(row[:39].tolist()).history[0] == 35
 
 
 def test_a_slow_drift_has_change_points_in_its_history() -> None:
     found = 0
     for (row,) in histories(9, 100):
-        row *= np.linspace(1, STEP, GATED_RUNS)
-        starts = levels_of(row.tolist()).starts
+        row *= np.linspace(1, STEP, GATES_PER_HISTORY)
+        starts = find_levels(row.tolist()).starts
         found += 1 < len(starts) <= 5
     assert found >= 90
 
@@ -118,41 +119,41 @@ def test_a_slow_drift_has_change_points_in_its_history() -> None:
 def test_a_short_history_is_inconclusive(runs: int) -> None:
     """And says how many runs are needed."""
     ((row,),) = histories(10, 1, runs=runs + 1)
-    found = gate(row.tolist())
+    found = find_shift(row.tolist())
     assert len(found.history) == runs
     if runs < MIN_HISTORY:
         assert (found.word, found.low, found.needed) == ("inconclusive", None, MIN_HISTORY)
         row[-1] /= 3
-        assert gate(row.tolist()).word == "inconclusive"
+        assert find_shift(row.tolist()).word == "inconclusive"
     else:
         assert found.needed is not None
         assert (found.word == "no_shift") == (found.needed <= runs)
         row[-1] /= 1.5
-        assert gate(row.tolist()).word == "slower", "five runs find what is large"
+        assert find_shift(row.tolist()).word == "slower", "five runs find what is large"
 
 
 def test_the_number_of_runs_needed_finds_ten_percent_in_eighty() -> None:
-    needed = [found for (row,) in histories(11, 50, runs=30) if (found := gate(row.tolist()).needed) is not None]
+    needed = [found for (row,) in histories(11, 50, runs=30) if (found := find_shift(row.tolist()).needed) is not None]
     at = round(float(np.mean(needed)))
     assert 7 <= at <= 10
     found = 0
     for (row,) in histories(12, 300, runs=at + 3):
         row[at:] *= STEP
-        found += any(gate(row[: at + after].tolist()).word == "slower" for after in (1, 2, 3))
+        found += any(find_shift(row[: at + after].tolist()).word == "slower" for after in (1, 2, 3))
     assert found >= 0.75 * 300
 
 
 def test_equal_values() -> None:
     """Without variance the margin alone decides."""
-    assert levels_of([2.0] * 30) == ([0], [], [])
-    assert levels_of([2.0] * 15 + [1.9] * 15) == ([0, 15], [], [])
-    assert levels_of([2.0] * 15 + [1.98] * 15) == ([0], [], []), "one percent is within the margin"
-    assert gate([2.0] * 20 + [1.98]).word == "no_shift"
-    slower = gate([2.0] * 20 + [1.9])
+    assert find_levels([2.0] * 30) == ([0], [], [])
+    assert find_levels([2.0] * 15 + [1.9] * 15) == ([0, 15], [], [])
+    assert find_levels([2.0] * 15 + [1.98] * 15) == ([0], [], []), "one percent is within the margin"
+    assert find_shift([2.0] * 20 + [1.98]).word == "no_shift"
+    slower = find_shift([2.0] * 20 + [1.9])
     assert (slower.word, slower.window) == ("slower", 1)
     assert slower.ratio == pytest.approx(0.95)
-    assert gate([2.0] * 20 + [2.1]).word == "faster"
-    assert levels_of([]) == ([], [], [])
+    assert find_shift([2.0] * 20 + [2.1]).word == "faster"
+    assert find_levels([]) == ([], [], [])
 
 
 ONE = scenario(servers={"a": Server(template="vllm-cpu")}, repeats=1)

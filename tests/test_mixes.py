@@ -13,7 +13,7 @@ from rich.console import Console
 
 from harness.analysis.summarize import summarize
 from harness.errors import ScenarioError
-from harness.judge.noise_floors import noise_of
+from harness.judge.noise_floors import measure_noise
 from harness.judge.verdicts import compare_rows
 from harness.reasons import evidence
 from harness.reasons import sentences as texts
@@ -334,7 +334,7 @@ def test_csv_and_openmetrics_name_the_concurrent_loads(five: Path) -> None:
 
 def test_the_noise_of_what_the_loads_of_a_mix_are_compared_by_is_measured_too(tmp_path: Path) -> None:
     aa = made_mix(tmp_path / "aa", repeats=2, servers=("a", "a-again"))
-    noise = noise_of(aa, summarize(tmp_path / "aa"), "a")
+    noise = measure_noise(aa, summarize(tmp_path / "aa"), "a")
     latencies = ["ttft_p50", "tpot_p50"]
     assert {name: [row.metric for row in noise.rows if row.load == name] for name in aa.scenario.loads} == {
         "chat": latencies, "job": ["output_tok_s"], "both.chat": latencies, "both.job": ["output_tok_s"],

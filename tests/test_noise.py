@@ -13,12 +13,12 @@ from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
 from harness.judge.noise_floors import (
     StoredNoise,
-    joined,
-    noise_for,
-    noise_of,
+    join_noise,
+    known_noise,
+    measure_noise,
     noise_path,
+    noise_source,
     read_noise,
-    source_of,
     write_noise,
 )
 from harness.reasons import sentences
@@ -59,7 +59,7 @@ def test_measured_stored_and_used(tmp_path: Path) -> None:
     one, other = sorted(folder.parent.name for folder in (tmp_path / "work").glob("*/run.json"))
     made = called("compare", f"work/{one}", f"work/{other}", "--format", "json", cwd=tmp_path, env=env)
     found = json.loads(made.out)
-    assert found["noise_source"] == [msgspec.to_builtins(source_of(joint))]
+    assert found["noise_source"] == [msgspec.to_builtins(noise_source(joint))]
     assert found["verdicts"][0]["p"] is not None
 
 
@@ -89,13 +89,13 @@ def aa_run(folder: Path, spread: float, seed: int = 3, **manifest: Any) -> tuple
         return float(10 * np.exp(dice.normal(0, spread)))
 
     run = write_made_run(folder, wall, made_of=scenario(servers=servers), **manifest)
-    return run, noise_of(run, summarize(folder), "b")
+    return run, measure_noise(run, summarize(folder), "b")
 
 
 def two_runs(folder: Path, spread: float, **manifest: Any) -> tuple[Run, StoredNoise]:
     run, one = aa_run(folder / "aa", spread, **manifest)
     _, other = aa_run(folder / "aa-2", spread, seed=4, **manifest)
-    return run, joined(one, other)
+    return run, join_noise(one, other)
 
 
 def test_what_is_stored_decides_one_run_against_one(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_what_is_stored_decides_one_run_against_one(tmp_path: Path) -> None:
 def test_one_run_does_not_show_how_far_runs_differ(tmp_path: Path) -> None:
     run, noise = aa_run(tmp_path / "aa", 0.01)
     write_noise(noise_path(tmp_path, run), noise)
-    assert noise_for([run], tmp_path).rows == {}
-    assert noise.rows[0].between_repeats() == pytest.approx(1e-4, rel=3)
+    assert known_noise([run], tmp_path).rows == {}
+    assert noise.rows[0].repeat_variance() == pytest.approx(1e-4, rel=3)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_one_run_does_not_show_how_far_runs_differ(tmp_path: Path) -> None:
 def test_noise_of_something_else_is_not_used(tmp_path: Path, change: dict[str, object], why: str) -> None:
     run, noise = two_runs(tmp_path, 0.03)
     write_noise(noise_path(tmp_path, run), msgspec.structs.replace(noise, **change))
-    found = noise_for([run], tmp_path)
+    found = known_noise([run], tmp_path)
     source = [because("noise_unknown", scenario="which", machine="strix", other=why)]
     assert (found.rows, found.source) == ({}, source)
 
@@ -135,7 +135,7 @@ def test_noise_of_something_else_is_not_used(tmp_path: Path, change: dict[str, o
 def test_runs_of_something_else_are_not_joined(tmp_path: Path) -> None:
     _, noise = aa_run(tmp_path / "aa", 0.03)
     with pytest.raises(HarnessError, match="'image_digest' of the stored runs is sha256:2 and sha256:1111 now"):
-        joined(msgspec.structs.replace(noise, image_digest="sha256:2"), noise)
+        join_noise(msgspec.structs.replace(noise, image_digest="sha256:2"), noise)
 
 
 def test_of_two_machines_the_wider_variation_counts(tmp_path: Path) -> None:
@@ -143,11 +143,11 @@ def test_of_two_machines_the_wider_variation_counts(tmp_path: Path) -> None:
     strix, wide = two_runs(tmp_path / "strix", 0.03)
     other, narrow = two_runs(tmp_path / "other", 0.004, machine=Machine(name="other"))
     write_noise(noise_path(results, strix), wide)
-    assert noise_for([strix, other], results).source == [
+    assert known_noise([strix, other], results).source == [
         because("noise_unknown", scenario="which", machine="other", other=None)
     ]
     write_noise(noise_path(results, other), narrow)
-    both = noise_for([strix, other], results)
+    both = known_noise([strix, other], results)
     assert both.rows["wall_s", "x"] == wide.rows[0].variation()
     assert sentences(both.source) == [
         "A/A on strix, 2 runs of 'b', 2027-01-15",

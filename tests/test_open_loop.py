@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from harness.analysis import derive
-from harness.analysis.count import CellContext, tally
-from harness.analysis.derive import add_up
-from harness.analysis.schedule import ScheduleTally, kept_of, kind_of, planned_of, pooled
+from harness.analysis.count import CellContext, count_cells
+from harness.analysis.derive import merge_counts
+from harness.analysis.schedule import ScheduleTally, load_kind, planned_count, pool_schedules, schedule_kept
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import Clock
 from harness.errors import HarnessError
@@ -56,27 +56,27 @@ def counted(*dues_and_lags: tuple[float, float]) -> ScheduleTally:
     ],
 )  # fmt: skip
 def test_what_is_planned(load: Load, kind: str, planned: int | None) -> None:
-    assert (kind_of(load), planned_of(load, 1)) == (kind, planned)
+    assert (load_kind(load), planned_count(load, 1)) == (kind, planned)
 
 
 def test_asked_and_achieved() -> None:
     found = counted((100.0, 0.0), (101.0, 0.5), (102.0, 2.0))
-    fixed = kept_of(found, Load(user="batch", requests=3, arrivals=EVEN), 1, 9.0)
+    fixed = schedule_kept(found, Load(user="batch", requests=3, arrivals=EVEN), 1, 9.0)
     assert fixed == ScheduleKept(planned=3, sent=3, never_sent=0, asked_per_s=1.0, achieved_per_s=0.5)
-    timed = kept_of(found, Load(user="batch", duration_s=0.5, arrivals=EVEN), 1, 0.5)
+    timed = schedule_kept(found, Load(user="batch", duration_s=0.5, arrivals=EVEN), 1, 0.5)
     assert timed == ScheduleKept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
-    assert kept_of(found, Load(user="batch", requests=3), 1, 9.0) is None
-    single = kept_of(counted((100.0, 0.0)), Load(user="batch", requests=1, arrivals=EVEN), 1, None)
+    assert schedule_kept(found, Load(user="batch", requests=3), 1, 9.0) is None
+    single = schedule_kept(counted((100.0, 0.0)), Load(user="batch", requests=1, arrivals=EVEN), 1, None)
     assert single == ScheduleKept(planned=1, sent=1, never_sent=0)
 
 
 def test_several_runs_are_pooled() -> None:
     one = ScheduleKept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
     two = ScheduleKept(planned=5, sent=5, never_sent=0, asked_per_s=10.0, achieved_per_s=10.0)
-    assert pooled([one, None, two]) == ScheduleKept(
+    assert pool_schedules([one, None, two]) == ScheduleKept(
         planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0
     )
-    assert pooled([None]) is None
+    assert pool_schedules([None]) is None
 
 
 def test_from_schedule_and_from_send_part_by_the_lag() -> None:
@@ -89,7 +89,7 @@ def test_from_schedule_and_from_send_part_by_the_lag() -> None:
     assert later == [[0.75, 1.75], [0.5, 1.5]]
     both = ScheduleTally()
     for part in (counted((101.0, 0.0)), counted((100.0, 0.25))):
-        add_up(both, part)
+        merge_counts(both, part)
     assert (both.sent, both.first_due_s, both.last_sent_s) == (2, 100.0, 101.0)
 
 
@@ -102,7 +102,7 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
     ]
     write_lines(tmp_path / "requests.jsonl", records)
     for place in (CellContext(Clock([]), duration_s=10.0, first_due_s=0.0), CellContext(Clock([]))):
-        (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+        (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         open_loop = place.first_due_s is not None
         assert sorted(found.latencies["ttft_sched_s"]) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
         assert found.schedule.sent == 1
@@ -247,9 +247,11 @@ def test_the_time_of_an_open_loop_begins_with_its_schedule(tmp_path: Path) -> No
     records = [request(sent_s=at, scheduled_s=lag) for at, lag in sent]
     write_lines(tmp_path / "requests.jsonl", records)
     place = CellContext(Clock([]), duration_s=10.0, first_due_s=3.0)
-    (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+    (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
     assert found.window_s == pytest.approx((1000.0, 1010.0))
-    closed = tally(tmp_path / "requests.jsonl", {"r1-a-x": CellContext(Clock([]), duration_s=10.0)}, [], Counter())
+    closed = count_cells(
+        tmp_path / "requests.jsonl", {"r1-a-x": CellContext(Clock([]), duration_s=10.0)}, [], Counter()
+    )
     assert closed["r1-a-x"].window_s == pytest.approx((1003.01, 1013.01))
 
 
@@ -259,7 +261,7 @@ def test_the_warm_up_is_no_part_of_the_rate_of_an_open_loop(tmp_path: Path) -> N
     write_lines(tmp_path / "requests.jsonl", records)
     for first_due_s, ended in ((0.0, 1), (None, 2)):
         place = CellContext(Clock([]), duration_s=10.0, first_due_s=first_due_s)
-        (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+        (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         assert (found.ended_inside, len(found.tokens_inside)) == (ended, ended)
 
 
@@ -282,9 +284,11 @@ def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> N
         "r1-a-x": CellContext(Clock([]), duration_s=4.0, first_due_s=0.0, mix="m"),
         "r1-a-y": CellContext(Clock([]), duration_s=2.0, mix="m"),
     }
-    found = tally(tmp_path / "requests.jsonl", places, [], Counter())["r1-a-x"]
-    assert found.part_s() == pytest.approx((1.05, 3.05))
-    kept_there = kept_of(found.schedule, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0, found.part_s())
+    found = count_cells(tmp_path / "requests.jsonl", places, [], Counter())["r1-a-x"]
+    assert found.mix_window_s() == pytest.approx((1.05, 3.05))
+    kept_there = schedule_kept(
+        found.schedule, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0, found.mix_window_s()
+    )
     assert kept_there is not None
     assert (kept_there.planned, kept_there.sent, kept_there.never_sent) == (20, 20, 0)
     assert kept_there.asked_per_s == pytest.approx(10.0)
@@ -294,5 +298,5 @@ def test_the_window_of_an_interrupted_cell_ends_with_its_last_record(tmp_path: P
     write_lines(tmp_path / "requests.jsonl", [request(sent_s=1000.0 + k, ended_s=1.5, index=k) for k in range(4)])
     for interrupted, end in ((True, 1004.5), (False, 1060.0)):
         place = CellContext(Clock([]), duration_s=60.0, interrupted=interrupted)
-        (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+        (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         assert found.window_s == pytest.approx((1000.0, end))

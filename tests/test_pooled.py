@@ -26,7 +26,7 @@ WITHIN = 0.10  # scatter of requests within a run, on logarithms
 def tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the margin, and without how many repeats would settle a verdict, which takes most of its time."""
     monkeypatch.setattr(verdicts, "MARGIN", 1e-9)
-    monkeypatch.setattr(stats, "needed_to_settle", lambda *_: None)
+    monkeypatch.setattr(stats, "sample_size_to_settle", lambda *_: None)
 
 
 class Rates(NamedTuple):
@@ -58,7 +58,7 @@ def found(spread: float, effect: float = 1.0) -> Rates:
             side="b", baseline="a", metric="wall_s", side_speeds=[list(1 / side)], baseline_speeds=[list(1 / base)],
             within_run=True,
         )  # fmt: skip
-        ours += verdicts.verdicts([pair]).verdicts[0].word in ("faster", "slower")
+        ours += verdicts.decide_verdicts([pair]).verdicts[0].word in ("faster", "slower")
     return Rates(float(np.mean(welch < ALPHA)), float(np.mean(ranks < ALPHA)), ours / PAIRS)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from harness.analysis.summarize import summarize, write_summary
-from harness.comparison.compare import reference_to, usable_baseline, write_reference
+from harness.comparison.compare import make_reference, read_baseline, write_reference
 from harness.errors import ExitCode, RunError
 from harness.reasons import evidence
 from harness.rundir.manifest import read_run
@@ -26,7 +26,7 @@ def two(tmp_path: Path, factor: float = 1.05) -> tuple[Path, Path]:
 
 def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
     old, new = two(tmp_path)
-    reference = reference_to(old, read_run(new))
+    reference = make_reference(old, read_run(new))
     assert (reference.run, reference.refused) == ("old", None)
     assert [(row.server, row.pooled.slos[SLOS].attainment) for row in reference.rows] == [("a", 1.0), ("b", 1.0)]
     result = summarize(new, (), reference).checks
@@ -34,13 +34,13 @@ def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
         ("failed", "a / x: 0 %"), ("passed", "a / x: 10.53 s against 10.03 s of old"),
     ]  # fmt: skip
     # A pipeline does not know whether today's image is another than yesterday's.
-    assert reference_to(old, read_run(new), about="image_digest").refused is None
+    assert make_reference(old, read_run(new), about="image_digest").refused is None
 
 
 def test_what_was_compared_with_stays_with_the_run(tmp_path: Path) -> None:
     old, new = two(tmp_path)
     write_summary(old, summarize(old))
-    given = reference_to(old, read_run(new))
+    given = make_reference(old, read_run(new))
     write_reference(new, given)
     before = summarize(new)
     (old / "requests.jsonl").unlink()
@@ -48,7 +48,7 @@ def test_what_was_compared_with_stays_with_the_run(tmp_path: Path) -> None:
     assert not (new / "baseline.json.new").exists()
     # A published baseline has a summary only.
     (new / "baseline.json").unlink()
-    result = summarize(new, (), reference_to(old, read_run(new))).checks
+    result = summarize(new, (), make_reference(old, read_run(new))).checks
     assert [(one.status, one.code) for one in result] == [("inconclusive", "no_baseline"), ("passed", "met")]
     assert "its summary does not say how many requests met e2e<=2.6s" in evidence(result[0].evidence)
 
@@ -65,7 +65,7 @@ def test_a_summary_by_an_older_formula_has_no_ratio_of_what_it_changed(tmp_path:
     path.write_bytes(now.replace(b'"formulas": 2', b'"formulas": 1'))  # of older harnesses: not there
     for kept, found in ((now, ["passed", "passed"]), (path.read_bytes(), ["inconclusive", "passed"])):
         path.write_bytes(kept)
-        reference = reference_to(tmp_path / "old", read_run(tmp_path / "new"))
+        reference = make_reference(tmp_path / "old", read_run(tmp_path / "new"))
         result = summarize(tmp_path / "new", (), reference).checks
         assert [one.status for one in result] == found
     assert "the definitions of 'tpot_s' differ, so no ratio is given. a / x: (last" in evidence(result[0].evidence)
@@ -77,7 +77,7 @@ def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> 
         tmp_path / "new", made_of=scenario(checks=CHECKS[1:]), served=lambda cell: served_by(image_digest="sha256:2222")
     )
     new = read_run(tmp_path / "new")
-    refused = reference_to(tmp_path / "old", new)
+    refused = make_reference(tmp_path / "old", new)
     assert refused.rows == [] and refused.refused is not None
     why = refused.refused
     assert (why.code, why.values["key"].endswith("image_digest")) == ("runs_differ", True)
@@ -85,13 +85,13 @@ def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> 
     (result,) = summarize(tmp_path / "new", (), refused).checks
     assert (result.status, result.code) == ("inconclusive", "no_baseline")
     assert evidence(result.evidence).startswith("a / x: not compared with old: runs that differ in")
-    assert reference_to(tmp_path / "old", new, about="image_digest").refused is None
-    assert reference_to(tmp_path / "old", new, about="machine").refused == refused.refused
+    assert make_reference(tmp_path / "old", new, about="image_digest").refused is None
+    assert make_reference(tmp_path / "old", new, about="machine").refused == refused.refused
 
 
 def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
     old, new = two(tmp_path)
-    reference = reference_to(old, read_run(new))
+    reference = make_reference(old, read_run(new))
     with (new / "requests.jsonl").open("ab") as file:
         file.write(b'{"torn')
     why = "not compared with old: this run is INVALID"
@@ -99,7 +99,7 @@ def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
         assert (one.status, evidence(one.evidence)) == ("inconclusive", f"a / x: {why}; b / x: {why}")
     write_made_run(tmp_path / "bad", status="invalid", reasons=[because("text", text="it was cut")])
     with pytest.raises(RunError) as raised:
-        usable_baseline(tmp_path / "bad")
+        read_baseline(tmp_path / "bad")
     assert raised.value.what == "bad: only a VALID run is a baseline: it was cut"
     assert raised.value.exit_code == ExitCode.INVALID
 

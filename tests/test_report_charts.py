@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thinned
+from harness.analysis.charted import MAX_DOTS, SLOWEST, ChartCounts, thin_dots
 from harness.analysis.summarize import read_summary
 from harness.report.charts import Chart
 from harness.report.charts.data import ChartFailures, MachineSamples, ServerSamples, Timeline, read_chart_data
@@ -56,11 +56,11 @@ def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
     for i, one in enumerate(requests):
         for counts in (whole, first if i % 3 else second):
             counts.add(one, one.sent_s, counted=True)
-    chosen = thinned(whole.dots)
+    chosen = thin_dots(whole.dots)
     assert len(chosen) == len(set(chosen)) == MAX_DOTS
-    parts = [*thinned(first.dots), *thinned(second.dots)]
+    parts = [*thin_dots(first.dots), *thin_dots(second.dots)]
     for number in (MAX_DOTS, 100):  # however the file is divided
-        assert set(thinned(parts, number)) == set(thinned(whole.dots, number))
+        assert set(thin_dots(parts, number)) == set(thin_dots(whole.dots, number))
     assert (whole.succeeded, whole.failures) == (19_600, 400)
     assert len(whole.failed_s["timeout"]) == 400
     assert sum(dot.error is not None for dot in chosen) == MAX_DOTS // 4

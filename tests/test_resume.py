@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from harness.analysis.summarize import read_summary
-from harness.analysis.validity import of_sessions, sessions_of
-from harness.judge.verdicts import ComparedSides, are_apart, verdicts
+from harness.analysis.validity import number_sessions, session_notes
+from harness.judge.verdicts import ComparedSides, are_apart, decide_verdicts
 from harness.run.resume import complete_cells
 from harness.rundir.directory import LINES, lock_folder, set_aside
 from harness.rundir.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
@@ -229,7 +229,7 @@ def test_sessions_and_rows_that_are_apart() -> None:
         )  # fmt: skip
 
     def of(found: Run) -> tuple[list[int], list[str]]:
-        return list(sessions_of(found).values()), [note.code for note in of_sessions(found)]
+        return list(number_sessions(found).values()), [note.code for note in session_notes(found)]
 
     assert of(run(0, 60, 3000)) == ([0, 0, 0], [])
     assert of(run(0, 60, 120 + 3600)) == ([0, 0, 1], ["hours_apart"])
@@ -253,7 +253,7 @@ def false_alarms(trials: int, later: tuple[int, int], drift: float) -> float:
             side="a", baseline="b", metric="output_tok_s", side_speeds=sides[:1], baseline_speeds=sides[1:],
             within_run=True, apart=apart,
         )  # fmt: skip
-        (verdict,) = verdicts([pair]).verdicts
+        (verdict,) = decide_verdicts([pair]).verdicts
         assert (verdict.reason == "apart") == apart
         found += verdict.word in ("faster", "slower")
     return found / trials

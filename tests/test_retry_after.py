@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.tally import CellCounts, Clock, numbers_of
+from harness.analysis.tally import CellCounts, Clock, compute_numbers
 from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load
 from tests.command import harness, only_run, server, write
@@ -132,11 +132,11 @@ def test_a_summary_counts_them() -> None:
     parts[1].add(request(index=3, **turned_away))
     parts[1].add(request(index=-1, phase="warmup", **turned_away, retry_after_s=9.0))
     parts[0].merge(parts[1])
-    numbers = numbers_of([parts[0]])
+    numbers = compute_numbers([parts[0]])
     assert (numbers.failed, numbers.retry_after, numbers.retry_after_s) == (3, 2, 2.5)
     parts = [CellCounts(clock=Clock(marks))]
     parts[0].add(request(index=0))
-    assert (numbers_of(parts).retry_after, numbers_of(parts).retry_after_s) == (0, None)
+    assert (compute_numbers(parts).retry_after, compute_numbers(parts).retry_after_s) == (0, None)
 
 
 def test_a_run_shows_them(tmp_path: Path) -> None:

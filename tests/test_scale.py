@@ -63,9 +63,9 @@ def test_a_long_file_keeps_few_gaps_and_the_same_percentiles(folder: Path, limit
     alone = summarize(folder)
     limits.setattr(blocks, "BLOCK_BYTES", 3_000_000)
     limits.setattr(count, "KEEP_BYTES", 0)
-    limits.setattr(gaps, "_ERRORS", 0.5)  # of so few requests the intervals would hold most
+    limits.setattr(gaps, "_HALF_WIDTH_ERRORS", 0.5)  # of so few requests the intervals would hold most
     seen: list[float] = []
-    limits.setattr(count, "_all_found", spy(seen))
+    limits.setattr(count, "_has_all_percentiles", spy(seen))
     few = summarize(folder)
     assert seen[-1] < 0.5  # the share of gaps that were kept
     assert without_means(few) == without_means(alone)
@@ -73,8 +73,8 @@ def test_a_long_file_keeps_few_gaps_and_the_same_percentiles(folder: Path, limit
 
 
 def spy(seen: list[float]) -> object:
-    """`count._all_found` that also notes which share of all gaps was kept."""
-    asked = count._all_found
+    """`count._has_all_percentiles` that also notes which share of all gaps was kept."""
+    asked = count._has_all_percentiles
 
     def found(tallies: dict[str, CellCounts], places: dict[str, count.CellContext]) -> bool:
         kept = sum(len(kept.values) for t in tallies.values() for kept in t.chunk_gap_s.kept)
@@ -170,9 +170,9 @@ def test_a_value_found_in_an_interval_is_the_exact_percentile(
         return
     for permille in gaps.PERMILLES.values():
         exact = percentile(np.sort(values), permille)
-        held = any(low <= exact <= high for part in parts for low, high in part.intervals if not part.whole)
-        expected = exact if held or all(part.whole for part in parts) else None
-        assert gaps.value_at(parts, permille) == expected
+        held = any(low <= exact <= high for part in parts for low, high in part.intervals if not part.keeps_all)
+        expected = exact if held or all(part.keeps_all for part in parts) else None
+        assert gaps.percentile_of(parts, permille) == expected
 
 
 def test_an_interval_counts_its_ends_and_keeps_what_is_inside() -> None:
@@ -186,9 +186,9 @@ def test_an_interval_counts_its_ends_and_keeps_what_is_inside() -> None:
     assert kept.values == array("d", [0.5] * 40)
     found = gap_distribution([part])
     assert (found.n, found.mean, found.p50, found.p90) == (200, 0.7, 0.5, None)  # p90 needs 64 requests
-    assert gaps.value_at([part], 400) == 0.0
-    assert gaps.value_at([part], 800) == 1.0
-    assert gaps.value_at([part], 900) is None
+    assert gaps.percentile_of([part], 400) == 0.0
+    assert gaps.percentile_of([part], 800) == 1.0
+    assert gaps.percentile_of([part], 900) is None
 
 
 def test_a_reading_process_that_is_killed_is_an_error_with_words(tmp_path: Path, limits: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.analysis.limits import Limited, client_limits, limited
-from harness.analysis.tally import CellCounts, Clock, numbers_of
+from harness.analysis.limits import Limited, client_limits, limited_fields
+from harness.analysis.tally import CellCounts, Clock, compute_numbers
 from harness.reasons import sentence
 from harness.rundir.records import ProcessMark, Request, read_marks
 from harness.scenario import Arrivals, Load, Warmup
@@ -40,7 +40,7 @@ def found(marks: Sequence[ProcessMark], records: Sequence[Request], load: Load) 
     tally = CellCounts(clock=Clock(marks))
     for record in records:
         tally.add(record)
-    return client_limits(load, tally, numbers_of([tally]), marks)
+    return client_limits(load, tally, compute_numbers([tally]), marks)
 
 
 def four(**changes: Any) -> list[Request]:
@@ -103,7 +103,7 @@ def test_a_limit_in_words() -> None:
     [(_, why)] = limits(four(clock="read"), LOAD, loop_lag_p99_s=0.0123)
     assert sentence(why).endswith(f"12.3 ms or more late; at most 5 ms is allowed; {MORE}")
     one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot_s", "wall_s"])
-    assert limited(["wall_s", "ttft_s", "tpot_s"], [one]) == ["wall_s", "tpot_s"]
+    assert limited_fields(["wall_s", "ttft_s", "tpot_s"], [one]) == ["wall_s", "tpot_s"]
 
 
 def test_the_remedy_of_a_late_process() -> None:

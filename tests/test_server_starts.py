@@ -12,7 +12,7 @@ from rich.console import Console
 from harness.analysis.summarize import summarize, write_summary
 from harness.comparison.compare import compare_runs
 from harness.judge import comparable
-from harness.judge.comparable import differences_of
+from harness.judge.comparable import run_differences
 from harness.reasons import sentences
 from harness.report.charts.timeline import observed_starts, startup_chart
 from harness.report.html import write_report
@@ -81,10 +81,10 @@ def test_settings_must_be_equal(
 def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:
     """Once a server; where a gateway takes the load, the way to it counts."""
     write_made_run(tmp_path / "one", steady(), served=lambda cell: served_by(over_ssh=cell.server == "a"))
-    (note,) = comparable.notes(read_run(tmp_path / "one"))
+    (note,) = comparable.start_notes(read_run(tmp_path / "one"))
     assert note == because("over_ssh", server="a")
     write_made_run(tmp_path / "gateway", steady(), served=lambda cell: served_by(over_ssh=True, gateway=served_by()))
-    assert comparable.notes(read_run(tmp_path / "gateway")) == []
+    assert comparable.start_notes(read_run(tmp_path / "gateway")) == []
 
 
 def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_diff_of_two_runs_has_the_new_facts(tmp_path: Path) -> None:
         contents=Contents(rocm="7.2.0", versions={"TRITON_BRANCH": "b"}, environment={"HSA_NO_SCRATCH_RECLAIM": "1"}),
     )
     two(tmp_path, other, machine=Machine(name="strix", kernel="6.17", cores=32, rocm="7.14"))
-    found = differences_of([read_run(tmp_path / name) for name in ("one", "two")])
+    found = run_differences([read_run(tmp_path / name) for name in ("one", "two")])
     assert {difference.key: difference.values for difference in found} == {
         "servers.*.startup.offloaded_layers": ["nothing", "20/25"],
         "servers.*.startup.kv_cache_tokens": ["100000", "50000"],
@@ -154,7 +154,7 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
         for cache, tokens, seconds in starts
     ]
     found = {"startup.compile_cache": "cold, then warm", "startup.kv_cache_tokens": 20, "phases.ready": 2}
-    assert comparable.measured_of(served) == found
+    assert comparable.median_measurements(served) == found
 
 
 @pytest.mark.parametrize(

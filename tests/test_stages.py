@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.count import CellContext, tally
+from harness.analysis.count import CellContext, count_cells
 from harness.analysis.tally import Clock
 from harness.errors import HarnessError
 from harness.load.sequencer import Plan, Slot, StageSequencer, WarmupSample
@@ -190,14 +190,14 @@ def test_what_the_server_does_for_requests_of_the_stage_before_is_part_of_the_ra
     ]
     write_lines(tmp_path / "requests.jsonl", made)
     places = {cell: CellContext(Clock([]), duration_s=1.05, staged="p") for cell in ("r1-a-p@1", "r1-a-p@2")}
-    found = tally(tmp_path / "requests.jsonl", places, [], Counter())
+    found = count_cells(tmp_path / "requests.jsonl", places, [], Counter())
     one, two = found["r1-a-p@1"], found["r1-a-p@2"]
     assert (one.sent, two.sent) == (1, 1)
     assert (round(sum(one.tokens_inside), 6), one.ended_inside) == (6, 0)
     # Of its own 6, of its warm-up 9, of the stage before the last 5, whose request ended in it.
     assert (round(sum(two.tokens_inside), 6), two.ended_inside) == (6 + 9 + 5, 1)
     alone = {cell: CellContext(Clock([]), duration_s=1.05) for cell in places}
-    apart = tally(tmp_path / "requests.jsonl", alone, [], Counter())
+    apart = count_cells(tmp_path / "requests.jsonl", alone, [], Counter())
     assert sum(apart["r1-a-p@2"].tokens_inside) == pytest.approx(6 + 9)
 
 

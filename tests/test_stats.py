@@ -40,7 +40,7 @@ def test_percentiles_agree_with_numpy(values: list[float], permille: int) -> Non
 
 def test_the_ratio_and_its_interval_are_welch_on_logarithms() -> None:
     side, base = [2.0, 2.1, 1.9, 2.05, 1.95], [1.0, 1.02, 0.97]
-    seen = stats.effect(side, base)
+    seen = stats.welch_effect(side, base)
     theirs = scipy_stats.ttest_ind(np.log(side), np.log(base), equal_var=False).confidence_interval(0.95)
     assert seen is not None
     assert seen.ratio == pytest.approx(math.exp(np.log(side).mean() - np.log(base).mean()), rel=1e-12)
@@ -48,36 +48,36 @@ def test_the_ratio_and_its_interval_are_welch_on_logarithms() -> None:
 
 
 def test_an_interval_needs_two_values_a_side_and_is_empty_for_equal_ones() -> None:
-    assert stats.effect([1.0], [1.0, 2.0]) is None
-    equal = stats.effect([0.1, 0.1, 0.1], [0.1, 0.1, 0.1])
+    assert stats.welch_effect([1.0], [1.0, 2.0]) is None
+    equal = stats.welch_effect([0.1, 0.1, 0.1], [0.1, 0.1, 0.1])
     assert equal is not None
     assert (equal.ratio, *equal.interval()) == (1.0, 1.0, 1.0)
 
 
 def test_runs_are_compared_by_the_known_variation_and_by_their_own() -> None:
     side, base = [2.0, 2.1, 1.9], [1.0, 1.02, 0.97]
-    known, own = stats.effects_of_runs(side, base, variance=0.0004, freedom=4)
+    known, own = stats.run_effects(side, base, variance=0.0004, freedom=4)
     assert known.freedom == 4
     assert known.error == pytest.approx(0.02 * math.sqrt(2 / 3))
-    assert own == stats.effect(side, base)
+    assert own == stats.welch_effect(side, base)
     theirs = scipy_stats.ttest_ind(np.log(side), np.log(base), equal_var=False)
-    assert own.p() == pytest.approx(theirs.pvalue, rel=1e-9)
-    (one,) = stats.effects_of_runs([1.1], [1.0], variance=0.0004, freedom=4)
+    assert own.p_value() == pytest.approx(theirs.pvalue, rel=1e-9)
+    (one,) = stats.run_effects([1.1], [1.0], variance=0.0004, freedom=4)
     assert one.freedom == 4
     assert one.error == pytest.approx(0.02 * math.sqrt(2))
-    _, several = stats.effects_of_runs([1.1], base, variance=0.0004, freedom=4)
+    _, several = stats.run_effects([1.1], base, variance=0.0004, freedom=4)
     assert several.freedom == 2
     assert several.error == pytest.approx(math.sqrt(stats.var_log(base) * 4 / 3))
 
 
 def test_the_variation_between_runs_is_what_their_repeats_do_not_explain() -> None:
-    assert stats.variation([[1.0, 1.1]]) is None
-    seen = stats.variation([[1.0, 1.0], [math.e, math.e], [math.e**2, math.e**2]])
+    assert stats.estimate_variation([[1.0, 1.1]]) is None
+    seen = stats.estimate_variation([[1.0, 1.0], [math.e, math.e], [math.e**2, math.e**2]])
     assert seen == stats.Variation(1.0, 0.0, 2)
-    wide = stats.variation([[1.0, math.e], [1.0, math.e]])
+    wide = stats.estimate_variation([[1.0, math.e], [1.0, math.e]])
     assert wide is not None
     assert (wide.between_runs, wide.freedom) == (0.0, 1)
-    assert wide.of_run(2) == pytest.approx(0.25)
+    assert wide.run_variance(2) == pytest.approx(0.25)
 
 
 def test_the_permutation_test_counts_all_assignments() -> None:

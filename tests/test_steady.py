@@ -12,7 +12,7 @@ import pytest
 
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import CellCounts, Clock
-from harness.analysis.validity import note_on, warmed
+from harness.analysis.validity import summarize_warmup, warmup_notes
 from harness.load.process import plan_of
 from harness.load.sequencer import Part, Plan, Sequencer, WarmupSample
 from harness.reasons import sentences
@@ -235,20 +235,22 @@ def test_what_is_known_of_a_warm_up() -> None:
         for process, steady in ((1, True), (2, False))
     ]
     counted = CellCounts(clock=Clock([]))
-    assert warmed(counted, marks) is None
+    assert summarize_warmup(counted, marks) is None
     for at, phase in ((1000.0, "warmup"), (1002.0, "warmup"), (1003.5, "measured")):
         counted.add(request(sent_s=at, phase=phase))
-    assert warmed(counted, []) == WarmupResult(requests=2, seconds=3.5)
-    assert warmed(counted, marks[:1]) == WarmupResult(requests=2, seconds=3.5, steady=True)
-    assert warmed(counted, marks) == WarmupResult(requests=2, seconds=3.5, steady=False)
-    timed = CellCounts(clock=Clock([]), begun_s=1002.5)  # when its schedule began, in which nobody comes at first
+    assert summarize_warmup(counted, []) == WarmupResult(requests=2, seconds=3.5)
+    assert summarize_warmup(counted, marks[:1]) == WarmupResult(requests=2, seconds=3.5, steady=True)
+    assert summarize_warmup(counted, marks) == WarmupResult(requests=2, seconds=3.5, steady=False)
+    timed = CellCounts(
+        clock=Clock([]), measured_start_s=1002.5
+    )  # when its schedule began, in which nobody comes at first
     for one in (request(sent_s=1000.0, phase="warmup"), request(sent_s=1009.0, scheduled_s=-0.5)):
         counted.add(one)
         timed.add(one)
-    assert warmed(timed, marks[:1], first_due_s=6.0) == WarmupResult(requests=1, seconds=2.5, steady=True)
-    assert warmed(counted, marks[:1], first_due_s=6.0) == WarmupResult(requests=3, seconds=2.5, steady=True)
-    assert sentences(note_on(WarmupResult(requests=2, seconds=3.5))) == []
-    assert sentences(note_on(WarmupResult(requests=1, seconds=0.5, steady=True))) == [
+    assert summarize_warmup(timed, marks[:1], first_due_s=6.0) == WarmupResult(requests=1, seconds=2.5, steady=True)
+    assert summarize_warmup(counted, marks[:1], first_due_s=6.0) == WarmupResult(requests=3, seconds=2.5, steady=True)
+    assert sentences(warmup_notes(WarmupResult(requests=2, seconds=3.5))) == []
+    assert sentences(warmup_notes(WarmupResult(requests=1, seconds=0.5, steady=True))) == [
         "the server was steady after 0.5 s and 1 warm-up request"
     ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.summarize import summarize
-from harness.judge.verdicts import drift, is_drift
+from harness.judge.verdicts import estimate_drift, is_drift
 from harness.reasons import sentence
 from harness.rundir.manifest import read_run
 from tests.command import harness, write
@@ -15,7 +15,7 @@ from tests.nightly import draws, room
 
 
 def found(pairs: list[tuple[float, float]]) -> bool:
-    seen = drift(pairs)
+    seen = estimate_drift(pairs)
     assert seen is not None
     return is_drift(seen)
 
@@ -37,8 +37,8 @@ def test_ten_percent_are_found_and_nothing_is_not(starts: int, spread: float) ->
 
 
 def test_one_start_has_an_interval_and_none_has_nothing() -> None:
-    assert drift([]) is None
-    seen = drift([(1.0, 0.9)])
+    assert estimate_drift([]) is None
+    seen = estimate_drift([(1.0, 0.9)])
     assert seen is not None
     low, high = seen.interval()
     assert (round(low, 3), round(high, 3)) == (0.849, 0.955)

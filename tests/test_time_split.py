@@ -3,7 +3,7 @@
 import pytest
 
 from harness.analysis.limits import common_limit, limited_by, mean_split, time_split
-from harness.analysis.validity import of_host_cpu
+from harness.analysis.validity import host_cpu_notes
 from harness.reasons import sentence
 from harness.rundir.records import ProcessMark
 from harness.rundir.samples import MetricsSample, parse_metrics, server_load
@@ -108,7 +108,7 @@ def cell(name: str, host_cpu_mean: float | None) -> CellSummary:
 
 def test_a_busy_host_is_explained_by_what_the_load_generator_used() -> None:
     mark = ProcessMark(event="end", process=0, cell="r1", wall_s=1.0, monotonic_s=1.0, cpu_max=0.12)
-    (note,) = of_host_cpu([cell("r1", 0.97), cell("r2", 1.0), cell("r3", 0.94), cell("r4", None)], [mark])
+    (note,) = host_cpu_notes([cell("r1", 0.97), cell("r2", 1.0), cell("r3", 0.94), cell("r4", None)], [mark])
     assert sentence(note).startswith("the host's CPU was up to 100% busy in 2 runs, which does not make them INVALID: ")
     assert "the busiest load process used 12% of one core (90% is allowed)" in sentence(note)
-    assert list(of_host_cpu([cell("r1", 0.5)], [mark])) == []
+    assert list(host_cpu_notes([cell("r1", 0.5)], [mark])) == []

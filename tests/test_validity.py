@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from harness.analysis.summarize import summarize
-from harness.analysis.tally import CellCounts, Clock, numbers_of
-from harness.analysis.validity import Evidence, Findings, not_run, of_cell, of_run
+from harness.analysis.tally import CellCounts, Clock, compute_numbers
+from harness.analysis.validity import Evidence, Findings, check_cell, missing_cells, run_reasons
 from harness.reasons import sentences
 from harness.rundir.manifest import CellRun, GpuMemory
 from harness.rundir.records import BadField, ProcessMark, Request
@@ -52,11 +52,11 @@ def check(
     reached: bool = True,
 ) -> Findings:
     tally = counted(four() if records is None else records, marks)
-    numbers = replace(numbers_of([tally]), schedule=schedule)
-    return of_cell(
+    numbers = replace(compute_numbers([tally]), schedule=schedule)
+    return check_cell(
         Evidence(
-            cell="c", ran=cell, reached=reached, load=load, max_error_rate=max_error_rate, tally=tally, numbers=numbers,
-            server_load=server, machine_load=machine, marks=marks,
+            cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, tally=tally,
+            numbers=numbers, server_load=server, machine_load=machine, marks=marks,
         )
     )  # fmt: skip
 
@@ -262,19 +262,19 @@ def test_requests_that_were_cut_widen_what_the_server_may_have_counted(
 
 def test_the_run(tmp_path: Path) -> None:
     run = write_made_run(tmp_path / "run", made_of=scenario(repeats=1))
-    assert (of_run(run, {}, Counter()), not_run(run)) == ([], [])
-    assert not_run(replace(run, cells=run.cells[1:])) == ["r1-a-x"]
+    assert (run_reasons(run, {}, Counter()), missing_cells(run)) == ([], [])
+    assert missing_cells(replace(run, cells=run.cells[1:])) == ["r1-a-x"]
     damaged = {"requests.jsonl": [3, 9, 10, 11, 12, 13], "processes.jsonl": [2], "other": []}
-    assert of_run(run, damaged, Counter({"z": 2})) == [
+    assert run_reasons(run, damaged, Counter({"z": 2})) == [
         because("unreadable_lines", file="requests.jsonl", lines=[3, 9, 10, 11, 12], total=6),
         because("unreadable_lines", file="processes.jsonl", lines=[2], total=1),
         because("unknown_cell", records=2, unknown="z"),
     ]
     stopped = replace(run, status="interrupted", reasons=[because("interrupted")])
-    assert of_run(stopped, {}, Counter()) == [because("interrupted")]
+    assert run_reasons(stopped, {}, Counter()) == [because("interrupted")]
     # The reasons of an earlier summary are not taken over: it is made anew.
     again = replace(run, status="invalid", reasons=[because("text", text="an old reason")])
-    assert of_run(again, {}, Counter()) == []
+    assert run_reasons(again, {}, Counter()) == []
 
 
 @pytest.mark.parametrize(
@@ -301,14 +301,14 @@ def test_parts_of_a_file_are_added_up() -> None:
     for tally, tokens in ((first, -5), (second, -7), (second, 12)):
         tally.add(request(output_tokens=tokens))
     first.merge(second)
-    assert [(bad.code, bad.requests, bad.got, bad.limit) for bad in first.bad_fields.found.values()] == [
+    assert [(bad.code, bad.requests, bad.got, bad.limit) for bad in first.bad_fields.by_field.values()] == [
         ("below", 2, "-5", 0),
         ("above", 1, "12", 11),
     ]
     first, second = counted(many(3)), counted([request(index=index + 2) for index in range(3)])
-    assert (first.repeated(), second.repeated(), counted([]).repeated()) == ([], [], [])
+    assert (first.repeated_indices(), second.repeated_indices(), counted([]).repeated_indices()) == ([], [], [])
     first.merge(second)
-    assert first.repeated() == [2]
+    assert first.repeated_indices() == [2]
 
 
 def test_a_run_with_a_count_that_is_not_possible_is_invalid(tmp_path: Path) -> None:

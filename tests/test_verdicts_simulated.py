@@ -11,38 +11,38 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from harness.analysis.tally import numbers_of
+from harness.analysis.tally import compute_numbers
 from harness.judge import stats, verdicts
 from harness.judge.noise_floors import RowNoise
-from harness.judge.verdicts import Measured, Noise, pairs_of
+from harness.judge.verdicts import Measured, Noise, pair_by_metric
 from harness.scenario import Load
 from harness.scenario.plan import plan
-from harness.summary import MARGIN, Row, Verdict
+from harness.summary import Row, Verdict
 from tests.made_runs import scenario
 from tests.nightly import draws, room, scatter
 
 Speeds = Sequence[Sequence[float]]  # of each run those of its repeats
-needed_to_settle = stats.needed_to_settle
+needed_to_settle = stats.sample_size_to_settle
 LOAD = Load(user="batch", requests=10)
 
 
 @pytest.fixture(autouse=True)
 def only_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many repeats would settle a verdict takes most of its time, and few of these tests ask for it."""
-    monkeypatch.setattr(stats, "needed_to_settle", lambda *_: None)
+    monkeypatch.setattr(stats, "sample_size_to_settle", lambda *_: None)
 
 
 def measured(name: str, runs: Speeds) -> Measured:
     rows = [
-        Row(server=name, load="x", cells=[], wall_s=[1 / v for v in run], output_tok_s=[], pooled=numbers_of([]))
+        Row(server=name, load="x", cells=[], wall_s=[1 / v for v in run], output_tok_s=[], pooled=compute_numbers([]))
         for run in runs
     ]
     return Measured(name=name, load_name="x", load=LOAD, rows=rows, cells=[{}] * len(rows))
 
 
 def decided(side: Speeds, base: Speeds, *, within_run: bool = False, noise: Noise | None = None) -> Verdict:
-    pairs = list(pairs_of(measured("b", side), measured("a", base), within_run=within_run))
-    return verdicts.verdicts(pairs, noise).verdicts[0]
+    pairs = list(pair_by_metric(measured("b", side), measured("a", base), within_run=within_run))
+    return verdicts.decide_verdicts(pairs, noise).verdicts[0]
 
 
 def words(trials: int, one: Callable[[], Verdict]) -> Counter[str]:
@@ -122,7 +122,7 @@ def test_one_run_against_one_without_known_variation_is_inconclusive() -> None:
 def test_equal_sides_of_a_run_are_called_the_same_with_the_number_of_repeats_that_is_recommended(
     repeat_sd: float,
 ) -> None:
-    needed = needed_to_settle(0.0, (repeat_sd**2, repeat_sd**2), 1, 1, MARGIN)
+    needed = needed_to_settle(0.0, (repeat_sd**2, repeat_sd**2), 1, 1)
     assert needed == {0.005: 4, 0.01: 7, 0.02: 24}[repeat_sd]
     machine, trials = Machine(0.0, repeat_sd, seed=4), draws(1000 if needed < 10 else 200)
     side = functools.partial(machine.runs, 1, repeats=needed)
@@ -131,7 +131,7 @@ def test_equal_sides_of_a_run_are_called_the_same_with_the_number_of_repeats_tha
 
 @pytest.mark.parametrize(("repeat_sd", "speed"), [(0.01, 1.03), (0.02, 1.03), (0.02, 1.05), (0.05, 1.1)])
 def test_a_difference_is_found_with_the_number_of_repeats_that_is_recommended(repeat_sd: float, speed: float) -> None:
-    needed = needed_to_settle(math.log(speed), (repeat_sd**2, repeat_sd**2), 1, 1, MARGIN)
+    needed = needed_to_settle(math.log(speed), (repeat_sd**2, repeat_sd**2), 1, 1)
     assert needed is not None
     machine, trials = Machine(0.0, repeat_sd, seed=5), draws(500)
     side = functools.partial(machine.runs, 1, repeats=needed)
@@ -169,7 +169,7 @@ def test_false_alarms_and_coverage(monkeypatch: pytest.MonkeyPatch, spread: floa
     assert (said["faster"] + said["slower"]) / TRIALS <= 0.05 + room(0.05, TRIALS)
     covered = 0
     for side, base in pairs:
-        seen = stats.effect(side[0], base[0])
+        seen = stats.welch_effect(side[0], base[0])
         assert seen is not None
         low, high = seen.interval()
         covered += low <= 1.0 <= high
@@ -192,9 +192,11 @@ def test_many_comparisons_of_equal_servers_raise_no_more_alarms_than_one(monkeyp
         values = np.exp(logs)
         base = measured("a", [list(values[0])])
         pairs = [
-            pair for i in range(1, 11) for pair in pairs_of(measured(str(i), [list(values[i])]), base, within_run=True)
+            pair
+            for i in range(1, 11)
+            for pair in pair_by_metric(measured(str(i), [list(values[i])]), base, within_run=True)
         ]
-        made = verdicts.verdicts(pairs)
+        made = verdicts.decide_verdicts(pairs)
         assert made.comparisons == 10
         false += any(verdict.word in ("faster", "slower") for verdict in made.verdicts)
     assert false / tables <= 0.05 + scatter(0.05, tables, 2.25)

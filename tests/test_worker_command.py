@@ -99,8 +99,8 @@ def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine_process: 
 def test_a_master_that_is_not_there_for_long_is_waited_for_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lives = iter([(1, False, None), (1, False, None), (0, True, None)])
-    monkeypatch.setattr(lending, "_live", lambda _: next(lives))
+    runs = iter([(1, False, None), (1, False, None), (0, True, None)])
+    monkeypatch.setattr(lending, "_run_load", lambda _: next(runs))
     lending.run_worker("127.0.0.1:5557", 1, once=True)
     assert capsys.readouterr().out == "waiting for a load from 127.0.0.1:5557\n"
 

@@ -1,4 +1,4 @@
-"""The tally of every cell of a run, from its file of records, however long that is."""
+"""Count the records of a run, cell by cell. Long files are read in blocks by several processes."""
 
 import math
 from collections import Counter
@@ -11,35 +11,35 @@ from msgspec import Struct
 
 from harness.analysis import gaps
 from harness.analysis.charted import ChartCounts
-from harness.analysis.derive import add_up
+from harness.analysis.derive import max_known, merge_counts, min_known
 from harness.analysis.gaps import Gaps, GapSample, Interval
 from harness.analysis.tally import CellCounts, Clock, SloTally
 from harness.files import UNDECODABLE
 from harness.rundir.records import Block, Lines, Reading, Request, damaged_in_file, read_block, reader, split_blocks
 from harness.scenario.check_syntax import Slo
 
-KEEP_BYTES = 256 * 2**20  # of records; of a longer file only those chunk gaps are kept that percentiles need
-_SAMPLED = 16  # one of so many lines of a long file,
-_SAMPLED_GAPS = 5  # and of these one of so many gaps, tell where the percentiles lie
-_WIDENED = (1.0, 4.0, math.inf)  # how wide to look for them; the last holds every value
+KEEP_BYTES = 256 * 2**20  # of records; of a longer file only the chunk gaps that percentiles need are kept
+_SAMPLED_LINES = 16  # a first pass over a long file samples one of so many lines,
+_SAMPLED_GAPS = 5  # and of each one of so many gaps, to estimate where the percentiles are
+_WIDTHS = (1.0, 4.0, math.inf)  # factors on the intervals of kept gaps, tried in this order; the last keeps all
 
 
 class CellContext(Struct, frozen=True):
-    """What the tally must know of a cell before it reads its records."""
+    """What must be known of a cell before its records are read."""
 
     clock: Clock
     duration_s: float | None = None  # of a timed load
-    first_due_s: float | None = None  # of an open loop of fixed time: when the first is due after that began
-    ended_wall_s: float | None = None  # when the cell was over, if it came to its end
-    interrupted: bool = False  # it did not: it was over with the last of its records
-    row: str | None = None  # the cells that are pooled with it have the same
-    mix: str | None = None  # the cells that ran at the same time have the same
-    staged: str | None = None  # the cells that are stages of one load have the same
+    first_due_s: float | None = None  # of a timed open loop: its first scheduled time, since the measured time began
+    ended_wall_s: float | None = None  # None: the cell did not end
+    interrupted: bool = False  # the cell did not end: its last record is its end
+    row: str | None = None  # the same for all cells that are pooled
+    mix: str | None = None  # the same for all cells that ran at the same time
+    staged: str | None = None  # the same for all cells that are stages of one load
     slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
 
 
 class _RecordHead(Struct):
-    """The part of a record that a first pass needs; the rest of the line is skipped."""
+    """The part of a record that the first pass needs. Decoding skips the rest of the line."""
 
     cell: str
     process: int
@@ -50,24 +50,24 @@ class _RecordHead(Struct):
 
 
 class _Preview(Struct):
-    """What a first pass over a block finds."""
+    """The result of the first pass, by cell. Times are on the cell's axis."""
 
     starts: dict[str, float] = {}  # of timed cells: the first measured request, or the start of the schedule
-    ends: dict[str, float] = {}  # of interrupted timed cells: of their last record
+    ends: dict[str, float] = {}  # of interrupted timed cells: the end of the last record
     samples: dict[str, GapSample] = {}
 
 
-def tally(
+def count_cells(
     path: Path,
-    places: dict[str, CellContext],
-    damaged: list[int],
+    contexts: dict[str, CellContext],
+    damaged_lines: list[int],
     unknown_cells: Counter[str],
     *,
     charted: bool = False,
 ) -> dict[str, CellCounts]:
-    """The tally of each cell that has records. Torn lines go to `damaged`, records of unknown cells to `unknown_cells`.
-    `charted`: with what charts draw.
+    """Return the counts of each cell that has records; `charted`: with the data of charts.
 
+    Appends the numbers of unreadable lines to `damaged_lines` and adds records of unknown cells to `unknown_cells`.
     Raises HarnessError when a process that read a part of a long file was killed.
     """
     blocks = split_blocks(path)
@@ -75,40 +75,39 @@ def tally(
     tallies: dict[str, CellCounts] = {}
     with reader(blocks) as run:
         preview = _Preview()
-        if long or any(place.duration_s is not None for place in places.values()):
-            preview = _previewed(run, places, sampling=long)
-        windows = _windows(preview, places)
-        for widened in _WIDENED if long else (math.inf,):
-            intervals = _intervals(preview.samples, places, widened)
+        if long or any(context.duration_s is not None for context in contexts.values()):
+            preview = _preview_file(run, contexts, sampling=long)
+        windows = _measured_windows(preview, contexts)
+        for width in _WIDTHS if long else (math.inf,):
+            intervals = _intervals_to_keep(preview.samples, contexts, width)
             lines, unknown = [], Counter[str]()
             tallies = {}
-            for part, others, read in run(
-                partial(
-                    _tally,
-                    places=places,
-                    starts=preview.starts,
-                    windows=windows,
-                    intervals=intervals,
-                    charted=charted,
-                )
-            ):
-                lines.append(read)
-                unknown += others
-                for cell, counted in part.items():
+            count = partial(
+                _count_block,
+                contexts=contexts,
+                starts=preview.starts,
+                windows=windows,
+                intervals=intervals,
+                charted=charted,
+            )
+            for part_tallies, part_unknown, part_lines in run(count):
+                lines.append(part_lines)
+                unknown += part_unknown
+                for cell, counted in part_tallies.items():
                     if cell in tallies:
                         tallies[cell].merge(counted)
                     else:
                         tallies[cell] = counted
-            if _all_found(tallies, places):
+            if _has_all_percentiles(tallies, contexts):
                 break
-    damaged += damaged_in_file(lines)
+    damaged_lines += damaged_in_file(lines)
     unknown_cells += unknown
     return tallies
 
 
-def _tally(
+def _count_block(
     block: Block,
-    places: dict[str, CellContext],
+    contexts: dict[str, CellContext],
     starts: dict[str, float],
     windows: dict[str, tuple[float, float]],
     intervals: dict[str, list[Interval]],
@@ -117,33 +116,32 @@ def _tally(
     tallies: dict[str, CellCounts] = {}
     unknown_cells: Counter[str] = Counter()
     lines = Lines()
-    loads = _groups(places, lambda cell: places[cell].staged)
-    other_stages = {cell: [other for other in cells if other != cell] for cells in loads for cell in cells}
+    staged_loads = _groups(contexts, lambda cell: contexts[cell].staged)
+    other_stages = {cell: [other for other in cells if other != cell] for cells in staged_loads for cell in cells}
 
-    def of(cell: str) -> CellCounts:
+    def counts_of(cell: str) -> CellCounts:
         if cell not in tallies:
-            kept = Gaps(intervals[cell]) if cell in intervals else Gaps()
-            place = places[cell]
+            context = contexts[cell]
             tallies[cell] = CellCounts(
-                clock=place.clock,
+                clock=context.clock,
                 window_s=windows.get(cell),
-                begun_s=starts.get(cell),
-                scheduled=place.first_due_s is not None,
-                mixed=place.mix is not None,
-                chunk_gap_s=kept,
-                slos=SloTally(sets=place.slos),
+                measured_start_s=starts.get(cell),
+                open_loop=context.first_due_s is not None,
+                in_mix=context.mix is not None,
+                chunk_gap_s=Gaps(intervals[cell]) if cell in intervals else Gaps(),
+                slos=SloTally(sets=context.slos),
                 chart=ChartCounts() if charted else None,
             )
         return tallies[cell]
 
     for request in read_block(block, lines):
         cell = request.cell
-        if cell not in places:
+        if cell not in contexts:
             unknown_cells[cell] += 1
             continue
-        of(cell).add(request)
+        counts_of(cell).add(request)
         for other in other_stages.get(cell, ()):
-            of(other).add_of_other_stage(request)
+            counts_of(other).add_other_stage(request)
     for counted in tallies.values():
         counted.chunk_gap_s.flush()
         if counted.chart is not None:
@@ -151,104 +149,97 @@ def _tally(
     return tallies, unknown_cells, lines
 
 
-def _preview(block: Block, places: dict[str, CellContext], sampling: bool) -> _Preview:
+def _preview_block(block: Block, contexts: dict[str, CellContext], sampling: bool) -> _Preview:
     preview = _Preview()
-    timed = {cell: place for cell, place in places.items() if place.duration_s is not None}
+    timed = {cell: context for cell, context in contexts.items() if context.duration_s is not None}
     decode_head, decode = msgspec.json.Decoder(_RecordHead).decode, msgspec.json.Decoder(Request).decode
-    for number, line in enumerate(block.lines()):
+    for line_number, line in enumerate(block.lines()):
         try:
-            if sampling and number % _SAMPLED == 0:
-                _sample(preview, decode(line), number // _SAMPLED)
+            if sampling and line_number % _SAMPLED_LINES == 0:
+                request = decode(line)
+                if request.phase == "measured" and request.error is None:
+                    # Start at different gaps: an engine may have a rhythm.
+                    first_gap = line_number // _SAMPLED_LINES % _SAMPLED_GAPS
+                    sample = preview.samples.setdefault(request.cell, GapSample())
+                    sample.add(request.chunks_s, first_gap, _SAMPLED_GAPS)
             if timed:
                 head = decode_head(line)
-                place = timed.get(head.cell)
-                if head.phase == "measured" and place is not None:
-                    start_s = head.sent_s + place.clock.offset_s(head.process)
-                    if place.interrupted:
-                        end_s = start_s + head.ended_s
-                        preview.ends[head.cell] = max(end_s, preview.ends.get(head.cell, end_s))
-                    first_due_s = place.first_due_s
-                    if head.scheduled_s is not None and first_due_s is not None:
-                        start_s += head.scheduled_s - first_due_s  # of the first that was due; it is the least of all
-                    preview.starts[head.cell] = min(start_s, preview.starts.get(head.cell, start_s))
+                context = timed.get(head.cell)
+                if head.phase == "measured" and context is not None:
+                    start_s = head.sent_s + context.clock.offset_s(head.process)
+                    if context.interrupted:
+                        preview.ends[head.cell] = max_known(preview.ends.get(head.cell), start_s + head.ended_s)
+                    if head.scheduled_s is not None and context.first_due_s is not None:
+                        # The start of the schedule, if this request was the first one; later ones give a later time.
+                        start_s += head.scheduled_s - context.first_due_s
+                    preview.starts[head.cell] = min_known(preview.starts.get(head.cell), start_s)
         except UNDECODABLE:
             continue
     return preview
 
 
-def _previewed(run: Reading[_Preview], places: dict[str, CellContext], *, sampling: bool) -> _Preview:
-    whole = _Preview()
-    for found in run(partial(_preview, places=places, sampling=sampling)):
-        for cell, start in found.starts.items():
-            whole.starts[cell] = min(start, whole.starts.get(cell, start))
-        for cell, end in found.ends.items():
-            whole.ends[cell] = max(end, whole.ends.get(cell, end))
-        for cell, sample in found.samples.items():
-            add_up(whole.samples.setdefault(cell, GapSample()), sample)
-    return whole
+def _preview_file(run: Reading[_Preview], contexts: dict[str, CellContext], *, sampling: bool) -> _Preview:
+    merged = _Preview()
+    for part in run(partial(_preview_block, contexts=contexts, sampling=sampling)):
+        for cell, start_s in part.starts.items():
+            merged.starts[cell] = min_known(merged.starts.get(cell), start_s)
+        for cell, end_s in part.ends.items():
+            merged.ends[cell] = max_known(merged.ends.get(cell), end_s)
+        for cell, sample in part.samples.items():
+            merge_counts(merged.samples.setdefault(cell, GapSample()), sample)
+    return merged
 
 
-def _sample(preview: _Preview, request: Request, turn: int) -> None:
-    if request.phase == "measured" and request.error is None:
-        sample = preview.samples.setdefault(request.cell, GapSample())
-        # Not always the same gaps of an answer: an engine may have a rhythm.
-        sample.add(request.chunks_s, turn % _SAMPLED_GAPS, _SAMPLED_GAPS)
-
-
-def _groups(cells: Iterable[str], name: Callable[[str], str | None]) -> list[list[str]]:
-    """Cells with the same name of what they belong to; those that belong to nothing are left out."""
+def _groups(cells: Iterable[str], group_of: Callable[[str], str | None]) -> list[list[str]]:
+    """Group cells by the name that `group_of` returns; cells without one are left out."""
     groups: dict[str, list[str]] = {}
     for cell in cells:
-        if (group := name(cell)) is not None:
+        if (group := group_of(cell)) is not None:
             groups.setdefault(group, []).append(cell)
     return list(groups.values())
 
 
-def _by_row(cells: Iterable[str], places: dict[str, CellContext]) -> list[list[str]]:
-    return _groups((cell for cell in cells if cell in places), lambda cell: places[cell].row or cell)
+def _by_row(cells: Iterable[str], contexts: dict[str, CellContext]) -> list[list[str]]:
+    return _groups((cell for cell in cells if cell in contexts), lambda cell: contexts[cell].row or cell)
 
 
-def _intervals(
-    samples: dict[str, GapSample], places: dict[str, CellContext], widened: float
+def _intervals_to_keep(
+    samples: dict[str, GapSample], contexts: dict[str, CellContext], width: float
 ) -> dict[str, list[Interval]]:
-    """Which chunk gaps are to be kept of each cell; cells not named keep all, such as those with few records."""
-    if widened == math.inf:
+    """The intervals of chunk gaps to keep of each cell. Cells that are not in it keep all, such as small ones."""
+    if width == math.inf:
         return {}
-    known = {cell: sample for cell, sample in samples.items() if sample.requests >= gaps.MIN_SAMPLE}
-    return {
-        cell: found
-        for cells in _by_row(known, places)
-        for found in [gaps.intervals_around([known[cell] for cell in cells], widened)]
-        for cell in cells
-    }
+    sampled = {cell: sample for cell, sample in samples.items() if sample.requests >= gaps.MIN_SAMPLE}
+    kept: dict[str, list[Interval]] = {}
+    for cells in _by_row(sampled, contexts):
+        kept |= dict.fromkeys(cells, gaps.intervals_around([sampled[cell] for cell in cells], width))
+    return kept
 
 
-def _all_found(tallies: dict[str, CellCounts], places: dict[str, CellContext]) -> bool:
-    """Whether each percentile of each cell and row is within the kept values."""
-    for cells in [[cell] for cell in tallies] + _by_row(tallies, places):
-        parts = [tallies[cell].chunk_gap_s for cell in cells if tallies[cell].chunk_gap_s.n]
-        if not all(part.whole for part in parts) and not gaps.all_known(parts):
+def _has_all_percentiles(tallies: dict[str, CellCounts], contexts: dict[str, CellContext]) -> bool:
+    """Whether the kept gaps give each percentile of each cell and row."""
+    for cells in [[cell] for cell in tallies] + _by_row(tallies, contexts):
+        filled = [tallies[cell].chunk_gap_s for cell in cells if tallies[cell].chunk_gap_s.n]
+        if not all(part.keeps_all for part in filled) and not gaps.has_all_percentiles(filled):
             return False
     return True
 
 
-def _windows(preview: _Preview, places: dict[str, CellContext]) -> dict[str, tuple[float, float]]:
-    """The measured time of each timed cell: from its first measured request on, as long as the load asks for.
-
-    That of an open loop begins with its schedule, in which the first may be due later. It is shorter where the cell was
-    over before.
+def _measured_windows(preview: _Preview, contexts: dict[str, CellContext]) -> dict[str, tuple[float, float]]:
+    """The measured window of each timed cell: it starts with the first measured request, or with the schedule of an
+    open loop, and lasts as long as the load asks for, or until the cell ended.
     """
     windows = {}
-    for cell, start in preview.starts.items():
-        place = places[cell]
-        end = start + (place.duration_s or 0.0)
-        if place.ended_wall_s is not None and place.clock.anchor_s is not None:
-            end = max(start, min(end, place.ended_wall_s - place.clock.anchor_s))
-        end = min(end, max(start, preview.ends.get(cell, end)))
-        windows[cell] = (start, end)
-    # Of the parts of a mix the time in which all of them were measured, if there is one.
-    for cells in _groups(list(windows), lambda cell: places[cell].mix):
-        start, end = max(windows[cell][0] for cell in cells), min(windows[cell][1] for cell in cells)
-        if start < end:
-            windows |= dict.fromkeys(cells, (start, end))
+    for cell, start_s in preview.starts.items():
+        context = contexts[cell]
+        end_s = start_s + (context.duration_s or 0.0)
+        if context.ended_wall_s is not None and context.clock.anchor_s is not None:
+            end_s = max(start_s, min(end_s, context.ended_wall_s - context.clock.anchor_s))
+        end_s = min(end_s, max(start_s, preview.ends.get(cell, end_s)))
+        windows[cell] = (start_s, end_s)
+    # The loads of a mix share the time in which all of them were measured, if there is one.
+    for cells in _groups(list(windows), lambda cell: contexts[cell].mix):
+        start_s, end_s = max(windows[cell][0] for cell in cells), min(windows[cell][1] for cell in cells)
+        if start_s < end_s:
+            windows |= dict.fromkeys(cells, (start_s, end_s))
     return windows

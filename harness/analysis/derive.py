@@ -1,15 +1,12 @@
-"""Numbers derived from one record: a function of a Request gives None where the number is undefined.
+"""Numbers derived from one record. Each formula takes a Request and returns None where the number is undefined.
 
-`add_up` joins what was counted in the parts of a file.
-
-Times in seconds. Fields of a record but `sent_s` are already relative to the moment of sending.
+Times are in seconds. All times of a record except `sent_s` are relative to the moment of sending.
 """
 
 import operator
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -19,59 +16,60 @@ from harness.rundir.records import SLACK_S, Request, find_impossible_counts
 from harness.scenario.check_syntax import Slo
 
 
-def possible(request: Request) -> Request:
-    """The record without counts that are not possible, which other tools and older harnesses keep."""
+def drop_impossible_counts(request: Request) -> Request:
+    """Replace impossible counts by None and list them in `bad_fields`. Other tools and older harnesses store them."""
     bad = find_impossible_counts(request, request.asked_tokens)
     if not bad:
         return request
-    without: dict[str, None] = dict.fromkeys(bad)
-    return msgspec.structs.replace(request, **without, bad_fields=[*request.bad_fields, *bad.values()])
+    unknown: dict[str, None] = dict.fromkeys(bad)
+    return msgspec.structs.replace(request, **unknown, bad_fields=[*request.bad_fields, *bad.values()])
 
 
 def ttft_s(request: Request) -> float | None:
-    """Time to first token: first chunk - sent. A chunk of any channel counts; without streaming it is not known."""
+    """Time to first token: first chunk of any channel - sent. None without streaming."""
     return request.chunks_s[0] if request.chunks_s else None
 
 
 def ttfo_s(request: Request) -> float | None:
-    """Time to first output: first visible content - sent, for models that reason first."""
+    """Time to first output: first visible content - sent. It differs from TTFT for models that reason first."""
     return request.first_visible_s
 
 
 def e2e_s(request: Request) -> float | None:
-    """End-to-end latency: last chunk - sent. A response in one piece arrives when it ends. None: it failed."""
+    """End-to-end latency: last chunk - sent; without streaming, end of the response - sent. None for a failure."""
     if request.error is not None:
         return None
     return request.chunks_s[-1] if request.chunks_s else request.ended_s
 
 
 def carried_tokens(request: Request) -> int | None:
-    """Output tokens that the chunks carry: those that the usage counts, without the end token and others that have no
-    text, before the first chunk or after the last. None: without streaming, or when the tokens were not counted.
+    """Output tokens that the chunks carry: those of the usage, less the end token and other tokens without text that
+    come before the first chunk or after the last. None without streaming, or when the server did not count tokens.
     """
     tokens, chunks = request.output_tokens, len(request.chunks_s)
     if tokens is None or not chunks:
         return None
     textless = request.textless
-    if textless is None:  # not observed by older harnesses: an answer that did not reach its limit has an end token
+    if textless is None:  # older harnesses did not record it; an answer that did not reach its limit has an end token
         textless = int(request.finish not in (None, "length"))
     elif textless == 0 and request.finish == "stop" and tokens == chunks + 1:
-        return chunks  # one token a chunk, and an end token that came with the last of them
-    return max(min(tokens, chunks), tokens - textless)  # a server may not count its end token
+        return chunks  # each chunk has one token, and the last one also has the end token
+    return max(min(tokens, chunks), tokens - textless)  # some servers do not count the end token
 
 
 def has_fewer_tokens(request: Request) -> bool:
-    """Whether the server counted fewer tokens than it sent pieces of text, each of which has at least one.
+    """Whether the server counted fewer tokens than it sent chunks of text, each of which has at least one token.
 
-    Several pieces of a tool call may come of one token, and the last of the reasoning with the first of the answer.
+    Chunks of tool calls do not count, since one token may make several. One token may end the reasoning and start the
+    answer, so that reasoning allows one chunk more.
     """
     pieces = len(request.chunks_s) - request.tool_chunks - bool(request.reasoning_chunks)
     return request.output_tokens is not None and request.output_tokens < pieces
 
 
-def is_backwards(request: Request) -> bool:
-    """Whether the times of a success contradict each other: chunks that go back or end after it did, or a stream
-    without any.
+def has_contradicting_times(request: Request) -> bool:
+    """Whether times of a successful request contradict each other: chunks out of order or after its end, or a stream
+    without chunks.
     """
     chunks = request.chunks_s
     if not chunks:
@@ -84,8 +82,8 @@ def is_backwards(request: Request) -> bool:
 def tpot_s(request: Request) -> float | None:
     """Time per output token: (last chunk - first chunk) / (tokens that the chunks carry - 1).
 
-    The first chunk is taken to hold one token. None for a single token or chunk, when the tokens were not counted, and
-    where the answer is a tool call with more tokens than events: how many of them precede its first chunk is not known.
+    It assumes one token in the first chunk. None for a single token or chunk, when the server did not count tokens, and
+    for a tool call with more tokens than chunks, because the number of tokens before its first chunk is unknown.
     """
     tokens, chunks = carried_tokens(request), request.chunks_s
     if tokens is None or tokens < 2 or len(chunks) < 2:
@@ -95,18 +93,13 @@ def tpot_s(request: Request) -> float | None:
     return (chunks[-1] - chunks[0]) / (tokens - 1)
 
 
-def in_one_read(request: Request) -> bool:
-    """Whether all chunks came in one read: then they say when that was, and nothing about the time between them."""
+def arrived_in_one_read(request: Request) -> bool:
+    """Whether all chunks arrived in one read, so that the time between them is unknown."""
     return 0 < len(request.chunks_s) - 1 <= request.coalesced
 
 
-def shown_tpot_s(request: Request) -> float | None:
-    """TPOT where it says something about the server; what a distribution is made of."""
-    return None if in_one_read(request) else tpot_s(request)
-
-
 def reasoning_tokens(request: Request) -> float | None:
-    """Output tokens that are reasoning: as the server says, else by the share of the chunks. None: it is not known."""
+    """Output tokens that are reasoning: the server's count, else estimated by the share of chunks. None: unknown."""
     if request.reasoning_tokens is not None:
         return float(request.reasoning_tokens)
     tokens = carried_tokens(request)
@@ -118,20 +111,16 @@ def send_lag_s(request: Request) -> float | None:
     return None if request.scheduled_s is None else -request.scheduled_s
 
 
-def late_s(request: Request) -> float:
-    """What comes before sending in a latency from schedule. What has no time of its own was due when it was sent."""
-    return send_lag_s(request) or 0.0
-
-
 def _from_schedule(latency_s: Callable[[Request], float | None]) -> Callable[[Request], float | None]:
-    return lambda request: None if (value := latency_s(request)) is None else value + late_s(request)
+    """The latency plus the send lag. A request without a scheduled time was due when it was sent."""
+    return lambda request: None if (value := latency_s(request)) is None else value + (send_lag_s(request) or 0.0)
 
 
-# The formula of each latency of harness.columns that a request has one of; what a distribution is made of.
+# The formulas of the latencies in harness.columns, as distributions use them.
 FORMULAS: dict[str, Callable[[Request], float | None]] = {
     "ttft_s": ttft_s,
     "ttfo_s": ttfo_s,
-    "tpot_s": shown_tpot_s,
+    "tpot_s": lambda request: None if arrived_in_one_read(request) else tpot_s(request),
     "e2e_s": e2e_s,
     "ttft_sched_s": _from_schedule(ttft_s),
     "e2e_sched_s": _from_schedule(e2e_s),
@@ -140,19 +129,18 @@ FORMULAS: dict[str, Callable[[Request], float | None]] = {
 }
 
 
-# Whether all chunks came in one read or not: an SLO is about each request.
-_OF_SLO = {column.check: FORMULAS[column.field] for column in LATENCIES if column.slo} | {"tpot": tpot_s}
+# An SLO is about each request, so its TPOT includes requests whose chunks arrived in one read.
+_SLO_FORMULAS = {column.check: FORMULAS[column.field] for column in LATENCIES if column.slo} | {"tpot": tpot_s}
 
 
-def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
-    """Whether a successful request met every SLO. None: it missed none, but has a latency that is not known.
+def meets_slos(request: Request, slos: Sequence[Slo]) -> bool | None:
+    """Whether a successful request met every SLO. None: it missed no SLO, but one of the latencies is unknown.
 
-    An answer of a single token has no time per further token, and misses no bound on it; nor has one in a single chunk,
-    such as a label and the end of sequence, which is a token and no chunk.
+    An answer of one token or one chunk has no TPOT and meets every bound on it.
     """
     known = True
     for slo in slos:
-        value = _OF_SLO[slo.latency](request)
+        value = _SLO_FORMULAS[slo.latency](request)
         if value is None:
             known = known and slo.latency == "tpot" and (request.output_tokens == 1 or len(request.chunks_s) == 1)
         elif not (operator.le if slo.operator == "<=" else operator.lt)(value, slo.bound_s):
@@ -160,24 +148,24 @@ def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
     return True if known else None
 
 
-def missed_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
-    """Whether an abandoned request had missed an SLO when the user left: one who leaves a slow one was not served."""
+def missed_slo_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
+    """Whether an abandoned request had missed an SLO when the user left."""
     for slo in slos:
         if slo.latency == "tpot":
-            continue  # how many tokens came by then is not known
-        value = _OF_SLO[slo.latency](request)
-        if value is None:  # it had not come by then
-            value = request.ended_s + (late_s(request) if slo.latency.endswith("_sched") else 0.0)
+            continue  # the number of tokens until then is unknown
+        value = _SLO_FORMULAS[slo.latency](request)
+        if value is None:  # longer than the user waited
+            value = request.ended_s + ((send_lag_s(request) or 0.0) if slo.latency.endswith("_sched") else 0.0)
         if value > slo.bound_s:
             return True
     return False
 
 
 class Latencies(dict[str, "array[float]"]):
-    """The latencies of some requests, by field of Numbers."""
+    """The latencies of some requests in seconds, by field of Numbers."""
 
     def __missing__(self, field: str) -> "array[float]":
-        self[field] = doubles()
+        self[field] = float_array()
         return self[field]
 
     def add(self, request: Request, fields: Iterable[str]) -> None:
@@ -190,8 +178,8 @@ class Latencies(dict[str, "array[float]"]):
             self[field].extend(values)
 
 
-def length_is_wrong(request: Request) -> bool:
-    """Whether a successful request of fixed length brought another number of tokens than asked for."""
+def has_wrong_length(request: Request) -> bool:
+    """Whether a successful request of fixed length returned another number of tokens than requested."""
     if not request.fixed_length or request.error is not None or request.asked_tokens is None:
         return False
     if request.output_tokens is None:
@@ -199,10 +187,10 @@ def length_is_wrong(request: Request) -> bool:
     return request.output_tokens != request.asked_tokens
 
 
-def share_inside(request: Request, start_s: float, end_s: float) -> float:
-    """The part (0 to 1) of its tokens that came within [start_s, end_s], seconds after sent.
+def token_share_between(request: Request, start_s: float, end_s: float) -> float:
+    """The share (0 to 1) of a request's tokens that came within [start_s, end_s], in seconds after sending.
 
-    By chunk times; a response in one piece is spread evenly over the time that it took.
+    It follows the chunk times. A response without streaming is spread evenly over the time that it took.
     """
     chunks = request.chunks_s
     if chunks:
@@ -214,38 +202,38 @@ def share_inside(request: Request, start_s: float, end_s: float) -> float:
     return max(0.0, min(end_s, request.ended_s) - max(start_s, 0.0)) / request.ended_s
 
 
-def doubles() -> "array[float]":
+def float_array() -> "array[float]":
     return array("d")
 
 
-def earliest(known: float | None, at: float) -> float:
-    return at if known is None else min(known, at)
+def min_known(known: float | None, value: float) -> float:
+    return value if known is None else min(known, value)
 
 
-def latest(known: float | None, at: float) -> float:
-    return at if known is None else max(known, at)
+def max_known(known: float | None, value: float) -> float:
+    return value if known is None else max(known, value)
 
 
-def add_up(mine: Struct, other: Struct, *, given: Collection[str] = ()) -> None:
-    """Add the counts of a part further on in the file, but for what is `given` to both.
+def merge_counts(total: Struct, part: Struct, *, skipped: Collection[str] = ()) -> None:
+    """Add the counts of a later part of a file to `total`, except the `skipped` fields. None: unknown.
 
-    Values are joined, numbers added up; of `first_..._s` the least is kept, of `last_..._s` the most. None: not known.
+    Arrays and lists are appended and numbers added, but `first_..._s` keeps the minimum and `last_..._s` the maximum.
     """
-    for name in mine.__struct_fields__:
-        here, there = getattr(mine, name), getattr(other, name)
-        if name in given or there is None:
+    for name in total.__struct_fields__:
+        known, added = getattr(total, name), getattr(part, name)
+        if name in skipped or added is None:
             continue
-        if hasattr(here, "merge"):
-            here.merge(there)
-        elif isinstance(here, Struct):
-            add_up(here, there)
-        elif isinstance(here, array):
-            here.extend(there)
+        if hasattr(known, "merge"):
+            known.merge(added)
+        elif isinstance(known, Struct):
+            merge_counts(known, added)
+        elif isinstance(known, array):
+            known.extend(added)
+        elif known is None:
+            setattr(total, name, added)
+        elif name.startswith("first_") and name.endswith("_s"):
+            setattr(total, name, min(known, added))
+        elif name.startswith("last_") and name.endswith("_s"):
+            setattr(total, name, max(known, added))
         else:
-            setattr(mine, name, there if here is None else _how(name)(here, there))
-
-
-def _how(name: str) -> Callable[[Any, Any], Any]:
-    if not name.endswith("_s"):
-        return operator.add
-    return {"first": min, "last": max}.get(name.partition("_")[0], operator.add)
+            setattr(total, name, known + added)

@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness.analysis.schedule import kind_of
-from harness.analysis.summarize import places_of, summarize
+from harness.analysis.schedule import load_kind
+from harness.analysis.summarize import cell_contexts, summarize
 from harness.analysis.tally import Clock
 from harness.errors import BadLines, HarnessError, RunError
 from harness.files import UNDECODABLE, read_bytes, read_lines
 from harness.judge import stats
-from harness.judge.noise_floors import noise_for
+from harness.judge.noise_floors import known_noise
 from harness.judge.stats import Array, Variation
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
@@ -86,7 +86,7 @@ def read_progress(folder: Path, run: Run) -> dict[str, CellProgress | None]:
     """The progress of each cell with records; None: too few requests, or no time."""
     clocks = {
         name: place.clock
-        for name, place in places_of(run, group_by_cell(read_marks(folder / "processes.jsonl"))).items()
+        for name, place in cell_contexts(run, group_by_cell(read_marks(folder / "processes.jsonl"))).items()
     }
     records: dict[str, list[_ItemRecord]] = defaultdict(list)
     for record in read_lines(folder / "requests.jsonl", _ItemRecord):
@@ -118,7 +118,7 @@ def _progress(records: Sequence[_ItemRecord], clock: Clock, load: Load) -> CellP
     due = [one.sent_s + clock.offset_s(one.process) for one in measured]
     begin, last = min(due), float(ended.max())
     # A lone user's bursts have no tail: each waits for all of its answers.
-    end = last if kind_of(load) == "bursts" and load.users == 1 else max(due)
+    end = last if load_kind(load) == "bursts" and load.users == 1 else max(due)
     end = min([end, *(at for at, one in zip(due, measured, strict=True) if one.error in CUT)])
     if end <= begin:
         return None
@@ -330,7 +330,7 @@ def forecast(
     asked = None if lengths is None else read_lengths(lengths)
     run, summary = read_run(folder), summarize(folder)
     _refuse_unfinished(run, summary, folder)
-    noise = noise_for([run], results).rows if results is not None else {}
+    noise = known_noise([run], results).rows if results is not None else {}
     work = read_progress(folder, run)
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], []
@@ -454,7 +454,7 @@ def _refused(row: Row, load: Load | None, cells: dict[str, CellSummary]) -> Reas
         return because("plan_no_records")
     if load.user not in _WORKERS:
         return because("plan_not_items", user=load.user)
-    if kind_of(load) not in ("closed loop", "bursts"):
+    if load_kind(load) not in ("closed loop", "bursts"):
         return because("plan_open_loop")
     if any(cells[name].mix or cells[name].stage for name in row.cells):
         return because("plan_mixed")

@@ -1,7 +1,7 @@
-"""What limited a cell: the load generator (the self-check of docs/method.md), or a stage of the server.
+"""Finds what limited a cell: the load generator (the self-check of docs/method.md), or a stage of the server.
 
-The server's own counters say how long requests waited, were prefilled and decoded; the client's clock says how long
-they took. The difference is around the engine: the API process, the network, the client.
+The server's counters give the time that requests waited, were prefilled and decoded; the client's clock gives the time
+that they took. The difference was spent around the engine: in the API process, the network and the client.
 """
 
 import statistics
@@ -16,23 +16,23 @@ from harness.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad,
 from harness.workers import MACHINE, Workers
 
 MAX_SEND_LAG_S = 0.010
-MAX_SHARED = 0.01  # of the chunks, or of the first ones
+MAX_SHARED = 0.01  # of the chunks, or of the first chunks
 MAX_LOOP_LAG_S = 0.005
-MAX_LOST = 0.02  # of a request's time, between its answer and what follows: the noise floor that is assumed
-MAX_CORE_WAIT = 0.05
-MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; else they are not the same ones
+MAX_LOST = 0.02  # of a request's time, between its answer and the next request: the assumed noise floor
+MAX_CORE_WAIT = 0.05  # of the time, waiting for a free core
+MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; outside, they are not the same
 KV_FULL = 0.95  # of the KV cache, while requests wait or are preempted
-SHARE = 0.20  # of a request's time that makes queueing, or the API process, the limit
+SHARE = 0.20  # of a request's time: from this share on, queueing or the API process is the limit
 
 _CHUNKS = ["chunk_gap_s"]
-_FIRST = ["ttft_s", "ttfo_s", "tpot_s", "ttft_sched_s"]
+_FIRST_CHUNK = ["ttft_s", "ttfo_s", "tpot_s", "ttft_sched_s"]
 _RATES = ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"]
-_TIMES = [*_FIRST, "e2e_s", "e2e_sched_s", *_CHUNKS]
+_TIMES = [*_FIRST_CHUNK, "e2e_s", "e2e_sched_s", *_CHUNKS]
 _ALL = [*_RATES, *_TIMES]
 
 
 class Limited(NamedTuple):
-    """A limit of the load generator, and the reason or note that it is."""
+    """A limit of the load generator, and the reason or note that reports it."""
 
     limit: ClientLimit
     reason: Reason
@@ -41,119 +41,125 @@ class Limited(NamedTuple):
 def client_limits(
     load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None = None
 ) -> list[Limited]:
-    """What of a cell the load generator limited; nothing where it was good enough, or left no marks."""
-    return [
-        *_cpu(load, numbers, marks, workers),
-        *_send_lag(load, tally, numbers, marks),
-        *_shared(load, tally, numbers, marks),
-        *_read_late(load, tally, numbers, marks),
-        *_slow(load, numbers, marks),
+    """Return where the load generator limited a cell; empty where it did not, or left no marks."""
+    limits = [
+        *_cpu_limits(load, numbers, marks, workers),
+        _send_lag_limit(load, tally, numbers, marks),
+        _shared_read_limit(load, tally, numbers, marks),
+        _read_clock_limit(load, tally, numbers, marks),
+        _loop_lag_limit(load, numbers, marks),
     ]
+    return [limit for limit in limits if limit is not None]
 
 
-def called(process: int, marks: Sequence[ProcessMark], workers: Workers | None) -> str:
-    """A load process as users know it: of several machines with the name of its own."""
+def process_name(process: int, marks: Sequence[ProcessMark], workers: Workers | None) -> str:
+    """A load process as reports name it: its number, with several machines also the name of its machine."""
     if workers is None:
         return str(process)
     hosts = [mark.host for mark in marks if mark.process == process and mark.host]
     return f"{process % MACHINE} of {hosts[0].rpartition('-')[0] if hosts else 'an unknown machine'}"
 
 
-def killed(marks: Sequence[ProcessMark]) -> list[int]:
+def killed_processes(marks: Sequence[ProcessMark]) -> list[int]:
     """Load processes with a start record and no end record."""
     starts, ends = ({mark.process for mark in marks if mark.event == event} for event in ("start", "end"))
     return sorted(starts - ends)
 
 
-def limited(numbers: Sequence[str], limits: Sequence[ClientLimit]) -> list[str]:
-    """Those of the numbers, fields of Numbers, that one of the findings is about."""
-    return [name for name in numbers if any(name in limit.numbers for limit in limits)]
+def limited_fields(fields: Sequence[str], limits: Sequence[ClientLimit]) -> list[str]:
+    """The fields of Numbers that at least one of the limits affects."""
+    return [name for name in fields if any(name in limit.numbers for limit in limits)]
 
 
-def _limit(
-    what: Any, value: float, allowed: float, numbers: Numbers, spoilt: list[str], why: Reason, *, invalid: bool = False
+def _limited(
+    what: Any, value: float, allowed: float, numbers: Numbers, affected: list[str], code: str, **values: Any
 ) -> Limited:
-    """A limit of those numbers that the cell has."""
-    values = {name: getattr(numbers, name) for name in spoilt}
-    known = [name for name, found in values.items() if found is not None and getattr(found, "n", 1) > 0]
+    """A limit on the affected fields that the cell has values of, and its reason."""
+    found = {name: getattr(numbers, name) for name in affected}
+    fields = [name for name, number in found.items() if number is not None and getattr(number, "n", 1) > 0]
     unit: Any = "ratio" if what in ("cpu", "shared_reads") else "s"
-    limit = ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=known, invalid=invalid)
-    return Limited(limit, Reason(why.code, {"numbers": known, **why.values}))
+    invalid = what in ("cpu", "send_lag")
+    limit = ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=fields, invalid=invalid)
+    return Limited(limit, because(code, numbers=fields, **values))
 
 
-def _cpu(load: Load, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None) -> Iterator[Limited]:
+def _cpu_limits(
+    load: Load, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None
+) -> Iterator[Limited]:
     starts = {mark.process: mark.monotonic_s for mark in marks if mark.event == "start"}
     for mark in marks:
         if mark.event != "end" or mark.cpu_s is None or mark.process not in starts:
             continue
-        # Without the highest share over 5 s, the mean since the start has to do, which hides a short saturation.
+        # Without the highest share over 5 s, use the mean since the start, which can hide a short saturation.
         lived_s = mark.monotonic_s - starts[mark.process]
         share = mark.cpu_max if mark.cpu_max is not None else mark.cpu_s / lived_s if lived_s > 0 else 0.0
         if share > MAX_CPU:
-            name, remedy = called(mark.process, marks, workers), _remedy(load, [mark])
-            why = because("client_cpu", process=name, share=share, max_share=MAX_CPU, remedy=remedy)
-            yield _limit("cpu", share, MAX_CPU, numbers, _ALL, why, invalid=True)
+            values = {"share": share, "max_share": MAX_CPU, "remedy": _remedy(load, [mark])}
+            name = process_name(mark.process, marks, workers)
+            yield _limited("cpu", share, MAX_CPU, numbers, _ALL, "client_cpu", process=name, **values)
 
 
-def _send_lag(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
+def _send_lag_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
     lag_s = tally.median_send_lag_s()
-    if lag_s is not None and lag_s > MAX_SEND_LAG_S:
-        more = None if killed(marks) else because("remedy_users", users=load.users, processes=load.processes)
-        why = because("client_send_lag", lag_s=lag_s, max_s=MAX_SEND_LAG_S, remedy=more)
-        yield _limit("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _ALL, why, invalid=True)
+    if lag_s is None or lag_s <= MAX_SEND_LAG_S:
+        return None
+    remedy = None if killed_processes(marks) else because("remedy_users", users=load.users, processes=load.processes)
+    values = {"lag_s": lag_s, "max_s": MAX_SEND_LAG_S, "remedy": remedy}
+    return _limited("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _ALL, "client_send_lag", **values)
 
 
-def _shared(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
-    """Chunks that the client put together, since it read late. Chunks that a server sends at once do not count.
+def _shared_read_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
+    """Chunks that arrived separately but were read together, because the client read late.
 
-    Of fast streams a late read often looks timely (its last bytes have just come): where the loop was late most of the
-    time, all chunks that shared a read are taken for the client's.
+    A late read of a fast stream often looks timely, since its last bytes have just arrived. So if the loop was late
+    most of the time, all chunks that shared a read count.
     """
-    often_late = (_worst(marks, "loop_lag_p50_s") or 0.0) > MAX_LOOP_LAG_S
+    often_late = (_max_known(marks, "loop_lag_p50_s") or 0.0) > MAX_LOOP_LAG_S
     chunks, first = (
         (tally.coalesced, tally.first_shared) if often_late else (tally.coalesced_late, tally.first_shared_late)
     )
     share = chunks / tally.chunks if tally.chunks else 0.0
     first_share = first / numbers.succeeded if numbers.succeeded else 0.0
-    spoilt = (_FIRST if first_share > MAX_SHARED else []) + (_CHUNKS if share > MAX_SHARED else [])
-    if spoilt:
-        remedy = _remedy(load, marks)
-        shares = {"chunks": share, "first_chunks": first_share, "max_share": MAX_SHARED}
-        why = because("client_shared_reads", **shares, remedy=remedy)
-        yield _limit("shared_reads", max(share, first_share), MAX_SHARED, numbers, spoilt, why)
+    affected = (_FIRST_CHUNK if first_share > MAX_SHARED else []) + (_CHUNKS if share > MAX_SHARED else [])
+    if not affected:
+        return None
+    values = {"chunks": share, "first_chunks": first_share, "max_share": MAX_SHARED, "remedy": _remedy(load, marks)}
+    worst = max(share, first_share)
+    return _limited("shared_reads", worst, MAX_SHARED, numbers, affected, "client_shared_reads", **values)
 
 
-def _read_late(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
-    """Without the kernel's stamps a late loop is a late time."""
-    share, lag_s = 0.01, _worst(marks, "loop_lag_p99_s")
-    if lag_s is None:  # too short a time
-        share, lag_s = 0.5, _worst(marks, "loop_lag_p50_s")
-    if tally.read_clock and lag_s is not None and lag_s > MAX_LOOP_LAG_S:
-        remedy = _remedy(load, marks)
-        why = because("client_read_clock", share=share, lag_s=lag_s, max_s=MAX_LOOP_LAG_S, remedy=remedy)
-        yield _limit("read_clock", lag_s, MAX_LOOP_LAG_S, numbers, _TIMES, why)
+def _read_clock_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
+    """Without the kernel's receive times, the lag of the client's loop is part of every time."""
+    share, lag_s = 0.01, _max_known(marks, "loop_lag_p99_s")
+    if lag_s is None:  # the run was too short for a p99
+        share, lag_s = 0.5, _max_known(marks, "loop_lag_p50_s")
+    if not tally.read_clock or lag_s is None or lag_s <= MAX_LOOP_LAG_S:
+        return None
+    values = {"share": share, "lag_s": lag_s, "max_s": MAX_LOOP_LAG_S, "remedy": _remedy(load, marks)}
+    return _limited("read_clock", lag_s, MAX_LOOP_LAG_S, numbers, _TIMES, "client_read_clock", **values)
 
 
-def _slow(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterator[Limited]:
-    """Where requests follow answers, the time from an answer to what follows it is part of every rate."""
-    lag_s, e2e_s = _worst(marks, "loop_lag_mean_s"), numbers.e2e_s.mean
+def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
+    """Where a request follows an answer, the client's delay between the two is part of every rate."""
+    lag_s, e2e_s = _max_known(marks, "loop_lag_mean_s"), numbers.e2e_s.mean
     if is_open_loop(load) or lag_s is None or not e2e_s:
-        return
+        return None
     allowed_s = max(MAX_LOOP_LAG_S, MAX_LOST * e2e_s)
-    if lag_s > allowed_s:
-        remedy = _remedy(load, marks)
-        why = because("client_loop_lag", lag_s=lag_s, share=lag_s / e2e_s, max_s=allowed_s, remedy=remedy)
-        yield _limit("loop_lag", lag_s, allowed_s, numbers, _RATES, why)
+    if lag_s <= allowed_s:
+        return None
+    values = {"lag_s": lag_s, "share": lag_s / e2e_s, "max_s": allowed_s, "remedy": _remedy(load, marks)}
+    return _limited("loop_lag", lag_s, allowed_s, numbers, _RATES, "client_loop_lag", **values)
 
 
-def _worst(marks: Sequence[ProcessMark], name: str) -> float | None:
+def _max_known(marks: Sequence[ProcessMark], name: str) -> float | None:
     return max((value for mark in marks if (value := getattr(mark, name)) is not None), default=None)
 
 
 def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
-    if killed(marks):
+    """What the user should do about a load generator that is too slow."""
+    if killed_processes(marks):
         return because("remedy_run_again")
-    if (waited := _worst(marks, "core_wait") or 0.0) > MAX_CORE_WAIT:
+    if (waited := _max_known(marks, "core_wait") or 0.0) > MAX_CORE_WAIT:
         return because("remedy_free_core", share=waited)
     return because("remedy_processes", processes=load.processes)
 
@@ -161,21 +167,21 @@ def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
 def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> TimeSplit | None:
     """Return the mean seconds of a request by stage; None where the server reports none of them.
 
-    `mixed`: other loads used the server at the same time, and its counters do not tell them apart.
+    `mixed`: other loads used the server at the same time, and its counters do not distinguish them.
     """
     e2e_s, counted = numbers.e2e_s.mean, numbers.sent if load.timed_requests is None else load.timed_requests
     totals = (load.queue_s, load.prefill_s, load.decode_s)
-    same = MIN_COUNTED * numbers.succeeded <= counted <= MAX_COUNTED * numbers.sent
-    if mixed or not e2e_s or not counted or not same or all(total is None for total in totals):
+    same_requests = MIN_COUNTED * numbers.succeeded <= counted <= MAX_COUNTED * numbers.sent
+    if mixed or not e2e_s or not counted or not same_requests or all(total is None for total in totals):
         return None
     queue_s, prefill_s, decode_s = (None if total is None else total / counted for total in totals)
     api_s = None
     if queue_s is not None and prefill_s is not None and decode_s is not None:
         rest_s = e2e_s - queue_s - prefill_s - decode_s
-        api_s = rest_s if rest_s >= 0 else None  # the requests that the server counted were not quite the same
-    opened = numbers.connect_s
+        api_s = rest_s if rest_s >= 0 else None  # negative: the server counted slightly different requests
+    connect_s = numbers.connect_s
     return TimeSplit(
-        connect_s=None if opened.mean is None else opened.mean * opened.n / numbers.sent,
+        connect_s=None if connect_s.mean is None else connect_s.mean * connect_s.n / numbers.sent,
         api_s=api_s,
         queue_s=queue_s,
         prefill_s=prefill_s,
@@ -202,7 +208,7 @@ def limited_by(split: TimeSplit | None, load: ServerLoad, limits: Sequence[Clien
 
 
 def mean_split(splits: Sequence[TimeSplit | None]) -> TimeSplit | None:
-    """Return the mean over cells, of each stage over those that know it."""
+    """Return the mean of each stage over the cells in which it is known."""
     known = [split for split in splits if split is not None]
     if not known:
         return None

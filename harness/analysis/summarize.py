@@ -1,4 +1,4 @@
-"""From a run directory to its Summary. Reads files only; the same files always give the same summary."""
+"""Computes the Summary of a run from its directory. The same files always give the same summary."""
 
 import math
 from collections import Counter
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict, replace
 
 from harness.analysis import validity
-from harness.analysis.count import CellContext, tally
-from harness.analysis.limits import common_limit, limited, limited_by, mean_split, time_split
-from harness.analysis.schedule import first_due_of, kept_of, kind_of
-from harness.analysis.tally import CellCounts, Clock, SloTally, numbers_of
+from harness.analysis.count import CellContext, count_cells
+from harness.analysis.limits import common_limit, limited_by, limited_fields, mean_split, time_split
+from harness.analysis.schedule import first_arrival_s, load_kind, schedule_kept
+from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers
 from harness.columns import NUMBER_WORDS, WORK
 from harness.errors import HarnessError
 from harness.failures.explain import ErrorMessages, group_failures
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
-from harness.judge.verdicts import compare_rows, of_sweep
+from harness.judge.verdicts import compare_rows, drift_notes
 from harness.rundir.manifest import FORMULAS, Run, origin_notes, read_numbers, read_run, without_unknown_numbers
 from harness.rundir.records import ProcessMark, group_by_cell, read_marks
 from harness.rundir.samples import (
@@ -47,12 +47,12 @@ from harness.summary import (
     upgrade_summary,
 )
 
-TOGETHER = 0.80  # of the measured time of a mix
-MAX_CAUSES = 5  # of failed requests, of each row
+MIN_MIX_OVERLAP = 0.80  # of the measured time of a mix, in which all of its loads must be measured
+MAX_CAUSES = 5  # of failed requests that a summary explains, by row
 
 
 class Summarized(NamedTuple):
-    """A summary and, by cell, what it was made of."""
+    """A summary and the data of each cell that it was computed from."""
 
     summary: Summary
     tallies: dict[str, CellCounts]
@@ -60,71 +60,71 @@ class Summarized(NamedTuple):
     telemetry: dict[str, list[TelemetrySample]]
 
 
-def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Reference | None = None) -> Summary:
-    """The summary of a run, however it ended. Raises HarnessError when there is no readable manifest.
+def summarize(folder: Path, extra_checks: Sequence[str] = (), reference: Reference | None = None) -> Summary:
+    """The summary of a run, also of a failed one. Raises HarnessError when there is no readable manifest.
 
-    `more_checks` are added to the scenario's; `reference` is the baseline of checks instead of the run's own.
+    `extra_checks` are added to the scenario's. `reference` replaces the run's own baseline of checks.
     """
-    return summarized(folder, more_checks, reference).summary
+    return summarize_with_counts(folder, extra_checks, reference).summary
 
 
-def summarized(
-    folder: Path, more_checks: Sequence[str] = (), reference: Reference | None = None, *, charted: bool = False
+def summarize_with_counts(
+    folder: Path, extra_checks: Sequence[str] = (), reference: Reference | None = None, *, charted: bool = False
 ) -> Summarized:
-    """The same with what it was made of; `charted`: and with what charts draw."""
+    """Like `summarize`, with the data behind the summary; `charted`: and the data of charts."""
     run = read_run(folder)
-    asked = [*run.scenario.checks, *more_checks]
-    cells = _cells(run)
+    check_texts = [*run.scenario.checks, *extra_checks]
+    planned_cells = _recorded_cells(run)
     damaged: dict[str, list[int]] = {"requests.jsonl": [], "processes.jsonl": []}
     marks = group_by_cell(read_marks(folder / "processes.jsonl", damaged["processes.jsonl"]))
-    slos = slo_sets(asked)
-    places = places_of(run, marks, slos)
+    slos = slo_sets(check_texts)
+    contexts = cell_contexts(run, marks, slos)
     unknown_cells: Counter[str] = Counter()
-    counted = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], unknown_cells, charted=charted)
-    # A cell without a record still is a cell: it was run and gave nothing.
-    seen = {name: cell for name, cell in cells.items() if name in run.ran or name in counted}
-    tallies = {
-        name: counted.get(name) or CellCounts(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen
+    path = folder / "requests.jsonl"
+    counted = count_cells(path, contexts, damaged["requests.jsonl"], unknown_cells, charted=charted)
+    cells = {name: cell for name, cell in planned_cells.items() if name in run.ran or name in counted}
+    tallies = {  # a cell that ran may have no records
+        name: counted.get(name) or CellCounts(clock=contexts[name].clock, slos=SloTally(sets=slos)) for name in cells
     }
-    samples = read_metrics(folder / "metrics.jsonl")
-    watched = read_telemetry(folder / "telemetry.jsonl")
-    given = read_numbers(folder, run)
-    session = validity.sessions_of(run)
+    metrics = read_metrics(folder / "metrics.jsonl")
+    telemetry = read_telemetry(folder / "telemetry.jsonl")
+    imported = read_numbers(folder, run)
+    sessions = validity.number_sessions(run)
     summaries = [
-        _cell(
+        _summarize_cell(
             run,
             cell,
-            session.get(name) if any(session.values()) else None,
+            sessions.get(name) if any(sessions.values()) else None,
             tallies[name],
-            samples.get(name, []),
-            watched.get(name, []),
+            metrics.get(name, []),
+            telemetry.get(name, []),
             marks.get(name, []),
-            given.get(name),
+            imported.get(name),
         )
-        for name, cell in seen.items()
+        for name, cell in cells.items()
     ]
-    of_run, not_run = validity.of_run(run, damaged, unknown_cells), validity.not_run(run)
+    run_reasons, not_run = validity.run_reasons(run, damaged, unknown_cells), validity.missing_cells(run)
     failed = {cell.id for cell in summaries if cell.failed is not None}
-    apart = _apart(run, seen, tallies, marks)
+    mix_reasons = _mix_overlap_reasons(run, cells, tallies, marks)
     for name in failed:
-        apart.pop(seen[name].group, None)
+        mix_reasons.pop(cells[name].group, None)
     measured = [cell for cell in summaries if cell.id not in failed]
     # A setting that failed is the result of its row: the run is valid where another one was measured.
     reasons = [
-        *of_run,
+        *run_reasons,
         *([because("cells_missing", ran=len(run.order) - len(not_run), planned=len(run.order))] if not_run else []),
-        *apart.values(),
+        *mix_reasons.values(),
         *(problem for cell in measured for problem in cell.problems),
         *([because("settings_failed")] if failed and not measured else []),
     ]
-    rows = _rows(run, summaries, tallies, _invalid(cells, summaries, apart, not_run))
+    rows = _summarize_rows(run, summaries, tallies, _invalid_rows(planned_cells, summaries, mix_reasons, not_run))
     working = [row for row in rows if row.failed is None]
     reference = reference or read_reference(folder)
     if reference is not None and reasons:
         reference = replace(reference, refused=because("run_invalid"))
     comparison = None
-    # Probes were measured for as long as their answer took: they are compared by it, in capacity.json.
-    if not of_run and all(cell.stopped_after_s is None for cell in run.cells):
+    # Probes of a capacity search last as long as they need; capacity.json has their results.
+    if not run_reasons and all(cell.stopped_after_s is None for cell in run.cells):
         base, looks = baseline_of(run.scenario), run.budget.looks if run.budget is not None else []
         by_id = {cell.id: cell for cell in summaries}
         comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario, looks)
@@ -136,79 +136,82 @@ def summarized(
         valid=None if run.origin is not None and not reasons else not reasons,
         reasons=reasons,
         notes=[
-            *validity.of_failed_settings(rows),
-            *of_sweep(summaries, run.scenario),
+            *validity.failed_setting_notes(rows),
+            *drift_notes(summaries, run.scenario),
             *origin_notes(run.origin),
-            *validity.of_sessions(run),
-            *comparable.notes(run),
-            *validity.of_host_cpu(measured, (mark for found in marks.values() for mark in found)),
+            *validity.session_notes(run),
+            *comparable.start_notes(run),
+            *validity.host_cpu_notes(measured, (mark for found in marks.values() for mark in found)),
             *(note for cell in measured for note in cell.notes),
-            *validity.of_token_counters(measured),
-            *validity.of_budget(run, comparison),
-            *validity.of_answers(working, comparison),
+            *validity.token_counter_notes(measured),
+            *validity.budget_notes(run, comparison),
+            *validity.answer_notes(working, comparison),
         ],
-        failures=_failures(rows, tallies),
+        failures=_explain_failures(rows, tallies),
         rows=rows,
         cells=summaries,
         comparison=comparison,
-        checks=checks.evaluate(asked, working, comparison, reference),
+        checks=checks.evaluate(check_texts, working, comparison, reference),
     )
-    return Summarized(summary, tallies, samples, watched)
+    return Summarized(summary, tallies, metrics, telemetry)
 
 
-def _invalid(
-    cells: dict[str, Cell], summaries: Sequence[CellSummary], apart: dict[str, Reason], not_run: Sequence[str]
+def _invalid_rows(
+    cells: dict[str, Cell], summaries: Sequence[CellSummary], mix_reasons: dict[str, Reason], not_run: Sequence[str]
 ) -> dict[tuple[str, str], Reason]:
-    """The first reason why a row has a cell that is not valid, by row."""
+    """The first reason why a cell of a row is invalid, by row (server, load)."""
     problems = {cell.id: cell.problems for cell in summaries}
-    found: dict[tuple[str, str], Reason] = {}
+    invalid: dict[tuple[str, str], Reason] = {}
     for name, cell in cells.items():
-        why = [*problems.get(name, []), *([apart[cell.group]] if cell.group in apart else [])]
-        why += [Reason("not_run", cell=name)] if name in not_run else []
-        if why and cell.again is None:
-            found.setdefault((cell.server, cell.load), why[0])
-    return found
+        reasons = [*problems.get(name, []), *filter(None, [mix_reasons.get(cell.group)])]
+        if name in not_run:
+            reasons.append(Reason("not_run", cell=name))
+        if reasons and cell.again is None:
+            invalid.setdefault((cell.server, cell.load), reasons[0])
+    return invalid
 
 
-def _apart(
+def _mix_overlap_reasons(
     run: Run, cells: dict[str, Cell], tallies: dict[str, CellCounts], marks: dict[str, list[ProcessMark]]
 ) -> dict[str, Reason]:
-    """Mixes whose parts were hardly measured at the same time, and for how long they were."""
-    mixes: dict[str, list[tuple[float, float]]] = {}
+    """A reason for each mix, by group of cells, whose loads were measured together for too short a time."""
+    windows: dict[str, list[tuple[float, float]]] = {}
     asked_s: dict[str, float] = {}
-    cut = {cell.group for name, cell in cells.items() if not validity.whole(run.ran.get(name), marks.get(name, []))}
+    cut = set()
     for name, cell in cells.items():
-        window, ran = _window(tallies[name]), run.ran.get(name)
-        probe = ran is not None and ran.seed is not None  # of a capacity search, which counts what all loads have
-        if cell.mix is not None and window is not None and not probe:
-            mixes.setdefault(cell.group, []).append(window)
+        window, ran = _wall_window(tallies[name]), run.ran.get(name)
+        is_probe = ran is not None and ran.seed is not None  # a capacity search only counts the common time anyway
+        if cell.mix is not None and window is not None and not is_probe:
+            windows.setdefault(cell.group, []).append(window)
             asked_s[cell.group] = run.scenario.loads[cell.load].duration_s or 0.0
+        if not validity.ended_normally(ran, marks.get(name, [])):
+            cut.add(cell.group)
     reasons = {}
-    for group, windows in mixes.items():
-        longest_s = asked_s[group]
-        together_s = max(0.0, min(end for _, end in windows) - max(begin for begin, _ in windows))
-        if together_s < TOGETHER * longest_s:
-            # What cut it has a reason of its own, and would cut a longer one, too.
-            whole = group not in cut
-            enough_s = math.ceil(round((longest_s - together_s) / (1 - TOGETHER), 3)) if whole else None
-            values = {"together_s": together_s, "asked_s": longest_s, "min_share": TOGETHER, "enough_s": enough_s}
-            reasons[group] = Reason("mix_apart", values, cell=group.replace("/", "-"))
+    for group, parts in windows.items():
+        together_s = max(0.0, min(end for _, end in parts) - max(begin for begin, _ in parts))
+        missing_s = asked_s[group] - together_s
+        if together_s < MIN_MIX_OVERLAP * asked_s[group]:
+            # A longer measured time helps, unless something cut the cells: that has a reason of its own.
+            enough_s = None if group in cut else math.ceil(round(missing_s / (1 - MIN_MIX_OVERLAP), 3))
+            values = {"asked_s": asked_s[group], "min_share": MIN_MIX_OVERLAP, "enough_s": enough_s}
+            reasons[group] = Reason("mix_apart", {"together_s": together_s, **values}, cell=group.replace("/", "-"))
     return reasons
 
 
-def _failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedRequests]:
-    found = []
+def _explain_failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedRequests]:
+    """The failed requests of each row, group_failures by cause."""
+    failures = []
     for row in rows:
-        said = ErrorMessages()
+        messages = ErrorMessages()
         for cell in row.cells:
-            said.merge(tallies[cell].said)
-        for group in group_failures(said)[:MAX_CAUSES]:
-            found.append(FailedRequests(server=row.server, load=row.load, **asdict(group)))
-    return found
+            messages.merge(tallies[cell].error_messages)
+        for group in group_failures(messages)[:MAX_CAUSES]:
+            failures.append(FailedRequests(server=row.server, load=row.load, **asdict(group)))
+    return failures
 
 
 def read_reference(folder: Path) -> Reference | None:
-    """The baseline that a run was given, if it was given one. Raises HarnessError for a damaged file."""
+    """The baseline of a run's checks; None where it has none. Raises HarnessError for a damaged file."""
     path = folder / "baseline.json"
     if not path.exists():
         return None
@@ -216,12 +219,12 @@ def read_reference(folder: Path) -> Reference | None:
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a folder holds a run as `harness publish` files it: its summary, and its records packed or not at all."""
+    """Whether `harness publish` wrote the folder: it has a report and no unpacked records."""
     return (folder / "report.md").exists() and not (folder / "requests.jsonl").exists()
 
 
 def read_summary(folder: Path) -> Summary:
-    """summary.json as it is, such as that of a published run. Raises HarnessError that says what is wrong with it."""
+    """Read summary.json without computing it anew. Raises HarnessError where it is missing or damaged."""
     path = folder / "summary.json"
     try:
         return read_json(path, Summary, FORMAT_VERSION, upgrade=upgrade_summary)
@@ -230,35 +233,51 @@ def read_summary(folder: Path) -> Summary:
 
 
 def summary_of(folder: Path, checks: Sequence[str] = ()) -> Summary:
-    """The summary by the formulas of this version; without records, as of a published run, the one that was written."""
-    alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
-    return read_summary(folder) if alone else summarize(folder, checks)
+    """The summary by the formulas of this version; of a published run without records, the stored summary."""
+    is_stored_only = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
+    return read_summary(folder) if is_stored_only else summarize(folder, checks)
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
     replace_file(folder / "summary.json", pretty_json(summary))
 
 
-def _cells(run: Run) -> dict[str, Cell]:
-    """Every cell that the run may have records of, in the order of the plan."""
+def _recorded_cells(run: Run) -> dict[str, Cell]:
+    """Every cell that the run may have records of: first the planned ones in their order, then all others that ran."""
     planned = {cell.id: cell for cell in plan(run.scenario)}
     for server in run.scenario.servers:
         for load in run.scenario.loads:
             planned[f"live-{server}-{load}"] = cell_of(server, load, 1, f"live-{server}-{load}")
-    ran = {cell.id: cell_of(cell.server, cell.load, cell.repeat, cell.id) for cell in run.cells}
-    ordered = {name: planned[name] for name in run.order if name in planned}
-    return ordered | {name: cell for name, cell in ran.items() if name not in ordered}
+    cells = {name: planned[name] for name in run.order if name in planned}
+    for cell in run.cells:
+        cells.setdefault(cell.id, cell_of(cell.server, cell.load, cell.repeat, cell.id))
+    return cells
 
 
-def places_of(
+def cell_contexts(
     run: Run, marks: dict[str, list[ProcessMark]], slos: dict[str, tuple[Slo, ...]] | None = None
 ) -> dict[str, CellContext]:
-    """What the tally must know of each cell that there may be records of."""
-    return {name: _place(run, cell, marks.get(name, []), slos or {}) for name, cell in _cells(run).items()}
+    """The context of each cell that the run may have records of."""
+    contexts = {}
+    for name, cell in _recorded_cells(run).items():
+        load, seed = effective_load(run, cell)
+        ended_wall_s = run.ran[name].ended_wall_s if name in run.ran else None
+        contexts[name] = CellContext(
+            Clock(marks.get(name, [])),
+            duration_s=load.duration_s,
+            first_due_s=None if run.origin else first_arrival_s(load, seed),
+            ended_wall_s=ended_wall_s,
+            interrupted=ended_wall_s is None,
+            row=f"{cell.server} {cell.load}",
+            mix=cell.group if cell.mix is not None else None,
+            staged=cell.group if cell.stage is not None else None,
+            slos=slos or {},
+        )
+    return contexts
 
 
-def load_of(run: Run, cell: Cell) -> tuple[Load, int]:
-    """The load of a cell and the seed of its sequence: of one that was stopped as planned, with the time it had."""
+def effective_load(run: Run, cell: Cell) -> tuple[Load, int]:
+    """The load of a cell and the seed of its requests. A load that was stopped as planned has the time that it ran."""
     load, ran = run.scenario.loads[cell.load], run.ran.get(cell.id)
     if ran is None:
         return load, run.scenario.seed
@@ -267,134 +286,120 @@ def load_of(run: Run, cell: Cell) -> tuple[Load, int]:
     return load, run.scenario.seed if ran.seed is None else ran.seed
 
 
-def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple[Slo, ...]]) -> CellContext:
-    known = load_of(run, cell) if cell.load in run.scenario.loads else None
-    ended_wall_s = run.ran[cell.id].ended_wall_s if cell.id in run.ran else None
-    return CellContext(
-        Clock(marks),
-        duration_s=None if known is None else known[0].duration_s,
-        first_due_s=None if known is None or run.origin else first_due_of(*known),
-        ended_wall_s=ended_wall_s,
-        interrupted=ended_wall_s is None,
-        row=f"{cell.server} {cell.load}",
-        mix=cell.group if cell.mix is not None else None,
-        staged=cell.group if cell.stage is not None else None,
-        slos=slos,
-    )
-
-
-def _window(counted: CellCounts) -> tuple[float, float] | None:
-    """What the rates of a cell refer to, as Unix time."""
-    begin, end = counted.window_s or (counted.first_sent_s, counted.last_ended_s)
-    begin_s, end_s = counted.clock.wall_s(begin), counted.clock.wall_s(end)
+def _wall_window(tally: CellCounts) -> tuple[float, float] | None:
+    """The window that the rates of a cell refer to, as Unix time."""
+    begin, end = tally.window_s or (tally.first_sent_s, tally.last_ended_s)
+    begin_s, end_s = tally.clock.wall_s(begin), tally.clock.wall_s(end)
     return None if begin_s is None or end_s is None or end_s <= begin_s else (begin_s, end_s)
 
 
-def _cell(
+def _summarize_cell(
     run: Run,
     cell: Cell,
     session: int | None,
-    counted: CellCounts,
+    tally: CellCounts,
     metrics: list[MetricsSample],
     telemetry: list[TelemetrySample],
     marks: list[ProcessMark],
-    given: Numbers | None,
+    imported: Numbers | None,
 ) -> CellSummary:
-    ran, (cell_load, seed) = run.ran.get(cell.id), load_of(run, cell)
-    numbers = given or without_unknown_numbers(numbers_of([counted]), run.origin)
+    ran, (load, seed) = run.ran.get(cell.id), effective_load(run, cell)
+    numbers = imported or without_unknown_numbers(compute_numbers([tally]), run.origin)
     if run.origin is None:
-        schedule = kept_of(counted.schedule, cell_load, seed, numbers.window_s, counted.part_s())
+        schedule = schedule_kept(tally.schedule, load, seed, numbers.window_s, tally.mix_window_s())
         numbers = replace(numbers, schedule=schedule)
-    wall_s = counted.clock.wall_s
-    first, last = wall_s(counted.first_sent_s), wall_s(counted.last_ended_s)
-    window = _window(counted)
+    wall_s = tally.clock.wall_s
+    first, last = wall_s(tally.first_sent_s), wall_s(tally.last_ended_s)
+    window = _wall_window(tally)
     rate = None if cell.mix else numbers.output_tok_s  # the energy of a mix belongs to all of its loads
     tokens = None if rate is None else rate * (numbers.window_s or 0.0)
-    did = machine_load(telemetry, window, tokens)
-    if cell.stage is not None and window is not None:  # else what other numbers of users did is among it
+    machine = machine_load(telemetry, window, tokens)
+    if cell.stage is not None and window is not None:  # samples outside the window belong to other stages
         metrics = [sample for sample in metrics if window[0] <= sample.wall_s <= window[1]]
-    load = server_load(
+    server = server_load(
         metrics,
-        sent_wall_s=wall_s(counted.first_any_s),
-        ended_wall_s=wall_s(counted.last_any_s),
+        sent_wall_s=wall_s(tally.first_any_s),
+        ended_wall_s=wall_s(tally.last_any_s),
         measured_wall_s=None if first is None or last is None else (first, last),
     )
-    first_due_s = None if run.origin else first_due_of(cell_load, seed)
-    warmup = validity.warmed(counted, marks, first_due_s)
-    found = validity.of_cell(
+    warmup = validity.summarize_warmup(tally, marks, None if run.origin else first_arrival_s(load, seed))
+    findings = validity.check_cell(
         validity.Evidence(
             cell=cell.id,
             ran=ran,
-            reached=cell.stage is None or bool(counted.warmup or counted.sent),
-            going_on=ran is None and run.status == "running",
-            load=cell_load,
+            was_reached=cell.stage is None or bool(tally.warmup or tally.sent),
+            running=ran is None and run.status == "running",
+            load=load,
             max_error_rate=run.scenario.max_error_rate,
-            tally=counted,
+            tally=tally,
             numbers=numbers,
-            server_load=load,
-            machine_load=did,
+            server_load=server,
+            machine_load=machine,
             marks=marks,
             warmup=warmup,
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,
             imported=run.origin is not None,
-            mixed=cell.mix is not None or cell.stage is not None,
+            shared_server=cell.mix is not None or cell.stage is not None,
         )
     )
     phases = ran.served_by.phases if ran is not None else []
+    split = time_split(numbers, server, mixed=cell.mix is not None)
     return CellSummary(
         **asdict(cell),
         session=session,
         numbers=numbers,
-        server_load=load,
-        machine_load=did,
+        server_load=server,
+        machine_load=machine,
         ready_s=sum(phase.seconds for phase in phases) if phases else None,
         warmup=warmup,
-        bad_fields=list(counted.bad_fields.found.values()),
+        bad_fields=list(tally.bad_fields.by_field.values()),
         failed=None if ran is None else ran.failed,
-        problems=found.reasons if ran is None or ran.failed is None else [replace(ran.failed, cell=cell.id)],
-        notes=found.notes,
-        limits=found.limits,
-        time=(split := time_split(numbers, load, mixed=cell.mix is not None)),
-        limited_by=limited_by(split, load, found.limits),
+        problems=findings.reasons if ran is None or ran.failed is None else [replace(ran.failed, cell=cell.id)],
+        notes=findings.notes,
+        limits=findings.limits,
+        time=split,
+        limited_by=limited_by(split, server, findings.limits),
     )
 
 
-def _rows(
+def _summarize_rows(
     run: Run, cells: list[CellSummary], tallies: dict[str, CellCounts], invalid: dict[tuple[str, str], Reason]
 ) -> list[Row]:
     rows = []
     for server in run.scenario.servers:
         for load in run.scenario.loads:
-            same = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
-            mine = [cell for cell in same if cell.again is None]
-            if not mine:
+            all_cells = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
+            row_cells = [cell for cell in all_cells if cell.again is None]
+            if not row_cells:
                 continue
             row = replace(
-                _row(server, load, mine, tallies),
-                kind="" if run.origin else kind_of(run.scenario.loads[load]),
+                _summarize_row(server, load, row_cells, tallies),
+                kind="" if run.origin else load_kind(run.scenario.loads[load]),
                 invalid=invalid.get((server, load)),
-                failed=next((cell.failed for cell in same if cell.failed is not None), None),
+                failed=next((cell.failed for cell in all_cells if cell.failed is not None), None),
             )
-            if run.origin is not None:  # every import is one repeat: what is known of its cell is known of its row
-                own = run.origin.of_row(server, load)
-                row = replace(row, pooled=mine[0].numbers, definitions=own.definitions, missing=own.missing)
+            if run.origin is not None:  # an import has one repeat, so the numbers of its row are those of its cell
+                origin = run.origin.of_row(server, load)
+                row = replace(row, pooled=row_cells[0].numbers, definitions=origin.definitions, missing=origin.missing)
             rows.append(row)
     return rows
 
 
-def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, CellCounts]) -> Row:
-    good = [cell.numbers for cell in cells if not cell.problems]
-    values: dict[str, Any] = {name: [one for n in good if (one := getattr(n, name)) is not None] for name in WORK}
+def _summarize_row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, CellCounts]) -> Row:
+    valid = [cell.numbers for cell in cells if not cell.problems]
+    values: dict[str, Any] = {
+        name: [value for numbers in valid if (value := getattr(numbers, name)) is not None] for name in WORK
+    }
     return Row(
         server=server,
         load=load,
         cells=[cell.id for cell in cells],
         **values,
-        pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
+        pooled=compute_numbers([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
         formulas=FORMULAS,
         machine_load=median_load([cell.machine_load for cell in cells]),
         time=mean_split([cell.time for cell in cells]),
         limited_by=common_limit([cell.limited_by for cell in cells]),
-        client_limited=limited(list(NUMBER_WORDS), [limit for cell in cells for limit in cell.limits]),
+        client_limited=limited_fields(list(NUMBER_WORDS), [limit for cell in cells for limit in cell.limits]),
     )

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.analysis import derive
-from harness.analysis.derive import meets, missed_before_leaving
+from harness.analysis.derive import meets_slos, missed_slo_before_leaving
 from harness.capacity.evidence import BLOCK_ANSWERS
 from harness.errors import HarnessError
 from harness.rundir.records import Request
@@ -229,7 +229,7 @@ class BlockCutter:
         tokens = 0.0
         for one in self._waiting:
             if one.error is None and one.output_tokens is not None:
-                tokens += one.output_tokens * derive.share_inside(one, begin_s - one.sent_s, end_s - one.sent_s)
+                tokens += one.output_tokens * derive.token_share_between(one, begin_s - one.sent_s, end_s - one.sent_s)
         return LoadBlock(
             begin_s=begin_s,
             end_s=end_s,
@@ -252,10 +252,10 @@ def _counted(slo: CapacitySlo, requests: Sequence[Request]) -> tuple[int, int]:
     met = total = 0
     for request in requests:
         if request.error is None:
-            verdict = meets(request, slo.bounds)
+            verdict = meets_slos(request, slo.bounds)
             met, total = met + (verdict is True), total + (verdict is not None)
         elif request.error == "abandoned":
-            total += missed_before_leaving(request, slo.bounds)
+            total += missed_slo_before_leaving(request, slo.bounds)
         elif request.error != "unfinished":
             total += 1
     return met, total

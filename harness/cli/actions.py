@@ -65,7 +65,7 @@ def run(
     """
     from harness.analysis.forecast import read_duration
     from harness.analysis.summarize import read_summary
-    from harness.comparison.compare import reference_to, write_reference
+    from harness.comparison.compare import make_reference, write_reference
     from harness.prepare import experiment as experiments
     from harness.prepare.preview import check_notes
     from harness.report import junit as junit_xml
@@ -100,7 +100,7 @@ def run(
             folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
     manifest = read_run(folder)
     if base is not None:
-        write_reference(folder, reference_to(base, manifest, about=about))
+        write_reference(folder, make_reference(base, manifest, about=about))
         write_results(folder)
     summary = read_summary(folder)
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)

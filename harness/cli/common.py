@@ -305,10 +305,10 @@ def find_run(given: Path, runs: Path) -> Path:
 
 
 def find_baseline(given: Path, runs: Path) -> Path:
-    from harness.comparison.compare import usable_baseline
+    from harness.comparison.compare import read_baseline
 
     folder = find_run(given, runs)
-    usable_baseline(folder)
+    read_baseline(folder)
     return folder
 
 

@@ -39,8 +39,8 @@ def report(
 
     With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
-    from harness.analysis.summarize import read_summary, summarized, write_summary
-    from harness.comparison.compare import reference_to
+    from harness.analysis.summarize import read_summary, summarize_with_counts, write_summary
+    from harness.comparison.compare import make_reference
     from harness.prepare.experiment import validate_checks
     from harness.report import export, html, junit, markdown, terminal
     from harness.rundir.manifest import read_run
@@ -51,7 +51,7 @@ def report(
     folder = _find_or_import_run(run_folder, runs)
     manifest = read_run(folder)
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
-    reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
+    reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
     checked_anew = bool(checks) or reference is not None
     # A published run has only its summary. A summary made without records would say that nothing was measured.
     alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
@@ -60,7 +60,8 @@ def report(
             f"{folder}: it has no requests.jsonl, which --check and --baseline need",
             next_step="Give the run directory as `harness run` made it.",
         )
-    counts = None if alone else summarized(folder, checks or [], reference, charted=output in ("terminal", "html"))
+    charted = output in ("terminal", "html")
+    counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=charted)
     summary = read_summary(folder) if counts is None else counts.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)
@@ -122,7 +123,7 @@ def compare(
     Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. With
     --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
     """
-    from harness.comparison.compare import by_machine, compare_runs
+    from harness.comparison.compare import compare_runs, group_by_machine
     from harness.prepare.experiment import validate_checks
     from harness.report import junit
     from harness.report.markdown import render_comparison
@@ -138,7 +139,7 @@ def compare(
     if history:
         _compare_with_history(first[0], output, runs, results)
         return
-    groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
+    groups = group_by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
         validate_checks(checks or [], scenario.servers, scenario.loads)
     try:
@@ -258,13 +259,13 @@ def diff(
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
-    from harness.judge.comparable import differences_of
+    from harness.judge.comparable import run_differences
     from harness.report.markdown import differences_markdown
     from harness.report.terminal import print_differences
     from harness.rundir.manifest import read_run
 
     manifests = [read_run(cli.find_run(folder, runs)) for folder in (one, other)]
-    differences, sides = differences_of(manifests), [run.id for run in manifests]
+    differences, sides = run_differences(manifests), [run.id for run in manifests]
     cli.print_as(
         output,
         {"sides": sides, "differences": differences},

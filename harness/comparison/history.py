@@ -1,7 +1,9 @@
-"""The runs of one scenario on one machine over time: change points, what changed with them, and the gate."""
+"""The runs of one scenario on one machine over time: change points, their causes, and the gate for a new run."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,24 +15,24 @@ from harness.columns import RATES
 from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError
 from harness.judge import stats
-from harness.judge.comparable import NOTED, differences, facts_of
+from harness.judge.comparable import SHOWN_ONLY, collect_facts, find_differences
 from harness.judge.noise_floors import RESERVED, is_noise_run
-from harness.judge.stats import Shift, gate, levels_of
-from harness.judge.verdicts import Measured, fields_of, metrics_of, speeds, values_of
+from harness.judge.stats import Shift, find_levels, find_shift
+from harness.judge.verdicts import Measured, comparison_metrics, metric_values, number_fields, to_speeds
 from harness.rundir.manifest import Run, definitions_differ, read_run
 from harness.summary import Difference, Row, Summary
 
-# In this order: a run is left out for the first that applies.
+# Why a run is left out of a history or series: the first reason that applies.
 Reason = Literal[
     "unreadable", "not_valid", "noise_run", "machine", "engine_kind", "model", "workload", "later",
     "no_row", "client_limited", "no_value", "definition",
 ]  # fmt: skip
-_NEAR = 2  # runs around a change point in which a difference of the manifests is looked for
-_Found = tuple[Path, Run, Summary]
+_NEAR = 2  # runs on either side of a change point that are searched for a difference of the manifests
+_RunAndSummary = tuple[Run, Summary]
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):
-    """Runs that are no part of the history, or of one series, and why."""
+    """Runs that are left out of the history, or of one series."""
 
     reason: Reason
     runs: list[str]
@@ -68,14 +70,14 @@ class Series(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         return f"{self.server} / {self.load}"
 
-    def speed(self, level: int) -> float:
-        """How fast a level is, relative to the one before it."""
+    def level_ratio(self, level: int) -> float:
+        """The speed of a level relative to the level before it."""
         ratio = self.levels[level].value / self.levels[level - 1].value
         return ratio if self.metric in RATES else 1 / ratio
 
 
 class Moved(Struct, frozen=True, kw_only=True):
-    """A series at a change point. Above 1 it became faster."""
+    """The shift of a series at a change point. A ratio above 1 is faster."""
 
     server: str
     load: str
@@ -84,7 +86,7 @@ class Moved(Struct, frozen=True, kw_only=True):
 
 
 class ChangePoint(Struct, frozen=True, kw_only=True):
-    """Where series change, and in what the manifests differ there."""
+    """A shift of one or more series, and the differences of the manifests there."""
 
     before: str  # last run of the old level
     after: str  # first run of the new one
@@ -109,7 +111,7 @@ class History(Struct, frozen=True, kw_only=True):
 
 
 class Gated(Struct, frozen=True, kw_only=True):
-    """A row of the run that is checked, by one metric, against its history. Ratios are of speed."""
+    """The gate's result for a row of the run and a metric. Ratios are of speed."""
 
     server: str
     load: str
@@ -129,7 +131,7 @@ class Gated(Struct, frozen=True, kw_only=True):
 
 
 class Gate(Struct, frozen=True, kw_only=True):
-    """One run against the history of its machine."""
+    """The gate's result for a run."""
 
     format_version: int = 1
     run: str
@@ -148,259 +150,256 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 
 def history_of(scenario: str, runs: Path, results: Path, machine: str | None = None) -> History:
-    """The history of a scenario on one machine, from the run directories of `runs` and what `results` holds.
+    """The history of a scenario on one machine, from the run directories below `runs` and the published `results`.
 
-    The newest valid run says which model, workload and kind of engine the history is about. Raises HarnessError where
-    there is no run, or where several machines have some and `machine` names none.
+    The newest valid run determines the model, workload and kind of engine of the history. Raises HarnessError where
+    there is no run, or where several machines have runs and `machine` names none.
     """
-    found, left_out = _collect(scenario, runs, results)
-    machines = sorted({run.machine.name for _, run, _ in found})
+    found, left_out = _collect_runs(scenario, runs, results)
+    machines = sorted({run.machine.name for run, _ in found})
     if machine is None and len(machines) > 1:
         raise HarnessError(
             f"{scenario}: runs of {len(machines)} machines ({', '.join(machines)}); a history is of one",
             next_step=f"--machine {machines[0]}",
         )
-    mine = [run for _, run, _ in found if machine in (None, run.machine.name)]
-    if not mine:
+    newest = next((run for run, _ in reversed(found) if machine in (None, run.machine.name)), None)
+    if newest is None:
         where = "" if machine is None else f" of machine '{machine}' (known: {', '.join(machines) or 'none'})"
         raise HarnessError(
             f"{scenario}: no valid run{where} in {runs} or {results}",
             next_step=f"`harness run {scenario}` makes one; `harness runs --runs {runs}` lists the runs.",
         )
-    chosen, others = _alike(found, mine[-1])
-    series = _series(chosen)
-    divided = [_divided(one, len(series)) for one in series]
-    newest = mine[-1]
+    chosen, not_comparable = _select_comparable(found, newest)
+    undivided = _make_series(chosen)
+    series = [_divide_into_levels(one_series, len(undivided)) for one_series in undivided]
     return History(
         scenario=scenario,
         machine=newest.machine.name,
         model=newest.scenario.model,
         workload_sha256=newest.workload_sha256,
         simulated=newest.simulated,
-        runs=[run.id for _, run, _ in chosen],
-        left_out=left_out + others,
-        series=divided,
-        change_points=_change_points(divided, [run for _, run, _ in chosen]),
+        runs=[run.id for run, _ in chosen],
+        left_out=left_out + not_comparable,
+        series=series,
+        change_points=_find_change_points(series, [run for run, _ in chosen]),
     )
 
 
 def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
-    """Hold a run against the earlier runs of its scenario on its machine. Raises RunError for one that is not VALID."""
+    """Compare a run with the earlier runs of its scenario on its machine. Raises RunError unless the run is VALID."""
     run, summary = read_run(folder), summarize(folder)
     if is_noise_run(run):
         raise HarnessError(
             f"{run.id}: an A/A run of `harness noise` is not compared with a history", next_step="Give a `harness run`."
         )
     refuse_invalid(run, summary, "is held against the history")
-    found, left_out = _collect(run.scenario_name, runs, results)
-    chosen, others = _alike([one for one in found if _key(one[1]) != _key(run)], run)
-    everything = [*chosen, (folder, run, summary)]
-    series = _series(everything, {row.key for row in summary.rows})
-    rows = [_gated(one, run.id, len(series)) for one in series]
-    # What two or three runs show together began with the first of them; each row has runs of its own.
-    places = {one.id: place for place, (_, one, _) in enumerate(chosen)}
-    begun = [
-        places[points[-row.window - 1].run]
-        for row, points in zip(rows, (one.points for one in series), strict=True)
+    found, left_out = _collect_runs(run.scenario_name, runs, results)
+    others = [(other, other_summary) for other, other_summary in found if _run_key(other) != _run_key(run)]
+    earlier, not_comparable = _select_comparable(others, run)
+    keys = [row.key for row in summary.rows]
+    series = _make_series([*earlier, (run, summary)], set(keys))
+    rows = [_gate_series(one_series, run.id, len(series)) for one_series in series]
+    # A shift that several runs show together started with the first of them, so compare with the run before that one.
+    index_of = {other.id: index for index, (other, _) in enumerate(earlier)}
+    before_shift = [
+        index_of[one_series.points[-row.window - 1].run]
+        for row, one_series in zip(rows, series, strict=True)
         if row.word in ("slower", "faster")
     ]
-    last = [one for _, one, _ in chosen][min(begun, default=len(chosen) - 1) :][:1]
-    keys = [row.key for row in summary.rows]
-    sides = [*last, run]
+    sides = [run]
+    if earlier:
+        sides.insert(0, earlier[min(before_shift, default=-1)][0])
+    facts = [collect_facts(side, [key for key in keys if _has_row(side, key)]) for side in sides]
     return Gate(
         run=run.id,
         scenario=run.scenario_name,
         machine=run.machine.name,
         simulated=run.simulated,
-        runs=len(chosen),
-        left_out=left_out + others,
+        runs=len(earlier),
+        left_out=left_out + not_comparable,
         rows=rows,
-        sides=[one.id for one in sides],
-        differences=differences([facts_of(one, [key for key in keys if _has(one, key)]) for one in sides])
-        if last
-        else [],
+        sides=[side.id for side in sides],
+        differences=find_differences(facts) if earlier else [],
     )
 
 
-def _collect(scenario: str, runs: Path, results: Path) -> tuple[list[_Found], list[LeftOut]]:
+def _collect_runs(scenario: str, runs: Path, results: Path) -> tuple[list[_RunAndSummary], list[LeftOut]]:
     """The valid runs of a scenario, oldest first, each once; and those that cannot be used."""
-    out: dict[Reason, list[str]] = {}
-    found: dict[tuple[str, float], _Found] = {}
+    left_out = defaultdict[Reason, list[str]](list)
+    valid: dict[tuple[str, float], _RunAndSummary] = {}
     published = [path for path in results.glob("*/*/*/run.json") if path.relative_to(results).parts[0] not in RESERVED]
     for path in sorted([*runs.glob("*/run.json"), *published]):
         folder = path.parent
         try:
             run = read_run(folder)
-            if run.scenario_name != scenario or _key(run) in found:
+            if run.scenario_name != scenario or _run_key(run) in valid:
                 continue
             if is_noise_run(run):
-                out.setdefault("noise_run", []).append(run.id)
+                left_out["noise_run"].append(run.id)
             elif run.status in ("valid", "unchecked") and (summary := summary_of(folder)).valid is not False:
-                found[_key(run)] = (folder, run, summary)
+                valid[_run_key(run)] = (run, summary)
             else:
-                out.setdefault("not_valid", []).append(run.id)
+                left_out["not_valid"].append(run.id)
         except HarnessError:
-            out.setdefault("unreadable", []).append(folder.name)
-    return sorted(found.values(), key=lambda one: one[1].started_wall_s), _left_out(out)
+            left_out["unreadable"].append(folder.name)
+    return sorted(valid.values(), key=lambda pair: pair[0].started_wall_s), _list_left_out(left_out)
 
 
-def _key(run: Run) -> tuple[str, float]:
+def _run_key(run: Run) -> tuple[str, float]:
     return run.id, run.started_wall_s
 
 
-def _alike(found: Sequence[_Found], like: Run) -> tuple[list[_Found], list[LeftOut]]:
-    """The runs that did the same work as `like` and started no later, and those that did not."""
-    unlike: list[tuple[Reason, Callable[[Run], bool]]] = [
-        ("machine", lambda run: run.machine.name != like.machine.name),
-        ("engine_kind", lambda run: run.simulated != like.simulated),
-        ("model", lambda run: run.scenario.model != like.scenario.model),
-        ("workload", lambda run: run.workload_sha256 != like.workload_sha256),
-        ("later", lambda run: run.started_wall_s > like.started_wall_s),
-    ]
-    out: dict[Reason, list[str]] = {}
-    chosen = []
-    for one in found:
-        reason = next((reason for reason, differs in unlike if differs(one[1])), None)
+def _select_comparable(runs: Sequence[_RunAndSummary], current: Run) -> tuple[list[_RunAndSummary], list[LeftOut]]:
+    """The runs that did the same work as `current` and started no later, and the others."""
+    left_out = defaultdict[Reason, list[str]](list)
+    comparable = []
+    for run, summary in runs:
+        differing: dict[Reason, bool] = {
+            "machine": run.machine.name != current.machine.name,
+            "engine_kind": run.simulated != current.simulated,
+            "model": run.scenario.model != current.scenario.model,
+            "workload": run.workload_sha256 != current.workload_sha256,
+            "later": run.started_wall_s > current.started_wall_s,
+        }
+        reason = next((reason for reason, differs in differing.items() if differs), None)
         if reason is None:
-            chosen.append(one)
+            comparable.append((run, summary))
         else:
-            out.setdefault(reason, []).append(one[1].id)
-    return chosen, _left_out(out)
+            left_out[reason].append(run.id)
+    return comparable, _list_left_out(left_out)
 
 
-def _left_out(found: dict[Reason, list[str]]) -> list[LeftOut]:
-    return [LeftOut(reason=reason, runs=runs) for reason, runs in found.items()]
+def _list_left_out(runs_by_reason: dict[Reason, list[str]]) -> list[LeftOut]:
+    return [LeftOut(reason=reason, runs=runs) for reason, runs in runs_by_reason.items()]
 
 
-def _series(found: Sequence[_Found], only: set[tuple[str, str]] | None = None) -> list[Series]:
-    """The values of every row and metric, not divided yet."""
-    keys = dict.fromkeys(row.key for _, _, summary in reversed(found) for row in summary.rows)
-    made = []
-    for key in keys if only is None else only & set(keys):
-        having = [(run, summary, row) for _, run, summary in found for row in summary.rows if row.key == key]
-        newest, _, newest_row = having[-1]
+def _make_series(runs: Sequence[_RunAndSummary], only: set[tuple[str, str]] | None = None) -> list[Series]:
+    """The values of every row (server, load), or `only` of these rows, by metric; without levels."""
+    keys = list(dict.fromkeys(row.key for _, summary in reversed(runs) for row in summary.rows))
+    series = []
+    for key in keys:
+        if only is not None and key not in only:
+            continue
+        with_row = [(run, summary, row) for run, summary in runs for row in summary.rows if row.key == key]
+        newest, _, newest_row = with_row[-1]
         measured = Measured(
             name=newest_row.name,
             load_name=key[1],
             load=newest.scenario.loads[key[1]],
-            rows=[row for _, _, row in having],
-            cells=[{cell.id: cell for cell in summary.cells} for _, summary, _ in having],
+            rows=[row for _, _, row in with_row],
+            cells=[{cell.id: cell for cell in summary.cells} for _, summary, _ in with_row],
         )
-        absent = [run.id for _, run, summary in found if all(row.key != key for row in summary.rows)]
-        for metric in metrics_of(measured, measured):
-            made.append(_one_series(key, metric, having, newest_row, absent))
-    return sorted(made, key=lambda one: list(keys).index((one.server, one.load)))
+        without_row = [run.id for run, summary in runs if all(row.key != key for row in summary.rows)]
+        for metric in comparison_metrics(measured, measured):
+            series.append(_make_metric_series(metric, with_row, without_row))
+    return series
 
 
-def _one_series(
-    key: tuple[str, str],
-    metric: str,
-    having: Sequence[tuple[Run, Summary, Row]],
-    newest: Row,
-    absent: Sequence[str],
-) -> Series:
-    out: dict[Reason, list[str]] = {"no_row": list(absent)} if absent else {}
+def _make_metric_series(metric: str, with_row: Sequence[tuple[Run, Summary, Row]], without_row: list[str]) -> Series:
+    """The values of one row by one metric. `without_row`: runs that do not have the row."""
+    newest_row = with_row[-1][2]
+    left_out = defaultdict[Reason, list[str]](list)
+    if without_row:
+        left_out["no_row"] = without_row
     points = []
-    for run, summary, row in having:
-        values = values_of(row, {cell.id: cell for cell in summary.cells}, metric)
-        known = speeds(metric, [value for value in values if value is not None])
-        if definitions_differ(newest, row, fields_of(metric)):
-            out.setdefault("definition", []).append(run.id)
-        elif set(fields_of(metric)) & set(row.client_limited):
-            out.setdefault("client_limited", []).append(run.id)
-        elif not known or len(known) < len(values):
-            out.setdefault("no_value", []).append(run.id)
+    for run, summary, row in with_row:
+        values = metric_values(row, {cell.id: cell for cell in summary.cells}, metric)
+        speeds = to_speeds(metric, [value for value in values if value is not None])
+        if definitions_differ(newest_row, row, number_fields(metric)):
+            left_out["definition"].append(run.id)
+        elif set(number_fields(metric)) & set(row.client_limited):
+            left_out["client_limited"].append(run.id)
+        elif not speeds or len(speeds) < len(values):
+            left_out["no_value"].append(run.id)
         else:
-            points.append(HistoryPoint(run=run.id, started_wall_s=run.started_wall_s, value=_value(metric, known)))
-    return Series(server=key[0], load=key[1], metric=metric, points=points, levels=[], left_out=_left_out(out))
+            (value,) = to_speeds(metric, [math.exp(stats.mean_log(speeds))])  # inverts a speed back to a time
+            points.append(HistoryPoint(run=run.id, started_wall_s=run.started_wall_s, value=value))
+    return Series(
+        server=newest_row.server,
+        load=newest_row.load,
+        metric=metric,
+        points=points,
+        levels=[],
+        left_out=_list_left_out(left_out),
+    )
 
 
-def _value(metric: str, of_speeds: Sequence[float]) -> float:
-    """The geometric mean of speeds, as a value of the metric."""
-    (value,) = speeds(metric, [math.exp(stats.mean_log(of_speeds))])  # a speed turned round is a time
-    return value
+def _series_speeds(series: Series) -> list[float]:
+    return to_speeds(series.metric, [point.value for point in series.points])
 
 
-def _speeds(series: Series) -> list[float]:
-    return speeds(series.metric, [point.value for point in series.points])
-
-
-def _divided(series: Series, count: int) -> Series:
-    """A series with its levels, corrected for so many series."""
+def _divide_into_levels(series: Series, series_count: int) -> Series:
+    """The series with its levels. `series_count`: the number of series that the tests are corrected for."""
     if not series.points:
         return series
-    found = levels_of(_speeds(series), count)
-    points = [
-        replace(point, state="outlier" if place in found.outliers else "undecided")
-        if place in found.outliers or place in found.undecided
-        else point
-        for place, point in enumerate(series.points)
-    ]
+    divided = find_levels(_series_speeds(series), series_count)
+    points = list(series.points)
+    for index in [*divided.outliers, *divided.undecided]:
+        points[index] = replace(points[index], state="outlier" if index in divided.outliers else "undecided")
     levels = []
-    for start, end in zip(found.starts, [*found.starts[1:], len(points)], strict=True):
+    for start, end in zip(divided.starts, [*divided.starts[1:], len(points)], strict=True):
         inside = [point for point in points[start:end] if point.state == "level"]
         value = math.exp(stats.mean_log([point.value for point in inside]))
         levels.append(Level(first=inside[0].run, last=inside[-1].run, runs=len(inside), value=value))
     return replace(series, points=points, levels=levels)
 
 
-def _change_points(series: Sequence[Series], runs: Sequence[Run]) -> list[ChangePoint]:
-    """The change points of all series; those between the same two runs are one."""
-    places = {run.id: place for place, run in enumerate(runs)}
-    found: dict[tuple[str, str], list[Moved]] = {}
-    for one in series:
-        for number in range(1, len(one.levels)):
-            pair = one.levels[number - 1].last, one.levels[number].first
-            ratio = one.speed(number)
-            found.setdefault(pair, []).append(Moved(server=one.server, load=one.load, metric=one.metric, ratio=ratio))
-    made = []
-    for (before, after), moved in sorted(found.items(), key=lambda item: places[item[0][1]]):
-        rows = list(dict.fromkeys((one.server, one.load) for one in moved))
-        sides, differing = _nearest_difference(runs, places[before], places[after], rows)
-        made.append(ChangePoint(before=before, after=after, moved=moved, sides=sides, differences=differing))
-    return made
+def _find_change_points(series: Sequence[Series], runs: Sequence[Run]) -> list[ChangePoint]:
+    """The change points of all series. Those between the same two runs are joined."""
+    index_of = {run.id: index for index, run in enumerate(runs)}
+    moved_between: dict[tuple[str, str], list[Moved]] = {}
+    for one_series in series:
+        for number, (old, new) in enumerate(itertools.pairwise(one_series.levels), start=1):
+            ratio = one_series.level_ratio(number)
+            moved = Moved(server=one_series.server, load=one_series.load, metric=one_series.metric, ratio=ratio)
+            moved_between.setdefault((old.last, new.first), []).append(moved)
+    points = []
+    for (before, after), all_moved in sorted(moved_between.items(), key=lambda item: index_of[item[0][1]]):
+        rows = list(dict.fromkeys((moved.server, moved.load) for moved in all_moved))
+        sides, differences = _nearest_difference(runs, index_of[before], index_of[after], rows)
+        points.append(ChangePoint(before=before, after=after, moved=all_moved, sides=sides, differences=differences))
+    return points
 
 
 def _nearest_difference(
     runs: Sequence[Run], before: int, after: int, rows: Sequence[tuple[str, str]]
 ) -> tuple[tuple[str, str], list[Difference]]:
-    """In what the manifests differ at a change point; where they do not, at the nearest pair of neighbours.
+    """The two runs whose manifests differ at a change point, and their differences.
 
-    Noise can move a change point by a run or two, away from what caused it.
+    Without a difference there, it is the nearest pair of neighbours with one: noise can move a change point by a run or
+    two, away from its cause.
     """
-    near = sorted(range(max(1, before - _NEAR + 1), min(len(runs), after + _NEAR + 1)), key=lambda at: abs(at - after))
-    first: tuple[tuple[str, str], list[Difference]] | None = None
-    for one, other in [(before, after), *((at - 1, at) for at in near)]:
-        pair = [runs[one], runs[other]]
-        common = [key for key in rows if all(_has(run, key) for run in pair)]
-        found = differences([facts_of(run, common) for run in pair])
-        result = (pair[0].id, pair[1].id), found
-        if any(difference.key not in NOTED for difference in found):
-            return result
-        first = first or result
-    assert first is not None
-    return first
+    near = sorted(range(max(1, before - _NEAR + 1), min(len(runs), after + _NEAR + 1)), key=lambda i: abs(i - after))
+    results = []
+    for first, second in [(before, after), *((index - 1, index) for index in near)]:
+        pair = [runs[first], runs[second]]
+        common = [key for key in rows if all(_has_row(run, key) for run in pair)]
+        differences = find_differences([collect_facts(run, common) for run in pair])
+        results.append(((pair[0].id, pair[1].id), differences))
+        if any(difference.key not in SHOWN_ONLY for difference in differences):
+            return results[-1]
+    return results[0]
 
 
-def _has(run: Run, row: tuple[str, str]) -> bool:
+def _has_row(run: Run, row: tuple[str, str]) -> bool:
     return row[0] in run.scenario.servers and row[1] in run.scenario.loads
 
 
-def _gated(series: Series, run: str, count: int) -> Gated:
-    """The newest run of a series against those before it."""
-    current = series.points[-1] if series.points and series.points[-1].run == run else None
+def _gate_series(series: Series, run: str, series_count: int) -> Gated:
+    """Compare the newest run of a series, if it is `run`, with the runs before it."""
+    has_value = bool(series.points) and series.points[-1].run == run
     shift = Shift("inconclusive", None, None, None, None, 1, [], None, None)
-    if current is not None:
-        shift = gate(_speeds(series), count)
-    found = shift._asdict()
-    history = [series.points[place] for place in found.pop("history")]
+    if has_value:
+        shift = find_shift(_series_speeds(series), series_count)
+    fields = shift._asdict()
+    history = [series.points[index] for index in fields.pop("history")]
     return Gated(
         server=series.server,
         load=series.load,
         metric=series.metric,
-        value=None if current is None else current.value,
+        value=series.points[-1].value if has_value else None,
         runs=len(history),
         since=history[0].run if history else None,
         left_out=series.left_out,
-        **found,
+        **fields,
     )

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from harness.columns import VALUES, WORK
 from harness.judge import stats
 from harness.judge.stats import Estimate
-from harness.judge.verdicts import not_valid
+from harness.judge.verdicts import invalid_row_reason
 from harness.rundir.manifest import definitions_differ
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import (
@@ -33,7 +33,7 @@ from harness.scenario.check_syntax import (
 from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reason, Reference, Row, Verdict, because
 
 _VALUES = {column.check: column for column in VALUES}
-_MAX_PERMILLE = 999  # a share closer to 1 needs as many requests as p99.9
+_MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
 
 
 class _Value(Struct, frozen=True, kw_only=True):
@@ -42,8 +42,8 @@ class _Value(Struct, frozen=True, kw_only=True):
     value: float | None = None
     missing: Reason | None = None
     interval: tuple[float | None, float | None] | None = None  # None: the value is compared as it is
-    n: int = 0  # the requests that it comes from,
-    needed: int = 0  # and how many of them a check needs to pass
+    n: int = 0  # requests that the value comes from
+    needed: int = 0  # requests that the value needs
 
     def estimate(self) -> Estimate:
         """A value without an interval counts as exact."""
@@ -55,8 +55,8 @@ class Undecidable(NamedTuple):
     """A check that cannot pass with the planned requests."""
 
     check: str
-    row: str  # the one with the fewest requests
-    planned: int  # its requests, of all repeats
+    row: str  # with the fewest requests
+    planned: int  # requests of this row, in all repeats
     needed: int
 
 
@@ -66,25 +66,24 @@ def evaluate(
     comparison: Comparison | None,
     reference: Reference | None = None,
 ) -> list[CheckResult]:
-    """The result of each check. A check without enough data is inconclusive, and its result says what it needs.
+    """The result of each check. A check without enough data is inconclusive, and its result has the number it needs.
 
-    `baseline` in a check is the same row of `reference`, if that is given, else the row that `comparison` compares
-    with.
+    `baseline` in a check is the same row of `reference` if that is given, else the row's baseline in `comparison`.
     """
     results = []
     for text in texts:
         try:
-            results.append(_evaluate(parse_check(text), rows, comparison, reference))
+            results.append(_evaluate_check(parse_check(text), rows, comparison, reference))
         except ValueError as error:
             why = because("check_unreadable", error=str(error))
             results.append(CheckResult(check=text, status="failed", code="unreadable", evidence=[why]))
     return results
 
 
-def undecidable(scenario: Scenario) -> Iterator[Undecidable]:
+def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
     """Checks that cannot pass with the planned requests, even if every request meets the bound.
 
-    Timed loads are left out: how many requests they send is known after the run.
+    Timed loads are left out, because their number of requests is unknown before the run.
     """
     for text in scenario.checks:
         check = parse_check(text)
@@ -101,41 +100,45 @@ def undecidable(scenario: Scenario) -> Iterator[Undecidable]:
             yield Undecidable(check.text, row, fewest, needed)
 
 
-def _evaluate(
+def _evaluate_check(
     check: Check, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
 ) -> CheckResult:
-    chosen = [row for row in rows if check.server is None or row.key == (check.server, check.load)]
-    within = check.metric == "speedup" or (check.relative and reference is None)
-    if within and comparison is not None and check.server is None:
-        base = comparison.verdicts[0].baseline if comparison.verdicts else None
-        sides = {side for side, verdict in _own(comparison).items() if verdict.baseline == base}
-        chosen = [row for row in chosen if row.name in sides]
-    if check.server is None:  # rows without streamed answers, say, have no TTFT and are skipped
-        chosen = [row for row in chosen if _has(check, row)] or chosen
+    """The result of the worst row, with the evidence of all rows that share its status."""
+    if check.server is not None:
+        chosen = [row for row in rows if row.key == (check.server, check.load)]
+    else:
+        chosen = list(rows)
+        if comparison is not None and (check.metric == "speedup" or (check.relative and reference is None)):
+            # Only rows that are compared with the run's baseline row.
+            base = comparison.verdicts[0].baseline if comparison.verdicts else None
+            sides = {side for side, verdict in _verdict_by_row(comparison).items() if verdict.baseline == base}
+            chosen = [row for row in chosen if row.name in sides]
+        chosen = [row for row in chosen if _may_have_latency(check, row)] or chosen
     if not chosen:
         return CheckResult(check=check.text, status="failed", code="no_row", evidence=[because("check_no_row")])
-    found = [_evaluate_row(check, row, rows, comparison, reference) for row in chosen]
-    if failed := [one for one in found if one.status == "failed"]:
-        return replace(max(failed, key=_distance), evidence=[reason for one in failed for reason in one.evidence])
-    if open_ := [one for one in found if one.status == "inconclusive"]:
-        worst = max(open_, key=lambda one: math.inf if one.more_requests is None else one.more_requests)
-        return replace(worst, evidence=[reason for one in open_ for reason in one.evidence])
-    worst = min(found, key=_distance)
-    (value,) = worst.evidence
-    more = {"rows": len(found)} if len(found) > 1 else {}
-    return replace(worst, evidence=[replace(value, values=value.values | more)])
+    results = [_evaluate_row(check, row, rows, comparison, reference) for row in chosen]
+    if failed := [result for result in results if result.status == "failed"]:
+        worst = max(failed, key=_relative_distance)
+        return replace(worst, evidence=[reason for result in failed for reason in result.evidence])
+    if inconclusive := [result for result in results if result.status == "inconclusive"]:
+        worst = max(inconclusive, key=lambda result: math.inf if result.more_requests is None else result.more_requests)
+        return replace(worst, evidence=[reason for result in inconclusive for reason in result.evidence])
+    worst = min(results, key=_relative_distance)
+    (evidence,) = worst.evidence
+    row_count = {"rows": len(results)} if len(results) > 1 else {}
+    return replace(worst, evidence=[replace(evidence, values=evidence.values | row_count)])
 
 
-def _has(check: Check, row: Row) -> bool:
-    """Whether a row may have the latency of a check: none of its successful requests has one otherwise."""
+def _may_have_latency(check: Check, row: Row) -> bool:
+    """Whether a row can have the check's latency. Rows without streamed answers, for example, have no TTFT."""
     column = LATENCIES.get(check.metric.rpartition("_")[0])
     return column is None or not row.pooled.succeeded or getattr(row.pooled, column.field).n > 0
 
 
-def _distance(result: CheckResult) -> float:
-    """From the bound, relative to it."""
+def _relative_distance(result: CheckResult) -> float:
+    """The distance of the value from the bound, relative to the bound."""
     value, bound = result.value, result.bound
-    if value is None:  # too few requests for the value, but not for one end of its interval
+    if value is None:  # with too few requests for the value, there may be enough for one end of its interval
         value = result.low if result.low is not None else result.high
     return 0.0 if value is None or bound is None else abs(value - bound) / (abs(bound) or 1.0)
 
@@ -143,93 +146,89 @@ def _distance(result: CheckResult) -> float:
 def _evaluate_row(
     check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
 ) -> CheckResult:
-    found, bound, against = _value(check, row, comparison), check.bound, None
+    value, bound, baseline = _row_value(check, row, comparison), check.bound, None
     result = CheckResult(check=check.text, row=row.name)
-    if check.relative and found.value is not None:
+    if check.relative and value.value is not None:
         base, name = _baseline_value(check, row, rows, comparison, reference)
         if base.value is None:
-            return replace(result, code="no_baseline", evidence=_missing(row, base))
-        bound, against = check.bound * base.value, {"value": base.value, "name": name}
-        found = replace(found, interval=_relative_interval(found, base))
-    if check.operator == "==" or (check.relative and found.value is None):
-        found = replace(found, interval=None)
-    if found.value is None and found.interval is None:
-        return _without_value(result, row, found)
-    low, high = found.interval or (found.value, found.value)
+            return replace(result, code="no_baseline", evidence=_missing_evidence(row, base))
+        bound, baseline = check.bound * base.value, {"value": base.value, "name": name}
+        value = replace(value, interval=_relative_interval(value, base))
+    if check.operator == "==" or (check.relative and value.value is None):
+        value = replace(value, interval=None)
+    if value.value is None and value.interval is None:
+        return _without_value(result, row, value)
+    low, high = value.interval or (value.value, value.value)
     holds = OPERATORS[check.operator]
     met = holds(-math.inf if low is None else low, bound), holds(math.inf if high is None else high, bound)
-    if found.value is None and any(met):
-        return _without_value(result, row, found)
-    shown: dict[str, Any] = {"row": row.name, "unit": _unit(check)}
-    if found.value is not None:
-        shown |= {"value": found.value, "counted": _counted(check, row), "against": against}
-        shown["limited"] = bool(set(_fields(check)) & set(row.client_limited)) or None
-    result = replace(result, value=found.value, bound=bound)
-    if found.interval is not None:
+    if value.value is None and any(met):
+        return _without_value(result, row, value)
+    units = UNITS[check.metric]
+    unit = "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
+    shown: dict[str, Any] = {"row": row.name, "unit": unit}
+    if value.value is not None:
+        shown |= {"value": value.value, "counted": _share_counts(check, row), "against": baseline}
+        shown["limited"] = bool(set(_number_fields(check)) & set(row.client_limited)) or None
+    result = replace(result, value=value.value, bound=bound)
+    if value.interval is not None:
         shown["interval"] = [low, high]
         result = replace(result, low=low, high=high)
     if all(met) or not any(met):
         status, code = ("passed", "met") if all(met) else ("failed", "broken")
-        return replace(result, status=status, code=code, evidence=[_shown(shown)])
-    more, decision = _what_decides(check, found, bound)
-    return replace(result, code="too_close", more_requests=more, evidence=[_shown(shown | {"decision": decision})])
+        result = replace(result, status=status, code=code)
+    else:
+        more, shown["decision"] = _requests_to_decide(check, value, bound)
+        result = replace(result, code="too_close", more_requests=more)
+    evidence = because("check_value", **{key: value for key, value in shown.items() if value is not None})
+    return replace(result, evidence=[evidence])
 
 
-def _shown(values: dict[str, Any]) -> Reason:
-    return because("check_value", **{key: value for key, value in values.items() if value is not None})
+def _missing_evidence(row: Row, value: _Value) -> list[Reason]:
+    return [because("check_missing", row=row.name, why=value.missing)]
 
 
-def _missing(row: Row, found: _Value) -> list[Reason]:
-    return [because("check_missing", row=row.name, why=found.missing)]
-
-
-def _unit(check: Check) -> str:
-    units = UNITS[check.metric]
-    return "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
-
-
-def _without_value(result: CheckResult, row: Row, found: _Value) -> CheckResult:
-    """Inconclusive: too few requests for the value, or more requests do not give it one either."""
-    few = found.n < found.needed and (found.n > 0 or not row.pooled.succeeded)
+def _without_value(result: CheckResult, row: Row, value: _Value) -> CheckResult:
+    """An inconclusive result: too few requests for the value, or requests that do not give it."""
+    too_few = value.n < value.needed and (value.n > 0 or not row.pooled.succeeded)
     return replace(
         result,
-        code="too_few_requests" if few else "no_value",
-        more_requests=found.needed - found.n if few else None,
-        evidence=_missing(row, found),
+        code="too_few_requests" if too_few else "no_value",
+        more_requests=value.needed - value.n if too_few else None,
+        evidence=_missing_evidence(row, value),
     )
 
 
-def _relative_interval(found: _Value, base: _Value) -> tuple[float | None, float | None] | None:
+def _relative_interval(value: _Value, base: _Value) -> tuple[float | None, float | None] | None:
     """The interval of the ratio of two values, times the baseline's value. None: both are compared as they are."""
-    if (found.interval is None and base.interval is None) or not found.value or not base.value:
+    if (value.interval is None and base.interval is None) or not value.value or not base.value:
         return None
-    ratio = stats.ratio_of(found.estimate(), base.estimate())
+    ratio = stats.estimate_ratio(value.estimate(), base.estimate())
     return (
         None if ratio.low is None else ratio.low * base.value,
         None if ratio.high is None else ratio.high * base.value,
     )
 
 
-def _what_decides(check: Check, found: _Value, bound: float) -> tuple[int | None, Reason]:
-    """How many more requests decide a check whose interval contains the bound, if all stays as seen."""
-    assert found.value is not None and found.interval is not None
+def _requests_to_decide(check: Check, value: _Value, bound: float) -> tuple[int | None, Reason]:
+    """How many more requests decide a check whose interval contains the bound, if value and spread stay the same."""
+    assert value.value is not None and value.interval is not None
     if check.metric == "speedup":
         return None, because("more_repeats")
     if check.relative:
-        times = stats.growth_to_decide(found.estimate(), bound)
-        more = None if times is None or times * found.n > stats.MAX_REQUESTS else math.ceil((times - 1) * found.n)
+        times = stats.growth_to_decide(value.estimate(), bound)
+        more = None if times is None or times * value.n > stats.MAX_REQUESTS else math.ceil((times - 1) * value.n)
     else:
-        share, seen = check.bound, found.value
-        if check.metric != "attainment":  # then the question is how many requests meet the bound
+        share, seen = check.bound, value.value
+        if check.metric != "attainment":  # the question is then the share of requests that meet the bound
             share = float(check.metric.rpartition("_")[2].removeprefix("p")) / 100
-            ranks = stats.order_statistics(found.n, share)
-            low, high = (found.value if end is None else end for end in found.interval)
-            seen = float(np.interp(bound, (low, found.value, high), (ranks[0] / found.n, share, ranks[1] / found.n)))
+            ranks = stats.interval_ranks(value.n, share)
+            low, high = (value.value if end is None else end for end in value.interval)
+            seen = float(np.interp(bound, (low, value.value, high), (ranks[0] / value.n, share, ranks[1] / value.n)))
         needed = stats.requests_to_decide(share, seen)
-        more = None if needed is None else max(1, needed - found.n)
+        more = None if needed is None else max(1, needed - value.n)
     if more is None:
         return None, because("too_close", max_requests=stats.MAX_REQUESTS)
-    both = {"baseline_factor": 1 + more / found.n} if check.relative else {}
+    both = {"baseline_factor": 1 + more / value.n} if check.relative else {}
     return more, because("more_requests", more=more, **both)
 
 
@@ -240,33 +239,33 @@ def _baseline_value(
     if reference is not None:
         name = reference.run
         if reference.refused is not None:
-            return _without("not_compared_with", name=name, why=reference.refused), name
-        base = next((one for one in reference.rows if one.name == row.name), None)
+            return _missing_value("not_compared_with", name=name, why=reference.refused), name
+        base = next((base_row for base_row in reference.rows if base_row.name == row.name), None)
         if base is None:
-            return _without("baseline_without_row", name=name), name
+            return _missing_value("baseline_without_row", name=name), name
+    elif comparison is None:
+        return _missing_value("no_baseline"), ""
     else:
-        if comparison is None:
-            return _without("no_baseline"), ""
-        verdict = _own(comparison).get(row.name)
+        verdict = _verdict_by_row(comparison).get(row.name)
         if verdict is None:
-            return _Value(missing=_uncompared(row, comparison)), ""
+            return _Value(missing=_uncompared_reason(row, comparison)), ""
         name = verdict.baseline
-        base = next(one for one in rows if one.name == name)
-    unlike = not_valid(row, base) or definitions_differ(row, base, _fields(check))
-    if unlike is not None:
-        return _without("not_compared_with", name=name, why=unlike), name
-    found = _value(check, base, None)
-    if found.value is None:
-        return _without("baseline_without_value", name=name, why=found.missing), name
-    return found, name
+        base = next(base_row for base_row in rows if base_row.name == name)
+    refusal = invalid_row_reason(row, base) or definitions_differ(row, base, _number_fields(check))
+    if refusal is not None:
+        return _missing_value("not_compared_with", name=name, why=refusal), name
+    value = _row_value(check, base, None)
+    if value.value is None:
+        return _missing_value("baseline_without_value", name=name, why=value.missing), name
+    return value, name
 
 
-def _without(code: str, **values: Any) -> _Value:
+def _missing_value(code: str, **values: Any) -> _Value:
     return _Value(missing=because(code, **values))
 
 
-def _fields(check: Check) -> list[str]:
-    """The fields of Numbers that a check's value is made of, as far as they have a definition."""
+def _number_fields(check: Check) -> list[str]:
+    """The fields of Numbers with a definition that a check's value is computed from."""
     latency, _, statistic = check.metric.rpartition("_")
     if latency in LATENCIES:
         return [LATENCIES[latency].field, *(["percentiles"] if statistic in NEEDED else [])]
@@ -276,18 +275,18 @@ def _fields(check: Check) -> list[str]:
     return [column.field] if column is not None and column.definition else []
 
 
-def _value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
-    """A row's value, or what it would need."""
+def _row_value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
+    """A row's value, or why it has none."""
     metric = check.metric
     latency, _, statistic = metric.rpartition("_")
     if latency in LATENCIES and statistic in STATISTICS:
-        return _latency(row, latency, statistic)
+        return _latency_value(row, latency, statistic)
     if metric in SLO_METRICS:
-        return _attained(check, row)
+        return _slo_value(check, row)
     if metric == "speedup":
-        return _speedup(row, comparison)
+        return _speedup_value(row, comparison)
     if metric in ANSWER_SHARES and row.pooled.answers is None:
-        return _without("no_answer_checked")
+        return _missing_value("no_answer_checked")
     if metric == "output_tok_s" and "output_tok_s" in row.missing:
         missing = because("tool_unknown", why=row.missing["output_tok_s"])
     else:
@@ -295,7 +294,7 @@ def _value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
     return _Value(value=_VALUES[metric].value_of(row.pooled), missing=missing)
 
 
-def _latency(row: Row, latency: str, statistic: str) -> _Value:
+def _latency_value(row: Row, latency: str, statistic: str) -> _Value:
     column = LATENCIES[latency]
     sample: Distribution = getattr(row.pooled, column.field)
     only = {"only": column.only} if not sample.n and column.only else {}
@@ -311,66 +310,67 @@ def _latency(row: Row, latency: str, statistic: str) -> _Value:
     )
 
 
-def _attained(check: Check, row: Row) -> _Value:
+def _slo_value(check: Check, row: Row) -> _Value:
     slos, sent = slos_key(check.slos), row.pooled.sent
     attained = row.pooled.slos.get(slos)
     if attained is None:
-        return _without("slos_uncounted", slos=slos)
+        return _missing_value("slos_uncounted", slos=slos)
     if attained.unknown:
-        return _without("slos_unknown", unknown=attained.unknown, requests=row.pooled.succeeded, slos=slos)
+        return _missing_value("slos_unknown", unknown=attained.unknown, requests=row.pooled.succeeded, slos=slos)
     if check.metric == "goodput":
         return _Value(value=attained.goodput_req_s, missing=because("none_measured"))
     needed, n = requests_needed(check), sent - attained.left
-    sampled = n > 0 and (check.relative or 0 < check.bound < 1)  # all or none: a statement on these requests alone
+    has_interval = n > 0 and (check.relative or 0 < check.bound < 1)  # bounds of 0 and 1 are about these requests only
     return _Value(
         value=attained.attainment if sent >= needed else None,
         missing=because("slos_too_few", needed=needed, sent=sent, met=attained.met) if sent else because("none_sent"),
-        interval=stats.share_interval(attained.met, n) if sampled else None,
+        interval=stats.share_interval(attained.met, n) if has_interval else None,
         n=sent,
         needed=needed,
     )
 
 
 def requests_needed(check: Check) -> int:
-    """How many requests a share needs. At least 95 % within a bound is a p95 within it, and needs as many."""
+    """How many requests a share needs. "At least 95 % within a bound" needs as many as "p95 within the bound"."""
     if check.relative or check.operator not in (">", ">=") or not 0 < check.bound < 1:
         return 1
     return stats.samples_needed(min(int(round(check.bound * 1000, 6)), _MAX_PERMILLE))
 
 
-def _speedup(row: Row, comparison: Comparison | None) -> _Value:
+def _speedup_value(row: Row, comparison: Comparison | None) -> _Value:
     if comparison is None:
-        return _without("nothing_compared")
-    verdict = _own(comparison).get(row.name)
+        return _missing_value("nothing_compared")
+    verdict = _verdict_by_row(comparison).get(row.name)
     if verdict is None:
-        return _Value(missing=_uncompared(row, comparison))
+        return _Value(missing=_uncompared_reason(row, comparison))
     if verdict.metric not in WORK:
-        return _without("paced_users")
+        return _missing_value("paced_users")
     if verdict.ratio is None:
-        return _without("no_verdict", verdict=verdict)
+        return _missing_value("no_verdict", verdict=verdict)
     if verdict.low is None:
-        return _without("no_interval")
+        return _missing_value("no_interval")
     return _Value(value=verdict.ratio, interval=(verdict.low, verdict.high))
 
 
-def _uncompared(row: Row, comparison: Comparison) -> Reason:
+def _uncompared_reason(row: Row, comparison: Comparison) -> Reason:
     if comparison.verdicts and comparison.verdicts[0].baseline != row.name:
         return because("no_comparison")
     return because("is_baseline")
 
 
-def _own(comparison: Comparison) -> dict[str, Verdict]:
-    """The verdict of each row but the baseline, by its name: against the baseline, or of a part of a mix against the
-    same load alone. What else the scenario compares comes after these.
+def _verdict_by_row(comparison: Comparison) -> dict[str, Verdict]:
+    """The verdict of each row except the baseline, by its name.
+
+    It is the row's first verdict, since the other pairs that the scenario compares come last.
     """
-    own = {verdict.side: verdict for verdict in reversed(comparison.verdicts)}
+    verdicts = {verdict.side: verdict for verdict in reversed(comparison.verdicts)}
     if comparison.verdicts:
-        own.pop(comparison.verdicts[0].baseline, None)
-    return own
+        verdicts.pop(comparison.verdicts[0].baseline, None)
+    return verdicts
 
 
-def _counted(check: Check, row: Row) -> dict[str, int] | None:
-    """What a share was counted from."""
+def _share_counts(check: Check, row: Row) -> dict[str, int] | None:
+    """The counts that a share was computed from."""
     answers = row.pooled.answers
     if check.metric in ANSWER_SHARES and answers is not None:
         if check.metric == "valid_share":

@@ -1,4 +1,4 @@
-"""How far equal runs differ on a machine: measured A/A by `harness noise`, stored as noise.json."""
+"""The variation of equal runs on a machine (noise): measured A/A by `harness noise`, stored as noise.json."""
 
 import datetime
 import hashlib
@@ -14,17 +14,17 @@ from harness.errors import HarnessError
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import stats
 from harness.judge.stats import Variation
-from harness.judge.verdicts import Measured, Noise, metrics_of, speeds
+from harness.judge.verdicts import Measured, Noise, comparison_metrics, to_speeds
 from harness.rundir.manifest import Run
 from harness.summary import NEEDED, Reason, Summary, because
 
 FORMAT_VERSION = 2
 A, AGAIN = "a", "a-again"  # the two names of the one server
-RESERVED = ("reference",)  # folders of the results that are no machine's
+RESERVED = ("reference",)  # folders of the results that do not belong to a machine
 
 
 class RowNoise(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The values of one load by one metric: a list for each run, in it a value for each repeat."""
+    """The values of one load by one metric: a list of repeats for each run and side."""
 
     load: str
     metric: str
@@ -32,22 +32,20 @@ class RowNoise(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     again: list[list[float]]
 
     def speeds(self) -> list[list[float]]:
-        """Of each run the values of both sides, as speeds."""
-        return [speeds(self.metric, [*a, *again]) for a, again in zip(self.a, self.again, strict=True)]
+        """The values of both sides as speeds, a list for each run."""
+        return [to_speeds(self.metric, [*a, *again]) for a, again in zip(self.a, self.again, strict=True)]
 
     def variation(self) -> Variation | None:
-        """How far these equal runs differ. None for fewer than two runs."""
-        return stats.variation(self.speeds())
+        """None for fewer than two runs."""
+        return stats.estimate_variation(self.speeds())
 
-    def between_repeats(self) -> float | None:
+    def repeat_variance(self) -> float | None:
         """Variance of the logarithm of a repeat's value within its run; None for single repeats."""
-        runs = [run for run in self.speeds() if len(run) > 1]
-        freedom = sum(len(run) - 1 for run in runs)
-        return sum(stats.var_log(run) * (len(run) - 1) for run in runs) / freedom if freedom else None
+        return stats.repeat_variance(self.speeds())
 
 
 class NoiseRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An A/A run that the stored noise is made of."""
+    """An A/A run that the stored noise comes from."""
 
     id: str
     started_wall_s: float
@@ -61,7 +59,7 @@ class StoredNoise(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     scenario: str
     model: str
     workload_sha256: str
-    server: str  # as the scenario calls it
+    server: str  # its name in the scenario
     image: str | None = None
     image_digest: str | None = None
     version: str | None = None
@@ -81,11 +79,11 @@ def is_noise_run(run: Run) -> bool:
     return set(servers) == {A, AGAIN} and servers[A] == servers[AGAIN]
 
 
-def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
-    """The noise that one A/A run shows: of each load the metrics that it is compared by."""
+def measure_noise(run: Run, summary: Summary, server: str) -> StoredNoise:
+    """The noise of one A/A run, by load and metric."""
     cells = {cell.id: cell for cell in summary.cells}
     rows = {row.key: row for row in summary.rows}
-    found = []
+    row_noise = []
     for name, load in run.scenario.loads.items():
         if (A, name) not in rows or (AGAIN, name) not in rows:
             continue
@@ -93,13 +91,13 @@ def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
             Measured(name=side, load_name=name, load=load, rows=[rows[side, name]], cells=[cells])
             for side in (A, AGAIN)
         )
-        compared = metrics_of(a, again)
-        names = dict.fromkeys(metric.rpartition("_")[0] for metric in compared if metric not in WORK)
-        # Which percentile of a latency is compared depends on both runs.
-        for metric in [f"{name}_{at}" for name in names for at in NEEDED] or compared:
+        metrics = comparison_metrics(a, again)
+        latencies = dict.fromkeys(metric.rpartition("_")[0] for metric in metrics if metric not in WORK)
+        # Store all percentiles of a latency: later comparisons choose one by the requests of both their runs.
+        for metric in [f"{latency}_{percentile}" for latency in latencies for percentile in NEEDED] or metrics:
             values = [[value for value in side.values(metric)[0] if value] for side in (a, again)]
             if all(values):
-                found.append(RowNoise(load=name, metric=metric, a=[values[0]], again=[values[1]]))
+                row_noise.append(RowNoise(load=name, metric=metric, a=[values[0]], again=[values[1]]))
     served = next(cell.served_by for cell in run.cells)
     return StoredNoise(
         machine=run.machine.name,
@@ -113,26 +111,26 @@ def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
         simulated=run.simulated,
         repeats=run.scenario.repeats,
         runs=[NoiseRun(id=run.id, started_wall_s=run.started_wall_s)],
-        rows=found,
+        rows=row_noise,
     )
 
 
-def joined(one: StoredNoise, other: StoredNoise) -> StoredNoise:
-    """The noise of the runs of both. Raises HarnessError, naming the difference, for runs of something else."""
+def join_noise(stored: StoredNoise, new: StoredNoise) -> StoredNoise:
+    """The noise of the runs of both. Raises HarnessError, naming the difference, for runs of another kind."""
     for field in ("machine", "scenario", "model", "workload_sha256", "server", "image", "image_digest", "version"):
-        mine, theirs = getattr(one, field), getattr(other, field)
-        if mine != theirs:
+        stored_value, new_value = getattr(stored, field), getattr(new, field)
+        if stored_value != new_value:
             raise HarnessError(
-                f"noise: '{field}' of the stored runs is {mine} and {theirs} now; they are not joined",
+                f"noise: '{field}' of the stored runs is {stored_value} and {new_value} now; they are not joined",
                 next_step="Leave out --add: the noise is then measured anew.",
             )
-    rows = {(row.metric, row.load): row for row in other.rows}
-    both = [
-        msgspec.structs.replace(row, a=row.a + same.a, again=row.again + same.again)
-        for row in one.rows
-        if (same := rows.get((row.metric, row.load))) is not None
+    new_rows = {(row.metric, row.load): row for row in new.rows}
+    rows = [
+        msgspec.structs.replace(row, a=row.a + new_row.a, again=row.again + new_row.again)
+        for row in stored.rows
+        if (new_row := new_rows.get((row.metric, row.load))) is not None
     ]
-    return msgspec.structs.replace(other, runs=one.runs + other.runs, rows=both)
+    return msgspec.structs.replace(new, runs=stored.runs + new.runs, rows=rows)
 
 
 def write_noise(path: Path, noise: StoredNoise) -> None:
@@ -141,10 +139,10 @@ def write_noise(path: Path, noise: StoredNoise) -> None:
 
 
 def read_noise(path: Path) -> StoredNoise | None:
-    """A noise.json; None where it is missing. Raises HarnessError for a damaged one or one of a newer format."""
+    """Read a noise.json; None where it is missing. Raises HarnessError for a damaged file or a newer format."""
     try:
         if read_json(path, _VersionHead).format_version < FORMAT_VERSION:
-            return None  # format 1 has one run, which does not show how far runs differ
+            return None  # format 1 has a single run, so no variation between runs
         return read_json(path, StoredNoise, FORMAT_VERSION, advice="; measure it anew")
     except FileNotFoundError:
         return None
@@ -155,57 +153,58 @@ def noise_path(results: Path, run: Run) -> Path:
     return results / folder_name(run.machine.name) / folder_name(run.scenario_name) / "noise.json"
 
 
-def noise_for(runs: Sequence[Run], results: Path) -> Noise:
-    """What is known of the variation between runs, for a comparison of these. Of several machines the wider counts."""
-    stored = {noise_path(results, run): run for run in runs}
-    found = []
-    for path, run in stored.items():
-        noise = read_noise(path)
-        why = None if noise is None else unfit(noise, run)
-        if noise is None or why is not None:
-            names = {"scenario": run.scenario_name, "machine": run.machine.name}
-            return Noise(source=[because("noise_unknown", **names, other=why)])
-        found.append(noise)
+def known_noise(runs: Sequence[Run], results: Path) -> Noise:
+    """The stored variation between runs for a comparison of these runs. Of several machines the largest one counts."""
     rows: dict[tuple[str, str], Variation] = {}
-    for noise in found:
+    source = []
+    for path, run in {noise_path(results, run): run for run in runs}.items():
+        noise = read_noise(path)
+        mismatch = None if noise is None else noise_mismatch(noise, run)
+        if noise is None or mismatch is not None:
+            names = {"scenario": run.scenario_name, "machine": run.machine.name}
+            return Noise(source=[because("noise_unknown", **names, other=mismatch)])
+        source.append(noise_source(noise))
         for row in noise.rows:
-            seen, key = row.variation(), (row.metric, row.load)
-            if seen is not None and (key not in rows or rows[key].of_run(noise.repeats) < seen.of_run(noise.repeats)):
-                rows[key] = seen
-    return Noise(rows, list(map(source_of, found)))
+            variation, key, repeats = row.variation(), (row.metric, row.load), noise.repeats
+            if variation is not None and (
+                key not in rows or rows[key].run_variance(repeats) < variation.run_variance(repeats)
+            ):
+                rows[key] = variation
+    return Noise(rows, source)
 
 
-def source_of(noise: StoredNoise) -> Reason:
-    """Where stored noise is from."""
-    days = sorted({date_of(run.started_wall_s) for run in noise.runs})
-    of = {"machine": noise.machine, "runs": len(noise.runs), "server": noise.server}
-    return because("noise_measured", **of, first_day=days[0], last_day=days[-1] if len(days) > 1 else None)
+def noise_source(noise: StoredNoise) -> Reason:
+    """The machine, server and days that stored noise was measured on."""
+    days = sorted({format_date(run.started_wall_s) for run in noise.runs})
+    values = {"machine": noise.machine, "runs": len(noise.runs), "server": noise.server}
+    return because("noise_measured", **values, first_day=days[0], last_day=days[-1] if len(days) > 1 else None)
 
 
-def unfit(noise: StoredNoise, run: Run) -> str | None:
-    """In what stored noise is not of this run's work; None when it is."""
-    for what, one, other in (
+def noise_mismatch(noise: StoredNoise, run: Run) -> str | None:
+    """In what the stored noise differs from the work of this run; None where it fits."""
+    for name, stored, current in (
         ("machine", noise.machine, run.machine.name),
         ("scenario", noise.scenario, run.scenario_name),
         ("workload", noise.workload_sha256, run.workload_sha256),
         ("model", noise.model, run.scenario.model),
+        ("kind of engine", noise.simulated, run.simulated),
     ):
-        if one != other:
-            return what
-    return "kind of engine" if noise.simulated != run.simulated else None
+        if stored != current:
+            return name
+    return None
 
 
-def date_of(wall_s: float) -> str:
-    """The day of a moment, in UTC."""
+def format_date(wall_s: float) -> str:
+    """The date of a Unix time, in UTC."""
     return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).strftime("%Y-%m-%d")
 
 
 def folder_name(text: str) -> str:
-    """`text` as the name of one folder on any system. A name that had to be changed gets a sum of the original."""
-    kept = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:60].rstrip("-._")
-    if kept == text and kept not in RESERVED and kept.split(".")[0] not in _DEVICES:
-        return kept
-    return f"{kept or 'unnamed'}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
+    """`text` as a folder name that is valid on any system. A changed name gets a checksum of the original."""
+    name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:60].rstrip("-._")
+    if name == text and name not in RESERVED and name.split(".")[0] not in _WINDOWS_DEVICES:
+        return name
+    return f"{name or 'unnamed'}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
 
 
-_DEVICES = ("con", "prn", "aux", "nul", *(f"{name}{i}" for name in ("com", "lpt") for i in range(1, 10)))
+_WINDOWS_DEVICES = ("con", "prn", "aux", "nul", *(f"{name}{i}" for name in ("com", "lpt") for i in range(1, 10)))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from harness.analysis import derive
-from harness.analysis.derive import meets
+from harness.analysis.derive import meets_slos
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
 from harness.load.recorder import Recorder
@@ -101,7 +101,7 @@ class Accumulator(msgspec.Struct, array_like=True):
                 histogram[bucket] = histogram.get(bucket, 0) + 1
                 self.sums_s[column.name] += value_s
         if slos:
-            met = meets(request, slos)
+            met = meets_slos(request, slos)
             self.met += met is True
             self.unknown += met is None
 

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from harness import units
 from harness.engines import find_template
-from harness.judge.checks import undecidable
+from harness.judge.checks import undecidable_checks
 from harness.judge.stats import repeats_to_reach_p
-from harness.judge.verdicts import comparisons_of
+from harness.judge.verdicts import planned_comparisons
 from harness.prepare.experiment import Experiment
 from harness.report import words
 from harness.scenario import Load, Scenario, Sweep, max_concurrency, requests_per_task, warmup_of
@@ -140,7 +140,7 @@ def _plan_notes(experiment: Experiment) -> Iterator[str]:
     """Yield notes on repeats, warm-ups and traces."""
     scenario = experiment.scenario
     base = baseline_of(scenario)
-    comparisons = comparisons_of(scenario, (base.server, base.load))
+    comparisons = planned_comparisons(scenario, (base.server, base.load))
     if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
         yield (
             f"with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
@@ -181,7 +181,7 @@ def check_notes(scenario: Scenario) -> list[str]:
     return [
         f"check '{found.check}' cannot pass: {found.row} sends {count(found.planned, 'request')} in "
         f"{count(scenario.repeats, 'repeat')}, and the check needs {found.needed:,}. Raise 'requests' or 'repeats'."
-        for found in undecidable(scenario)
+        for found in undecidable_checks(scenario)
     ]
 
 

@@ -21,8 +21,8 @@ from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError
 from harness.files import open_file, pretty_json, read_bytes, read_text, replace_file
-from harness.judge.noise_floors import RESERVED, date_of, folder_name, is_noise_run, noise_path
-from harness.judge.verdicts import fields_of, is_paced, metric_of, values_of
+from harness.judge.noise_floors import RESERVED, folder_name, format_date, is_noise_run, noise_path
+from harness.judge.verdicts import is_paced, metric_values, number_fields, work_metric
 from harness.report import words
 from harness.report.html import page_template, read_asset
 from harness.report.markdown import escape, grid, render
@@ -205,7 +205,7 @@ def read_figures(path: Path) -> list[Figure]:
 def _make_group(members: Sequence[tuple[Run, Summary]]) -> Group:
     newest = max((run for run, _ in members), key=lambda run: run.started_wall_s)
     loads = [run.scenario.loads[row.load] for run, summary in members for row in summary.rows]
-    metric = "ttft_p50" if any(map(is_paced, loads)) else metric_of(loads)
+    metric = "ttft_p50" if any(map(is_paced, loads)) else work_metric(loads)
     entries = [_make_entry(run, summary, row, metric) for run, summary in members for row in summary.rows]
     entries.sort(key=_rank_key)
     best: dict[str, Entry] = {}
@@ -232,7 +232,7 @@ def _rank_key(entry: Entry) -> tuple[bool, float, str, str, str, str]:
 
 def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
     cells = {cell.id: cell for cell in summary.cells}
-    values = [value for value in values_of(row, cells, metric) if value]
+    values = [value for value in metric_values(row, cells, metric) if value]
     served: ServedBy | None = next((cell.served_by for cell in run.served if cell.server == row.server), None)
     numbers = row.pooled
     valid = summary.valid is True and run.status == "valid"
@@ -245,14 +245,14 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         output_tok_s=median(row.output_tok_s) if row.output_tok_s else None,
         ttft_p50_s=numbers.ttft_s.p50,
         errors=numbers.failed + numbers.unfinished,
-        date=date_of(run.started_wall_s),
+        date=format_date(run.started_wall_s),
         run=run.id,
         image=served.image if served else None,
         image_digest=served.image_digest if served else None,
         version=served.version if served else None,
         valid=valid,
         client_limited=row.client_limited,
-        ranked=valid and bool(values) and fields_of(metric)[0] not in row.client_limited,
+        ranked=valid and bool(values) and number_fields(metric)[0] not in row.client_limited,
     )
 
 

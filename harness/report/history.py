@@ -8,7 +8,7 @@ from rich.text import Text
 from harness import units
 from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.history import ChangePoint, Gate, Gated, History, LeftOut, Moved, Series
-from harness.judge.noise_floors import date_of
+from harness.judge.noise_floors import format_date
 from harness.judge.stats import DETECTED, MIN_HISTORY
 from harness.report import words
 from harness.report.charts import Chart, Figure, escape_markup, scatter
@@ -106,7 +106,7 @@ def gate_markdown(gate: Gate) -> str:
 
 
 def history_title(history: History) -> str:
-    days = sorted({date_of(point.started_wall_s) for series in history.series for point in series.points})
+    days = sorted({format_date(point.started_wall_s) for series in history.series for point in series.points})
     when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
     runs = units.count(len(history.runs), "run")
     return f"{history.scenario} on {history.machine}: {runs}{when}, model {history.model}"
@@ -206,7 +206,7 @@ def _series_chart(name: str, series: Series, history: History) -> Chart:
         data.append(scatter("level", ends, [level.value * scale] * 2, "", line=style, hoverinfo="skip"))
     edges = [places[level.first] - 0.5 for level in series.levels[1:]]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "@bad", "width": 1.5, "dash": "dot"}}
-    days = {places[point.run]: date_of(point.started_wall_s) for point in series.points}
+    days = {places[point.run]: format_date(point.started_wall_s) for point in series.points}
     step = -(-len(history.runs) // _MAX_TICKS)
     ticks = [place for place in days if (place - 1) % step == 0]
     layout = {

@@ -14,7 +14,7 @@ from harness import units
 from harness.columns import METRIC_WORDS, RATES, WORK
 from harness.errors import HarnessError
 from harness.judge.checks import evaluate
-from harness.judge.verdicts import but_for_concurrency
+from harness.judge.verdicts import without_concurrency
 from harness.reasons import evidence, format_speedup, number_names, sentence, verdict_sentence
 from harness.report import words
 from harness.report.table import LIMITED
@@ -121,7 +121,7 @@ def _levels_by_server(rows: Sequence[Row], run: Run) -> dict[str, list[tuple[flo
         else:
             level = words.max_in_flight(load)
             text = count(level, *(("chat user",) if load.user == "chat" else ("request at once", "requests at once")))
-            kind = but_for_concurrency(load)
+            kind = without_concurrency(load)
         curves.setdefault(row.server, []).append((level, text, row))
         kinds.setdefault(row.server, set()).add(kind)
     one_kind = all(len(kind) == 1 for kind in kinds.values())

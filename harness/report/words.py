@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from harness import units
-from harness.analysis.schedule import kind_of
+from harness.analysis.schedule import load_kind
 from harness.columns import RATES
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
 from harness.summary import NEEDED, Distribution, Reason
@@ -47,7 +47,7 @@ def describe_load(load: Load) -> str:
     defaults = msgspec.to_builtins(Load(user=load.user, output_tokens=-1))
     given = {key: value for key, value in msgspec.to_builtins(load).items() if value != defaults[key]}
     settings = [f"{key} {format_setting(value)}" for key, value in given.items()]
-    return ", ".join([f"{kind_of(load)}: user {load.user}", *settings])
+    return ", ".join([f"{load_kind(load)}: user {load.user}", *settings])
 
 
 def describe_arrivals(arrivals: Arrivals) -> str:

@@ -33,8 +33,8 @@ from harness.judge.noise_floors import (
     A,
     RowNoise,
     StoredNoise,
-    joined,
-    noise_of,
+    join_noise,
+    measure_noise,
     noise_path,
     read_noise,
     write_noise,
@@ -266,8 +266,8 @@ def noise(
         path = noise_path(results, manifest)
         if stored is None and add:
             stored = read_noise(path)
-        measured = noise_of(manifest, summary, name)
-        stored = measured if stored is None else joined(stored, measured)
+        measured = measure_noise(manifest, summary, name)
+        stored = measured if stored is None else join_noise(stored, measured)
         try:
             write_noise(path, stored)
         except OSError as error:
@@ -315,12 +315,12 @@ def show_noise(noise: StoredNoise, console: Console) -> None:
 def _noise_cells(row: RowNoise, repeats: int) -> list[str]:
     """Return the spread of repeats, repeats a side for "same", the spread of runs, and what one run can find."""
     cells = [NOTHING] * 4
-    if (variance := row.between_repeats()) is not None:
-        needed = stats.needed_to_settle(0.0, (variance, variance), 1, 1, MARGIN)
+    if (variance := row.repeat_variance()) is not None:
+        needed = stats.sample_size_to_settle(0.0, (variance, variance), 1, 1)
         cells[:2] = [_percent(math.sqrt(variance)), f"over {MAX_REPEATS}" if needed is None else str(needed)]
     if (variation := row.variation()) is not None:
-        variance = variation.of_run(repeats)
-        smallest = max(math.expm1(stats.detectable(variance, variation.freedom)), MARGIN)
+        variance = variation.run_variance(repeats)
+        smallest = max(math.expm1(stats.detectable_log_ratio(variance, variation.freedom)), MARGIN)
         cells[2:] = [_percent(math.sqrt(variance)), f"{_percent(smallest)} or more"]
     return cells
 

@@ -41,7 +41,7 @@ from harness.capacity.slo import (
 )
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
-from harness.judge.stats import effect
+from harness.judge.stats import welch_effect
 from harness.prepare.experiment import Experiment, load_name
 from harness.process import pause, refuse_too_few_files
 from harness.report.capacity import format_loads
@@ -622,9 +622,9 @@ def shares_of(blocks: list[LoadBlock], slo_count: int) -> list[float | None]:
 
 def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> CapacityDrift | None:
     """Return how much longer answers take than in an earlier probe of the level; None with fewer than two blocks."""
-    change = effect(*([block.e2e_s for block in blocks if block.e2e_s] for blocks in (after, before)))
+    change = welch_effect(*([block.e2e_s for block in blocks if block.e2e_s] for blocks in (after, before)))
     if change is None:
         return None
     low, high = change.interval()
-    drifted = abs(change.log) > max(change.half(), DRIFT_LIMIT)
+    drifted = abs(change.log_ratio) > max(change.half_width(), DRIFT_LIMIT)
     return CapacityDrift(level=level, ratio=change.ratio, low=low, high=high, drifted=drifted)

@@ -19,11 +19,11 @@ from harness.run.progress import Progress
 from harness.run.running import RunFile, Running, create_run
 from harness.rundir.directory import disk_is_full
 from harness.rundir.manifest import Machine, Run
-from harness.scenario import SERVER_TOKENIZER, locustfile_of
+from harness.scenario import SERVER_TOKENIZER, Scenario, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import load_of_stage, mix_of, plan
 from harness.serve import compose_document, find_upstream
-from harness.serve.document import GRAFANA_PORT, METRICS_PORT
+from harness.serve.document import GRAFANA_PORT, METRICS_PORT, Upstream
 from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
 from harness.summary import because
 
@@ -122,8 +122,46 @@ def compose_file(
     container of the UI sends it. `grafana`: add Prometheus and Grafana. Raises HarnessError for options and scenarios
     that such a file cannot express.
     """
-    name, names = server_name(experiment, server), _load_rows(experiment, load, headless=headless)
-    if experiment.scenario.prompts.tokenizer == SERVER_TOKENIZER:
+    scenario = experiment.scenario
+    name, rows = server_name(experiment, server), _load_rows(experiment, load, headless=headless)
+    _check_compose_options(scenario, workers, records, headless=headless)
+    upstream = find_upstream(scenario, name)
+    single = _single_server(experiment, name, rows, endless=not headless)
+    job = _compose_job(single, upstream, slos_of_row(scenario.checks, name, rows[0]), has_records=records is not None)
+    locustfile = locustfile_of(job.load, experiment.folder)
+    text, file = _job_argument(job), find_path_in_image(locustfile)
+    local = replace(job, load=replace(job.load, processes=1)) if workers else job  # the workers have the processes
+    command = ["locust", *locust_arguments(local, text, file, upstream.url, None if headless else ("0.0.0.0", 8089))]
+    command += [*(["--master"] if workers else []), *(_METRICS if grafana else [])]
+    worker_command = ["locust", "-f", str(file), "--job", text, "--worker", "--master-host", "locust"]
+    files, key = list_needed_files(job, locustfile), scenario.api_key_env
+    variables = {
+        "image": IMAGE,
+        "command": _escape_dollars(command),
+        "worker_command": _escape_dollars(worker_command),
+        "environment": {"HOME": "/tmp", **({key: f"${{{key}}}"} if key else {})},
+        "files": _escape_dollars(files),
+        "records": None if records is None else _escape_dollars([str(records.resolve())])[0],
+        # The files may be readable by their owner only.
+        "user": f"{os.getuid()}:{os.getgid()}" if files or records else None,
+        "ui_port": None if headless else ui_port,
+        "workers": workers,
+        "waits_for": upstream.service,
+    }
+    printed_load = load_of_stage(rows[0]) or rows[0]
+    head = [
+        f"The server '{name}' and the load '{printed_load}' of {experiment.path.name}, printed by `harness compose`.",
+        *_usage_lines(headless, upstream.prepared),
+        f"The image {IMAGE} is made by `make image`. ${{NAME}} is taken from your shell.",
+    ]
+    head += [f"Records are appended to {records.resolve()}/requests.jsonl"] if records else []
+    head += [] if headless else [f"Locust: http://{UI_HOST}:{ui_port}"]
+    head += [f"Grafana: http://{UI_HOST}:{GRAFANA_PORT} (no login; nothing is kept after `down`)"] if grafana else []
+    return compose_document(scenario, name, variables, head, grafana=grafana)
+
+
+def _check_compose_options(scenario: Scenario, workers: int, records: Path | None, *, headless: bool) -> None:
+    if scenario.prompts.tokenizer == SERVER_TOKENIZER:
         raise HarnessError(
             f"prompts.tokenizer: '{SERVER_TOKENIZER}' needs the running server before the load starts",
             next_step="Name a local tokenizer.json, or use `harness run`.",
@@ -139,14 +177,15 @@ def compose_file(
         )
     if records is not None and not records.is_dir():
         raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
-    upstream = find_upstream(experiment.scenario, name)
-    slos = slos_of_row(experiment.scenario.checks, name, names[0])
-    single = _single_server(experiment, name, names, endless=not headless)
+
+
+def _compose_job(experiment: Experiment, upstream: Upstream, slos: str, *, has_records: bool) -> Job:
+    """Return the job of the experiment's only load, or of its stages, with paths in the container."""
     manifest = Run(  # never written
-        id="compose", status="running", started_wall_s=0.0, scenario_name="", scenario=single.scenario,
+        id="compose", status="running", started_wall_s=0.0, scenario_name="", scenario=experiment.scenario,
         workload_sha256="", machine=Machine(name=""),
     )  # fmt: skip
-    running = Running(RunFile(Path(_RECORDS), manifest), single, Progress(Console()))
+    running = Running(RunFile(Path(_RECORDS), manifest), experiment, Progress(Console()))
     jobs = [
         replace(
             make_job(running, cell, None),
@@ -154,51 +193,13 @@ def compose_file(
             model=upstream.model,
             simulated=upstream.simulated,
             slos=slos,
-            requests_path=os.devnull if records is None else f"{_RECORDS}/requests.jsonl",
-            processes_path=os.devnull if records is None else f"{_RECORDS}/processes.jsonl",
+            requests_path=f"{_RECORDS}/requests.jsonl" if has_records else os.devnull,
+            processes_path=f"{_RECORDS}/processes.jsonl" if has_records else os.devnull,
             counter_path=f"{_COUNTERS}/{cell.id}.counter",
         )
-        for cell in plan(single.scenario)
+        for cell in plan(experiment.scenario)
     ]
-    job = replace(jobs[0], then=jobs[1:])
-    locustfile = locustfile_of(job.load, experiment.folder)
-    text, file = _job_argument(job), find_path_in_image(locustfile)
-    sending = replace(job, load=replace(job.load, processes=1)) if workers else job
-    command = ["locust", *locust_arguments(sending, text, file, upstream.url, None if headless else ("0.0.0.0", 8089))]
-    files = list_needed_files(job, locustfile)
-    key, whole = experiment.scenario.api_key_env, load_of_stage(names[0]) or names[0]
-    return compose_document(
-        experiment.scenario,
-        name,
-        {
-            "image": IMAGE,
-            "command": _escape_dollars([*command, *(["--master"] if workers else []), *(_METRICS if grafana else [])]),
-            "worker_command": _escape_dollars(
-                ["locust", "-f", str(file), "--job", text, "--worker", "--master-host", "locust"]
-            ),
-            "environment": {"HOME": "/tmp", **({key: f"${{{key}}}"} if key else {})},
-            "files": _escape_dollars(files),
-            "records": None if records is None else _escape_dollars([str(records.resolve())])[0],
-            # The files may be readable by their owner only.
-            "user": f"{os.getuid()}:{os.getgid()}" if files or records else None,
-            "ui_port": None if headless else ui_port,
-            "workers": workers,
-            "waits_for": upstream.service,
-        },
-        [
-            f"The server '{name}' and the load '{whole}' of {experiment.path.name}, printed by `harness compose`.",
-            *_usage_lines(headless, upstream.prepared),
-            f"The image {IMAGE} is made by `make image`. ${{NAME}} is taken from your shell.",
-            *([f"Records are appended to {records.resolve()}/requests.jsonl"] if records else []),
-            *([] if headless else [f"Locust: http://{UI_HOST}:{ui_port}"]),
-            *(
-                [f"Grafana: http://{UI_HOST}:{GRAFANA_PORT} (no login; nothing is kept after `down`)"]
-                if grafana
-                else []
-            ),
-        ],
-        grafana=grafana,
-    )
+    return replace(jobs[0], then=jobs[1:])
 
 
 def _usage_lines(headless: bool, prepared: bool) -> list[str]:

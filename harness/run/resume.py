@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from harness.analysis.summarize import summarize
 from harness.errors import HarnessError
 from harness.files import read_json
-from harness.judge.comparable import ABSENT, flatten, in_words
+from harness.judge.comparable import ABSENT, flatten, format_values
 from harness.prepare.experiment import Experiment, Target, prepare_recorded
 from harness.prepare.machine_fit import preflight
 from harness.process import owner_labels
@@ -165,7 +165,7 @@ def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
     for key in flat_then | flat_now:
         values = [flat_then.get(key, ABSENT), flat_now.get(key, ABSENT)]
         if values[0] != values[1]:
-            before, after = in_words(values)
+            before, after = format_values(values)
             yield f"{key}: {before} then, {after} now"
 
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__, files
-from harness.analysis.summarize import Summarized, summarized, write_summary
+from harness.analysis.summarize import Summarized, summarize_with_counts, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
 from harness.machine.gpus import read_machine
@@ -96,7 +96,7 @@ class RunFile:
                 write_results(folder)
             return
         try:
-            results = summarized(folder, charted=True)
+            results = summarize_with_counts(folder, charted=True)
             verdict: Status = "valid" if results.summary.valid else "invalid"
             write_run(folder, replace(ended, status=verdict, reasons=results.summary.reasons))
             write_results(folder, results)
@@ -112,7 +112,7 @@ class RunFile:
 
 def write_results(folder: Path, results: Summarized | None = None) -> None:
     """Write summary and report of a run; `results` where they are known."""
-    results = results or summarized(folder, charted=True)
+    results = results or summarize_with_counts(folder, charted=True)
     write_summary(folder, results.summary)
     html.write_report(folder, results)
 

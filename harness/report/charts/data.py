@@ -8,9 +8,9 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_of, thinned
+from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_index, thin_dots
 from harness.analysis.derive import Latencies
-from harness.analysis.summarize import Summarized, summarized
+from harness.analysis.summarize import Summarized, summarize_with_counts
 from harness.columns import LIVE
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
@@ -91,7 +91,7 @@ class ChartData(Struct, frozen=True, kw_only=True):
 
 def read_chart_data(folder: Path) -> ChartData:
     """The chart data of a run, also of one that has not ended."""
-    return chart_data(read_run(folder), summarized(folder, charted=True))
+    return chart_data(read_run(folder), summarize_with_counts(folder, charted=True))
 
 
 def chart_data(run: Run, summarized_run: Summarized) -> ChartData:
@@ -104,7 +104,7 @@ def chart_data(run: Run, summarized_run: Summarized) -> ChartData:
             continue
         chart, clock = counted.chart, counted.clock
         if chart.last_ended_s:
-            zero_s = clock.wall_s(clock.start_s + chart.zero_s) or 0.0
+            zero_s = clock.wall_s(clock.start_s + chart.start_s) or 0.0
             server = server_samples(summarized_run.metrics.get(cell.id, []), zero_s)
             machine = machine_samples(summarized_run.telemetry.get(cell.id, []), zero_s)
             timelines.append(_timeline(cell.id, chart, server, machine))
@@ -113,7 +113,7 @@ def chart_data(run: Run, summarized_run: Summarized) -> ChartData:
             for column in LIVE:
                 row.latencies[column.field].extend(counted.latencies[column.field])
             dots = (dot._replace(sent_s=dot.sent_s - chart.first_measured_s) for dot in chart.dots)
-            row.dots = thinned([*row.dots, *dots])
+            row.dots = thin_dots([*row.dots, *dots])
             row.count += chart.succeeded
             row.failures += chart.failures
     return ChartData(rows=rows, timelines=timelines)
@@ -134,17 +134,17 @@ def distribution_points(values: Iterable[float]) -> tuple[list[float], list[floa
 
 
 def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: MachineSamples) -> Timeline:
-    start, zero = cell.first_sent_s, cell.zero_s
-    low, high = bin_of(start), bin_of(cell.last_ended_s) + 1
+    start, zero = cell.first_sent_s, cell.start_s
+    low, high = bin_index(start), bin_index(cell.last_ended_s) + 1
     group = _bins_per_step(high - low)
     edges, lengths, middles = _steps(low, high, group, zero)
-    in_flight = np.cumsum(cell.between("sent", low, high) - cell.between("ended", low, high))
+    in_flight = np.cumsum(cell.bin_counts("sent", low, high) - cell.bin_counts("ended", low, high))
     arrivals_at, due, sent = _arrival_rates(cell, low, high, zero)
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
         at_s=middles,
-        tok_s=[round(float(r), 1) for r in np.add.reduceat(cell.between("tokens", low, high), edges) / lengths],
+        tok_s=[round(float(r), 1) for r in np.add.reduceat(cell.bin_counts("tokens", low, high), edges) / lengths],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)],
         arrivals_at_s=arrivals_at,
         due_per_s=due,
@@ -167,7 +167,7 @@ def _arrival_rates(cell: ChartCounts, low: int, high: int, zero: float) -> tuple
     group = max(MIN_ARRIVALS, _bins_per_step(COARSER * (high - low)))
     edges, lengths, middles = _steps(low, high, group, zero)
     due, sent = (
-        [round(float(rate), 3) for rate in np.add.reduceat(cell.between(name, low, high), edges) / lengths]
+        [round(float(rate), 3) for rate in np.add.reduceat(cell.bin_counts(name, low, high), edges) / lengths]
         for name in ("due", "gone")
     )
     return middles, due, sent

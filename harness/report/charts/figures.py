@@ -8,9 +8,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness import units
-from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thinned
+from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thin_dots
 from harness.columns import FORMULAS, LatencyColumn
-from harness.judge.verdicts import but_for_concurrency
+from harness.judge.verdicts import without_concurrency
 from harness.report import words
 from harness.report.charts import (
     NAME,
@@ -102,7 +102,7 @@ def _curves(summary: Summary, run: Run, drawn: Callable[[Row], bool]) -> Iterato
         for row in sorted(closed, key=lambda row: row_concurrency(row, run)):
             if mix_of(row.load) is None:
                 load = run.scenario.loads.get(row.load)
-                curves.setdefault(None if load is None else but_for_concurrency(load), []).append(row)
+                curves.setdefault(None if load is None else without_concurrency(load), []).append(row)
         for rows in curves.values():
             yield number, server, rows
 
@@ -346,7 +346,7 @@ def scatter_charts(summary: Summary, observed: ChartData) -> list[Chart]:
     dots = []
     for row in summary.rows:
         data = observed.rows.get(row.key, RowData())
-        shown = sorted(thinned(data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
+        shown = sorted(thin_dots(data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
         dots.append((row, data, shown))
     return [
         _scatter_chart(summary, dots, "ttft", "Time to first token of single requests"),

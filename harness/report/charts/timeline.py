@@ -356,7 +356,7 @@ def _start_sentence(starts: Sequence[ServedBy]) -> str:
     total = statistics.median(sum(phase.seconds for phase in served.phases) for served in starts)
     medians = {name: statistics.median(seconds) for name, seconds in phase_seconds(starts).items()}
     longest = max(medians, key=lambda name: medians[name])
-    reported = comparable.measured_of(starts)
+    reported = comparable.median_measurements(starts)
     parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
     if (cache := reported.get("startup.compile_cache")) is not None:
         parts.append(f"compile cache {cache}")
