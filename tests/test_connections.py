@@ -17,7 +17,6 @@ import pytest
 
 from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load
-from harness.simulated import spawned
 from tests.fake_server import (
     BODY,
     GOOD,
@@ -32,7 +31,7 @@ from tests.fake_server import (
     work,
 )
 from tests.faults import fault
-from tests.load_runs import ROOT, end, log_of, make_job, records_of, start_job
+from tests.load_runs import ROOT, make_job, records_of
 from tests.tls import Signed, sign
 
 REQUESTS = 3_000  # six for each port, which the kernel keeps for a minute after its connection is closed
@@ -286,16 +285,6 @@ def test_a_server_that_closes_after_each_stream_gets_each_request_once(
     assert all(record.connect_s is not None for record in records)
 
 
-def test_a_load_on_a_server_that_closes_after_each_stream(tmp_path: Path) -> None:
-    """Without a warm-up, under real Locust: nothing fails, and nothing is sent twice."""
-    job = make_job(tmp_path, Load(user="batch", users=8, requests=200, output_tokens=3))
-    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "close:0.022") as server:
-        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
-    records = records_of(tmp_path)
-    assert len(records) == 200
-    assert {(record.error, record.message, record.resent) for record in records} == {(None, None, False)}
-
-
 def test_a_server_that_keeps_connections_has_them_reused(tmp_path: Path) -> None:
     """What one stream shows holds for all connections of the process."""
 
@@ -311,12 +300,18 @@ def test_a_server_that_keeps_connections_has_them_reused(tmp_path: Path) -> None
     assert opened <= USERS * 15  # those of 0.2 s and some
 
 
-def test_a_kept_connection_that_ends_soon_after_a_response_is_sent_again_and_the_server_remembered() -> None:
+@pytest.mark.parametrize(
+    ("response", "body", "wait_s"),
+    [(LEMONADE, BODY, 0.1), (WHOLE, BODY.replace(b'"stream":true', b'"stream":false'), 0.05)],
+    ids=["stream", "whole"],
+)
+def test_a_request_to_a_closing_connection_is_sent_again_once_and_the_server_remembered(
+    response: bytes, body: bytes, wait_s: float
+) -> None:
     requests: list[bytes] = []
-    closing = closing_after(LEMONADE, lambda number: 0.1, requests)
-    with serving(closing) as url, exchanging(url) as send:
-        found = [send() for _ in range(4)]
-    assert [answer.error for _, answer in found] == [None] * 4
+    with serving(closing_after(response, lambda number: wait_s, requests)) as url, exchanging(url) as send:
+        found = [send(body) for _ in range(4)]
+    assert [(answer.error, exchange.status) for exchange, answer in found] == [(None, 200)] * 4
     assert [exchange.resent for exchange, _ in found] == [False, True, False, False]
     assert len(requests) == 4
 
@@ -338,16 +333,6 @@ def test_what_one_stream_shows_is_remembered_with_tls(tmp_path: Path, monkeypatc
         assert [answer.error for _, answer in found] == [None] * 4
         assert [exchange.connect_ns is None for exchange, _ in found] == [False, False, False, reused]
         assert not any(exchange.resent for exchange, _ in found)
-
-
-def test_a_server_that_closes_after_whole_responses_is_remembered() -> None:
-    requests: list[bytes] = []
-    closing = closing_after(WHOLE, lambda number: 0.05, requests)
-    with serving(closing) as url, exchanging(url) as send:
-        found = [send(BODY.replace(b'"stream":true', b'"stream":false'))[0] for _ in range(4)]
-    assert [exchange.status for exchange in found] == [200] * 4
-    assert [exchange.resent for exchange in found] == [False, True, False, False]
-    assert len(requests) == 4
 
 
 @fault("network", "the server reads a request and resets the connection later",

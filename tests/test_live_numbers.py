@@ -128,9 +128,7 @@ def test_the_slos_are_those_of_the_row() -> None:
     assert slos_of_row(checks[:2], "b", "bulk") == ""
 
 
-def test_a_load_process_that_is_at_its_limit_is_reported_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_a_load_process_that_is_at_its_limit_is_reported_as_long_as_it_is(clock: list[float]) -> None:
     numbers, counter = LiveNumbers(), Worker()
     told = []
     for busy in (None, 0.5, 0.96, 0.9):
@@ -140,9 +138,8 @@ def test_a_load_process_that_is_at_its_limit_is_reported_as_long_as_it_is(monkey
     assert told == [None, None, 0.96, None]
 
 
-def test_the_numbers_add_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.5]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_the_numbers_add_up_workers_and_classes(clock: list[float]) -> None:
+    clock[0] = 1000.5
     numbers = LiveNumbers(lag_s=4, slos="ttft<=150ms")
     workers = {name: Worker((Slo(text="", latency="ttft", operator="<=", bound_s=0.15),)) for name in "ab"}
     for second in range(30):
@@ -169,9 +166,7 @@ def test_the_numbers_add_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch)
     assert numbers.whole_test()[ALL]["ended"] == 0
 
 
-def test_the_rates_of_the_whole_test_end_with_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_the_rates_of_the_whole_test_end_with_its_load(clock: list[float]) -> None:
     numbers, counter = LiveNumbers(), Worker()
     for _ in range(10):
         counter.add(request())
@@ -189,9 +184,8 @@ def test_the_rates_of_the_whole_test_end_with_its_load(monkeypatch: pytest.Monke
     assert numbers.whole_test()[ALL]["req_s"] is None
 
 
-def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_the_time_series_is_thinned_and_not_cut(clock: list[float]) -> None:
+    clock[0] = 0.0
     numbers, first = LiveNumbers(), None
     for second in range(6000):
         clock[0] = float(second)

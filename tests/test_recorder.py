@@ -169,12 +169,6 @@ def test_warmup_comes_first_is_never_mixed_and_never_cut(tmp_path: Path) -> None
     assert [sequencer.add_user() for _ in range(3)] == [0, 1, 2]
 
 
-def test_a_small_warmup_still_meets_the_concurrency_to_come(tmp_path: Path) -> None:
-    sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=20, warmup_requests=2))
-    taken = [sequencer.take(10) for _ in range(3)]
-    assert [(len(slots), slots[0].phase) for slots in taken] == [(10, "warmup"), (10, "measured"), (10, "measured")]
-
-
 @pytest.mark.parametrize(
     ("plan", "warm_s"),
     [
@@ -195,15 +189,20 @@ def test_what_is_sent_before_all_users_are_there_is_warmup(
     assert warm == (math.ceil(64 * warm_s) if warm_s else plan.warmup_requests)
 
 
-def test_it_is_finished_when_every_request_has_ended(tmp_path: Path) -> None:
-    sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=2, warmup_requests=1))
-    assert not sequencer.is_finished()
+def test_it_is_finished_when_every_request_has_ended(tmp_path: Path, clock: list[float]) -> None:
+    fixed = Sequencer(str(tmp_path / "fixed"), Plan(requests=2, warmup_requests=1))
+    assert not fixed.is_finished()
     for maximum in (1, 2):
-        taken = sequencer.take(maximum)
-        assert not sequencer.is_finished()
-        sequencer.settle(len(taken))
-    assert sequencer.is_finished()
-    assert sequencer.left_s() is None
+        taken = fixed.take(maximum)
+        assert not fixed.is_finished()
+        fixed.settle(len(taken))
+    assert (fixed.is_finished(), fixed.left_s()) == (True, None)
+    timed = Sequencer(str(tmp_path / "timed"), Plan(duration_s=0.05))
+    timed.take(2)
+    clock[0] += 0.1
+    for is_finished in (False, True):
+        timed.settle()
+        assert timed.is_finished() == is_finished
 
 
 def test_time_limits(tmp_path: Path, clock: list[float]) -> None:
@@ -223,16 +222,6 @@ def test_time_limits(tmp_path: Path, clock: list[float]) -> None:
     assert left_s is not None and left_s <= 0
     assert sequencer.is_finished()
     assert sequencer.take() == []
-
-
-def test_a_timed_load_is_not_finished_while_requests_are_in_flight(tmp_path: Path, clock: list[float]) -> None:
-    sequencer = Sequencer(str(tmp_path / "t"), Plan(duration_s=0.05))
-    sequencer.take(2)
-    clock[0] += 0.1
-    sequencer.settle()
-    assert not sequencer.is_finished()
-    sequencer.settle()
-    assert sequencer.is_finished()
 
 
 def test_the_highest_cpu_use_is_that_of_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

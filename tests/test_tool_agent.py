@@ -93,9 +93,8 @@ def test_calls_are_told_apart_however_a_server_numbers_them(indexes: tuple[int, 
     for index, id, name in zip(indexes, ("a", "b"), ("search", "list_files"), strict=True):
         add_tool_calls(calls, [{"index": index, "id": id, "function": {"name": name, "arguments": ""}}])
         for part in ('{"pattern": ', '"x"}'):
-            add_tool_calls(
-                calls, [{"index": index, "id": f"new-{part}", "function": {"arguments": part}}]
-            )  # as vLLM 0.8 did
+            # As vLLM 0.8 did: a new id in each delta.
+            add_tool_calls(calls, [{"index": index, "id": f"new-{part}", "function": {"arguments": part}}])
     assert [(call.id, call.name, call.arguments) for call in calls] == [
         ("a", "search", '{"pattern": "x"}'),
         ("b", "list_files", '{"pattern": "x"}'),

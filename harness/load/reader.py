@@ -103,7 +103,6 @@ def _await_stamps(sock: socket.socket) -> None:
 
 _MAX_QUEUED = 1000  # work items; with more, each new item runs the oldest one
 _SLICE_NS = 500_000  # of work between two checks of the sockets
-_BACKLOG = 10_000  # events that wait for listeners; with more, the log has a warning
 
 logger = logging.getLogger(__name__)
 
@@ -142,63 +141,6 @@ class IdleQueue:
             self._queue.popleft()()
         except Exception:
             logger.exception("defect in the load generator")
-
-
-class Listeners:
-    """Calls the listeners of Locust's `request` event.
-
-    An event comes after the record was made, in the hub or in a greenlet that is being killed, which cannot wait for a
-    socket. So only Locust's own table and listeners of the harness, which never wait, are called at once. One greenlet
-    calls all others, in the order in which the requests ended.
-    """
-
-    def __init__(self) -> None:
-        self.max_wait_s = 30.0  # of `finish`
-        self._queue: deque[tuple[Any, list[Any], dict[str, Any]]] = deque()  # hook, listeners, event
-        self._greenlet: gevent.Greenlet[[], None] | None = None
-        self._warned = False
-
-    def fire(self, hook: Any, *, timed: bool = True, **event: Any) -> None:
-        """Call the listeners of Locust's `hook`. `timed` is False for a cut request: Locust's table gets no time."""
-        own: list[Any] = []
-        others: list[Any] = []
-        for listener in hook._handlers:
-            module = str(getattr(listener, "__module__", ""))
-            (own if module == "locust.runners" or module.startswith("harness.") else others).append(listener)
-        _call_listeners(hook, own, event if timed else event | {"response_time": None})
-        if not others:
-            return
-        self._queue.append((hook, others, event))
-        if self._greenlet is None or self._greenlet.dead:
-            self._greenlet = gevent.spawn(self._call_queued)
-        if len(self._queue) > _BACKLOG and not self._warned:
-            self._warned = True
-            logger.warning("listeners of `request` are slower than the load: %d events wait for them", _BACKLOG)
-
-    @property
-    def queued(self) -> int:
-        return len(self._queue)
-
-    def finish(self) -> None:
-        """Wait until all events are handled, at most `max_wait_s`."""
-        if self._greenlet is gevent.getcurrent():  # a listener ends the test
-            self._call_queued()
-        elif self._greenlet is not None:
-            self._greenlet.join(self.max_wait_s)
-
-    def _call_queued(self) -> None:
-        while self._queue:
-            _call_listeners(*self._queue.popleft())
-
-
-def _call_listeners(request_hook: Any, listeners: list[Any], event: dict[str, Any]) -> None:
-    for listener in listeners:
-        hook = type(request_hook)()  # one for each listener: Locust logs what it raises, and the next one is called
-        hook.add_listener(listener)
-        try:
-            hook.fire(**event)
-        except (Exception, gevent.Timeout) as error:  # Locust would raise it in the user's task
-            logger.error("a listener of `request` raised %s, which ends neither user nor test", type(error).__name__)
 
 
 _READ_BYTES = 65_536

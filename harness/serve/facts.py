@@ -101,7 +101,7 @@ def _collect_facts(
     effective = {name: value for name, value in effective.items() if is_storable(value)}
     try:
         return msgspec.convert({name: value for name, value in facts.items() if is_storable(value)}, Startup), effective
-    except msgspec.ValidationError:  # an answer of another shape than we know
+    except msgspec.ValidationError:  # an answer of an unknown form
         return log.facts, effective
 
 
@@ -201,15 +201,9 @@ def parse_versions(text: str) -> dict[str, str]:
     return versions
 
 
-# A log is read as far as starts go; what an engine says under load comes later and is never of interest here.
-MAX_LOG_BYTES = 4_000_000
-_MAX_CLOCK_SHIFT_S = (
-    1.0  # clocks are set now and then; phases that claim more than this above what we saw are not believed
-)
-_DOCKER_STAMP = (
-    re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "),
-    "%Y-%m-%dT%H:%M:%S",
-)  # the Docker Engine's stamp
+MAX_LOG_BYTES = 4_000_000  # from the start of a log; what an engine logs under load comes later
+_MAX_CLOCK_SHIFT_S = 1.0  # clocks are set now and then: phases that exceed the measured time by more are ignored
+_DOCKER_STAMP = (re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "), "%Y-%m-%dT%H:%M:%S")
 _ELAPSED = "elapsed"  # the form of stamps that count minutes, seconds, ms and us since the process was started
 # The stamps of servers that run another engine come first: in a line, they precede the engine's own stamp.
 _STAMPS = (
@@ -287,7 +281,7 @@ def _store_match(engine: str, rule: Start, match: re.Match[str], facts: dict[str
         name = re.sub(r"_mib$", "_gib", re.sub(r"_\d$", "", group))
         try:
             value = _parse_literal(text) if rule.effective else _parse_number(text, _TYPES[name])
-        except ValueError:  # a number of another form than we know
+        except ValueError:  # a number of an unknown form
             continue
         if group.endswith("_mib"):
             value = round(value / 1024, 3)
@@ -357,20 +351,20 @@ def _parse_settings(text: str) -> dict[str, Any]:
 
 def _split_at_commas(text: str) -> Iterator[str]:
     """Yield the parts of a text between the commas outside brackets and quotes."""
-    depth, quote, begin = 0, "", 0
-    for at, sign in enumerate(text):
+    depth, quote, start = 0, "", 0
+    for place, char in enumerate(text):
         if quote:
-            quote = "" if sign == quote and text[at - 1] != "\\" else quote
-        elif sign in "'\"":
-            quote = sign
-        elif sign in "([{<":
+            quote = "" if char == quote and text[place - 1] != "\\" else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{<":
             depth += 1
-        elif sign in ")]}>":
+        elif char in ")]}>":
             depth -= 1
-        elif sign == "," and depth == 0:
-            yield text[begin:at]
-            begin = at + 1
-    yield text[begin:]
+        elif char == "," and depth == 0:
+            yield text[start:place]
+            start = place + 1
+    yield text[start:]
 
 
 def _parse_literal(text: str) -> Any:

@@ -1,25 +1,25 @@
-// Asks for the numbers every two seconds and draws them. Whatever comes is set as text, never as markup.
+// Poll the numbers every two seconds and draw them. All received texts are set as text, never as markup.
 "use strict";
 (() => {
-  const EVERY_MS = 2000, PATIENCE_MS = 8000, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
+  const POLL_MS = 2000, TIMEOUT_MS = 8000, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
   const GIB = 2 ** 30, SVG = "http://www.w3.org/2000/svg";
-  // In the tab of Locust's page all of it is in a shadow tree; on its own page there is none.
+  // In the tab of Locust's page everything is in a shadow tree; on its own page there is none.
   const host = globalThis.llmLive, root = host?.shadowRoot || document;
   const outer = host || document.documentElement;
   const $ = (id) => root.getElementById(id);
-  let last = null, points = [], span = "now", chosen = "all", pointer = null;
+  let last = null, points = [], span = "now", chosenClass = "all", pointer = null;
 
-  // Locust's page keeps its theme in localStorage; ours follows it, also while both are open.
+  // Locust's page stores its theme in localStorage. This page follows it, also while both are open.
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const theme = () => {
     let stored = null;
-    try { stored = localStorage.theme; } catch { /* no storage: the system's */ }
+    try { stored = localStorage.theme; } catch { /* no storage: use the theme of the system */ }
     outer.dataset.theme = stored === "dark" || stored === "light" ? stored : dark.matches ? "dark" : "light";
   };
   theme();
   dark.addEventListener("change", theme);
   addEventListener("storage", theme);
-  if (host) setInterval(theme, 300);  // a page gets no event of what it stores itself
+  if (host) setInterval(theme, 300);  // a page gets no event for its own changes
 
   const element = (name, text, kind) => {
     const made = document.createElement(name);
@@ -27,27 +27,27 @@
     if (kind) made.className = kind;
     return made;
   };
-  const drawn = (name, attributes, text) => {
+  const svgElement = (name, attributes, text) => {
     const made = document.createElementNS(SVG, name);
     for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
     if (text !== undefined) made.textContent = text;
     return made;
   };
-  const known = (value) => value !== null && value !== undefined;
+  const isKnown = (value) => value !== null && value !== undefined;
   const number = (value) => {
-    if (!known(value)) return "–";
+    if (!isKnown(value)) return "–";
     const size = Math.abs(value);
     if (size >= 10000) return `${+(value / 1000).toPrecision(3)}k`;
     return size >= 100 ? String(Math.round(value)) : String(+value.toPrecision(3));
   };
-  const ms = (value) => known(value) ? number(value * 1000) : "–";
-  const times = (value, factor) => known(value) ? value * factor : null;
+  const ms = (value) => isKnown(value) ? number(value * 1000) : "–";
+  const scaled = (value, factor) => isKnown(value) ? value * factor : null;
 
   const SHARES = [50, 90, 95, 99];
   const columns = () => [
     ["requests", (n) => String(n.ended)], ["in flight", (n, name) => String(name === "all" ? last.in_flight : last.in_flight_of[name] || 0)], ["failed", (n) => String(n.failed), (n) => n.failed > 0],
     ["req/s", (n) => number(n.req_s)], ["tok/s", (n) => number(n.tok_s)],
-    ["goodput req/s", (n) => number(n.goodput_req_s)], ["in SLOs %", (n) => number(times(n.attainment, 100))],
+    ["goodput req/s", (n) => number(n.goodput_req_s)], ["in SLOs %", (n) => number(scaled(n.attainment, 100))],
     ...last.latencies.flatMap(([key, title]) => SHARES.map((p) => [`${title} p${p} ms`, (n) => ms(n[`${key}_p${p}_s`])])),
   ];
 
@@ -69,7 +69,7 @@
     $("classes").replaceChildren(head, ...body);
     $("which-span").textContent = `By user class, ${span === "now" ? `last ${last.window_s} s` : "whole test"}`;
     $("how").textContent = "Measured requests only, counted when they end"
-      + (known(last.workers) ? "; workers report every 3 s" : "")
+      + (isKnown(last.workers) ? "; workers report every 3 s" : "")
       + `. Percentiles are within ${last.resolution * 100} %.`
       + (last.slos ? ` Goodput: requests a second that met ${last.slos}.` : " Goodput needs SLOs, in the start form.")
       + " A report is made from the exact records.";
@@ -92,37 +92,37 @@
     if (last.slos) tile("goodput", number(n.goodput_req_s), "req/s");
     tile("failed, whole test", String(last.whole.all.failed), "", last.whole.all.failed > 0);
     if (server) {
-      if (known(server.running)) tile("server: running", number(server.running));
-      if (known(server.waiting)) tile("server: waiting", number(server.waiting));
-      if (known(server.kv_usage)) tile("server: KV cache", number(server.kv_usage * 100), "%");
+      if (isKnown(server.running)) tile("server: running", number(server.running));
+      if (isKnown(server.waiting)) tile("server: waiting", number(server.waiting));
+      if (isKnown(server.kv_usage)) tile("server: KV cache", number(server.kv_usage * 100), "%");
     }
     for (const [name, gpu] of Object.entries(last.gpus || {})) {
       const memory = memoryOf(gpu), parts = [[gpu.busy_percent, "%"], [memory, "GiB"], [gpu.power_w, "W"]];
-      const said = parts.filter(([value]) => known(value)).map(([value, unit]) => `${number(value)} ${unit}`);
-      if (said.length) tile(`GPU ${name}`, said.join(" · "), "", false, "wide");
+      const texts = parts.filter(([value]) => isKnown(value)).map(([value, unit]) => `${number(value)} ${unit}`);
+      if (texts.length) tile(`GPU ${name}`, texts.join(" · "), "", false, "wide");
     }
     $("tiles").replaceChildren(...made);
   }
 
-  // What an APU gives a GPU lies in both kinds of memory.
-  const memoryOf = (gpu) => known(gpu?.vram_used_bytes) || known(gpu?.gtt_used_bytes)
+  // The GPU memory of an APU is in both kinds of memory.
+  const memoryOf = (gpu) => isKnown(gpu?.vram_used_bytes) || isKnown(gpu?.gtt_used_bytes)
     ? ((gpu.vram_used_bytes || 0) + (gpu.package ? gpu.gtt_used_bytes || 0 : 0)) / GIB : null;
 
   function notes() {
     $("why").hidden = !last.given_up;
     $("why").textContent = last.given_up || "";
     $("recent").textContent = `Now, and of the last ${last.window_s} s:`;
-    const found = [], bad = [];
-    if (last.client_limited) bad.push(`CLIENT-LIMITED: a load process runs, or waits for a core that others have, ${Math.round(100 * last.client_limited)} % of the time; these numbers are those of the load generator as well. Use more processes or machines, keep others from its core, or take fewer users.`);
-    if (last.missing) bad.push(`LOST: ${last.missing} of ${last.workers + last.missing} load processes ${last.missing === 1 ? "gives" : "give"} no sign of life; these numbers are without what ${last.missing === 1 ? "it sends" : "they send"}.`);
-    if (last.simulated) found.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
-    if (!last.watched) found.push("Only the numbers of the load: stock Locust does not read the server's queue or the GPU; harness live does.");
+    const infos = [], warnings = [];
+    if (last.client_limited) warnings.push(`CLIENT-LIMITED: a load process runs, or waits for a core that others have, ${Math.round(100 * last.client_limited)} % of the time; these numbers are those of the load generator as well. Use more processes or machines, keep others from its core, or take fewer users.`);
+    if (last.missing) warnings.push(`LOST: ${last.missing} of ${last.workers + last.missing} load processes ${last.missing === 1 ? "gives" : "give"} no sign of life; these numbers are without what ${last.missing === 1 ? "it sends" : "they send"}.`);
+    if (last.simulated) infos.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
+    if (!last.watched) infos.push("Only the numbers of the load: stock Locust does not read the server's queue or the GPU; harness live does.");
     else {
-      if (!last.server) found.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
-      if (!last.gpus) found.push("No AMD GPU is read on this machine.");
+      if (!last.server) infos.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
+      if (!last.gpus) infos.push("No AMD GPU is read on this machine.");
     }
-    if (last.warmup) found.push(`${last.warmup} warm-up requests are not counted.`);
-    $("notes").replaceChildren(...bad.map((text) => element("li", text, "bad")), ...found.map((text) => element("li", text)));
+    if (last.warmup) infos.push(`${last.warmup} warm-up requests are not counted.`);
+    $("notes").replaceChildren(...warnings.map((text) => element("li", text, "bad")), ...infos.map((text) => element("li", text)));
   }
 
   function failures() {
@@ -145,36 +145,36 @@
     const there = [...$("class").options].map((option) => option.value);
     if (wanted.join() !== there.join()) {
       $("class").replaceChildren(...wanted.map((name) => { const o = element("option", name); o.value = name; return o; }));
-      if (!wanted.includes(chosen)) chosen = "all";
-      $("class").value = chosen;
+      if (!wanted.includes(chosenClass)) chosenClass = "all";
+      $("class").value = chosenClass;
     }
   }
 
-  // Of each chart: title, unit, and lines as [name, what of a point]. Without any value it is not drawn.
-  function specs() {
-    const of = (key, factor = 1) => (p) => times(p.classes[chosen]?.[key], factor);
+  // For each chart: title, unit, and lines as [name, value of a point]. A chart without values is not drawn.
+  function chartSpecs() {
+    const of = (key, factor = 1) => (p) => scaled(p.classes[chosenClass]?.[key], factor);
     const gpus = [...new Set(points.flatMap((p) => Object.keys(p.gpus || {})))].sort();
     const each = (what) => gpus.map((name) => [name, (p) => what(p.gpus?.[name] || {})]);
     return [
       ...last.latencies.map(([key, title]) => [title, "ms", SHARES.map((s) => [`p${s}`, of(`${key}_p${s}_s`, 1000)])]),
       ["Output tokens", "tok/s", [["of ended requests", of("tok_s")], ["by the server", (p) => p.server?.tok_s]]],
       ["Requests", "/s", [["ended", of("req_s")], ["goodput", of("goodput_req_s")], ["failed", (p) => {
-        const n = p.classes[chosen];
-        return n && n.ended && known(n.req_s) ? n.req_s * n.failed / n.ended : n ? 0 : null;
+        const n = p.classes[chosenClass];
+        return n && n.ended && isKnown(n.req_s) ? n.req_s * n.failed / n.ended : n ? 0 : null;
       }]]],
       ["Users and requests in flight", "", [["users", (p) => p.users], ["in flight", (p) => p.in_flight]]],
       ["Server's queue", "requests", [["running", (p) => p.server?.running], ["waiting", (p) => p.server?.waiting]]],
-      ["KV cache in use", "%", [["KV cache", (p) => times(p.server?.kv_usage, 100)]]],
+      ["KV cache in use", "%", [["KV cache", (p) => scaled(p.server?.kv_usage, 100)]]],
       ["GPU busy", "%", each((gpu) => gpu.busy_percent)],
       ["GPU memory", "GiB", each(memoryOf)],
       ["GPU power", "W", each((gpu) => gpu.power_w)],
     ];
   }
 
-  const ceiling = (most) => {
-    if (!(most > 0)) return 1;
-    const unit = 10 ** Math.floor(Math.log10(most));
-    return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * unit >= most * 1.0001) * unit;
+  const axisMax = (max) => {
+    if (!(max > 0)) return 1;
+    const unit = 10 ** Math.floor(Math.log10(max));
+    return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * unit >= max * 1.0001) * unit;
   };
   const clock = (seconds) => {
     const whole = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
@@ -184,34 +184,34 @@
 
   function chart(title, unit, lines) {
     const values = lines.map(([, of]) => points.map(of));
-    const shown = lines.map((line, i) => i).filter((i) => values[i].some(known)).slice(0, 8);
+    const shown = lines.map((line, i) => i).filter((i) => values[i].some(isKnown)).slice(0, 8);
     if (!shown.length) return null;
     const figure = element("figure"), caption = element("figcaption"), width = Math.max(240, figureWidth());
     caption.append(element("b", unit ? `${title}, ${unit}` : title));
-    const first = points[0].t, over = Math.max(points.at(-1).t - first, 2);  // less would write one time twice
-    const top = ceiling(Math.max(...shown.flatMap((i) => values[i].filter(known))));
+    const first = points[0].t, over = Math.max(points.at(-1).t - first, 2);  // less would show one time twice
+    const top = axisMax(Math.max(...shown.flatMap((i) => values[i].filter(isKnown))));
     const x = (t) => LEFT + (t - first) / over * (width - LEFT - RIGHT);
     const y = (value) => TOP + (1 - value / top) * (HEIGHT - TOP - BOTTOM);
-    const svg = drawn("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${title} over time` });
+    const svg = svgElement("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${title} over time` });
     for (const part of [0, 0.5, 1]) {
-      svg.append(drawn("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(part * top), y2: y(part * top) }));
-      svg.append(drawn("text", { x: LEFT - 6, y: y(part * top) + 4, "text-anchor": "end" }, number(part * top)));
+      svg.append(svgElement("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(part * top), y2: y(part * top) }));
+      svg.append(svgElement("text", { x: LEFT - 6, y: y(part * top) + 4, "text-anchor": "end" }, number(part * top)));
     }
     for (const [part, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {
       const at = first + part * over;
-      svg.append(drawn("text", { x: x(at), y: HEIGHT - 5, "text-anchor": anchor }, clock(at)));
+      svg.append(svgElement("text", { x: x(at), y: HEIGHT - 5, "text-anchor": anchor }, clock(at)));
     }
     const at = pointer === null ? null : nearest(first + pointer * over);
-    if (at !== null) svg.append(drawn("line", { class: "at", x1: x(points[at].t), x2: x(points[at].t), y1: TOP, y2: HEIGHT - BOTTOM }));
+    if (at !== null) svg.append(svgElement("line", { class: "at", x1: x(points[at].t), x2: x(points[at].t), y1: TOP, y2: HEIGHT - BOTTOM }));
     shown.forEach((i, place) => {
       let path = "", open = false;
       values[i].forEach((value, k) => {
-        if (known(value)) path += `${open ? "L" : "M"}${x(points[k].t).toFixed(1)} ${y(value).toFixed(1)}`;
-        open = known(value);
+        if (isKnown(value)) path += `${open ? "L" : "M"}${x(points[k].t).toFixed(1)} ${y(value).toFixed(1)}`;
+        open = isKnown(value);
       });
-      svg.append(drawn("path", { class: `course c${place + 1}`, d: path }));
+      svg.append(svgElement("path", { class: `course c${place + 1}`, d: path }));
       const k = at === null ? points.length - 1 : at, value = values[i][k];
-      if (known(value)) svg.append(drawn("circle", { class: `dot c${place + 1}`, cx: x(points[k].t), cy: y(value), r: 3 }));
+      if (isKnown(value)) svg.append(svgElement("circle", { class: `dot c${place + 1}`, cx: x(points[k].t), cy: y(value), r: 3 }));
       caption.append(element("span", `${lines[i][0]} ${number(value)}`, `key c${place + 1}`));
     });
     if (at !== null) caption.firstChild.textContent += ` at ${clock(points[at].t)}`;
@@ -241,8 +241,8 @@
   function charts() {
     $("course").hidden = !points.length;
     if (!points.length) return;
-    const made = specs().map(([title, unit, lines]) => chart(title, unit, lines)).filter(Boolean);
-    // The figures stay and only what is in them is changed, so that a pointer over one is not lost.
+    const made = chartSpecs().map(([title, unit, lines]) => chart(title, unit, lines)).filter(Boolean);
+    // Replace the contents of the figures, not the figures: a pointer over one stays there.
     const there = [...$("charts").children];
     if (there.length !== made.length) $("charts").replaceChildren(...made);
     else made.forEach((figure, i) => {
@@ -260,25 +260,25 @@
     const ended = last.trace_ended && last.state === "running";
     const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", cleanup: "stopping", stopped: "stopped" };
     $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
-      known(last.workers) ? `${last.workers} load ${last.workers === 1 ? "process" : "processes"}` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
+      isKnown(last.workers) ? `${last.workers} load ${last.workers === 1 ? "process" : "processes"}` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
     $("state").className = "";
     notes(); tiles(); table(); failures(); classes(); charts();
   }
 
-  async function ask() {
+  async function poll() {
     const since = last && points.length ? `?series=${last.series}&after=${points.at(-1).t}` : "";
     try {
-      const answer = await fetch(`llm/live.json${since}`, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+      const answer = await fetch(`llm/live.json${since}`, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
       if (!answer.ok || answer.redirected) throw new Error(`status ${answer.status}`);
-      const got = await answer.json();
-      points = last && got.series === last.series ? points.concat(got.points) : got.points;
-      last = got;
+      const received = await answer.json();
+      points = last && received.series === last.series ? points.concat(received.points) : received.points;
+      last = received;
       show();
     } catch (error) {
       $("state").textContent = `no answer from Locust (${error.message})`;
       $("state").className = "bad";
     }
-    setTimeout(ask, document.hidden ? 5 * EVERY_MS : EVERY_MS);
+    setTimeout(poll, document.hidden ? 5 * POLL_MS : POLL_MS);
   }
 
   for (const button of root.querySelectorAll("[data-span]")) {
@@ -288,7 +288,7 @@
       if (last) table();
     });
   }
-  $("class").addEventListener("change", () => { chosen = $("class").value; charts(); });
+  $("class").addEventListener("change", () => { chosenClass = $("class").value; charts(); });
   addEventListener("resize", () => requestAnimationFrame(charts));
-  ask();
+  poll();
 })();

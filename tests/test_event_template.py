@@ -1,3 +1,5 @@
+"""The event template, which recognizes stream events without decoding them, and the queue of idle work."""
+
 import itertools
 import json
 import time
