@@ -12,7 +12,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling  # type: ignore[import
 
 from harness import redact
 from harness.errors import ServerError
-from harness.serve import connect
+from harness.serve.engine import connect
 from harness.simulated import Spawned, spawned
 from tests.command import ENDED
 from tests.engines.paths import missing

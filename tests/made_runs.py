@@ -13,7 +13,7 @@ from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import ContainerSample, GpuSample, HostSample, MetricsSample, TelemetrySample
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.plan import Cell, plan
-from harness.serve import find_server_problems as _server_problems_of
+from harness.serve.lint import find_server_problems as _server_problems_of
 
 WALL_S = 1_800_000_000.0
 MONOTONIC_S = 1000.0  # of the load processes, at WALL_S

@@ -24,7 +24,7 @@ from harness.run.capacity import define_search, drift_of, in_flight, wait_until_
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load
 from harness.scenario.file import load_scenario
-from harness.serve import attach_to_server
+from harness.serve.lifecycle import attach_to_server
 from harness.simulated import spawned
 from harness.summary import because
 from tests.command import Done, going, harness, only_run, server, until, write
@@ -69,7 +69,7 @@ def test_the_maximum_is_an_answer_and_its_run_is_valid(tmp_path: Path) -> None:
     assert shown.code == 0 and "holds more than 1 user" in shown.out
 
 
-def test_not_even_one_user_is_an_answer_in_json_and_a_server_that_fails_to_start_another(tmp_path: Path) -> None:
+def test_json_of_a_server_that_holds_no_user_and_of_one_that_does_not_start(tmp_path: Path) -> None:
     servers = {"broken": server("--fail-start", "no memory left for it"), "one": server()}
     done = capacity(tmp_path, "--slo", HARD, "--max-users", "1", "--json", servers=servers)
     assert done.code == 2, done.out + done.err
@@ -107,7 +107,7 @@ def test_an_interrupted_search_can_be_read(tmp_path: Path) -> None:
     assert harness("report", run.id, "--runs", "runs", cwd=tmp_path).code == 3
 
 
-def test_a_probe_waits_for_the_requests_that_the_last_one_left() -> None:
+def test_a_probe_waits_for_the_requests_of_the_last_one() -> None:
     said: list[str] = []
     left = iter([3.0, 1.0, 0.0])
     assert wait_until_idle(lambda: next(left), 0.0, 60.0, said.append) is None
@@ -126,7 +126,7 @@ def test_the_requests_in_flight_come_from_the_metrics_of_the_server() -> None:
     assert in_flight(found, None) is None, "it has ended"
 
 
-def test_a_server_that_runs_needs_no_scenario_and_a_spent_budget_leaves_an_unresolved_answer(tmp_path: Path) -> None:
+def test_a_running_server_without_a_scenario_and_a_spent_budget(tmp_path: Path) -> None:
     options = ("--user", "batch", "--slo", EASY, "--budget", "5s", "--runs", "runs")
     with spawned("--preset", "instant", "--model", "tiny", quiet=True) as running:
         done = harness("capacity", "--url", running.url, *options, cwd=tmp_path, timeout_s=180)
@@ -205,7 +205,7 @@ def ended(at_s: float, ttft_s: float, **more: Any) -> Any:
     return request(sent_s=at_s - 1.0, ended_s=1.0, chunks_s=[ttft_s, 1.0], **more)
 
 
-def test_blocks_count_what_ended_in_them() -> None:
+def test_blocks_count_the_answers_that_ended_in_them() -> None:
     cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]))
     cutter.see([ended(10.2, 0.1, phase="warmup"), ended(11.0, 0.1)])
     assert (cutter.begun_s, cutter.answer_s, cutter.block_s) == (10.0, 1.0, 3.0)
@@ -226,7 +226,7 @@ def test_a_block_with_too_few_answers_is_joined_to_the_next() -> None:
     assert [block.counts for block in (first, second)] == [[(3, 3)], [(3, 3)]]
 
 
-def test_blocks_of_a_mix_are_as_long_as_its_slowest_load_needs_and_count_each_slo_by_its_load() -> None:
+def test_blocks_of_a_mix_fit_its_slowest_load_and_count_each_slo_by_its_load() -> None:
     slos = parse_slos(["chat: ttft_p95<=0.5s", "job: ttft_p95<=0.5s"], ["chat", "job"])
     cutter = BlockCutter(slos, {"chat": LoadPace(pause_s=1.0), "job": LoadPace()})
     cutter.see([ended(float(at_s), 0.1, load="both.job") for at_s in range(1, 13)])

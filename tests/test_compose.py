@@ -15,7 +15,6 @@ from harness.errors import HarnessError, Problem, ServerError
 from harness.files import COMPOSE
 from harness.scenario import Gateway, Load, Scenario, Server
 from harness.scenario.file import load_yaml
-from harness.serve import read_variables, server_document, templates
 from harness.serve import template as template_module
 from harness.serve.compose_file import (
     fill_variables,
@@ -28,9 +27,10 @@ from harness.serve.compose_file import (
     parse_seconds,
     parse_volume,
 )
+from harness.serve.document import server_document
 from harness.serve.lint import list_notes
 from harness.serve.security import collect_secrets, find_missing_consent, require_consent
-from harness.serve.template import add_gateway, quote_yaml, render
+from harness.serve.template import add_gateway, quote_yaml, read_variables, render, templates
 from harness.simulated.engine import PRESETS
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of

@@ -13,7 +13,7 @@ from harness.machine.doctor import DockerEngine, diagnose
 from harness.machine.gpus import find_unsupported_targets, read_gfx_table
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import SWITCH, blockers, machine_notes, preflight
-from harness.serve import read_variables
+from harness.serve.template import read_variables
 from tests import machines
 from tests.command import harness
 from tests.command import write as write_scenario

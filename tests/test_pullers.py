@@ -8,10 +8,10 @@ import pytest
 from harness.errors import ServerError
 from harness.rundir.manifest import ServedBy
 from harness.scenario import Server
-from harness.serve import attach_to_server
 from harness.serve.compose_file import LoadCall, Serving, parse_compose
 from harness.serve.containers import LogFile
 from harness.serve.facts import record_facts
+from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import StartupWatch
 from harness.serve.ready import ReadyServer, wait_ready
 from harness.serve.template import render_server

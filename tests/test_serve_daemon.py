@@ -15,9 +15,8 @@ from docker.errors import DockerException
 from harness.errors import HarnessError, ServerError
 from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
-from harness.serve import get_engine_version, serve
-from harness.serve.engine import connect, make_docker_error
-from harness.serve.lifecycle import find_reachable_address
+from harness.serve.engine import connect, get_engine_version, make_docker_error
+from harness.serve.lifecycle import find_reachable_address, serve
 from harness.serve.location import engine_location
 
 CONNECT_AS_NOBODY = """

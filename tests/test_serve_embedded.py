@@ -20,8 +20,8 @@ from harness.files import ROOT
 from harness.reasons import sentence
 from harness.redact import register_secrets
 from harness.scenario import Load, Scenario, Server
-from harness.serve import Endpoint, serve
 from harness.serve.containers import LogFile
+from harness.serve.lifecycle import Endpoint, serve
 from tests.command import until
 from tests.faults import fault
 
@@ -134,7 +134,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from harness.scenario import Load, Scenario, Server
-from harness.serve import serve
+from harness.serve.lifecycle import serve
 scenario = Scenario(version=1, question="q", model="sim", loads={"l": Load(user="chat", requests=1)},
                     servers={"s": Server(template="simulated", container=False)})
 with serve(scenario, "s", run_id="r", cell_id="c", run_folder=Path(sys.argv[1])) as endpoint:

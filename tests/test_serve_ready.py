@@ -11,9 +11,10 @@ import pytest
 
 from harness.errors import HarnessError, ServerError
 from harness.process import free_port
-from harness.serve import attach_to_server, probe
+from harness.serve import probe
 from harness.serve.compose_file import LoadCall, Serving
 from harness.serve.containers import LogFile
+from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import StartupWatch, find_model, parse_base_url
 from harness.serve.ready import ReadyServer, wait_ready
 from harness.trust import open_session

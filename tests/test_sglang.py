@@ -11,9 +11,9 @@ from harness.report.terminal import has_started
 from harness.rundir.manifest import Startup
 from harness.rundir.samples import Scraper, parse_metrics, read_metrics, server_load
 from harness.scenario import Server
-from harness.serve import attach_to_server
 from harness.serve.compose_file import parse_compose as compose_of
 from harness.serve.facts import parse_log_lines
+from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import make_token_counter
 from harness.serve.template import render_server
 from tests.doubles.sglang import serving, text

@@ -13,9 +13,9 @@ from harness.analysis.summarize import read_summary
 from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_files
 from harness.rundir.manifest import ServedBy
 from harness.rundir.samples import ContainerSample, GpuSample, HostSample, TelemetrySample, machine_load, read_telemetry
-from harness.serve import Endpoint, container_commands
+from harness.serve import container_commands
 from harness.serve.containers import ServerStatus
-from harness.serve.lifecycle import find_telemetry_source
+from harness.serve.lifecycle import Endpoint, find_telemetry_source
 from tests import command
 from tests.fake_gpus import device, gpu, host, instinct_table
 from tests.machines import write

@@ -11,7 +11,7 @@ from harness.errors import HarnessError, ServerError
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
 from harness.rundir.samples import read_metrics
-from harness.serve import attach_to_server
+from harness.serve.lifecycle import attach_to_server
 from harness.trust import CA_VARIABLE, find_authorities, trust_authority
 from tests.command import called, harness, write
 from tests.faults import fault

@@ -408,7 +408,7 @@ def clean(
     ] = False,
 ) -> None:
     """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else."""
-    from harness.serve import connect, remove_leftovers
+    from harness.serve.engine import connect, remove_leftovers
 
     with contextlib.closing(connect()) as client:
         removed = remove_leftovers(client, everything=everything, caches=caches)

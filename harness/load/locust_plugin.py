@@ -174,7 +174,7 @@ def load_process() -> LoadProcess:
 
 def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """Handle the event `init`: the process has been forked and has its role."""
-    global _job, _recorder, _process, _live, _master, _worker
+    global _worker
     options = options_of(environment)
     for folder in {str(Path(inspect.getfile(user)).parent) for user in environment.user_classes} - set(sys.path):
         sys.path.append(folder)  # Locust removes it after loading the locustfile, whose tasks may import later
@@ -185,32 +185,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     for handler in [handler for name in _LOGGERS for handler in logging.getLogger(name).handlers]:
         handler.addFilter(_mask_log_record)
     try:
-        if environment.web_ui is not None:
-            web_access.add_checks(environment.web_ui)
-        if not isinstance(runner, WorkerRunner):
-            load_options.check_amounts(
-                users=options.num_users, spawn_rate=options.spawn_rate, run_time=options.run_time
-            )
-        _job = load_options.read_job_option(options)
-        if _job is not None and environment.shape_class is not None:  # `harness check` may have missed it
-            raise HarnessError("the locustfile brings a LoadTestShape, and the scenario says how many users there are")
-        if isinstance(runner, MasterRunner):
-            ignore_foreign_messages(runner)
-        if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
-            _master = Master(environment, runner, _job, _job.workers)
-        if _job is None and not isinstance(runner, WorkerRunner):
-            load_options.check_start_options(environment)
-            for warning in load_options.ignored_option_warnings(environment):
-                logger.warning(warning)
-        if not isinstance(runner, MasterRunner):
-            job = _job or load_options.job_of_options(environment, None)
-            load_options.check_writable(job)
-            _recorder = Recorder(job)
-            atexit.register(_recorder.close)  # for any end of this process
-            if options.headless:
-                _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
-        if not options.headless or _job is None or options.metrics_port:
-            _live = Live(environment, _recorder, _job, partial(load_options.check_form, environment, _job))
+        _set_up(environment, runner)
     except (HarnessError, OSError) as error:
         if _job is not None:
             report_error(_job, error)
@@ -238,6 +213,36 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     _handle_interrupts()
     # Locust starts its timer of --run-time next, from the time at which the loop last ran: before all imports.
     gevent.get_hub().loop.update_now()
+
+
+def _set_up(environment: Environment, runner: Runner) -> None:
+    """Check the options and create what this process needs for its role. Raises HarnessError, OSError."""
+    global _job, _recorder, _process, _live, _master
+    options = options_of(environment)
+    if environment.web_ui is not None:
+        web_access.add_checks(environment.web_ui)
+    if not isinstance(runner, WorkerRunner):
+        load_options.check_amounts(users=options.num_users, spawn_rate=options.spawn_rate, run_time=options.run_time)
+    _job = load_options.read_job_option(options)
+    if _job is not None and environment.shape_class is not None:  # `harness check` may have missed it
+        raise HarnessError("the locustfile brings a LoadTestShape, and the scenario says how many users there are")
+    if isinstance(runner, MasterRunner):
+        ignore_foreign_messages(runner)
+    if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
+        _master = Master(environment, runner, _job, _job.workers)
+    if _job is None and not isinstance(runner, WorkerRunner):
+        load_options.check_start_options(environment)
+        for warning in load_options.ignored_option_warnings(environment):
+            logger.warning(warning)
+    if not isinstance(runner, MasterRunner):
+        job = _job or load_options.job_of_options(environment, None)
+        load_options.check_writable(job)
+        _recorder = Recorder(job)
+        atexit.register(_recorder.close)  # for any end of this process
+        if options.headless:
+            _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
+    if not options.headless or _job is None or options.metrics_port:
+        _live = Live(environment, _recorder, _job, partial(load_options.check_form, environment, _job))
 
 
 def _mask_log_record(record: logging.LogRecord) -> bool:

@@ -203,6 +203,8 @@ class ReadTimes:
         times_ns = self.times_ns()
         if not times_ns or min(self._lags_us) * 1000 < -slack_ns:  # also true for _NO_STAMP
             return False
+        if times_ns[0] >= sent_ns and times_ns == sorted(times_ns):  # the usual case, fast
+            return True
         latest_ns = accumulate(times_ns, max, initial=sent_ns)  # before each read
         return all(time_ns >= before_ns - slack_ns for time_ns, before_ns in zip(times_ns, latest_ns, strict=False))
 

@@ -36,7 +36,8 @@ from harness.scenario.behaviour import Lengths
 from harness.scenario.check_syntax import check_problem, move_check
 from harness.scenario.file import drop_sweep_repeats, read_scenario
 from harness.scenario.plan import Schedule, load_of_part, load_of_stage, mix_of
-from harness.serve import attach_to_server, find_server_problems
+from harness.serve.lifecycle import attach_to_server
+from harness.serve.lint import find_server_problems
 from harness.serve.security import find_open_secrets_in_text
 from harness.summary import Reason
 from harness.workers import Workers, parse_workers

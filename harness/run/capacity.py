@@ -61,7 +61,7 @@ from harness.scenario import (
     wave_size,
 )
 from harness.scenario.plan import Cell, cell_of, load_of_stage
-from harness.serve import Endpoint
+from harness.serve.lifecycle import Endpoint
 from harness.summary import Reason, because
 from harness.units import count, duration
 
@@ -523,7 +523,7 @@ class ServerSearch:
         watch.show = show
         show()
         begun: dict[str, Any] = {"started_wall_s": time.time(), "served_by": endpoint.served_by, "seed": seed}
-        running.file.note(
+        running.file.update(
             *(CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells), scenario=whole.scenario
         )
         cell_runs = run_group(running, cells, endpoint, watch)

@@ -22,8 +22,7 @@ from harness.rundir.manifest import Machine, Run
 from harness.scenario import SERVER_TOKENIZER, Scenario, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import load_of_stage, mix_of, plan
-from harness.serve import compose_document, find_upstream
-from harness.serve.document import GRAFANA_PORT, METRICS_PORT, Upstream
+from harness.serve.document import GRAFANA_PORT, METRICS_PORT, Upstream, compose_document, find_upstream
 from harness.serve.generator import IMAGE, find_path_in_image, list_needed_files
 from harness.summary import because
 

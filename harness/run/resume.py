@@ -36,7 +36,7 @@ from harness.rundir.directory import lock_folder, prepare_folder, set_aside
 from harness.rundir.manifest import Resumption, Run, read_run, write_run
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
-from harness.serve import connect, remove_leftovers
+from harness.serve.engine import connect, remove_leftovers
 from harness.units import count
 
 ORPHANS_S = 15.0  # for load processes of a killed harness to write their last records

@@ -32,7 +32,7 @@ from harness.rundir.directory import prepare_folder, release_space
 from harness.rundir.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
-from harness.serve import get_engine_version
+from harness.serve.engine import get_engine_version
 from harness.summary import Reason, because
 from harness.workload import workload_sha256
 
@@ -63,7 +63,7 @@ class RunFile:
         self.folder = folder
         self.manifest = manifest
 
-    def note(
+    def update(
         self,
         *cell_runs: CellRun,
         planned: Collection[str] = (),  # further cells that will run

@@ -16,8 +16,8 @@ import pytest
 
 from harness.files import ROOT
 from harness.scenario import Consent, Load, Scenario, Server
-from harness.serve import Endpoint, serve
 from harness.serve.engine import connect, remove_leftovers
+from harness.serve.lifecycle import Endpoint, serve
 
 BASE = "amd-llm-load-test/base:py311"
 IMAGE = "amd-llm-load-test/suite:local"

@@ -14,7 +14,8 @@ from docker.models.containers import Container
 
 from harness.errors import ServerError
 from harness.scenario import Server
-from harness.serve import Endpoint, get_engine_version, serve
+from harness.serve.engine import get_engine_version
+from harness.serve.lifecycle import Endpoint, serve
 from harness.summary import because
 from tests.command import harness, until, write
 from tests.docker.conftest import Served, remains, scenario

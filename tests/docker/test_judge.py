@@ -15,8 +15,9 @@ import requests
 from harness.process import free_port
 from harness.rundir.records import read_requests
 from harness.scenario import Load, Server
-from harness.serve import read_variables, server_document, templates
 from harness.serve.compose_file import parse_compose
+from harness.serve.document import server_document
+from harness.serve.template import read_variables, templates
 from tests.command import harness, until, write
 from tests.docker.conftest import checked_each_second, scenario
 from tests.load_runs import composed

@@ -23,9 +23,10 @@ from harness.reasons import sentence
 from harness.rundir.manifest import read_run
 from harness.rundir.samples import parse_metrics, read_metrics
 from harness.scenario import Load, Scenario, Server
-from harness.serve import Endpoint, serve, server_document
+from harness.serve.document import server_document
 from harness.serve.engine import remove_leftovers
 from harness.serve.lemonade import list_orphans
+from harness.serve.lifecycle import Endpoint, serve
 from harness.serve.probe import make_token_counter
 from harness.summary import Reason, because
 from tests.command import harness

@@ -9,7 +9,7 @@ import requests
 
 from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
-from harness.serve import serve
+from harness.serve.lifecycle import serve
 from tests.docker.conftest import BASE, remains
 
 DOUBLE = str(ROOT / "tests" / "doubles")

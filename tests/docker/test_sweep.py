@@ -12,8 +12,7 @@ import pytest
 
 from harness.files import ROOT
 from harness.process import PID_START
-from harness.serve import remove_leftovers
-from harness.serve.engine import CACHE_LABEL, LABEL, RUN_LABEL, make_labels
+from harness.serve.engine import CACHE_LABEL, LABEL, RUN_LABEL, make_labels, remove_leftovers
 from tests.docker.conftest import Served, one_at_a_time, remains
 from tests.faults import fault
 
@@ -21,7 +20,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from harness.scenario import Load, Scenario, Server
-from harness.serve import serve
+from harness.serve.lifecycle import serve
 image, folder, run = sys.argv[1:]
 server = Server(template="simulated", variables={"image": image})
 scenario = Scenario(version=1, question="q", model="sim", servers={"s": server}, loads={"l": Load(user="chat")})

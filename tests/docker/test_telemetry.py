@@ -13,11 +13,10 @@ from docker.types import Mount
 from harness.machine.telemetry import Sampler
 from harness.rundir.manifest import ServedBy
 from harness.rundir.samples import TelemetrySample, read_telemetry
-from harness.serve import Endpoint
 from harness.serve.container_commands import container_source, has_shell
 from harness.serve.containers import ServerStatus
 from harness.serve.engine import make_labels
-from harness.serve.lifecycle import find_telemetry_source
+from harness.serve.lifecycle import Endpoint, find_telemetry_source
 from tests.docker.conftest import Served
 from tests.fake_gpus import apu_table, device, gpu, host
 

@@ -14,7 +14,7 @@ import requests
 from harness.files import ROOT, SCENARIOS
 from harness.process import free_port
 from harness.scenario.file import load_scenario
-from harness.serve import prepare_server
+from harness.serve.template import prepare_server
 from tests.docker.conftest import checked_each_second, one_at_a_time
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.load_runs import composed

@@ -9,8 +9,8 @@ import pytest
 import requests
 
 from harness.scenario import Load, Scenario, Server
-from harness.serve import serve
 from harness.serve.engine import connect
+from harness.serve.lifecycle import serve
 from tests.real.parts import vllm
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly]
