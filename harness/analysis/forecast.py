@@ -10,6 +10,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -327,6 +328,12 @@ def forecast(
 
     Raises HarnessError for wrong input, and RunError for a run that allows no prediction.
     """
+    if not (isinstance(items, Integral) and not isinstance(items, bool) and items >= 1):
+        raise HarnessError(f"items: a whole number of at least 1 is expected, got {items!r}")
+    if deadline_s is not None and not 0 < deadline_s < math.inf:
+        raise HarnessError(f"deadline_s: seconds above 0 are expected, got {deadline_s!r}")
+    if price_per_kwh is not None and not 0 <= price_per_kwh < math.inf:
+        raise HarnessError(f"price_per_kwh: a number of at least 0 is expected, got {price_per_kwh!r}")
     asked = None if lengths is None else read_lengths(lengths)
     run, summary = read_run(folder), summarize(folder)
     _refuse_unfinished(run, summary, folder)
