@@ -22,11 +22,11 @@ def first(number: int, seed: int = 1, **given: object) -> list[float]:
     return list(itertools.islice(arrival_times(Arrivals(**given), seed), number))  # type: ignore[arg-type]
 
 
-def test_an_even_rate_is_a_ruler() -> None:
+def test_an_even_rate_has_constant_intervals() -> None:
     assert first(5, rate=4.0, spacing="even") == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_steps_and_ramps_follow_their_course() -> None:
+def test_steps_and_ramps_follow_their_points() -> None:
     steps = first(100, points=[[0, 1], [10, 4], [20, 0]], spacing="even")
     assert steps[:10] == [float(second) for second in range(10)]
     assert steps[10:13] == [10.0, 10.25, 10.5]
@@ -37,13 +37,13 @@ def test_steps_and_ramps_follow_their_course() -> None:
     assert ramp[51:53] == pytest.approx([10.1, 10.2])
 
 
-def test_a_pause_in_the_course_is_kept() -> None:
+def test_no_arrival_while_the_rate_is_0() -> None:
     pause = first(30, points=[[0, 1], [10, 0], [20, 1]], spacing="even")
     assert pause[:10] == [float(second) for second in range(10)]
     assert pause[10:12] == [20.0, 21.0]
 
 
-def test_a_wave_has_its_mean_and_its_swing() -> None:
+def test_a_wave_has_its_mean_and_its_amplitude() -> None:
     day = first(1000, wave=Wave(min=1, max=9, period_s=100), spacing="even")
     assert sum(at < 100 for at in day) == 500
     assert sum(at < 200 for at in day) == 1000
@@ -80,12 +80,12 @@ def test_the_schedule_is_a_function_of_the_seed() -> None:
         ({"wave": Wave(min=0, max=9, period_s=9)}, 4.5),
     ],
 )
-def test_a_warm_up_comes_at_the_rate_of_the_beginning(course: dict[str, Any], rate: float) -> None:
+def test_a_warm_up_has_the_rate_of_the_start(course: dict[str, Any], rate: float) -> None:
     found = steady_arrivals(Arrivals(spacing="gamma", burstiness=0.5, **course))
     assert found == Arrivals(rate=rate, spacing="gamma", burstiness=0.5)
 
 
-def test_a_warm_up_offers_what_the_load_offers(tmp_path: Path, clock: list[float]) -> None:
+def test_a_warm_up_has_the_arrivals_of_the_load(tmp_path: Path, clock: list[float]) -> None:
     """Ten users would send ten at once; 4 a second are asked for, and the measured time begins with the last."""
     even = Schedule(Arrivals(rate=4.0, spacing="even"), 1)
     plan = Plan(requests=2, warmup_requests=4, schedule=even, warmup_schedule=even)
@@ -110,7 +110,7 @@ def test_a_warm_up_offers_what_the_load_offers(tmp_path: Path, clock: list[float
     st.sampled_from(["steps", "ramps"]),
     st.sampled_from(["poisson", "even", "gamma"]),
 )
-def test_no_arrival_is_before_the_one_before(course: list[tuple[float, float]], between: str, spacing: str) -> None:
+def test_arrivals_are_in_order(course: list[tuple[float, float]], between: str, spacing: str) -> None:
     ends = itertools.accumulate((length for length, _ in course), initial=0.0)
     points = [[at, rate] for at, (_, rate) in zip(ends, course, strict=False)]
     found = first(200, points=points, between=between, spacing=spacing, burstiness=0.5 if spacing == "gamma" else 1.0)
@@ -118,7 +118,7 @@ def test_no_arrival_is_before_the_one_before(course: list[tuple[float, float]], 
     assert all(at >= 0 for at in found)
 
 
-def test_a_time_asked_for_lasts_also_when_no_user_arrives_any_more(tmp_path: Path, clock: list[float]) -> None:
+def test_a_timed_load_lasts_after_its_last_arrival(tmp_path: Path, clock: list[float]) -> None:
     ends = Schedule(Arrivals(points=[[0, 40], [0.05, 0]], spacing="even"), 1)
     for name, plan in (("timed", Plan(duration_s=0.4, schedule=ends)), ("counted", Plan(requests=9, schedule=ends))):
         sequencer = Sequencer(str(tmp_path / name), plan)
@@ -129,7 +129,7 @@ def test_a_time_asked_for_lasts_also_when_no_user_arrives_any_more(tmp_path: Pat
         assert sequencer.is_finished()
 
 
-def test_people_come_on_time_whether_the_server_keeps_up_or_not(tmp_path: Path) -> None:
+def test_arrivals_are_on_time_when_the_server_is_too_slow(tmp_path: Path) -> None:
     """20 a second for a server that does 10: latency from the schedule grows, and nothing is left out."""
     load = Load(user="batch", users=60, arrivals=Arrivals(rate=20.0, spacing="even"), requests=40, output_tokens=5)
     flags = ("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.1", "--max-num-seqs", "5")
@@ -170,7 +170,7 @@ class Mixed(LLMUser):
 """
 
 
-def test_what_follows_an_answer_has_no_time_of_its_own(tmp_path: Path, engine: str) -> None:
+def test_only_the_first_request_of_a_task_has_a_scheduled_time(tmp_path: Path, engine: str) -> None:
     (tmp_path / "own.py").write_text(OWN)
     agent = Agent(steps=2, sub_agents=1, tool_time=Pause(mean_s=0.01))
     tasks = Load(user="agent", users=4, agent=agent, arrivals=Arrivals(rate=20.0), requests=8, output_tokens=2)

@@ -82,9 +82,7 @@ LENGTHS = {"user": "batch", "requests": 1, "output_tokens": {"file": "lengths.tx
         ),
     ],
 )  # fmt: skip
-def test_a_scenario_that_cannot_be_run(
-    tmp_path: Path, changes: dict[str, Any], files: dict[str, str], said: list[str]
-) -> None:
+def test_an_invalid_scenario(tmp_path: Path, changes: dict[str, Any], files: dict[str, str], said: list[str]) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     path = write(tmp_path, **changes)
@@ -113,7 +111,7 @@ def test_a_scenario_that_cannot_be_run(
         ),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_scenario(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_file_that_is_not_a_scenario(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "small.yaml"
     path.write_bytes(content)
     done = run(path)
@@ -131,7 +129,7 @@ def test_a_file_that_is_no_scenario(tmp_path: Path, content: bytes, said: str) -
         (("diff", "nothing", "other"), "nothing: neither a run directory nor the id of a run in runs"),
     ],
 )
-def test_what_is_not_there(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_missing_files_and_runs(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     refused(tmp_path / "none", harness(*arguments, cwd=tmp_path), f"error: {said}")
 
 
@@ -168,7 +166,7 @@ def test_api_key_not_set(tmp_path: Path, value: str | None) -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://127.0.0.1:99999", "http://a b", ""])
-def test_url_that_is_none(tmp_path: Path, url: str) -> None:
+def test_an_invalid_url(tmp_path: Path, url: str) -> None:
     path = write(tmp_path)
     refused(path, run(path, "--url", url), f"error: --url: '{url}' is not the address of a server")
 

@@ -35,7 +35,7 @@ def write(folder: Path, errors_s: list[float], *, coalesced: int = 0, error: str
     return sent
 
 
-def test_the_error_is_the_record_minus_what_was_sent(tmp_path: Path) -> None:
+def test_the_error_is_the_recorded_minus_the_sending_time(tmp_path: Path) -> None:
     reading = calibration_point(tmp_path, write(tmp_path, [0.001] * 9 + [0.003]), 1)
     assert reading.error_p50_s == pytest.approx(0.001)
     assert reading.error_p99_s == pytest.approx(0.003, rel=0.1)
@@ -52,7 +52,7 @@ def test_a_chunk_that_shared_a_read_counts_as_shared_and_not_as_an_error(tmp_pat
     assert reading.doubts == ["more than 1% of the chunks shared a read"]
 
 
-def test_failed_requests_are_no_reading(tmp_path: Path) -> None:
+def test_failed_requests_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="1 of 1 requests to the embedded engine failed"):
         calibration_point(tmp_path, write(tmp_path, [0.0], error="timeout"), 1)
 
@@ -77,7 +77,7 @@ def test_the_verdict_in_words() -> None:
     )
 
 
-def test_what_others_did_is_no_limit_of_the_load_generator(
+def test_other_programs_are_not_a_limit_of_the_load_generator(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taken = iter(
@@ -90,7 +90,7 @@ def test_what_others_did_is_no_limit_of_the_load_generator(
     assert "With 50, twice: more than 1% of the chunks shared a read. Other programs used 0.8 cores meanwhile" in said
 
 
-def test_it_goes_on_until_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_measures_until_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_module, "_measure", lambda streams, _: reading(streams))
 
     def numbers(maximum: int | None) -> list[int]:

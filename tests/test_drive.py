@@ -247,15 +247,6 @@ def test_a_part_of_a_mix_counts_its_own_records(tmp_path: Path) -> None:
     assert (monitor.recorded, monitor.failed) == (2, 1)
 
 
-def test_unfinished_and_abandoned_requests_have_not_failed(tmp_path: Path) -> None:
-    cell = job(tmp_path)
-    monitor = Monitor(cell)
-    errors: list[ErrorKind | None] = ["unfinished", "timeout", "abandoned", None, "unfinished"]
-    append(cell.requests_path, b"".join(recorded(error=error) for error in errors))
-    monitor.update()
-    assert (monitor.recorded, monitor.failed) == (5, 1)
-
-
 def test_the_exceptions_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert exceptions_in(log) == []

@@ -60,9 +60,15 @@ def append(path: Path, *lines: bytes) -> None:
         file.write(b"".join(lines))
 
 
-def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic time, which stands still."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_glance_has_the_state_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: list[float]) -> None:
     requests = tmp_path / "requests.jsonl"
     append(requests, record(0), record(1))  # of before
     watch = Monitor(job(tmp_path, batch_size=2, requests=20))
@@ -72,11 +78,11 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     append(requests, record(-1, phase="warmup"), *(record(index) for index in range(4)), record(4, "r1-other-cell"))
     append(requests, record(5, error="timeout", chunks_s=[]), record(6)[:30])
     values = {"running": 3.0, "waiting": 2.0, "kv_usage": 0.25}
-    now = {"wall_s": time.time(), "cell": CELL}
-    append(tmp_path / "metrics.jsonl", msgspec.json.encode(now | {"values": values}) + b"\n")
+    head = {"wall_s": time.time(), "cell": CELL}
+    append(tmp_path / "metrics.jsonl", msgspec.json.encode(head | {"values": values}) + b"\n")
     gpu = {"busy_percent": 50.0, "vram_used_bytes": 1, "gtt_used_bytes": 2, "package": True}
-    append(tmp_path / "telemetry.jsonl", msgspec.json.encode(now | {"gpus": {"renderD128": gpu}}) + b"\n")
-    clock[0] = 104.0
+    append(tmp_path / "telemetry.jsonl", msgspec.json.encode(head | {"gpus": {"renderD128": gpu}}) + b"\n")
+    now[0] = 104.0
     found = watch.glance()
     assert (found.done, found.warmup, found.failed, found.in_flight) == (5, 1, {"timeout": 1}, 3)
     assert found.ttft_s == pytest.approx((0.25, 0.385)) and found.tpot_s == pytest.approx((0.02, 0.02))
@@ -86,12 +92,12 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     # The first was sent a second before it was seen to have ended.
     assert (found.req_s, found.tok_s, found.left_s) == (5.0, 44.0, 3.0)
     monkeypatch.setattr(time, "time", lambda: 1e12)
-    clock[0] = 130.0
+    now[0] = 130.0
     late = watch.glance()
     assert (late.running, late.gpus, late.req_s, late.done) == (None, {}, 0.0, 5)  # what is old is not shown
 
 
-def test_latencies_are_those_of_the_newest_requests_so_that_a_long_run_does_not_grow(tmp_path: Path) -> None:
+def test_latencies_are_those_of_the_newest_requests(tmp_path: Path) -> None:
     watch = Monitor(job(tmp_path, batch_size=1, requests=20_000))
     for chunks_s, number in (([5.0, 6.0], 4_000), ([0.1, 0.3], 10_000)):
         append(tmp_path / "requests.jsonl", record(0, chunks_s=chunks_s) * number)
@@ -100,39 +106,33 @@ def test_latencies_are_those_of_the_newest_requests_so_that_a_long_run_does_not_
     assert found.ttft_s == pytest.approx((0.1, 0.1)) and found.tpot_s == pytest.approx((0.02, 0.02))
 
 
-def test_who_left_or_was_cut_did_not_fail(tmp_path: Path) -> None:
+def test_unfinished_and_abandoned_requests_have_not_failed(tmp_path: Path) -> None:
     watch = Monitor(job(tmp_path, batch_size=1, requests=20))
     errors = ("abandoned", "timeout", "unfinished")
     append(tmp_path / "requests.jsonl", *(record(i, error=error, chunks_s=[]) for i, error in enumerate(errors)))
     found = watch.glance()
-    assert (found.done, found.failed) == (3, {"timeout": 1})
+    assert (found.done, found.failed, watch.failed) == (3, {"timeout": 1}, 1)
 
 
-def test_rates_begin_with_the_first_request_and_not_before_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_rates_count_from_the_first_request_and_need_a_second(tmp_path: Path, now: list[float]) -> None:
     watch = Monitor(job(tmp_path, batch_size=1, requests=20))
     # One after the other, 0.1 s each; the shortest time that one took is not how long it has been going on.
     append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5)))
     assert (found := watch.glance()).done == 5 and (found.req_s, found.tok_s) == (None, None)
     append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5, 15)))
-    clock[0] = 101.0
+    now[0] = 101.0
     assert ((found := watch.glance()).req_s, found.tok_s) == pytest.approx((10.0, 110.0))
 
 
 @pytest.mark.parametrize("took_s", [0.5, 6.0, 15.0, 40.0])
-def test_rates_of_answers_that_end_in_waves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took_s: float) -> None:
+def test_rates_of_answers_that_end_in_waves(tmp_path: Path, now: list[float], took_s: float) -> None:
     """Eight at once, again and again, looked at each second at most 1.3 s after they ended: 11 tokens each."""
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     watch = Monitor(job(tmp_path, batch_size=8, requests=1000))
     dice = random.Random(1)
     seen, written = set[float | None](), 0
     for _ in range(200):
-        clock[0] += 1.0 + 0.3 * dice.random()
-        waves = int((clock[0] - 100.0) / took_s)
+        now[0] += 1.0 + 0.3 * dice.random()
+        waves = int((now[0] - 100.0) / took_s)
         for wave in range(written, waves):
             sent_s = 5.0 + wave * took_s
             append(tmp_path / "requests.jsonl", *(record(i, sent_s=sent_s, ended_s=took_s - 1e-6) for i in range(8)))
@@ -144,17 +144,13 @@ def test_rates_of_answers_that_end_in_waves(tmp_path: Path, monkeypatch: pytest.
     assert {round(one or 0.0, 3) for one in seen} == {round(right, 3)}
 
 
-def test_a_timed_load_has_its_time_left_and_chats_have_no_tickets_to_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_a_timed_load_of_chats_has_a_time_left_and_no_number_in_flight(tmp_path: Path, now: list[float]) -> None:
     watch = Monitor(job(tmp_path, "chat", duration_s=60.0))
     append(tmp_path / "requests.jsonl", record(0))
     (tmp_path / "counter").write_text('{"warmup_taken": 0, "measured_taken": 7, "settled": 5}')
     found = watch.glance()
     assert (found.left_s, found.in_flight, found.planned) == (59.0, None, None)
-    clock[0] = 1000.0
+    now[0] = 1000.0
     assert watch.glance().left_s == 0.0
 
 
@@ -174,7 +170,7 @@ def test_the_table_fits_the_terminal(width: int, lines: int) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 79])
-def test_a_terminal_too_narrow_for_a_table_has_words_and_no_number_is_cut(width: int) -> None:
+def test_a_narrow_terminal_has_words_in_place_of_a_table(width: int) -> None:
     out = io.StringIO()
     Console(file=out, width=width - 2).print(table(msgspec.structs.replace(FULL, left_s=7.0), width))
     shown = out.getvalue().splitlines()
@@ -186,21 +182,15 @@ def test_a_terminal_too_narrow_for_a_table_has_words_and_no_number_is_cut(width:
     assert out.getvalue().count(" 99 % 185.0 GiB 750 W") == 8
 
 
-def test_the_time_left_is_reported_when_all_users_have_had_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_the_time_left_is_known_after_an_answer_of_each_user(tmp_path: Path, now: list[float]) -> None:
     watch = Monitor(job(tmp_path, batch_size=5, requests=60))
     for ended, left_s in ((4, None), (6, 6.25)):  # after all ten in a bit more than a second, fifty are left
         append(tmp_path / "requests.jsonl", *(record(0) for _ in range(ended)))
         assert watch.glance().left_s == (None if left_s is None else pytest.approx(left_s, rel=0.5))
-        clock[0] += 0.25
+        now[0] += 0.25
 
 
-def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_a_live_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.run.progress.LOOK_EVERY_S", 0.0)
     out = io.StringIO()
     progress = Progress(Console(file=out, force_terminal=True, width=120, color_system=None))
@@ -227,9 +217,7 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     assert "said meanwhile\n" in shown
 
 
-def test_a_warm_up_of_which_no_user_knows_how_long_it_is_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_progress_of_a_warm_up_of_unknown_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.run.progress.LOOK_EVERY_S", 0.0)
     monkeypatch.setattr("harness.run.progress.PLAIN_EVERY_S", 0.0)
     out = io.StringIO()
@@ -247,10 +235,5 @@ def test_a_warm_up_of_which_no_user_knows_how_long_it_is_is_reported(
 
 
 def test_durations() -> None:
-    assert [duration(seconds) for seconds in (0.4, 89, 90, 200, 7500)] == [
-        "0 s",
-        "89 s",
-        "1 min 30 s",
-        "3 min 20 s",
-        "2 h 5 min",
-    ]
+    texts = {0.4: "0 s", 89: "89 s", 90: "1 min 30 s", 200: "3 min 20 s", 7500: "2 h 5 min"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts

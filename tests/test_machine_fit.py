@@ -53,7 +53,7 @@ def test_a_share_that_vllm_will_refuse_is_refused_before_the_pull(
     preflight(asks, pytest.fail, root)
 
 
-def test_memory_is_checked_with_the_number_that_auto_became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_checked_with_the_number_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     root = seed(tmp_path / "root")
     used = root / "sys/class/drm/renderD128/device/mem_info_vram_used"
@@ -81,7 +81,7 @@ def test_memory_is_checked_with_the_number_that_auto_became(tmp_path: Path, monk
         ("vllm-cpu", {}, []),
     ],
 )
-def test_what_is_asked_and_what_is_there(
+def test_shortages_of_memory(
     tmp_path: Path, template: str, variables: dict[str, Any], expected: list[tuple[str, bool]]
 ) -> None:
     found = list(shortages(experiment(tmp_path, template, **variables), seed(tmp_path / "root")))
@@ -90,7 +90,7 @@ def test_what_is_asked_and_what_is_there(
         == expected  # fmt: skip
 
 
-def test_what_is_not_known_is_not_refused(tmp_path: Path) -> None:
+def test_unknown_memory_is_not_refused(tmp_path: Path) -> None:
     asks = experiment(tmp_path, gpu_memory_utilization=0.9)
     assert list(shortages(asks, tmp_path / "nothing")) == []
     (seed(tmp_path / "root") / "sys/class/drm/renderD128/device/mem_info_vram_used").unlink()
@@ -99,7 +99,7 @@ def test_what_is_not_known_is_not_refused(tmp_path: Path) -> None:
     assert list(shortages(elsewhere, seed(tmp_path / "full"))) == []
 
 
-def test_with_a_stated_gtt_above_its_limit_the_runtime_may_tell_more(tmp_path: Path) -> None:
+def test_a_stated_gtt_above_its_limit_makes_a_shortage_uncertain(tmp_path: Path) -> None:
     root = ttm(strix_halo_gtt(tmp_path / "root"), 62.5)
     (root / "sys/class/drm/renderD128/device/mem_info_gtt_used").write_text(f"{20 * GIB}\n")
     (short,) = shortages(experiment(tmp_path, gpu_memory_utilization=0.9), root)
@@ -119,7 +119,7 @@ def test_a_card_wins_over_the_graphics_unit(
     assert found.scenario.servers["s"].variables["gpu_memory_utilization"] == share
 
 
-def test_what_the_server_is_given_counts(tmp_path: Path) -> None:
+def test_only_the_gpus_of_the_container_count(tmp_path: Path) -> None:
     cards = list(list_gpus(unit_and_card(tmp_path / "root")))
     unit, card = cards
     assert select_serving_gpus(cards) == [card]
@@ -150,7 +150,7 @@ def test_what_the_server_is_given_counts(tmp_path: Path) -> None:
         ("lemonade", {"vllm_args": "--tensor-parallel-size=2"}, "tensor_parallel_size is 2, and this machine has 1"),
     ],
 )
-def test_what_the_gpus_cannot_do_is_refused(
+def test_settings_that_the_gpus_do_not_support_are_refused(
     tmp_path: Path, template: str, variables: dict[str, Any], what: str
 ) -> None:
     asks = experiment(tmp_path, template, **variables)
@@ -173,6 +173,6 @@ def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path
     assert machine_notes(experiment(tmp_path, gpus=[1]), root) == []
 
 
-def test_vllm_on_the_processor_is_not_asked_about_gpus(tmp_path: Path) -> None:
+def test_vllm_on_the_cpu_needs_no_gpu(tmp_path: Path) -> None:
     root = radeon(tmp_path / "root", 110000, 24)
     check_all_gpus(experiment(tmp_path, "vllm-cpu", extra_args=["--kv-cache-dtype", "fp8", "-tp", "2"]), root)

@@ -101,7 +101,7 @@ def test_what_no_mix_can_be(tmp_path: Path, old: str, new: str, words: str) -> N
         ("user: chat", "user: chad", ".user (line 8): 'chad' is n"),
     ],
 )
-def test_what_is_wrong_with_a_part_is_reported_once_and_where_the_file_has_it(
+def test_a_problem_of_a_part_is_reported_once_at_its_place_in_the_file(
     tmp_path: Path, old: str, new: str, said: str
 ) -> None:
     with pytest.raises(ScenarioError) as caught:
@@ -182,7 +182,7 @@ def mixed_records(run: Path) -> dict[str, list[Request]]:
         (1, "{requests: 40}", 40, None),
     ],
 )
-def test_all_parts_begin_to_be_measured_when_the_last_is_warm(
+def test_the_measurement_starts_when_the_last_part_is_warm(
     tmp_path: Path, processes: int, warmup: str, minimum: int, steady: bool | None
 ) -> None:
     """The slow part needs twenty-four bursts and more than 2.4 s for what the quick one has at once."""
@@ -219,7 +219,7 @@ class Dies(LLMUser):
 """
 
 
-def test_nobody_waits_for_a_part_that_has_ended(tmp_path: Path) -> None:
+def test_the_other_parts_do_not_wait_for_one_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     text = STEADY.replace("{user: batch, batch_size: 2, processes: PROCESSES, users: PROCESSES", "{user: dies.py")
     text = text.replace("duration_s: 2", "duration_s: 1") + "warmup: {requests: 4}\n"
@@ -289,7 +289,7 @@ def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
     assert row.pooled.tpot_s.n == len(read_chart_data(tmp_path / "run").rows["a", "chat"].latencies["tpot_s"]) == 20
 
 
-def test_the_head_says_what_each_load_feels_of_the_other(five: Path) -> None:
+def test_the_page_starts_with_the_interference(five: Path) -> None:
     run, summary = read_run(five), summarize(five)
     assert summary.valid, summary.reasons
     assert summary.comparison is not None
@@ -332,7 +332,7 @@ def test_csv_and_openmetrics_name_the_concurrent_loads(five: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_noise_of_what_the_loads_of_a_mix_are_compared_by_is_measured_too(tmp_path: Path) -> None:
+def test_the_noise_of_the_metrics_of_a_mix(tmp_path: Path) -> None:
     aa = made_mix(tmp_path / "aa", repeats=2, servers=("a", "a-again"))
     noise = measure_noise(aa, summarize(tmp_path / "aa"), "a")
     latencies = ["ttft_p50", "tpot_p50"]
@@ -341,7 +341,7 @@ def test_the_noise_of_what_the_loads_of_a_mix_are_compared_by_is_measured_too(tm
     }  # fmt: skip
 
 
-def test_a_mix_that_was_too_short_says_how_long_it_should_be_unless_it_lost_a_load_process(tmp_path: Path) -> None:
+def test_a_short_mix_gets_advice_on_its_duration_unless_a_load_process_was_killed(tmp_path: Path) -> None:
     run = made_mix(tmp_path / "run")  # with 12 seconds of 16 in common
     loads = {name: msgspec.structs.replace(load, duration_s=16.0) for name, load in run.scenario.loads.items()}
     scenario = msgspec.structs.replace(run.scenario, loads=loads)
@@ -357,7 +357,7 @@ def test_a_mix_that_was_too_short_says_how_long_it_should_be_unless_it_lost_a_lo
     assert apart == short and killed.startswith("r1-a-both.job: load process 3 was killed: ")
 
 
-def test_each_row_beside_a_mix_is_compared_with_its_own_like(five: Path) -> None:
+def test_each_row_next_to_a_mix_has_a_comparable_baseline(five: Path) -> None:
     run, summary = read_run(five), summarize(five)
     rows, cells = summary.rows, {cell.id: cell for cell in summary.cells}
     rows += [msgspec.structs.replace(row, server="b") for row in rows]
@@ -374,7 +374,7 @@ def test_each_row_beside_a_mix_is_compared_with_its_own_like(five: Path) -> None
         ]
 
 
-def test_a_check_of_what_is_compared_with_nothing_says_so(five: Path) -> None:
+def test_a_check_of_a_row_without_a_comparison_explains_it(five: Path) -> None:
     job, chat = summarize(five, ["a/job: speedup >= 1", "a/chat: speedup >= 1"]).checks
     assert evidence(job.evidence) == "a / job: its work is not the baseline's, and it is compared with nothing"
     assert evidence(chat.evidence) == "a / chat: it is the baseline itself"

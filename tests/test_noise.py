@@ -63,7 +63,7 @@ def test_measured_stored_and_used(tmp_path: Path) -> None:
     assert found["verdicts"][0]["p"] is not None
 
 
-def test_what_cannot_be_measured(tmp_path: Path) -> None:
+def test_an_unknown_server_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     wrong = called("noise", path.name, "--repeats", "2", "--server", "two", cwd=tmp_path)
     assert (wrong.code, wrong.err) == (1, "error: --server: small.yaml has no server 'two'; known: one\n")
@@ -98,7 +98,7 @@ def two_runs(folder: Path, spread: float, **manifest: Any) -> tuple[Run, StoredN
     return run, join_noise(one, other)
 
 
-def test_what_is_stored_decides_one_run_against_one(tmp_path: Path) -> None:
+def test_stored_noise_decides_a_comparison_of_single_runs(tmp_path: Path) -> None:
     run, noise = two_runs(tmp_path, 0.001)
     write_made_run(tmp_path / "one", lambda cell: 10 + 0.01 * cell.repeat)
     write_made_run(tmp_path / "two", lambda cell: 20 + 0.02 * cell.repeat)
@@ -124,7 +124,7 @@ def test_one_run_does_not_show_how_far_runs_differ(tmp_path: Path) -> None:
     ("change", "why"),
     [({"workload_sha256": "cd" * 32}, "workload"), ({"model": "n"}, "model"), ({"simulated": True}, "kind of engine")],
 )
-def test_noise_of_something_else_is_not_used(tmp_path: Path, change: dict[str, object], why: str) -> None:
+def test_noise_of_other_conditions_is_not_used(tmp_path: Path, change: dict[str, object], why: str) -> None:
     run, noise = two_runs(tmp_path, 0.03)
     write_noise(noise_path(tmp_path, run), msgspec.structs.replace(noise, **change))
     found = known_noise([run], tmp_path)
@@ -132,7 +132,7 @@ def test_noise_of_something_else_is_not_used(tmp_path: Path, change: dict[str, o
     assert (found.rows, found.source) == ({}, source)
 
 
-def test_runs_of_something_else_are_not_joined(tmp_path: Path) -> None:
+def test_runs_of_other_conditions_are_not_joined(tmp_path: Path) -> None:
     _, noise = aa_run(tmp_path / "aa", 0.03)
     with pytest.raises(HarnessError, match="'image_digest' of the stored runs is sha256:2 and sha256:1111 now"):
         join_noise(msgspec.structs.replace(noise, image_digest="sha256:2"), noise)

@@ -36,14 +36,14 @@ def close(child: "subprocess.Popen[bytes]") -> None:
     child.stdout.close()
 
 
-def test_a_child_that_ignores_it_is_killed() -> None:
+def test_a_child_that_ignores_sigterm_is_killed() -> None:
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     child = start(code)
     assert process.stop(child, grace_s=0.3) == -signal.SIGKILL
     close(child)
 
 
-def test_grandchildren_go_with_it(tmp_path: Path) -> None:
+def test_grandchildren_end_with_the_child(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time\n"
         f"c = subprocess.Popen({SLEEP!r}); open({str(tmp_path / 'pid')!r}, 'w').write(str(c.pid))\n"
@@ -102,7 +102,7 @@ def test_a_signal_that_comes_in_a_finalizer_interrupts_at_the_next_pause(
     assert capsys.readouterr().err == ""
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_an_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with process.signals_interrupt():
@@ -111,8 +111,8 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_terminal_that_is_gone_disturbs_nobody_who_takes_things_down(tmp_path: Path) -> None:
-    """What ssh leaves behind when its connection breaks: each write to that terminal would fail."""
+def test_a_closed_terminal_does_not_interrupt_the_teardown(tmp_path: Path) -> None:
+    """After a broken ssh connection, each write to the terminal fails."""
     program = (
         "import pathlib, sys, time\n"
         "from harness.process import signals_interrupt\n"

@@ -75,7 +75,7 @@ def stopped_after(path: Path, cells: int) -> Path:
 @fault("harness", "kill -9, then `harness run --resume RUN`",
        seen="1 of 4 cells are complete and valid and stay; 3 cells to run", code=0,
        kept="all records: those of cells that were cut are in `attempts/`")  # fmt: skip
-def test_the_cells_that_are_whole_stay_and_the_others_run_again(tmp_path: Path) -> None:
+def test_complete_cells_stay_and_the_others_run_again(tmp_path: Path) -> None:
     path = write(tmp_path, servers=TWO, repeats=2)
     run = stopped_after(path, 1)
     before = records_of(run)
@@ -135,7 +135,7 @@ def test_an_invalid_cell_and_its_earlier_attempt(tmp_path: Path) -> None:
 @fault("harness", "a resumed run whose scenario, files or versions have changed",
        seen="the run cannot be resumed: the requests are others; changed: prompts.jsonl", code=1,
        kept="the run as it was")  # fmt: skip
-def test_what_changed_is_named(tmp_path: Path) -> None:
+def test_changes_are_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a b c"}\n')
     path = write(tmp_path, repeats=2, prompts={"kind": "file", "file": "prompts.jsonl"})
     run = stopped_after(path, 1)
@@ -185,7 +185,7 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
     assert done.code == 1 and "missing argument 'SCENARIO'" in done.err
 
 
-def test_on_a_server_that_already_runs(tmp_path: Path) -> None:
+def test_on_a_running_server(tmp_path: Path) -> None:
     path = write(tmp_path, repeats=2)
     with spawned("--preset", "instant", "--model", "tiny") as there:
         assert harness("run", path.name, "--url", there.url, "--runs", "runs", cwd=tmp_path).code == 0

@@ -107,7 +107,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert "tiny" in (run / "compose" / "one.yaml").read_text()
 
 
-def test_on_a_server_that_already_runs(tmp_path: Path) -> None:
+def test_on_a_running_server(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"mine": {"template": "vllm-rocm"}})
     with spawned("--preset", "instant", "--model", "other") as there:
         run = ran(path, 0, "--url", f"{there.url}/v1/", "--model", "other", "--repeats", "2")
@@ -199,7 +199,7 @@ class Mine(LLMUser):
        seen="1 user of 3 ended before the load did", code=3)  # fmt: skip
 @fault("load process", "the ramp is longer than the measured time",
        seen="of 8 users had started at the end of the measured time", code=3)  # fmt: skip
-def test_loads_that_go_wrong(tmp_path: Path) -> None:
+def test_failing_loads(tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
     (tmp_path / "stops.py").write_text(STOPS)
     loads = {
@@ -231,7 +231,7 @@ def test_too_many_errors(tmp_path: Path) -> None:
     assert Counter(one.error for one in records(run)) == {None: 5, "rejected": 3}
 
 
-def test_a_locustfile_of_ones_own(tmp_path: Path) -> None:
+def test_an_own_locustfile(tmp_path: Path) -> None:
     lines = ("from locust import task", "from harness.load.user import LLMUser", "class Mine(LLMUser):", "    @task",
              "    def work(self):", "        import later", "        later.ask(self)")  # fmt: skip
     (tmp_path / "mine.py").write_text("\n".join(lines))
@@ -280,7 +280,7 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
 @pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGINT], ids=["hup", "int"])
 @fault("harness", "Ctrl-C, SIGTERM or SIGHUP while the program is still being imported",
        seen="interrupted; everything that was started has been torn down", code=130)  # fmt: skip
-def test_interrupted_in_the_first_moment(tmp_path: Path, how: signal.Signals) -> None:
+def test_interrupted_while_the_program_is_imported(tmp_path: Path, how: signal.Signals) -> None:
     path = write(tmp_path, loads=LONG)
     slow = tmp_path / "slow"
     slow.mkdir()
@@ -408,9 +408,7 @@ def test_one_of_two_load_processes_killed(tmp_path: Path) -> None:
 @fault("load process", "SIGTERM or SIGINT to a load process (earlyoom, an eviction)",
        seen="load process ... was stopped (SIGTERM or SIGINT) ... s before the end of the 60 s to measure; run again",
        code=3)  # fmt: skip
-def test_a_load_process_that_is_reported_to_end_before_its_time(
-    tmp_path: Path, how: signal.Signals, processes: int
-) -> None:
+def test_a_load_process_that_gets_a_signal_before_its_time(tmp_path: Path, how: signal.Signals, processes: int) -> None:
     """As by earlyoom, `docker stop` or an eviction: half of the time that was asked for is no valid run."""
     load = {"user": "batch", "users": 2, "duration_s": 60, "output_tokens": 5, "processes": processes}
     path = write(tmp_path, loads={"timed": load})
@@ -441,7 +439,7 @@ def test_server_killed(tmp_path: Path) -> None:
 
 @fault("server", "a server that the harness did not start (--url) dies under load",
        seen="the server died during the load: nothing listens at ... any more", code=3)  # fmt: skip
-def test_server_of_someone_else_dies(tmp_path: Path) -> None:
+def test_a_running_server_dies(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:30") as there:
         run = ran(path, 3, "--url", there.url)

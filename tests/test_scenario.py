@@ -1,4 +1,4 @@
-"""A scenario file: what is accepted, and that everything wrong with it is said at once."""
+"""A scenario file: defaults, problems with their places, the plan and its estimated time."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import yaml
 
 from harness.errors import HarnessError, ScenarioError
 from harness.prepare.preview import describe_load, estimate_s
-from harness.scenario import Arrivals, Load, Scenario, Server, Trace, Warmup, warmup_of
+from harness.scenario import Arrivals, Baseline, Load, Scenario, Server, Trace, Warmup, warmup_of
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import baseline_of, plan
@@ -37,7 +37,7 @@ def problems_of(folder: Path, text: str) -> list[str]:
     return caught.value.problems
 
 
-def test_servers_and_loads_of_another_kind_are_told_once(tmp_path: Path) -> None:
+def test_servers_and_loads_of_a_wrong_type_have_one_problem_each(tmp_path: Path) -> None:
     text = "version: 1\nquestion: q\nmodel: m\nservers: {}\nloads: [1]\n"
     assert problems_of(tmp_path, text) == [
         "$.loads (line 5): a mapping (name: value) is expected, got [1]",
@@ -47,15 +47,13 @@ def test_servers_and_loads_of_another_kind_are_told_once(tmp_path: Path) -> None
 
 def test_a_small_scenario_gets_the_documented_defaults(tmp_path: Path) -> None:
     scenario = load_scenario(write(tmp_path, GOOD))
-    assert scenario.repeats == 5
-    assert scenario.seed == 42
-    assert scenario.restart is True
-    assert [warmup_of(scenario, load).requests for load in scenario.loads.values()] == [1, 5]
-    more = {"in_flight": Load(user="batch", users=3, in_flight=4), "turns": Load(user="chat", users=3, turns=5)}
-    assert [warmup_of(scenario, load).requests for load in more.values()] == [12, 15]
+    assert (scenario.repeats, scenario.seed, scenario.restart) == (5, 42, True)
+    in_flight = Load(user="batch", users=3, in_flight=4, requests=9)
+    more = {"in_flight": in_flight, "turns": Load(user="chat", users=3, turns=5)}
+    assert [warmup_of(scenario, load).requests for load in (scenario.loads | more).values()] == [1, 5, 12, 15]
     assert scenario.loads["one"].output == "fixed"
-    assert baseline_of(scenario).server == "a"
-    assert baseline_of(scenario).load == "one"
+    assert baseline_of(scenario) == Baseline(server="a", load="one")
+    assert describe_load(in_flight).startswith("3 batch users, always 4 in flight each, 12 in all, ")
 
 
 def test_all_problems_are_reported_at_once_with_path_line_value_and_advice(tmp_path: Path) -> None:
@@ -69,8 +67,7 @@ loads:
   two: {user: batch, requests: ten, batchsize: 5}
 repeats: 0
 """
-    problems = problems_of(tmp_path, text)
-    assert problems == [
+    assert problems_of(tmp_path, text) == [
         "$.model (line 4): a text is expected, got 5",
         "$.servers.a.templat (line 5): unknown key; did you mean 'template'?",
         "$.servers.a (line 5): 'template' is missing",
@@ -137,17 +134,12 @@ def test_a_load_that_contradicts_itself_is_refused(tmp_path: Path, load: str, pr
     assert problems_of(tmp_path, text) == [f"$.loads.wrong.{problem}"]
 
 
-def test_the_plan_says_how_many_requests_are_in_flight() -> None:
-    said = describe_load(Load(user="batch", users=3, in_flight=4, requests=9))
-    assert said.startswith("3 batch users, always 4 in flight each, 12 in all, ")
-
-
-def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="the scenario cannot be read"):
         load_scenario(tmp_path / "nothing.yaml")
 
 
-def test_the_plan_is_interleaved_and_turns_round_each_repeat(tmp_path: Path) -> None:
+def test_the_plan_is_interleaved_and_reversed_in_each_second_repeat(tmp_path: Path) -> None:
     scenario = load_scenario(write(tmp_path, GOOD + "repeats: 3\n"))
     assert [cell.id for cell in plan(scenario)] == [
         "r1-a-one", "r1-a-five", "r1-b-one", "r1-b-five",
@@ -183,13 +175,13 @@ def test_the_plan_is_interleaved_and_turns_round_each_repeat(tmp_path: Path) -> 
          "$.api_key_env (line 9): expected the NAME of an environment variable, never th"),
     ],
 )  # fmt: skip
-def test_traps_of_yaml_slips_of_the_finger_and_a_pasted_key(tmp_path: Path, line: str, problem: str) -> None:
+def test_traps_of_yaml_typing_errors_and_a_pasted_key(tmp_path: Path, line: str, problem: str) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n")
     (found,) = problems_of(tmp_path, f"{GOOD}{line}\n")
     assert found.startswith(problem)
 
 
-def test_more_comparisons_name_rows(tmp_path: Path) -> None:
+def test_further_comparisons_have_names_of_rows(tmp_path: Path) -> None:
     good = load_scenario(write(tmp_path, GOOD + "compare: [{row: b/five, against: a/five}]\n"))
     assert (good.compare[0].row, good.compare[0].against) == ("b/five", "a/five")
     assert problems_of(tmp_path, GOOD + "compare: [{row: b/fiv, against: a/five}, {row: a/one, against: a/one}]\n") == [
@@ -219,7 +211,7 @@ def test_more_comparisons_name_rows(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, said: str) -> None:
+def test_problems_use_the_terms_of_the_file(tmp_path: Path, text: str, said: str) -> None:
     assert any(problem.startswith(said) for problem in problems_of(tmp_path, text))
 
 
@@ -242,22 +234,22 @@ def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, s
         (Load(user="batch", endpoint="embeddings", requests=40), 3),
     ],
 )
-def test_the_estimated_time_is_that_of_what_limits_the_load(tmp_path: Path, load: Load, seconds: float) -> None:
+def test_the_estimated_time_of_each_kind_of_load(tmp_path: Path, load: Load, seconds: float) -> None:
     rows = "".join(f"{at},ChatGPT,10,20,30,Conversation log\n" for at in (0, 10, 40))
     (tmp_path / "t.csv").write_text(f"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n{rows}")
-    scenario = Scenario(
-        version=1, question="?", model="m", servers={"a": Server(template="simulated", container=False)},
-        loads={"x": msgspec.structs.replace(load, output_tokens=100)}, repeats=2, warmup=Warmup(requests=4),
-    )  # fmt: skip
-    assert estimate_s(scenario, tmp_path) == pytest.approx(2 * seconds)
+    loads = {"x": msgspec.structs.replace(load, output_tokens=100)}
+    assert estimated_s(tmp_path, loads, Warmup(requests=4)) == pytest.approx(2 * seconds)
 
 
-def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:
-    loads = {name: Load(user="batch", duration_s=60, output_tokens=100) for name in ("m.a", "m.b")}
+def estimated_s(folder: Path, loads: dict[str, Load], warmup: Warmup) -> float:
     servers = {"a": Server(template="simulated", container=False)}
-    scenario = Scenario(version=1, question="?", model="m", servers=servers, loads=loads, repeats=1,
-                        warmup=Warmup(duration_s=5))  # fmt: skip
-    assert estimate_s(scenario, tmp_path) == 3 + 5 + 60 + 3
+    scenario = Scenario(version=1, question="?", model="m", servers=servers, loads=loads, repeats=2, warmup=warmup)
+    return estimate_s(scenario, folder)
+
+
+def test_the_estimate_counts_the_parts_of_a_mix_once(tmp_path: Path) -> None:
+    loads = {name: Load(user="batch", duration_s=60, output_tokens=100) for name in ("m.a", "m.b")}
+    assert estimated_s(tmp_path, loads, Warmup(duration_s=5)) == 2 * (3 + 5 + 60 + 3)
 
 
 @pytest.mark.parametrize(
@@ -274,29 +266,22 @@ def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:
         ({"user": 3, "requests": 1, "duration_s": 2}, {"user"}),
     ],
 )  # fmt: skip
-def test_a_key_of_a_wrong_type_hides_no_contradiction_of_its_load_and_makes_none(
+def test_a_key_of_a_wrong_type_hides_no_other_problem_and_makes_none(
     tmp_path: Path, load: dict[str, Any], told: set[str]
 ) -> None:
     problems = problems_of(tmp_path, yaml.safe_dump({**yaml.safe_load(GOOD), "loads": {"x": load}}))
     assert {problem.split()[0].removeprefix("$.loads.x.") for problem in problems} == told
 
 
-@pytest.mark.parametrize(
-    ("servers", "loads", "repeats", "problem"),
-    [
-        (201, 1, 1, "it has 201 servers; at most 200 are read"),
-        (120, 1, 1000, "a plan of 120,000 cells (servers x loads x repeats); at most 100,000 are read"),
-    ],
-)
-def test_a_scenario_that_is_too_large_is_refused(
-    tmp_path: Path, servers: int, loads: int, repeats: int, problem: str
-) -> None:
-    of = {
-        "servers": {f"s{number}": {"template": "simulated"} for number in range(servers)},
-        "loads": {f"l{number}": {"user": "batch", "requests": 1} for number in range(loads)},
-    }
-    text = yaml.safe_dump({"version": 1, "question": "q", "model": "m", **of, "repeats": repeats})
-    assert any(problem in told for told in problems_of(tmp_path, text))
+def test_a_scenario_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    for count, repeats, problem in (
+        (201, 1, "it has 201 servers; at most 200 are read"),
+        (120, 1000, "a plan of 120,000 cells (servers x loads x repeats); at most 100,000 are read"),
+    ):
+        servers = {f"s{number}": {"template": "simulated"} for number in range(count)}
+        loads = {"l": {"user": "batch", "requests": 1}}
+        scenario = {"version": 1, "question": "q", "model": "m", "servers": servers, "loads": loads, "repeats": repeats}
+        assert any(problem in found for found in problems_of(tmp_path, yaml.safe_dump(scenario)))
 
 
 def test_long_values_are_cut_and_long_numbers_refused(tmp_path: Path) -> None:
@@ -308,7 +293,7 @@ def test_long_values_are_cut_and_long_numbers_refused(tmp_path: Path) -> None:
     assert "a bound has at most 30 characters" in "\n".join(problems)
 
 
-def test_a_key_of_an_older_version_is_refused_with_the_new_one(tmp_path: Path) -> None:
+def test_an_old_key_is_refused_with_its_new_name(tmp_path: Path) -> None:
     loads = """  wave: {user: batch, requests: 1, arrivals: {wave: {least: 1, most: 5, period_s: 10}}}
   chat: {user: chat, requests: 1, think: {mean_s: 1, most_s: 3}, output_tokens: {lognormal: {median: 5, most: 9}}}
   trace: {user: batch, trace: {file: day.csv, most: 2}}

@@ -55,7 +55,7 @@ def test_each_stage_is_a_load_a_cell_and_a_row_of_its_own(tmp_path: Path) -> Non
     assert [load_of_stage(name) for name in ("x", "x@2", "x@2-2", "mix.x")] == [None, "x", "x", None]
 
 
-def test_the_plan_says_that_stages_share_a_server(tmp_path: Path) -> None:
+def test_the_plan_shows_that_stages_share_a_server(tmp_path: Path) -> None:
     text = "version: 1\nquestion: q\nmodel: m\nservers: {a: {template: simulated, container: false}}\nloads:\n" + UP
     out = " ".join(called("check", str(write(tmp_path, text)), cwd=tmp_path).out.split())
     assert "a fresh server for each cell (cold), one for all stages of a load" in out
@@ -90,11 +90,11 @@ def test_the_order_of_the_stages_is_part_of_the_workload(tmp_path: Path) -> None
          ["$.loads.p.turnz (line 8): unknown key; did you mean 'turns'?"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant(tmp_path: Path, load: str, said: list[str]) -> None:
+def test_invalid_stages(tmp_path: Path, load: str, said: list[str]) -> None:
     assert problems_of(tmp_path, f"{HEAD}  p: {load}\n") == said
 
 
-def test_names_of_stages_are_not_given_by_hand_and_no_mix_has_any(tmp_path: Path) -> None:
+def test_a_load_has_no_name_of_a_stage_and_a_mix_no_stages(tmp_path: Path) -> None:
     text = HEAD + "  p@4: {user: chat, duration_s: 4}\n"
     assert problems_of(tmp_path, text) == ["$.loads.p@4 (line 8): an '@' is in the names of stages only"]
     mixed = (
@@ -104,7 +104,7 @@ def test_names_of_stages_are_not_given_by_hand_and_no_mix_has_any(tmp_path: Path
     assert problem.startswith("$.mixes.both (line 10): 'people' has stages, which no load of a mix can have: ")
 
 
-def test_who_names_the_load_is_reported_its_stages(tmp_path: Path) -> None:
+def test_the_name_of_a_load_with_stages_is_ambiguous(tmp_path: Path) -> None:
     text = f"{HEAD}{UP}baseline: {{server: a, load: people}}\nchecks: ['a/people: error_rate == 0']\n"
     text += "compare: [{row: a/people, against: a/people@5}]\n"
     assert problems_of(tmp_path, text) == [
@@ -115,7 +115,7 @@ def test_who_names_the_load_is_reported_its_stages(tmp_path: Path) -> None:
     ]
 
 
-def test_several_machines_part_the_users_of_each_stage() -> None:
+def test_the_users_of_each_stage_must_divide_among_the_workers() -> None:
     stages = {f"p@{users}": Load(user="chat", users=users, duration_s=5.0) for users in (4, 3)}
     with pytest.raises(HarnessError) as caught:
         parse_workers("2", "127.0.0.1", stages)
@@ -128,7 +128,7 @@ def course(folder: Path, *durations_s: float, **more: Any) -> StageSequencer:
     return StageSequencer([(str(folder / f"t{n}"), plan, n + 1) for n, plan in enumerate(plans)])
 
 
-def test_a_stage_is_measured_from_when_its_users_are_there(tmp_path: Path, clock: list[float]) -> None:
+def test_a_stage_is_measured_once_all_its_users_have_started(tmp_path: Path, clock: list[float]) -> None:
     one, other = course(tmp_path, 0.2, 60.0), course(tmp_path, 0.2, 60.0)  # of two processes
     assert [one.take()[0] for _ in range(5)] == [Slot("warmup", -1 - n) for n in range(5)]
     one.set_users_complete()
@@ -167,7 +167,7 @@ def stages_index(_: StageSequencer, folder: Path, stage: int) -> int:
     return -int(json.loads((folder / f"t{stage}").read_bytes().partition(b"\n")[0])["warmup_taken"])
 
 
-def test_it_is_finished_when_all_stages_are(tmp_path: Path, clock: list[float]) -> None:
+def test_a_load_is_finished_when_all_stages_are(tmp_path: Path, clock: list[float]) -> None:
     stages = course(tmp_path, 0.1, 0.1)
     for stage in range(2):
         taken = stages.take(3)
@@ -181,7 +181,7 @@ def test_it_is_finished_when_all_stages_are(tmp_path: Path, clock: list[float]) 
     assert stages.take() == []
 
 
-def test_what_the_server_does_for_requests_of_the_stage_before_is_part_of_the_rate(tmp_path: Path) -> None:
+def test_the_rate_includes_work_on_requests_of_the_stage_before(tmp_path: Path) -> None:
     """Eleven tokens each, the first 0.5 s after it was sent and then each 0.1 s; stages of 1.05 s."""
     made = [
         request(cell="r1-a-p@1", load="p@1", sent_s=1000.0),
@@ -299,13 +299,13 @@ for sends in (False, True):
 """
 
 
-def test_who_is_one_too_many_begins_nothing_and_ends_what_is_under_way() -> None:
+def test_a_user_that_leaves_starts_nothing_and_ends_its_requests() -> None:
     """Asked to go in the pause between two tasks, which ends at that moment."""
     ran = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=60)
     assert (ran.stdout, ran.returncode) == ("begun\nbegun answered\n", 0), ran.stderr
 
 
-def test_an_interrupted_load_with_stages_says_what_it_came_to(tmp_path: Path) -> None:
+def test_an_interrupted_load_with_stages_keeps_its_results(tmp_path: Path) -> None:
     text = RUN.replace("USER", "batch").replace("N", "2")
     path = write(tmp_path, text.replace("{users: 6, for_s: 1.2}", "{users: 6, for_s: 20}"))
     with going("run", str(path), "--runs", str(tmp_path), cwd=tmp_path) as run:

@@ -58,7 +58,7 @@ def test_a_steady_server_is_found_steady_whatever_its_jitter(width: float, at_on
     assert (found.count(48), found[int(0.95 * TIMES)]) == (at_once, p95)
 
 
-def test_a_rare_hiccup_costs_a_few_windows_and_no_more() -> None:
+def test_rare_slow_answers_cost_a_few_windows() -> None:
     found = all_found(lambda draw: lambda _: 10.0 if draw.random() < 0.01 else draw.gauss(1, 0.05))
     assert None not in found
     assert (found[TIMES // 2], found[int(0.95 * TIMES)]) == (48, 144)
@@ -69,7 +69,7 @@ def test_a_server_that_gets_slower_and_slower_is_never_steady() -> None:
     assert found == [None] * 40
 
 
-def test_what_gets_faster_slowly_is_waited_for() -> None:
+def test_the_warm_up_waits_for_a_server_that_slowly_gets_faster() -> None:
     found = all_found(lambda draw: lambda number: draw.gauss(1, 0.05) * (1 + 2 * math.exp(-number / 100)))
     assert None not in found
     left = [2 * math.exp(-(number or 0) / 100) for number in found]
@@ -77,7 +77,7 @@ def test_what_gets_faster_slowly_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("cold", "after"), [(16, 64), (40, 96)])
-def test_it_waits_for_three_windows_behind_the_last_cold_answer_and_not_longer(cold: int, after: int) -> None:
+def test_the_warm_up_ends_three_windows_after_the_last_cold_answer(cold: int, after: int) -> None:
     found = all_found(lambda draw: lambda number: draw.gauss(1, 0.05) * (5 if number < cold else 1))
     assert found[0] == found[TIMES // 2] == after
 
@@ -88,7 +88,7 @@ def test_windows_are_whole_waves_and_grow_with_the_warm_up() -> None:
     assert [seen for seen in range(100) if RULE.is_check_due(seen)] == [48, 64, 80, 96]
 
 
-def test_values_that_no_user_knows_are_left_out() -> None:
+def test_unknown_values_are_ignored() -> None:
     whole = [(math.nan, 1.0 + 0.001 * (number % 3)) for number in range(48)]
     assert RULE.is_steady(whole)
     assert means_agree([[], [], []], 0.05)
@@ -108,7 +108,7 @@ def answer(sequencer: Sequencer, per_token_s: float = 0.01) -> str:
     return slot.phase
 
 
-def test_the_tickets_change_phase_with_the_answer_that_shows_it(tmp_path: Path) -> None:
+def test_the_phase_changes_after_the_deciding_answer(tmp_path: Path) -> None:
     both = [Sequencer(str(tmp_path / "t"), steady_plan()) for _ in range(2)]  # of two processes
     phases = [answer(both[number % 2], 0.1 if number < 5 else 0.01) for number in range(64)]
     assert phases == ["warmup"] * 64
@@ -120,7 +120,7 @@ def test_the_tickets_change_phase_with_the_answer_that_shows_it(tmp_path: Path) 
     assert both[1].is_finished()
 
 
-def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> None:
+def test_failed_requests_do_not_count_and_max_requests_ends_the_warm_up(tmp_path: Path) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), steady_plan(steady=Steadiness(1, 0.05, 600.0, max_requests=100)))
     for _ in range(100):
         assert sequencer.take()[0].phase == "warmup"
@@ -131,7 +131,7 @@ def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> N
     assert sequencer.steady() is False
 
 
-def test_the_bound_in_time_begins_behind_the_ramp(tmp_path: Path) -> None:
+def test_max_s_counts_from_the_end_of_the_ramp(tmp_path: Path) -> None:
     sequencer = Sequencer(str(tmp_path / "t"), steady_plan(ramp_s=0.2, steady=Steadiness(1, 0.05, 0.2)))
     sequencer.take()
     assert not sequencer.is_warmed_up()
@@ -141,7 +141,7 @@ def test_the_bound_in_time_begins_behind_the_ramp(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t").read_bytes().partition(b"\n")[0])["sample_count"] == 0
 
 
-def test_of_several_machines_each_has_its_part_of_the_wave(tmp_path: Path) -> None:
+def test_each_machine_has_its_part_of_the_wave(tmp_path: Path) -> None:
     load = Load(user="batch", users=10, batch_size=8, requests=100)
     job = make_job(tmp_path, load, Warmup(until="steady", within=0.1, max_requests=500))
     assert plan_of(job).steady == Steadiness(80, 0.1, 600.0, 500)
@@ -212,7 +212,7 @@ repeats: 1
 """
 
 
-def test_a_run_says_how_long_its_warm_up_took_or_that_it_was_not_steady_in_time(tmp_path: Path) -> None:
+def test_a_run_reports_its_warm_up_and_whether_it_was_steady_in_time(tmp_path: Path) -> None:
     for warmup, steady, words in (
         ("{until: steady}", True, "the server was steady after"),
         ("{until: steady, max_requests: 20}", False, "the server was NOT steady after"),
@@ -229,7 +229,7 @@ def test_a_run_says_how_long_its_warm_up_took_or_that_it_was_not_steady_in_time(
         assert f"{words} {cell.warmup.seconds:.1f} s and {cell.warmup.requests} warm-up" in " ".join(done.out.split())
 
 
-def test_what_is_known_of_a_warm_up() -> None:
+def test_the_result_of_a_warm_up() -> None:
     marks = [
         ProcessMark(event="end", process=process, cell="c", wall_s=0.0, monotonic_s=0.0, steady=steady)
         for process, steady in ((1, True), (2, False))
@@ -264,11 +264,11 @@ def test_what_is_known_of_a_warm_up() -> None:
         ("{until: warm}", "$.warmup.until (line 9): expected one of steady, got 'warm'"),
     ],
 )
-def test_what_cannot_be_meant(tmp_path: Path, warmup: str, said: str) -> None:
+def test_invalid_warm_ups(tmp_path: Path, warmup: str, said: str) -> None:
     assert problems_of(tmp_path, f"{GOOD}warmup: {warmup}\n") == [said]
 
 
-def test_the_plan_tells_what_it_will_need(tmp_path: Path) -> None:
+def test_the_plan_shows_the_limits_of_the_warm_up(tmp_path: Path) -> None:
     path = write(tmp_path, SCENARIO + "warmup: {until: steady, max_s: 90}\n")
     assert load_scenario(path).warmup == Warmup(until="steady", max_s=90.0)
     out = called("check", str(path), cwd=tmp_path).out

@@ -1,4 +1,4 @@
-"""Structured answers: what is sent, what is taken for valid and right, and what a scenario may ask for."""
+"""Structured answers: the fields of a request, the check of an answer, and invalid forms."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def test_a_choice_is_sent_as_each_server_knows_it() -> None:
+def test_the_fields_of_a_choice() -> None:
     def sent(send: Any) -> dict[str, Any]:
         return answer_fields(Structured(choice="auto", send=send), LABELS)
 
@@ -35,40 +35,33 @@ def test_a_choice_is_sent_as_each_server_knows_it() -> None:
     assert sent("nothing") == {}
 
 
-def test_a_schema_is_sent_as_it_is() -> None:
+def test_a_schema_is_sent_unchanged() -> None:
     sent = answer_fields(Structured(json_schema=SCHEMA, send="structured_outputs"), [])
     assert sent == {"structured_outputs": {"json": SCHEMA}}
-    sent = answer_fields(Structured(json_schema=SCHEMA), [])
-    assert sent["response_format"]["json_schema"]["schema"] == SCHEMA
+    assert answer_fields(OBJECT, [])["response_format"]["json_schema"]["schema"] == SCHEMA
+
+
+CHOICE, OBJECT = Structured(choice="auto"), Structured(json_schema=SCHEMA)
 
 
 @pytest.mark.parametrize(
-    ("text", "label", "judged"),
+    ("form", "text", "label", "expected"),
     [
-        ("billing", "billing", AnswerCheck(True, True)),
-        (' "billing"\n', "billing", AnswerCheck(True, True)),
-        ("delivery", "billing", AnswerCheck(True, False)),
-        ("Billing", "billing", AnswerCheck(False, False)),
-        ('"billing', "billing", AnswerCheck(False, False)),
-        ("", None, AnswerCheck(False, None)),
+        (CHOICE, "billing", "billing", AnswerCheck(True, True)),
+        (CHOICE, ' "billing"\n', "billing", AnswerCheck(True, True)),
+        (CHOICE, "delivery", "billing", AnswerCheck(True, False)),
+        (CHOICE, "Billing", "billing", AnswerCheck(False, False)),
+        (CHOICE, '"billing', "billing", AnswerCheck(False, False)),
+        (CHOICE, "", None, AnswerCheck(False, None)),
+        (OBJECT, '{"label": "billing", "sure": 0.5}', "billing", AnswerCheck(True, True)),
+        (OBJECT, '{"label": "delivery"}', "billing", AnswerCheck(True, False)),
+        (OBJECT, '{"label": "other"}', "billing", AnswerCheck(False, False)),
+        (OBJECT, '{"label": "billing"', "billing", AnswerCheck(False, False)),  # cut by max_tokens
+        (OBJECT, '{"label": "billing", "x": 1}', None, AnswerCheck(False, None)),
     ],
 )
-def test_a_choice_is_judged(text: str, label: str | None, judged: AnswerCheck) -> None:
-    assert check_answer(Structured(choice="auto"), LABELS, label, text) == judged
-
-
-@pytest.mark.parametrize(
-    ("text", "label", "judged"),
-    [
-        ('{"label": "billing", "sure": 0.5}', "billing", AnswerCheck(True, True)),
-        ('{"label": "delivery"}', "billing", AnswerCheck(True, False)),
-        ('{"label": "other"}', "billing", AnswerCheck(False, False)),
-        ('{"label": "billing"', "billing", AnswerCheck(False, False)),  # cut by max_tokens
-        ('{"label": "billing", "x": 1}', None, AnswerCheck(False, None)),
-    ],
-)
-def test_an_object_is_judged(text: str, label: str | None, judged: AnswerCheck) -> None:
-    assert check_answer(Structured(json_schema=SCHEMA), [], label, text) == judged
+def test_an_answer_is_checked(form: Structured, text: str, label: str | None, expected: AnswerCheck) -> None:
+    assert check_answer(form, LABELS, label, text) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,15 +95,15 @@ def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: boo
         (Structured(json_schema={"enum": 3}), ".json_schema.enum: 3 is not what this keyword takes"),
     ],
 )  # fmt: skip
-def test_a_form_that_cannot_be_meant_is_refused(form: Structured, problem: str) -> None:
+def test_an_invalid_form_is_refused(form: Structured, problem: str) -> None:
     assert [f"{one.path}: {one.text}" for one in answer_problems(form)] == [problem]
 
 
-def test_a_keyword_that_is_not_checked_is_refused_wherever_it_stands() -> None:
+def test_an_unknown_keyword_is_refused_at_any_depth() -> None:
     schema = {"type": "object", "properties": {"a": {"items": {"oneOf": []}}, "b": 3}, "$ref": "#"}
     assert [problem.path for problem in answer_problems(Structured(json_schema=schema))] == [
         ".json_schema.$ref",
         ".json_schema.properties.a.items.oneOf",
         ".json_schema.properties.b",
     ]
-    assert list(answer_problems(Structured(json_schema=SCHEMA))) == []
+    assert list(answer_problems(OBJECT)) == []

@@ -71,7 +71,7 @@ def test_engine_flags_and_several_settings(tmp_path: Path) -> None:
     assert list(lists) == ["s-extra-args-1", "s-extra-args-2"]
 
 
-def test_keys_of_a_load_below_another_one(tmp_path: Path) -> None:
+def test_nested_keys_of_a_load(tmp_path: Path) -> None:
     loads = read(tmp_path, text(load="vary: {arrivals.rate: {from: 0.05, to: 0.15, step: 0.05}}")).loads
     rates = [(name, one.arrivals and one.arrivals.rate) for name, one in loads.items()]
     assert rates == [("l-rate-0p05", 0.05), ("l-rate-0p1", 0.1), ("l-rate-0p15", 0.15)]
@@ -110,7 +110,7 @@ def test_conditions(tmp_path: Path, condition: str, left: list[str]) -> None:
         ("(" * 150 + "1" + ")" * 150 + " > 1", "a condition has at most 200 characters (got 305)"),
     ],
 )  # fmt: skip
-def test_conditions_that_are_none(tmp_path: Path, condition: str, problem: str) -> None:
+def test_invalid_conditions(tmp_path: Path, condition: str, problem: str) -> None:
     quoted = condition.replace('"', '\\"')
     (found,) = problems(tmp_path, text(f'{SEQS}, where: ["{quoted}"]'))
     assert found.split("(s): ")[1].endswith(problem)
@@ -151,11 +151,11 @@ def test_conditions_that_are_none(tmp_path: Path, condition: str, problem: str) 
          "use at most one per user"]),
     ],
 )  # fmt: skip
-def test_what_a_sweep_cannot_be(tmp_path: Path, server: str, load: str, found: list[str]) -> None:
+def test_invalid_sweeps(tmp_path: Path, server: str, load: str, found: list[str]) -> None:
     assert problems(tmp_path, text(server, load)) == found
 
 
-def test_names_that_exist_already_and_what_the_harness_makes(tmp_path: Path) -> None:
+def test_a_row_with_the_name_of_another_load_and_the_key_swept(tmp_path: Path) -> None:
     load = LOAD.replace("{l:", "{l-users-2: {user: batch, requests: 1}, l:").replace(", VARY", ", vary: {users: [2]}")
     (found,) = problems(tmp_path, HEAD + SERVER.replace(", VARY", "") + load)
     assert found == "$.loads.l.vary (l): two loads would be called 'l-users-2'; rename one"

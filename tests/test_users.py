@@ -139,7 +139,7 @@ class Careless(LLMUser):
 """
 
 
-def test_a_locustfile_of_ones_own_and_its_mistakes(tmp_path: Path, engine: str) -> None:
+def test_an_own_locustfile_with_mistakes(tmp_path: Path, engine: str) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN)
     job = make_job(tmp_path, Load(user="own.py", users=1, requests=6, output_tokens=2))

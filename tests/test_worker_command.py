@@ -96,7 +96,7 @@ def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine_process: 
     assert len(measured) == 100
 
 
-def test_a_master_that_is_not_there_for_long_is_waited_for_in_silence(
+def test_a_long_wait_for_a_master_prints_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = iter([(1, False, None), (1, False, None), (0, True, None)])

@@ -44,13 +44,13 @@ def test_machines_are_named_or_counted() -> None:
          "--workers: the loads differ in 'processes', and a worker is started once for all of them"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: dict[str, Load], said: str) -> None:
+def test_invalid_options_are_refused(given: str, bind: str | None, loads: dict[str, Load], said: str) -> None:
     with pytest.raises(HarnessError) as caught:
         parse_workers(given, bind, loads)
     assert caught.value.what == said
 
 
-def test_each_part_of_a_mix_has_a_port_of_its_own() -> None:
+def test_each_part_of_a_mix_has_its_own_port() -> None:
     loads = {"a": CHAT, "b": CHAT, "mix.a": CHAT, "mix.b": CHAT, "other.b": CHAT}
     both = parse_workers("2", "127.0.0.1:65535", loads)
     assert both.command == "harness worker --master 127.0.0.1:65535 and harness worker --master 127.0.0.1:65536"
@@ -58,7 +58,7 @@ def test_each_part_of_a_mix_has_a_port_of_its_own() -> None:
         both.check_ports()
 
 
-def test_who_is_waited_for_is_reported() -> None:
+def test_missing_workers_are_listed() -> None:
     named, counted = Workers(names=["b", "a"], machines=2, bind="h"), Workers(machines=3, bind="h")
     several = msgspec.structs.replace(named, processes=3)
     for workers, came, said in (
@@ -71,7 +71,7 @@ def test_who_is_waited_for_is_reported() -> None:
         assert workers.missing_text(came) == f"waiting for workers: {said}"
 
 
-def test_an_address_of_another_machine_is_refused_at_once() -> None:
+def test_a_port_in_use_is_refused() -> None:
     Workers(machines=2, bind="127.0.0.1", port=free_port()).check_ports()
     with socket.create_server(("127.0.0.1", 0)) as another_master:
         port = another_master.getsockname()[1]
@@ -102,7 +102,7 @@ def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.
 @fault("worker", "a worker delivers records that cannot be read",
        seen="they are left out and named; the counts differ, so the row is INVALID", kept="all readable records"
 )  # fmt: skip
-def test_lines_that_are_no_records_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_unreadable_lines_are_counted(tmp_path: Path) -> None:
     whole = msgspec.json.encode(request()) + b"\n"
     receiver = RecordReceiver(tmp_path / "requests.jsonl", Request)
     data = whole + b'{"id": 7}\n' + b"\xff\n" + b"[" * 20_000 + b"\n" + whole
@@ -111,7 +111,7 @@ def test_lines_that_are_no_records_are_left_out_and_counted(tmp_path: Path) -> N
     assert (tmp_path / "requests.jsonl").read_bytes() == whole * 2
 
 
-def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_the_master_are_masked_in_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of the master's machine quotes in its errors what it was started with; no worker knows that."""
     password = 'the-"database\\-password'
     monkeypatch.setenv(SECRETS_ENV, json.dumps({password: True}))
@@ -138,7 +138,7 @@ def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkey
     assert (tmp_path / "requests.jsonl").read_bytes().splitlines()[0] == sent.splitlines()[0]
 
 
-def test_a_key_that_is_an_everyday_word_leaves_the_records_whole(tmp_path: Path) -> None:
+def test_a_key_that_is_a_common_word_is_masked_in_messages_only(tmp_path: Path) -> None:
     """Servers without a key are asked with any: nothing but messages quotes a server."""
     failed = request(error="http", message="status 401: token x is not null")
     sent = b"".join(msgspec.json.encode(one) + b"\n" for one in (request(), failed))

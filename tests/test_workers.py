@@ -121,7 +121,7 @@ time.time = lambda: now() + 3600 * os.path.exists(os.environ["CLOCK_IS_SET"])
 
 @fault("clock", "the wall clock of a worker is set while a load runs",
        seen="the load goes on; latencies do not use that clock")  # fmt: skip
-def test_a_wall_clock_that_is_set_while_a_load_runs_does_not_end_it(tmp_path: Path, engine_process: Spawned) -> None:
+def test_a_changed_wall_clock_does_not_end_a_load(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 2, "output_tokens": 5, "think_s": [0.05, 0.05]}
     (tmp_path / "sitecustomize.py").write_text(STEPPED)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
@@ -134,7 +134,7 @@ def test_a_wall_clock_that_is_set_while_a_load_runs_does_not_end_it(tmp_path: Pa
         assert [worker.end().code for worker in workers] == [0, 0]
 
 
-def test_a_trace_of_two_machines_is_sent_as_it_was_by_workers(tmp_path: Path, engine_process: Spawned) -> None:
+def test_workers_send_a_trace_of_two_machines_on_time(tmp_path: Path, engine_process: Spawned) -> None:
     """The file that joins the clocks of its senders is next to it, and is sent too."""
     traced = [
         request(index=number, process=process, sent_s=sent_s, cell="c", prompt_tokens=9, output_tokens=3)
@@ -164,7 +164,7 @@ def test_a_trace_of_two_machines_is_sent_as_it_was_by_workers(tmp_path: Path, en
 
 @fault("worker", "a worker does not come", seen="waiting for workers: 1 of 2 connected; missing: gen2",
        kept="nothing was sent")  # fmt: skip
-def test_a_load_that_waits_says_who_is_missing(
+def test_a_waiting_load_names_the_missing_workers(
     tmp_path: Path, engine_process: Spawned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when it gives up, which sends home who was there."""
@@ -189,9 +189,7 @@ def test_a_load_that_waits_says_who_is_missing(
 
 @fault("worker", "a worker of another version, and messages that make no sense",
        seen="they are left out and named in the log; the load goes on and is VALID")  # fmt: skip
-def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(
-    tmp_path: Path, engine_process: Spawned
-) -> None:
+def test_unexpected_workers_and_messages_are_rejected(tmp_path: Path, engine_process: Spawned) -> None:
     """The others go on. Each message on its own ended Locust's listener, and with it the load."""
     port = free_port()
     here = socket.gethostname()
@@ -258,7 +256,7 @@ def test_a_worker_without_the_key_is_named(
 
 @fault("worker", "Ctrl-C of the run on the master", seen="interrupted; everything that was started has been torn down",
        code=130, kept="all records of all machines")  # fmt: skip
-def test_an_interrupted_run_has_all_that_was_recorded(tmp_path: Path, engine_process: Spawned) -> None:
+def test_an_interrupted_run_has_all_records(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 600, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine_process, load) as (run, workers):
         until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)

@@ -54,16 +54,13 @@ def report(
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
     checked_anew = bool(checks) or reference is not None
     alone = has_only_summary(folder) and not checked_anew  # a published run
-    made = (
-        None
-        if alone
-        else summarize_with_counts(folder, checks or [], reference, charted=output in ("terminal", "html"))
-    )
-    summary = read_summary(folder) if made is None else made.summary
+    charted = output in ("terminal", "html")
+    counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=charted)
+    summary = read_summary(folder) if counts is None else counts.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)
     write_page = output == "html" or (output == "terminal" and not checked_anew)
-    page = html.write_report(folder, made) if write_page else None
+    page = html.write_report(folder, counts) if write_page else None
     cli.print_as(
         output,
         summary,

@@ -1,1 +1,1 @@
-"""A scenario made ready to run: checked against templates, environment and machine, before anything is started."""
+"""Prepare a scenario: check it against templates, environment and machine before anything starts."""

@@ -249,7 +249,7 @@ def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
         cache = str(get_variable(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
         name = str(get_variable(server, "model_path") or get_variable(server, "checkpoint") or model)
-        wish = ServerSettings(
+        settings = ServerSettings(
             max_model_len=get_variable(server, "max_model_len") or get_variable(server, "ctx_size"),
             max_num_seqs=get_variable(server, "max_num_seqs"),
             max_num_batched_tokens=get_variable(server, "max_num_batched_tokens")
@@ -257,7 +257,7 @@ def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
             tensor_parallel=share.gpus,
             kv_cache_dtype=get_variable(server, "kv_cache_dtype") or ServerSettings().kv_cache_dtype,
         )
-        return summarize_fit(estimate_fit(read_model(find_model(name, environment)), share, wish))
+        return summarize_fit(estimate_fit(read_model(find_model(name, environment)), share, settings))
     except HarnessError:
         return []  # its files are elsewhere, such as in a volume
 

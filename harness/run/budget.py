@@ -36,7 +36,7 @@ class _BudgetRun:
 
     def __init__(self, running: Running, seconds: float, ends_s: float, earlier: Budget | None) -> None:
         self.running = replace(running, ends_s=ends_s)
-        self.update = running.file.note
+        self.update = running.file.update
         self.ends_s = ends_s
         budget = earlier or Budget(seconds=seconds, repeats=running.scenario.repeats)
         self.budget = replace(budget, seconds=seconds, unmeasured=[])

@@ -76,7 +76,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
             progress.line(f"Workers: {machines}. On each of them: {workers.command}")
         with progress.live():
             for cell_run in steps(running, cells):
-                file.note(cell_run)
+                file.update(cell_run)
     except BaseException as raised:
         error = _disk_error(raised, file) or raised
         if isinstance(error, KeyboardInterrupt):
@@ -151,7 +151,7 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
                         progress.line(f"{group[0].id} is not run: {sentence(reason)}")
                         continue
                     show(group[0])
-                running.file.note(*(_cell_run(cell, endpoint.served_by, time.time()) for cell in group))
+                running.file.update(*(_cell_run(cell, endpoint.served_by, time.time()) for cell in group))
                 for cell_run in run_group(running, group, endpoint):
                     yield replace(cell_run, gpu_memory_before=memory)
         took_s.update({(cell.server, cell.load): 0.0 for cell in together})
@@ -262,7 +262,7 @@ def run_cell(
             newest = max((i for i, path in enumerate(counters) if path.exists() and path.stat().st_size), default=0)
             if newest > stage:
                 for ended in cells[stage:newest]:
-                    running.file.note(_cell_run(ended, endpoint.served_by, begun_s, time.time()))
+                    running.file.update(_cell_run(ended, endpoint.served_by, begun_s, time.time()))
                 stage = newest
                 for watcher in watchers:
                     watcher.cell = cells[stage].id

@@ -63,7 +63,7 @@ class RunFile:
         self.folder = folder
         self.manifest = manifest
 
-    def note(
+    def update(
         self,
         *cell_runs: CellRun,
         planned: Collection[str] = (),  # further cells that will run

@@ -103,8 +103,9 @@ def read_scenario(path: Path) -> ScenarioFile:
     written, swept = scenario, scenario.swept or Sweep()
     known: dict[str, list[str]] = {}
     for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
-        names = list(raw[part]) if isinstance(raw.get(part), dict) else []
-        known[part] = [each for name in names for each in [row for row in rows if rows[row].of == name] or [name]]
+        known[part] = []
+        for name in raw[part] if isinstance(raw.get(part), dict) else ():
+            known[part] += [row for row in rows if rows[row].of == name] or [name]
         _add_lines(lines, part, rows)
     # ... then mixes and stages become loads.
     found += [*mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
