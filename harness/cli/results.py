@@ -60,16 +60,13 @@ def report(
             f"{folder}: it has no requests.jsonl, which --check and --baseline need",
             next_step="Give the run directory as `harness run` made it.",
         )
-    made = (
-        None
-        if alone
-        else summarize_with_counts(folder, checks or [], reference, charted=output in ("terminal", "html"))
-    )
-    summary = read_summary(folder) if made is None else made.summary
+    charted = output in ("terminal", "html")
+    counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=charted)
+    summary = read_summary(folder) if counts is None else counts.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)
     write_page = output == "html" or (output == "terminal" and not checked_anew)
-    page = html.write_report(folder, made) if write_page else None
+    page = html.write_report(folder, counts) if write_page else None
     cli.print_as(
         output,
         summary,

@@ -343,10 +343,10 @@ def _row_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
         yield _gauge(
             name, explanation, "", [(labels, field_or_none(row.pooled.schedule, field)) for labels, row in rows]
         )
-    slos = [({**labels, "slos": slos}, found) for labels, row in rows for slos, found in row.pooled.slos.items()]
-    met = [(labels, found.attainment) for labels, found in slos]
+    slos = [({**labels, "slos": slos}, attained) for labels, row in rows for slos, attained in row.pooled.slos.items()]
+    met = [(labels, attained.attainment) for labels, attained in slos]
     yield _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio", met)
-    goodput = [(labels, found.goodput_req_s) for labels, found in slos]
+    goodput = [(labels, attained.goodput_req_s) for labels, attained in slos]
     yield _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs", "", goodput)
     for _, field, name, unit, factor in MACHINE_VALUES:
         explanation = f"{name.replace('_', ' ').capitalize()}, median over runs"
