@@ -30,15 +30,7 @@ from harness.capacity.result import (
     write_capacity,
 )
 from harness.capacity.search import PROBE_ERROR, FrontierSearch, SloSearch, probe_limit
-from harness.capacity.slo import (
-    EXAMPLE,
-    FLUSH_S,
-    BlockCutter,
-    CapacitySlo,
-    LoadBlock,
-    parse_slos,
-    scenario_slos,
-)
+from harness.capacity.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
 from harness.judge.stats import welch_effect
