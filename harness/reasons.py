@@ -58,19 +58,6 @@ def number_names(fields: Sequence[str]) -> str:
     return " and ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
 
 
-def documented_reasons() -> dict[str, str]:
-    """By code its template without formats, or what its function says; for docs/run-directory.md."""
-    plain = {code: _without_formats(template) for code, template in reason_templates().items()}
-    return plain | {code: (compose.__doc__ or "").strip() for code, compose in COMPOSED.items()}
-
-
-def _without_formats(template: str) -> str:
-    """A template for readers; a choice of two texts is in brackets."""
-    template = re.sub(r"\{\w+:\?([^}]*)\}", r"[\1]", template)
-    template = re.sub(r"\{(\w+):#([^}|]*)\|?([^}]*)\}", lambda m: f"{{{m[1]}}} {m[3] or m[2] + 's'}", template)
-    return re.sub(r"\{(\w+):[^}]*\}", r"{\1}", template).replace("{{", "{").replace("}}", "}")
-
-
 class _ReasonFormatter(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> Any:
         if format_spec.startswith("#"):
@@ -302,7 +289,10 @@ def _capacity_frontier(
         parts.append(f"{fitting} next to {format_one(first_amount or 0.0, **first)}")
     text = f"holds {', '.join(parts)}"
     if unresolved:
-        pairs = [f"{_format_number(two, **second)} next to {_format_number(one, **first)}" for one, two in unresolved]
+        pairs = [
+            f"{_format_number(second_amount, **second)} next to {_format_number(first_amount, **first)}"
+            for first_amount, second_amount in unresolved
+        ]
         text += f"; unresolved, so what is likelier counts: {', '.join(pairs)}"
     return text if complete else f"unresolved: so far it {text}; the search was stopped early"
 

@@ -464,8 +464,8 @@ def upgrade_summary(raw: dict[str, Any]) -> None:
         for verdict in comparison.get("verdicts", []):
             text = verdict.pop("sentence", "")
             if verdict.get("word") == "inconclusive" and verdict.get("reason") in (None, "refused"):
-                said = text.removeprefix(f"{verdict['side']}: ").removeprefix("inconclusive: ").removesuffix(".")
-                verdict["refused"] = {"code": "text", "values": {"text": said}}
+                sentence = text.removeprefix(f"{verdict['side']}: ").removeprefix("inconclusive: ").removesuffix(".")
+                verdict["refused"] = {"code": "text", "values": {"text": sentence}}
             verdict["comparisons"] = comparison.get("comparisons", 1)
 
 

@@ -20,8 +20,8 @@ from harness.capacity.knee import (
     KneeBlock,
     KneeProbe,
     KneeSearch,
-    throughput_of,
-    unimodal,
+    estimate_throughput,
+    fit_unimodal,
 )
 from harness.files import ROOT
 from harness.simulated.engine import EngineConfig
@@ -162,11 +162,14 @@ def truth(server: KneeServer, precision: float = 0.005, max_blocks: int = 60) ->
         if level not in streams:
             streams[level] = measure(server, level, -1)
             blocks[level] = [next(streams[level]) for _ in range(MIN_BLOCKS)]
-        return throughput_of(blocks[level]).tok_s
+        return estimate_throughput(blocks[level]).tok_s
 
     def long(level: int, finer: int = 1) -> float:
         rate(level)
-        while throughput_of(blocks[level]).half > precision / finer and len(blocks[level]) < max_blocks * finer:
+        while (
+            estimate_throughput(blocks[level]).half_width > precision / finer
+            and len(blocks[level]) < max_blocks * finer
+        ):
             blocks[level].append(next(streams[level]))
         return rate(level)
 
@@ -203,8 +206,8 @@ def truth(server: KneeServer, precision: float = 0.005, max_blocks: int = 60) ->
 
 def _fitted(blocks: dict[int, list[KneeBlock]]) -> dict[int, float]:
     levels = sorted(blocks)
-    rates = [throughput_of(blocks[level]) for level in levels]
-    fit = unimodal(
+    rates = [estimate_throughput(blocks[level]) for level in levels]
+    fit = fit_unimodal(
         np.array([rate.tok_s for rate in rates]), np.array([(rate.error * rate.tok_s) ** -2 for rate in rates])
     )
     return dict(zip(levels, fit.tolist(), strict=True))

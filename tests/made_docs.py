@@ -13,7 +13,7 @@ from harness.failures.table import FRAGMENTED_MEMORY, Rule, removed_flags, repla
 from harness.files import ROOT
 from harness.machine.findings import TOPICS, finding_kinds
 from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_columns
-from harness.reasons import documented_reasons
+from harness.reasons import COMPOSED, reason_templates
 from harness.report import markdown
 from harness.rundir.manifest import read_run
 from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format_limits, read_variables, templates
@@ -62,6 +62,19 @@ def server_names() -> str:
 
 def server_pages() -> str:
     return f"{', '.join(engine.page for engine in engines() if engine.page is not None)},\n"
+
+
+def documented_reasons() -> dict[str, str]:
+    """By code its template without formats, or what its function says; for docs/run-directory.md."""
+    plain = {code: _without_formats(template) for code, template in reason_templates().items()}
+    return plain | {code: (compose.__doc__ or "").strip() for code, compose in COMPOSED.items()}
+
+
+def _without_formats(template: str) -> str:
+    """A template for readers; a choice of two texts is in brackets."""
+    template = re.sub(r"\{\w+:\?([^}]*)\}", r"[\1]", template)
+    template = re.sub(r"\{(\w+):#([^}|]*)\|?([^}]*)\}", lambda m: f"{{{m[1]}}} {m[3] or m[2] + 's'}", template)
+    return re.sub(r"\{(\w+):[^}]*\}", r"{\1}", template).replace("{{", "{").replace("}}", "}")
 
 
 def reasons_table() -> str:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from harness.capacity.levels import load_at, step_of
+from harness.capacity.levels import level_step, load_at
 from harness.capacity.result import (
     CapacityReport,
     MeasuredProbe,
     ServerCapacity,
-    crossovers_of,
+    find_crossovers,
     read_capacity,
 )
 from harness.capacity.search import SloCapacity
-from harness.capacity.slo import FLUSH_S, BlockCutter, LoadPace, parse_slos, slos_of_scenario
+from harness.capacity.slo import FLUSH_S, BlockCutter, LoadPace, parse_slos, scenario_slos
 from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
 from harness.reasons import sentence
@@ -199,7 +199,7 @@ def test_slos_are_quantiles_of_latencies(tmp_path: Path) -> None:
     checks = ["error_rate == 0", "tpot_p99 <= 60ms", "one/people: e2e_p50 < 3s", "two/people: e2e_p50 < 9s"]
     changes = QUICK | {"servers": {"one": server(), "two": server()}, "checks": checks}
     scenario = load_scenario(write(tmp_path, **changes))
-    assert [slo.share for slo in slos_of_scenario(scenario, "one", "people")] == [0.99, 0.5]
+    assert [slo.share for slo in scenario_slos(scenario, "one", "people")] == [0.99, 0.5]
 
 
 def ended(at_s: float, ttft_s: float, **more: Any) -> Any:
@@ -208,11 +208,11 @@ def ended(at_s: float, ttft_s: float, **more: Any) -> Any:
 
 def test_blocks_count_the_answers_that_ended_in_them() -> None:
     cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]))
-    cutter.see([ended(10.2, 0.1, phase="warmup"), ended(11.0, 0.1)])
+    cutter.add([ended(10.2, 0.1, phase="warmup"), ended(11.0, 0.1)])
     assert (cutter.begun_s, cutter.answer_s, cutter.block_s) == (10.0, 1.0, 3.0)
     assert cutter.cut(13.0) == [], "records come a little later"
-    cutter.see([ended(12.5, 0.9), ended(12.9, 0.2, error="http"), ended(13.0, 0.1), ended(14.0, 0.1)])
-    cutter.see([ended(13.0, 0.1, error="unfinished")])
+    cutter.add([ended(12.5, 0.9), ended(12.9, 0.2, error="http"), ended(13.0, 0.1), ended(14.0, 0.1)])
+    cutter.add([ended(13.0, 0.1, error="unfinished")])
     (block,) = cutter.cut(13.0 + FLUSH_S)
     assert (block.begin_s, block.end_s, block.answers) == (10.0, 13.0, 5)
     assert block.counts == [(3, 5)], "the warm-up's answer counts, and the failed one met nothing"
@@ -221,7 +221,7 @@ def test_blocks_count_the_answers_that_ended_in_them() -> None:
 
 def test_a_block_with_too_few_answers_is_joined_to_the_next() -> None:
     cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]), {None: LoadPace(min_s=3.0)})
-    cutter.see([ended(at_s, 0.1) for at_s in (1.0, 2.0, 2.5, 3.5, 5.9, 7.0)])
+    cutter.add([ended(at_s, 0.1) for at_s in (1.0, 2.0, 2.5, 3.5, 5.9, 7.0)])
     first, second = cutter.cut(20.0)
     assert (first.end_s, second.begin_s, second.end_s) == (3.0, 3.0, 9.0)
     assert [block.counts for block in (first, second)] == [[(3, 3)], [(3, 3)]]
@@ -230,9 +230,9 @@ def test_a_block_with_too_few_answers_is_joined_to_the_next() -> None:
 def test_blocks_of_a_mix_fit_its_slowest_load_and_count_each_slo_by_its_load() -> None:
     slos = parse_slos(["chat: ttft_p95<=0.5s", "job: ttft_p95<=0.5s"], ["chat", "job"])
     cutter = BlockCutter(slos, {"chat": LoadPace(pause_s=1.0), "job": LoadPace()})
-    cutter.see([ended(float(at_s), 0.1, load="both.job") for at_s in range(1, 13)])
+    cutter.add([ended(float(at_s), 0.1, load="both.job") for at_s in range(1, 13)])
     assert cutter.block_s is None, "no chat has its answer yet"
-    cutter.see([ended(float(at_s), 0.9, load="both.chat") for at_s in (2, 4, 6, 8)])
+    cutter.add([ended(float(at_s), 0.9, load="both.chat") for at_s in (2, 4, 6, 8)])
     (block, *_) = cutter.cut(99.0)
     assert (block.seconds, block.counts) == (6.0, [(0, 3), (6, 6)])
 
@@ -242,15 +242,15 @@ def test_a_growing_queue_does_not_make_blocks_longer() -> None:
     growing = [request(sent_s=float(n), ended_s=1.0 + n, chunks_s=[0.1, 1.0 + n]) for n in range(60)]
     closed, opened = BlockCutter(slos), BlockCutter(slos, {None: LoadPace(open_loop=True)})
     for cutter in (closed, opened):
-        cutter.see(growing)
+        cutter.add(growing)
     assert (closed.block_s, opened.block_s) == (3 * 30.5, 3 * 10.5)
     assert closed.answer_s == opened.answer_s == 30.5
 
 
 def test_levels_of_an_open_loop_are_tenths_of_its_rate() -> None:
     load = Load(user="chat", users=4, requests=5, arrivals=Arrivals(rate=0.5))
-    assert step_of(load) == 0.05
-    found = load_at(load, 30 * step_of(load), 60.0)
+    assert level_step(load) == 0.05
+    found = load_at(load, 30 * level_step(load), 60.0)
     assert found.arrivals is not None and (found.arrivals.rate, found.duration_s, found.requests) == (1.5, 60.0, None)
     assert found.users == 180, "a queue must not lose arrivals"
     assert load_at(Load(user="chat", users=4, processes=3, requests=5), 2, 9.0).processes == 2
@@ -261,7 +261,7 @@ def test_drift_is_noticed_beyond_chance() -> None:
         cutter = BlockCutter([], {None: LoadPace(min_s=1.0)})
         found = []
         for number, value in enumerate(e2e_s):
-            cutter.see([request(sent_s=float(number), ended_s=value, chunks_s=[0.1, value])] * 3)
+            cutter.add([request(sent_s=float(number), ended_s=value, chunks_s=[0.1, value])] * 3)
         found = cutter.cut(100.0)
         assert len(found) == len(e2e_s)
         return found
@@ -308,17 +308,17 @@ def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:
 def test_two_servers_cross() -> None:
     llamacpp = knees("llamacpp", {1: [50.0, 50.1], 2: [80.0, 80.2], 4: [100.0], 8: [110.0, 110.1], 16: [112.0]})
     vllm = knees("vllm", {1: [20.0, 20.02], 2: [40.0, 40.1], 4: [80.0], 8: [150.0, 150.3], 16: [250.0]})
-    (found,) = crossovers_of([llamacpp, vllm])
+    (found,) = find_crossovers([llamacpp, vllm])
     assert (found.base, found.side, found.answer.kind) == ("llamacpp", "vllm", "from")
     said = sentence(crossover_reason(found))
     assert said.startswith("vllm gives more tok/s than llamacpp from 6 users, 95 % interval ")
     assert said.endswith("; with fewer, llamacpp does")
-    (turned,) = crossovers_of([vllm, llamacpp])
+    (turned,) = find_crossovers([vllm, llamacpp])
     assert turned.answer.kind == "until"
     assert "llamacpp gives more tok/s than vllm below 6 users" in sentence(crossover_reason(turned))
-    assert crossovers_of([vllm]) == []
+    assert find_crossovers([vllm]) == []
     lower, higher = {1: [1.0, 1.01], 2: [2.0, 2.01]}, {1: [3.0, 3.01], 2: [4.0, 4.01]}
-    (always,) = crossovers_of([knees("a", lower), knees("b", higher)])
+    (always,) = find_crossovers([knees("a", lower), knees("b", higher)])
     assert sentence(crossover_reason(always)) == "b gives more tok/s than a at all levels measured, 1 to 2 users"
 
 

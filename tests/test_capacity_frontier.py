@@ -52,11 +52,6 @@ def test_pairs_without_a_result_are_marked_and_tried_again() -> None:
     assert max(sum(probe.level == pair for probe in search.results) for pair in ((1, 2), (2, 2))) == 2
 
 
-def test_levels_must_ascend() -> None:
-    with pytest.raises(ValueError, match="ascending"):
-        FrontierSearch([2, 1], [1])
-
-
 def blocks(seed: int, pair: tuple[int, int], run: int, count: int) -> list[list[tuple[float, int]]]:
     """Blocks of (TTFT, class) of chat users and batch agents of a seeded server."""
     server = seeded_server(seed)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from harness.capacity.evidence import ProbeEvidence
-from harness.capacity.levels import load_at, pace_of, step_of
+from harness.capacity.levels import level_step, load_at, load_pace
 from harness.capacity.search import SloSearch
 from harness.capacity.slo import FLUSH_S, BlockCutter, LoadBlock, parse_slos
 from harness.scenario import Arrivals, Load
@@ -35,14 +35,14 @@ class RateCase(NamedTuple):
 
     def blocks(self, level: int, seed: int) -> Iterator[LoadBlock]:
         """Blocks at a level, cut from records as they come; the first 50 answers are the warm-up."""
-        amount = level * step_of(self.load)
+        amount = level * level_step(self.load)
         arrivals = load_at(self.load, amount, 9.0).arrivals
         assert arrivals is not None and arrivals.rate is not None
-        cutter = BlockCutter(parse_slos([self.slo]), {None: pace_of(self.load, amount)})
+        cutter = BlockCutter(parse_slos([self.slo]), {None: load_pace(self.load, amount)})
         for number, one in enumerate(poisson(self.config, arrivals.rate, WORK, seed=seed)):
             phase = "warmup" if number < 50 else "measured"
             chunks_s = [one.ttft_s, one.e2e_s]
-            cutter.see([request(sent_s=one.sent_s, ended_s=one.e2e_s, chunks_s=chunks_s, phase=phase)])
+            cutter.add([request(sent_s=one.sent_s, ended_s=one.e2e_s, chunks_s=chunks_s, phase=phase)])
             yield from cutter.cut(one.ended_s + FLUSH_S)
 
     def searched(self) -> SloSearch:

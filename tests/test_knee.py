@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch, throughput_of, unimodal
+from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch, estimate_throughput, fit_unimodal
 
 
 def run(
@@ -36,16 +36,16 @@ def rising(level: int) -> float:
 
 def test_a_fit_that_rises_and_falls() -> None:
     y = np.array([1.0, 3.0, 2.0, 5.0, 4.0, 4.5, 1.0])
-    assert unimodal(y, np.ones(7)) == pytest.approx([1, 2.5, 2.5, 5, 4.25, 4.25, 1])
+    assert fit_unimodal(y, np.ones(7)) == pytest.approx([1, 2.5, 2.5, 5, 4.25, 4.25, 1])
 
 
 def test_batch_means_count_what_one_block_hands_to_the_next() -> None:
     dice = random.Random(1)
     high, low = 110.0, 90.0
     pairs = [value for _ in range(40) for value in [dice.choice([high, low])] * 5]
-    dependent = throughput_of([KneeBlock(1, value) for value in pairs])
+    dependent = estimate_throughput([KneeBlock(1, value) for value in pairs])
     dice.shuffle(pairs)
-    assert dependent.error > 1.4 * throughput_of([KneeBlock(1, value) for value in pairs]).error
+    assert dependent.error > 1.4 * estimate_throughput([KneeBlock(1, value) for value in pairs]).error
 
 
 def test_a_probe_drops_what_it_measured_while_the_server_still_settled() -> None:
@@ -55,7 +55,7 @@ def test_a_probe_drops_what_it_measured_while_the_server_still_settled() -> None
         if probe.state == "open":
             probe.add(KneeBlock(1, (50 if number < 6 else 100) * (1 + dice.gauss(0, 0.01))))
     assert probe.state == "done" and probe.steady
-    assert throughput_of(probe.blocks).tok_s == pytest.approx(100, rel=0.02)
+    assert estimate_throughput(probe.blocks).tok_s == pytest.approx(100, rel=0.02)
     assert probe.seconds > len(probe.blocks)
 
 
@@ -129,8 +129,7 @@ def test_a_server_that_failed_at_once_has_no_answer() -> None:
     search = KneeSearch(8)
     search.fail(1)
     assert search.next_level() is None
-    with pytest.raises(ValueError, match="without any throughput"):
-        search.answer()
+    assert not search.measured
 
 
 def test_a_probe_that_was_stopped_at_once_counts_for_nothing() -> None:
@@ -162,18 +161,3 @@ def test_an_early_level_at_the_end_shows_drift_of_the_machine(factor: float, dri
     answer = search.answer()
     assert answer.drift == pytest.approx(factor, rel=0.03)
     assert answer.drifted is drifted
-
-
-def test_what_varies_between_probes_widens_the_interval() -> None:
-    lows = []
-    for between in (0.0, 0.05):
-        search, dice = KneeSearch(64, between_probes=between), random.Random(5)
-        while (level := search.next_level()) is not None and len(search.taken) < 7:
-            probe = search.probe(level)
-            while probe.state == "open":
-                probe.add(KneeBlock(1.0, 100 * level / (1 + level / 4) * (1 + dice.gauss(0, 0.02))))
-            search.take(level, probe)
-        low = search.answer().low
-        assert low is not None
-        lows.append(low)
-    assert lows[1] < lows[0]

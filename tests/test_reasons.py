@@ -6,10 +6,11 @@ import msgspec
 import pytest
 
 from harness.files import ROOT
-from harness.reasons import documented_reasons, sentence, sentences
+from harness.reasons import sentence, sentences
 from harness.summary import Reason, because, upgrade_reasons
+from tests.made_docs import documented_reasons
 
-_USED = re.compile(r'(?:because|Reason|_without|_nested)\(\s*"(\w+)"')
+_USED = re.compile(r'(?:(?:because|Reason|_missing_value)\(\s*|_limited\(.*)"(?!\w+_s")(\w+)"')
 _CHOSEN = (  # by an expression, or a table
     "server_died", "server_unreachable", "steady", "not_steady", "no_prompt_tokens", "no_wall_time", "none_sent",
     "none_measured", "not_ended", "text", "no_tokens", "labels_unknown", "no_drift",

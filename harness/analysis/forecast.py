@@ -1,6 +1,6 @@
-"""How long a number of items takes on this machine, predicted from a finished run; formulas in docs/method.md.
+"""Predicts how long a number of items takes on this machine, from a finished run. docs/method.md has the formulas.
 
-First how a cell worked through its requests: its rate, how that varies, its trend and what tokens cost.
+First come the rate of a cell, its variation and trend, and the cost of tokens; then the forecast and its inputs.
 """
 
 import csv
@@ -10,6 +10,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -31,21 +32,21 @@ from harness.rundir.records import CUT, group_by_cell, read_marks
 from harness.scenario import Load
 from harness.summary import CellSummary, Reason, Row, Summary, because
 
-COVERS = 0.90  # of the intervals
-TREND_ALPHA = 0.01  # how often the test finds a trend where there is none
+COVERAGE = 0.90  # of the intervals
+TREND_ALPHA = 0.01  # of the test for a trend
 MIN_BLOCKS, MAX_BLOCKS = 10, 20  # of the measured time; a block is at least two p95 latencies long
-PARTS = 10  # of the measured time, of which up to half are left out at the start
-BINS = 5  # of a block: where a block that is drawn may begin
-ASSUMED_SD = 0.05  # of the rate between runs, where nothing shows it
-MAX_SCALE_ERROR = 0.10  # standard error of the factor that other lengths make
+SETTLING_PARTS = 10  # of the measured time; at most the first half of them is left out
+BINS_PER_BLOCK = 5  # a drawn block may start at any bin
+ASSUMED_RUN_SD = 0.05  # of the logarithm of the rate between runs, where it is unknown
+MAX_SCALE_ERROR = 0.10  # standard error of the factor for other lengths
 _DRAWS = 1000
-_ERRORS = 100_000
-MAX_TREND = 0.10  # change of the rate over the measured time, beyond which there is no prediction
-_WORKERS = ("batch", "chat", "rag")  # of these one request is one item
+_ERROR_DRAWS = 100_000
+MAX_TREND = 0.10  # change of the rate over the measured time; with a larger one there is no prediction
+_USERS_OF_ITEMS = ("batch", "chat", "rag")  # one request of these is one item
 
 
 class _ItemRecord(msgspec.Struct):
-    """The part of a record that a prediction needs."""
+    """The fields of a record that a prediction needs."""
 
     cell: str
     process: int
@@ -62,203 +63,207 @@ class CellProgress(NamedTuple):
 
     window_s: float
     bins: Array  # three rows: items, their prompt tokens, their output tokens
-    blocks: int  # 0: the measured time is too short for them
-    needed_s: float  # of measured time, for MIN_BLOCKS
-    tail_s: float
-    lengths: Array  # of each item: prompt and output tokens; NaN: not reported
+    blocks: int  # 0: the measured time is too short for blocks
+    needed_s: float  # measured time that MIN_BLOCKS need
+    tail_s: float  # after the measured time, until the last request ended
+    lengths: Array  # prompt and output tokens of each item; NaN: not reported
 
     @property
     def rate(self) -> float:
         return float(self.bins[0].sum()) / self.window_s
 
-    def after(self, share: float) -> "CellProgress":
-        """The progress after this share of the blocks."""
-        left = self.blocks - round(share * self.blocks)
-        bins = self.bins[:, (self.blocks - left) * BINS :]
-        return self._replace(window_s=self.window_s * left / self.blocks, bins=bins, blocks=left)
+    def without_first(self, share: float) -> "CellProgress":
+        """The progress without this share of the blocks at the start."""
+        blocks = self.blocks - round(share * self.blocks)
+        bins = self.bins[:, (self.blocks - blocks) * BINS_PER_BLOCK :]
+        return self._replace(window_s=self.window_s * blocks / self.blocks, bins=bins, blocks=blocks)
 
-    def by_block(self) -> Array:
-        found: Array = self.bins.reshape(3, self.blocks, BINS).sum(axis=2)
-        return found
+    def block_sums(self) -> Array:
+        """Items, prompt tokens and output tokens of each block."""
+        sums: Array = self.bins.reshape(3, self.blocks, BINS_PER_BLOCK).sum(axis=2)
+        return sums
 
 
 def read_progress(folder: Path, run: Run) -> dict[str, CellProgress | None]:
-    """The progress of each cell with records; None: too few requests, or no time."""
-    clocks = {
-        name: place.clock
-        for name, place in cell_contexts(run, group_by_cell(read_marks(folder / "processes.jsonl"))).items()
-    }
+    """The progress of each cell with records; None for cells with too few requests or no measured time."""
+    contexts = cell_contexts(run, group_by_cell(read_marks(folder / "processes.jsonl")))
     records: dict[str, list[_ItemRecord]] = defaultdict(list)
     for record in read_lines(folder / "requests.jsonl", _ItemRecord):
         records[record.cell].append(record)
     loads = {cell.id: run.scenario.loads[cell.load] for cell in run.cells}
-    return {name: _progress(mine, clocks[name], loads[name]) for name, mine in records.items() if name in loads}
+    return {
+        name: _progress(of_cell, contexts[name].clock, loads[name])
+        for name, of_cell in records.items()
+        if name in loads
+    }
 
 
 def _progress(records: Sequence[_ItemRecord], clock: Clock, load: Load) -> CellProgress | None:
-    """Divide a cell's measured time into bins: from the first request until nothing is left to send.
+    """Divide a cell's measured time into bins. It lasts from the first request until the last one is sent.
 
-    After that fewer and fewer requests run: the tail. None: fewer than two requests, or no time at all.
+    In the tail after it fewer and fewer requests run. None: fewer than two requests, or no measured time.
     """
-    measured = [one for one in records if one.phase == "measured"]
-    good = [one for one in records if one.error is None]
+    measured = [record for record in records if record.phase == "measured"]
+    good = [record for record in records if record.error is None]
     if len(good) < 2 or not measured:
         return None
     sent, ended, prompt, output = np.array(
         [
             (
-                at := one.sent_s + clock.offset_s(one.process),
-                at + max(one.ended_s, 1e-6),
-                math.nan if one.prompt_tokens is None else one.prompt_tokens,
-                math.nan if one.output_tokens is None else one.output_tokens,
+                sent_s := record.sent_s + clock.offset_s(record.process),
+                sent_s + max(record.ended_s, 1e-6),
+                math.nan if record.prompt_tokens is None else record.prompt_tokens,
+                math.nan if record.output_tokens is None else record.output_tokens,
             )
-            for one in good
+            for record in good
         ]
     ).T
-    due = [one.sent_s + clock.offset_s(one.process) for one in measured]
-    begin, last = min(due), float(ended.max())
-    # A lone user's bursts have no tail: each waits for all of its answers.
-    end = last if load_kind(load) == "bursts" and load.users == 1 else max(due)
-    end = min([end, *(at for at, one in zip(due, measured, strict=True) if one.error in CUT)])
-    if end <= begin:
+    sent_times = [record.sent_s + clock.offset_s(record.process) for record in measured]
+    start, last = min(sent_times), float(ended.max())
+    # Bursts of a single user have no tail, since each burst waits for all of its answers.
+    end = last if load_kind(load) == "bursts" and load.users == 1 else max(sent_times)
+    end = min([end, *(at_s for at_s, record in zip(sent_times, measured, strict=True) if record.error in CUT)])
+    if end <= start:
         return None
     block_s = 2 * float(np.quantile(ended - sent, 0.95))
-    blocks = min(MAX_BLOCKS, int((end - begin) / block_s))
+    blocks = min(MAX_BLOCKS, int((end - start) / block_s))
     blocks = blocks if blocks >= MIN_BLOCKS else 0
     weights = np.array([np.ones(len(sent)), prompt, output])
-    edges = np.linspace(begin, end, max(1, blocks * BINS) + 1)
+    edges = np.linspace(start, end, max(1, blocks * BINS_PER_BLOCK) + 1)
     done = np.array([weights @ np.clip((edge - sent) / (ended - sent), 0, 1) for edge in edges])
-    rate = (done[-1, 0] - done[0, 0]) / (end - begin)
+    rate = (done[-1, 0] - done[0, 0]) / (end - start)
     if not rate > 0:
         return None
     tail_s = max(0.0, last - end - (len(sent) - done[-1, 0]) / rate)
     lengths = np.array([prompt, output]).T
-    return CellProgress(end - begin, np.diff(done, axis=0).T, blocks, MIN_BLOCKS * block_s, tail_s, lengths)
+    return CellProgress(end - start, np.diff(done, axis=0).T, blocks, MIN_BLOCKS * block_s, tail_s, lengths)
 
 
-def settling(work: Sequence[CellProgress]) -> float:
-    """The share of the measured time during which the server still settled, at most half.
+def settling_share(work: Sequence[CellProgress]) -> float:
+    """The share of the measured time, at most half, in which the server was not yet steady.
 
-    What is left has the mean rate with the least standard error (MSER, White 1997), over all repeats together.
+    Without it the mean rate of all repeats together has the smallest standard error (MSER, White 1997).
     """
-    places = np.linspace(0, 1, PARTS + 1)
-    rates = np.zeros(PARTS)
-    for one in work:
-        done = np.concatenate([[0.0], one.bins[0].cumsum() / one.bins[0].sum()])
+    places = np.linspace(0, 1, SETTLING_PARTS + 1)
+    rates = np.zeros(SETTLING_PARTS)
+    for progress in work:
+        done = np.concatenate([[0.0], progress.bins[0].cumsum() / progress.bins[0].sum()])
         rates += np.diff(np.interp(places, np.linspace(0, 1, len(done)), done))
-    errors = [float(rates[cut:].var()) / (PARTS - cut) for cut in range(PARTS // 2 + 1)]
-    return int(np.argmin(errors)) / PARTS
+    errors = [float(rates[cut:].var()) / (SETTLING_PARTS - cut) for cut in range(SETTLING_PARTS // 2 + 1)]
+    return int(np.argmin(errors)) / SETTLING_PARTS
 
 
-def variance_within(work: CellProgress) -> float:
-    """Variance of the logarithm of a cell's rate: bootstrap of blocks that begin anywhere, the end joined to the start.
+def variance_within_repeat(work: CellProgress) -> float:
+    """Variance of the logarithm of a cell's rate, by a circular bootstrap of blocks.
 
-    A block keeps its requests with their pairs of lengths, so lengths are drawn jointly.
+    A drawn block may start at any bin. It keeps its requests, so prompt and output lengths are drawn jointly.
     """
     bins = work.bins[0]
-    moving = np.convolve(np.concatenate([bins, bins[: BINS - 1]]), np.ones(BINS), mode="valid")
-    dice = np.random.default_rng(20261123)
-    drawn = moving[dice.integers(0, len(moving), (_DRAWS, work.blocks))].mean(axis=1)
+    moving = np.convolve(np.concatenate([bins, bins[: BINS_PER_BLOCK - 1]]), np.ones(BINS_PER_BLOCK), mode="valid")
+    generator = np.random.default_rng(20261123)
+    drawn = moving[generator.integers(0, len(moving), (_DRAWS, work.blocks))].mean(axis=1)
     return float((drawn / moving.mean()).var()) * work.blocks / (work.blocks - 1)
 
 
-def half(values: Sequence[float], within: float, blocks: int, longer: float, noise: Variation | None) -> float:
-    """Half of the 90 % interval of the logarithm of what a new run has, given the values of the repeats.
+def half_interval(values: Sequence[float], within: float, blocks: int, longer: float, noise: Variation | None) -> float:
+    """Half the width of the 90 % interval of the logarithm of a new run's value, given the values of the repeats.
 
-    `within` is the variance of one repeat's value inside it; the new run is `longer` times as long. Of what the
-    repeats, the stored noise of the machine and an assumption say, the widest counts.
+    `within` is the variance of a value within its repeat. The new run is `longer` times as long as a repeat. The widest
+    interval counts, by the repeats and by the stored noise of the machine; without both, by an assumption.
     """
-    count, share = len(values), (1 + COVERS) / 2
+    count, share = len(values), (1 + COVERAGE) / 2
     inside = within * (1 / count + 1 / longer)
-    found = []
+    half_widths = []
     if count > 1:
-        # Variances of repeats that agree with those seen; what is not from inside the repeats is from run to run.
-        dice = np.random.default_rng(20261123)
-        total = (count - 1) * stats.var_log(values) / dice.chisquare(count - 1, _ERRORS)
+        # Draw the variance of repeats. The part that does not come from within the repeats is from run to run.
+        generator = np.random.default_rng(20261123)
+        total = (count - 1) * stats.var_log(values) / generator.chisquare(count - 1, _ERROR_DRAWS)
         between_runs = np.maximum(total - within, 0) * (1 + 1 / count)
-        errors = np.sqrt(between_runs + inside) * dice.standard_normal(_ERRORS)
-        found.append(float(np.quantile(np.abs(errors), COVERS)))
+        errors = np.sqrt(between_runs + inside) * generator.standard_normal(_ERROR_DRAWS)
+        half_widths.append(float(np.quantile(np.abs(errors), COVERAGE)))
     if noise is not None:
         between = 2 * noise.between_runs + noise.between_repeats * (1 + 1 / count)
-        found.append(stats.t_quantile(share, noise.freedom) * math.sqrt(between + inside))
-    if not found:
-        found.append(stats.t_quantile(share, blocks - 1) * math.sqrt(2 * ASSUMED_SD**2 + inside))
-    return max(found)
+        half_widths.append(stats.t_quantile(share, noise.freedom) * math.sqrt(between + inside))
+    if not half_widths:
+        half_widths.append(stats.t_quantile(share, blocks - 1) * math.sqrt(2 * ASSUMED_RUN_SD**2 + inside))
+    return max(half_widths)
 
 
 class Blocks(NamedTuple):
-    """The blocks of all repeats, each value less its mean over the repeat: what differs within repeats."""
+    """The blocks of all repeats. Each value is relative to the mean of its repeat."""
 
-    at: Array  # place in the measured time, from -0.5 to 0.5
-    each: Array  # time per item, relative to the repeat's
-    lengths: Array  # mean prompt and output tokens of the items, of each the column where it varies
-    varies: list[bool]  # whether these two vary; not where they were not reported
-    freedom: int  # degrees of freedom, without those of regressors
+    places: Array  # in the measured time, from -0.5 to 0.5
+    relative_times: Array  # time per item
+    lengths: Array  # mean prompt and output tokens of the items; a column for each of them that varies
+    varies: list[bool]  # whether prompt and output tokens vary; False where they were not reported
+    freedom: int  # degrees of freedom, before those of regressors are subtracted
 
     def fit(self, columns: Array) -> tuple[Array, Array]:
-        """Regress the time per item on columns: coefficients and their covariance, infinite where undetermined."""
-        solved = np.linalg.lstsq(columns, self.each, rcond=None)
-        found, rank = np.asarray(solved[0], dtype=np.float64), int(solved[2])
+        """Regress the time per item on columns. Return coefficients and covariance, infinite where undetermined."""
+        solved = np.linalg.lstsq(columns, self.relative_times, rcond=None)
+        coefficients, rank = np.asarray(solved[0], dtype=np.float64), int(solved[2])
+        count = len(coefficients)
         if rank < columns.shape[1]:
-            return found, np.full((len(found), len(found)), math.inf)
-        squares = float(((self.each - columns @ found) ** 2).sum()) / (self.freedom - len(found))
-        spread = np.asarray(squares * np.linalg.inv(columns.T @ columns), dtype=np.float64)
-        return found, spread
+            return coefficients, np.full((count, count), math.inf)
+        variance = float(((self.relative_times - columns @ coefficients) ** 2).sum()) / (self.freedom - count)
+        return coefficients, np.asarray(variance * np.linalg.inv(columns.T @ columns), dtype=np.float64)
 
 
 def split_blocks(work: Sequence[CellProgress]) -> Blocks | None:
-    """The blocks of a row's repeats. None: a block without any progress."""
-    at, each, lengths = [], [], []
-    for one in work:
-        done = one.by_block()
-        if not done[0].all():
+    """The blocks of a row's repeats. None: a block has no progress."""
+    places, relative_times, lengths = [], [], []
+    for progress in work:
+        sums = progress.block_sums()
+        items, tokens = sums[0], sums[1:]
+        if not items.all():
             return None
-        at.append((np.arange(one.blocks) + 0.5) / one.blocks - 0.5)
-        each_s, means = 1 / done[0], done[1:] / done[0]
-        each.append(each_s / each_s.mean() - 1)
+        places.append((np.arange(progress.blocks) + 0.5) / progress.blocks - 0.5)
+        times = 1 / items
+        relative_times.append(times / times.mean() - 1)
+        means = tokens / items
         lengths.append(means - means.mean(axis=1, keepdims=True))
     joined = np.concatenate(lengths, axis=1).T
-    varies = [bool(abs(column).max() > 1e-6) for column in joined.T]  # NaN is not
-    return Blocks(np.concatenate(at), np.concatenate(each), joined[:, varies], varies, len(joined) - len(work))
+    varies = [bool(abs(column).max() > 1e-6) for column in joined.T]  # False for NaN
+    freedom = len(joined) - len(work)
+    return Blocks(np.concatenate(places), np.concatenate(relative_times), joined[:, varies], varies, freedom)
 
 
-def trend(blocks: Blocks) -> float:
+def rate_trend(blocks: Blocks) -> float:
     """The relative change of the rate over the measured time, all repeats together; 0 where the test finds none.
 
-    Lengths are in the regression as well: what they explain hides no trend.
+    Lengths are also in the regression, so that different lengths do not look like a trend, or hide one.
     """
-    found, spread = blocks.fit(np.column_stack([blocks.at, blocks.lengths]))
-    bound = stats.t_quantile(1 - TREND_ALPHA / 2, blocks.freedom - len(found)) * math.sqrt(spread[0, 0])
-    return -float(found[0]) if abs(found[0]) > bound else 0.0
+    coefficients, covariance = blocks.fit(np.column_stack([blocks.places, blocks.lengths]))
+    slope, freedom = float(coefficients[0]), blocks.freedom - len(coefficients)
+    bound = stats.t_quantile(1 - TREND_ALPHA / 2, freedom) * math.sqrt(covariance[0, 0])
+    return -slope if abs(slope) > bound else 0.0
 
 
-def scale(
-    work: Sequence[CellProgress], blocks: Blocks | None, asked: Array, items: int, load: Load | None
+def length_factor(
+    work: Sequence[CellProgress], blocks: Blocks | None, lengths: Array, items: int, load: Load | None
 ) -> tuple[float, float] | Reason:
-    """How many times as long an item of the lengths asked for takes, and the standard error of that.
+    """How many times as long an item of the given lengths takes, with the relative standard error; or why not known.
 
-    Time per item of each block, regressed on the mean lengths of its items: a cost for each prompt and output token, to
-    the whole server and not to that request alone.
+    The time per item of each block is regressed on the mean lengths of its items. This gives a cost per prompt and
+    output token, for the whole server and not only for the request with the token.
     """
     if load is not None and (load.batch_size or 1) > 1:
         return because("plan_lengths_bursts")
     if blocks is None:
-        return because("plan_too_short", needed_s=max(one.needed_s for one in work))
-    if any(np.isnan(one.lengths).any() for one in work):
+        return because("plan_too_short", needed_s=max(progress.needed_s for progress in work))
+    if any(np.isnan(progress.lengths).any() for progress in work):
         return because("plan_lengths_unknown")
-    own, wanted, kept = np.concatenate([one.lengths for one in work]), asked.mean(axis=0), []
-    for place, name in enumerate(("prompt", "output")):
-        low, high = float(own[:, place].min()), float(own[:, place].max())
-        if not low * 0.99 <= wanted[place] <= high * 1.01:
-            return because("plan_lengths_outside", which=name, mean=float(wanted[place]), low=low, high=high)
-        if blocks.varies[place]:
-            kept.append(place)
-    costs, spread = blocks.fit(blocks.lengths)
-    away = (wanted - own.mean(axis=0))[kept]
-    # The items are a sample of such pairs: their prompt and output lengths vary together.
-    sampled = float((asked[:, kept] @ costs).var()) / items
-    error = math.sqrt(float(away @ spread @ away) + sampled) if kept else 0.0
-    factor = 1 + float(away @ costs)
+    measured, mean_lengths = np.concatenate([progress.lengths for progress in work]), lengths.mean(axis=0)
+    for column, name in enumerate(("prompt", "output")):
+        low, high = float(measured[:, column].min()), float(measured[:, column].max())
+        if not low * 0.99 <= mean_lengths[column] <= high * 1.01:
+            return because("plan_lengths_outside", which=name, mean=float(mean_lengths[column]), low=low, high=high)
+    costs, covariance = blocks.fit(blocks.lengths)
+    difference = (mean_lengths - measured.mean(axis=0))[blocks.varies]
+    # The items are a sample of pairs of prompt and output lengths, which vary together.
+    sampling_variance = float((lengths[:, blocks.varies] @ costs).var()) / items
+    error = math.sqrt(float(difference @ covariance @ difference) + sampling_variance) if any(blocks.varies) else 0.0
+    factor = 1 + float(difference @ costs)
     if not error <= min(MAX_SCALE_ERROR, factor):
         return because("plan_lengths_unidentified", error=error if math.isfinite(error) else None)
     return factor, error / factor
@@ -274,7 +279,7 @@ class Prediction(Struct, frozen=True, kw_only=True):
 
 
 class RowForecast(Struct, frozen=True, kw_only=True):
-    """What the items would take with one row. Energy and cost are None where no power was measured."""
+    """The prediction of one row. Energy and cost are None where no power was measured."""
 
     server: str
     load: str
@@ -286,7 +291,7 @@ class RowForecast(Struct, frozen=True, kw_only=True):
     energy_kwh: Prediction | None = None
     cost: Prediction | None = None
     deadline: Literal["met", "missed", "inconclusive"] | None = None
-    machines: int | None = None  # that meet the deadline by the upper bound; None: no number does, or no deadline
+    machines: int | None = None  # number that meets the deadline by the upper bound; None: none does, or no deadline
     notes: list[Reason] = []
 
     @property
@@ -301,7 +306,7 @@ class RefusedRow(Struct, frozen=True, kw_only=True):
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
-    """What a number of items would take, with the fastest row first."""
+    """The predictions of all rows, the fastest row first."""
 
     run: str
     machine: str
@@ -327,30 +332,37 @@ def forecast(
 
     Raises HarnessError for wrong input, and RunError for a run that allows no prediction.
     """
-    asked = None if lengths is None else read_lengths(lengths)
+    if not (isinstance(items, Integral) and not isinstance(items, bool) and items >= 1):
+        raise HarnessError(f"items: a whole number of at least 1 is expected, got {items!r}")
+    if deadline_s is not None and not 0 < deadline_s < math.inf:
+        raise HarnessError(f"deadline_s: seconds above 0 are expected, got {deadline_s!r}")
+    if price_per_kwh is not None and not 0 <= price_per_kwh < math.inf:
+        raise HarnessError(f"price_per_kwh: a number of at least 0 is expected, got {price_per_kwh!r}")
+    item_lengths = None if lengths is None else read_lengths(lengths)
     run, summary = read_run(folder), summarize(folder)
-    _refuse_unfinished(run, summary, folder)
+    _refuse_incomplete_run(run, summary, folder)
     noise = known_noise([run], results).rows if results is not None else {}
     work = read_progress(folder, run)
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], []
     for row in summary.rows:
         load = run.scenario.loads.get(row.load)
-        found = _refused(row, load, cells) or _row(
-            row, [cells[name] for name in row.cells], [work.get(name) for name in row.cells], items, load,
-            noise.get(("wall_s", row.load)) or noise.get(("output_tok_s", row.load)), asked,
-        )  # fmt: skip
-        if isinstance(found, Reason):
-            refused.append(RefusedRow(server=row.server, load=row.load, reason=found))
+        row_noise = noise.get(("wall_s", row.load)) or noise.get(("output_tok_s", row.load))
+        row_cells, progress = [cells[name] for name in row.cells], [work.get(name) for name in row.cells]
+        result = _refusal_of_row(row, load, cells) or _forecast_row(
+            row, row_cells, progress, items, load, row_noise, item_lengths
+        )
+        if isinstance(result, Reason):
+            refused.append(RefusedRow(server=row.server, load=row.load, reason=result))
         else:
-            rows.append(_with_bounds(found, deadline_s, price_per_kwh))
+            rows.append(_with_cost_and_deadline(result, deadline_s, price_per_kwh))
     if not rows:
         raise RunError(
             f"{run.id}: no row allows a prediction",
             detail="\n".join(f"{row.server} / {row.load}: {sentence(row.reason)}" for row in refused),
             next_step="Measure a batch load with in_flight: docs/plan.md has a scenario.",
         )
-    powered = [row.energy_kwh is not None for row in rows]
+    has_power = any(row.energy_kwh is not None for row in rows)
     package = any(row.machine_load is not None and row.machine_load.package for row in summary.rows)
     return Forecast(
         run=run.id,
@@ -359,14 +371,16 @@ def forecast(
         items=items,
         deadline_s=deadline_s,
         price_per_kwh=price_per_kwh,
-        rows=sorted(rows, key=lambda one: one.time_s.value),
+        rows=sorted(rows, key=lambda row: row.time_s.value),
         refused=refused,
         assumptions=[
-            because("plan_same_lengths") if asked is None else because("plan_given_lengths", rows=len(asked)),
+            because("plan_same_lengths")
+            if item_lengths is None
+            else because("plan_given_lengths", rows=len(item_lengths)),
             because("plan_same_server"),
             because("plan_alone"),
             because("plan_steady"),
-            because("plan_power", package=package) if any(powered) else because("plan_no_power"),
+            because("plan_power", package=package) if has_power else because("plan_no_power"),
         ],
     )
 
@@ -394,7 +408,7 @@ def read_price(given: str) -> float:
 
 
 def read_lengths(path: Path) -> Array:
-    """Return prompt and output tokens of each row of a CSV or JSONL file. Raises HarnessError for what is wrong."""
+    """Return prompt and output tokens of each row of a CSV or JSONL file. Raises HarnessError with all bad lines."""
     bad = BadLines(path, "A CSV with the header prompt_tokens,output_tokens, or a JSON object with both a line.")
     try:
         text = read_bytes(path).decode("utf-8-sig")
@@ -414,7 +428,7 @@ def read_lengths(path: Path) -> Array:
             rows = [(reader.line_num, dict(row)) for row in reader]
         except csv.Error as error:
             bad.add(1, f"not CSV: {error}")
-    found = []
+    lengths = []
     for number, row in rows:
         try:
             pair = [float(str(row[name])) for name in ("prompt_tokens", "output_tokens")]
@@ -422,37 +436,33 @@ def read_lengths(path: Path) -> Array:
             bad.add(number, "prompt_tokens and output_tokens are expected as numbers")
             continue
         if all(0 <= value < 1e9 for value in pair):
-            found.append(pair)
+            lengths.append(pair)
         else:
             bad.add(number, "prompt_tokens and output_tokens must be at least 0 and below 1e9")
     bad.raise_errors()
-    if not found:
+    if not lengths:
         raise HarnessError(f"--lengths: {path} has no rows", next_step="Give one row for each item, or a sample.")
-    return np.array(found)
+    return np.array(lengths)
 
 
-def _refuse_unfinished(run: Run, summary: Summary, folder: Path) -> None:
-    why = next((reason for reason in summary.reasons if reason.cell is None), None)
-    if run.status not in ("valid", "invalid") or why is not None:
-        said = f"its status is {run.status}" if why is None else sentence(why)
+def _refuse_incomplete_run(run: Run, summary: Summary, folder: Path) -> None:
+    """Raise RunError for a run that did not end, has a reason that is about the whole run, or has no records."""
+    reason = next((reason for reason in summary.reasons if reason.cell is None), None)
+    if run.status not in ("valid", "invalid") or reason is not None:
+        why = f"its status is {run.status}" if reason is None else sentence(reason)
         raise RunError(
-            f"{run.id}: no prediction from a run that is not complete: {said}",
+            f"{run.id}: no prediction from a run that is not complete: {why}",
             next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
         )
-    if not (folder / "requests.jsonl").exists():
-        raise RunError(
-            f"{run.id}: no prediction without its records (requests.jsonl)",
-            next_step="Give the run directory itself, not what was published of it.",
-        )
 
 
-def _refused(row: Row, load: Load | None, cells: dict[str, CellSummary]) -> Reason | None:
-    """Why a row's rate is not that of a machine that works through items."""
+def _refusal_of_row(row: Row, load: Load | None, cells: dict[str, CellSummary]) -> Reason | None:
+    """Why the rate of a row does not predict work on items; None where it does."""
     if row.invalid is not None:
         return because("plan_invalid", why=row.invalid)
     if load is None or row.definitions or row.missing:
         return because("plan_no_records")
-    if load.user not in _WORKERS:
+    if load.user not in _USERS_OF_ITEMS:
         return because("plan_not_items", user=load.user)
     if load_kind(load) not in ("closed loop", "bursts"):
         return because("plan_open_loop")
@@ -463,59 +473,62 @@ def _refused(row: Row, load: Load | None, cells: dict[str, CellSummary]) -> Reas
     return None
 
 
-def _row(
+def _forecast_row(
     row: Row,
     cells: Sequence[CellSummary],
     work: Sequence[CellProgress | None],
     items: int,
     load: Load | None,
     noise: Variation | None,
-    asked: Array | None,
+    item_lengths: Array | None,
 ) -> RowForecast | Reason:
-    known = [one for one in work if one is not None]
-    if not known or len(known) < len(work):
+    repeats = [progress for progress in work if progress is not None]
+    if not repeats or len(repeats) < len(work):
         return because("plan_too_short", needed_s=None)
-    blocked = all(one.blocks for one in known)
-    if not blocked and len(known) < 3:
-        return because("plan_too_short", needed_s=max(one.needed_s for one in known))
-    notes = [] if blocked else [because("plan_no_blocks", repeats=len(known))]
-    blocks = split_blocks(known) if blocked else None
-    if blocked and blocks is None:
+    has_blocks = all(progress.blocks for progress in repeats)
+    if not has_blocks and len(repeats) < 3:
+        return because("plan_too_short", needed_s=max(progress.needed_s for progress in repeats))
+    notes = [] if has_blocks else [because("plan_no_blocks", repeats=len(repeats))]
+    blocks = split_blocks(repeats) if has_blocks else None
+    if has_blocks and blocks is None:
         return because("plan_stalled")
-    drift = 0.0 if blocks is None else trend(blocks)
-    if abs(drift) > MAX_TREND:
-        return because("plan_trend", change=drift)
-    if drift:
-        notes.append(because("plan_widened", change=drift))
-    scaled = (1.0, 0.0) if asked is None else scale(known, blocks, asked, items, load)
-    if isinstance(scaled, Reason):
-        return scaled
-    if blocked and (share := settling(known)):
-        known = [one.after(share) for one in known]
+    trend = 0.0 if blocks is None else rate_trend(blocks)
+    if abs(trend) > MAX_TREND:
+        return because("plan_trend", change=trend)
+    if trend:
+        notes.append(because("plan_widened", change=trend))
+    factor, factor_error = 1.0, 0.0
+    if item_lengths is not None:
+        result = length_factor(repeats, blocks, item_lengths, items, load)
+        if isinstance(result, Reason):
+            return result
+        factor, factor_error = result
+    if has_blocks and (share := settling_share(repeats)):
+        repeats = [progress.without_first(share) for progress in repeats]
         notes.append(because("plan_settling", share=share))
-    rates = [one.rate for one in known]
-    rate = math.exp(stats.mean_log(rates)) / scaled[0]
+    rates = [progress.rate for progress in repeats]
+    rate = math.exp(stats.mean_log(rates)) / factor
     if len(rates) == 1 and noise is None:
-        notes.append(because("plan_runs_unknown", sd=ASSUMED_SD))
+        notes.append(because("plan_runs_unknown", sd=ASSUMED_RUN_SD))
     elif noise is None:
         notes.append(because("plan_repeats_only", repeats=len(rates)))
-    within = statistics.fmean(map(variance_within, known)) if blocked else 0.0
-    longer = items / rate / statistics.fmean(one.window_s for one in known)
+    within = statistics.fmean(map(variance_within_repeat, repeats)) if has_blocks else 0.0
+    longer = items / rate / statistics.fmean(progress.window_s for progress in repeats)
 
-    def around(values: Sequence[float]) -> float:
-        """Half of the interval of the logarithm of a value that goes with the time per item."""
-        error = half(values, within, known[0].blocks, longer, noise)
-        return math.hypot(error, stats.t_quantile((1 + COVERS) / 2, 20) * scaled[1]) + abs(drift)
+    def log_half_width(values: Sequence[float]) -> float:
+        """Half the width of the interval of the logarithm of a value that is proportional to the time per item."""
+        error = half_interval(values, within, repeats[0].blocks, longer, noise)
+        return math.hypot(error, stats.t_quantile((1 + COVERAGE) / 2, 20) * factor_error) + abs(trend)
 
     start_s = statistics.median([cell.ready_s or 0.0 for cell in cells])
-    tail_s = statistics.fmean(one.tail_s for one in known)
-    fixed_s, work_s, width = start_s + tail_s, items / rate, around(rates)
+    tail_s = statistics.fmean(progress.tail_s for progress in repeats)
     energy = None
     watts = [cell.machine_load.power_mean_w for cell in cells if cell.machine_load and cell.machine_load.power_mean_w]
     if len(watts) == len(rates):
-        per_item = [power / one for power, one in zip(watts, rates, strict=True)]
-        joules = items * math.exp(stats.mean_log(per_item)) * scaled[0]
-        energy = _predicted(fixed_s * statistics.fmean(watts), joules, around(per_item)).times(1 / 3.6e6)
+        item_joules = [power / item_rate for power, item_rate in zip(watts, rates, strict=True)]
+        joules = items * math.exp(stats.mean_log(item_joules)) * factor
+        fixed_joules = (start_s + tail_s) * statistics.fmean(watts)
+        energy = _make_prediction(fixed_joules, joules, log_half_width(item_joules)).times(1 / 3.6e6)
     return RowForecast(
         server=row.server,
         load=row.load,
@@ -523,24 +536,27 @@ def _row(
         items_per_s=rate,
         start_s=start_s,
         tail_s=tail_s,
-        time_s=_predicted(fixed_s, work_s, width),
+        time_s=_make_prediction(start_s + tail_s, items / rate, log_half_width(rates)),
         energy_kwh=energy,
         notes=notes,
     )
 
 
-def _predicted(fixed: float, work: float, width: float) -> Prediction:
-    return Prediction(value=fixed + work, low=fixed + work * math.exp(-width), high=fixed + work * math.exp(width))
+def _make_prediction(fixed: float, work: float, half_width: float) -> Prediction:
+    low, high = fixed + work * math.exp(-half_width), fixed + work * math.exp(half_width)
+    return Prediction(value=fixed + work, low=low, high=high)
 
 
-def _with_bounds(row: RowForecast, deadline_s: float | None, price: float | None) -> RowForecast:
+def _with_cost_and_deadline(row: RowForecast, deadline_s: float | None, price: float | None) -> RowForecast:
     cost = None if price is None or row.energy_kwh is None else row.energy_kwh.times(price)
     if deadline_s is None:
         return msgspec.structs.replace(row, cost=cost)
-    met = row.time_s.high <= deadline_s
-    missed = row.time_s.low > deadline_s
-    fixed_s = row.start_s + row.tail_s
+    deadline: Literal["met", "missed", "inconclusive"] = "inconclusive"
+    if row.time_s.high <= deadline_s:
+        deadline = "met"
+    elif row.time_s.low > deadline_s:
+        deadline = "missed"
+    fixed_s = row.start_s + row.tail_s  # on each machine
     left_s = deadline_s - fixed_s
     machines = math.ceil((row.time_s.high - fixed_s) / left_s) if left_s > 0 else None
-    word: Literal["met", "missed", "inconclusive"] = "met" if met else "missed" if missed else "inconclusive"
-    return msgspec.structs.replace(row, cost=cost, deadline=word, machines=machines)
+    return msgspec.structs.replace(row, cost=cost, deadline=deadline, machines=machines)

@@ -1,4 +1,4 @@
-"""What a capacity search found: capacity.json of its run directory."""
+"""The results of a capacity search: capacity.json of its run directory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,11 @@ class MeasuredProbe(Struct, frozen=True, kw_only=True):
     level: int
     second: int | None = None  # of a frontier: the level of the second load
     purpose: Purpose
-    state: Literal["pass", "fail", "unresolved", "done", "died", "stopped"]  # stopped: by the budget
+    state: Literal["pass", "fail", "unresolved", "done", "died", "stopped"]  # stopped: the budget was spent
     blocks: int
     answers: int
     seconds: float  # measured, without the warm-up
-    met: list[float | None]  # of each SLO, the share of requests that met it
+    met: list[float | None]  # for each SLO the share of requests that met it
     answer_s: float | None  # mean end-to-end latency
     tok_s: float | None
 
@@ -52,31 +52,31 @@ class CapacityDrift(Struct, frozen=True, kw_only=True):
 
 
 class ServerCapacity(Struct, frozen=True, kw_only=True):
-    """What was found out about one server."""
+    """The results of one server."""
 
     server: str
     slo: SloCapacity | None = None
     knee: KneeAnswer | None = None
     frontier: Frontier | None = None
     drift: CapacityDrift | None = None
-    reasons: list[Reason] = []  # why there is no better answer: it did not start, it died, the budget is spent
+    reasons: list[Reason] = []  # why there is no better answer, such as a server that died or a spent budget
     started: bool = True
     probes: list[MeasuredProbe] = []
 
     @property
     def unresolved(self) -> bool:
         """Whether a longer search can give a better answer."""
-        knee = self.knee is not None and self.knee.kind == "unclear"
-        slo = self.slo is not None and self.slo.kind == "unresolved"
-        return self.started and (knee or slo or (self.frontier is not None and not self.frontier.complete))
+        knee_open = self.knee is not None and self.knee.kind == "unclear"
+        slo_open = self.slo is not None and self.slo.kind == "unresolved"
+        return self.started and (knee_open or slo_open or (self.frontier is not None and not self.frontier.complete))
 
 
 class CrossingAnswer(Struct, frozen=True):
-    """Where `side` is better than `base`.
+    """The levels at which `side` is better than `base`.
 
-    from: at `level` and above, until: below `level`, which is between two measured levels, with its interval
-    low..high. always, never: at all levels measured. cannot_tell: the runs do not show which of these it is.
-    `levels` are the levels measured, `ratios` side over base at each.
+    from: at `level` and above. until: below `level`. `level` may be between two measured levels; low..high is its
+    interval. always, never: at all measured levels. cannot_tell: inconclusive. `levels` are the measured levels,
+    `ratios` those of side to base at each.
     """
 
     kind: CrossingKind
@@ -88,7 +88,7 @@ class CrossingAnswer(Struct, frozen=True):
 
 
 class Crossover(Struct, frozen=True, kw_only=True):
-    """From which number of users on the throughput of one server, `side`, is above that of another, `base`."""
+    """The number of users from which on the throughput of `side` is above that of `base`."""
 
     base: str
     side: str
@@ -96,7 +96,7 @@ class Crossover(Struct, frozen=True, kw_only=True):
 
 
 class MixMember(Struct, frozen=True, kw_only=True):
-    """A load of the mix that was searched. `amount`: of one that does not change; None: it is varied."""
+    """A load of a searched mix. `amount`: of a fixed load; None: the search varies it."""
 
     load: str
     unit: CapacityUnit
@@ -110,8 +110,8 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
     format_version: int = CAPACITY_VERSION
     run: str
     load: str  # or a mix
-    unit: CapacityUnit  # of a mix: that of the load which is varied, the first of a frontier
-    step: float  # a level is so many of the unit
+    unit: CapacityUnit  # of the varied load of a mix, or the first load of a frontier
+    step: float  # amount of one level, in the unit
     max_level: int
     slos: list[str]
     shares: list[float]
@@ -123,17 +123,17 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
     crossovers: list[Crossover] = []
 
     def amount(self, level: float) -> float:
-        """A level in the unit."""
+        """The amount of a level, in the unit."""
         return level * self.step
 
     def loads_at(self, levels: Sequence[int]) -> list[dict[str, Any]]:
-        """The amount, unit and name of each load in a probe at these levels; of a load alone without its name."""
+        """The amount and unit of each load in a probe at these levels; in a mix also its name."""
         if not self.members:
             return [{"amount": self.amount(levels[0]), "unit": self.unit}]
-        left = iter(levels)
+        varied = iter(levels)
         return [
             {
-                "amount": next(left) * member.step if member.amount is None else member.amount,
+                "amount": next(varied) * member.step if member.amount is None else member.amount,
                 "unit": member.unit,
                 "load": member.load,
             }
@@ -142,34 +142,30 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
 
     @property
     def varied(self) -> list[MixMember]:
-        """The loads of a mix that were varied."""
         return [member for member in self.members if member.amount is None]
 
     @property
     def fixed(self) -> list[MixMember]:
-        """The loads of a mix that did not change."""
         return [member for member in self.members if member.amount is not None]
 
 
-def crossovers_of(servers: Sequence[ServerCapacity]) -> list[Crossover]:
-    """Compare the throughput of each pair of servers that were searched for a knee; a probe is a run."""
+def find_crossovers(servers: Sequence[ServerCapacity]) -> list[Crossover]:
+    """Compare the throughput of each pair of servers that were searched for a knee. The sample is the probe."""
     runs: dict[str, dict[int, list[float]]] = {}
     for server in servers:
         for probe in server.probes:
             if probe.purpose == "knee" and probe.state == "done" and probe.tok_s:
                 runs.setdefault(server.server, {}).setdefault(probe.level, []).append(probe.tok_s)
-    return [
-        Crossover(base=base, side=side, answer=crossing(runs[base], runs[side])) for base, side in combinations(runs, 2)
-    ]
+    pairs = combinations(runs, 2)
+    return [Crossover(base=base, side=side, answer=find_crossing(runs[base], runs[side])) for base, side in pairs]
 
 
-def write_capacity(folder: Path, found: CapacityReport) -> None:
-    """Write it, whole or not at all."""
-    replace_file(folder / CAPACITY_FILE, pretty_json(found))
+def write_capacity(folder: Path, report: CapacityReport) -> None:
+    replace_file(folder / CAPACITY_FILE, pretty_json(report))
 
 
 def read_capacity(folder: Path) -> CapacityReport | None:
-    """What a capacity search found; None: the run is not a search. Raises HarnessError for a damaged file."""
+    """Read capacity.json; None if the run is not a capacity search. Raises HarnessError for a damaged file."""
     path = folder / CAPACITY_FILE
     if not path.exists():
         return None
@@ -179,64 +175,59 @@ def read_capacity(folder: Path) -> CapacityReport | None:
         raise HarnessError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def crossing(
-    base: Mapping[int, Sequence[float]], side: Mapping[int, Sequence[float]], *, higher_is_better: bool = True
-) -> CrossingAnswer:
-    """Compare two servers by their runs at each level, {level: one value of each run}; all values positive.
+def find_crossing(base: Mapping[int, Sequence[float]], side: Mapping[int, Sequence[float]]) -> CrossingAnswer:
+    """Compare two servers by their runs at each level, {level: one positive value of each run}. More is better.
 
-    At each level that both have, the difference of the mean logarithms of their runs says who is better; between two
-    levels it is a straight line over the logarithm of the level. The crossing is where it changes its sign. Its
-    interval is a bootstrap over runs: of each server the deviations of the runs from their level's mean are pooled over
-    the levels, made larger by the degrees of freedom that the means took, and drawn anew.
+    At each level that both have, the difference of the mean logarithms of their runs decides which one is better.
+    Between two levels it is a straight line over the logarithm of the level. The crossing is where it changes its sign.
+    Its interval is a bootstrap over runs: the deviations of a server's runs from their level's mean are pooled over the
+    levels, scaled by the degrees of freedom that the means took, and drawn anew.
 
-    Levels that only one has do not count. With fewer than two levels, or a server without two runs at any level,
-    nothing can be told. ValueError: a value that is not positive.
+    With fewer than two common levels, or a server without two runs at any level, the answer is `cannot_tell`.
     """
     levels = sorted(level for level in base.keys() & side.keys() if base[level] and side[level])
-    samples = [[np.asarray(runs[level], dtype=np.float64) for level in levels] for runs in (side, base)]
-    if any((runs <= 0).any() for server in samples for runs in server):
-        raise ValueError("a crossing needs positive values")
-    logs = [[np.log(runs) for runs in server] for server in samples]
+    logs = [[np.log(np.asarray(runs[level], dtype=np.float64)) for level in levels] for runs in (side, base)]
     means = np.array([[runs.mean() for runs in server] for server in logs])
-    plain = means[0] - means[1] if levels else np.empty(0)
-    ratios = [math.exp(value) for value in plain]
-    spare = [sum(len(runs) - 1 for runs in server) for server in logs]
-    if len(levels) < 2 or min(spare) < 1:
-        return CrossingAnswer("cannot_tell", None, None, None, levels, ratios)
-    axis, sign = np.log(np.array(levels, dtype=np.float64)), 1.0 if higher_is_better else -1.0
-    dice = np.random.default_rng(20261124)
-    drawn = sign * (_drawn_means(logs[0], means[0], dice) - _drawn_means(logs[1], means[1], dice))
-    kinds = _kinds(drawn)
-    kind: CrossingKind = _kinds(sign * plain[None])[0].item()
+    differences = means[0] - means[1] if levels else np.empty(0)
+    ratios = [math.exp(value) for value in differences]
+    inconclusive = CrossingAnswer("cannot_tell", None, None, None, levels, ratios)
+    freedom = [sum(len(runs) - 1 for runs in server) for server in logs]
+    if len(levels) < 2 or min(freedom) < 1:
+        return inconclusive
+    axis = np.log(np.array(levels, dtype=np.float64))
+    generator = np.random.default_rng(20261124)
+    drawn = _drawn_means(logs[0], means[0], generator) - _drawn_means(logs[1], means[1], generator)
+    kinds = _classify(drawn)
+    kind: CrossingKind = _classify(differences[None])[0].item()
     agree = np.isin(kinds, [kind, "always"] if kind in ("from", "until") else [kind])
     if kind == "cannot_tell" or agree.mean() < (1 + MASS) / 2:
-        return CrossingAnswer("cannot_tell", None, None, None, levels, ratios)
+        return inconclusive
     if kind in ("always", "never"):
         return CrossingAnswer(kind, None, None, None, levels, ratios)
-    # A server that is always better crosses at or beyond the end of the levels.
+    # A draw in which the side is always better crosses at or beyond the end of the levels.
     end = axis[0] if kind == "from" else axis[-1]
-    at = np.where(kinds[agree] == "always", end, _zeros(axis, drawn[agree]))
-    low, high = np.exp(np.quantile(at, [(1 - MASS) / 2, (1 + MASS) / 2]))
-    level = float(np.exp(_zeros(axis, sign * plain[None])[0]))
+    crossings = np.where(kinds[agree] == "always", end, _last_sign_changes(axis, drawn[agree]))
+    low, high = np.exp(np.quantile(crossings, [(1 - MASS) / 2, (1 + MASS) / 2]))
+    level = float(np.exp(_last_sign_changes(axis, differences[None])[0]))
     return CrossingAnswer(kind, level, float(low), float(high), levels, ratios)
 
 
-def _drawn_means(logs: Sequence[Floats], means: Floats, dice: np.random.Generator) -> Floats:
-    """Draws x levels: means of runs as they might have been."""
+def _drawn_means(logs: Sequence[Floats], means: Floats, generator: np.random.Generator) -> Floats:
+    """Bootstrap draws of the mean at each level, as an array of draws x levels."""
     deviations = np.concatenate([runs - mean for runs, mean in zip(logs, means, strict=True)])
-    spare = sum(len(runs) - 1 for runs in logs)
-    deviations = deviations * math.sqrt(len(deviations) / spare)
-    # The spread itself is an estimate from few runs: Student's t in place of a normal distribution.
-    wide = np.sqrt(spare / dice.chisquare(spare, _DRAWS))[:, None]
+    freedom = sum(len(runs) - 1 for runs in logs)
+    deviations = deviations * math.sqrt(len(deviations) / freedom)
+    # The spread is estimated from few runs, so draws follow Student's t instead of a normal distribution.
+    widening = np.sqrt(freedom / generator.chisquare(freedom, _DRAWS))[:, None]
     columns = [
-        mean + dice.choice(deviations, (_DRAWS, len(runs))).mean(axis=1) for runs, mean in zip(logs, means, strict=True)
+        mean + generator.choice(deviations, (_DRAWS, len(runs))).mean(axis=1)
+        for runs, mean in zip(logs, means, strict=True)
     ]
-    return means + (np.stack(columns, axis=1) - means) * wide
+    return means + (np.stack(columns, axis=1) - means) * widening
 
 
-def _kinds(rows: Floats) -> NDArray[np.str_]:
-    """What lines of differences (lines x levels) say, larger being better; where one crosses zero more often, its
-    last crossing counts."""
+def _classify(rows: Floats) -> NDArray[np.str_]:
+    """The kind of crossing of each row of differences over levels. Of several crossings the last one counts."""
     better = rows > 0
     return np.select(
         [better.all(axis=1), ~better.any(axis=1), better[:, -1], better[:, 0]],
@@ -245,11 +236,11 @@ def _kinds(rows: Floats) -> NDArray[np.str_]:
     )
 
 
-def _zeros(axis: Floats, rows: Floats) -> Floats:
-    """Where each line last changes its sign; of one that does not, some place."""
+def _last_sign_changes(axis: Floats, rows: Floats) -> Floats:
+    """Where each row of differences last changes its sign. Rows that never do have an arbitrary value."""
     changes = (rows[:, 1:] > 0) != (rows[:, :-1] > 0)
-    place = changes.shape[1] - 1 - np.argmax(changes[:, ::-1], axis=1)
-    line = np.arange(len(rows))
-    left, right = rows[line, place], rows[line, place + 1]
+    index = changes.shape[1] - 1 - np.argmax(changes[:, ::-1], axis=1)
+    row = np.arange(len(rows))
+    left, right = rows[row, index], rows[row, index + 1]
     share = left / np.where(left == right, 1.0, left - right)
-    return np.asarray(axis[place] + share * (axis[place + 1] - axis[place]))
+    return np.asarray(axis[index] + share * (axis[index + 1] - axis[index]))

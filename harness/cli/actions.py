@@ -184,13 +184,13 @@ def capacity(
         experiment, question = searching.define_search(
             experiment, load, slos or [], max_level=max_users, budget_s=budget_s, knee=knee, fix=fix or []
         )
-        folder, found = searching.capacity(experiment, question, runs, Progress(cli.console(stderr=as_json)))
+        folder, report = searching.capacity(experiment, question, runs, Progress(cli.console(stderr=as_json)))
     if as_json:
-        cli.print_json(found)
+        cli.print_json(report)
     else:
-        print_capacity(found, cli.console())
+        print_capacity(report, cli.console())
         cli.console().print(f"{folder / 'report.html'}")
-    cli.exit_after_capacity(folder, found)
+    cli.exit_after_capacity(folder, report)
 
 
 @cli.command(short_help="Serve Locust's web UI for a scenario's server.")
@@ -298,7 +298,7 @@ def init(
         drafts.QUESTIONS,
     )
     servers = list(server or [])
-    known = {name: made.model for name, made in drafts.draftable_servers().items()}
+    known = {name: draftable.model for name, draftable in drafts.draftable_servers().items()}
     while not server and len(servers) < drafts.server_count(wanted):
         rest = {name: text for name, text in known.items() if name not in servers}
         servers.append(ask_choice("Which server? (with the model that is proposed)", "--server", rest))
@@ -334,12 +334,12 @@ def doctor(
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = root.resolve() == Path("/")
-    found = diagnose(root, get_engine_facts() if here else None)
+    problems = diagnose(root, get_engine_facts() if here else None)
     if as_json:
-        print(findings.format_json(found, root))
+        print(findings.format_json(problems, root))
     else:
-        findings.print_findings(found, cli.console(), root)
-    if findings.find_worst_level(found) == "blocker":
+        findings.print_findings(problems, cli.console(), root)
+    if findings.find_worst_level(problems) == "blocker":
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -431,10 +431,10 @@ def noise(
     from harness.run.progress import Progress
 
     experiment = experiments.prepare(scenario, cli.make_target(url, ca=ca), model, repeats)
-    stored, found = measure_noise(
+    stored, floors = measure_noise(
         experiment, server, folder, results, Progress(cli.console()), times=count, pause_s=60 * every, add=add
     )
-    show_noise(found, cli.console())
+    show_noise(floors, cli.console())
     print(f"stored: {stored}")
 
 

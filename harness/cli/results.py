@@ -39,7 +39,7 @@ def report(
 
     With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
-    from harness.analysis.summarize import read_summary, summarize_with_counts, write_summary
+    from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, write_summary
     from harness.comparison.compare import make_reference
     from harness.prepare.experiment import validate_checks
     from harness.report import export, html, junit, markdown, terminal
@@ -53,23 +53,14 @@ def report(
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
     checked_anew = bool(checks) or reference is not None
-    # A published run has only its summary. A summary made without records would say that nothing was measured.
-    alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
-    if alone and checked_anew:
-        raise HarnessError(
-            f"{folder}: it has no requests.jsonl, which --check and --baseline need",
-            next_step="Give the run directory as `harness run` made it.",
-        )
-    made = (
-        None
-        if alone
-        else summarize_with_counts(folder, checks or [], reference, charted=output in ("terminal", "html"))
-    )
-    summary = read_summary(folder) if made is None else made.summary
+    alone = has_only_summary(folder) and not checked_anew  # a published run
+    charted = output in ("terminal", "html")
+    counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=charted)
+    summary = read_summary(folder) if counts is None else counts.summary
     if not alone and not checked_anew:
         write_summary(folder, summary)
     write_page = output == "html" or (output == "terminal" and not checked_anew)
-    page = html.write_report(folder, made) if write_page else None
+    page = html.write_report(folder, counts) if write_page else None
     cli.print_as(
         output,
         summary,

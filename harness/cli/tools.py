@@ -140,8 +140,8 @@ def _memory_share(
             )
         sizes = [int(Decimal(str(size)) * GIB) for size in given]
         return [], compute_pool_share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
-    found = list_pools(root)
-    return found, compute_share(found, tensor_parallel=gpus) if found or needed else None
+    pools = list_pools(root)
+    return pools, compute_share(pools, tensor_parallel=gpus) if pools or needed else None
 
 
 @cli.command(short_help="Run load workers for a remote master.")

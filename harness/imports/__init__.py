@@ -45,7 +45,7 @@ class Source(Struct, frozen=True):
         """
         document = self.value if value is ... else value
         names = [field.encode_name for field in msgspec.structs.fields(kind)]
-        fields = {name: found for name in names if (found := _value_at_path(document, name)) is not None}
+        fields = {name: field for name in names if (field := _value_at_path(document, name)) is not None}
         try:
             return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:

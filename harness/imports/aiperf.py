@@ -93,13 +93,15 @@ class AiperfPhase(Struct, frozen=True, kw_only=True):
 def read(source: Source) -> Imported:
     """Raise HarnessError for records that were not written with per-request metrics."""
     lines = source.value if isinstance(source.value, list) else [source.value]
-    found = [(source.read(AiperfRecord, line, f"line {number}"), number) for number, line in enumerate(lines, start=1)]
-    found.sort(key=lambda item: item[0].start_ns)
-    zero = found[0][0].start_ns
+    numbered = [
+        (source.read(AiperfRecord, line, f"line {number}"), number) for number, line in enumerate(lines, start=1)
+    ]
+    numbered.sort(key=lambda item: item[0].start_ns)
+    zero = numbered[0][0].start_ns
     # The server's token counts if every good answer has one, else the client's: the two are not mixed.
-    counted = all(line.usage_output is not None for line, _ in found if line.error is None)
+    counted = all(line.usage_output is not None for line, _ in numbered if line.error is None)
     records = []
-    for index, (line, number) in enumerate(found):
+    for index, (line, number) in enumerate(numbered):
         try:
             records.append(_make_record(line, index, zero, counted))
         except ValueError as error:
@@ -124,8 +126,8 @@ def read(source: Source) -> Imported:
         started_wall_s=zero / 1e9,
         ended_wall_s=zero / 1e9 + last_end_s(records),
     )
-    with_gaps = all(line.gaps is not None for line, _ in found if _is_streamed(line))
-    lengths = sorted(-1 if line.client_prompt is None else line.client_prompt for line, _ in found)
+    with_gaps = all(line.gaps is not None for line, _ in numbered if _is_streamed(line))
+    lengths = sorted(-1 if line.client_prompt is None else line.client_prompt for line, _ in numbered)
     return Imported(
         tool="aiperf",
         version=summary.version,

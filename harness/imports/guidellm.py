@@ -89,9 +89,9 @@ def read(source: Source) -> Imported:
         place = f"$.benchmarks[{number}]"
         benchmark = source.read(GuidellmBenchmark, raw, place)
         requests: Requests = [
-            (kind, source.read(GuidellmRequest, one, f"{place}.requests.{name}[{index}]"))
+            (kind, source.read(GuidellmRequest, raw_request, f"{place}.requests.{name}[{index}]"))
             for name, kind in _LISTS.items()
-            for index, one in enumerate(benchmark.requests.get(name) or [])
+            for index, raw_request in enumerate(benchmark.requests.get(name) or [])
         ]
         parts.append(_make_part(source, place, benchmark, requests))
         # The requests themselves if the report has them, else how they were made.
@@ -117,13 +117,13 @@ def _make_part(source: Source, place: str, benchmark: GuidellmBenchmark, request
         what = "which requests were trimmed is not in the report; run without warm-up and cool-down"
         raise source.error_at(place, f"{what}, got {trimmed}")
     counts = Counter(kind for kind, _ in requests)
-    made = f"{place}.scheduler_metrics.requests_made"
+    place_made = f"{place}.scheduler_metrics.requests_made"
     source.require_equal(
-        f"{made}.total", benchmark.requests_made.get("total"), len(requests), "requests in the report are"
+        f"{place_made}.total", benchmark.requests_made.get("total"), len(requests), "requests in the report are"
     )
     for name, kind in _LISTS.items():
         stated = benchmark.requests_made.get(name)
-        source.require_equal(f"{made}.{name}", stated, counts[kind], f"'{name}' in the report are")
+        source.require_equal(f"{place_made}.{name}", stated, counts[kind], f"'{name}' in the report are")
     sent = [(request.start_s, kind, request) for kind, request in requests if request.start_s is not None]
     if not sent:
         raise source.error_at(place, "no request of the benchmark was sent")

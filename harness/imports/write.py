@@ -211,7 +211,7 @@ def _make_run(
         origin=Origin(
             tool=imported.tool,
             version=imported.version,
-            files={one.path.name: one.sha256 for one in (source, imported.other_file) if one is not None},
+            files={file.path.name: file.sha256 for file in (source, imported.other_file) if file is not None},
             imported_wall_s=time.time(),
             importer=__version__,
             definitions=imported.definitions,

@@ -89,11 +89,14 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
                 first={"unit": first.unit, "load": first.load},
                 second={"unit": second.unit, "load": second.load},
                 corners=[
-                    [one * first.step, None if two is None else two * second.step]
-                    for one, two in frontier_corners(server.frontier)
+                    [first_level * first.step, None if second_level is None else second_level * second.step]
+                    for first_level, second_level in frontier_corners(server.frontier)
                 ],
                 complete=server.frontier.complete,
-                unresolved=[[one * first.step, two * second.step] for one, two in server.frontier.unresolved],
+                unresolved=[
+                    [first_level * first.step, second_level * second.step]
+                    for first_level, second_level in server.frontier.unresolved
+                ],
             )
         )
     if (knee := server.knee) is not None:

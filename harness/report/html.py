@@ -103,14 +103,14 @@ def content_security_policy(scripts: list[str]) -> str:
     )
 
 
-def write_report(folder: Path, made: Summarized | None = None) -> Path:
+def write_report(folder: Path, summarized: Summarized | None = None) -> Path:
     """Write report.html of a run directory from its files, and return its path.
 
-    `made`: the counts that its summary was just made of; None: the records are read. Raises HarnessError when run.json
-    or summary.json cannot be read.
+    `summarized`: the counts of which its summary was made; None: read the records for them. Raises HarnessError when
+    run.json or summary.json cannot be read.
     """
     run = read_run(folder)
-    data = read_chart_data(folder) if made is None else chart_data(run, made)
+    data = read_chart_data(folder) if summarized is None else chart_data(run, summarized)
     page = render(read_summary(folder), run, data, read_capacity(folder))
     path = folder / "report.html"
     replace_file(path, page.encode())

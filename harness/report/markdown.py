@@ -18,10 +18,10 @@ def render(summary: Summary, run: Run) -> str:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
     details = [details for details in (schedule_table(summary, run), time_table(summary)) if details.rows]
-    for found in details:
-        head = ["Row", *(column.title for column in found.columns)]
-        body = [[line.name, *line.texts] for line in found.rows]
-        parts += [f"**{found.title}**", grid(head, body, [True, *(column.is_text for column in found.columns)])]
+    for detail in details:
+        head = ["Row", *(column.title for column in detail.columns)]
+        body = [[line.name, *line.texts] for line in detail.rows]
+        parts += [f"**{detail.title}**", grid(head, body, [True, *(column.is_text for column in detail.columns)])]
     if summary.comparison is not None:
         parts += _verdict_parts(summary.comparison)
     parts.append(f"**{escape(sentences.validity_sentence(summary, run))}**")
@@ -35,7 +35,10 @@ def render(summary: Summary, run: Run) -> str:
     if loads := sentences.load_descriptions(run):
         items = [f"{inline_code(name)}: {inline_code(text)}" for name, text in loads.items()]
         parts.append(_folded("Each load", _bullets(items)))
-    shown = [*table_columns(summary), *(column for found in details for column in found.columns if column.explanation)]
+    shown = [
+        *table_columns(summary),
+        *(column for detail in details for column in detail.columns if column.explanation),
+    ]
     meanings = [f"**{col.heading}**: {escape(col.explanation)} {inline_code(col.formula)}" for col in shown]
     parts.append(_folded("What the columns mean", _bullets(meanings)))
     design = escape(sentences.design_sentence(run))

@@ -191,11 +191,11 @@ def _format_metric_value(row: Row, metric: str) -> str:
 def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
     """The fastest and the slowest row against the baseline."""
     base = comparison.verdicts[0].baseline
-    mine = [verdict for verdict in comparison.verdicts if verdict.baseline == base]
-    best, worst = _largest_effect(mine, "faster"), _largest_effect(mine, "slower")
+    verdicts = [verdict for verdict in comparison.verdicts if verdict.baseline == base]
+    best, worst = _largest_effect(verdicts, "faster"), _largest_effect(verdicts, "slower")
     short = _short_row_names(rows)
     against = short.get(base, base)
-    several = len({verdict.side for verdict in mine}) > 1
+    several = len({verdict.side for verdict in verdicts}) > 1
     if best is not None:
         fastest = "the fastest: " if several else ""
         slowest = "" if worst is None else f"; {short.get(worst.side, worst.side)} is {_describe_speed(worst)}"
@@ -203,15 +203,15 @@ def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
     if worst is not None:
         nothing = f"Nothing is faster than {against}: " if several else ""
         return f"{nothing}{short.get(worst.side, worst.side)} is {_describe_speed(worst)} than {against}."
-    undecided = [verdict for verdict in mine if verdict.word == "inconclusive"]
+    undecided = [verdict for verdict in verdicts if verdict.word == "inconclusive"]
     if not undecided:
-        same = ", ".join(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in mine))
+        same = ", ".join(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in verdicts))
         floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
         return f"No difference: {same} and {against} are equally fast within {floor}."
     needed = [verdict.needed for verdict in undecided if verdict.needed is not None]
     all_known = len(needed) == len(undecided)
     remedy = f" About {max(needed)} {undecided[0].unit} a side would decide." if all_known else ""
-    which = "the comparison" if len(mine) == 1 else f"{len(undecided)} of {len(mine)} comparisons"
+    which = "the comparison" if len(verdicts) == 1 else f"{len(undecided)} of {len(verdicts)} comparisons"
     return f"Inconclusive: {which} with {against} cannot be decided.{remedy}"
 
 

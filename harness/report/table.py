@@ -34,8 +34,8 @@ class TableLine(Struct, frozen=True, kw_only=True):
     @property
     def word(self) -> str:
         """The word of its verdicts; of several words the most important one."""
-        found = [verdict.word for verdict in self.verdicts]
-        return next((word for word in ("slower", "inconclusive", "faster", "same") if word in found), "")
+        verdict_words = [verdict.word for verdict in self.verdicts]
+        return next((word for word in ("slower", "inconclusive", "faster", "same") if word in verdict_words), "")
 
     @property
     def words(self) -> str:
@@ -46,11 +46,11 @@ class TableLine(Struct, frozen=True, kw_only=True):
         for verdict in self.verdicts:
             latencies.setdefault(METRIC_WORDS[verdict.metric].split()[0], []).append(verdict)
         parts = []
-        for latency, found in latencies.items():
-            if len({verdict.word for verdict in found}) == 1:
-                parts.append(f"{latency} {found[0].word}")
+        for latency, verdicts in latencies.items():
+            if len({verdict.word for verdict in verdicts}) == 1:
+                parts.append(f"{latency} {verdicts[0].word}")
             else:
-                parts += [f"{METRIC_WORDS[verdict.metric]} {verdict.word}" for verdict in found]
+                parts += [f"{METRIC_WORDS[verdict.metric]} {verdict.word}" for verdict in verdicts]
         return ", ".join(parts)
 
     @property

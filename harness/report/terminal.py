@@ -254,8 +254,8 @@ def explanation_data(name: str, scanned: ScannedLog) -> dict[str, Any]:
         "started": has_started(scanned),
         "stopped": was_stopped(scanned),
         "cause": msgspec.to_builtins(scanned.cause()),
-        "findings": msgspec.to_builtins([found for found in scanned.findings if found.severity != "warning"]),
-        "warnings": msgspec.to_builtins([found for found in scanned.findings if found.severity == "warning"]),
+        "findings": msgspec.to_builtins([finding for finding in scanned.findings if finding.severity != "warning"]),
+        "warnings": msgspec.to_builtins([finding for finding in scanned.findings if finding.severity == "warning"]),
     }
 
 
@@ -263,23 +263,23 @@ def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
     """For people: the cause first, then all other findings in the order of the log, then warnings."""
     cause = scanned.cause()
     hidden = ("warning",) if cause is None or cause.wrapper is None else ("warning", "wrapper")
-    warnings = [found for found in scanned.findings if found.severity == "warning"]
+    warnings = [finding for finding in scanned.findings if finding.severity == "warning"]
     source = "the standard input" if name == "-" else name
     console.print(Text(f"{source}: {count(scanned.lines, 'line')}", "dim"))
     if cause is not None:
         console.print()
         _print_finding(cause, "cause", console, "bold red")
-    for found in scanned.findings:
-        is_cause = cause is not None and (found.id, found.cause) == (cause.id, cause.cause)
-        if found.severity not in hidden and not is_cause:
+    for finding in scanned.findings:
+        is_cause = cause is not None and (finding.id, finding.cause) == (cause.id, cause.cause)
+        if finding.severity not in hidden and not is_cause:
             console.print()
             # One that it got over: the server became ready, or loaded the model, afterwards.
-            title = "got over" if found.recovered else _FINDING_TITLES.get(found.severity, "also")
-            _print_finding(found, title, console, "bold")
+            title = "got over" if finding.recovered else _FINDING_TITLES.get(finding.severity, "also")
+            _print_finding(finding, title, console, "bold")
     if warnings:
         console.print("\nwarnings (also seen in healthy starts):", style="bold")
-        for found in warnings:
-            _print_row(console, Text(f"line {found.number}"), Text(f"{found.cause}; {found.fix} [{found.id}]"))
+        for finding in warnings:
+            _print_row(console, Text(f"line {finding.number}"), Text(f"{finding.cause}; {finding.fix} [{finding.id}]"))
     if was_stopped(scanned):
         console.print("\nIt stopped normally.", style="bold green")
         _print_row(console, Text(f"line {scanned.stopping}"), Text("it began to stop"))
@@ -292,14 +292,14 @@ def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
 _FINDING_TITLES = {"request": "requests", "wrapper": "so it says"}  # by severity; else "also"
 
 
-def _print_finding(found: Diagnosis, title: str, console: Console, style: str) -> None:
-    _print_row(console, Text(title, style), Text(found.cause, style))
-    times = f" [{found.count:,} times]" if found.count > 1 else ""
-    _print_row(console, Text(f"line {found.number}"), Text(f"{found.line}{times}"))
-    if found.wrapper is not None:
-        _print_row(console, Text("came through"), Text(f"line {found.wrapper_number}: {found.wrapper}"))
-    _print_row(console, Text("fix", "bold green"), Text(found.fix))
-    _print_row(console, Text("known from", "dim"), Text(f"{found.source} [{found.id}, {found.phase}]", "dim"))
+def _print_finding(finding: Diagnosis, title: str, console: Console, style: str) -> None:
+    _print_row(console, Text(title, style), Text(finding.cause, style))
+    times = f" [{finding.count:,} times]" if finding.count > 1 else ""
+    _print_row(console, Text(f"line {finding.number}"), Text(f"{finding.line}{times}"))
+    if finding.wrapper is not None:
+        _print_row(console, Text("came through"), Text(f"line {finding.wrapper_number}: {finding.wrapper}"))
+    _print_row(console, Text("fix", "bold green"), Text(finding.fix))
+    _print_row(console, Text("known from", "dim"), Text(f"{finding.source} [{finding.id}, {finding.phase}]", "dim"))
 
 
 def _print_row(console: Console, title: Text, text: Text) -> None:

@@ -86,7 +86,9 @@ def format_setting(value: Any) -> str:
     if isinstance(value, list):
         return "[" + " ".join(map(format_setting, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {format_setting(one)}" for key, one in value.items() if one is not None) + "}"
+        return (
+            "{" + ", ".join(f"{key}: {format_setting(item)}" for key, item in value.items() if item is not None) + "}"
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from harness.capacity.evidence import BLOCK_ANSWERS, ERROR, MIN_BLOCKS, ProbeEvidence, block_limit
 from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
-from harness.capacity.levels import MIN_ARRIVALS, load_at, log_grid, pace_of, pair_grid, step_of, unit_of
+from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit, log_grid, pair_grid
 from harness.capacity.result import (
     CapacityDrift,
     CapacityReport,
@@ -26,19 +26,11 @@ from harness.capacity.result import (
     MixMember,
     Purpose,
     ServerCapacity,
-    crossovers_of,
+    find_crossovers,
     write_capacity,
 )
 from harness.capacity.search import PROBE_ERROR, FrontierSearch, SloSearch, probe_limit
-from harness.capacity.slo import (
-    EXAMPLE,
-    FLUSH_S,
-    BlockCutter,
-    CapacitySlo,
-    LoadBlock,
-    parse_slos,
-    slos_of_scenario,
-)
+from harness.capacity.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
 from harness.judge.stats import welch_effect
@@ -132,7 +124,7 @@ def define_search(
         )
     fixed = _parse_fixed(fix, load, loads)
     given_slos = parse_slos(slos, list(loads) if is_mix else ())
-    by_server = {name: given_slos or slos_of_scenario(scenario, name, load) for name in scenario.servers}
+    by_server = {name: given_slos or scenario_slos(scenario, name, load) for name in scenario.servers}
     without_slo = [name for name, found in by_server.items() if not found]
     if without_slo and not knee:
         raise HarnessError(
@@ -151,7 +143,7 @@ def define_search(
     )
     if scenario.generator == "process":
         for settings in (loads[part] for part in question.varied):
-            refuse_too_few_files(connections_per_process(load_at(settings, max_level * step_of(settings), 1.0)))
+            refuse_too_few_files(connections_per_process(load_at(settings, max_level * level_step(settings), 1.0)))
     # A failed request misses every SLO, so failures are part of the answer.
     limits = {"restart": False, "repeats": 1, "max_error_rate": 1.0}
     scenario = replace(scenario, loads=loads, mixes={}, baseline=None, compare=[], checks=[], **limits)
@@ -218,7 +210,7 @@ def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
     levels = log_grid(question.max_level)
     for load in (experiment.scenario.loads[part] for part in question.varied):
         if load.arrivals is not None:
-            rate = levels[len(levels) // 2] * step_of(load)
+            rate = levels[len(levels) // 2] * level_step(load)
             first, last = (duration(blocks * MIN_ARRIVALS / rate) for blocks in (MIN_BLOCKS, max_blocks))
             text += (
                 f" A block has {MIN_ARRIVALS:.0f} arrivals or more, so a probe of {rate:.3g} requests/s takes at least "
@@ -245,7 +237,7 @@ class ProbeWatch:
 
     def add_records(self, requests: list[Any]) -> None:
         with self._lock:
-            self.cutter.see(requests)
+            self.cutter.add(requests)
 
     def is_done(self) -> bool:
         now_s = time.monotonic()
@@ -277,14 +269,14 @@ class CapacitySearch:
         slos = next(iter(question.slos.values()))  # where servers have different SLOs: those of the first
         varied = self.loads[question.varied[0]]
         members = [
-            MixMember(load=part, unit=unit_of(load), step=step_of(load), amount=question.fixed.get(part))
+            MixMember(load=part, unit=load_unit(load), step=level_step(load), amount=question.fixed.get(part))
             for part, load in self.loads.items()
         ]
         self.report = CapacityReport(
             run="",
             load=question.load,
-            unit=unit_of(varied),
-            step=step_of(varied),
+            unit=load_unit(varied),
+            step=level_step(varied),
             max_level=question.max_level,
             slos=[slo.text for slo in slos],
             shares=[slo.share for slo in slos],
@@ -309,7 +301,7 @@ class CapacitySearch:
         """Write the report with the newest results of a server."""
         took_s = time.monotonic() - self.began_s
         servers = [*(known for known in self.report.servers if known.server != server.server), server]
-        crossovers = crossovers_of(servers) if len(servers) == len(self.question.slos) else []
+        crossovers = find_crossovers(servers) if len(servers) == len(self.question.slos) else []
         self.report = replace(self.report, servers=servers, crossovers=crossovers, took_s=took_s)
         write_capacity(folder, self.report)
 
@@ -463,12 +455,12 @@ class ServerSearch:
     def _amounts(self, levels: tuple[int, ...]) -> dict[str, float]:
         """Return the users, rate or speed of each load. `levels`: of the varied loads."""
         question, loads = self.whole.question, self.whole.loads
-        varied = {part: level * step_of(loads[part]) for part, level in zip(question.varied, levels, strict=True)}
+        varied = {part: level * level_step(loads[part]) for part, level in zip(question.varied, levels, strict=True)}
         return {part: question.fixed.get(part) or varied[part] for part in loads}
 
     def _cutter(self, levels: tuple[int, ...], purpose: Purpose) -> BlockCutter:
         is_mix, amounts = self.whole.question.is_mix, self._amounts(levels)
-        paces = {part if is_mix else None: pace_of(self.whole.loads[part], amounts[part]) for part in amounts}
+        paces = {part if is_mix else None: load_pace(self.whole.loads[part], amounts[part]) for part in amounts}
         # A thread for each load of a mix reads its records every POLL_S.
         flush_s = FLUSH_S + 2 * POLL_S if is_mix else FLUSH_S
         return BlockCutter(self.slos, paces, whole_tokens=purpose == "knee", flush_s=flush_s)
@@ -481,7 +473,7 @@ class ServerSearch:
         max_s = FIRST_WARMUP_S
         if (answer_s := self._answer_s) is not None:
             longest_s = max(
-                (2 * requests_per_task(load) + 4) * (answer_s + pace_of(load, 1.0).pause_s) for load in loads
+                (2 * requests_per_task(load) + 4) * (answer_s + load_pace(load, 1.0).pause_s) for load in loads
             )
             max_s = min(MAX_WARMUP_S, max(MIN_WARMUP_S, longest_s))
         max_requests = max(MIN_WARMUP_REQUESTS, *(WARMUP_WAVES * wave_size(load) for load in loads))

@@ -367,16 +367,21 @@ def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tu
                 )
 
 
-def definitions_differ(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
+def definition_conflict(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
     """Why two rows have no ratio by these fields: one is defined differently. None: all definitions are equal."""
     own, others = (
-        DEFINITIONS if one.formulas == FORMULAS else DEFINITIONS | _FORMER_DEFINITIONS for one in (row, other)
+        DEFINITIONS if side.formulas == FORMULAS else DEFINITIONS | _FORMER_DEFINITIONS for side in (row, other)
     )
     for field in fields:
-        one, two = row.definitions.get(field, own[field]), other.definitions.get(field, others[field])
-        if one != two:
+        meaning, other_meaning = row.definitions.get(field, own[field]), other.definitions.get(field, others[field])
+        if meaning != other_meaning:
             return because(
-                "definitions_differ", field=field, row=row.name, meaning=one, other=other.name, other_meaning=two
+                "definitions_differ",
+                field=field,
+                row=row.name,
+                meaning=meaning,
+                other=other.name,
+                other_meaning=other_meaning,
             )
     return None
 

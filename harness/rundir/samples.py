@@ -61,7 +61,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 
     Raises ValueError for any other format, such as HTML.
     """
-    found: dict[str, list[float]] = defaultdict(list)
+    values_by_name: dict[str, list[float]] = defaultdict(list)
     names_of = _metric_names()
     known = set(itertools.chain.from_iterable(names_of.values()))
     try:
@@ -73,10 +73,10 @@ def parse_metrics(text: str) -> dict[str, float]:
             # The suffix of a counter depends on the version of the exporter.
             name = sample.name if sample.name in known else f"{sample.name}_total"
             if name in known and 0 <= sample.value <= _MAX_VALUE:  # NaN: not known yet
-                found[name].append(float(sample.value))
+                values_by_name[name].append(float(sample.value))
     values = {}
     for key, names in names_of.items():
-        numbers = next((found[name] for name in names if name in found), None)
+        numbers = next((values_by_name[name] for name in names if name in values_by_name), None)
         if numbers is not None:
             values[key] = max(numbers) if key in _NOT_SUMMED else sum(numbers)
     return values
@@ -85,8 +85,8 @@ def parse_metrics(text: str) -> dict[str, float]:
 @cache
 def _metric_names() -> dict[str, list[str]]:
     """The names of each key: those of the engines, and one that all of them may have."""
-    found = {key: [name for engine in engines() for name in engine.metrics.get(key, [])] for key in KEYS}
-    return {**found, "started_s": ["process_start_time_seconds"]}
+    names = {key: [name for engine in engines() for name in engine.metrics.get(key, [])] for key in KEYS}
+    return {**names, "started_s": ["process_start_time_seconds"]}
 
 
 def fetch_metrics(
@@ -365,23 +365,24 @@ def busy_gpus(samples: Sequence[TelemetrySample]) -> set[str]:
 def _gpu_load(
     samples: Sequence[TelemetrySample], inside: Sequence[TelemetrySample], window: Span, name: str, used: bool
 ) -> GpuLoad:
-    seen = [sample.gpus[name] for sample in inside if name in sample.gpus]
-    busy, power, clocks = (_known_values(seen, field) for field in ("busy_percent", "power_w", "clock_mhz"))
-    labels = list(dict.fromkeys(label for gpu in seen for label in gpu.temperatures_c))
+    gpu_samples = [sample.gpus[name] for sample in inside if name in sample.gpus]
+    busy, power, clocks = (_known_values(gpu_samples, field) for field in ("busy_percent", "power_w", "clock_mhz"))
+    labels = list(dict.fromkeys(label for gpu in gpu_samples for label in gpu.temperatures_c))
     return GpuLoad(
         used=used,
         busy_mean_percent=_mean_or_none(busy),
         busy_max_percent=max(busy, default=None),
-        memory_busy_mean_percent=_mean_or_none(_known_values(seen, "memory_busy_percent")),
-        vram_max_bytes=max(_known_values(seen, "vram_used_bytes"), default=None),
-        gtt_max_bytes=max(_known_values(seen, "gtt_used_bytes"), default=None),
+        memory_busy_mean_percent=_mean_or_none(_known_values(gpu_samples, "memory_busy_percent")),
+        vram_max_bytes=max(_known_values(gpu_samples, "vram_used_bytes"), default=None),
+        gtt_max_bytes=max(_known_values(gpu_samples, "gtt_used_bytes"), default=None),
         power_mean_w=_mean_or_none(power),
         power_max_w=max(power, default=None),
-        package=any(gpu.package for gpu in seen),
+        package=any(gpu.package for gpu in gpu_samples),
         energy_j=integral(_series(samples, name, "power_w"), window),
         counted_energy_j=_counter_growth(_series(samples, name, "energy_j"), window),
         temperatures_max_c={
-            label: max(gpu.temperatures_c[label] for gpu in seen if label in gpu.temperatures_c) for label in labels
+            label: max(gpu.temperatures_c[label] for gpu in gpu_samples if label in gpu.temperatures_c)
+            for label in labels
         },
         clock_mean_mhz=_mean_or_none(clocks),
         clock_min_mhz=min(clocks, default=None),
@@ -450,8 +451,8 @@ def _interpolate(series: Series, when: float) -> float:
     return before[1] + (after[1] - before[1]) * (when - before[0]) / (after[0] - before[0])
 
 
-def _known_values(seen: Iterable[msgspec.Struct], field: str) -> list[Any]:
-    return [value for sample in seen if (value := getattr(sample, field)) is not None]
+def _known_values(records: Iterable[msgspec.Struct], field: str) -> list[Any]:
+    return [value for record in records if (value := getattr(record, field)) is not None]
 
 
 def _series(samples: Sequence[TelemetrySample], name: str, field: str) -> Series:

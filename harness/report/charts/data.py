@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_index, thin_dots
 from harness.analysis.derive import Latencies
-from harness.analysis.summarize import Summarized, summarize_with_counts
+from harness.analysis.summarize import Summarized, has_only_summary, summarize_with_counts
 from harness.columns import LIVE
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
@@ -90,23 +90,25 @@ class ChartData(Struct, frozen=True, kw_only=True):
 
 
 def read_chart_data(folder: Path) -> ChartData:
-    """The chart data of a run, also of one that has not ended."""
+    """The chart data of a run, also of one that has not ended; none of a published run, which has no records."""
+    if has_only_summary(folder):
+        return ChartData(rows={}, timelines=[])
     return chart_data(read_run(folder), summarize_with_counts(folder, charted=True))
 
 
-def chart_data(run: Run, made: Summarized) -> ChartData:
+def chart_data(run: Run, summarized_run: Summarized) -> ChartData:
     """The chart data of a run, from the counts of which its summary was made."""
     rows: dict[RowKey, RowData] = {}
     timelines = []
     for cell in plan(run.scenario):
-        counted = made.tallies.get(cell.id)
+        counted = summarized_run.tallies.get(cell.id)
         if counted is None or counted.chart is None:
             continue
         chart, clock = counted.chart, counted.clock
         if chart.last_ended_s:
             zero_s = clock.wall_s(clock.start_s + chart.start_s) or 0.0
-            server = server_samples(made.metrics.get(cell.id, []), zero_s)
-            machine = machine_samples(made.telemetry.get(cell.id, []), zero_s)
+            server = server_samples(summarized_run.metrics.get(cell.id, []), zero_s)
+            machine = machine_samples(summarized_run.telemetry.get(cell.id, []), zero_s)
             timelines.append(_timeline(cell.id, chart, server, machine))
         if cell.again is None:  # a cell that measures drift belongs to no row
             row = rows.setdefault((cell.server, cell.load), RowData())
@@ -236,15 +238,15 @@ def machine_samples(samples: Sequence[TelemetrySample], zero_s: float) -> Machin
 
 def _gpu_lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str, dict[str, Values]]:
     """By panel and sensor the values of one GPU. `gpus`: how many are drawn."""
-    seen = [sample.gpus.get(name) for sample in samples]
+    gpu_samples = [sample.gpus.get(name) for sample in samples]
 
     def line(value: Callable[[GpuSample], float | None]) -> Values:
-        return [None if gpu is None else value(gpu) for gpu in seen]
+        return [None if gpu is None else value(gpu) for gpu in gpu_samples]
 
     # On a discrete GPU, GTT is only a window to the machine's memory: a line near zero says nothing.
     gtt = line(lambda gpu: gpu.gtt_used_bytes)
     big = max((value or 0.0 for value in gtt), default=0.0) > 2**30
-    labels = dict.fromkeys(label for gpu in seen if gpu is not None for label in gpu.temperatures_c)
+    labels = dict.fromkeys(label for gpu in gpu_samples if gpu is not None for label in gpu.temperatures_c)
     sensors = {label: line(lambda gpu, label=label: gpu.temperatures_c.get(label)) for label in labels}  # type: ignore[misc]
     if gpus > 1:  # three lines for each GPU would be too many
         sensors = {"hottest": line(lambda gpu: max(gpu.temperatures_c.values(), default=None))}

@@ -33,8 +33,8 @@ class Measure(NamedTuple):
         if self.id == "rate":
             rates = row.output_tok_s or row.input_tok_s
             return statistics.median(rates) if rates else None
-        found = row.pooled.ttft_s.p50 if self.id == "ttft" else row.pooled.e2e_s.p50
-        return None if found is None else 1000 * found
+        p50_s = row.pooled.ttft_s.p50 if self.id == "ttft" else row.pooled.e2e_s.p50
+        return None if p50_s is None else 1000 * p50_s
 
     def rank(self, row: Row) -> tuple[bool, float]:
         """A sort key: the better row has the larger one."""
@@ -67,7 +67,7 @@ def varied_settings(summary: Summary, swept: Sweep) -> list[str]:
     for row in summary.rows:
         for key, value in swept.settings(row.server, row.load).items():
             values.setdefault(key, set()).add(words.format_setting(value))
-    return [key for key, found in values.items() if len(found) > 1]
+    return [key for key, distinct in values.items() if len(distinct) > 1]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -99,7 +99,13 @@ def pareto_trace(rows: Sequence[Row], points: Sequence[tuple[float, float]]) -> 
 def _setting_values(rows: Sequence[Row], swept: Sweep, key: str) -> list[Any]:
     """The values of a setting: numbers ascending, others in the order of the rows."""
     settings = [swept.settings(row.server, row.load) for row in rows]
-    values = list({words.format_setting(found[key]): found[key] for found in settings if key in found}.values())
+    values = list(
+        {
+            words.format_setting(row_settings[key]): row_settings[key]
+            for row_settings in settings
+            if key in row_settings
+        }.values()
+    )
     return sorted(values) if _are_numbers(values) else values
 
 
@@ -112,9 +118,9 @@ def _heat_map_chart(summary: Summary, swept: Sweep, settings: list[str], measure
     x, y = _setting_values(summary.rows, swept, across), _setting_values(summary.rows, swept, down)
     rows: dict[tuple[int, int], Row] = {}  # the best of each place
     for row in summary.rows:
-        found = swept.settings(row.server, row.load)
-        if across in found and down in found:
-            place = (x.index(found[across]), y.index(found[down]))
+        row_settings = swept.settings(row.server, row.load)
+        if across in row_settings and down in row_settings:
+            place = (x.index(row_settings[across]), y.index(row_settings[down]))
             rows[place] = max(rows.get(place, row), row, key=measure.rank)
     values = {place: value for place, row in rows.items() if (value := measure.value_of(row)) is not None}
     low, high = min(values.values(), default=0.0), max(values.values(), default=0.0)

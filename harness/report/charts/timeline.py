@@ -284,7 +284,9 @@ def startup_chart(run: Run) -> Chart:
     order = list(phase_seconds(chain.from_iterable(starts.values())))
     data: list[Figure] = []
     for i, name in enumerate(order):
-        medians = {server: statistics.median(found[name]) for server, found in phases.items() if name in found}
+        medians = {
+            server: statistics.median(seconds_of[name]) for server, seconds_of in phases.items() if name in seconds_of
+        }
         pattern = {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}
         stripes = {"pattern": pattern} if i >= COLOURS else {}  # two phases with the same colour
         data.append(
@@ -313,9 +315,9 @@ def startup_chart(run: Run) -> Chart:
         head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
         body=[
             [server, name, f"{statistics.median(v):,.2f}", f"{min(v):,.2f}", f"{max(v):,.2f}", str(len(v))]
-            for server, found in phases.items()
+            for server, seconds_of in phases.items()
             for name in order
-            if (v := found.get(name))
+            if (v := seconds_of.get(name))
         ],
         empty="" if data else "No start was observed: the server already ran.",
     )
