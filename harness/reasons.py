@@ -282,6 +282,8 @@ def _capacity_frontier(
 ) -> str:
     """How much of one load of a mix fits next to how much of the other. `corners`, `unresolved`: amounts of both."""
     parts: list[str] = []
+    if not complete:  # what is not known to fit may do so
+        corners = [corner for corner in corners if corner[1] is not None]
     for first_amount, second_amount in corners:
         # Only the first pair has units and names.
         format_one: Callable[..., str] = _format_number if parts else format_amount
@@ -294,7 +296,8 @@ def _capacity_frontier(
             for first_amount, second_amount in unresolved
         ]
         text += f"; unresolved, so what is likelier counts: {', '.join(pairs)}"
-    return text if complete else f"unresolved: so far it {text}; the search was stopped early"
+    known = f"so far it {text}" if parts else "no pair is known to fit"
+    return text if complete else f"unresolved: {known}; the search was stopped early"
 
 
 def _check_value(

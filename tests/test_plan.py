@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -188,6 +189,19 @@ def test_the_time_in_which_a_server_settles_is_left_out(tmp_path: Path) -> None:
         plain.append(math.log(20_000 / fmean(one.rate for one in work) / truth))
     print(f"\nsettling: {fmean(plain):+.2%} with all of the measured time, {fmean(found):+.2%} without its start")
     assert abs(fmean(found)) <= 0.6 * abs(fmean(plain))
+
+
+def test_items_that_become_longer_are_not_taken_for_a_server_that_settles(tmp_path: Path) -> None:
+    """The items of a file are sent in its order: short ones first here, and all of them are the job."""
+    numbers = count()
+    machine = fast(runs_sd=0.0, wander=0.01)
+    write_run_of(
+        tmp_path / "run", machine, repeats=2, lengths=lambda: (200, 20 + next(numbers) % 600 // 30)
+    )  # 600 requests a repeat
+    row = only(forecast(tmp_path / "run", 6000))
+    again = count()
+    truth_s = max(ended for _, ended, *_ in machine.run(6000, lambda: (200, 20 + next(again) // 300)))
+    assert row.time_s.value == pytest.approx(3.5 + truth_s, rel=0.03)
 
 
 def test_other_lengths_are_scaled_by_the_cost_of_their_tokens(tmp_path: Path) -> None:

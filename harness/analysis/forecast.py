@@ -139,15 +139,19 @@ def _progress(records: Sequence[_ItemRecord], clock: Clock, load: Load) -> CellP
     return CellProgress(end - start, np.diff(done, axis=0).T, blocks, MIN_BLOCKS * block_s, tail_s, lengths)
 
 
-def settling_share(work: Sequence[CellProgress]) -> float:
+def settling_share(work: Sequence[CellProgress], blocks: "Blocks") -> float:
     """The share of the measured time, at most half, in which the server was not yet steady.
 
-    Without it the mean rate of all repeats together has the smallest standard error (MSER, White 1997).
+    Without it the mean rate of all repeats together has the smallest standard error (MSER, White 1997). Rates are of
+    items of equal lengths, so that a run which begins with short items is not taken for a server that settles.
     """
     places = np.linspace(0, 1, SETTLING_PARTS + 1)
     rates = np.zeros(SETTLING_PARTS)
-    for progress in work:
-        done = np.concatenate([[0.0], progress.bins[0].cumsum() / progress.bins[0].sum()])
+    costs, _ = blocks.fit(blocks.lengths)
+    of_repeats = np.split(blocks.lengths @ costs, np.cumsum([progress.blocks for progress in work])[:-1])
+    for progress, effects in zip(work, of_repeats, strict=True):
+        items = progress.bins[0] * np.repeat(1 + effects, BINS_PER_BLOCK)
+        done = np.concatenate([[0.0], items.cumsum() / items.sum()])
         rates += np.diff(np.interp(places, np.linspace(0, 1, len(done)), done))
     errors = [float(rates[cut:].var()) / (SETTLING_PARTS - cut) for cut in range(SETTLING_PARTS // 2 + 1)]
     return int(np.argmin(errors)) / SETTLING_PARTS
@@ -236,7 +240,8 @@ def rate_trend(blocks: Blocks) -> float:
     coefficients, covariance = blocks.fit(np.column_stack([blocks.places, blocks.lengths]))
     slope, freedom = float(coefficients[0]), blocks.freedom - len(coefficients)
     bound = stats.t_quantile(1 - TREND_ALPHA / 2, freedom) * math.sqrt(covariance[0, 0])
-    return -slope if abs(slope) > bound else 0.0
+    # From 1 - slope/2 to 1 + slope/2 times the mean time per item.
+    return (1 - slope / 2) / (1 + slope / 2) - 1 if abs(slope) > bound else 0.0
 
 
 def length_factor(
@@ -503,7 +508,7 @@ def _forecast_row(
         if isinstance(result, Reason):
             return result
         factor, factor_error = result
-    if has_blocks and (share := settling_share(repeats)):
+    if blocks is not None and (share := settling_share(repeats, blocks)):
         repeats = [progress.without_first(share) for progress in repeats]
         notes.append(because("plan_settling", share=share))
     rates = [progress.rate for progress in repeats]

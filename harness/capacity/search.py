@@ -230,12 +230,15 @@ class FrontierSearch:
 
     def answer(self) -> Frontier:
         """The answer after the probes so far."""
+        complete = self._next_place() is None
         states: list[list[PairState]] = []
         largest: list[int | None] = []
         for i in range(len(self.firsts)):
             row = [_implied_result((i, j), self._clear) for j in range(len(self.seconds))]
             states.append(["unresolved" if met is None else "meets" if met else "breaks" for met in row])
-            likely = [j for j, met in enumerate(row) if met or met is None and _implied_result((i, j), self._chances)]
+            # Before the end an unclear probe is no answer; what is likelier counts when no better one will come.
+            chances = self._chances if complete else {}
+            likely = [j for j, met in enumerate(row) if met or met is None and _implied_result((i, j), chances)]
             largest.append(self.seconds[max(likely)] if likely else None)
         return Frontier(
             firsts=self.firsts,
@@ -243,7 +246,7 @@ class FrontierSearch:
             states=states,
             largest=largest,
             unresolved=[(self.firsts[i], self.seconds[j]) for i, j in self._chances if states[i][j] == "unresolved"],
-            complete=self._next_place() is None,
+            complete=complete,
         )
 
     def _next_place(self) -> tuple[int, int] | None:

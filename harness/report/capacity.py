@@ -71,6 +71,8 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
 
         levels = {"level": slo.level, "low": slo.low, "high": slo.high, "above": slo.above}
         levels |= {"max": report.max_level, "one": 1}
+        if slo.kind == "unresolved" and slo.low is not None and slo.low == slo.high:  # known, but not confirmed
+            levels |= {"likely": slo.low, "low": None, "high": None}
         answers.append(
             because(
                 f"capacity_{slo.kind}",
@@ -102,6 +104,8 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
     if (knee := server.knee) is not None:
         names = ("level", "low", "high", "peak_level", "peak_tok_s", "hurts_from", "complete")
         values = {name: getattr(knee, name) for name in names}
+        if knee.kind == "unclear":  # `peak_tok_s` is of the fitted curve
+            values["peak_tok_s"] = next(point.tok_s for point in knee.points if point.level == knee.peak_level)
         answers.append(because(f"capacity_knee_{knee.kind}", max=report.max_level, **values))
     return answers
 

@@ -345,7 +345,8 @@ class ServerSearch:
                         if not can_go_on:
                             break
             except ServerError as error:
-                failure = explain(self.running.folder / "logs" / f"{first.id}.server.log")
+                log = self.running.folder / "logs" / f"{first.id}.server.log"
+                failure = explain(log) if log.exists() else None  # a server that ran before has no log here
                 known = None if failure is None else failure.id
                 self.reasons.append(because("capacity_not_started", error=error.what, failure=known))
                 self.whole.progress.line(f"{self.name}: {error.what}. {error.next_step}".strip())
