@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from harness.api import Comparison, Forecast, LoadedRun, Summary, compare, load_run, plan, summarize
-    from harness.errors import HarnessError
+    from harness.errors import HarnessError, RunError
 
 __version__ = "0.2.0.dev0"  # as the top entry of CHANGELOG.md; without .dev0 once that is released
-__all__ = ["Comparison", "Forecast", "HarnessError", "LoadedRun", "Summary", "compare", "load_run", "plan", "summarize"]
+__all__ = [
+    "Comparison",
+    "Forecast",
+    "HarnessError",
+    "LoadedRun",
+    "RunError",
+    "Summary",
+    "compare",
+    "load_run",
+    "plan",
+    "summarize",
+]
 
 
 def __getattr__(name: str) -> object:

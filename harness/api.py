@@ -8,18 +8,31 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from harness.analysis.forecast import Forecast, forecast
 from harness.analysis.summarize import summarize as summarize_folder
+from harness.analysis.summarize import summary_of
 from harness.comparison.compare import compare_runs, make_reference
-from harness.errors import HarnessError
+from harness.errors import HarnessError, RunError
 from harness.report.export import arrow_table
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_requests
+from harness.scenario.check_syntax import check_problem
 from harness.summary import Comparison, Summary
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
 
-__all__ = ["Comparison", "Forecast", "HarnessError", "LoadedRun", "Summary", "compare", "load_run", "plan", "summarize"]
+__all__ = [
+    "Comparison",
+    "Forecast",
+    "HarnessError",
+    "LoadedRun",
+    "RunError",
+    "Summary",
+    "compare",
+    "load_run",
+    "plan",
+    "summarize",
+]
 
 
 @dataclass(frozen=True)
@@ -68,10 +81,14 @@ def load_run(path: str | os.PathLike[str]) -> LoadedRun:
 def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | None = None) -> Summary:
     """Compute all numbers, verdicts and checks of a run from its records. Nothing is written.
 
-    `checks`, such as "ttft_p95 <= 2s", are added to the scenario's. `baseline`: the run to which checks refer with
-    `baseline`. Raises HarnessError for a run that cannot be read, and RunError for a baseline that is not VALID.
+    Of a published run without its records it is the stored summary. `checks`, such as "ttft_p95 <= 2s", are added to
+    the scenario's. `baseline`: the run to which checks refer with `baseline`. Raises HarnessError for a run that cannot
+    be read, a check that is wrong, and checks of a run without records; RunError for a baseline that is not VALID.
     """
     loaded = _loaded(run)
+    if not checks and baseline is None:
+        return summary_of(loaded.path)
+    _refuse_wrong(checks, loaded.manifest)
     reference = None if baseline is None else make_reference(_loaded(baseline).path, loaded.manifest, checks=checks)
     return summarize_folder(loaded.path, checks, reference)
 
@@ -90,7 +107,9 @@ def compare(
     comparable, and RunError for a run that is not VALID.
     """
     groups = [[side] if isinstance(side, LoadedRun | str | os.PathLike) else side for side in (baseline, *others)]
-    sides = [[_loaded(run).path for run in group] for group in groups]
+    runs = [[_loaded(run) for run in group] for group in groups]
+    _refuse_wrong(checks, runs[0][0].manifest)
+    sides = [[run.path for run in group] for group in runs]
     return compare_runs(sides, about=about, results=None if results is None else Path(results), checks=checks)
 
 
@@ -116,6 +135,14 @@ def plan(
         price_per_kwh=price_per_kwh,
         lengths=None if lengths is None else Path(lengths),
     )
+
+
+def _refuse_wrong(checks: Sequence[str], manifest: Run) -> None:
+    if isinstance(checks, str):
+        raise HarnessError(f"checks: a list is expected, got '{checks}'", next_step=f"Write checks=['{checks}'].")
+    for text in checks:
+        if (problem := check_problem(text, manifest.scenario.servers, manifest.scenario.loads)) is not None:
+            raise HarnessError(problem)
 
 
 def _loaded(run: AnyRun) -> LoadedRun:

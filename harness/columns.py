@@ -26,7 +26,7 @@ class LatencyColumn(MetricColumn, frozen=True, kw_only=True):
     """A time of each request, of which a row has a Distribution, in seconds. Less is better."""
 
     slo: bool = True  # whether an SLO may bound it
-    verdict: bool = False  # whether rows may be compared by it; judge.verdicts.metrics_of chooses
+    verdict: bool = False  # whether rows may be compared by it; judge.verdicts.comparison_metrics chooses
     live: tuple[str, ...] = ()  # in the tab of the live page; then its page and the charts of requests have it, too
     csv: bool = True  # the send lag is there with the schedule
     only: str = ""  # which requests have it; others never do

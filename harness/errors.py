@@ -44,6 +44,8 @@ class HarnessError(Exception):
         # A server's words are in many errors, so secrets are masked here.
         what, next_step, detail = masked([what, next_step, detail], "sure")
         super().__init__(what)
+        if next_step:
+            self.add_note(next_step)  # notebooks show it
         self.what = what
         self.next_step = next_step
         self.detail = detail  # evidence to show below the sentence, such as the last lines of a log
@@ -194,12 +196,16 @@ class BadLines:
             )
 
 
+def closest_name(word: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like the word; None: none is like it."""
+    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)), None)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a suggestion in words: the closest known name, or all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean '{close[0]}'?"
+    if (close := closest_name(word, names)) is not None:
+        return f"did you mean '{close}'?"
     return "known: " + ", ".join(names) if names else "none are known"
 
 

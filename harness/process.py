@@ -40,11 +40,7 @@ def refuse_too_few_files(connections: int) -> None:
 
 
 def start(
-    command: Sequence[str],
-    *,
-    stdout: IO[bytes] | int,
-    stderr: IO[bytes] | int,
-    env: Mapping[str, str] | None = None,
+    command: Sequence[str], *, stdout: IO[bytes] | int, stderr: IO[bytes] | int, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a child in its own session, so that Ctrl-C does not reach it. It gets SIGTERM when this process dies."""
     return subprocess.Popen(

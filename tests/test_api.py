@@ -10,8 +10,9 @@ from typing import assert_type
 import pytest
 
 import harness
-from harness import Comparison, HarnessError, LoadedRun, Summary, compare, load_run, summarize
+from harness import Comparison, HarnessError, LoadedRun, Summary, compare, load_run, plan, summarize
 from harness.analysis.summarize import summarize as summarize_folder
+from harness.analysis.summarize import write_summary
 from harness.errors import RunError
 from harness.files import ROOT
 from harness.report.export import record_columns
@@ -47,6 +48,49 @@ def test_a_run_is_loaded_and_summarized() -> None:
     assert summarize(run) == summarize(BEFORE) == summarize_folder(BEFORE)
     summary = summarize(run, checks=["error_rate == 0", "output_tok_s >= 1 * baseline"], baseline=BEFORE)
     assert [check.status for check in summary.checks[-2:]] == ["passed", "passed"]
+
+
+def test_a_published_run_has_its_stored_summary(tmp_path: Path) -> None:
+    """A summary made without the records would say that nothing was sent."""
+    for name in ("run.json", "report.md"):
+        (tmp_path / name).write_bytes((BEFORE / name).read_bytes() if name == "run.json" else b"")
+    stored = summarize_folder(BEFORE)
+    write_summary(tmp_path, stored)
+    assert summarize(tmp_path) == stored
+    with pytest.raises(HarnessError, match="only what was published of the run is here"):
+        summarize(tmp_path, checks=["error_rate == 0"])
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(HarnessError, match="only what was published of the run is here"):
+        summarize(tmp_path)
+    (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress((BEFORE / "requests.jsonl").read_bytes()))
+    with pytest.raises(HarnessError, match="the records are packed, in requests.jsonl.gz"):
+        summarize(tmp_path)
+
+
+@pytest.mark.parametrize("checks", ["error_rate == 0", ["speed < 3"], ["nosuch/load: error_rate == 0"]])
+def test_wrong_checks_are_refused(checks: list[str]) -> None:
+    with pytest.raises(HarnessError, match="check|not a server"):
+        summarize(BEFORE, checks=checks)
+    with pytest.raises(HarnessError, match="check|not a server"):
+        compare(BEFORE, AFTER, checks=checks)
+
+
+@pytest.mark.parametrize("items", [0, -5, 1.5, "500", True])
+def test_items_must_be_a_whole_number(items: int) -> None:
+    with pytest.raises(HarnessError, match="items: a whole number of at least 1 is expected, got"):
+        plan(BEFORE, items)
+
+
+@pytest.mark.parametrize("amounts", [{"deadline_s": -1}, {"deadline_s": float("nan")}, {"price_per_kwh": -1}])
+def test_deadline_and_price_must_be_possible(amounts: dict[str, float]) -> None:
+    with pytest.raises(HarnessError, match=f"{next(iter(amounts))}: .* expected, got"):
+        plan(BEFORE, 10, **amounts)  # type: ignore[arg-type]
+
+
+def test_an_error_in_a_notebook_says_what_to_do() -> None:
+    with pytest.raises(HarnessError) as raised:
+        load_run("no-such-folder")
+    assert raised.value.__notes__ == [raised.value.next_step]
 
 
 def test_records_are_a_table(tmp_path: Path) -> None:

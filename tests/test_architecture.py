@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         "__version__", "capacity", "failures", "job", "judge", "machine", "prepare", "process", "report", "rundir",
         "scenario", "serve", "simulated", "analysis", "summary", "units", "workers", "workload",
     },
-    "api": {"analysis", "comparison", "report", "rundir", "summary"},
+    "api": {"analysis", "comparison", "report", "rundir", "scenario", "summary"},
     "cli": {
         "__version__", "capacity", "comparison", "failures", "imports", "judge", "machine", "prepare", "process",
         "report", "run", "rundir", "scenario", "serve", "analysis", "summary", "trust", "units", "workers",

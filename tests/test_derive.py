@@ -109,5 +109,7 @@ def test_the_table_of_metrics_has_a_field_and_a_formula_for_each() -> None:
     empty = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
     assert all(isinstance(getattr(empty, column.field), Distribution) for column in LATENCIES)
     assert [column.value_of(empty) for column in VALUES] == [None] * len(VALUES)
+    with pytest.raises(NotImplementedError, match="FORMULAS has no formula for queue_s"):
+        derive.check_formulas(["ttft_s", "queue_s"])
     assert derive.FORMULAS.keys() | {"chunk_gap_s"} == {column.field for column in LATENCIES}  # a request has many gaps
     assert DEFINITIONS.keys() >= {column.field for column in LATENCIES}

@@ -14,6 +14,7 @@ from harness.cli import app
 from harness.cli.actions import check
 from harness.errors import ExitCode
 from harness.files import ROOT, SCENARIOS
+from harness.prepare.draft import CONCURRENCY, QUESTIONS
 from harness.rundir.manifest import Status, read_run
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import Scenario
@@ -91,6 +92,14 @@ def test_every_option_is_in_the_docs_and_explained(command: str) -> None:
     assert named <= {option for other in COMMANDS.values() for p in other.params for option in p.opts}
     for parameter in COMMANDS[command].params:
         assert parameter.help, f"{command}: {parameter.name} has no help"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_has_names_for_values_instead_of_types(command: str, tmp_path: Path) -> None:
+    shown = harness(command, "--help", cwd=tmp_path).out
+    assert not re.search(r"<(?:str|int|float|path|list|Path)\b|[{}]|\[\[", shown), shown
+    if command == "init":
+        assert all(name in shown for name in (*QUESTIONS, *CONCURRENCY))
 
 
 def test_every_exit_code_is_in_the_readme_and_in_help(tmp_path: Path) -> None:
@@ -184,6 +193,8 @@ def test_every_option_of_a_locustfile_is_documented() -> None:
 def test_the_locustfile_of_the_page_works(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", page("docs/users.md"), re.DOTALL)
     (tmp_path / "mine.py").write_text(block)
+    write(tmp_path, "without", loads={"mine": {"user": "mine", "requests": 4, "output_tokens": 3}})
+    assert "write 'mine.py'" in harness("check", "without.yaml", cwd=tmp_path).err
     write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 4, "output_tokens": 3}})
     done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")

@@ -296,7 +296,7 @@ def test_runs_that_show_no_rate_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="its status is interrupted"):
         forecast(tmp_path / "run", 100)
     done = called("plan", str(ROOT / "docs" / "example"), "--items", "5", cwd=tmp_path)
-    assert (done.code, done.out) == (3, "") and "no prediction without its records" in done.err
+    assert (done.code, done.out) == (1, "") and "requests.jsonl is missing" in done.err
     short = replace(LOAD, requests=20)
     write_run_of(tmp_path / "short", fast(), load=short, repeats=2)
     with pytest.raises(RunError) as error:

@@ -28,6 +28,8 @@ def test_the_codes_of_the_program_are_those_of_the_table() -> None:
 
 def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
     assert sentence(because("server_restarted", times=1)) == "the server was restarted 1 time"
+    failed = because("error_rate", failed=1, sent=10, kinds={}, rate=0.1, max_rate=0.0)
+    assert sentence(failed) == "1 of 10 requests failed: an error rate of 10.00%, and at most 0.00% is allowed"
     assert sentence(Reason("not_run", cell="r1-a-x")) == "r1-a-x: it has not run"
     assert sentence(because("of_a_newer_harness", n=1)) == 'of_a_newer_harness {"n":1}'
     inner = {"code": "not_run", "cell": "r1-a-x"}

@@ -156,6 +156,10 @@ def test_changes_are_named(tmp_path: Path) -> None:
     text = path.read_text()
     path.write_text(text.replace("requests: 6", "requests: 8"))
     assert "scenario.loads.burst.requests: 6 then, 8 now" in refused(path.name)
+    other = write(tmp_path, "other", loads={f"load-{n}": {"user": "chat", "users": n} for n in range(1, 9)})
+    lines = called("run", "--resume", run.name, other.name, "--runs", "runs", cwd=tmp_path).err.splitlines()
+    assert len(lines) == 12 and "| and " in lines[10], lines
+    assert not [line for line in lines if "unknown then, nothing now" in line or "nothing then, unknown now" in line]
     path.write_text(text)
 
     known = read_run(run)

@@ -10,6 +10,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -331,6 +332,12 @@ def forecast(
 
     Raises HarnessError for wrong input, and RunError for a run that allows no prediction.
     """
+    if not (isinstance(items, Integral) and not isinstance(items, bool) and items >= 1):
+        raise HarnessError(f"items: a whole number of at least 1 is expected, got {items!r}")
+    if deadline_s is not None and not 0 < deadline_s < math.inf:
+        raise HarnessError(f"deadline_s: seconds above 0 are expected, got {deadline_s!r}")
+    if price_per_kwh is not None and not 0 <= price_per_kwh < math.inf:
+        raise HarnessError(f"price_per_kwh: a number of at least 0 is expected, got {price_per_kwh!r}")
     item_lengths = None if lengths is None else read_lengths(lengths)
     run, summary = read_run(folder), summarize(folder)
     _refuse_incomplete_run(run, summary, folder)
@@ -446,11 +453,6 @@ def _refuse_incomplete_run(run: Run, summary: Summary, folder: Path) -> None:
         raise RunError(
             f"{run.id}: no prediction from a run that is not complete: {why}",
             next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
-        )
-    if not (folder / "requests.jsonl").exists():
-        raise RunError(
-            f"{run.id}: no prediction without its records (requests.jsonl)",
-            next_step="Give the run directory itself, not what was published of it.",
         )
 
 

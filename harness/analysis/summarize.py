@@ -19,6 +19,7 @@ from harness.failures.explain import ErrorMessages, group_failures
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
 from harness.judge.verdicts import compare_rows, drift_notes
+from harness.rundir.directory import no_records_error
 from harness.rundir.manifest import FORMULAS, Run, origin_notes, read_numbers, read_run, without_unknown_numbers
 from harness.rundir.records import ProcessMark, group_by_cell, read_marks
 from harness.rundir.samples import (
@@ -81,6 +82,8 @@ def summarize_with_counts(
     contexts = cell_contexts(run, marks, slos)
     unknown_cells: Counter[str] = Counter()
     path = folder / "requests.jsonl"
+    if run.ran and run.origin is None and not path.exists():
+        raise no_records_error(folder)
     counted = count_cells(path, contexts, damaged["requests.jsonl"], unknown_cells, charted=charted)
     cells = {name: cell for name, cell in planned_cells.items() if name in run.ran or name in counted}
     tallies = {  # a cell that ran may have no records
@@ -218,11 +221,6 @@ def read_reference(folder: Path) -> Reference | None:
     return read_json(path, Reference, FORMAT_VERSION, upgrade=upgrade_reference)
 
 
-def is_published(folder: Path) -> bool:
-    """Whether `harness publish` wrote the folder: it has a report and no unpacked records."""
-    return (folder / "report.md").exists() and not (folder / "requests.jsonl").exists()
-
-
 def read_summary(folder: Path) -> Summary:
     """Read summary.json without computing it anew. Raises HarnessError where it is missing or damaged."""
     path = folder / "summary.json"
@@ -232,10 +230,14 @@ def read_summary(folder: Path) -> Summary:
         raise HarnessError(f"{path}: there is no summary", next_step=f"`harness report {folder}` makes one.") from None
 
 
+def has_only_summary(folder: Path) -> bool:
+    """Whether the records are missing and the stored summary is all there is, as of a published run."""
+    return (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
+
+
 def summary_of(folder: Path, checks: Sequence[str] = ()) -> Summary:
     """The summary by the formulas of this version; of a published run without records, the stored summary."""
-    is_stored_only = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
-    return read_summary(folder) if is_stored_only else summarize(folder, checks)
+    return read_summary(folder) if has_only_summary(folder) else summarize(folder, checks)
 
 
 def write_summary(folder: Path, summary: Summary) -> None:

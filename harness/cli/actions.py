@@ -33,7 +33,9 @@ def run(
     ca: cli.CaOpt = None,
     metrics_url: Annotated[
         str | None,
-        typer.Option(help="With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url),
+        typer.Option(
+            metavar="URL", help="With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url
+        ),
     ] = None,
     model: cli.ModelOpt = None,
     repeats: cli.RepeatsOpt = None,
@@ -55,7 +57,10 @@ def run(
         bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
     ] = False,
     ui_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089).")
+        int | None,
+        typer.Option(
+            metavar="PORT", min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089)."
+        ),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
@@ -113,7 +118,7 @@ def run(
 def capacity(
     scenario: Annotated[
         Path | None,
-        typer.Argument(metavar="[SCENARIO]", help="A scenario file, or the name of one that ships; not with --user."),
+        typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships; not with --user."),
     ] = None,
     slos: Annotated[
         list[str] | None,
@@ -124,7 +129,8 @@ def capacity(
         ),
     ] = None,
     load: Annotated[
-        str | None, typer.Option(help="Which of the scenario's loads, or of its mixes (default: the first load).")
+        str | None,
+        typer.Option(metavar="NAME", help="Which of the scenario's loads, or of its mixes (default: the first load)."),
     ] = None,
     fix: Annotated[
         list[str] | None,
@@ -137,7 +143,10 @@ def capacity(
     max_users: Annotated[
         int,
         typer.Option(
-            min=1, max=100_000, help="Try no more users; of an open loop, tenths of the scenario's rate or trace."
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="Try no more users; of an open loop, tenths of the scenario's rate or trace.",
         ),
     ] = 256,
     budget: Annotated[
@@ -192,7 +201,9 @@ def live(
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the web UI on 127.0.0.1.")] = UI_PORT,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=1, max=65535, help="Port of the web UI on 127.0.0.1.")
+    ] = UI_PORT,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C tears everything down."""
@@ -254,12 +265,24 @@ def ask_choice(question: str, option: str, answers: Mapping[str, str]) -> str:
 @cli.command(short_help="Write a scenario of your own from a few answers.")
 def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The scenario to write.")] = Path("my-scenario.yaml"),
-    question: Annotated[str | None, typer.Option(help="What you want to know; without it you are asked.")] = None,
-    server: Annotated[
-        list[str] | None, typer.Option(help="The server; give it twice to compare two; without it you are asked.")
+    question: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="What you want to know: batching, compare, chat-users, agents or classifications; "
+            "without it you are asked.",
+        ),
     ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="The model of each server, as the server knows it.")] = None,
-    machine: Annotated[str | None, typer.Option(help="strix-halo, radeon, instinct or none (default: found).")] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="The server; give it twice to compare two; without it you are asked."),
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="The model of each server, as the server knows it.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="KIND", help="strix-halo, radeon, instinct or none (default: found).")
+    ] = None,
 ) -> None:
     """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
     from harness.machine.gpus import read_machine
@@ -322,8 +345,10 @@ def doctor(
 
 @cli.command(short_help="How many streams this machine's load generator can be trusted for.")
 def calibrate(
-    max_streams: Annotated[int | None, typer.Option(min=1, max=20_000, help="Try no more streams than this.")] = None,
-    processes: Annotated[int, typer.Option(min=1, max=64, help="Load processes.")] = 1,
+    max_streams: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=20_000, help="Try no more streams than this.")
+    ] = None,
+    processes: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Load processes.")] = 1,
     as_json: cli.JsonOpt = False,
 ) -> None:
     """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
@@ -336,13 +361,17 @@ def calibrate(
 def compose(
     scenario: cli.ScenarioArg,
     server: cli.ServerOpt = None,
-    load: Annotated[str | None, typer.Option(help="Which of the scenario's loads; required with several.")] = None,
-    ui_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")] = UI_PORT,
+    load: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which of the scenario's loads; required with several.")
+    ] = None,
+    ui_port: Annotated[
+        int, typer.Option(metavar="PORT", min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")
+    ] = UI_PORT,
     workers: Annotated[
-        int, typer.Option(min=0, max=1000, help="Containers that send the load (`--scale worker=N`).")
+        int, typer.Option(metavar="N", min=0, max=1000, help="Containers that send the load (`--scale worker=N`).")
     ] = 0,
     records: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the request records to this folder.")
+        Path | None, typer.Option(metavar="DIR", help="Write the request records to this folder.")
     ] = None,
     headless: Annotated[
         bool, typer.Option("--headless", help="No web UI: send the load once, as a run would, and exit.")
@@ -368,7 +397,12 @@ def noise(
     scenario: cli.ScenarioArg,
     server: cli.ServerOpt = None,
     repeats: cli.RepeatsOpt = None,
-    count: Annotated[int, typer.Option("--runs", min=1, max=1000, help="How many A/A runs.")] = 1,
+    count: Annotated[
+        int,
+        typer.Option(
+            "--runs", metavar="N", min=1, max=1000, help="How many A/A runs; the folder of the runs is --runs-dir."
+        ),
+    ] = 1,
     every: Annotated[
         float, typer.Option(metavar="MINUTES", min=0, help="Pause between them: spread them over hours.")
     ] = 0.0,
@@ -377,7 +411,13 @@ def noise(
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
     folder: Annotated[
-        Path, typer.Option("--runs-dir", help="Where the A/A runs are kept.", envvar="HARNESS_RUNS")
+        Path,
+        typer.Option(
+            "--runs-dir",
+            metavar="DIR",
+            help="The folder that holds the run directories, which other commands call --runs.",
+            envvar="HARNESS_RUNS",
+        ),
     ] = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:

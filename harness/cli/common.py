@@ -68,6 +68,22 @@ class CliCommand(TyperCommand):
                 _print_junit(ctx, known, *_JUNIT_CASES.get(ctx.info_name, ("", "")))
             raise
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Arguments as manual pages have them; Typer writes {SCENARIO} and {RUN}..."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments and options; Typer writes the Python type after an argument's name."""
+        records: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                records[param.param_type_name].append(record)
+        if records["argument"]:
+            with formatter.section("Arguments"):
+                formatter.write_dl([(name.partition(" <")[0], text) for name, text in records["argument"]])
+        with formatter.section("Options"):
+            formatter.write_dl(records["option"])
+
     def _check_combinations(self, ctx: Any) -> None:
         options = {param.name: param.opts[0] for param in self.get_params(ctx)}
         given = [name for name in options if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
@@ -184,14 +200,20 @@ RunArg = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=complete_run)
 ]
 ScenarioToResume = Annotated[Path | None, _SCENARIO]
-RunsDir = Annotated[Path, typer.Option(help="Where run directories are kept.", envvar="HARNESS_RUNS")]
-ServerOpt = Annotated[str | None, typer.Option(help="Which of the scenario's servers (default: the first).")]
+RunsDir = Annotated[
+    Path, typer.Option(metavar="DIR", help="The folder that holds the run directories.", envvar="HARNESS_RUNS")
+]
+ServerOpt = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Which of the scenario's servers (default: the first).")
+]
 ChecksOpt = Annotated[
     list[str] | None,
     typer.Option("--check", metavar="CHECK", help="A check in addition to the scenario's; may be repeated."),
 ]
-LoadOpt = Annotated[str | None, typer.Option(help="Which of the scenario's loads (default: the first).")]
-RepeatsOpt = Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")]
+LoadOpt = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Which of the scenario's loads (default: the first).")
+]
+RepeatsOpt = Annotated[int | None, typer.Option(metavar="N", min=1, help="Override the scenario's repeats.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BaselineOpt = Annotated[
     Path | None, typer.Option(metavar="RUN", help="The run that checks call the baseline (default: the row).")
@@ -201,16 +223,22 @@ AboutOpt = Annotated[
 ]
 UrlOpt = Annotated[
     str | None,
-    typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url),
+    typer.Option(
+        metavar="URL", help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url
+    ),
 ]
 CaOpt = Annotated[
     Path | None, typer.Option(metavar="FILE", help="With --url https://...: the authority that signed its certificate.")
 ]
 ModelOpt = Annotated[
-    str | None, typer.Option(help="Use this model instead of the scenario's.", callback=validate_model_name)
+    str | None,
+    typer.Option(metavar="NAME", help="Use this model instead of the scenario's.", callback=validate_model_name),
 ]
 ResultsDir = Annotated[
-    Path, typer.Option(help="Where published runs and the variation between runs are kept.", envvar="HARNESS_RESULTS")
+    Path,
+    typer.Option(
+        metavar="DIR", help="The folder of published runs and of the variation between runs.", envvar="HARNESS_RESULTS"
+    ),
 ]
 PIPE_WIDTH = 160  # columns of what is no terminal
 MIN_WIDTH = 40

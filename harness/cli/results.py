@@ -39,7 +39,7 @@ def report(
 
     With --check or --baseline the run is checked by them once more, and its directory stays as it is.
     """
-    from harness.analysis.summarize import read_summary, summarize_with_counts, write_summary
+    from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, write_summary
     from harness.comparison.compare import make_reference
     from harness.prepare.experiment import validate_checks
     from harness.report import export, html, junit, markdown, terminal
@@ -53,13 +53,7 @@ def report(
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
     checked_anew = bool(checks) or reference is not None
-    # A published run has only its summary. A summary made without records would say that nothing was measured.
-    alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
-    if alone and checked_anew:
-        raise HarnessError(
-            f"{folder}: it has no requests.jsonl, which --check and --baseline need",
-            next_step="Give the run directory as `harness run` made it.",
-        )
+    alone = has_only_summary(folder) and not checked_anew  # a published run
     charted = output in ("terminal", "html")
     counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=charted)
     summary = read_summary(folder) if counts is None else counts.summary
@@ -92,10 +86,11 @@ def _find_or_import_run(given: Path, runs: Path) -> Path:
 @cli.command(short_help="Compare runs of the same work.")
 def compare(
     run_folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
+        list[Path], typer.Argument(metavar="RUN", help="Run directories or ids; the first is the baseline.")
     ],
     against: Annotated[
-        list[Path] | None, typer.Option(help="A run of the other side; may be repeated. RUN... are then one group.")
+        list[Path] | None,
+        typer.Option(metavar="RUN", help="A run of the other side; may be repeated. RUN... are then one group."),
     ] = None,
     about: cli.AboutOpt = None,
     across: Annotated[
@@ -347,13 +342,13 @@ def export(
 
 @cli.command("import", short_help="Import results of other tools.")
 def import_(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files that another tool wrote; each a run.")],
     form: Annotated[
         str | None,
-        typer.Option("--format", help="What wrote it, as docs/imports.md calls it (default: as the file shows)."),
+        typer.Option("--format", metavar="FORMAT", help="The tool that wrote it (default: as the file shows)."),
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Name of the machine that was measured; files do not say it.")
+        str | None, typer.Option(metavar="NAME", help="Name of the machine that was measured; files do not say it.")
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:

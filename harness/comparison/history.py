@@ -19,7 +19,7 @@ from harness.judge.comparable import SHOWN_ONLY, collect_facts, find_differences
 from harness.judge.noise_floors import RESERVED, is_noise_run
 from harness.judge.stats import Shift, find_levels, find_shift
 from harness.judge.verdicts import Measured, comparison_metrics, metric_values, number_fields, to_speeds
-from harness.rundir.manifest import Run, definitions_differ, read_run
+from harness.rundir.manifest import Run, definition_conflict, read_run
 from harness.summary import Difference, Row, Summary
 
 # Why a run is left out of a history or series: the first reason that applies.
@@ -305,7 +305,7 @@ def _make_metric_series(metric: str, with_row: Sequence[tuple[Run, Summary, Row]
     for run, summary, row in with_row:
         values = metric_values(row, {cell.id: cell for cell in summary.cells}, metric)
         speeds = to_speeds(metric, [value for value in values if value is not None])
-        if definitions_differ(newest_row, row, number_fields(metric)):
+        if definition_conflict(newest_row, row, number_fields(metric)):
             left_out["definition"].append(run.id)
         elif set(number_fields(metric)) & set(row.client_limited):
             left_out["client_limited"].append(run.id)

@@ -17,7 +17,7 @@ from harness.columns import VALUES, WORK
 from harness.judge import stats
 from harness.judge.stats import Estimate
 from harness.judge.verdicts import invalid_row_reason
-from harness.rundir.manifest import definitions_differ
+from harness.rundir.manifest import definition_conflict
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import (
     ANSWER_SHARES,
@@ -251,7 +251,7 @@ def _baseline_value(
             return _Value(missing=_uncompared_reason(row, comparison)), ""
         name = verdict.baseline
         base = next(base_row for base_row in rows if base_row.name == name)
-    refusal = invalid_row_reason(row, base) or definitions_differ(row, base, _number_fields(check))
+    refusal = invalid_row_reason(row, base) or definition_conflict(row, base, _number_fields(check))
     if refusal is not None:
         return _missing_value("not_compared_with", name=name, why=refusal), name
     value = _row_value(check, base, None)

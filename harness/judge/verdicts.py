@@ -11,7 +11,7 @@ from msgspec import Struct
 from harness.columns import RATES, WORK
 from harness.judge import stats
 from harness.judge.stats import Effect, Variation
-from harness.rundir.manifest import definitions_differ
+from harness.rundir.manifest import definition_conflict
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.plan import load_of_part, mix_of
 from harness.summary import (
@@ -266,7 +266,7 @@ def _definition_reason(side: Measured, base: Measured, metric: str) -> Reason | 
         for row in measured.rows:
             if metric in row.missing and not getattr(row, metric):
                 return because("number_unknown", row=measured.name, metric=metric, why=row.missing[metric])
-    reasons = (definitions_differ(row, base.rows[0], number_fields(metric)) for row in (*side.rows, *base.rows[1:]))
+    reasons = (definition_conflict(row, base.rows[0], number_fields(metric)) for row in (*side.rows, *base.rows[1:]))
     return next(filter(None, reasons), None)
 
 

@@ -15,19 +15,18 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from harness.analysis import derive
-from harness.analysis.summarize import is_published
 from harness.analysis.tally import Clock
 from harness.columns import LATENCIES, NUMBER_WORDS, VALUES
 from harness.errors import HarnessError
 from harness.redact import csv_field
 from harness.report.table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
+from harness.rundir.directory import no_records_error
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.plan import concurrent_parts
 from harness.summary import Distribution, LimitedBy, Row, Summary
 
 BATCH = 10_000
-PACKED = "requests.jsonl.gz"  # as `harness publish --records` files them
 EXTRA = "parquet"  # the optional dependencies of pyproject.toml that hold pyarrow
 # Columns before and after the fields of a record; docs/method.md has the formulas.
 RUN_COLUMNS = {"run": "string", "server": "string", "repeat": "int64"}
@@ -95,7 +94,7 @@ def dated_records(folder: Path, damaged: list[int]) -> tuple[Run, Iterator[tuple
     """
     run, path = read_run(folder), folder / "requests.jsonl"
     if not path.exists():
-        raise _no_records_error(folder)
+        raise no_records_error(folder)
     requests = read_requests(path, damaged)
     if run.origin is not None and run.origin.tool == "locust":  # their times count from the start of their cell
         started = {cell.id: cell.started_wall_s for cell in run.cells}
@@ -110,22 +109,6 @@ def _with_send_times(requests: Iterator[Request], marks: list[ProcessMark]) -> I
             clocks[request.cell] = Clock([mark for mark in marks if mark.cell == request.cell])
         clock = clocks[request.cell]
         yield request, clock.wall_s(request.sent_s + clock.offset_s(request.process))
-
-
-def _no_records_error(folder: Path) -> HarnessError:
-    if (folder / PACKED).exists():
-        return HarnessError(
-            f"{folder}: the records are packed, in {PACKED}", next_step=f"gunzip --keep {folder / PACKED}"
-        )
-    if is_published(folder):
-        return HarnessError(
-            f"{folder}: only what was published of the run is here, and no records",
-            next_step="Export the run's own directory; `harness publish --records` files its records, too.",
-        )
-    return HarnessError(
-        f"{folder}: requests.jsonl is missing: the run's directory is not whole",
-        next_step="Take it from a copy of the directory, such as a CI artifact; no other file holds the records.",
-    )
 
 
 def record_columns() -> dict[str, str]:

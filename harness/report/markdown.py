@@ -18,10 +18,10 @@ def render(summary: Summary, run: Run) -> str:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
     details = [details for details in (schedule_table(summary, run), time_table(summary)) if details.rows]
-    for table_ in details:
-        head = ["Row", *(column.title for column in table_.columns)]
-        body = [[line.name, *line.texts] for line in table_.rows]
-        parts += [f"**{table_.title}**", grid(head, body, [True, *(column.is_text for column in table_.columns)])]
+    for detail in details:
+        head = ["Row", *(column.title for column in detail.columns)]
+        body = [[line.name, *line.texts] for line in detail.rows]
+        parts += [f"**{detail.title}**", grid(head, body, [True, *(column.is_text for column in detail.columns)])]
     if summary.comparison is not None:
         parts += _verdict_parts(summary.comparison)
     parts.append(f"**{escape(sentences.validity_sentence(summary, run))}**")
@@ -37,7 +37,7 @@ def render(summary: Summary, run: Run) -> str:
         parts.append(_folded("Each load", _bullets(items)))
     shown = [
         *table_columns(summary),
-        *(column for table_ in details for column in table_.columns if column.explanation),
+        *(column for detail in details for column in detail.columns if column.explanation),
     ]
     meanings = [f"**{col.heading}**: {escape(col.explanation)} {inline_code(col.formula)}" for col in shown]
     parts.append(_folded("What the columns mean", _bullets(meanings)))

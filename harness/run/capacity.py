@@ -30,15 +30,7 @@ from harness.capacity.result import (
     write_capacity,
 )
 from harness.capacity.search import PROBE_ERROR, FrontierSearch, SloSearch, probe_limit
-from harness.capacity.slo import (
-    EXAMPLE,
-    FLUSH_S,
-    BlockCutter,
-    CapacitySlo,
-    LoadBlock,
-    parse_slos,
-    scenario_slos,
-)
+from harness.capacity.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import explain
 from harness.judge.stats import welch_effect
@@ -529,10 +521,11 @@ class ServerSearch:
         cell_runs = run_group(running, cells, endpoint, watch)
         answer_s = watch.cutter.typical_s
         if self._answer_s is None and answer_s is not None:
-            took, left = duration(time.monotonic() - begun_s), duration(max(0.0, self.deadline_s - time.monotonic()))
+            took, left_s = duration(time.monotonic() - begun_s), self.deadline_s - time.monotonic()
+            rest = f"The others take at most {duration(left_s)}." if left_s > 0 else "The budget is spent."
             whole.progress.line(
                 f"{self.name}: an answer takes {answer_s:.2g} s at {format_loads(whole.report, levels)}, and the first "
-                f"probe took {took}. The others take at most {left}."
+                f"probe took {took}. {rest}"
             )
         self._answer_s = answer_s or self._answer_s
         return [replace(cell_run, seed=seed) for cell_run in cell_runs]
@@ -579,9 +572,11 @@ class ServerSearch:
         self.probes.append(probe)
         self._blocks.append(blocks)
         outcome = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
+        if state == "stopped" and time.monotonic() > self.deadline_s:
+            outcome = "the budget is spent"
+        measured = f" ({count(probe.answers, 'answer')} in {duration(seconds)})" if blocks else ""
         self.whole.progress.line(
-            f"{self.name}, probe {len(self.probes)}: {self._describe(levels, purpose, watch)}: {outcome} "
-            f"({count(probe.answers, 'answer')} in {duration(seconds)})"
+            f"{self.name}, probe {len(self.probes)}: {self._describe(levels, purpose, watch)}: {outcome}{measured}"
         )
 
 

@@ -39,6 +39,7 @@ from harness.scenario.plan import Cell, plan
 from harness.serve.engine import connect, remove_leftovers
 from harness.units import count
 
+MAX_CHANGES = 10  # shown of what differs from the run
 ORPHANS_S = 15.0  # for load processes of a killed harness to write their last records
 _RAM_TOLERANCE = 0.01  # the kernel reports a little different memory after each boot
 
@@ -62,9 +63,10 @@ def resume(
         inputs = _read_inputs(folder)
         experiment = _recorded_experiment(run, folder, inputs, scenario, target)
         if changes := list(list_changes(run, experiment, inputs, scenario)):
+            more = [f"and {len(changes) - MAX_CHANGES:,} more"] if len(changes) > MAX_CHANGES else []
             raise HarnessError(
                 f"{folder}: the run cannot be resumed: {changes[0]}",
-                detail="\n".join(changes[1:]),
+                detail="\n".join(changes[1:MAX_CHANGES] + more),
                 next_step="Undo that and resume it again, or measure anew with `harness run SCENARIO`: the cells of a "
                 "run must be measured alike.",
             )
@@ -164,7 +166,8 @@ def _differences(name: str, then: Any, now: Any) -> Iterator[str]:
     flatten(name, now, flat_now, lists=True)
     for key in flat_then | flat_now:
         values = [flat_then.get(key, ABSENT), flat_now.get(key, ABSENT)]
-        if values[0] != values[1]:
+        is_known = any(value not in (None, ABSENT) for value in values)
+        if values[0] != values[1] and is_known:
             before, after = format_values(values)
             yield f"{key}: {before} then, {after} now"
 

@@ -15,6 +15,7 @@ from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import MetricsSample, TelemetrySample
 
 ATTEMPTS = "attempts"
+PACKED = "requests.jsonl.gz"  # as `harness publish --records` files them
 RESERVE = "reserve"  # a file in the run directory during the run
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
@@ -121,3 +122,20 @@ def _move_lines(path: Path, aside: Path, kind: type[Any], keep: Collection[str])
         remaining.unlink()
         aside.unlink()
     return moved
+
+
+def no_records_error(folder: Path) -> HarnessError:
+    """Why a run directory has no requests.jsonl, and where the records are."""
+    if (folder / PACKED).exists():
+        return HarnessError(
+            f"{folder}: the records are packed, in {PACKED}", next_step=f"gunzip --keep {folder / PACKED}"
+        )
+    if (folder / "report.md").exists():  # `harness publish` wrote the folder
+        return HarnessError(
+            f"{folder}: only what was published of the run is here, and no records",
+            next_step="Give the run's own directory; `harness publish --records` files its records, too.",
+        )
+    return HarnessError(
+        f"{folder}: requests.jsonl is missing: the run's directory is not whole",
+        next_step="Take it from a copy of the directory, such as a CI artifact; no other file holds the records.",
+    )

@@ -367,7 +367,7 @@ def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tu
                 )
 
 
-def definitions_differ(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
+def definition_conflict(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
     """Why two rows have no ratio by these fields: one is defined differently. None: all definitions are equal."""
     own, others = (
         DEFINITIONS if side.formulas == FORMULAS else DEFINITIONS | _FORMER_DEFINITIONS for side in (row, other)

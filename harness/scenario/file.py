@@ -520,7 +520,8 @@ def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
 
 def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
     if load.user not in USERS and not load.user.endswith(".py"):
-        advice = did_you_mean(load.user, USERS)
+        file = f"{load.user}.py"
+        advice = f"write '{file}'" if (folder / file).is_file() else did_you_mean(load.user, USERS)
         yield Problem("user", f"'{load.user}' is neither a user class that ships nor a .py file; {advice}")
     elif load.user not in USERS and not (folder / load.user).is_file():
         yield Problem("user", f"there is no file {load.user} next to the scenario")

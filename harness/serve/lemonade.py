@@ -17,7 +17,7 @@ from docker.models.containers import Container
 from msgspec import Meta, Struct, field
 
 from harness.engines import engines
-from harness.errors import ServerError, StartError, did_you_mean
+from harness.errors import ServerError, StartError, closest_name
 from harness.failures.unexpected_response import decode_json, error_message, parse_model_ids
 from harness.files import UNDECODABLE
 from harness.serve import probe
@@ -208,8 +208,8 @@ def find_model(api: Api, model: str) -> ListedModel | ServerError:
             pass
         refusal = refusal or error_message(response.content)
     known = api.read(f"{API_PREFIX}/models?show_all=true", _ModelList) or _ModelList()
-    hint = did_you_mean(bare_name(model), [entry.id for entry in known.data[:MAX_LISTED_MODELS]])
-    hint = f" D{hint[1:]}" if hint.startswith("did") else ""
+    close = closest_name(bare_name(model), [entry.id for entry in known.data[:MAX_LISTED_MODELS]])
+    hint = f" Did you mean '{close}'?" if close else ""
     return ServerError(f"Lemonade does not have '{model}': {refusal}", next_step=f"{advise_on_message(refusal)}{hint}")
 
 

@@ -16,7 +16,7 @@ import requests
 from msgspec import Struct
 
 from harness.engines import engines, listed_names
-from harness.errors import HarnessError, ServerError, did_you_mean
+from harness.errors import HarnessError, ServerError, closest_name
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json, error_message
 from harness.redact import masked
@@ -140,11 +140,11 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         return ids[0]
     if listed_names(model) & set(ids):
         return model
-    hint = did_you_mean(model, ids)
+    close = closest_name(model, ids)
     raise ServerError(
         f"{base} does not serve '{model}'; it serves {shown}",
         next_step="Set the scenario's 'model' to one of these, or give `--model NAME`"
-        + (f" ({hint})." if hint.startswith("did") else "."),
+        + (f" (did you mean '{close}'?)." if close else "."),
     )
 
 

@@ -22,7 +22,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         image = {"image": "vllm/vllm-openai-rocm:v0.32.0", "image_digest": f"vllm@sha256:{'4f2a' * 16}"}
         write_made_run(run, machine=Machine(name=name), served=lambda _, image=image: served_by(**image))  # type: ignore[misc]
         publish(run, folder / "results")
-    return write_board(collect_board(folder / "results", RESULTS), folder / "page" / "board.board_page")[0].as_uri()
+    return write_board(collect_board(folder / "results", RESULTS), folder / "page" / "board.html")[0].as_uri()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_index, thin_dots
 from harness.analysis.derive import Latencies
-from harness.analysis.summarize import Summarized, summarize_with_counts
+from harness.analysis.summarize import Summarized, has_only_summary, summarize_with_counts
 from harness.columns import LIVE
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
@@ -90,7 +90,9 @@ class ChartData(Struct, frozen=True, kw_only=True):
 
 
 def read_chart_data(folder: Path) -> ChartData:
-    """The chart data of a run, also of one that has not ended."""
+    """The chart data of a run, also of one that has not ended; none of a published run, which has no records."""
+    if has_only_summary(folder):
+        return ChartData(rows={}, timelines=[])
     return chart_data(read_run(folder), summarize_with_counts(folder, charted=True))
 
 
