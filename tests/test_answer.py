@@ -52,7 +52,7 @@ def test_a_comparison_without_a_faster_row(verdicts: list[Verdict], said: str) -
 
 
 def test_counts_of_comparisons_agree_where_one_has_another_baseline() -> None:
-    few = {"ratio": 1.1, "reason": "too_few", "comparisons": 3}
+    few: dict[str, Any] = {"ratio": 1.1, "reason": "too_few", "comparisons": 3}
     of = compared(
         verdict("vllm / ten", "inconclusive", **few, needed=6),
         verdict("vllm / five", "inconclusive", **few | {"reason": "p_too_large"}, needed=54),
