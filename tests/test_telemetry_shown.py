@@ -82,7 +82,7 @@ def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched:
     assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
     assert texts["container"] == "1.25 cores, 3.0 GiB"
     samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
-    assert table.note == f"{samples} samples in 6 runs, at most 0.5 s apart; reading one took 2.1 ms at most"
+    assert table.note == f"{samples} samples in 6 cells, at most 0.5 s apart; reading one took 2.1 ms at most"
 
 
 def test_exports_for_programs(watched: Path) -> None:
