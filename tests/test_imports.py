@@ -425,7 +425,7 @@ def test_a_line_that_is_cut_or_damaged_is_named_and_what_to_do(tmp_path: Path) -
     assert caught.value.what == f"{path}: line 12 of 12 is cut off: the 11 before it are whole"
     assert caught.value.next_step.startswith("Nothing was written. Copy the file again when its tool has ended; if")
     path.write_text("".join(whole[:4]) + "{oops}\n" + "".join(whole[5:]))
-    with pytest.raises(HarnessError, match=r"line 5 of 12 is not JSON \(.*\)$"):
+    with pytest.raises(HarnessError, match=r"line 5 of 12 is not JSON \(.*\)"):
         import_file(path, tmp_path / "runs")
     cut = (DATA / "vllm-chat.json").read_text()[:500]
     path.write_text(cut)
