@@ -12,9 +12,9 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from harness.files import DOCS
 from harness.engines import VLLM_DEFAULT_UTILIZATION, find_template, vllm_accepts
 from harness.errors import HarnessError, ServerError
+from harness.files import DOCS
 from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.findings import Finding
 from harness.machine.gpus import (

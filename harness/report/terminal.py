@@ -9,11 +9,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.files import DOCS
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.capacity.result import read_capacity
 from harness.engines import engines
 from harness.failures.explain import Diagnosis, ScannedLog
+from harness.files import DOCS
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
