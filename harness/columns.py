@@ -120,18 +120,18 @@ VALUES = (
     ),
     ValueColumn(
         field="wall_s", check="wall", title="wall time", words="wall time",
-        about="Wall time of the work, median over runs", definition="first sent to last ended",
+        about="Wall time of the work, median over repeats", definition="first sent to last ended",
         openmetrics="wall_seconds", unit="seconds", missing="no_wall_time", verdict="less",
     ),
     ValueColumn(
         field="output_tok_s", check="output_tok_s", title="output tok/s", words="tok/s",
-        about="Output tokens / s, median over runs",
+        about="Output tokens / s, median over repeats",
         definition="output tokens as the server's usage says, generated inside the window / window",
         openmetrics="output_tokens_per_second", missing="no_tokens", verdict="more",
     ),
     ValueColumn(
         field="input_tok_s", check="input_tok_s", title="prompt tok/s", words="prompt tok/s",
-        about="Prompt tokens / s, median over runs",
+        about="Prompt tokens / s, median over repeats",
         definition="prompt tokens as the server's usage says, of requests that ended inside the window / window",
         openmetrics="input_tokens_per_second", missing="no_prompt_tokens", verdict="more",
     ),

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.comparison.history import check_against_history, history_of
+from harness.comparison.history import LeftOut, check_against_history, history_of
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
 from harness.judge.verdicts import is_paced
 from harness.report.board import publish
-from harness.report.history import history_page
+from harness.report.charts import Figure
+from harness.report.history import _series_chart, history_page, left_out_sentences
 from harness.rundir.manifest import Machine, Run
 from harness.scenario import Load, Scenario, Server
 from tests.command import harness, write
@@ -243,6 +244,25 @@ def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     assert {one.reason: one.runs for one in gated.left_out}["later"] == ["run-09"]
     with pytest.raises(RunError):
         check_against_history(runs / "run-04", runs, results)
+
+
+def test_the_chart_of_one_run_has_a_range_and_runs_of_one_day_have_times(tmp_path: Path) -> None:
+    def layouts() -> list[Figure]:
+        history = history_of("which", tmp_path / "runs", tmp_path / "results")
+        return [_series_chart("series", series, history).figure["layout"] for series in history.series]
+
+    made(tmp_path / "runs", 0, 10.0)
+    for layout in layouts():
+        low, high = layout["yaxis"]["range"]
+        assert high - low > 0.05 * high, "a dot in the middle and rounded ticks"
+        assert len(layout["xaxis"]["ticktext"]) == 1 and "<br>" not in layout["xaxis"]["ticktext"][0]
+    for number in (1, 2):
+        made(tmp_path / "runs", number, 10.0, started_wall_s=WALL_S + 86_400 * 9 + 120 * number)
+    for layout in layouts():
+        first, *others = layout["xaxis"]["ticktext"]
+        assert "<br>" not in first and len(set(others)) == 2 and all("<br>" in label for label in others)
+    left = LeftOut(reason="not_valid", runs=["a"])
+    assert left_out_sentences([left]) == ["Left out: 1 run with a status other than VALID"]
 
 
 def test_rows_come_and_go(tmp_path: Path) -> None:

@@ -112,11 +112,11 @@ def test_schedules_in_words() -> None:
     waves = Load(user="batch", users=9, requests=5, arrivals=Arrivals(points=[[0, 1], [60, 4]]))
     assert words.describe_schedule(waves) == "open loop, Poisson, 1 a second from 0 s, 4 a second from 60 s"
     assert words.describe_load(waves) == (
-        "open loop: user batch, users 9, requests 5, arrivals {points: [[0 1] [60 4]], between: steps, "
+        "batch user, open loop: users 9, requests 5, arrivals {points: [[0 1] [60 4]], between: steps, "
         "spacing: poisson, burstiness: 1}, output_tokens 128"
     )
     assert words.describe_load(Load(user="batch", in_flight=5, stream=False)) == (
-        "closed loop: user batch, in_flight 5, output_tokens 128, stream false"
+        "batch user, closed loop: in_flight 5, output_tokens 128, stream false"
     )
     trace = Trace(file="day.csv", from_s=60, to_s=120, speed=2, max_requests=1000)
     said = words.describe_schedule(Load(user="batch", trace=trace))

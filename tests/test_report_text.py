@@ -230,8 +230,8 @@ def test_markdown() -> None:
     ]  # fmt: skip
     assert (
         "<details><summary>Each load</summary>\n\n"
-        "- `one`: `bursts: user batch, requests 25, batch_size 1, output_tokens 50`\n"
-        "- `ten`: `bursts: user batch, requests 25, batch_size 10, output_tokens 50`\n"
+        "- `one`: `batch user, bursts: requests 25, batch_size 1, output_tokens 50`\n"
+        "- `ten`: `batch user, bursts: requests 25, batch_size 10, output_tokens 50`\n"
     ) in text
     assert "5 repeats of every row, interleaved, a fresh server for each; seed 42.\n" in text
     text = markdown.render(summary(), replace(run(), status="running"))
@@ -255,8 +255,8 @@ def test_the_same_reason_in_many_cells_is_said_once() -> None:
     broken = replace(summary(), valid=False, reasons=[*many, *others])
     text = printed(broken, 170).splitlines()
     assert text[14:18] == [
-        "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other runs)",
-        "- r1-vllm-ten: of a chunk each 2 ms (likewise in 3 other runs)",
+        "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other cells)",
+        "- r1-vllm-ten: of a chunk each 2 ms (likewise in 3 other cells)",
         "- no room: on the disk",
         "- r9-x: y",
     ]
@@ -294,7 +294,7 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
     of = replace(summary(), rows=[replace(row("one", one), wall_s=[])], comparison=None, checks=[])
     text = markdown.render(of, replace(other, scenario=scenario))
     assert "| vllm | one | 1,250 | 125 | 2.50 | 52.3 |" in text
-    said = "closed loop: user chat, users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"
+    said = "chat user, closed loop: users 8, duration_s 60, think_s [1 2.5], output_tokens 128, output natural"
     assert f"- `one`: `{said}`\n" in text
 
 

@@ -126,8 +126,9 @@ def show_plan(experiment: Experiment, shown: Preview, console: Console) -> None:
     first = cells[: min(SHOWN_CELLS, 2 * len(scenario.servers) * len(scenario.loads))]
     again = sum(cell.again is not None for cell in cells)
     drift = f" ({again} of them repeat the first of a server start at its end, to show drift)" if again else ""
+    order = ", interleaved" if scenario.repeats > 1 else ""
     console.print(
-        f"\n{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}, interleaved; "
+        f"\n{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}{order}; "
         f"{count(shown.server_starts, 'server start')}: {per_start}\n"
         f"order: {' '.join(cell.id for cell in first)}{' ...' if len(first) < len(cells) else ''}"
     )

@@ -148,6 +148,11 @@ class Group(Struct, frozen=True, kw_only=True):
         return f"{METRIC_WORDS[self.metric]}, {'more' if self.metric in RATES else 'less'} is better"
 
     @property
+    def has_rate(self) -> bool:
+        """Whether tok/s is a number of its own; else the entries are ranked by it."""
+        return self.metric != "output_tok_s"
+
+    @property
     def limited(self) -> str | None:
         """The meaning of the mark of a limited number; None if there is no such number."""
         limited = any(entry.client_limited for entry in self.entries)
@@ -320,8 +325,9 @@ def _group_markdown(group: Group) -> str:
     text += f"Workload `{group.workload_sha256[:_DIGEST]}`."
     if group.simulated:
         text += f"\n\n> **{words.SIMULATED}**"
-    head = ["#", "Machine", "Server", "Load", "Median", "Least to most", "Repeats", "tok/s", "TTFT p50, ms", "Errors"]
-    head += ["Date", "Image digest", "Version", "Validity", "Run"]
+    head = ["#", "Machine", "Server", "Load", "Median", "Minimum to maximum", "Repeats"]
+    head += ["tok/s"] if group.has_rate else []
+    head += ["TTFT p50, ms", "Errors", "Date", "Image digest", "Version", "Validity", "Run"]
     lines = [
         [
             str(number) if entry.ranked else units.NOTHING,
@@ -331,7 +337,7 @@ def _group_markdown(group: Group) -> str:
             entry.median + (" (best of this machine)" if entry.best else ""),
             entry.spread,
             str(len(entry.values)),
-            entry.rate,
+            *([entry.rate] if group.has_rate else []),
             entry.first_token,
             str(entry.errors),
             entry.date,

@@ -248,8 +248,8 @@ def _csv_row(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | in
 Labels = dict[str, str]
 PREFIX = "amd_llm_load"
 SCHEDULES = {  # of open loops: what it is, field of ScheduleKept
-    "asked_requests_per_second": ("Requests / s that the schedule asked for, median over runs", "asked_per_s"),
-    "achieved_requests_per_second": ("Requests / s that were sent, median over runs", "achieved_per_s"),
+    "asked_requests_per_second": ("Requests / s that the schedule asked for, median over repeats", "asked_per_s"),
+    "achieved_requests_per_second": ("Requests / s that were sent, median over repeats", "achieved_per_s"),
     "planned_requests": ("Requests that the schedule has a time for", "planned"),
     "never_sent_requests": ("Of these, those that were never sent: all users were busy until the end", "never_sent"),
 }
@@ -330,9 +330,9 @@ def _row_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
     met = [(labels, attained.attainment) for labels, attained in slos]
     yield _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio", met)
     goodput = [(labels, attained.goodput_req_s) for labels, attained in slos]
-    yield _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs", "", goodput)
+    yield _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over repeats", "", goodput)
     for _, field, name, unit, factor in MACHINE_VALUES:
-        explanation = f"{name.replace('_', ' ').capitalize()}, median over runs"
+        explanation = f"{name.replace('_', ' ').capitalize()}, median over repeats"
         known = [
             (labels, value) for labels, row in rows if (value := field_or_none(row.machine_load, field)) is not None
         ]

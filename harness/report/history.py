@@ -15,11 +15,11 @@ from harness.report.charts import Chart, Figure, escape_markup, scatter
 from harness.report.html import chart_page
 from harness.report.markdown import EQUAL, differences_markdown, escape, grid
 from harness.report.terminal import STYLES, print_differences, simple_table
-from harness.summary import MAX_REPEATS
+from harness.summary import MARGIN, MAX_REPEATS
 
 LEFT_OUT = {  # by code: which runs were left out
     "unreadable": "that cannot be read",
-    "not_valid": "that are not VALID",
+    "not_valid": "with a status other than VALID",
     "noise_run": "of `harness noise` (A/A)",
     "machine": "of another machine",
     "engine_kind": "of the other kind of engine (simulated or real)",
@@ -186,6 +186,23 @@ def _direction(moved: Moved) -> str:
     return "faster" if moved.ratio > 1 else "slower"
 
 
+def _day_labels(starts: Sequence[float]) -> list[str]:
+    """The day of each start; with the time where a day repeats."""
+    days = list(map(format_date, starts))
+    return [
+        f"{day}<br>{units.date_time(start)[11:16]}" if days.count(day) > 1 else day
+        for day, start in zip(days, starts, strict=True)
+    ]
+
+
+def _widened_range(values: Sequence[float]) -> Figure:
+    """The range of an axis whose values are almost equal, such as those of one run; empty where they differ."""
+    if not values or max(values) - min(values) >= 2 * MARGIN * max(values):
+        return {}
+    middle = (min(values) + max(values)) / 2
+    return {"range": [middle * (1 - 2 * MARGIN), middle * (1 + 2 * MARGIN)]}
+
+
 def _series_chart(name: str, series: Series, history: History) -> Chart:
     """A series: its runs as dots, its levels as lines, outliers as crosses."""
     metric = series.metric
@@ -206,12 +223,16 @@ def _series_chart(name: str, series: Series, history: History) -> Chart:
         data.append(scatter("level", ends, [level.value * scale] * 2, "", line=style, hoverinfo="skip"))
     edges = [places[level.first] - 0.5 for level in series.levels[1:]]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "@bad", "width": 1.5, "dash": "dot"}}
-    days = {places[point.run]: format_date(point.started_wall_s) for point in series.points}
+    starts = {places[point.run]: point.started_wall_s for point in series.points}
     step = -(-len(history.runs) // _MAX_TICKS)
-    ticks = [place for place in days if (place - 1) % step == 0]
+    ticks = [place for place in starts if (place - 1) % step == 0]
     layout = {
-        "xaxis": {"tickvals": ticks, "ticktext": [days[place] for place in ticks], "zeroline": False},
-        "yaxis": {"title": {"text": unit}, "tickformat": ","},
+        "xaxis": {"tickvals": ticks, "ticktext": _day_labels([starts[place] for place in ticks]), "zeroline": False},
+        "yaxis": {
+            "title": {"text": unit},
+            "tickformat": ",",
+            **_widened_range([y for trace in data for y in trace["y"]]),
+        },
         "shapes": [line | {"x0": edge, "x1": edge} for edge in edges],
     }
     return Chart(

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -51,6 +51,11 @@ def neutralize(value: Any) -> Any:
     return value
 
 
+def render_code(text: str) -> Markup:
+    """The text as HTML; what is between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(neutralize(text)))))
+
+
 def page_template(name: str) -> Template:
     """Return a template that escapes every text."""
     environment = Environment(
@@ -63,6 +68,7 @@ def page_template(name: str) -> Template:
     )
     dump = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=100)
     environment.filters |= {
+        "code": render_code,
         "moment": units.date_time, "seconds": units.seconds, "ms": units.milliseconds, "number": units.significant,
         "yaml": lambda value: dump(msgspec.to_builtins(value)),
     }  # fmt: skip

@@ -95,7 +95,7 @@ def _folded(title: str, body: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
 
 
-HEADINGS = ("Side", "Baseline", "Runs", "By", "Speed", "95 % interval", "p", "Verdict")
+HEADINGS = ("Side", "Baseline", "Samples", "By", "Speed", "95 % interval", "p", "Verdict")
 EQUAL = "Nothing that is recorded differs between them."
 _MAX_VALUE_CHARS = 300  # that are shown of a value; JSON has all of it
 

@@ -210,9 +210,12 @@ def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
         return f"No difference: {same} and {against} are equally fast within {floor}."
     needed = [verdict.needed for verdict in undecided if verdict.needed is not None]
     all_known = len(needed) == len(undecided)
-    remedy = f" About {max(needed)} {undecided[0].unit} a side would decide." if all_known else ""
+    numbers = " to ".join(map(str, sorted({min(needed), max(needed)}))) if all_known else ""
+    remedy = f" About {numbers} {undecided[0].unit} a side would decide." if all_known else ""
     which = "the comparison" if len(verdicts) == 1 else f"{len(undecided)} of {len(verdicts)} comparisons"
-    return f"Inconclusive: {which} with {against} cannot be decided.{remedy}"
+    total = len(comparison.verdicts)
+    in_all = f" (of {total} in all)" if total > len(verdicts) else ""
+    return f"Inconclusive: {which} with {against}{in_all} cannot be decided.{remedy}"
 
 
 def _largest_effect(verdicts: Sequence[Verdict], word: str) -> Verdict | None:
@@ -321,12 +324,15 @@ def verdict_sentences(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     same_but_side: dict[str, list[Verdict]] = defaultdict(list)
     for verdict in _sort_for_report(verdicts):
         same_but_side[verdict.metric + verdict_sentence(verdict, side="")].append(verdict)
+    usual = verdicts[0].baseline if verdicts else ""
     same_but_metric: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for group in same_but_side.values():
         first = group[0]
         # Only verdicts without a ratio can be equal by several metrics.
         by = None if first.word != "inconclusive" or first.reason in ("refused", "no_values") else "*"
-        side = ", ".join(dict.fromkeys(verdict.side for verdict in group))
+        unnamed = first.baseline not in verdict_sentence(first, side="")
+        sides = (f"{v.side} against {v.baseline}" if unnamed and v.baseline != usual else v.side for v in group)
+        side = ", ".join(dict.fromkeys(sides))
         same_but_metric[side, verdict_sentence(first, side=side, by=by)].append(first)
     return [
         (group[0].word, verdict_sentence(group[0], side=side, by=", ".join(METRIC_WORDS[v.metric] for v in group)))
@@ -356,7 +362,7 @@ def group_reasons(reasons: Sequence[Reason]) -> list[str]:
         texts = tuple((key, _NUMBER.sub("#", value)) for key, value in reason.values.items() if isinstance(value, str))
         groups[number if reason.cell is None else (reason.code, texts)].append(reason)
     return [
-        sentence(group[0]) + (f" (likewise in {count(len(group) - 1, 'other run')})" if len(group) > 1 else "")
+        sentence(group[0]) + (f" (likewise in {count(len(group) - 1, 'other cell')})" if len(group) > 1 else "")
         for group in groups.values()
     ]
 
@@ -399,5 +405,6 @@ def design_sentence(run: Run) -> str:
     scenario = run.scenario
     stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
     fresh = f"a fresh server for each{stages}" if scenario.restart else "warm: one server per repeat"
+    order = ", interleaved" if scenario.repeats > 1 else ""
     repeats = count(scenario.repeats, "repeat")
-    return f"{repeats} of every row, interleaved, {fresh}; seed {scenario.seed}."
+    return f"{repeats} of every row{order}, {fresh}; seed {scenario.seed}."

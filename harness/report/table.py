@@ -20,7 +20,7 @@ class TableLine(Struct, frozen=True, kw_only=True):
     """A row of the summary with its verdicts."""
 
     row: Row
-    tokens: float | None  # completion tokens of a run, median over its runs
+    tokens: float | None  # completion tokens of a cell, median over its cells
     verdicts: list[Verdict] = []  # against the baseline, or of a part of a mix against the same load alone
     baseline: bool
     against: str = ""  # the other side of the verdicts, if it is not the run's baseline
@@ -212,8 +212,8 @@ _WORK_COLUMNS = (
     ),
     TableColumn(
         "tokens", "Completion tokens",
-        "Tokens that the server generated in one run, by its own count. Median over the repeats.",
-        "Σ usage.completion_tokens of the run’s successful requests",
+        "Tokens that the server generated in one cell, by its own count. Median over the repeats.",
+        "Σ usage.completion_tokens of the cell’s successful requests",
         lambda line: None if line.tokens is None else f"{line.tokens:,.0f}", "work",
     ),
     TableColumn(
@@ -245,14 +245,14 @@ _WORK_COLUMNS = (
 _VERDICT_COLUMNS = (
     TableColumn(
         "errors", "Errors",
-        "Requests that failed, of all that were sent, and how many the end of the run cut: these are no part of the "
+        "Requests that failed, of all that were sent, and how many the end of the load cut: these are no part of the "
         "error rate. They count here and never in a latency.",
         "errors = failed; error rate = failed ÷ sent", lambda line: format_errors(line.row.pooled), "latency",
     ),
     TableColumn(
         "speedup", "Speedup (95 %)",
         "How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the interval "
-        "that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
+        "that holds the true value in 95 of 100 experiments. The sample is the repeat, not the request.",
         "speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the baseline. "
         "Geometric means over the repeats, interval by Welch’s t on logarithms",
         _format_speedup, "verdict",
@@ -261,7 +261,7 @@ _VERDICT_COLUMNS = (
         "verdict", "Verdict",
         "Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect exceeds 2 %; "
         "“same” only when the interval is within ±2 %; else “inconclusive”.",
-        "exact permutation test on run-level values, corrected for the number of comparisons",
+        "exact permutation test on the values of the repeats, corrected for the number of comparisons",
         _format_verdict, "verdict",
     ),
 )  # fmt: skip
@@ -339,13 +339,13 @@ def time_table(summary: Summary) -> DetailTable:
 
 
 def machine_table(summary: Summary) -> DetailTable:
-    """The host metrics of each row, each the median over its runs."""
+    """The host metrics of each row, each the median over its cells."""
     loads = [cell.machine_load for cell in summary.cells if cell.machine_load is not None]
     if not loads:
         return DetailTable("Host metrics")
     took_s = max((load.took_max_s for load in loads if load.took_max_s is not None), default=None)
     sampling = (
-        f"{units.count(sum(load.samples for load in loads), 'sample')} in {units.count(len(loads), 'run')}, "
+        f"{units.count(sum(load.samples for load in loads), 'sample')} in {units.count(len(loads), 'cell')}, "
         f"at most {max(load.gap_max_s for load in loads):.1f} s apart"
     ) + ("" if took_s is None else f"; reading one took {1000 * took_s:.1f} ms at most")
     values = [(row.server, row.load, row.machine_load) for row in summary.rows if row.machine_load is not None]
@@ -356,7 +356,7 @@ def gpu_table(summary: Summary) -> DetailTable:
     columns = [TableColumn(title, title, "", "", text) for title, text in GPU.items()]
     loads = [(cell.id, cell.machine_load) for cell in summary.cells if cell.machine_load is not None]
     values = [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()]
-    return _detail_table("Each GPU in each run", columns, values)
+    return _detail_table("Each GPU in each cell", columns, values)
 
 
 def field_or_none(record: Struct | None, field: str) -> Any:
@@ -473,7 +473,7 @@ TIME = (
     ),
     TableColumn(
         "limit", "Limited by",
-        "In more than half of the runs, the first of these that holds: the load generator (self-check); the KV cache "
+        "In more than half of the cells, the first of these that holds: the load generator (self-check); the KV cache "
         "(95 % full while requests wait or are preempted); queueing or the API (20 % of E2E); else the longer one of "
         "prefill and decode. Unknown where the server does not report enough.",
         "“Where the time goes” in docs/method.md",

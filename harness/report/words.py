@@ -43,11 +43,11 @@ def max_in_flight(load: Load) -> int:
 
 
 def describe_load(load: Load) -> str:
-    """How a load sends requests, and its settings: "bursts: user batch, batch_size 5, requests 25"."""
+    """How a load sends requests, and its settings: "batch user, bursts: batch_size 5, requests 25"."""
     defaults = msgspec.to_builtins(Load(user=load.user, output_tokens=-1))
     given = {key: value for key, value in msgspec.to_builtins(load).items() if value != defaults[key]}
-    settings = [f"{key} {format_setting(value)}" for key, value in given.items()]
-    return ", ".join([f"{load_kind(load)}: user {load.user}", *settings])
+    settings = ", ".join(f"{key} {format_setting(value)}" for key, value in given.items())
+    return f"{load.user} user, {load_kind(load)}" + (f": {settings}" if settings else "")
 
 
 def describe_arrivals(arrivals: Arrivals) -> str:

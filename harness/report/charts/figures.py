@@ -166,13 +166,13 @@ def throughput_chart(summary: Summary, run: Run) -> Chart:
     return Chart(
         id="throughput",
         title="Throughput over concurrency",
-        caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
+        caption="Aggregate output tokens per second, median of the repeats; whiskers from the least to the most. "
         "A line joins loads that differ in concurrency alone. Ring: the knee, the least concurrency that gives "
         "95\u00a0% of the best. Higher is better.",
         findings=findings + _not_drawn_findings(summary, others),
         formula=f"tok/s = output tokens inside the window ÷ window; {KNEE}",
         figure={"data": data + rings, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
-        head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],
+        head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Repeats"],
         body=[
             [
                 row.server,
@@ -183,7 +183,7 @@ def throughput_chart(summary: Summary, run: Run) -> Chart:
             ]
             for row in summary.rows
         ],
-        empty="" if data else _why_empty(summary, "No valid run gave a throughput."),
+        empty="" if data else _why_empty(summary, "No valid cell gave a throughput."),
     )
 
 
@@ -211,7 +211,7 @@ def first_token_chart(summary: Summary, run: Run) -> Chart:
     return Chart(
         id="first-token",
         title="Time to first token over concurrency",
-        caption="Solid: half of the requests (p50), whiskers from the least to the most p50 of a run. Dotted: 95 of "
+        caption="Solid: half of the requests (p50), whiskers from the least to the most p50 of a cell. Dotted: 95 of "
         "100 requests (p95), where the sample carries it. Lower is better.",
         formula=f"{FORMULAS['ttft']}; pXX: XX % of the successful requests of all repeats took at most so long",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
@@ -232,7 +232,7 @@ def _percentile_cells(row: Row, field: str) -> list[str]:
 
 def tradeoff_charts(summary: Summary, run: Run) -> list[Chart]:
     """TTFT and E2E over throughput."""
-    titles = {"ttft": "Time to first token over throughput", "e2e": "Whole answer over throughput"}
+    titles = {"ttft": "Time to first token over throughput", "e2e": "E2E latency over throughput"}
     return [_tradeoff_chart(summary, run, key, title) for key, title in titles.items()]
 
 
@@ -257,7 +257,7 @@ def _tradeoff_chart(summary: Summary, run: Run, key: str, title: str) -> Chart:
         title=title,
         caption="A point for each load, the number says how many requests at once. Solid: p50, dotted: p95 where the "
         "sample carries it. A line joins loads that differ in concurrency alone. Right and low is best.",
-        formula="across: tok/s = output tokens inside the window ÷ window, median of the runs; "
+        formula="across: tok/s = output tokens inside the window ÷ window, median of the repeats; "
         f"up: {FORMULAS[key]}, percentile over the successful requests of all repeats",
         figure={"data": data, "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", heights)}},
         findings=best + _not_drawn_findings(summary, others),
@@ -350,7 +350,7 @@ def scatter_charts(summary: Summary, observed: ChartData) -> list[Chart]:
         dots.append((row, data, shown))
     return [
         _scatter_chart(summary, dots, "ttft", "Time to first token of single requests"),
-        _scatter_chart(summary, dots, "e2e", "Whole answers of single requests"),
+        _scatter_chart(summary, dots, "e2e", "E2E latency of single requests"),
     ]
 
 
@@ -377,7 +377,7 @@ def _scatter_chart(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]],
         id=f"dots-{key}",
         title=title,
         caption=f"All repeats over each other. ✕: failed, at the time until it failed.{few}",
-        formula=f"across: second of sending − second of its run’s first measured request; up: {FORMULAS[key]}",
+        formula=f"across: second of sending − second of its cell’s first measured request; up: {FORMULAS[key]}",
         figure={
             "data": data,
             "layout": {

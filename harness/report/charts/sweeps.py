@@ -147,7 +147,7 @@ def _heat_map_chart(summary: Summary, swept: Sweep, settings: list[str], measure
         title=f"{measure.title} by {down} and {across}",
         caption=f"{measure.unit}; the stronger the colour, the higher the number; "
         f"{'higher' if measure.more_is_better else 'lower'} is better. ✕: the setting failed.{best}",
-        formula="median of the runs" if measure is RATE else "p50 of the successful requests of all repeats",
+        formula="median of the repeats" if measure is RATE else "p50 of the successful requests of all repeats",
         figure={"data": data, "layout": layout},
         head=["Row", down, across, f"{measure.title}, {measure.unit}"],
         body=_table_body(summary, swept, [down, across], measure),
@@ -217,9 +217,9 @@ def _lines_chart(summary: Summary, swept: Sweep, key: str, measure: Measure) -> 
         id=f"lines-{measure.id}",
         title=f"{measure.title} over {key}",
         caption=f"A line for each {'load' if of_server else 'server'}"
-        + ("; whiskers from the least to the most of the runs. " if measure is RATE else ". ")
+        + ("; whiskers from the least to the most of the repeats. " if measure is RATE else ". ")
         + f"{'Higher' if measure.more_is_better else 'Lower'} is better. Settings that failed are not on it.",
-        formula="median of the runs" if measure is RATE else "p50 of the successful requests of all repeats",
+        formula="median of the repeats" if measure is RATE else "p50 of the successful requests of all repeats",
         figure={
             "data": data,
             "layout": {"xaxis": x_axis, "yaxis": axis(measure.unit, heights), "showlegend": len(lines) > 1},
