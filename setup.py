@@ -6,7 +6,13 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = {"scenarios": "*.yaml", "compose": "*.yaml*", "locustfiles": "*.py", "results/reference": "*.yaml"}
+SHIPPED = {
+    "scenarios": "*.yaml",
+    "compose": "*.yaml*",
+    "locustfiles": "*.py",
+    "results/reference": "*.yaml",
+    "docs": "*.md",
+}
 
 
 class BuildWithFolders(build_py):

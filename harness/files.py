@@ -20,6 +20,7 @@ ROOT = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 LOCUSTFILES = ROOT / "locustfiles"
 COMPOSE = ROOT / "compose"
 SCENARIOS = ROOT / "scenarios"
+DOCS = INSTALLED / "docs" if INSTALLED.is_dir() else Path("docs")  # as messages name it
 RESULTS = ROOT / "results"  # the third-party figures that ship
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from harness.analysis.summarize import read_summary
+from harness.columns import LATENCIES, VALUES
 from harness.engines import engines, find_template
 from harness.failures.table import FRAGMENTED_MEMORY, Rule, removed_flags, replacements, rules
 from harness.files import ROOT
@@ -180,8 +181,20 @@ def findings_tables() -> str:
     return "".join(parts)
 
 
+def metrics_table() -> str:
+    """What a check may name, of the table of metrics."""
+    rows = [table_row(f"`{column.check}_` ...", _about(column.about, column.only)) for column in LATENCIES]
+    rows += [table_row(f"`{column.check}`", column.about) for column in VALUES]
+    return "".join([table_row("metric", "is"), "|---|---|\n", *rows])
+
+
+def _about(about: str, only: str) -> str:
+    return f"{about} (of {only})" if only else about
+
+
 MADE = {
     "README.md": {"table": example_table, "servers": server_names},
+    "docs/scenarios.md": {"metrics": metrics_table},
     "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},
     "docs/doctor.md": {"targets": targets_table, "findings": findings_tables},

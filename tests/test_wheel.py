@@ -18,7 +18,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `harness` command of a new environment that has the wheel; its dependencies are those of the tests."""
     at = tmp_path_factory.mktemp("wheel")
     source = at / "source"
-    for name in ("harness", "scenarios", "compose", "locustfiles", "results/reference"):
+    for name in ("harness", "scenarios", "compose", "locustfiles", "results/reference", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -45,6 +45,7 @@ def run(installed: Path, *args: str, cwd: Path) -> str:
 def test_the_wheel_has_every_file_that_the_commands_read(installed: Path) -> None:
     (package,) = (installed.parent.parent / "lib").glob("python*/site-packages/harness")
     wanted = [path for folder in (SCENARIOS, COMPOSE, LOCUSTFILES, RESULTS) for path in folder.rglob("*")]
+    wanted += (ROOT / "docs").glob("*.md")
     names = {str(path.relative_to(ROOT)) for path in wanted if path.is_file() and path.suffix != ".pyc"}
     shipped = [path for path in package.glob("shipped/**/*.*") if path.suffix != ".pyc"]
     assert names == {str(path.relative_to(package / "shipped")) for path in shipped}

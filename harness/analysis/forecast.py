@@ -22,7 +22,7 @@ from harness.analysis.schedule import load_kind
 from harness.analysis.summarize import cell_contexts, summarize
 from harness.analysis.tally import Clock
 from harness.errors import BadLines, HarnessError, RunError
-from harness.files import UNDECODABLE, read_bytes, read_lines
+from harness.files import DOCS, UNDECODABLE, read_bytes, read_lines
 from harness.judge import stats
 from harness.judge.noise_floors import known_noise
 from harness.judge.stats import Array, Variation
@@ -365,7 +365,7 @@ def forecast(
         raise RunError(
             f"{run.id}: no row allows a prediction",
             detail="\n".join(f"{row.server} / {row.load}: {sentence(row.reason)}" for row in refused),
-            next_step="Measure a batch load with in_flight: docs/plan.md has a scenario.",
+            next_step=f"Measure a batch load with in_flight: {DOCS}/plan.md has a scenario.",
         )
     has_power = any(row.energy_kwh is not None for row in rows)
     package = any(row.machine_load is not None and row.machine_load.package for row in summary.rows)

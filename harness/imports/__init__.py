@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from harness.errors import HarnessError
-from harness.files import UNDECODABLE, describe_decode_error, read_bytes
+from harness.files import DOCS, UNDECODABLE, describe_decode_error, read_bytes
 from harness.rundir.records import Request
 from harness.summary import NEEDED, Distribution, Numbers, Reason
 
@@ -55,7 +55,7 @@ class Source(Struct, frozen=True):
     def error_at(self, place: str, what: str) -> HarnessError:
         return HarnessError(
             f"{self.path}: {place}: {what}",
-            next_step="docs/imports.md says which versions of which tool are read; nothing was written.",
+            next_step=f"{DOCS}/imports.md says which versions of which tool are read; nothing was written.",
         )
 
     def parse_time(self, place: str, text: str, form: str, such_as: str) -> float:

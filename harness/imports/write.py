@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from harness import __version__
 from harness.analysis.summarize import summarize, write_summary
 from harness.errors import HarnessError, did_you_mean
-from harness.files import UNDECODABLE, pretty_json
+from harness.files import DOCS, UNDECODABLE, pretty_json
 from harness.imports import (
     Format,
     Imported,
@@ -101,7 +101,7 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
         keys = ", ".join(list(source.value)[:6]) if isinstance(source.value, dict) else ""
         raise HarnessError(
             f"{path}: not a file of any tool that is known" + (f" (its keys: {keys})" if keys else ""),
-            next_step="Known are the files below; docs/imports.md says more.",
+            next_step=f"Known are the files below; {DOCS}/imports.md says more.",
             detail="\n".join(f"{name}: {form.written_by}" for name, form in FORMATS.items()),
         )
     return source, FORMATS[given or matching[0]].read(source)

@@ -19,7 +19,7 @@ import yaml
 from msgspec.structs import replace
 
 from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, suggest_row
-from harness.files import LOCUSTFILES, read_bytes, read_text
+from harness.files import DOCS, LOCUSTFILES, read_bytes, read_text
 from harness.redact import register_secrets
 from harness.scenario import (
     SERVER_TOKENIZER,
@@ -221,7 +221,7 @@ def validate_checks(
     for text in checks:
         if (problem := check_problem(text, servers, loads)) is not None:
             error = HarnessError(
-                f"--check '{text}': {problem}", next_step="docs/scenarios.md says how checks are written."
+                f"--check '{text}': {problem}", next_step=f"{DOCS}/scenarios.md says how checks are written."
             )
             mistakes.add(error)
     mistakes.raise_errors()
@@ -306,7 +306,7 @@ def check_locustfile(path: Path, *, try_import: bool = True) -> None:
             # Locust would follow it, and the report would name the users of the scenario.
             raise HarnessError(
                 f"{path}, line {node.lineno}: a LoadTestShape and the scenario both say how many users there are",
-                next_step="Remove it, and give the load 'stages'; docs/users.md. "
+                next_step=f"Remove it, and give the load 'stages'; {DOCS}/users.md. "
                 "By hand, with `locust -f`, shapes work.",
             )
     if try_import:
@@ -363,7 +363,7 @@ def _import_locustfile(path: Path) -> None:
     if done.returncode == 0 or "unrecognized arguments: --job" in output:
         raise HarnessError(
             f"{path}: the locustfile has no user class of the harness",
-            next_step="Derive one from harness.load.user.LLMUser; docs/users.md shows how.",
+            next_step=f"Derive one from harness.load.user.LLMUser; {DOCS}/users.md shows how.",
         )
     lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', output)
     where = f"{path}, line {lines[-1]}" if lines else f"{path}"

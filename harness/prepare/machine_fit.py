@@ -14,6 +14,7 @@ from msgspec import Struct, structs
 
 from harness.engines import VLLM_DEFAULT_UTILIZATION, find_template, vllm_accepts
 from harness.errors import HarnessError, ServerError
+from harness.files import DOCS
 from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
 from harness.machine.findings import Finding
 from harness.machine.gpus import (
@@ -325,7 +326,7 @@ def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
             )
         if lacking := find_unsupported_targets(service.image, targets):
             fact = f"is known to have no code for {' and '.join(lacking)} ({read_gfx_table().checked})"
-            notes.append(f"server '{name}': its image {service.image} {fact}; docs/doctor.md has the table")
+            notes.append(f"server '{name}': its image {service.image} {fact}; {DOCS}/doctor.md has the table")
     for short in shortages(experiment, root):
         refused = "; `harness run` refuses it" if short.certain else ""
         notes.append(f"server '{short.server}': {short.fact}{refused}\n  next: {short.fix}")

@@ -13,6 +13,7 @@ from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.capacity.result import read_capacity
 from harness.engines import engines
 from harness.failures.explain import Diagnosis, ScannedLog
+from harness.files import DOCS
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
@@ -331,7 +332,7 @@ def _print_unknown(scanned: ScannedLog, console: Console) -> None:
         )
     for step in UNKNOWN_END:
         _print_row(console, Text("next"), Text(step))
-    _print_row(console, Text("the table"), Text("docs/failures.md; a line that belongs into it is welcome"))
+    _print_row(console, Text("the table"), Text(f"{DOCS}/failures.md; a line that belongs into it is welcome"))
 
 
 def print_forecast(forecast: Forecast, console: Console) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, BinaryIO, NamedTuple
 import msgspec
 
 from harness.errors import BadLines, HarnessError
-from harness.files import UNDECODABLE, open_file
+from harness.files import DOCS, UNDECODABLE, open_file
 from harness.rundir.records import read_marks
 from harness.scenario import Trace
 
@@ -248,7 +248,7 @@ class Replay:
         self.output_tokens = array("I")
         self._extra = array("q")  # see TraceRow
         self.without_tokens = 0  # rows left out, because they have no prompt or no answer
-        bad = BadLines(path, "docs/traces.md says what each format holds.")
+        bad = BadLines(path, f"{DOCS}/traces.md says what each format holds.")
         try:
             with open_file(path) as file:
                 if file.read(len(BOM_UTF8)) != BOM_UTF8:
@@ -379,7 +379,7 @@ def _detect_format(path: Path, file: BinaryIO) -> str:
     shown = first[:100].decode("utf-8", errors="replace").strip()
     raise HarnessError(
         f"{path}:1: the format of the trace is not known: {shown!r}",
-        next_step=f"Known: {', '.join(FORMATS)}. docs/traces.md says what each holds.",
+        next_step=f"Known: {', '.join(FORMATS)}. {DOCS}/traces.md says what each holds.",
     )
 
 
