@@ -92,6 +92,18 @@ def test_a_level_at_which_the_server_dies_is_not_held(tmp_path: Path) -> None:
     assert "does not hold even 1 user: the server died" in done.out
 
 
+def test_requests_that_fail_are_named_as_the_cause(tmp_path: Path) -> None:
+    """Not the latency of the SLO, which all others meet."""
+    servers = {"one": server("--fault", "503@4")}
+    done = capacity(tmp_path, "--slo", "ttft_p95<=20s", "--max-users", "1", servers=servers)
+    assert done.code == 0, done.out + done.err
+    (one,) = found_in(tmp_path).servers
+    assert one.slo is not None and one.slo.kind == "none"
+    (reason,) = {reason.code: reason for reason in one.reasons}.values()
+    assert reason.code == "capacity_failures" and 0 < reason.values["failed"] < reason.values["answers"]
+    assert "requests failed, and a failed request meets no SLO" in done.out
+
+
 def test_an_interrupted_search_can_be_read(tmp_path: Path) -> None:
     path = write(tmp_path, **QUICK)
     with going("capacity", str(path), "--runs", "runs", "--slo", EASY, cwd=tmp_path) as command:

@@ -116,6 +116,7 @@ class LoadBlock(Struct, frozen=True, kw_only=True):
     counts: list[tuple[int, int]]
     output_tokens: float
     answers: int
+    failed: int  # of the answers
     e2e_s: float | None  # mean end-to-end latency of successful requests
 
     @property
@@ -238,6 +239,7 @@ class BlockCutter:
             ],
             output_tokens=tokens,
             answers=answers,
+            failed=sum(request.error not in (None, "unfinished", "abandoned") for request in ended),
             e2e_s=_mean([e2e_s for request in ended if (e2e_s := derive.e2e_s(request)) is not None]),
         )
 

@@ -571,6 +571,10 @@ class ServerSearch:
             tok_s=sum(block.output_tokens for block in blocks) / seconds if seconds else None,
         )
         self.probes.append(probe)
+        failed = sum(block.failed for block in blocks)
+        if failed and state == "fail":
+            loads = self.whole.report.loads_at(levels)
+            self.reasons.append(because("capacity_failures", loads=loads, failed=failed, answers=probe.answers))
         self._blocks.append(blocks)
         outcome = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
         if state == "stopped" and time.monotonic() > self.deadline_s:
