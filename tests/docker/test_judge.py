@@ -120,7 +120,7 @@ import beside
 class Own(LLMUser):
     @task
     def one(self) -> None:
-        self.ask(self.take()[0].saying([{"role": "user", "content": beside.QUESTION}]))
+        self.ask(self.take()[0].with_messages([{"role": "user", "content": beside.QUESTION}]))
 """
 MISTAKE = "        raise RuntimeError('a mistake of the user class')"
 LOADS: dict[str, Any] = {
