@@ -6,22 +6,16 @@ The public API for notebooks and scripts is what `__all__` names; see docs/pytho
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.api import Comparison, Forecast, LoadedRun, Summary, compare, load_run, plan, summarize
+    from harness.analysis.forecast import Forecast
+    from harness.api import LoadedRun, compare, load_run, plan, summarize
     from harness.errors import HarnessError, RunError
+    from harness.summary import Comparison, Summary
 
 __version__ = "0.2.0.dev0"  # as the top entry of CHANGELOG.md; without .dev0 once that is released
 __all__ = [
-    "Comparison",
-    "Forecast",
-    "HarnessError",
-    "LoadedRun",
-    "RunError",
-    "Summary",
-    "compare",
-    "load_run",
-    "plan",
+    "Comparison", "Forecast", "HarnessError", "LoadedRun", "RunError", "Summary", "compare", "load_run", "plan",
     "summarize",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

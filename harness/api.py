@@ -10,7 +10,8 @@ from harness.analysis.forecast import Forecast, forecast
 from harness.analysis.summarize import summarize as summarize_folder
 from harness.analysis.summarize import summary_of
 from harness.comparison.compare import compare_runs, make_reference
-from harness.errors import HarnessError, RunError
+from harness.errors import HarnessError
+from harness.errors import RunError as RunError  # a public name
 from harness.report.export import arrow_table
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_requests
@@ -20,19 +21,6 @@ from harness.summary import Comparison, Summary
 if TYPE_CHECKING:
     import pandas
     import pyarrow
-
-__all__ = [
-    "Comparison",
-    "Forecast",
-    "HarnessError",
-    "LoadedRun",
-    "RunError",
-    "Summary",
-    "compare",
-    "load_run",
-    "plan",
-    "summarize",
-]
 
 
 @dataclass(frozen=True)
@@ -108,7 +96,8 @@ def compare(
     """
     groups = [[side] if isinstance(side, LoadedRun | str | os.PathLike) else side for side in (baseline, *others)]
     runs = [[_loaded(run) for run in group] for group in groups]
-    _refuse_wrong(checks, runs[0][0].manifest)
+    for run in (run for group in runs[1:] for run in group):  # the checks are for their rows
+        _refuse_wrong(checks, run.manifest)
     sides = [[run.path for run in group] for group in runs]
     return compare_runs(sides, about=about, results=None if results is None else Path(results), checks=checks)
 

@@ -33,7 +33,7 @@ def because(code: str, /, **values: Any) -> Reason:
 
 
 def median_of_known(values: Iterable[float | None]) -> float | None:
-    """The median of the known values; None if there is none."""
+    """The median of the known values; None if all are unknown."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 

@@ -62,7 +62,7 @@ def append(path: Path, *lines: bytes) -> None:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The monotonic time, which stands still."""
+    """The monotonic time, which does not move."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now

@@ -11,11 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from harness import plan, summarize
-from harness.analysis.forecast import Forecast, forecast, read_duration, read_price, read_progress
+from harness.analysis.forecast import Blocks, Forecast, forecast, rate_trend, read_duration, read_price, read_progress
 from harness.errors import HarnessError, RunError
 from harness.files import ROOT
 from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
@@ -189,6 +190,15 @@ def test_the_time_in_which_a_server_settles_is_left_out(tmp_path: Path) -> None:
         plain.append(math.log(20_000 / fmean(one.rate for one in work) / truth))
     print(f"\nsettling: {fmean(plain):+.2%} with all of the measured time, {fmean(found):+.2%} without its start")
     assert abs(fmean(found)) <= 0.6 * abs(fmean(plain))
+
+
+@pytest.mark.parametrize(("slope", "change"), [(0.05, -0.049), (0.7, -0.50), (-0.7, 1.01), (-3.0, 19.1)])
+def test_a_trend_is_a_change_of_the_rate(slope: float, change: float) -> None:
+    """Whatever the slope of the time per item: a rate falls by less than 100 %."""
+    places = np.linspace(-0.5, 0.5, 20)
+    noise = np.tile([0.001, -0.001], 10)
+    blocks = Blocks(places, slope * places + noise, np.empty((20, 0)), [False, False], 19)
+    assert rate_trend(blocks) == pytest.approx(change, abs=0.1 * abs(change))
 
 
 def test_items_that_become_longer_are_not_taken_for_a_server_that_settles(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_the_result_of_a_warm_up() -> None:
     assert summarize_warmup(counted, marks) == WarmupResult(requests=2, seconds=3.5, steady=False)
     timed = CellCounts(
         clock=Clock([]), measured_start_s=1002.5
-    )  # when its schedule began, in which nobody comes at first
+    )  # when its schedule began, which has no arrivals at first
     for one in (request(sent_s=1000.0, phase="warmup"), request(sent_s=1009.0, scheduled_s=-0.5)):
         counted.add(one)
         timed.add(one)

@@ -240,8 +240,7 @@ def rate_trend(blocks: Blocks) -> float:
     coefficients, covariance = blocks.fit(np.column_stack([blocks.places, blocks.lengths]))
     slope, freedom = float(coefficients[0]), blocks.freedom - len(coefficients)
     bound = stats.t_quantile(1 - TREND_ALPHA / 2, freedom) * math.sqrt(covariance[0, 0])
-    # From 1 - slope/2 to 1 + slope/2 times the mean time per item.
-    return (1 - slope / 2) / (1 + slope / 2) - 1 if abs(slope) > bound else 0.0
+    return math.expm1(-slope) if abs(slope) > bound else 0.0  # the rate is the inverse of the time per item
 
 
 def length_factor(

@@ -62,7 +62,7 @@ class KneeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     stopped early. `level`, `low` and `high` are None where there is no such level in range: "none" has none of them,
     "unclear" has only `low`. Throughputs are output tokens per second.
     `hurts_from`: the smallest measured level beyond the peak that is clearly below KNEE_SHARE of it, or at which the
-    server failed; None: there is none.
+    server failed; None: no such level.
     `drift`: the throughput of an early level measured again at the end, relative to the first time; None: not measured.
     """
 
@@ -481,7 +481,7 @@ def _is_narrow(low: float, high: float) -> bool:
 
 
 def _level_between(levels: list[int], segment: int) -> int | None:
-    """The level in the middle of a segment, on a logarithmic scale; None where there is none."""
+    """The level in the middle of a segment, on a logarithmic scale; None if it has no level inside."""
     if segment == 0 or levels[segment] - levels[segment - 1] < 2:
         return None
     low, high = levels[segment - 1], levels[segment]

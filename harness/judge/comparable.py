@@ -134,7 +134,7 @@ def _advice(differing: Sequence[str], about: str | None, suggested: str | None) 
 
 
 def _narrowest_excuse(sides: Sequence[Sequence[str]]) -> str | None:
-    """The narrowest `about` that excuses all differing keys of each side; None where there is none."""
+    """The narrowest `about` that excuses all differing keys of each side; None where no single key does."""
     split = [key.split(".") for key in sides[0]]
     ends = [".".join(steps[start:]) for steps in split for start in reversed(range(len(steps)))]
     starts = [".".join(steps[:end]) for steps in split for end in reversed(range(1, len(steps)))]

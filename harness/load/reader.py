@@ -77,7 +77,7 @@ class KernelClock:
         return now_ns
 
     def stamp_ns(self, control: list[tuple[int, int, bytes]]) -> int | None:
-        """Return the stamp in a read's control messages, in monotonic ns; None if there is none."""
+        """Return the stamp in a read's control messages, in monotonic ns; None without one."""
         if self._stepped:
             return None
         for level, kind, data in control:

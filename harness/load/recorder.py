@@ -333,7 +333,7 @@ class RecordSender:
         return self._path.stat().st_size if self._path.exists() else 0
 
     def next_piece(self) -> bytes:
-        """Return the next whole lines that are not confirmed; empty if there are none."""
+        """Return the next whole lines that are not confirmed; empty without any."""
         with open_file(self._path) as file:
             file.seek(self.received)
             data = file.read(_PIECE_BYTES)

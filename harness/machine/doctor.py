@@ -131,7 +131,7 @@ def engine_findings(engine: DockerEngine, *, gpu_count: int) -> Iterator[Finding
 def access_findings(root: Path, *, rootless: bool = False) -> Iterator[Finding]:
     """Yield the findings about device nodes; none without a GPU.
 
-    An engine that runs as root opens them for its containers, whoever the user is. A `rootless` engine opens them as
+    An engine that runs as root opens them for its containers, for any user. A `rootless` engine opens them as
     the user, with the access lists of the file system.
     """
     if next(gpus.list_gpus(root), None) is None:

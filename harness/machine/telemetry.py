@@ -393,7 +393,7 @@ def local_source(container_files: list[str] | None = None, interval_s: float = I
 
 
 class Sampler:
-    """Appends samples to a file between enter and exit. Without a source there are none; a failure leaves a gap."""
+    """Appends samples to a file between enter and exit. Without a source it appends nothing; a failure leaves a gap."""
 
     def __init__(self, source: Source | None, cell: str, path: Path) -> None:
         self.samples = 0

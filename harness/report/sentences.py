@@ -30,7 +30,7 @@ _BOUNDED = (*SLO_METRICS, "output_tok_s", "input_tok_s", "requests_per_s", "wall
 
 
 def run_answer(summary: Summary, run: Run) -> str:
-    """The answer of a run, or why there is none."""
+    """The answer of a run, or why it has no answer."""
     if run.status in ("running", "interrupted", "failed"):
         return "No answer: the run did not come to its end."
     if summary.valid is False and run.status != "live":

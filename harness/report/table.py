@@ -70,7 +70,7 @@ class TableColumn(Struct, frozen=True):
     text: Callable[[Any], str | None]
     group: Literal["name", "work", "latency", "verdict", ""] = ""  # of the main table
     field: str = ""  # of Numbers: the text is marked if the load generator limited it
-    unit: str = ""  # shown with the title; empty if the values have it, or there is none
+    unit: str = ""  # shown with the title; empty if the values have it, or for numbers without a unit
 
     @property
     def heading(self) -> str:

@@ -3,7 +3,7 @@
 (() => {
   const POLL_MS = 2000, TIMEOUT_MS = 8000, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
   const GIB = 2 ** 30, SVG = "http://www.w3.org/2000/svg";
-  // In the tab of Locust's page everything is in a shadow tree; on its own page there is none.
+  // In the tab of Locust's page everything is in a shadow tree; its own page has none.
   const host = globalThis.llmLive, root = host?.shadowRoot || document;
   const outer = host || document.documentElement;
   const $ = (id) => root.getElementById(id);

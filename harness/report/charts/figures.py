@@ -54,7 +54,7 @@ class Knee(Struct, frozen=True, kw_only=True):
     rate: float  # throughput there
     share: float  # of the best
     highest: int  # the highest concurrency measured
-    falls_at: int | None  # the lowest concurrency beyond the best with less than KNEE_SHARE of it; None: there is none
+    falls_at: int | None  # the lowest concurrency beyond the best with less than KNEE_SHARE of it; None: no such
 
     @property
     def is_open(self) -> bool:
