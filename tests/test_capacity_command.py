@@ -90,6 +90,9 @@ def test_a_level_at_which_the_server_dies_is_not_held(tmp_path: Path) -> None:
     assert {probe.state for probe in one.probes} == {"died"}, "each time it was started again"
     assert {reason.code for reason in one.reasons} == {"capacity_died"}
     assert "does not hold even 1 user: the server died" in done.out
+    run = read_run(only_run(tmp_path / "runs"))
+    shown = harness("report", run.id, "--runs", "runs", cwd=tmp_path)
+    assert (run.status, shown.code) == ("valid", 0) and "INVALID" not in shown.out, "a death is an answer"
 
 
 def test_requests_that_fail_are_named_as_the_cause(tmp_path: Path) -> None:

@@ -152,7 +152,9 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"records": four(error="unfinished"), "max_error_rate": 0.2}, [("work_unfinished", {"requests": 1})], []),
         ({"records": many(4, error="connect", chunks_s=[], output_tokens=None), "max_error_rate": 1.0},
          [("none_succeeded", {})], []),
-        # A probe whose budget ended before its first answer: nothing failed.
+        # A probe whose budget ended before its first answer, or before its load process had started: nothing failed.
+        ({"reached": False, "records": [], "load": TIMED, "marks": [], "cell": replace(ran(), stopped_after_s=0.0)}, [],
+         []),
         ({"records": many(4, **CUT), "load": TIMED, "cell": replace(ran(), stopped_after_s=0.2)}, [],
          [("unfinished", {})]),
         ({"records": four(output_tokens=10, finish="stop")},

@@ -112,13 +112,14 @@ def summarize_with_counts(
     for name in failed:
         mix_reasons.pop(cells[name].group, None)
     measured = [cell for cell in summaries if cell.id not in failed]
-    # A setting that failed is the result of its row: the run is valid where another one was measured.
+    # A setting that failed, or a level at which the server died, is the result of its row. A sweep is valid where
+    # another setting was measured; a level that is not held is an answer also alone.
     reasons = [
         *run_reasons,
         *([because("cells_missing", ran=len(run.order) - len(not_run), planned=len(run.order))] if not_run else []),
         *mix_reasons.values(),
         *(problem for cell in measured for problem in cell.problems),
-        *([because("settings_failed")] if failed and not measured else []),
+        *([because("settings_failed")] if run.scenario.swept and failed and not measured else []),
     ]
     rows = _summarize_rows(run, summaries, tallies, _invalid_rows(planned_cells, summaries, mix_reasons, not_run))
     working = [row for row in rows if row.failed is None]

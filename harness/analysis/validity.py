@@ -76,6 +76,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
         """Measured seconds after which the harness stopped the load as planned; None: it did not."""
         return None if self.ran is None else self.ran.stopped_after_s
 
+    @property
+    def never_measured(self) -> bool:
+        """Whether the harness stopped the load as planned before a measured request; some processes may not have
+        started by then."""
+        return self.stopped_after_s == 0
+
     def process_name(self, process: int) -> str:
         return process_name(process, self.marks, self.workers)
 
@@ -132,7 +138,7 @@ def missing_cells(run: Run) -> list[str]:
 
 
 def _end_reasons(evidence: Evidence) -> Iterator[Reason]:
-    if not (evidence.was_reached or evidence.running):
+    if not (evidence.was_reached or evidence.running or evidence.never_measured):
         yield because("not_reached")
     elif evidence.ran is None:
         yield because("going_on" if evidence.running else "not_ended")
@@ -162,7 +168,7 @@ def _process_reasons(evidence: Evidence) -> Iterator[Reason]:
     starts = {mark.process for mark in evidence.marks if mark.event == "start"}
     ends = {mark.process: mark for mark in evidence.marks if mark.event == "end"}
     planned = evidence.load.processes if evidence.workers is None else evidence.workers.total
-    if len(starts) < planned:
+    if len(starts) < planned and not evidence.never_measured:
         yield because("processes_missing", started=len(starts), planned=planned)
     if killed := killed_processes(evidence.marks):
         names, remote = list(map(evidence.process_name, killed)), evidence.workers is not None

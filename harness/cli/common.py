@@ -356,13 +356,10 @@ def junit_until_finished(path: Path | None, scenario: str) -> Iterator[None]:
 
 
 def exit_after_capacity(folder: Path, report: "CapacityReport") -> None:
-    """Exit with the code of a capacity search. A server that died in a probe does not make the run INVALID."""
+    """Exit with the code of a capacity search."""
     from harness.rundir.manifest import read_run
 
-    died = {
-        cell for server in report.servers for probe in server.probes if probe.state == "died" for cell in probe.cells
-    }
-    if any(reason.cell not in died for reason in read_run(folder).reasons):
+    if read_run(folder).reasons:
         raise typer.Exit(ExitCode.INVALID)
     if not all(server.started for server in report.servers):
         raise typer.Exit(ExitCode.SERVER)

@@ -105,5 +105,5 @@ def failure_kind(reason: Reason) -> str:
     if failure.endswith((".memory", ".oom_kill")):
         return "memory"
     return _FAILURE_KINDS.get(failure.partition(".")[0]) or (
-        "died" if reason.code == "setting_died" else "did not start"
+        "did not start" if reason.code == "setting_not_started" else "died"
     )

@@ -415,9 +415,10 @@ class ServerSearch:
 
         watch = ProbeWatch(self._cutter(levels, purpose), decide, self.deadline_s)
         cell_runs = self._measure(endpoint, levels, purpose, watch)
-        yield from cell_runs
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
+        death = because("capacity_died", loads=self.whole.report.loads_at(levels)) if died else None
+        yield from (replace(cell_run, failed=death) for cell_run in cell_runs)
         is_late = not watch.decided and time.monotonic() > self.deadline_s
         if died and isinstance(probe, ProbeEvidence):  # all requests in flight are lost: none met the SLOs
             while probe.state == "open":
@@ -431,8 +432,8 @@ class ServerSearch:
         can_go_on = not (problems or is_late)
         if died or can_go_on:
             self._update_search(levels, probe, died)
-        if died:
-            self.reasons.append(because("capacity_died", loads=self.whole.report.loads_at(levels)))
+        if death is not None:
+            self.reasons.append(death)
         else:
             self.reasons += problems
             if is_late and not problems and probe is not None:

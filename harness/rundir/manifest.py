@@ -155,7 +155,7 @@ class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     served_by: ServedBy
     gpu_memory_before: list[GpuMemory] = []  # right before the start of the server; not for one that already ran
     problems: list[Reason] = []  # noticed during the cell, which make it invalid
-    failed: Reason | None = None  # in a sweep: why its server failed with its settings, which is the result
+    failed: Reason | None = None  # why its server failed: the result of a sweep's setting, or of a capacity's level
 
 
 class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
