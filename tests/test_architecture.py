@@ -16,7 +16,7 @@ from harness.serve.template import GATEWAYS, templates
 # Which others of harness's rooms a room may import: the whole table, in the order of the arrows.
 BASE = {"columns", "errors", "files", "redact", "summary", "units", "reasons"}  # which every other room may import
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"api"},
+    "__init__": {"analysis", "api"},
     "__version__": set(),
     "redact": set(),
     "errors": {"redact"},
