@@ -178,7 +178,7 @@ def test_a_tunnel_that_ends_in_a_run(machine: Machine, image: str, tmp_path: Pat
     assert done.code == 3, done.err
     (cell,) = read_run(only_run(tmp_path / "runs")).cells
     assert sentences(cell.problems)[0].startswith(
-        "the server could not be reached any more: the ssh tunnel to GpuBox ended (exit code 255): Connection to "
+        "the server could not be reached any more: the ssh tunnel to GpuBox ended (exit code 255): "  # then ssh's words
     ), cell.problems
     assert cell.served_by.exit_code is None
     assert "the server died during the load" not in done.out
