@@ -301,7 +301,7 @@ def test_close_ends_the_connection_after_a_whole_stream_that_says_keep_alive(ser
     with socket.create_connection(("127.0.0.1", server.port), 5) as link:
         link.sendall(request)
         data = b""
-        while not data.endswith(b"0\r\n\r\n"):
+        while not data.endswith(b"\r\n0\r\n\r\n"):
             data += link.recv(65536)
         whole_s = time.monotonic()
         link.sendall(request)  # it is never read
