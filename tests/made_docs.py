@@ -10,7 +10,7 @@ from typing import Any
 from harness.analysis.summarize import read_summary
 from harness.columns import LATENCIES, VALUES
 from harness.engines import engines, find_template
-from harness.failures.table import FRAGMENTED_MEMORY, Rule, removed_flags, replacements, rules
+from harness.failures.table import Rule, protected_flags, removed_flags, replacements, rules
 from harness.files import ROOT
 from harness.machine.findings import TOPICS, finding_kinds
 from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_columns
@@ -103,7 +103,6 @@ def failures_tables() -> str:
     for kind, title in TITLES.items():
         parts.append(f"\n## {title}\n| failure | for example | cause | fix |\n|---|---|---|---|\n")
         parts += [_failure_row(rule) for rule in rules() if _kind(rule) == kind]
-    known = replacements()
     parts.append(
         "\n## Arguments that vLLM no longer knows\n| argument | gone in | instead | source |\n|---|---|---|---|\n"
     )
@@ -112,9 +111,9 @@ def failures_tables() -> str:
         for flag, gone in removed_flags().items()
     ]
     parts.append("\n## Environment variables that vLLM no longer knows\n| variable | instead |\n|---|---|\n")
-    parts += [f"| `{name}` | {_cell(instead)} |\n" for name, instead in known.variables.items()]
+    parts += [f"| `{name}` | {_cell(instead)} |\n" for name, instead in replacements().variables.items()]
     parts.append("\n## Arguments that Lemonade sets itself\n| argument | instead |\n|---|---|\n")
-    parts += [f"| `{flag}` | {_cell(instead)} |\n" for flag, instead in known.protected.items()]
+    parts += [f"| `{flag}` | {_cell(instead)} |\n" for flag, instead in protected_flags("vllm_args").items()]
     return "".join(parts)
 
 
@@ -131,16 +130,14 @@ def _failure_row(rule: Rule) -> str:
     shown = sample if len(sample) <= _SAMPLE_CHARS else f"{sample[:_SAMPLE_CHARS]}..."
     marks = " (scenario)" if rule.scenario else ""
     source = re.sub(r"https://\S+[^\s;,]", r"<\g<0>>", rule.source)
-    fix = f"{rule.fix}; where no value is enough: {rule.hopeless}" if rule.hopeless else rule.fix
     return (
         f"| `{rule.id}`{marks} | <code>{_code(shown)}</code> | {_cell(_capitals(rule.cause))} "
-        f"| {_cell(_capitals(fix))}. Source: {_cell(source)} |\n"
+        f"| {_cell(_capitals(rule.fix))}. Source: {_cell(source)} |\n"
     )
 
 
 def _capitals(text: str) -> str:
     text = re.sub(r"\{(?:gone|instead)\}", "", text)  # what the tables below say
-    text = text.replace("{pieces}", f"where more was free than was asked for: {FRAGMENTED_MEMORY.partition(': ')[2]}")
     return re.sub(r"(?<!\$)\{([a-z]+)\}", lambda name: name[1].upper(), text)
 
 

@@ -29,16 +29,13 @@ from harness.serve.compose_file import (
 )
 from harness.serve.document import server_document
 from harness.serve.lint import list_notes
-from harness.serve.security import collect_secrets, find_missing_consent, require_consent
-from harness.serve.template import add_gateway, quote_yaml, read_variables, render, templates
-from harness.simulated.engine import PRESETS
+from harness.serve.security import collect_secrets, find_exposures, require_consent
+from harness.serve.template import add_gateway, read_variables, render, templates
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
-NAMES = [
-    "lemonade", "llamacpp", "localai", "ollama", "sglang-rocm", "simulated", "vllm-cpu", "vllm-offline", "vllm-rocm",
-]  # fmt: skip
+NAMES = templates()
 
 
 def rendered(template: str, given: dict[str, Any] | None = None, model: str = "org/model") -> str:
@@ -49,10 +46,6 @@ def scenario(server: Server, **loads: Load) -> Scenario:
     return Scenario(
         version=1, question="q", model="org/model", servers={"s": server}, loads=loads or {"l": Load(user="chat")}
     )
-
-
-def test_the_templates_that_ship() -> None:
-    assert templates() == NAMES
 
 
 @pytest.mark.parametrize("template", NAMES)
@@ -88,16 +81,12 @@ def test_every_variable_is_explained_its_default_fits_and_every_port_has_limits(
         assert parse_compose(rendered(template, given)) == parse_compose(rendered(template))
 
 
-def strings_of(template: str) -> list[str]:
-    free = {name: variable for name, variable in read_variables(template).items() if variable.choices is None}
-    kinds = {name: variable.type.rstrip("?") for name, variable in free.items()}
-    return [name for name, kind in kinds.items() if kind == "string" and name != "model"]
-
-
-@pytest.mark.parametrize(("template", "name"), [(t, n) for t in NAMES for n in strings_of(t)])
-def test_no_text_can_inject_yaml(template: str, name: str) -> None:
-    plain = yaml.safe_load(rendered(template, {name: "plain$"}))
-    evil = yaml.safe_load(rendered(template, {name: EVIL}))
+@pytest.mark.parametrize("template", NAMES)
+def test_no_text_can_inject_yaml(template: str) -> None:
+    variables = {name: v for name, v in read_variables(template).items() if v.choices is None and name != "model"}
+    names = [name for name, variable in variables.items() if variable.type.rstrip("?") == "string"]
+    plain = yaml.safe_load(rendered(template, dict.fromkeys(names, "plain$")))
+    evil = yaml.safe_load(rendered(template, dict.fromkeys(names, EVIL)))
     assert list(evil) == list(plain)
     assert list(evil["services"]) == list(plain["services"])
     assert list(evil["services"]["server"]) == list(plain["services"]["server"])
@@ -125,15 +114,6 @@ def test_the_model_arrives_as_it_was_written(model: str) -> None:
     assert server.command is not None and server.command[-1] == model
 
 
-@settings(deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
-def test_what_is_quoted_stays_on_its_line_and_keeps_its_value(value: Any) -> None:
-    text = quote_yaml(value)
-    assert len(text.splitlines()) == 1
-    expected = [str(item) for item in value] if isinstance(value, list) else value
-    assert yaml.safe_load(text) == expected
-
-
 @pytest.mark.parametrize(
     ("printed", "problem"),
     [
@@ -156,11 +136,8 @@ def test_a_template_prints_declared_and_quoted_values_only(
     ("template", "given", "problem"),
     [
         ("vllm-rok", {}, "$.servers.s.template: there is no server template 'vllm-rok'; did you mean 'vllm-rocm'?"),
-        ("locust", {}, "$.servers.s.template: there is no server template 'locust'; known: " + ", ".join(NAMES)),
         ("vllm-rocm", {"max_num_seq": 1}, ".variables.max_num_seq: unknown variable; did you mean 'max_num_seqs'?"),
         ("vllm-rocm", {"max_num_seqs": "10"}, ".variables.max_num_seqs: a whole number is expected, got '10'"),
-        ("vllm-rocm", {"max_num_seqs": True}, ".variables.max_num_seqs: a whole number is expected, got True"),
-        ("vllm-rocm", {"seed": None}, ".variables.seed: a whole number is expected, got None"),
         ("vllm-rocm", {"extra_args": "--x"}, ".extra_args: a list of texts or numbers is expected, got '--x'"),
         ("vllm-rocm", {"environment": {"A": [1]}}, "a mapping from names to texts or numbers is expected"),
         ("vllm-rocm", {"model": "x"}, ".variables.model: comes from the scenario's own 'model'; remove it here"),
@@ -169,58 +146,19 @@ def test_a_template_prints_declared_and_quoted_values_only(
         ("vllm-rocm", {"shm_size": "sixteen"}, "'sixteen' is not a size; write it like 16g or 512m"),
         ("vllm-rocm", {"volumes": ["/:/host"]}, "'/:/host' would give the whole host to the container"),
         ("vllm-rocm", {"volumes": ["//../:/host"]}, "would give the whole host to the container"),
-        ("vllm-rocm", {"volumes": ["/models"]}, "'/models' is not a volume"),
         ("vllm-rocm", {"volumes": ["./m:/models"]}, "is neither an absolute path nor the name of a volume"),
         ("vllm-rocm", {"devices": ["kfd"]}, "'kfd' is not a device"),
         ("vllm-rocm", {"devices": ["/dev/../etc/shadow"]}, "is not a device"),
         ("vllm-rocm", {"publish": "everywhere"}, "is not a published port; write it like 127.0.0.1:8000:8000"),
-        ("vllm-rocm", {"image": "An Image"}, "'An Image' is not the name of an image"),
-        ("vllm-rocm", {"ipc": "hots"}, "'hots' is not an ipc mode; known: host, none, private, shareable"),
-        ("vllm-rocm", {"groups": ["two words"]}, "'two words' is not the number of a group; `stat -c %g"),
         ("simulated", {"port": 0}, "$.servers.s.variables.port: a number from 1 to 65535 is expected, got 0"),
-        (
-            "simulated",
-            {"host_port": 65536},
-            "$.servers.s.variables.host_port: a number from 1 to 65535 is expected, got 65536",
-        ),
-        (
-            "simulated",
-            {"preset": "instnt"},
-            "$.servers.s.variables.preset: there is no 'instnt'; did you mean 'instant'?",
-        ),
-        ("simulated", {"cpus": 0}, "$.servers.s.variables.cpus: a number of at least 0.01 is expected, got 0"),
+        ("simulated", {"preset": "instnt"}, ".variables.preset: there is no 'instnt'; did you mean 'instant'?"),
         ("simulated", {"cpus": float("nan")}, "$.servers.s.variables.cpus: a number is expected, got nan"),
-        (
-            "vllm-rocm",
-            {"gpu_memory_utilization": 1.01},
-            "$.servers.s.variables.gpu_memory_utilization: a number from 0.01 to 1 is expected, got 1.01",
-        ),
-        (
-            "vllm-cpu",
-            {"max_num_batched_tokens": -1},
-            "$.servers.s.variables.max_num_batched_tokens: a number of at least 1 is expected, got -1",
-        ),
-        ("llamacpp", {"parallel": 0}, "$.servers.s.variables.parallel: a number of at least 1 is expected, got 0"),
+        ("vllm-rocm", {"gpu_memory_utilization": 1.01}, "a number from 0.01 to 1 is expected, got 1.01"),
         ("lemonade", {"ctx_size": 0}, "$.servers.s.variables.ctx_size: a number of at least 1 is expected, got 0"),
     ],
 )
 def test_a_bad_server_is_refused_in_words(template: str, given: dict[str, Any], problem: str) -> None:
     assert problem in "\n".join(server_problems_of(scenario(Server(template=template, variables=given)), {}))
-
-
-@pytest.mark.parametrize(
-    ("template", "given"),
-    [
-        ("simulated", {"preset": None, "port": 65535, "host_port": 1, "cpus": 0.01, "max_num_seqs": 1}),
-        ("vllm-rocm", {"gpu_memory_utilization": 1, "dtype": "half", "max_model_len": None, "seed": 2**32 - 1}),
-    ],
-)
-def test_the_limits_themselves_are_allowed(template: str, given: dict[str, Any]) -> None:
-    assert server_problems_of(scenario(Server(template=template, variables=given)), {}) == []
-
-
-def test_the_presets_of_the_template_are_those_of_the_engine() -> None:
-    assert read_variables("simulated")["preset"].choices == list(PRESETS)
 
 
 def test_a_problem_has_the_line_of_its_variable() -> None:
@@ -257,22 +195,18 @@ HUB = "hf_abcdefgh12345678"
     [
         ({"extra_args": [f"--api-key={SECRET}"]}, "extra_args[0]", "API_KEY"),
         ({"extra_args": ["--api-key", SECRET]}, "extra_args[1]", "API_KEY"),
-        ({"extra_args": ["--x", f"--hf_token={SECRET}"]}, "extra_args[1]", "HF_TOKEN"),
         ({"extra_args": ["--HF-TOKEN", 123456]}, "extra_args[1]", "HF_TOKEN"),
         ({"extra_args": [f"--client-secret {SECRET}"]}, "extra_args[0]", "CLIENT_SECRET"),
         ({"extra_args": ["--password", f"${{PASSWORD:-{SECRET}}}"]}, "extra_args[1]", "PASSWORD"),
-        ({"extra_args": ["--password", f"$${SECRET}"]}, "extra_args[1]", "PASSWORD"),
         ({"extra_args": f"--api-key={SECRET}"}, "extra_args", "API_KEY"),
         ({"entrypoint": ["env", f"HF_TOKEN={SECRET}", "vllm"]}, "entrypoint[1]", "HF_TOKEN"),
         ({"extra_args": ["--anything", HUB]}, "extra_args[1]", "HF_TOKEN"),
-        ({"extra_args": [f'--config={{"t": "{HUB}"}}']}, "extra_args[0]", "HF_TOKEN"),
         ({"extra_args": ["--x=sk-abcdef123456"]}, "extra_args[0]", "API_KEY"),
         ({"extra_args": ["--x=${Y:-sk-abcdef123456}"]}, "extra_args[0]", "API_KEY"),
         ({"extra_args": [f"Authorization: Bearer {SECRET}"]}, "extra_args[0]", "API_KEY"),
         ({"environment": {"PLAIN": HUB}}, "environment.PLAIN", "HF_TOKEN"),
         ({"environment": {"SECRET_ACCESS_KEY": SECRET}}, "environment.SECRET_ACCESS_KEY", "SECRET_ACCESS_KEY"),
         ({"environment": {"HTTPS_PROXY": f"http://me:{SECRET}@proxy:1"}}, "environment.HTTPS_PROXY", "API_KEY"),
-        ({"model_path": HUB}, "model_path", "HF_TOKEN"),
     ],
 )  # fmt: skip
 def test_a_secret_that_is_written_out_is_refused_and_not_shown(given: dict[str, Any], at: str, name: str) -> None:
@@ -310,9 +244,7 @@ def test_what_must_not_be_in_a_log() -> None:
     [
         ("services.server", "command", "serve model"),
         ("services.server", "devices", "/dev/kfd"),
-        ("services.server", "environment", ["A=1"]),
         ("services.server", "init", "yes"),
-        ("services.server.ulimits", "nofile", 1),
         ("volumes.amd-llm-load-vllm", "driver", "nfs"),
     ],
 )
@@ -330,44 +262,30 @@ def test_a_value_of_the_wrong_shape_and_an_unknown_key_are_refused(place: str, k
 def test_only_one_service_is_a_server() -> None:
     raw = yaml.safe_load(rendered("simulated"))
     raw["services"]["two"] = raw["services"]["server"]
-    with pytest.raises(HarnessError, match="two: the harness starts 'server', 'gateway' and"):
+    with pytest.raises(HarnessError, match="the harness starts 'server'"):
         parse_compose(yaml.safe_dump(raw))
 
 
-def test_vllm_rocm_says_what_the_documents_ask_for() -> None:
+def test_vllm_rocm_is_started_as_amd_asks_for() -> None:
     server = parse_compose(rendered("vllm-rocm")).server
-    assert server.devices == ["/dev/kfd", "/dev/dri"]
-    assert server.group_add == ["44", "992"]
+    assert (server.devices, server.group_add) == (["/dev/kfd", "/dev/dri"], ["44", "992"])
     assert (server.ipc, server.shm_size) == (None, "16g")  # ends with the container; that of the host would not
-    hosts = parse_compose(rendered("vllm-rocm", {"ipc": "host"})).server
-    assert (hosts.ipc, hosts.shm_size) == ("host", None)
-    assert server.security_opt == ["seccomp=unconfined"]
-    assert server.cap_add == ["SYS_PTRACE"]
-    assert server.volumes == [
-        "amd-llm-load-huggingface:/root/.cache/huggingface",
-        "amd-llm-load-vllm:/root/.cache/vllm",
-        "amd-llm-load-triton:/root/.triton",
-    ]
+    assert (server.security_opt, server.cap_add) == (["seccomp=unconfined"], ["SYS_PTRACE"])
     assert server.command == [
         *("org/model", "--served-model-name", "org/model", "--host", "0.0.0.0", "--port", "8000"),
         *("--dtype", "auto", "--seed", "0", "--tensor-parallel-size", "1", "--max-model-len", "8192"),
         *("--gpu-memory-utilization", "0.75", "--max-num-seqs", "64", "--max-num-batched-tokens", "8192"),
         *("--kv-cache-dtype", "auto", "--enable-prefix-caching", "--no-enforce-eager"),
     ]
-
-
-def test_a_digest_an_entrypoint_and_a_size_of_shared_memory_pass_through() -> None:
     given = {
-        "image": "rocm/vllm@sha256:" + "a" * 64, "entrypoint": ["vllm", "serve"], "shm_size": "8g",
-        "max_num_seqs": None, "model_path": "/models/x", "huggingface_cache": "/data/hf", "vllm_cache": None,
-        "volumes": ["/models:/models:ro", "weights:/weights"],
+        "image": "rocm/vllm@sha256:" + "a" * 64, "entrypoint": ["vllm", "serve"], "ipc": "host", "max_num_seqs": None,
+        "huggingface_cache": "/data/hf", "vllm_cache": None, "volumes": ["/models:/models:ro", "weights:/weights"],
     }  # fmt: skip
     compose = parse_compose(rendered("vllm-rocm", given))
     server = compose.server
     assert (server.image, server.entrypoint) == (given["image"], ["vllm", "serve"])
-    assert (server.ipc, server.shm_size) == (None, "8g")
-    assert server.command is not None and server.command[:3] == ["/models/x", "--served-model-name", "org/model"]
-    assert "--max-num-seqs" not in server.command
+    assert (server.ipc, server.shm_size) == ("host", None)
+    assert "--max-num-seqs" not in (server.command or [])
     assert server.volumes == [
         "/data/hf:/root/.cache/huggingface", "amd-llm-load-triton:/root/.triton", "/models:/models:ro",
         "weights:/weights",
@@ -456,65 +374,78 @@ def test_a_port_must_say_where_it_is_published(text: str) -> None:
         parse_port(text)
 
 
+def exposures(template: str = "vllm-rocm", **keys: Any) -> list[str]:
+    """The codes of what a container with these keys gets of its host."""
+    compose = parse_compose(rendered("vllm-rocm"))
+    service = msgspec.structs.replace(compose.server, **keys)
+    serving = msgspec.structs.replace(compose.serving, template=template)
+    changed = msgspec.structs.replace(compose, serving=serving, services={"server": service})
+    return [exposure.code for exposure in find_exposures(changed, {"A_FOLDER": "/etc", "A_DEVICE": "/dev/mem"})]
+
+
 @pytest.mark.parametrize(
-    ("given", "code"),
+    ("code", "paths", "suffix"),
     [
-        *(({"volumes": [f"{path}:/x:ro"]}, "docker-socket") for path in (
-            "/var/run/docker.sock", "/run/docker.sock", "//run/./docker.sock", "/run", "/var/run", "/run/containerd",
-            "/run/containerd/containerd.sock", "/run/user/1000/docker.sock", "/tmp/../var/run/docker.sock")),
-        *(({"volumes": [f"{path}:/x:ro"]}, "host-files") for path in (
-            "/proc", "/proc/1/ns", "/sys", "/sys/fs/cgroup", "/dev", "/dev/shm", "/etc", "/etc/shadow", "/boot",
-            "/root", "/home", "/home/somebody", "/home/somebody/.ssh", "/home/somebody/.docker/config.json", "/var",
-            "/var/lib", "/var/lib/docker/volumes", "/models/../proc", "/root/.ssh/id_rsa")),
-        *(({"volumes": [f"{path}:/x"]}, "host-files") for path in (
-            "/etc/cron.d", "/usr", "/usr/local/bin", "/bin", "/lib/modules", "/var/log", "/var/spool/cron", "/opt",
-            "/srv", "/tmp", "/var/tmp", "/mnt", "/media", "/run/media", "/run/postgresql", "/var/www/html")),
-        *(({"volumes": [f"{home}/{name}:/x:ro"]}, "host-files") for home in ("/root", "/home/somebody", "/var/home/a")
-          for name in (".bashrc", ".profile", ".ssh", ".local", ".local/bin", ".mozilla/firefox", ".ollama",
-                       ".cache/huggingface/token", ".cache/huggingface/stored_tokens", ".cachet", ".config/models/..")),
-        *(({"devices": [device]}, "host-devices") for device in (
-            "/dev/mem", "/dev/sda", "/dev/nvme0n1:/dev/kfd", "/dev/kmem", "/dev/dri/../mem", "/dev/fuse", "/dev/kvm",
-            "/dev/mapper/control", "/dev/kfd-of-nobody", "/dev/input/event0")),
-        *(({"publish": address}, "open-port") for address in ("0.0.0.0", "[::]", "192.168.1.2", "[fe80::1]")),
-        ({"ipc": "host"}, "host-ipc"),
-        ({"huggingface_cache": "/etc/models"}, "host-files"),
-        ({"volumes": ["${A_FOLDER}:/x"]}, "host-files"),
-        ({"devices": ["${A_DEVICE}"]}, "host-devices"),
+        ("docker-socket", ["/var/run/docker.sock", "//run/./docker.sock", "/run", "/var/run", "/run/containerd",
+            "/run/user/1000/docker.sock", "/tmp/../var/run/docker.sock"], ":ro"),
+        ("host-files", ["/proc", "/proc/1/ns", "/sys/fs/cgroup", "/dev", "/dev/shm", "/etc", "/etc/shadow", "/boot",
+            "/root", "/home", "/home/somebody", "/home/somebody/.docker/config.json", "/var", "/var/lib",
+            "/var/lib/docker/volumes", "/models/../proc", "/root/.ssh/id_rsa", "${A_FOLDER}"], ":ro"),
+        ("host-files", ["/etc/cron.d", "/usr/local/bin", "/lib/modules", "/var/log", "/var/spool/cron", "/opt",
+            "/srv", "/tmp", "/var/tmp", "/mnt", "/run/media", "/run/postgresql", "/var/www/html"], ""),
+        ("host-files", [f"{home}/{name}" for home in ("/root", "/home/somebody", "/var/home/a")
+            for name in (".bashrc", ".ssh", ".local/bin", ".ollama", ".cache/huggingface/token", ".cachet",
+                         ".config/models/..")], ":ro"),
+        (None, ["/tmp/models", "/home/somebody/.cache/huggingface", "/root/.cache", "/srv/models", "/mnt/disk",
+            "/home/somebody/.ollama/models", "/root/.local/share/models", "/var/home/a/models", "/opt/models",
+            "/run/media/somebody/disk", "/var/tmp/x", "/data/etc"], ""),
+        (None, ["/etc/ssl/certs", "/usr/share"], ":ro"),
     ],
 )  # fmt: skip
-def test_what_gives_the_container_this_machine_needs_consent(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], code: Any
-) -> None:
-    monkeypatch.setenv("A_FOLDER", "/etc")
-    monkeypatch.setenv("A_DEVICE", "/dev/mem")
-    server = Server(template="vllm-rocm", variables=given)
-    (problem,) = (one for one in server_problems_of(scenario(server), {}) if "there is no " not in one)
+def test_a_mount_that_gives_the_container_this_machine_needs_consent(code: Any, paths: list[str], suffix: str) -> None:
+    for path in paths:
+        assert exposures(volumes=[f"{path}:/x{suffix}"]) == ([] if code is None else [code]), path
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "code"),
+    [
+        ("devices", ["/dev/mem", "/dev/nvme0n1:/dev/kfd", "/dev/dri/../mem", "/dev/kvm", "/dev/kfd-of-nobody",
+            "/dev/input/event0", "${A_DEVICE}"], "host-devices"),
+        ("devices", ["/dev/kfd", "/dev/dri/renderD128", "/dev/null:/dev/kfd"], None),
+        ("ports", ["0.0.0.0:1:2", "[::]:1:2", "192.168.1.2:1:2"], "open-port"),
+        ("ports", ["[::1]:1:2", "127.0.0.2:1:2"], None),
+        ("security_opt", ["seccomp=unconfined", "apparmor=unconfined"], "privileges"),
+        ("security_opt", ["no-new-privileges:true"], None),
+        ("cap_add", ["ALL", "SYS_ADMIN"], "privileges"),
+    ],
+)  # fmt: skip
+def test_devices_ports_and_privileges_that_need_consent(key: str, values: list[str], code: Any) -> None:
+    for value in values:  # of a template of one's own: those that ship have what their makers' commands have
+        keys = {"security_opt": [], "cap_add": [], key: [value]}
+        assert exposures("mine", **keys) == ([] if code is None else [code]), value
+
+
+def test_the_ipc_of_the_host_needs_consent() -> None:
+    assert exposures(ipc="host") == ["host-ipc"]
+    assert exposures(ipc="shareable") == exposures() == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "code"),
+    [({"volumes": ["/etc:/x"]}, "host-files"), ({"huggingface_cache": "/etc"}, "host-files"),
+     ({"publish": "0.0.0.0"}, "open-port")],
+)  # fmt: skip
+def test_consent_is_given_in_the_scenario_and_shown(variables: dict[str, Any], code: Any) -> None:
+    server = Server(template="vllm-rocm", variables=variables)
+    (problem,) = server_problems_of(scenario(server), {})
     assert "needs consent" in problem and f"write allow: [{code}] in the server" in problem
     agreed = msgspec.structs.replace(server, allow=[code])
-    assert [one for one in server_problems_of(scenario(agreed), {}) if "there is no " not in one] == []
+    assert server_problems_of(scenario(agreed), {}) == []
     (note,) = list_notes(scenario(agreed))
     assert f"the scenario lets its container reach this machine: {code} (" in note
     with pytest.raises(ServerError, match="the server is not started"):
         require_consent(server, parse_compose(server_document(scenario(server), "s")))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"volumes": ["/tmp/models:/models", "/etc/ssl/certs:/certs:ro", "/usr/share:/share:ro"]},
-        {"volumes": ["/home/somebody/.cache/huggingface:/a", "/root/.cache:/b", "/srv/models:/c", "/mnt/disk:/d",
-                     "/home/somebody/.ollama/models:/i", "/root/.local/share/models:/j", "/var/home/a/models:/k",
-                     "/opt/models:/e", "/run/media/somebody/disk:/f", "/var/tmp/x:/g", "/data/etc:/h"]},
-        {"devices": ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/card0", "/dev/null:/dev/kfd"], "publish": "[::1]"},
-        {"ipc": "shareable", "publish": "127.0.0.2", "huggingface_cache": None},
-    ],
-)  # fmt: skip
-def test_what_models_and_gpus_need_needs_no_consent(given: dict[str, Any]) -> None:
-    for template in ("vllm-rocm", "llamacpp"):
-        known = {name: value for name, value in given.items() if name in read_variables(template)}
-        found = server_problems_of(scenario(Server(template=template, variables=known)), {})
-        assert [one for one in found if "consent" in one] == []
 
 
 def test_a_link_to_what_needs_consent_needs_it(tmp_path: Path) -> None:
@@ -523,28 +454,6 @@ def test_a_link_to_what_needs_consent_needs_it(tmp_path: Path) -> None:
     for name, code in (("models", "host-files"), ("engine", "docker-socket")):
         server = Server(template="simulated", variables={"volumes": [f"{tmp_path}/{name}:/x"]})
         assert f"allow: [{code}]" in "".join(server_problems_of(scenario(server), {}))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "problem"),
-    [
-        ("security_opt", ["seccomp=unconfined"], "allow: [privileges]"),
-        ("security_opt", ["apparmor=unconfined"], "allow: [privileges]"),
-        ("security_opt", ["no-new-privileges:true"], None),
-        ("cap_add", ["ALL"], "allow: [privileges]"),
-        ("cap_add", ["SYS_ADMIN"], "allow: [privileges]"),
-    ],
-)
-def test_a_template_of_ones_own_needs_consent_for_privileges(key: str, value: list[str], problem: str | None) -> None:
-    """Those that ship have what their makers' own commands have."""
-    server = Server(template="simulated")
-    compose = parse_compose(server_document(scenario(server), "s"))
-    service = msgspec.structs.replace(compose.server, **{key: value})
-    serving = msgspec.structs.replace(compose.serving, template="mine")
-    found = find_missing_consent(
-        server, msgspec.structs.replace(compose, serving=serving, services={"server": service}), {}
-    )
-    assert found == [] if problem is None else [problem in one.text for one in found] == [True]
 
 
 @pytest.mark.parametrize(
@@ -607,13 +516,7 @@ def test_problems_of_a_gateway_say_where() -> None:
     ]
 
 
-def test_a_name_that_both_have_is_refused() -> None:
-    front = "x-amd-llm-load: {template: t, port: 1, health: /}\nservices: {server: {image: a}}\n"
-    with pytest.raises(HarnessError, match=r"\$\.services\.server"):
-        add_gateway("x-amd-llm-load: {}\nservices: {server: {image: a}}\n", front)
-
-
-@pytest.mark.parametrize("text", ["yes", "012", "0o14", "1e3", "on", "~", "a: b", "#", "two\nlines", " x ", "1:30"])
+@pytest.mark.parametrize("text", ["yes", "012", "1e3", "~", "a: b", "two\nlines", "1:30"])
 def test_a_text_stays_a_text(text: str) -> None:
     front = "x-amd-llm-load: {}\nservices: {gateway: {image: a}}\n"
     whole = add_gateway(yaml.dump({"x-amd-llm-load": {"a": text}, "services": {}}), front)

@@ -1,4 +1,4 @@
-"""What Lemonade refuses is told before it starts."""
+"""Lemonade's settings from a scenario, what it would refuse, and the notes of `harness check` about servers."""
 
 import json
 import os
@@ -6,18 +6,17 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
-from harness.failures.table import replacements
+from harness.failures.table import protected_flags
 from harness.job import decode_job
-from harness.scenario import Gateway, Load, Scenario, Server
+from harness.scenario import Load, Prompts, Scenario, Server
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.lemonade import count_server_threads
-from harness.serve.lint import check_vllm_args, list_notes
-from tests.command import harness
+from harness.serve.lint import list_notes
+from tests.command import called
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
@@ -40,56 +39,38 @@ def contents(model: str = "Tiny", **variables: Any) -> dict[str, Any]:
     return {name: json.loads(config.content.replace("$$", "$")) for name, config in compose.configs.items()}
 
 
-@pytest.mark.parametrize("flag", sorted(replacements().protected))
-def test_what_lemonade_sets_itself_is_refused_with_the_reason(flag: str) -> None:
-    (problem,) = problems(vllm_args=f"--max-num-seqs 8 {flag} 1")
-    assert problem == (f"vllm_args: {flag}: Lemonade sets it itself and refuses it; {replacements().protected[flag]}")
-    with pytest.raises(double.BadArgument, match="is managed by Lemonade"):
-        double.checked(f"--max-num-seqs 8 {flag} 1")
-
-
-def test_the_protected_flags_are_those_of_the_double() -> None:
-    assert set(replacements().protected) == set(double.PROTECTED)
+def test_the_protected_flags_are_those_of_lemonade() -> None:
+    assert set(protected_flags("vllm_args")) == set(double.PROTECTED)
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("variables", "problem"),
     [
-        ('--speculative-config \'{"method": "ngram"}\'', "Lemonade strips quotes, so JSON does not reach vLLM"),
-        ("-cc.mode=3 --x {}", "Lemonade strips quotes"),
-        ("–gpu-memory-utilization 0.78", "'–gpu-memory-utilization' starts with a printed dash"),
-        ("--gpu-memory-utilization 0.78 –max-num-seqs 10", "not with hyphens: type --max-num-seqs"),
-        ("--swap-space 4", "--swap-space: vLLM does not know it any more since 0.18.0"),
-        ("--max_model_len=4096", "--max-model-len: Lemonade sets it itself and refuses it; set the variable ctx_size"),
+        ({"vllm_args": '--speculative-config \'{"method": "ngram"}\''}, "Lemonade strips quotes, so JSON does not"),
+        (
+            {"vllm_args": "-tp 2 --max_model_len=4096"},
+            "--max-model-len: Lemonade sets it itself and refuses it; set the",
+        ),
+        ({"llamacpp_args": "-np 8 -c 4096"}, "-c: Lemonade sets it itself and refuses it; set ctx_size"),
+        ({"checkpoint": "org/m"}, "recipe: belongs to 'checkpoint'"),
+        ({"recipe": "vllm"}, "recipe: belongs to 'checkpoint'"),
+        ({"checkpoint": "o/m", "recipe": "llamacpp", "vllm_args": "-tp 2"}, "has no effect with the recipe llamacpp"),
     ],
 )
-def test_what_would_fail_later_is_reported_now(text: str, problem: str) -> None:
-    (found,) = check_vllm_args(text)
-    assert problem in found
+def test_what_would_fail_after_the_download_is_refused_before(variables: dict[str, Any], problem: str) -> None:
+    assert problem in problems(**variables)[0]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "--gpu-memory-utilization 0.78 --max-num-seqs 10",
         "--kv-cache-memory-bytes 4G --no-enable-prefix-caching --no-enforce-eager",
         "-tp 2 --max-num-batched-tokens=8192 --lora-modules a=b c=d",
     ],
 )
 def test_what_lemonade_takes_is_let_through(text: str) -> None:
-    assert check_vllm_args(text) == []
+    assert problems(vllm_args=text) == []
     assert double.checked(text) == text.split()
-
-
-def test_variables_that_do_not_go_together() -> None:
-    assert problems(checkpoint="org/m") == ["recipe: is needed with 'checkpoint': vllm or llamacpp"]
-    assert "recipe: belongs to 'checkpoint'" in problems(recipe="vllm")[0]
-    assert "has no effect with the recipe llamacpp" in problems(
-        checkpoint="o/m", recipe="llamacpp", vllm_args="--max-num-seqs 8"
-    )[0]  # fmt: skip
-    assert "give vllm_args or llamacpp_args, not both" in problems(vllm_args="-tp 2", llamacpp_args="-np 8")[0]
-    assert problems(checkpoint="org/m", recipe="llamacpp", llamacpp_args="-np 8", llamacpp_backend="rocm") == []
 
 
 def test_a_model_that_lemonade_knows() -> None:
@@ -211,17 +192,6 @@ def test_a_folder_of_the_host_keeps_its_owner() -> None:
     assert command is not None and "chown -R" not in command[0]
 
 
-def test_a_gateway_needs_the_name_that_vllm_knows() -> None:
-    variables = {"checkpoint": "org/m", "recipe": "vllm"}
-    server = Server(template="lemonade", variables=variables, gateway=Gateway(template="litellm"))
-    given = msgspec.structs.replace(scenario(), servers={"s": server})
-    assert server_problems_of(given, {}) == [
-        "$.servers.s.gateway: it asks for 'Tiny', and vLLM behind Lemonade knows it as 'user.Tiny' only; "
-        "write the scenario's model as user.Tiny"
-    ]
-    assert server_problems_of(msgspec.structs.replace(given, model="user.Tiny"), {}) == []
-
-
 @pytest.mark.parametrize("model", ["extra.Mine", "builtin.Mine"])
 def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: str) -> None:
     found = server_problems_of(scenario(model, checkpoint="org/m", recipe="vllm"), {})
@@ -231,40 +201,42 @@ def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: s
     assert server_problems_of(scenario(model), {}) == []
 
 
-def hints_of(load: Load, threads: int | None = 8, **variables: Any) -> list[str]:
-    return list_notes(msgspec.structs.replace(scenario(**variables), loads={"l": load}), threads)
-
-
-def test_a_load_above_the_pool_is_reported_before() -> None:
-    load = Load(user="batch", users=2, batch_size=20, requests=80)
-    assert hints_of(load) == [
-        "server 's' under l: 40 requests will be in flight, and Lemonade serves 32 at once on this machine: "
-        "above that its own queue is measured, not the engine's"
-    ]
-    assert hints_of(load, threads=16) == hints_of(load, threads=None) == []
-    assert "serves 256 at once at most" in hints_of(Load(user="chat", users=300, requests=1), threads=None)[0]
-
-
-def test_harness_check_shows_it(tmp_path: Path) -> None:
-    path = tmp_path / "s.yaml"
-    path.write_text(
-        "version: 1\nquestion: q\nmodel: m\nservers: {a: {template: lemonade}}\nrepeats: 1\n"
-        "loads: {many: {user: chat, users: 300, requests: 300}}\n"
-    )
-    done = harness("check", str(path), cwd=tmp_path)
-    assert done.code == 0
-    assert "note: server 'a' under many: 300 requests will be in flight, and Lemonade serves" in " ".join(
-        done.out.split()
+def notes(template: str, load: Load, prompts: Prompts = Prompts(tokens=10), **variables: Any) -> list[str]:  # noqa: B008
+    server = Server(template=template, variables=variables)
+    return list_notes(
+        Scenario(version=1, question="q", model="m", servers={"s": server}, loads={"l": load}, prompts=prompts), 8
     )
 
 
-def test_long_answers_are_told_before() -> None:
-    assert (
-        "count each prompt first"
-        in hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8193), ctx_size=32768)[0]
-    )
-    assert "ctx_size is 8,192" in hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8192))[0]
-    assert hints_of(Load(user="chat", turns=1, requests=1, output_tokens=8192), ctx_size=32768) == []
+@pytest.mark.parametrize(
+    ("template", "variables", "limit"),
+    [
+        ("vllm-rocm", {"max_model_len": 1024}, "max_model_len leaves it 1,024: the server refuses such requests"),
+        ("llamacpp", {"ctx_size": 8192, "parallel": 10}, "ctx_size leaves it 819"),
+        ("llamacpp", {"ctx_size": 4096, "parallel": 10, "kv_unified": True}, "ctx_size leaves it 4,096"),
+        ("ollama", {}, "context_length leaves it 4,096: Ollama cuts such prompts short"),
+    ],
+)
+def test_a_note_on_a_load_longer_than_the_context(template: str, variables: dict[str, Any], limit: str) -> None:
+    load, prompts = Load(user="batch", output_tokens=2000), Prompts(tokens=4000)
+    (note,) = notes(template, load, prompts, **variables)
+    assert f"up to 6,000 tokens, and {limit}" in note
+    assert notes("vllm-rocm", load, prompts, max_model_len=6000) == []
+    assert notes("vllm-rocm", load, prompts, max_model_len=None) == notes("simulated", load, prompts) == []
+
+
+def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu() -> None:
+    (note,) = notes("lemonade", Load(user="batch", users=2, batch_size=20, requests=80, output_tokens=10))
+    assert "40 requests will be in flight, and Lemonade serves at most 32 at once" in note
+    (note,) = notes("vllm-rocm", Load(user="batch"), environment={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"})
+    assert note.startswith("server 's': HSA_OVERRIDE_GFX_VERSION overrides GPU detection")
+
+
+def test_harness_check_says_how_long_a_first_start_takes(tmp_path: Path) -> None:
+    for name, compiles in (("amd-flags", True), ("first-look", False)):
+        done = called("check", name, cwd=tmp_path)
+        assert done.code == 0
+        assert ("a first start compiles for 5 to 12 minutes more" in " ".join(done.out.split())) == compiles
 
 
 @pytest.mark.parametrize(("threads", "size"), [(2, 32), (8, 32), (32, 128), (64, 256), (192, 256)])

@@ -19,37 +19,21 @@ def problems(template: str, model: str = "org/model", gateway: Gateway | None = 
 
 
 @pytest.mark.parametrize(
-    ("template", "argument", "said"),
+    ("template", "argument", "problem"),
     [
         ("vllm-rocm", "--port=9", f"--port: {TEMPLATE_SETS}set the variable 'port'"),
-        ("vllm-rocm", "--host", f"--host: {TEMPLATE_SETS}the server listens inside its container only"),
+        ("vllm-rocm", "--host", f"--host: {TEMPLATE_SETS}remove it"),
         ("vllm-rocm", "--max_num_seqs=5", f"--max-num-seqs: {TEMPLATE_SETS}set the variable 'max_num_seqs'"),
-        ("vllm-rocm", "-tp", f"-tp (--tensor-parallel-size): {TEMPLATE_SETS}set the variable 'tensor_parallel_size'"),
-        ("vllm-rocm", "--quantization", f"--quantization: {TEMPLATE_SETS}set the variable 'quantization'"),
-        ("vllm-rocm", "--served-model-name", f"--served-model-name: {TEMPLATE_SETS}the scenario's `model`"),
-        ("vllm-rocm", "--no-enforce-eager", "--no-enforce-eager (--enforce-eager): "),
-        ("vllm-cpu", "--model", f"--model: {TEMPLATE_SETS}the scenario's `model`"),
+        ("vllm-rocm", "-tp", f"-tp: {TEMPLATE_SETS}set the variable 'tensor_parallel_size'"),
+        ("vllm-rocm", "--no-enforce-eager", f"--no-enforce-eager: {TEMPLATE_SETS}set the variable 'enforce_eager'"),
+        ("vllm-cpu", "--model", f"--model: {TEMPLATE_SETS}remove it"),
         ("vllm-offline", "--seed", f"--seed: {TEMPLATE_SETS}set the variable 'seed'"),
-        ("llamacpp", "-np", f"-np (--parallel): {TEMPLATE_SETS}set the variable 'parallel'"),
-        ("llamacpp", "-c", f"-c (--ctx-size): {TEMPLATE_SETS}set the variable 'ctx_size'"),
-        ("llamacpp", "--n-gpu-layers", f"--n-gpu-layers: {TEMPLATE_SETS}set the variable 'gpu_layers'"),
-        ("llamacpp", "--metrics", f"--metrics: {TEMPLATE_SETS}remove it"),
-        ("localai", "--context-size=4", f"--context-size: {TEMPLATE_SETS}set the variable 'context_size'"),
-        ("lemonade", "--no-broadcast", "--no-broadcast (--broadcast): "),
+        ("llamacpp", "-np", f"-np: {TEMPLATE_SETS}set the variable 'parallel'"),
         ("simulated", "--max-num-seqs", f"--max-num-seqs: {TEMPLATE_SETS}set the variable 'max_num_seqs'"),
     ],
 )  # fmt: skip
-def test_what_a_template_sets_is_not_set_again(template: str, argument: str, said: str) -> None:
-    (problem,) = problems(template, extra_args=[argument, "9"])
-    assert problem.startswith(f"variables.extra_args: {said}")
-
-
-@pytest.mark.parametrize("template", ["vllm-rocm", "vllm-offline", "llamacpp", "localai", "lemonade", "simulated"])
-@pytest.mark.parametrize("flag", ["\u2013threads", "\u2014threads", "\u2212\u2212threads", "-\u2011threads 4"])
-def test_a_dash_that_only_looks_like_hyphens_is_shown(template: str, flag: str) -> None:
-    (problem,) = problems(template, extra_args=[flag])
-    assert problem.startswith(f"variables.extra_args: '{flag}' starts with a printed dash")
-    assert problem.endswith(": type --threads")
+def test_what_a_template_sets_is_not_set_again(template: str, argument: str, problem: str) -> None:
+    assert problems(template, extra_args=[argument, "9"]) == [f"variables.extra_args: {problem}"]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +60,7 @@ def test_a_gateway_s_arguments_are_looked_at_too() -> None:
     ("template", "image", "program"),
     [
         ("vllm-rocm", "rocm/vllm:rocm7.14.0_rdna_ubuntu24.04_py3.14_pytorch_2.11.0_vllm_0.23.0", "[vllm, serve]"),
-        ("vllm-rocm", "rocm/vllm-dev:nightly", "[vllm, serve]"),
         ("vllm-rocm", "docker.io/kyuz0/vllm-therock-gfx1151:stable", "[vllm, serve]"),
-        ("llamacpp", "kyuz0/amd-strix-halo-toolboxes:rocm-7", "[llama-server]"),
     ],
 )
 def test_an_image_that_starts_a_shell_needs_an_entrypoint(template: str, image: str, program: str) -> None:
@@ -99,35 +81,26 @@ def test_a_model_that_can_be_none(model: str) -> None:
     assert problem.startswith("$.model: ")
 
 
-def test_a_number_beyond_reason_and_a_size_that_is_none() -> None:
+def test_numbers_sizes_and_groups() -> None:
     assert problems("vllm-rocm", max_num_seqs=10**30) == [
         f"variables.max_num_seqs: {10**30} is larger than any server takes (2,147,483,647)"
     ]
-    assert problems("vllm-rocm", kv_cache_memory_bytes="4G", mem_limit="${MEM}") == []
-    # One mistake, one sentence: nobody wrote memswap_limit.
     assert problems("vllm-rocm", mem_limit="lots") == [
         "variables.mem_limit: 'lots' is not a size; write it like 16g or 512m"
     ]
-
-
-def test_groups_are_numbers() -> None:
     (problem,) = problems("vllm-rocm", groups=["render"])
     assert "'render' is not the number of a group; `stat -c %g /dev/kfd" in problem
-    assert problems("vllm-rocm", groups=[44, "992"]) == []
-    assert len(problems("vllm-rocm", groups=[-1])) == 1
+    assert problems("vllm-rocm", groups=[44, "992"], mem_limit="${MEM}", kv_cache_memory_bytes="4G") == []
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, missing = tmp_path / "there", tmp_path / "not there"
     there.mkdir()
-    socket_of = tmp_path / "docker.sock"
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{socket_of}")
+    engine_socket = tmp_path / "docker.sock"
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{engine_socket}")
     advice = f"there is no {missing} on this machine; correct the path, or make the folder: mkdir -p '{missing}'"
-    assert problems("vllm-rocm", volumes=[f"{there}:/a", f"{missing}:/b:ro", "${X}:/c"], environment={"X": "1"}) == [
-        f"variables.volumes: {advice}"
-    ]
-    assert problems("llamacpp", models=str(missing)) == [f"variables.models: {advice}"]
-    monkeypatch.setattr("os.path.ismount", lambda path: path == str(socket_of))  # it alone is mounted into a container
+    assert problems("vllm-rocm", volumes=[f"{there}:/a", f"{missing}:/b:ro", "${X}:/c"]) == [f"variables: {advice}"]
+    monkeypatch.setenv("DOCKER_HOST", "ssh://gpu-box")
     assert problems("llamacpp", models=str(missing)) == []
 
 
@@ -145,30 +118,12 @@ def test_a_volume_is_checked_with_its_variables_filled_in(
 ) -> None:
     monkeypatch.setenv("ROOT", "/")
     monkeypatch.setenv("NAMED", "other")
-    (found,) = problems("vllm-rocm", volumes=[volume])
-    assert found.startswith("variables.volumes: ") and problem in found
+    (text,) = problems("vllm-rocm", volumes=[volume])
+    assert text.startswith("variables") and problem in text
     assert problems("vllm-rocm", volumes=["${NOSUCH}:/x"]) == []  # not set yet
 
 
-def test_another_machine_s_folders_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "ssh://gpu-box")
-    assert problems("llamacpp", models="/srv/models-of-that-machine") == []
-
-
-@pytest.mark.parametrize(
-    ("argument", "advice"),
-    [("--port 9", "--port: Lemonade sets it itself and refuses it"), ("-m x", "-m: Lemonade sets it itself"),
-     ("--ctx-size=3", "--ctx-size: Lemonade sets it itself and refuses it; set ctx_size"), ("-c 3", "set ctx_size"),
-     ("--no-jinja", "it is on already"), ("-dev ROCm0", "set llamacpp_backend")],
-)  # fmt: skip
-def test_what_lemonade_sets_for_llama_server(argument: str, advice: str) -> None:
-    given: dict[str, Any] = {"recipe": "llamacpp", "checkpoint": "a/b-GGUF:Q4_K_M"}
-    (problem,) = problems("lemonade", **given, llamacpp_args=f"--parallel 10 {argument}")
-    assert problem.startswith("variables.llamacpp_args: ") and advice in problem
-    assert problems("lemonade", **given, llamacpp_args="--parallel 10 -ub 512 --threads 4") == []
-
-
-def test_a_gateway_before_lemonade_with_llama_server_takes_either_name() -> None:
+def test_a_gateway_before_lemonade_needs_the_name_that_its_engine_knows() -> None:
     gateway = Gateway(template="litellm")
     given: dict[str, Any] = {"checkpoint": "a/b-GGUF:Q4_K_M", "recipe": "llamacpp"}
     assert problems("lemonade", "Qwen3-4B", gateway, **given) == []

@@ -26,7 +26,6 @@ class Context(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     size: str
     slots: str | None = None  # a variable with the number of slots that share `size`
-    arguments: str | None = None  # a variable with arguments as one text, which may contain `--parallel`
     too_long: str = "the server refuses such requests"
 
 
@@ -58,6 +57,7 @@ class Template(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class ProtectedFlags(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Flags of the engine behind a server that the server sets itself, and what to do instead."""
 
+    variable: str  # of the template, with the engine's arguments
     flags: list[str]
     advice: str
 
@@ -66,7 +66,6 @@ class Command(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The command line and the environment of a server's program."""
 
     short: dict[str, str] = {}  # other name of a flag: the flag
-    without_metrics: dict[str, str] = {}  # flag: the metrics that are lost with it
     protected: list[ProtectedFlags] = []
     shells: list[str] = []  # names of images that start a shell, as regular expressions
     environment: list[str] = []  # prefixes of environment variables of its images that affect speed

@@ -5,22 +5,20 @@ source lines of tracebacks, which name errors that did not happen, lines that qu
 level INFO or below, except for rules that are logged there.
 """
 
-import contextlib
 import io
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from msgspec import Struct, field, structs
 
 from harness.engines import engines
 from harness.failures import table
-from harness.failures.table import RANKS, SETTING_WORDS, Pattern, Phase, Severity
+from harness.failures.table import RANKS, Pattern, Phase, Severity
 from harness.files import open_file
 from harness.redact import masked, printable
 
@@ -94,7 +92,7 @@ def _trigger_words() -> dict[bytes, set[bytes]]:
     words = [pattern.needle.encode() for pattern in table.patterns()]
     words += [*_READY_WORDS, *_FETCHED_WORDS, *_STARTING_WORDS, *_STOPPING_WORDS, *_UNLOADING_WORDS]
     by_shape: dict[bytes, set[bytes]] = {}
-    for word in (*words, *SETTING_WORDS, *_EXCEPTION_WORDS):
+    for word in (*words, *_EXCEPTION_WORDS):
         by_shape.setdefault(word.translate(_ZERO_DIGITS), set()).add(word)
     return by_shape
 
@@ -164,7 +162,7 @@ def scan(file: BinaryIO) -> ScannedLog:
 
 def explain_message(message: str) -> Diagnosis | None:
     """Explain the error of a request; `message` is `KIND: text`, as in a record."""
-    return _match_line(strip_prefixes(message.replace("\n", " ").encode()), table.patterns(), {}, None)
+    return _match_line(strip_prefixes(message.replace("\n", " ").encode()), table.patterns(), None)
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -191,9 +189,6 @@ class LogLine(NamedTuple):
 def parse_line(raw: bytes) -> LogLine:
     """Return the text and the level of a line, without control characters."""
     text = raw[:MAX_LINE_CHARS].decode("utf-8", "replace")
-    if text.startswith('{"log":"'):  # a file of Docker's json-file driver
-        with contextlib.suppress(ValueError, KeyError, RecursionError):
-            text = str(json.loads(text)["log"])
     text = printable(text.rstrip("\r\n")).replace("\n", "")
     end, level = 0, None
     while match := _LINE_PREFIX.match(text, end):
@@ -242,7 +237,6 @@ class _LogSearch:
         self._server_name: str | None = None
         self._traceback_line: int | None = None  # the first line of the open traceback
         self._logged_exception: tuple[str, int] | None = None  # the last one without a traceback: text and line
-        self._settings: dict[str, Any] = {}
         self._previous_line = b""  # the last line of the previous block
         self._last_line = b""  # the last line that is not empty
 
@@ -307,10 +301,10 @@ class _LogSearch:
         if _USER_TEXT.search(line.text):
             self._remember_plain({shape})
             return
-        self._track_state(raw, line.text, number)
+        self._track_state(raw, number)
         if is_traceback_code(line.text, previous):
             return
-        finding = _match_line(line.text, candidates, self._settings, number)
+        finding = _match_line(line.text, candidates, number)
         if finding is not None and line.level == "chatter" and finding.severity != "warning":
             finding = finding if table.rules_by_id()[finding.id].chatter else None
         if finding is None:
@@ -318,14 +312,14 @@ class _LogSearch:
             return
         self._traceback_line = None
         if finding.severity == "wrapper" and self._logged_exception is not None:
-            self._add_finding(_unknown_exception(*self._logged_exception, self._settings))
+            self._add_finding(_unknown_exception(*self._logged_exception))
             self._logged_exception = None
         key = self._add_finding(structs.replace(finding, hint=line.level == "warning"))
         if key is not None and self._counts[key] >= FREQUENT and finding.severity != "wrapper":
             self._frequent_shapes[shape] = key
 
-    def _track_state(self, raw: bytes, line: str, number: int) -> None:
-        """Note the server's settings, and when its model is complete, when it is ready and when it stops."""
+    def _track_state(self, raw: bytes, number: int) -> None:
+        """Note when the server's model is complete, when it is ready and when it stops."""
         if any(word in raw for word in _STARTING_WORDS):
             self._stop_line, self._is_stopping = None, False
         elif (unloads := any(word in raw for word in _UNLOADING_WORDS)) or any(word in raw for word in _STOPPING_WORDS):
@@ -339,8 +333,6 @@ class _LogSearch:
             for key, finding in self._findings.items():
                 if is_ready or table.rules_by_id()[finding.id].fetching:
                     self._findings[key] = structs.replace(finding, recovered=True)
-        if any(word in raw for word in SETTING_WORDS):
-            self._settings |= table.parse_settings(line)
 
     def _track_exception(self, line: LogLine, number: int) -> None:
         """Note the start of a traceback, its exception, or an exception that was logged without a traceback."""
@@ -351,7 +343,7 @@ class _LogSearch:
             self._traceback_line = number
         elif self._traceback_line is not None:
             if number - self._traceback_line < _MAX_TRACEBACK_LINES and _is_exception(text):
-                self._add_finding(_unknown_exception(text, number, self._settings))
+                self._add_finding(_unknown_exception(text, number))
             self._traceback_line = None
         elif line.level == "error" and _LOGGED_EXCEPTION.match(text) and _is_exception(text):
             self._logged_exception = text, number
@@ -372,25 +364,23 @@ class _LogSearch:
         return key
 
 
-def _unknown_exception(line: str, number: int, settings: dict[str, Any]) -> Diagnosis:
+def _unknown_exception(line: str, number: int) -> Diagnosis:
     pattern = next(pattern for pattern in table.patterns() if pattern.rule.id == EXCEPTION_RULE)
     match = _EXCEPTION.match(line)
     assert match is not None
-    return _make_diagnosis(pattern, match, settings, number)
+    return _make_diagnosis(pattern, match, number)
 
 
-def _match_line(
-    line: str, candidates: Sequence[Pattern], settings: dict[str, Any], number: int | None
-) -> Diagnosis | None:
+def _match_line(line: str, candidates: Sequence[Pattern], number: int | None) -> Diagnosis | None:
     for pattern in candidates:
         if pattern.needle in line and (match := pattern.regex.search(line)) is not None:
-            return _make_diagnosis(pattern, match, settings, number)
+            return _make_diagnosis(pattern, match, number)
     return None
 
 
-def _make_diagnosis(pattern: Pattern, match: re.Match[str], settings: dict[str, Any], number: int | None) -> Diagnosis:
+def _make_diagnosis(pattern: Pattern, match: re.Match[str], number: int | None) -> Diagnosis:
     rule = pattern.rule
-    cause, fix = table.format_cause_and_fix(rule, match, settings)
+    cause, fix = table.format_cause_and_fix(rule, match)
     line = masked(match.string)
     shown = line.strip()
     if len(shown) > SHOWN_CHARS:  # the part around the match

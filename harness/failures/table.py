@@ -1,6 +1,5 @@
 """The table of known failures and of removed flags. Causes and fixes are filled in from the matching line of a log."""
 
-import ast
 import math
 import re
 from collections.abc import Mapping
@@ -44,7 +43,6 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     samples: list[str]  # real lines, each explained by this row
     cause: str
     fix: str
-    hopeless: str = ""  # the fix if no value of the variable in `fix` is enough
     source: str
 
 
@@ -57,11 +55,10 @@ class Pattern(Struct, frozen=True):
 
 
 class Replacements(Struct, frozen=True, forbid_unknown_fields=True):
-    """gone.yaml: advice for arguments, variables and protected flags that a server does not know."""
+    """gone.yaml: advice for arguments and variables that a server does not know."""
 
     names: dict[str, str]
     variables: dict[str, str]
-    protected: dict[str, str]
 
 
 class RemovedFlag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -118,126 +115,42 @@ def removed_flags() -> dict[str, RemovedFlag]:
     return {row.flag: row for row in msgspec.convert(_read_yaml("removed_flags.yaml"), list[RemovedFlag])}
 
 
+def protected_flags(variable: str) -> dict[str, str]:
+    """Return the flags that a server sets itself in the arguments of a variable, each with what to do instead."""
+    rows = [row for engine in engines() for row in engine.command.protected if row.variable == variable]
+    return {flag: row.advice for row in rows for flag in row.flags}
+
+
 def _read_yaml(name: str) -> Any:
     return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
-WORKING_SEQUENCES = 64  # with so many, a sampler's warm-up is small compared with any model's weights
-MIN_CACHE_GIB = 1.0  # if no message has the needed size: with less, a server runs almost no request
-FRAGMENTED_MEMORY = (
-    "as much was free as was asked for, so the memory is in pieces: set PYTORCH_HIP_ALLOC_CONF="
-    "expandable_segments:True in `environment` (PyTorch 2.11 or newer; not where the start hangs with it), or "
-)
 MAX_VALUE_CHARS = 300
-STEP = 0.05  # of gpu_memory_utilization, if a message has no number to compute from
 MAX_NUMBER = 1e15  # a log can print anything
-MAX_GPUS = 10_000
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_ARGUMENTS = re.compile(r"non-default args: (\{.*\})")
-# Lines of vLLM with its memory settings in GiB: plain words of the line, and an expression.
-_MEMORY_SETTINGS = {
-    "--gpu-memory-utilization": r"--gpu-memory-utilization[= '\",]+(?P<gpu_memory_utilization>\d+(?:\.\d+)?|\.\d+)",
-    "--gpu_memory_utilization": r"--gpu_memory_utilization[= '\",]+(?P<gpu_memory_utilization>\d+(?:\.\d+)?|\.\d+)",
-    "Available KV cache memory: ": r"Available KV cache memory: (?P<kv_gib>-?\d+(?:\.\d+)?) GiB",
-    " GiB) on startup": r"\((?P<free_gib>\d+(?:\.\d+)?)/(?P<total_gib>\d+(?:\.\d+)?) GiB\) on startup",
-    "total_gpu_memory (": r"total_gpu_memory \((?P<total_gib>\d+(?:\.\d+)?) ?GiB\)",
-    "total capacity of ": r"total capacity of (?P<total_gib>\d+(?:\.\d+)?) GiB",
-    "Requested memory: ": r"Initial free memory: (?P<free_gib>\d+(?:\.\d+)?) GiB; "
-    r"Requested memory: (?P<gpu_memory_utilization>\d+(?:\.\d+)?) \(util\), (?P<wanted_gib>\d+(?:\.\d+)?) GiB",
-}
-SETTING_WORDS = tuple(word.encode() for word in ("non-default args: ", *_MEMORY_SETTINGS))
 
 
-def parse_settings(line: str) -> dict[str, Any]:
-    """Return the server's settings that a line of vLLM's or Lemonade's log contains."""
-    if (printed := _ARGUMENTS.search(line)) is not None:
-        try:
-            arguments = ast.literal_eval(printed[1])
-        except (ValueError, SyntaxError):
-            return {}
-        return arguments if isinstance(arguments, dict) else {}
-    settings: dict[str, Any] = {}
-    for words, regex in _MEMORY_SETTINGS.items():
-        if words in line and (match := re.search(regex, line)) is not None:
-            settings |= match.groupdict()
-    if "wanted_gib" in settings and (utilization := float(settings["gpu_memory_utilization"])) > 0:
-        settings["total_gib"] = f"{float(settings['wanted_gib']) / utilization:.2f}"
-    return {name: value for name, value in settings.items() if abs(float(value)) < MAX_NUMBER}
-
-
-def format_cause_and_fix(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the cause and the fix of a row for a matching line. `settings`: those that the log had before."""
+def format_cause_and_fix(rule: Rule, match: re.Match[str]) -> tuple[str, str]:
+    """Return the cause and the fix of a row for a matching line."""
     groups = {name: masked((value or "").strip()) for name, value in match.groupdict().items()}
-    values = _compute_values(rule, groups) | _find_replacements(groups)
+    values = _compute_values(groups) | _find_replacements(groups)
     values |= {name: value[:MAX_VALUE_CHARS] for name, value in groups.items() if value}
-    values = _lower_utilization(settings) | values | _raise_utilization(rule, groups, settings)
-    is_hopeless = rule.hopeless and "" in (values.get("safe"), values.get("raised"))
-    return _fill_placeholders(rule.cause, values), _fill_placeholders(
-        rule.hopeless if is_hopeless else rule.fix, values
-    )
+    return _fill_placeholders(rule.cause, values), _fill_placeholders(rule.fix, values)
 
 
-def _lower_utilization(settings: Mapping[str, Any]) -> dict[str, str]:
-    try:
-        used = float(settings["gpu_memory_utilization"])
-    except (KeyError, TypeError, ValueError):
-        return {}
-    return {"used": f"{used:g}", "lower": f"{max(0.0, used - STEP):.2f}"}
-
-
-def _raise_utilization(rule: Rule, groups: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the gpu_memory_utilization that gives the KV cache what it lacks; "" if none does."""
-    if rule.id not in ("mem.no_cache_blocks", "mem.kv_lt_one_request"):
-        return {}
-    try:
-        used, total = float(settings["gpu_memory_utilization"]), float(settings["total_gib"])
-        have = float(groups["have"] if "have" in groups else settings["kv_gib"])
-        need = float(groups.get("need", MIN_CACHE_GIB))
-        free = settings.get("free_gib")
-        max_utilization = 1.0 if free is None else min(1.0, (float(free) - 0.01) / total)
-        raised = math.ceil((used + (need - have + 0.01) / total) * 100 - 1e-9) / 100  # both are rounded to hundredths
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        return {}
-    return {"raised": f"{raised:g}" if raised <= max_utilization else "", "lacking": f"{need - have:.2f}"}
-
-
-def _compute_values(rule: Rule, groups: Mapping[str, str]) -> dict[str, str]:
+def _compute_values(groups: Mapping[str, str]) -> dict[str, str]:
     """Return values of a row's placeholders that are computed from the numbers of the line."""
-    number = {name: float(value) for name, value in groups.items() if re.fullmatch(r"-?\d+(?:\.\d+)?", value)}
-    number = {name: value for name, value in number.items() if abs(value) < MAX_NUMBER}
-    values: dict[str, str] = {}
-    if {"free", "total", "util"} <= number.keys():
-        values["safe"] = f"{safe_utilization_from_log(groups['free'], groups['total']) or ''}"
-    if {"need", "have", "len"} <= number.keys():  # GiB and tokens: a KV cache grows with the length
-        values["more"] = f"{max(0.01, math.ceil((number['need'] - number['have']) * 100) / 100):.2f}"
-        if number["need"] > 0:  # in blocks of 16 tokens; the printed GiB are rounded
-            tokens = number["len"] * max(0.0, number["have"] - 0.005) / (number["need"] + 0.005)
-            values["max"] = f"{math.floor(tokens / 16) * 16}"
-    if rule.id == "mem.hip_oom" and 0 < _parse_size(groups.get("want", "")) <= _parse_size(groups.get("free", "")):
-        values["pieces"] = FRAGMENTED_MEMORY
-    if {"heads", "size"} <= number.keys():
-        heads, gpu_count = int(number["heads"]), int(number["size"])
-        divisors = (count for count in range(1, min(gpu_count, MAX_GPUS)) if heads % count == 0)
-        values["divisor"] = f"{max(divisors, default=1)}"
-    if rule.id == "mem.sampler_warmup" and "seqs" in number:
-        values["fewer"] = f"{max(1, min(WORKING_SEQUENCES, int(number['seqs']) // 2))}"
-    if rule.id == "req.context":  # the context that this request needs
-        needed = number.get("asked") or number.get("prompt", 0.0) + number.get("output", 0.0)
-        if needed > number.get("limit", 0.0):
-            values["needed"] = f"{needed:.0f}"
-    if "seconds" in number:
-        values["longer"] = f"{max(3600, 2 * int(number['seconds']))}"
-    return values
-
-
-def _parse_size(text: str) -> float:
-    """Return the bytes of a text such as "1.50 GiB"; 0 without a unit."""
-    number, _, unit = text.partition(" ")
-    return float(number) * _UNITS[unit] if unit in _UNITS else 0.0
+    numbers = {name: float(value) for name, value in groups.items() if re.fullmatch(r"-?\d+(?:\.\d+)?", value)}
+    numbers = {name: value for name, value in numbers.items() if abs(value) < MAX_NUMBER}
+    if {"free", "total", "util"} <= numbers.keys():
+        return {"safe": f"{safe_utilization_from_log(groups['free'], groups['total']) or ''}"}
+    if {"need", "have", "len"} <= numbers.keys() and numbers["need"] > 0:  # a KV cache grows with the length
+        tokens = numbers["len"] * max(0.0, numbers["have"] - 0.005) / (numbers["need"] + 0.005)  # GiB are rounded
+        return {"max": f"{math.floor(tokens / 16) * 16}"}  # in blocks of 16 tokens
+    return {}
 
 
 def _find_replacements(groups: Mapping[str, str]) -> dict[str, str]:
-    """Return advice for arguments and variables that a server does not know (any more)."""
+    """Return advice for arguments and variables that a server does not know (any more), or sets itself."""
     known, removed = replacements(), removed_flags()
     values: dict[str, str] = {}
     if "args" in groups:
@@ -245,7 +158,7 @@ def _find_replacements(groups: Mapping[str, str]) -> dict[str, str]:
         advice = [f"{flag}: {removed[flag].advice}; " for flag in flags if flag in removed]
         advice += [f"{flag} is no argument: {known.names[flag]}; " for flag in flags if flag in known.names]
         values["gone"] = "".join(advice)
-    for group, table in (("variable", known.variables), ("flag", known.protected)):
+    for group, table in (("variable", known.variables), ("flag", protected_flags("vllm_args"))):
         if group in groups:
             instead = table.get(groups[group].partition("=")[0])
             values["instead"] = f"; {instead}" if instead else ""
