@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +25,6 @@ RESULTS = ROOT / "results"  # the third-party figures that ship
 T = TypeVar("T")
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises for damaged JSON
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-_STEP = re.compile(r"\.([^.\[`]+)|\[(\d+)\]")
 
 
 def open_file(path: str | Path) -> io.BufferedReader:
@@ -104,7 +102,7 @@ def read_json(
     contradiction: Callable[[T], tuple[str, str] | None] = lambda _: None,
     upgrade: Callable[[dict[str, Any]], None] | None = None,
 ) -> T:
-    """Return the value in a JSON file. Raises OSError; HarnessError with the line of a damaged or too new file.
+    """Return the value in a JSON file. Raises OSError; HarnessError for a damaged or too new file.
 
     newest: the newest format version that can be read. contradiction: returns a problem of a decoded value, and its
     path. upgrade: changes a value of an older format, whose fields have their new names, to the newest, in place.
@@ -129,8 +127,7 @@ def read_json(
         text = describe_decode_error(error)
         is_newer = "unknown field" in text  # a new optional field does not raise the format version
         step = "A newer harness wrote it: update this one." if is_newer else f"The file was changed or damaged{advice}."
-        line = _line_of(raw, text)
-        raise HarnessError(f"{path}{line and f':{line}'}: cannot be read ({text})", next_step=step) from None
+        raise HarnessError(f"{path}: cannot be read ({text})", next_step=step) from None
 
 
 def _upgrade(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], newest: int | None) -> dict[str, Any]:
@@ -145,33 +142,6 @@ def _upgrade(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], new
 def describe_decode_error(error: Exception) -> str:
     text = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-def _line_of(raw: bytes, text: str) -> str:
-    """Return the line of a decode error with this text, which has a byte or a path; "": unknown."""
-    if (byte := re.search(r"\(byte (\d+)\)", text)) is not None:
-        return str(raw.count(b"\n", 0, int(byte[1])) + 1)
-    if "truncated" in text:
-        return str(raw.count(b"\n") + 1)
-    if not text.endswith("`") and "- at" not in text:
-        return ""
-    offset, value = 0, raw
-    for key, index in _STEP.findall(text.partition("- at `$")[2]):
-        try:
-            parts: Any = msgspec.json.decode(value, type=dict[str, msgspec.Raw] if key else list[msgspec.Raw])
-            for name, part in parts.items() if key else enumerate(parts):
-                if key:
-                    encoded = msgspec.json.encode(name)
-                    offset = raw.index(encoded, offset) + len(encoded)
-                offset, value = raw.index(bytes(part), offset), bytes(part)
-                if name == (key or int(index)):
-                    break
-                offset += len(value)
-            else:
-                break
-        except (*UNDECODABLE, ValueError):
-            break
-    return str(raw.count(b"\n", 0, offset) + 1)
 
 
 def read_lines(path: Path, kind: type[T], damaged: list[int] | None = None) -> Iterator[T]:

@@ -129,7 +129,7 @@ CASES: dict[str, Any] = {
 }
 
 
-def test_a_damaged_run_is_one_line_in_the_list_and_an_error_with_its_line_elsewhere(tmp_path: Path) -> None:
+def test_a_damaged_run_is_one_line_in_the_list_and_an_error_elsewhere(tmp_path: Path) -> None:
     write_made_run(tmp_path / "runs" / "good")
     for name, change in CASES.items():
         damaged(tmp_path / "runs", name, change)
@@ -145,10 +145,8 @@ def test_a_damaged_run_is_one_line_in_the_list_and_an_error_with_its_line_elsewh
         assert time.process_time() - begin < 2
         assert told.value.what.startswith(f"{tmp_path / 'runs' / name / 'run.json'}:"), told.value.what
         assert "\n" not in told.value.what
-    text = (tmp_path / "runs" / "no-such-load" / "run.json").read_text().splitlines()
-    with pytest.raises(HarnessError, match="the scenario has no load 'other'") as told:
+    with pytest.raises(HarnessError, match=r"the scenario has no load 'other' - at `\$\.cells\[1\]"):
         read_run(tmp_path / "runs" / "no-such-load")
-    assert text[int(told.value.what.split(":")[1]) - 1].strip() == '"load": "other",'
     done = harness("report", "runs/no-servers", cwd=tmp_path)
     assert (done.code, done.out, done.err.splitlines()[1]) == (1, "", "next: The file was changed or damaged.")
 

@@ -82,7 +82,7 @@ def test_a_mix_makes_a_load_of_each_of_its_parts(tmp_path: Path) -> None:
         ("[chat, job]", "[chat]", "two or more different loads are expected"),
         ("both: [", "chat: [", "there is a load of that name"),
         ("5, duration_s: 5", "5, duration_s: 6", "'duration_s' and 'ramp_s' must be the same"),
-        ("5, duration_s: 5", "5, requests: 5", "a part has no 'duration_s'"),
+        ("5, duration_s: 5", "5, requests: 5", "each part needs a 'duration_s', and cannot have stages"),
         ("warmup: {duration_s: 1}", "warmup: {duration_s: 0}", "give it a number above 0, or remove it"),
         ("  job: {", "  a.b: {", "a '.' is in the names of a mix's parts only"),
         ("both: [chat, job]", "both: [chat, job]\n  all: [both, job]", "'both' is not a load"),

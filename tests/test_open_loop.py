@@ -14,8 +14,6 @@ from harness.analysis.derive import merge_counts
 from harness.analysis.schedule import ScheduleTally, load_kind, planned_count, pool_schedules, schedule_kept
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import Clock
-from harness.errors import HarnessError
-from harness.prepare.experiment import prepare
 from harness.report import words
 from harness.report.charts.data import read_chart_data
 from harness.report.table import schedule_table
@@ -23,7 +21,7 @@ from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.behaviour import Agent
 from harness.summary import ScheduleKept
-from tests.command import Done, called, harness, only_run, write
+from tests.command import Done, called, harness, only_run
 from tests.made_runs import request, write_lines
 
 EVEN = Arrivals(rate=10.0, spacing="even")
@@ -263,16 +261,6 @@ def test_the_warm_up_is_no_part_of_the_rate_of_an_open_loop(tmp_path: Path) -> N
         place = CellContext(Clock([]), duration_s=10.0, first_due_s=first_due_s)
         (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         assert (found.ended_inside, len(found.tokens_inside)) == (ended, ended)
-
-
-def test_requests_that_never_come_are_refused(tmp_path: Path) -> None:
-    for load, come in (({}, 20), ({"user": "chat", "turns": 2}, 40), ({"batch_size": 4}, 80)):
-        given = {"user": "batch", **load, "arrivals": {"points": [[0, 2], [10, 0]], "spacing": "even"}}
-        assert prepare(write(tmp_path, loads={"l": {**given, "requests": come}})).scenario.loads["l"].requests == come
-        with pytest.raises(HarnessError) as caught:
-            prepare(write(tmp_path, loads={"l": {**given, "requests": come + 1}}))
-        expected = f"only {come} of {come + 1} ever come: the rate of 'arrivals' is 0 from second 10 on; give fewer"
-        assert expected in caught.value.detail
 
 
 def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> None:

@@ -96,8 +96,14 @@ def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> No
         (Lengths(fixed=1, file="x"), ": give a number, or exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
         (Lengths(uniform=(5, 2)), ".uniform: two numbers are expected, the minimum and the maximum, got [5, 2]"),
         (Lengths(lognormal=Lognormal(median=5, max=9)), ".lognormal: give exactly one of 'p95' and 'sigma'"),
-        (Lengths(lognormal=Lognormal(median=5, p95=4, max=9)), ".lognormal.p95: 4 is below the median 5"),
-        (Lengths(lognormal=Lognormal(median=50, sigma=1, max=9)), ".lognormal.max: 9 is below the median 50"),
+        (
+            Lengths(lognormal=Lognormal(median=5, p95=4, max=9)),
+            ".lognormal.median: must be at most 'p95' and 'max' (got 5)",
+        ),
+        (
+            Lengths(lognormal=Lognormal(median=50, sigma=1, max=9)),
+            ".lognormal.median: must be at most 'p95' and 'max' (got 50)",
+        ),
         (Lengths(file="none.txt"), ".file: there is no file none.txt next to the scenario"),
     ],
 )

@@ -135,7 +135,7 @@ def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> N
     assert [(e.run, e.valid, e.best) for e in board.groups[0].entries] == [
         ("new", True, True), ("new", True, False), ("far", False, False), ("far", False, False),
     ]  # fmt: skip
-    assert len(board.unreadable) == 1 and "strix/which/old/summary.json:1: cannot be read" in board.unreadable[0]
+    assert len(board.unreadable) == 1 and "strix/which/old/summary.json: cannot be read" in board.unreadable[0]
     assert '<span class="no">INVALID</span>' in boards.board_page(board)
     assert "- not readable: " in boards.board_markdown(board)
 

@@ -77,8 +77,6 @@ def test_the_order_of_the_stages_is_part_of_the_workload(tmp_path: Path) -> None
     [
         ("{user: chat, stages: [{users: 5, for_s: 3}]}",
          ["$.loads.p.stages (line 8): two or more are expected; else give 'users' and 'duration_s'"]),
-        ("{user: chat, duration_s: 4, stages: []}",
-         ["$.loads.p.stages (line 8): it is empty; list two or more, or remove it"]),
         ("{user: chat, users: 3, duration_s: 4, stages: [{users: 5, for_s: 3}, {users: 6, for_s: 3}]}",
          ["$.loads.p.duration_s (line 8): does not go with 'stages'; remove it",
           "$.loads.p.users (line 8): each of the stages has its own; remove it"]),
@@ -101,7 +99,7 @@ def test_a_load_has_no_name_of_a_stage_and_a_mix_no_stages(tmp_path: Path) -> No
         f"{HEAD}  job: {{user: batch, duration_s: 9}}\n{UP}mixes: {{both: [job, people]}}\nwarmup: {{duration_s: 1}}\n"
     )
     (problem,) = problems_of(tmp_path, mixed)
-    assert problem.startswith("$.mixes.both (line 10): 'people' has stages, which no load of a mix can have: ")
+    assert problem.startswith("$.mixes.both (line 10): each part needs a 'duration_s', and cannot have stages")
 
 
 def test_the_name_of_a_load_with_stages_is_ambiguous(tmp_path: Path) -> None:

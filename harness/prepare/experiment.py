@@ -1,7 +1,6 @@
 """Prepare a scenario to run: check it against the templates, the environment, its files and locustfiles."""
 
 import ast
-import itertools
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ import msgspec
 import yaml
 from msgspec.structs import replace
 
-from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, suggest_row
+from harness.errors import HarnessError, Problem, ScenarioError, suggest_row
 from harness.files import DOCS, LOCUSTFILES, read_bytes, read_text
 from harness.redact import register_secrets
 from harness.scenario import (
@@ -29,13 +28,12 @@ from harness.scenario import (
     Server,
     Sweep,
     locustfile_of,
-    requests_per_task,
     size_problem,
 )
 from harness.scenario.behaviour import Lengths
 from harness.scenario.check_syntax import check_problem, move_check
 from harness.scenario.file import drop_sweep_repeats, read_scenario
-from harness.scenario.plan import Schedule, load_of_part, load_of_stage, mix_of
+from harness.scenario.plan import load_of_part, load_of_stage, mix_of
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.lint import find_server_problems
 from harness.serve.security import find_open_secrets_in_text
@@ -80,28 +78,22 @@ def prepare(
 ) -> Experiment:
     """Load a scenario and apply the options of the command line. Raises HarnessError with all problems found."""
     read = read_scenario(path)
-    scenario = read.scenario
+    scenario, problems = read.scenario, read.problems
     register_secrets({os.environ.get(scenario.api_key_env or "", ""): True})
-    problems = read.problems
     if target is None:
         problems = problems + drop_sweep_repeats(find_server_problems(scenario, read.lines), scenario)
     lines = {problem.line for problem in problems}
     problems = problems + [secret for secret in find_open_secrets_in_text(read_text(path)) if secret.line not in lines]
-    problems = problems or _never_due_problems(scenario, read.lines)
     if repeats is not None:
         scenario = replace(scenario, repeats=repeats)
         too_many = size_problem(len(scenario.servers), len(scenario.loads), repeats)
         problems = [*problems, Problem("--repeats", too_many)] if too_many else problems
+    _raise_problems(path, problems, _file_checks(scenario, path.parent), read.lines)
+    validate_checks(checks, scenario.servers, scenario.loads)
     model = scenario.model if model is None else model
     scenario = replace(scenario, model=model, checks=[*scenario.checks, *checks])
     if target is not None:
         scenario = _move_to_running_server(scenario)
-    mistakes = Mistakes()
-    with mistakes.collect():
-        _raise_problems(path, problems, _file_checks(scenario, path.parent), read.lines)
-    with mistakes.collect():
-        validate_checks(checks, read.known["servers"], read.known["loads"])
-    mistakes.raise_errors()
     return Experiment(path, _with_trace_requests(scenario, path.resolve().parent), target)
 
 
@@ -149,19 +141,20 @@ def _raise_problems(
 
     A check is left out where its part of the scenario already has a problem.
     """
-    failed: list[tuple[str, HarnessError]] = []
+    failed: dict[str, tuple[str, HarnessError]] = {}  # by sentence: several loads may use one file
     for place, check in checks:
         try:
             if not any(problem.path.startswith(place) for problem in problems):
                 check()
         except HarnessError as error:
-            if error.what not in [known.what for _, known in failed]:  # several loads may use one file
-                failed.append((place, error))
+            failed.setdefault(error.what, (place, error))
     if len(failed) == 1 and not problems:
-        raise failed[0][1]
-    if failed or problems:
-        texts = [(place, "; ".join([error.what, *error.detail.splitlines()])) for place, error in failed]
-        raise ScenarioError(str(path), problems + [Problem(place, text).located(lines) for place, text in texts])
+        raise next(iter(failed.values()))[1]
+    for place, failure in failed.values():
+        text = "; ".join([failure.what, *failure.detail.splitlines()])
+        problems = [*problems, Problem(place, text).located(lines)]
+    if problems:
+        raise ScenarioError(str(path), problems)
 
 
 def _check_api_key(name: str | None) -> None:
@@ -195,36 +188,14 @@ def _with_trace_requests(scenario: Scenario, folder: Path) -> Scenario:
     return replace(scenario, loads=loads)
 
 
-def _never_due_problems(scenario: Scenario, lines: dict[str, int]) -> list[Problem]:
-    """Find open loops whose schedule ends before all their requests have come."""
-    problems = []
-    for name, load in scenario.loads.items():
-        points = None if load.arrivals is None else load.arrivals.points
-        if load.arrivals is None or not points or points[-1][1] > 0 or load.requests is None or load.user not in USERS:
-            continue
-        per_task, schedule = requests_per_task(load), Schedule(load.arrivals, scenario.seed)
-        if schedule.at(-(-load.requests // per_task) - 1) is None:
-            due = per_task * next(number for number in itertools.count() if schedule.at(number) is None)
-            text = (
-                f"only {due:,} of {load.requests:,} ever come: the rate of 'arrivals' is 0 from second "
-                f"{points[-1][0]:g} on; give fewer, 'duration_s' instead, or a last rate above 0"
-            )
-            problems.append(Problem(f"$.loads.{name}.requests", text).located(lines))
-    return problems
-
-
 def validate_checks(
     checks: Sequence[str], servers: Collection[str] | None = None, loads: Collection[str] | None = None
 ) -> None:
-    """Raise HarnessError for mistakes in checks of the command line. `servers`, `loads`: known names; None: any."""
-    mistakes = Mistakes()
+    """Raise HarnessError for a mistake in a check of the command line. `servers`, `loads`: known names; None: any."""
     for text in checks:
         if (problem := check_problem(text, servers, loads)) is not None:
-            error = HarnessError(
-                f"--check '{text}': {problem}", next_step=f"{DOCS}/scenarios.md says how checks are written."
-            )
-            mistakes.add(error)
-    mistakes.raise_errors()
+            next_step = f"{DOCS}/scenarios.md says how checks are written."
+            raise HarnessError(f"--check '{text}': {problem}", next_step=next_step)
 
 
 def check_url(option: str, url: str) -> None:
@@ -294,20 +265,16 @@ def check_locustfile(path: Path, *, try_import: bool = True) -> None:
     """
     try:
         tree = ast.parse(read_bytes(path), str(path))
-        compile(tree, str(path), "exec")
-    except SyntaxError as error:
-        raise HarnessError(
-            f"{path}, line {error.lineno}: syntax error in the locustfile: {error.msg}", next_step=_TRY_LOCUSTFILE
-        ) from None
-    except (OSError, ValueError) as error:
-        raise HarnessError(f"{path}: the locustfile cannot be read ({error})") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        what = f"{path}{line}: the locustfile cannot be read: {getattr(error, 'msg', error)}"
+        raise HarnessError(what, next_step=_TRY_LOCUSTFILE) from None
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("LoadTestShape") for base in node.bases):
             # Locust would follow it, and the report would name the users of the scenario.
             raise HarnessError(
                 f"{path}, line {node.lineno}: a LoadTestShape and the scenario both say how many users there are",
-                next_step=f"Remove it, and give the load 'stages'; {DOCS}/users.md. "
-                "By hand, with `locust -f`, shapes work.",
+                next_step=f"Remove it, and give the load 'stages'; {DOCS}/users.md.",
             )
     if try_import:
         _import_locustfile(path)
@@ -354,21 +321,20 @@ def _import_locustfile(path: Path) -> None:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=IMPORT_S
         )
     except subprocess.TimeoutExpired:
-        raise HarnessError(
-            f"{path}: the locustfile was still being imported after {IMPORT_S:g} s", next_step=_TRY_LOCUSTFILE
-        ) from None
+        what = f"{path}: the locustfile was still being imported after {IMPORT_S:g} s"
+        raise HarnessError(what, next_step=_TRY_LOCUSTFILE) from None
     output = (done.stdout + done.stderr).strip()
-    if done.returncode == 0 and not done.stdout.rstrip().endswith("Available Users:"):
-        return
-    if done.returncode == 0 or "unrecognized arguments: --job" in output:
+    has_users = not done.stdout.rstrip().endswith("Available Users:")
+    if "unrecognized arguments: --job" in output or (done.returncode == 0 and not has_users):
         raise HarnessError(
             f"{path}: the locustfile has no user class of the harness",
             next_step=f"Derive one from harness.load.user.LLMUser; {DOCS}/users.md shows how.",
         )
-    lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', output)
-    where = f"{path}, line {lines[-1]}" if lines else f"{path}"
-    reason = output.splitlines()[-1].strip() if output else f"exit code {done.returncode}"
-    raise HarnessError(f"{where}: the locustfile cannot be imported: {reason}", next_step=_TRY_LOCUSTFILE)
+    if done.returncode:
+        lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', output)
+        where = f"{path}, line {lines[-1]}" if lines else f"{path}"
+        reason = output.splitlines()[-1].strip() if output else f"exit code {done.returncode}"
+        raise HarnessError(f"{where}: the locustfile cannot be imported: {reason}", next_step=_TRY_LOCUSTFILE)
 
 
 # The loads and prompts of each user class for a capacity search without a scenario; docs/capacity.md lists them.

@@ -63,10 +63,8 @@ def length_problems(lengths: int | Lengths, folder: Path) -> Iterator[Problem]:
         yield Problem(".uniform", f"two numbers are expected, the minimum and the maximum, got {list(span)}")
     elif law is not None and (law.p95 is None) == (law.sigma is None):
         yield Problem(".lognormal", "give exactly one of 'p95' and 'sigma'")
-    elif law is not None and law.p95 is not None and law.p95 < law.median:
-        yield Problem(".lognormal.p95", f"{law.p95:g} is below the median {law.median:g}")
-    elif law is not None and law.median > law.max:
-        yield Problem(".lognormal.max", f"{law.max:g} is below the median {law.median:g}")
+    elif law is not None and law.median > min(law.max, law.p95 or law.max):
+        yield Problem(".lognormal.median", f"must be at most 'p95' and 'max' (got {law.median:g})")
     elif lengths.file is not None and not (folder / lengths.file).is_file():
         yield Problem(".file", f"there is no file {lengths.file} next to the scenario")
 
@@ -133,14 +131,11 @@ def read_length_file(path: Path) -> list[tuple[int, int]]:
     bad = BadLines(path, _LENGTH_FILE_FORMAT)
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
-        if not words:
-            continue
-        if len(words) > 2 or not all(
-            re.fullmatch("[0-9]{1,19}", word) and 1 <= int(word) <= _MAX_LENGTH for word in words
-        ):
+        numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,7}", word)]
+        if len(words) > 2 or len(numbers) < len(words) or not all(1 <= each <= _MAX_LENGTH for each in numbers):
             bad.add(number, f"{line.strip()[:60]!r} is not one or two lengths of 1 to {_MAX_LENGTH:,} tokens")
-        else:
-            pairs.append((int(words[0]), int(words[-1])))
+        elif numbers:
+            pairs.append((numbers[0], numbers[-1]))
     bad.raise_errors()
     if not pairs:
         raise HarnessError(f"{path}: there are no lengths in it", next_step=_LENGTH_FILE_FORMAT)
@@ -242,7 +237,7 @@ def behaviour_problems(think: Pause | None, think_s: list[float] | None, abandon
     if think_s is not None and (len(think_s) != 2 or think_s[0] > think_s[1]):
         yield Problem("think_s", f"two numbers are expected, the minimum and the maximum, got {think_s}")
     if think is not None and think_s is not None:
-        yield Problem("think", "give one of 'think' and 'think_s'", keys=("think_s",))
+        yield Problem("think", "give one of 'think' and 'think_s'")
     if abandon is not None and (abandon.after_s is None) == (abandon.after_tokens is None):
         yield Problem("abandon", "give exactly one of 'after_s' and 'after_tokens'")
 
@@ -290,12 +285,11 @@ def answer_problems(form: Structured) -> Iterator[Problem]:
     if (choice is None) == (form.json_schema is None):
         yield Problem("", "give exactly one of 'choice' and 'json_schema'")
     elif form.json_schema is not None and form.send == "grammar":
-        text = "'grammar' is for a choice; a schema goes as 'response_format' or 'structured_outputs'"
-        yield Problem(".send", text)
-    elif isinstance(choice, list) and (len(choice) < 2 or len(set(choice)) != len(choice)):
+        yield Problem(".send", "'grammar' is for a choice; use 'response_format' or 'structured_outputs'")
+    elif isinstance(choice, list) and len({text for text in choice if text and text == text.strip()}) < max(
+        2, len(choice)
+    ):
         yield Problem(".choice", f"two or more different texts are expected, got {choice}")
-    elif isinstance(choice, list) and any(text != text.strip() or not text for text in choice):
-        yield Problem(".choice", "a text is empty, or begins or ends with a space")
     elif form.json_schema is not None:
         yield from _schema_problems(form.json_schema, ".json_schema")
 
@@ -388,27 +382,26 @@ def _schema_problems(schema: Any, path: str) -> Iterator[Problem]:
         yield Problem(path, f"a schema is a mapping, got {schema!r}")
         return
     for key, value in schema.items():
-        if key in _ANNOTATIONS:
-            continue
-        if key not in _KEYWORDS:
+        if key not in _KEYWORDS and key not in _ANNOTATIONS:
             known = ", ".join(sorted(_KEYWORDS))
             yield Problem(f"{path}.{key}", f"this keyword cannot be checked here; known: {known}")
-        elif key != "type" and not isinstance(value, _KEYWORDS[key]):
+        elif key in _KEYWORDS and not _is_keyword_value(key, value):
             yield Problem(f"{path}.{key}", f"{value!r} is not what this keyword takes")
-    types = schema.get("type", [])
-    for name in types if isinstance(types, list) else [types]:
-        if name not in _TYPES:
-            yield Problem(f"{path}.type", f"{name!r} is not a type of JSON; known: {', '.join(_TYPES)}")
-    if isinstance(schema.get("pattern"), str):
+    parts = [(key, schema[key]) for key in ("items", "additionalProperties") if isinstance(schema.get(key), dict)]
+    if isinstance(schema.get("properties"), dict):
+        parts += [(f"properties.{name}", part) for name, part in schema["properties"].items()]
+    if isinstance(schema.get("anyOf"), list):
+        parts += [(f"anyOf.{number}", part) for number, part in enumerate(schema["anyOf"])]
+    for name, part in parts:
+        yield from _schema_problems(part, f"{path}.{name}")
+
+
+def _is_keyword_value(key: str, value: Any) -> bool:
+    if key == "type":
+        return all(isinstance(name, str) and name in _TYPES for name in (value if isinstance(value, list) else [value]))
+    if key == "pattern" and isinstance(value, str):
         try:
-            re.compile(schema["pattern"])
-        except re.error as error:
-            yield Problem(f"{path}.pattern", str(error))
-    for key in ("items", "additionalProperties"):
-        if isinstance(schema.get(key), dict):
-            yield from _schema_problems(schema[key], f"{path}.{key}")
-    properties, variants = schema.get("properties"), schema.get("anyOf")
-    for name, part in properties.items() if isinstance(properties, dict) else ():
-        yield from _schema_problems(part, f"{path}.properties.{name}")
-    for number, part in enumerate(variants if isinstance(variants, list) else ()):
-        yield from _schema_problems(part, f"{path}.anyOf.{number}")
+            re.compile(value)
+        except re.error:
+            return False
+    return isinstance(value, _KEYWORDS[key])

@@ -3,12 +3,11 @@
 msgspec stops at the first error. So `_Decoder` walks the records field by field, and msgspec checks single values.
 """
 
-import difflib
 import itertools
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,41 +18,18 @@ from msgspec.structs import replace
 
 from harness.errors import SHOWN_PROBLEMS, HarnessError, Problem, ScenarioError, did_you_mean, suggest_row
 from harness.files import read_text
-from harness.scenario import (
-    SERVER_TOKENIZER,
-    USERS,
-    Arrivals,
-    Load,
-    Prompts,
-    Scenario,
-    Sweep,
-    SweepRow,
-    Trace,
-    Warmup,
-    size_problem,
-)
+from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Scenario, Trace, Warmup, size_problem
 from harness.scenario.behaviour import Structured, answer_problems, behaviour_problems, length_problems
 from harness.scenario.check_syntax import check_problem
-from harness.scenario.plan import (
-    expand_mixes,
-    expand_stages,
-    mix_names,
-    mix_problems,
-    stage_problems,
-    stage_problems_of_load,
-)
+from harness.scenario.plan import expand_mixes, expand_stages, mix_problems, stage_problems
 from harness.scenario.sweep import expand
 
 T = TypeVar("T")
 MAX_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
 MAX_VALUES = 50_000  # a few aliases of aliases make billions
-MAX_DIGITS = 30  # of a whole number
-_PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,29})")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SURROGATE_PROBLEM = (
-    "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
-)
 _QUOTE_ADVICE = "; YAML reads on, off, yes and no so: put the word in quotes"
 # Keys until 0.2.0, each with its new names; which one depends on the record.
 _RENAMED = {
@@ -62,7 +38,7 @@ _RENAMED = {
     "most_s": ("max_s",),
     "most_requests": ("max_requests",),
 }
-# Words for msgspec's names of types.
+# Words for msgspec's names of types, and of bounds.
 _TYPE_NAMES = {
     "object": "a mapping (name: value)",
     "array": "a list",
@@ -71,16 +47,15 @@ _TYPE_NAMES = {
     "float": "a number",
     "bool": "true or false",
 }
+_BOUND_WORDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
 # Values for missing keys of a faulty scenario, so that the rest can be checked.
 _PLACEHOLDERS: dict[str, Any] = {"version": 1, "question": "", "model": "?", "servers": {}, "loads": {}}
-_BOUND_WORDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
 
 
 class ScenarioFile(Struct, frozen=True):
     scenario: Scenario  # where there are problems: only the parts that decode
     problems: list[Problem]
     lines: dict[str, int]  # line of each path
-    known: dict[str, list[str]]  # names of all servers and loads, faulty ones included
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -94,36 +69,25 @@ def load_scenario(path: Path) -> Scenario:
 def read_scenario(path: Path) -> ScenarioFile:
     """Return the scenario in a file with its problems. Raises HarnessError where nothing is left to check."""
     raw, lines, problems = _read_mapping(path)
-    decoder = _Decoder(lines, problems)
-    decoded: Scenario = decoder.value(raw, Scenario, "$")
-    # Sweeps become rows ...
+    decoded: Scenario = _Decoder(lines, problems).value(raw, Scenario, "$")
     scenario, found = expand(decoded, lambda load, problems: decode(load, Load, {}, problems))
     if "restart" not in raw and scenario.swept is not None:
         scenario = replace(scenario, restart=False)  # a sweep of loads needs one server start
-    written, swept = scenario, scenario.swept or Sweep()
-    known: dict[str, list[str]] = {}
-    for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
-        known[part] = []
-        for name in raw[part] if isinstance(raw.get(part), dict) else ():
-            known[part] += [row for row in rows if rows[row].of == name] or [name]
-        _add_lines(lines, part, rows)
-    # ... then mixes and stages become loads.
-    found += [*mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
-    known["loads"] = [*known["loads"], *mix_names(scenario)]
-    if not found:
-        with_mixes = expand_mixes(scenario)
-        scenario = expand_stages(with_mixes)
-        known["loads"] = [name for name in known["loads"] if name not in with_mixes.loads] + list(scenario.loads)
+    _add_lines_of_rows(lines, scenario)
+    written = scenario
+    is_complete = not found and not any(problem.path.startswith(("$.servers", "$.loads")) for problem in problems)
+    if is_complete:  # else what refers to a faulty server or load would be reported too
+        found += [*mix_problems(scenario), *stage_problems(scenario)]
+        is_complete = not found
+    if is_complete:
+        scenario = expand_stages(expand_mixes(scenario))
         if too_many := size_problem(len(scenario.servers), len(scenario.loads), scenario.repeats):
             found.append(Problem("$", too_many))
     found += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if raw.get(part) == {}]
-    for place, (load, bad_keys) in decoder.faulty.items():
-        of_load = [*_load_problems(load, path.parent), *(stage_problems_of_load(load) if load.stages else [])]
-        sure = [problem for problem in of_load if not bad_keys & {problem.path.partition(".")[0], *problem.keys}]
-        found += [problem.below(f"{place}.") for problem in sure]
-    found += _contradictions(written, path.parent, known)
+    found += _contradictions(written, path.parent)
+    found += _reference_problems(scenario) if is_complete else ()
     problems += drop_sweep_repeats([problem.located(lines) for problem in found], scenario)
-    return ScenarioFile(scenario, problems, lines, known)
+    return ScenarioFile(scenario, problems, lines)
 
 
 def _read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Problem]]:
@@ -149,131 +113,103 @@ def _read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Prob
     counts = [len(raw[part]) if isinstance(raw.get(part), dict) else 1 for part in ("servers", "loads")]
     if too_many := size_problem(*counts):
         raise ScenarioError(str(path), [Problem("$", too_many)])
-    if "swept" in raw:  # set by the harness only
+    if raw.pop("swept", None) is not None:  # set by the harness only
         problems.append(Problem("$.swept", "unknown key; vary settings with 'vary' of a server or load").located(lines))
-        del raw["swept"]
     return raw, lines, problems
 
 
-def _add_lines(lines: dict[str, int], part: str, rows: dict[str, SweepRow]) -> None:
-    """Give each row of a sweep the lines of its server or load."""
-    for name, row in rows.items():
-        source, place = f"$.{part}.{row.of}", f"$.{part}.{name}"
-        lines |= {
-            place + path.removeprefix(source): line
-            for path, line in lines.items()
-            if path == source or path.startswith((f"{source}.", f"{source}["))
-        }
-        for key in row.settings:
-            setting = f"{place}.variables.{key}" if part == "servers" else f"{place}.{key}"
-            lines[setting] = lines.get(f"{source}.vary.{key}", lines.get(source, 1))
+def _add_lines_of_rows(lines: dict[str, int], scenario: Scenario) -> None:
+    """Give each row of a sweep the line of its server or load, and its settings those of `vary`."""
+    swept = scenario.swept
+    for part, rows in () if swept is None else (("servers", swept.servers), ("loads", swept.loads)):
+        for name, row in rows.items():
+            source, place = f"$.{part}.{row.of}", f"$.{part}.{name}"
+            lines[place] = lines.get(source, 1)
+            for key in row.settings:
+                setting = f"{place}.variables.{key}" if part == "servers" else f"{place}.{key}"
+                lines[setting] = lines.get(f"{source}.vary.{key}", lines[place])
 
 
 def drop_sweep_repeats(problems: list[Problem], scenario: Scenario) -> list[Problem]:
     """Drop the problems that an earlier row of the same sweep has too."""
     if scenario.swept is None:
         return problems
-    names = {f"$.servers.{name}": row.of for name, row in scenario.swept.servers.items()}
-    names |= {f"$.loads.{name}": row.of for name, row in scenario.swept.loads.items()}
-    first: dict[tuple[str, str], Problem] = {}
+    first: dict[object, Problem] = {}
     for problem in problems:
-        start = ".".join(problem.path.split(".")[:3])
-        path = problem.path.replace(start, names[start], 1) if start in names else problem.path
-        first.setdefault((path, problem.text), problem)
+        first.setdefault((problem.line, problem.path.rpartition(".")[2], problem.text), problem)
     return list(first.values())
 
 
 # --- YAML
 
 
-class _TooManyValues(Exception):
-    """More values than a scenario can have."""
+class _UnusableError(Exception):
+    """Why a document cannot be used."""
 
 
 def load_yaml(text: str, problems: list[Problem]) -> tuple[Any, dict[str, int]]:
     """Return the plain value of a YAML document and the line (from 1) of each path. Adds its mistakes to `problems`."""
     lines: dict[str, int] = {}
-
-    def wrong(text: str) -> tuple[None, dict[str, int]]:
-        problems.append(Problem("", text))
-        return None, {}
-
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        return (_plain_value(node, "$", lines, problems) if node is not None else None), lines
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        return wrong(f"not valid YAML{at}: {getattr(error, 'problem', None) or ' '.join(str(error).split())}")
+        wrong = f"not valid YAML{at}: {getattr(error, 'problem', None) or ' '.join(str(error).split())}"
     except RecursionError:
-        return wrong("not a scenario: its lists and mappings are nested too deeply")
-    try:
-        return (_plain_value(node, "$", lines, problems) if node is not None else None), lines
-    except RecursionError:
-        return wrong("an alias (*name) refers to what contains it")
-    except _TooManyValues:
-        return wrong(f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat")
+        wrong = "its lists and mappings are nested too deeply, or an alias (*name) refers to what contains it"
+    except _UnusableError as error:
+        wrong = str(error)
+    problems.append(Problem("", wrong))
+    return None, {}
 
 
 def _plain_value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Problem]) -> Any:
-    line = node.start_mark.line + 1
-
-    def wrong(text: str) -> None:
-        problems.append(Problem(path, text, line))
-
-    if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
-        wrong(f"{_SURROGATE_PROBLEM} (got {node.value!r})")
-        return _SURROGATE.sub("?", node.value)
-    lines[path] = line
+    lines[path] = line = node.start_mark.line + 1
     if len(lines) > MAX_VALUES:
-        raise _TooManyValues
+        raise _UnusableError(f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat")
     if isinstance(node, yaml.MappingNode):
         return _plain_mapping(node, path, lines, problems)
     if isinstance(node, yaml.SequenceNode):
         return [_plain_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
-    if node.tag == "tag:yaml.org,2002:int":
-        if len(node.value) > MAX_DIGITS:
-            wrong(f"a whole number of {len(node.value):,} digits; at most {MAX_DIGITS} are read")
-            return 1  # a number, so that no second problem follows
-        if not _PLAIN_INTEGER.fullmatch(node.value):  # YAML 1.1: 010 is 8, 1:30 is 90
-            wrong(f"'{node.value}' is not a plain whole number; write it in digits")
-            return 1
-    plain = isinstance(node, yaml.ScalarNode) and node.style is None
-    if plain and node.tag == "tag:yaml.org,2002:str" and _EXPONENT.fullmatch(node.value):
+    _refuse_surrogates(node)
+    if node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):  # YAML 1.1: 010 is 8
+        text = f"'{node.value[:40]}' is not a plain whole number of at most 30 digits; write it in digits"
+        problems.append(Problem(path, text, line))
+        return 1  # a number, so that no second problem follows
+    if node.tag == "tag:yaml.org,2002:str" and not getattr(node, "style", None) and _EXPONENT.fullmatch(node.value):
         return float(node.value)  # YAML 1.1 reads 1e3 as a text
     constructor = yaml.SafeLoader("")
     try:
         return constructor.construct_object(node)
     except (yaml.YAMLError, ValueError) as error:
-        wrong(str(error))
+        problems.append(Problem(path, str(error), line))
         return None
     finally:
         constructor.dispose()
+
+
+def _refuse_surrogates(node: yaml.Node) -> None:
+    if _SURROGATE.search(node.value):
+        line = node.start_mark.line + 1
+        raise _UnusableError(f"line {line}: \\ud800 to \\udfff are halves of a character; write the whole character")
 
 
 def _plain_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems: list[Problem]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        if (problem := _key_problem(key_node)) is not None:
-            problems.append(Problem(path, problem, line))
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+            problems.append(Problem(path, "a key is a name; neither a list or mapping, nor << to merge", line))
             continue
+        _refuse_surrogates(key_node)
         key = str(key_node.value)
         if key in mapping:
             problems.append(Problem(f"{path}.{key}", "written twice; keep one", line))
         mapping[key] = _plain_value(value_node, f"{path}.{key}", lines, problems)
         lines[f"{path}.{key}"] = line
     return mapping
-
-
-def _key_problem(node: yaml.Node) -> str | None:
-    """Return why the node in front of a colon cannot be a key; None: it can."""
-    if not isinstance(node, yaml.ScalarNode):
-        return "a key is a name, not a list or mapping"
-    if _SURROGATE.search(node.value):
-        return f"{_SURROGATE_PROBLEM} (got {node.value!r})"
-    if node.tag == "tag:yaml.org,2002:merge":
-        return "merging with << is not done; write the keys out, or repeat a whole value with an alias: name: *other"
-    return None
 
 
 # --- Types
@@ -289,8 +225,6 @@ class _Decoder:
     def __init__(self, lines: dict[str, int], problems: list[Problem]) -> None:
         self.lines = lines
         self.problems = problems
-        # By path: faulty loads without the keys that do not decode, and these keys.
-        self.faulty: dict[str, tuple[Load, set[str]]] = {}
 
     def wrong(self, path: str, text: str) -> None:
         self.problems.append(Problem(path, text).located(self.lines))
@@ -310,11 +244,7 @@ class _Decoder:
         if origin is list and isinstance(raw, list):
             return [self.value(item, args[0], f"{path}[{i}]") for i, item in enumerate(raw)]
         if origin is typing.Literal and raw not in args:
-            known = list(map(str, args))
-            close = difflib.get_close_matches(str(raw), known, n=1)
-            advice = f"; did you mean '{close[0]}'?" if close else ""
-            advice = "; write it without quotes" if raw in close else advice
-            return self.wrong(path, f"expected one of {', '.join(known)}, got {_short_repr(raw)}{advice}")
+            return self.wrong(path, f"expected one of {', '.join(map(str, args))}, got {_short_repr(raw)}")
         return self.leaf(raw, type_, path)
 
     def mapping(self, raw: dict[Any, Any], key_type: Any, value_type: Any, path: str) -> dict[Any, Any]:
@@ -343,38 +273,29 @@ class _Decoder:
             self.wrong(path, f"{expected}{'' if hidden else f', got {_short_repr(raw)}'}{advice}")
 
     def struct(self, raw: dict[str, Any], type_: type[Struct], path: str) -> Any:
+        """Return the record; of a faulty scenario what decodes, of any other faulty record None."""
         hints = typing.get_type_hints(type_, include_extras=True)
         fields = {field.encode_name: field for field in msgspec.structs.fields(type_)}
+        first_count = len(self.problems)
         values: dict[str, Any] = {}
-        bad_keys: set[str] = set()
-        for key, value in raw.items():
+        for key, raw_value in raw.items():
             problem_count = len(self.problems)
             if key in fields:
                 name = fields[key].name
-                values[name] = self.value(value, hints[name], f"{path}.{key}")
+                value = self.value(raw_value, hints[name], f"{path}.{key}")
+                if len(self.problems) == problem_count or isinstance(value, dict):
+                    values[name] = value
             elif new := [name for name in _RENAMED.get(key, ()) if name in fields]:
-                bad_keys.add(new[0])
                 self.wrong(f"{path}.{key}", f"this key is now '{new[0]}'")
             else:
                 advice = did_you_mean(key, fields) if problem_count < SHOWN_PROBLEMS else ""
                 self.wrong(f"{path}.{key}", f"unknown key; {advice}")
-            if len(self.problems) > problem_count:
-                bad_keys.add(key)
-                if key not in ("servers", "loads") or not isinstance(value, dict):  # these keep the entries that decode
-                    values.pop(key, None)
-        for key, field in fields.items():
-            if field.required and key not in raw and key not in bad_keys:
-                hint = hints[field.name]
-                allowed = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-                advice = f"; write {key}: {allowed[0]}" if len(allowed) == 1 else ""
-                self.wrong(path, f"'{key}' is missing{advice}")
-                bad_keys.add(key)
+        for key in fields:
+            if fields[key].required and key not in raw:
+                self.wrong(path, f"'{key}' is missing")
         if type_ is Scenario:
             return Scenario(**(_PLACEHOLDERS | values))
-        if type_ is Load and bad_keys and "user" in values:
-            misspelled = {name for key in bad_keys for name in difflib.get_close_matches(key, fields, n=1)}
-            self.faulty[path] = Load(**values), bad_keys | misspelled
-        return None if bad_keys else type_(**values)
+        return type_(**values) if len(self.problems) == first_count else None
 
 
 def _metas(type_: Any) -> list[msgspec.Meta]:
@@ -404,28 +325,14 @@ def _short_repr(value: Any) -> str:
 # --- Contradictions
 
 
-def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]]) -> Iterator[Problem]:
-    """Check keys against each other. `known`: names of all servers and loads, faulty ones included."""
-    for name, load in scenario.loads.items():
-        yield from (problem.below(f"$.loads.{name}.") for problem in _load_problems(load, folder))
-    for name, server in ((name, server) for name, server in scenario.servers.items() if not server.container):
-        if server.template != "simulated":
-            text = f"only the template 'simulated' can run without a container, not '{server.template}'"
-            yield Problem(f"$.servers.{name}.container", text)
-        if server.gateway is not None:
-            yield Problem(f"$.servers.{name}.gateway", "needs a server in a container; remove 'container: false'")
-    servers, loads = known["servers"], known["loads"]
+def _reference_problems(scenario: Scenario) -> Iterator[Problem]:
+    """Check the names of servers and loads in a scenario whose servers and loads are all known."""
+    servers, loads = list(scenario.servers), list(scenario.loads)
     if (base := scenario.baseline) is not None:
         if base.server not in servers:
             yield Problem("$.baseline.server", f"'{base.server}' is not a server; {did_you_mean(base.server, servers)}")
         if base.load not in loads:
             yield Problem("$.baseline.load", f"'{base.load}' is not a load; {suggest_row(base.load, loads)}")
-    if scenario.warmup is not None:
-        yield from warmup_problems(scenario.warmup)
-    yield from _prompt_problems(scenario.prompts, folder)
-    for name, load in scenario.loads.items():
-        for problem in [] if load.answer is None else _answer_problems(load.answer, load, scenario.prompts):
-            yield problem.below(f"$.loads.{name}.answer")
     rows = [f"{server}/{load}" for server in servers for load in loads]
     for number, pair in enumerate(scenario.compare):
         for key, row in (("row", pair.row), ("against", pair.against)):
@@ -436,6 +343,19 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     for number, check in enumerate(scenario.checks):
         if (mistake := check_problem(check, servers, loads)) is not None:
             yield Problem(f"$.checks[{number}]", mistake)
+
+
+def _contradictions(scenario: Scenario, folder: Path) -> Iterator[Problem]:
+    """Check keys against each other."""
+    for name, load in scenario.loads.items():
+        yield from (problem.below(f"$.loads.{name}.") for problem in _load_problems(load, folder, scenario.prompts))
+    for name, server in scenario.servers.items():
+        if not server.container and (server.template != "simulated" or server.gateway is not None):
+            text = "only the template 'simulated', without a gateway, can run without a container"
+            yield Problem(f"$.servers.{name}.container", text)
+    if scenario.warmup is not None:
+        yield from warmup_problems(scenario.warmup)
+    yield from _prompt_problems(scenario.prompts, folder)
 
 
 def warmup_problems(warmup: Warmup) -> Iterator[Problem]:
@@ -449,31 +369,13 @@ def warmup_problems(warmup: Warmup) -> Iterator[Problem]:
 
 def _prompt_problems(prompts: Prompts, folder: Path) -> Iterator[Problem]:
     yield from (problem.below("$.prompts.tokens") for problem in length_problems(prompts.tokens, folder))
-    if prompts.tokenizer is not None and prompts.kind != "synthetic":
-        yield Problem("$.prompts.tokenizer", "only synthetic prompts are made to a length; remove it")
-    elif prompts.tokenizer not in (None, SERVER_TOKENIZER) and not (folder / str(prompts.tokenizer)).is_file():
-        yield Problem(
-            "$.prompts.tokenizer",
-            f"there is no file {prompts.tokenizer} next to the scenario; a local tokenizer.json or "
-            f"'{SERVER_TOKENIZER}' is expected, nothing is fetched",
-        )
-    if prompts.file is None:
-        if prompts.kind == "file":
-            yield Problem("$.prompts.file", "'kind: file' needs a file")
-    elif prompts.kind != "file":
-        yield Problem("$.prompts.file", "is read only with 'kind: file'")
-    elif not (folder / prompts.file).is_file():
-        yield Problem("$.prompts.file", f"there is no file {prompts.file} next to the scenario")
-    elif not read_text(folder / prompts.file, errors="replace").strip():
-        yield Problem("$.prompts.file", f"{prompts.file} is empty; one JSON object a line is expected")
-
-
-def _answer_problems(answer: Structured, load: Load, prompts: Prompts) -> Iterator[Problem]:
-    yield from answer_problems(answer)
-    if answer.choice == "auto" and prompts.kind != "classification":
-        yield Problem(".choice", "'auto' are the labels of 'prompts.kind: classification'; list the choices")
-    if load.output == "fixed":
-        yield Problem("", "an answer of a form ends where the form ends; add 'output: natural' to the load")
+    for key, kind, name in (("tokenizer", "synthetic", prompts.tokenizer), ("file", "file", prompts.file)):
+        if name is not None and prompts.kind != kind:
+            yield Problem(f"$.prompts.{key}", f"is read only with 'kind: {kind}'; remove it")
+        elif name not in (None, SERVER_TOKENIZER) and not (folder / str(name)).is_file():
+            yield Problem(f"$.prompts.{key}", f"there is no file {name} next to the scenario")
+    if prompts.kind == "file" and prompts.file is None:
+        yield Problem("$.prompts.file", "'kind: file' needs a file")
 
 
 _KEYS_OF_USER = {
@@ -484,14 +386,23 @@ _KEYS_OF_USER = {
 }
 
 
-def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
+def _load_problems(load: Load, folder: Path, prompts: Prompts) -> Iterator[Problem]:
     yield from _user_problems(load, folder)
     yield from load_problems(load, folder)
-    if load.trace is None and not load.stages and (load.requests is None) == (load.duration_s is None):
-        keys = ("duration_s", "trace", "stages")
-        yield Problem("requests", "give exactly one of 'requests' and 'duration_s'", keys=keys)
     if load.trace is not None:
         yield from _trace_problems(load, load.trace, folder)
+    elif not load.stages and (load.requests is None) == (load.duration_s is None):
+        yield Problem("requests", "give exactly one of 'requests' and 'duration_s'")
+    if load.answer is not None:
+        yield from (problem.below("answer") for problem in _answer_problems(load.answer, load, prompts))
+
+
+def _answer_problems(answer: Structured, load: Load, prompts: Prompts) -> Iterator[Problem]:
+    yield from answer_problems(answer)
+    if answer.choice == "auto" and prompts.kind != "classification":
+        yield Problem(".choice", "'auto' are the labels of 'prompts.kind: classification'; list the choices")
+    if load.output == "fixed":
+        yield Problem("", "an answer of a form ends where the form ends; add 'output: natural' to the load")
 
 
 def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
@@ -499,29 +410,28 @@ def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
     yield from behaviour_problems(load.think, load.think_s, load.abandon)
     yield from (problem.below("output_tokens") for problem in length_problems(load.output_tokens, folder))
     if load.abandon is not None and load.abandon.after_tokens is not None and not load.stream:
-        text = "without 'stream' an answer comes all at once; use 'after_s'"
-        yield Problem("abandon.after_tokens", text, keys=("stream",))
+        yield Problem("abandon.after_tokens", "without 'stream' an answer comes all at once; use 'after_s'")
     users = min((stage.users for stage in load.stages), default=load.users)
     if load.processes > users:
-        text = f"{load.processes} load processes for {users} users; use at most one per user"
-        yield Problem("processes", text, keys=("users", "stages"))
+        yield Problem("processes", f"{load.processes} load processes for {users} users; use at most one per user")
     if load.endpoint == "embeddings" and load.answer is not None:
         yield Problem("answer", "embeddings have no text to check; remove it")
-    if load.in_flight is not None and load.batch_size is not None:
-        yield Problem("in_flight", "give one of 'batch_size' (bursts) and 'in_flight'", keys=("batch_size",))
-    if load.in_flight is not None and (load.think_s or load.think):
-        text = "there is no pause when so many are always under way; remove 'think'"
-        yield Problem("in_flight", text, keys=("think",))
-    if load.in_flight is not None and load.arrivals is not None:
-        yield Problem("in_flight", "arrivals say when requests are sent; give one of the two")
+    if load.in_flight is not None:
+        yield from _excluded(load, "in_flight", ("batch_size", "think", "think_s", "arrivals", "trace"))
     if load.arrivals is not None:
         yield from (problem.below("arrivals") for problem in _arrival_problems(load.arrivals))
 
 
+def _excluded(load: Load, key: str, others: Collection[str]) -> Iterator[Problem]:
+    """Yield the other keys that a load with this key cannot have."""
+    for other in others:
+        if getattr(load, other):
+            yield Problem(other, f"does not go with '{key}'; remove one of the two")
+
+
 def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
     if load.user not in USERS and not load.user.endswith(".py"):
-        file = f"{load.user}.py"
-        advice = f"write '{file}'" if (folder / file).is_file() else did_you_mean(load.user, USERS)
+        advice = did_you_mean(load.user, USERS)
         yield Problem("user", f"'{load.user}' is neither a user class that ships nor a .py file; {advice}")
     elif load.user not in USERS and not (folder / load.user).is_file():
         yield Problem("user", f"there is no file {load.user} next to the scenario")
@@ -529,26 +439,15 @@ def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
         for key in keys:
             if load.user in USERS and load.user != user and getattr(load, key):
                 yield Problem(key, f"belongs to 'user: {user}', and this is {load.user}; remove it")
-    chat_only = {
-        "agent": "only chat knows tools; remove it or use 'user: batch'",
-        "rag": "a document goes before the question as a message; remove it",
-    }
-    if load.endpoint == "embeddings":
-        chat_only["chat"] = "a conversation needs answers; use 'user: batch'"
-    if load.endpoint != "chat" and load.user in chat_only:
-        yield Problem("endpoint", chat_only[load.user], keys=("user",))
+    needs_chat = ("agent", "rag", "chat") if load.endpoint == "embeddings" else ("agent", "rag")
+    if load.endpoint != "chat" and load.user in needs_chat:
+        yield Problem("endpoint", f"'user: {load.user}' needs the endpoint chat; remove it or use 'user: batch'")
 
 
 def _trace_problems(load: Load, trace: Trace, folder: Path) -> Iterator[Problem]:
-    for key in ("requests", "duration_s", "arrivals"):
-        if getattr(load, key) is not None:
-            advice = "" if key == "arrivals" else "; its window (from_s, to_s) and 'max_requests' say how much"
-            yield Problem(key, f"a trace says itself what is sent and when; remove it{advice}", keys=("trace",))
+    yield from _excluded(load, "trace", ("requests", "duration_s", "arrivals"))
     if load.user in ("chat", "agent", "rag") or (load.batch_size or 1) > 1:
-        text = "each of its rows is one request; use 'user: batch' without 'batch_size'"
-        yield Problem("trace", text, keys=("user", "batch_size"))
-    if load.in_flight is not None:
-        yield Problem("in_flight", "a trace says when requests are sent; remove it")
+        yield Problem("trace", "each of its rows is one request; use 'user: batch' without 'batch_size'")
     if not (folder / trace.file).is_file():
         yield Problem("trace.file", f"there is no file {trace.file} next to the scenario")
     if trace.to_s is not None and trace.to_s <= trace.from_s:
@@ -564,10 +463,9 @@ def _arrival_problems(arrivals: Arrivals) -> Iterator[Problem]:
         or any(len(point) != 2 for point in points)
         or points[0][0] != 0
         or any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(points))
+        or all(rate == 0 for _, rate in points)
     ):
-        yield Problem(".points", f"[second, rate] from second 0 on, ascending, are expected, got {points}")
-    elif points is not None and all(rate == 0 for _, rate in points):
-        yield Problem(".points", "all rates are 0")
+        yield Problem(".points", f"[second, rate] from second 0 on, ascending, not all 0, are expected, got {points}")
     if arrivals.wave is not None and arrivals.wave.min > arrivals.wave.max:
         yield Problem(".wave", f"min {arrivals.wave.min:g} is above max {arrivals.wave.max:g}")
     if arrivals.between != "steps" and points is None:

@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -149,13 +149,13 @@ def expand_stages(scenario: Scenario) -> Scenario:
     return replace(scenario, loads=loads)
 
 
-def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem]:
-    """Check the mixes before they are expanded. `known`: names of all loads, faulty ones included."""
+def mix_problems(scenario: Scenario) -> Iterator[Problem]:
+    """Check the mixes before they are expanded."""
     for name in scenario.loads:
         if "." in name:
             yield Problem(f"$.loads.{name}", "a '.' is in the names of a mix's parts only")
     for mix, loads in scenario.mixes.items():
-        if text := _mix_problem(mix, loads, scenario.loads, known):
+        if text := _mix_problem(mix, loads, scenario.loads):
             yield Problem(f"$.mixes.{mix}", text)
     warmup = scenario.warmup
     if scenario.mixes and warmup is not None and 0 in (warmup.requests, warmup.duration_s):
@@ -163,51 +163,33 @@ def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem
         yield Problem("$.warmup", f"{text}; give it a number above 0, or remove it")
 
 
-def _mix_problem(mix: str, loads: list[str], decoded: Mapping[str, Load], known: Collection[str]) -> str | None:
+def _mix_problem(mix: str, loads: list[str], known: Mapping[str, Load]) -> str | None:
     if mix in known:
         return "there is a load of that name"
     if len(loads) < 2 or len(set(loads)) != len(loads):
         return f"two or more different loads are expected, got {loads}"
     if missing := [load for load in loads if load not in known]:
         return f"{missing[0]!r} is not a load; parts are loads that are in the scenario by themselves, too"
-    parts = [decoded[load] for load in loads if load in decoded]
-    if any(part.stages for part in parts):
-        return None  # `stage_problems` reports it
-    if any(part.duration_s is None for part in parts):
-        return "a part has no 'duration_s'; a part that ends sooner would leave the others alone"
+    parts = [known[load] for load in loads]
+    if any(part.stages or part.duration_s is None for part in parts):
+        return "each part needs a 'duration_s', and cannot have stages: all parts are measured at the same time"
     if len({(part.duration_s, part.ramp_s) for part in parts}) > 1:
         return "'duration_s' and 'ramp_s' must be the same for all parts, so that all are measured at the same time"
     return None
 
 
-def stage_problems(scenario: Scenario, written: Container[str]) -> Iterator[Problem]:
-    """Check the stages before they are expanded. `written`: all paths in the file."""
+def stage_problems(scenario: Scenario) -> Iterator[Problem]:
+    """Check the stages before they are expanded."""
     for name, load in scenario.loads.items():
         if "@" in name:
             yield Problem(f"$.loads.{name}", "an '@' is in the names of stages only")
-        if load.stages:
-            yield from (problem.below(f"$.loads.{name}.") for problem in stage_problems_of_load(load))
-        elif f"$.loads.{name}.stages" in written:
-            yield Problem(f"$.loads.{name}.stages", "it is empty; list two or more, or remove it")
-    for mix, parts in scenario.mixes.items():
-        for part in parts:
-            if part in scenario.loads and scenario.loads[part].stages:
-                text = (
-                    f"'{part}' has stages, which no load of a mix can have: a stage starts when its users have started"
-                )
-                yield Problem(f"$.mixes.{mix}", f"{text}, not with the other loads")
-
-
-def stage_problems_of_load(load: Load) -> Iterator[Problem]:
-    """Check a load that has stages. Paths start below the load."""
-    if len(load.stages) < 2:
-        text = "two or more are expected; else give 'users' and 'duration_s'"
-        yield Problem("stages", text, keys=("users", "duration_s"))
-    for key in ("requests", "duration_s", "arrivals", "trace"):
-        if getattr(load, key) is not None:
-            yield Problem(key, "does not go with 'stages'; remove it", keys=("stages",))
-    if load.users != 1:
-        yield Problem("users", "each of the stages has its own; remove it")
+        if len(load.stages) == 1:
+            yield Problem(f"$.loads.{name}.stages", "two or more are expected; else give 'users' and 'duration_s'")
+        for key in ("requests", "duration_s", "arrivals", "trace") if load.stages else ():
+            if getattr(load, key) is not None:
+                yield Problem(f"$.loads.{name}.{key}", "does not go with 'stages'; remove it")
+        if load.stages and load.users != 1:
+            yield Problem(f"$.loads.{name}.users", "each of the stages has its own; remove it")
 
 
 # When a server is steady: the rule of the warm-up `until: steady`, see docs/method.md. It uses two numbers of each

@@ -6,7 +6,6 @@ Then a scenario has ordinary servers and loads only; `Scenario.swept` has the va
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -52,21 +51,20 @@ def _expand_parts(
             continue
         wrong = [problem.below(f"$.{kind}.{name}.") for problem in _grid_problems(part)]
         grid = [] if wrong else list(_grid_rows(name, part, kind, wrong))
-        for row, _ in grid:
-            if row in parts or row in swept:
-                wrong.append(Problem(f"$.{kind}.{name}.vary", f"two {kind} would be called '{row}'; rename one"))
         rows: dict[str, Any] = {}
         for row, settings in [] if wrong else grid:
             found: list[Problem] = []
-            rows[row] = (
-                _server_with(part, settings) if kind == "servers" else _load_with(part, settings, decode_load, found)
-            )
-            for problem in found:
-                key = next((key for key in settings if f"$.{key}".startswith(problem.path.split("[")[0])), "")
-                place = f"{name}.vary.{key}" if key else name
-                text = problem.text if key else f"{problem.path.removeprefix('$.')}: {problem.text}"
-                wrong.append(Problem(f"$.{kind}.{place}", f"{text} (of row '{row}')"))
-        problems += wrong[:1] if len({problem.path for problem in wrong}) == 1 else wrong
+            if row in parts or row in swept or row in rows:
+                found.append(Problem("", f"two {kind} would have this name; rename one, or change its values"))
+            elif kind == "servers":
+                rows[row] = _server_with(part, settings)
+            else:
+                rows[row] = _load_with(part, settings, decode_load, found)
+            if found:  # the other rows may have the same problems
+                texts = [f"{problem} (of row '{row}')".removeprefix("$.") for problem in found]
+                wrong += [Problem(f"$.{kind}.{name}.vary", text) for text in texts]
+                break
+        problems += wrong
         if not wrong:
             expanded |= rows
             swept |= {row: SweepRow(of=name, settings=settings) for row, settings in grid}
@@ -99,17 +97,10 @@ def _grid_problems(part: Server | Load) -> Iterator[Problem]:
 def _span_problem(span: Span) -> str | None:
     if (span.step is None) == (span.factor is None):
         return "give exactly one of 'step' and 'factor'"
-    if span.first > span.to:
-        return f"'from' ({span.first:g}) is above 'to' ({span.to:g})"
-    if span.step is not None and span.step <= 0:
-        return f"'step' must be above 0 (got {span.step:g})"
-    if span.factor is not None and (span.factor <= 1 or span.first <= 0):
-        return f"'factor' must be above 1 and 'from' above 0 (got {span.factor:g} and {span.first:g})"
-    steps = (
-        (span.to - span.first) / span.step
-        if span.step is not None
-        else math.log(span.to / span.first) / math.log(span.factor or 2)
-    )
+    if span.first > span.to or (span.step or 1) <= 0 or (span.factor or 2) <= 1 or (span.factor and span.first <= 0):
+        return "expected: 'from' at most 'to', 'step' above 0; with 'factor', which is above 1, 'from' above 0"
+    ratio = math.log(span.to / span.first) / math.log(span.factor) if span.factor is not None else 0.0
+    steps = ratio if span.step is None else (span.to - span.first) / span.step
     return f"it has {steps + 1:,.0f} values; at most {MAX_VALUES:,} are read" if steps >= MAX_VALUES else None
 
 
@@ -153,10 +144,6 @@ def _grid_rows(name: str, part: Server | Load, kind: str, wrong: list[Problem]) 
     if len(longest) > MAX_NAME:
         text = f"the name '{longest}' has {len(longest)} characters; at most {MAX_NAME} are possible"
         wrong.append(Problem(f"{path}.vary", f"{text}. Shorten the name '{name}', or vary fewer settings"))
-    if same := [row for row, times in Counter(row for row, _ in rows).items() if times > 1]:
-        wrong.append(
-            Problem(f"{path}.vary", f"two {kind} would be called '{same[0]}'; give values that differ in their letters")
-        )
     yield from rows
 
 
