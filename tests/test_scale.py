@@ -1,30 +1,24 @@
-"""Long runs give the numbers that short ones give: whatever the blocks, the processes, and the gaps that are kept."""
+"""Long runs give the numbers that short ones give, whatever the blocks and the processes."""
 
-import itertools
-import math
 import os
 import signal
-from array import array
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.make_run import make_run
-from harness.analysis import count, gaps, tally
-from harness.analysis.gaps import ALL, Gaps, GapSample, Interval, intervals_around
+from harness.analysis import tally
+from harness.analysis.gaps import percentile_of
 from harness.analysis.summarize import summarize, write_summary
-from harness.analysis.tally import CellCounts, gap_distribution
+from harness.analysis.tally import CellCounts
 from harness.errors import HarnessError
 from harness.judge.stats import percentile
 from harness.report.html import write_report
 from harness.rundir import records as blocks
 from harness.rundir.records import Lines, damaged_in_file, read_block, split_blocks
-from harness.summary import Numbers, Summary
 from tests.made_runs import request, write_lines
 
 NEVER = 2**60
@@ -39,79 +33,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A file of any length is read by one process, in one block, and all of it is kept."""
+    """A file of any length is read by one process, in one block."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", NEVER)
     monkeypatch.setattr(blocks, "PARALLEL_BYTES", NEVER)
-    monkeypatch.setattr(count, "KEEP_BYTES", NEVER)
     return monkeypatch
 
 
 def test_several_processes_give_the_summary_and_the_page_of_one(folder: Path, limits: pytest.MonkeyPatch) -> None:
+    limits.setattr(blocks, "BLOCK_BYTES", 3_000_000)
     alone = summarize(folder)
     assert (alone.valid, alone.reasons) == (True, [])
     assert [row.pooled.sent for row in alone.rows] == [5_000, 5_000]
     write_summary(folder, alone)
     page = write_report(folder).read_bytes()
-    limits.setattr(blocks, "BLOCK_BYTES", 3_000_000)
     limits.setattr(blocks, "PARALLEL_BYTES", 0)
     limits.setattr(blocks, "max_processes", lambda: 2)
     assert summarize(folder) == alone
     assert write_report(folder).read_bytes() == page
-
-
-def test_a_long_file_keeps_few_gaps_and_the_same_percentiles(folder: Path, limits: pytest.MonkeyPatch) -> None:
-    alone = summarize(folder)
-    limits.setattr(blocks, "BLOCK_BYTES", 3_000_000)
-    limits.setattr(count, "KEEP_BYTES", 0)
-    limits.setattr(gaps, "_HALF_WIDTH_ERRORS", 0.5)  # of so few requests the intervals would hold most
-    seen: list[float] = []
-    limits.setattr(count, "_has_all_percentiles", spy(seen))
-    few = summarize(folder)
-    assert seen[-1] < 0.5  # the share of gaps that were kept
-    assert without_means(few) == without_means(alone)
-    assert gap_means(few) == pytest.approx(gap_means(alone), rel=1e-12)  # the order of a sum shows in its last digit
-
-
-def spy(seen: list[float]) -> object:
-    """`count._has_all_percentiles` that also notes which share of all gaps was kept."""
-    asked = count._has_all_percentiles
-
-    def found(tallies: dict[str, CellCounts], places: dict[str, count.CellContext]) -> bool:
-        kept = sum(len(kept.values) for t in tallies.values() for kept in t.chunk_gap_s.kept)
-        seen.append(kept / sum(t.chunk_gap_s.n for t in tallies.values()))
-        return asked(tallies, places)
-
-    return found
-
-
-def gap_means(summary: Summary) -> list[float | None]:
-    return [numbers.chunk_gap_s.mean for numbers in numbers_in(summary)]
-
-
-def without_means(summary: Summary) -> dict[str, Any]:
-    """The summary as JSON has it, without the means of chunk gaps."""
-    built: dict[str, Any] = msgspec.to_builtins(summary)
-    for numbers in [row["pooled"] for row in built["rows"]] + [cell["numbers"] for cell in built["cells"]]:
-        assert numbers["chunk_gap_s"].pop("mean") > 0
-    return built
-
-
-def numbers_in(summary: Summary) -> list[Numbers]:
-    return [row.pooled for row in summary.rows] + [cell.numbers for cell in summary.cells]
-
-
-def test_a_sample_that_misleads_is_noticed(folder: Path, limits: pytest.MonkeyPatch) -> None:
-    alone = summarize(folder)
-    asked: list[float] = []
-
-    def misled(samples: list[GapSample], widened: float) -> list[Interval]:
-        asked.append(widened)
-        return [Interval(0.0, 0.001)] if widened == 1 else intervals_around(samples, widened)
-
-    limits.setattr(count, "KEEP_BYTES", 0)
-    limits.setattr(gaps, "intervals_around", misled)
-    assert without_means(summarize(folder)) == without_means(alone)
-    assert set(asked) == {1.0, 4.0}
 
 
 def test_blocks_hold_each_line_once(tmp_path: Path) -> None:
@@ -142,53 +80,14 @@ def test_damaged_lines_are_numbered_from_the_start_of_the_file(tmp_path: Path) -
         assert indices == [0, 1, 3, 4, 5, 6, 8]
 
 
-TIMES = st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 2.0, -0.25]), max_size=30)
+GAPS = st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0, 2.0, -0.001, 1e-9, 3e10]), min_size=1, max_size=30)
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.lists(TIMES, min_size=2, max_size=6),
-    st.lists(st.sampled_from([-math.inf, -0.25, 0.0, 0.2, 0.5, 0.6, 1.0, 3.0, math.inf]), min_size=2, max_size=6),
-    st.integers(0, 6),
-)
-def test_a_value_found_in_an_interval_is_the_exact_percentile(
-    requests: list[list[float]], edges: list[float], whole: int
-) -> None:
-    """Gaps with many ties, in parts of which some keep every value."""
-    bounds = sorted(set(edges))
-    intervals = [Interval(low, high) for low, high in zip(bounds[::2], bounds[1::2], strict=False)]
-    parts = []
-    values: list[float] = []
-    for i, steps in enumerate(requests):
-        part = Gaps(intervals=[ALL] if i < whole or not intervals else list(intervals))
-        chunks = list(itertools.accumulate(steps))
-        values += [b - a for a, b in itertools.pairwise(chunks)]
-        part.add(chunks)
-        part.flush()
-        parts.append(part)
-    if not values:
-        return
-    for permille in gaps.PERMILLES.values():
-        exact = percentile(np.sort(values), permille)
-        held = any(low <= exact <= high for part in parts for low, high in part.intervals if not part.keeps_all)
-        expected = exact if held or all(part.keeps_all for part in parts) else None
-        assert gaps.percentile_of(parts, permille) == expected
-
-
-def test_an_interval_counts_its_ends_and_keeps_what_is_inside() -> None:
-    part = Gaps(intervals=[Interval(0.0, 1.0)])
-    for _ in range(40):
-        part.add([0.0, 0.0, 0.0, 0.5, 1.5, 3.5])  # gaps 0, 0, 0.5, 1, 2
-    part.flush()
-    assert (part.n, part.requests, part.minimum, part.maximum) == (200, 40, 0.0, 2.0)
-    kept = part.kept[0]
-    assert (kept.below, kept.to_low, kept.below_high, kept.to_high) == (0, 80, 120, 160)
-    assert kept.values == array("d", [0.5] * 40)
-    found = gap_distribution([part])
-    assert (found.n, found.mean, found.p50, found.p90) == (200, 0.7, 0.5, None)  # p90 needs 64 requests
-    assert gaps.percentile_of([part], 400) == 0.0
-    assert gaps.percentile_of([part], 800) == 1.0
-    assert gaps.percentile_of([part], 900) is None
+@given(st.lists(GAPS, min_size=1, max_size=6), st.sampled_from([1, 500, 900, 950, 990]))
+def test_a_percentile_of_several_blocks_is_exact(blocks_of_gaps: list[list[float]], permille: int) -> None:
+    exact = percentile(np.sort(sum(blocks_of_gaps, [])), permille)
+    assert percentile_of([np.sort(gaps) for gaps in blocks_of_gaps], permille) == exact
 
 
 def test_a_reading_process_that_is_killed_is_an_error_with_words(tmp_path: Path, limits: pytest.MonkeyPatch) -> None:
@@ -219,5 +118,7 @@ def test_every_count_of_a_tally_is_merged() -> None:
             (first if i < cut else second).add(record)
         first.merge(second)
         whole.chunk_gap_s.flush()
-        first.clock = whole.clock
+        (gaps,), merged = whole.chunk_gap_s.blocks, first.chunk_gap_s
+        assert np.array_equal(np.sort(np.concatenate(merged.blocks)), gaps)
+        first.clock, first.chunk_gap_s = whole.clock, whole.chunk_gap_s
         assert first == whole

@@ -1,6 +1,5 @@
 """Count the records of a run, cell by cell. Long files are read in blocks by several processes."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,19 +8,12 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from harness.analysis import gaps
 from harness.analysis.charted import ChartCounts
-from harness.analysis.derive import max_known, merge_counts, min_known
-from harness.analysis.gaps import Gaps, GapSample, Interval
+from harness.analysis.derive import max_known, min_known
 from harness.analysis.tally import CellCounts, Clock, SloTally
 from harness.files import UNDECODABLE
-from harness.rundir.records import Block, Lines, Reading, Request, damaged_in_file, read_block, reader, split_blocks
+from harness.rundir.records import Block, Lines, Reading, damaged_in_file, read_block, reader, split_blocks
 from harness.scenario.check_syntax import Slo
-
-KEEP_BYTES = 256 * 2**20  # of records; of a longer file only the chunk gaps that percentiles need are kept
-_SAMPLED_LINES = 16  # a first pass over a long file samples one of so many lines,
-_SAMPLED_GAPS = 5  # and of each one of so many gaps, to estimate where the percentiles are
-_WIDTHS = (1.0, 4.0, math.inf)  # factors on the intervals of kept gaps, tried in this order; the last keeps all
 
 
 class CellContext(Struct, frozen=True):
@@ -32,7 +24,6 @@ class CellContext(Struct, frozen=True):
     first_due_s: float | None = None  # of a timed open loop: its first scheduled time, since the measured time began
     ended_wall_s: float | None = None  # None: the cell did not end
     interrupted: bool = False  # the cell did not end: its last record is its end
-    row: str | None = None  # the same for all cells that are pooled
     mix: str | None = None  # the same for all cells that ran at the same time
     staged: str | None = None  # the same for all cells that are stages of one load
     slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
@@ -50,11 +41,10 @@ class _RecordHead(Struct):
 
 
 class _Preview(Struct):
-    """The result of the first pass, by cell. Times are on the cell's axis."""
+    """The result of the first pass, by timed cell. Times are on the cell's axis."""
 
-    starts: dict[str, float] = {}  # of timed cells: the first measured request, or the start of the schedule
-    ends: dict[str, float] = {}  # of interrupted timed cells: the end of the last record
-    samples: dict[str, GapSample] = {}
+    starts: dict[str, float] = {}  # the first measured request, or the start of the schedule
+    ends: dict[str, float] = {}  # of interrupted cells: the end of the last record
 
 
 def count_cells(
@@ -70,38 +60,21 @@ def count_cells(
     Appends the numbers of unreadable lines to `damaged_lines` and adds records of unknown cells to `unknown_cells`.
     Raises HarnessError when a process that read a part of a long file was killed.
     """
-    blocks = split_blocks(path)
-    long = bool(blocks) and blocks[-1].end > KEEP_BYTES
     tallies: dict[str, CellCounts] = {}
-    with reader(blocks) as run:
-        preview = _Preview()
-        if long or any(context.duration_s is not None for context in contexts.values()):
-            preview = _preview_file(run, contexts, sampling=long)
+    lines = []
+    with reader(split_blocks(path)) as run:
+        preview = _preview_file(run, contexts)
         windows = _measured_windows(preview, contexts)
-        for width in _WIDTHS if long else (math.inf,):
-            intervals = _intervals_to_keep(preview.samples, contexts, width)
-            lines, unknown = [], Counter[str]()
-            tallies = {}
-            count = partial(
-                _count_block,
-                contexts=contexts,
-                starts=preview.starts,
-                windows=windows,
-                intervals=intervals,
-                charted=charted,
-            )
-            for part_tallies, part_unknown, part_lines in run(count):
-                lines.append(part_lines)
-                unknown += part_unknown
-                for cell, counted in part_tallies.items():
-                    if cell in tallies:
-                        tallies[cell].merge(counted)
-                    else:
-                        tallies[cell] = counted
-            if _has_all_percentiles(tallies, contexts):
-                break
+        count = partial(_count_block, contexts=contexts, starts=preview.starts, windows=windows, charted=charted)
+        for block_tallies, block_unknown, block_lines in run(count):
+            lines.append(block_lines)
+            unknown_cells += block_unknown
+            for cell, counted in block_tallies.items():
+                if cell in tallies:
+                    tallies[cell].merge(counted)
+                else:
+                    tallies[cell] = counted
     damaged_lines += damaged_in_file(lines)
-    unknown_cells += unknown
     return tallies
 
 
@@ -110,7 +83,6 @@ def _count_block(
     contexts: dict[str, CellContext],
     starts: dict[str, float],
     windows: dict[str, tuple[float, float]],
-    intervals: dict[str, list[Interval]],
     charted: bool,
 ) -> tuple[dict[str, CellCounts], Counter[str], Lines]:
     tallies: dict[str, CellCounts] = {}
@@ -128,7 +100,6 @@ def _count_block(
                 measured_start_s=starts.get(cell),
                 open_loop=context.first_due_s is not None,
                 in_mix=context.mix is not None,
-                chunk_gap_s=Gaps(intervals[cell]) if cell in intervals else Gaps(),
                 slos=SloTally(sets=context.slos),
                 chart=ChartCounts() if charted else None,
             )
@@ -149,44 +120,36 @@ def _count_block(
     return tallies, unknown_cells, lines
 
 
-def _preview_block(block: Block, contexts: dict[str, CellContext], sampling: bool) -> _Preview:
+def _preview_block(block: Block, contexts: dict[str, CellContext]) -> _Preview:
     preview = _Preview()
-    timed = {cell: context for cell, context in contexts.items() if context.duration_s is not None}
-    decode_head, decode = msgspec.json.Decoder(_RecordHead).decode, msgspec.json.Decoder(Request).decode
-    for line_number, line in enumerate(block.lines()):
+    decode_head = msgspec.json.Decoder(_RecordHead).decode
+    for line in block.lines():
         try:
-            if sampling and line_number % _SAMPLED_LINES == 0:
-                request = decode(line)
-                if request.phase == "measured" and request.error is None:
-                    # Start at different gaps: an engine may have a rhythm.
-                    first_gap = line_number // _SAMPLED_LINES % _SAMPLED_GAPS
-                    sample = preview.samples.setdefault(request.cell, GapSample())
-                    sample.add(request.chunks_s, first_gap, _SAMPLED_GAPS)
-            if timed:
-                head = decode_head(line)
-                context = timed.get(head.cell)
-                if head.phase == "measured" and context is not None:
-                    start_s = head.sent_s + context.clock.offset_s(head.process)
-                    if context.interrupted:
-                        preview.ends[head.cell] = max_known(preview.ends.get(head.cell), start_s + head.ended_s)
-                    if head.scheduled_s is not None and context.first_due_s is not None:
-                        # The start of the schedule, if this request was the first one; later ones give a later time.
-                        start_s += head.scheduled_s - context.first_due_s
-                    preview.starts[head.cell] = min_known(preview.starts.get(head.cell), start_s)
+            head = decode_head(line)
         except UNDECODABLE:
             continue
+        context = contexts.get(head.cell)
+        if head.phase != "measured" or context is None or context.duration_s is None:
+            continue
+        start_s = head.sent_s + context.clock.offset_s(head.process)
+        if context.interrupted:
+            preview.ends[head.cell] = max_known(preview.ends.get(head.cell), start_s + head.ended_s)
+        if head.scheduled_s is not None and context.first_due_s is not None:
+            # The start of the schedule, if this request was the first one; later ones give a later time.
+            start_s += head.scheduled_s - context.first_due_s
+        preview.starts[head.cell] = min_known(preview.starts.get(head.cell), start_s)
     return preview
 
 
-def _preview_file(run: Reading[_Preview], contexts: dict[str, CellContext], *, sampling: bool) -> _Preview:
+def _preview_file(run: Reading[_Preview], contexts: dict[str, CellContext]) -> _Preview:
     merged = _Preview()
-    for part in run(partial(_preview_block, contexts=contexts, sampling=sampling)):
+    if all(context.duration_s is None for context in contexts.values()):
+        return merged
+    for part in run(partial(_preview_block, contexts=contexts)):
         for cell, start_s in part.starts.items():
             merged.starts[cell] = min_known(merged.starts.get(cell), start_s)
         for cell, end_s in part.ends.items():
             merged.ends[cell] = max_known(merged.ends.get(cell), end_s)
-        for cell, sample in part.samples.items():
-            merge_counts(merged.samples.setdefault(cell, GapSample()), sample)
     return merged
 
 
@@ -197,32 +160,6 @@ def _groups(cells: Iterable[str], group_of: Callable[[str], str | None]) -> list
         if (group := group_of(cell)) is not None:
             groups.setdefault(group, []).append(cell)
     return list(groups.values())
-
-
-def _by_row(cells: Iterable[str], contexts: dict[str, CellContext]) -> list[list[str]]:
-    return _groups((cell for cell in cells if cell in contexts), lambda cell: contexts[cell].row or cell)
-
-
-def _intervals_to_keep(
-    samples: dict[str, GapSample], contexts: dict[str, CellContext], width: float
-) -> dict[str, list[Interval]]:
-    """The intervals of chunk gaps to keep of each cell. Cells that are not in it keep all, such as small ones."""
-    if width == math.inf:
-        return {}
-    sampled = {cell: sample for cell, sample in samples.items() if sample.requests >= gaps.MIN_SAMPLE}
-    kept: dict[str, list[Interval]] = {}
-    for cells in _by_row(sampled, contexts):
-        kept |= dict.fromkeys(cells, gaps.intervals_around([sampled[cell] for cell in cells], width))
-    return kept
-
-
-def _has_all_percentiles(tallies: dict[str, CellCounts], contexts: dict[str, CellContext]) -> bool:
-    """Whether the kept gaps give each percentile of each cell and row."""
-    for cells in [[cell] for cell in tallies] + _by_row(tallies, contexts):
-        filled = [tallies[cell].chunk_gap_s for cell in cells if tallies[cell].chunk_gap_s.n]
-        if not all(part.keeps_all for part in filled) and not gaps.has_all_percentiles(filled):
-            return False
-    return True
 
 
 def _measured_windows(preview: _Preview, contexts: dict[str, CellContext]) -> dict[str, tuple[float, float]]:

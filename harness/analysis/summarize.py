@@ -271,7 +271,6 @@ def cell_contexts(
             first_due_s=None if run.origin else first_arrival_s(load, seed),
             ended_wall_s=ended_wall_s,
             interrupted=ended_wall_s is None,
-            row=f"{cell.server} {cell.load}",
             mix=cell.group if cell.mix is not None else None,
             staged=cell.group if cell.stage is not None else None,
             slos=slos or {},

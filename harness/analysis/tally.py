@@ -365,43 +365,45 @@ class CellCounts(Struct, kw_only=True):
                 self.cut_chunks_inside += round(len(request.chunks_s) * share)
 
 
-def distribution(parts: Sequence["array[float]"], requests: int | None = None) -> Distribution:
-    """Statistics of a sample given in parts.
-
-    `requests`: the number of requests that the values come from, if not one each. Such values are not independent, so
-    their percentiles have no intervals.
-    """
+def distribution(parts: Sequence["array[float]"]) -> Distribution:
+    """Statistics of a sample of one value a request, given in parts."""
     values: Array = np.sort(
         np.concatenate([np.frombuffer(part, dtype=np.float64) for part in parts if len(part)] or [np.empty(0)])
     )
     n = len(values)
     if n == 0:
         return NO_SAMPLE
-    percentiles = _known_percentiles(n if requests is None else requests, partial(percentile, values))
-    if requests is None:
-        permilles = gaps.PERMILLES.items()
-        percentiles["intervals"] = {name: percentile_interval(values, permille) for name, permille in permilles}
-    return Distribution(n=n, mean=float(values.mean()), min=float(values[0]), max=float(values[-1]), **percentiles)
-
-
-def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
-    """Statistics of the chunk gaps of several cells together. As all percentiles they need a number of requests."""
-    for part in parts:
-        part.flush()
-    filled = [part for part in parts if part.n]
-    requests = sum(part.requests for part in filled)
-    if all(part.keeps_all for part in filled):
-        return distribution([part.kept[0].values for part in filled], requests)
     return Distribution(
-        n=sum(part.n for part in filled),
-        mean=gaps.mean_gap_s(filled),
-        min=min(part.minimum for part in filled),
-        max=max(part.maximum for part in filled),
-        **_known_percentiles(requests, partial(gaps.percentile_of, filled)),
+        n=n,
+        mean=float(values.mean()),
+        min=float(values[0]),
+        max=float(values[-1]),
+        **_known_percentiles(n, partial(percentile, values)),
+        intervals={name: percentile_interval(values, permille) for name, permille in gaps.PERMILLES.items()},
     )
 
 
-def _known_percentiles(requests: int, percentile_at: Callable[[int], float | None]) -> dict[str, Any]:
+def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
+    """Statistics of the chunk gaps of several cells together.
+
+    The gaps of a request are not independent: their percentiles need a number of requests and have no intervals.
+    """
+    for part in parts:
+        part.flush()
+    blocks = [block for part in parts for block in part.blocks]
+    if not blocks:
+        return NO_SAMPLE
+    n = sum(map(len, blocks))
+    return Distribution(
+        n=n,
+        mean=math.fsum(float(block.sum()) for block in blocks) / n,
+        min=min(float(block[0]) for block in blocks),
+        max=max(float(block[-1]) for block in blocks),
+        **_known_percentiles(sum(part.requests for part in parts), partial(gaps.percentile_of, blocks)),
+    )
+
+
+def _known_percentiles(requests: int, percentile_at: Callable[[int], float]) -> dict[str, Any]:
     """Each percentile for which there are enough requests; None for the others."""
     return {
         name: percentile_at(permille) if requests >= NEEDED[name] else None for name, permille in gaps.PERMILLES.items()
