@@ -14,7 +14,7 @@ import msgspec
 
 from harness.columns import METRIC_WORDS, NUMBER_WORDS
 from harness.files import PACKAGE, read_bytes
-from harness.summary import ALPHA, MARGIN, MAX_REPEATS, POWER, LimitedBy, Reason, Verdict, because
+from harness.summary import ALPHA, MARGIN, MAX_REPEATS, POWER, LimitedBy, Reason, Verdict
 from harness.units import GIB, count, date_time, duration, figures, gib
 
 OTHERWISE = "†"  # next to a number of a row that means something else than in the first row; a note says what
@@ -172,31 +172,19 @@ def _backend_restarted(
     )
 
 
-def _processes_killed(processes: Sequence[str], going_on: bool = False, remote: bool = False) -> str:
+def _processes_killed(processes: Sequence[str], going_on: bool = False, **_: Any) -> str:
     """Load processes without an end record."""
     noun, be, was = ("process", "is", "was") if len(processes) == 1 else ("processes", "are", "were")
     alive = f"{be} still going on, or " if going_on else ""
-    how = "lost (killed, or its link was cut)" if remote else "killed"
     advice = "" if going_on else "; run again (the kernel kills when memory runs out, which `dmesg` tells)"
     names = ", ".join(processes)
-    return f"load {noun} {names} {alive}{was} {how}: what was sent and not yet recorded is not known{advice}"
+    return f"load {noun} {names} {alive}{was} killed or lost: what was sent and not yet recorded is not known{advice}"
 
 
 def _request_repeated(requests: int, indices: Sequence[int]) -> str:
     """Requests that were recorded more than once."""
     shown = _format_indices(indices, requests)
     return f"requests.jsonl: {count(requests, 'request')} recorded more than once (index {shown})"
-
-
-def _never_sent(never_sent: int, planned: int, what: str, why: str, users: int, processes: int) -> str:
-    """Requests or arrivals of an open loop that were due and never sent."""
-    remedy = sentence(because("remedy_users", users=users, processes=processes))
-    causes = {
-        "going_on": "it has not ended",
-        "killed": "a load process was killed",
-        "busy": f"all users were busy until the end; {remedy}",
-    }
-    return f"{never_sent:,} of the {planned:,} {what} that were due in the measured time were never sent: {causes[why]}"
 
 
 def _resent(resent: int, sent: int, within_s: float, max_share: float | None = None) -> str:
@@ -354,7 +342,7 @@ COMPOSED: dict[str, Callable[..., str]] = {
     "unreadable_lines": _unreadable_lines, "resumed": _resumed, "server_death": _server_death,
     "server_died": _server_died, "server_unreachable": _server_unreachable, "server_log": _server_log,
     "backend_restarted": _backend_restarted, "processes_killed": _processes_killed,
-    "request_repeated": _request_repeated, "never_sent": _never_sent, "resent": _resent,
+    "request_repeated": _request_repeated, "resent": _resent,
     "tokens_differ": _tokens_differ, "client_shared_reads": _client_shared_reads, "listen_queue": _listen_queue,
     "answers_differ": _answers_differ, "capacity_frontier": _capacity_frontier, "check_value": _check_value,
     "latency_missing": _latency_missing,

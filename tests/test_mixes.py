@@ -341,20 +341,14 @@ def test_the_noise_of_the_metrics_of_a_mix(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_short_mix_gets_advice_on_its_duration_unless_a_load_process_was_killed(tmp_path: Path) -> None:
+def test_a_mix_with_too_short_a_common_time_is_invalid(tmp_path: Path) -> None:
     run = made_mix(tmp_path / "run")  # with 12 seconds of 16 in common
     loads = {name: msgspec.structs.replace(load, duration_s=16.0) for name, load in run.scenario.loads.items()}
     scenario = msgspec.structs.replace(run.scenario, loads=loads)
     write_run(tmp_path / "run", msgspec.structs.replace(run, scenario=scenario))
-    short = "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed"
-    (said,) = texts(summarize(tmp_path / "run").reasons)
-    assert said.startswith(f"{short}: a 'duration_s' of 20 s or more would do")
-    path = tmp_path / "run" / "processes.jsonl"
-    *others, goodbye = path.read_text().splitlines(keepends=True)
-    assert "r1-a-both.job" in goodbye
-    path.write_text("".join(others))
-    apart, killed = texts(summarize(tmp_path / "run").reasons)
-    assert apart == short and killed.startswith("r1-a-both.job: load process 3 was killed: ")
+    (reason,) = summarize(tmp_path / "run").reasons
+    assert (reason.code, reason.cell) == ("mix_apart", "r1-a-both")
+    assert reason.values == {"together_s": pytest.approx(12.0), "asked_s": 16.0, "min_share": 0.8}
 
 
 def test_each_row_next_to_a_mix_has_a_comparable_baseline(five: Path) -> None:

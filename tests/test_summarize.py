@@ -24,8 +24,6 @@ from harness.scenario.plan import Cell
 from harness.summary import NO_SAMPLE, Distribution, Numbers, Reason, Summary, because
 from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, request, scenario, write_lines, write_made_run
 
-NONE = NO_SAMPLE
-
 
 def wall_of(cell: Cell) -> float:
     return (10.0 if cell.server == "a" else 8.0) + 0.01 * cell.repeat
@@ -46,7 +44,7 @@ def one_cell(folder: Path, records: list[Request], load: Load | None = None, sam
     return summarize(folder)
 
 
-def distributed(*values: float) -> Distribution:
+def sample_of(*values: float) -> Distribution:
     """A sample of one value a request, too small for any percentile."""
     ordered = np.sort(np.asarray(values))
     intervals = {name: percentile_interval(ordered, permille) for name, permille in PERMILLES.items()}
@@ -106,8 +104,8 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
     assert summary.cells[0].numbers == Numbers(
         sent=4, succeeded=2, failed=1, unfinished=1, errors={"stream_error": 1, "unfinished": 1}, prompt_tokens=40,
         output_tokens=8, cached_tokens=16, wall_s=10.0, window="wall", window_s=10.0, output_tok_s=0.8, input_tok_s=4.0,
-        requests_per_s=0.2, ttft_s=distributed(0.5, 0.25), ttfo_s=distributed(0.5), tpot_s=distributed(0.25, 0.4375),
-        e2e_s=distributed(1.0, 2.0), chunk_gap_s=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
+        requests_per_s=0.2, ttft_s=sample_of(0.5, 0.25), ttfo_s=sample_of(0.5), tpot_s=sample_of(0.25, 0.4375),
+        e2e_s=sample_of(1.0, 2.0), chunk_gap_s=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
     )  # fmt: skip
     assert summary.cells[0].numbers.error_rate == 0.25
     assert summary.rows[0].pooled == summary.cells[0].numbers
@@ -186,13 +184,18 @@ def test_a_response_in_one_piece(tmp_path: Path) -> None:
     summary = one_cell(tmp_path / "run", records)
     assert summary.valid, summary.reasons
     numbers = summary.cells[0].numbers
-    assert (numbers.ttft_s, numbers.tpot_s, numbers.chunk_gap_s, numbers.tokens_per_chunk) == (NONE, NONE, NONE, None)
-    assert numbers.e2e_s == distributed(2.0, 2.0, 2.0, 2.0)
+    assert (numbers.ttft_s, numbers.tpot_s, numbers.chunk_gap_s, numbers.tokens_per_chunk) == (
+        NO_SAMPLE,
+        NO_SAMPLE,
+        NO_SAMPLE,
+        None,
+    )
+    assert numbers.e2e_s == sample_of(2.0, 2.0, 2.0, 2.0)
     assert numbers.output_tok_s == 22.0
 
 
 def test_percentiles_only_where_the_sample_carries_them() -> None:
-    assert distribution([]) == NONE
+    assert distribution([]) == NO_SAMPLE
     ten, eleven, many = (array("d", range(number)) for number in (10, 11, 1000))
     assert [distribution(parts).p50 for parts in ([ten], [eleven], [ten, eleven])] == [None, 5.0, 5.0]
     sample = distribution([array("d", range(1, 131))])
@@ -211,19 +214,17 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
     assert not summary.valid
     assert [cell.id for cell in summary.cells] == ["r1-a-x", "r1-b-x", "r2-b-x"]
     assert [cell.problems for cell in summary.cells[:2]] == [[], []]
-    assert sentences(summary.reasons) == [
-        "requests.jsonl: 1 line cannot be read (line 13)",
-        "only 2 of 10 planned cells ran",
-        "r2-b-x: it has not ended",
-        "r2-b-x: load process 102 is still going on, or was killed: what was sent and not yet recorded is not known",
-        "r2-b-x: 4 measured requests were planned and 1 were sent",
-    ]
+    assert [(reason.code, reason.cell) for reason in summary.reasons] == [
+        ("unreadable_lines", None), ("cells_missing", None), ("going_on", "r2-b-x"), ("processes_killed", "r2-b-x"),
+        ("requests_missing", "r2-b-x"),
+    ]  # fmt: skip
+    assert summary.reasons[3].values == {"processes": ["102"], "going_on": True}
     assert summary.comparison is None
     assert [len(row.wall_s) for row in summary.rows] == [1, 1]
     # Of a run that somebody ended it is known that nobody is at work any more.
     write_run(tmp_path / "run", msgspec.structs.replace(run, status="interrupted", cells=run.cells[:2]))
-    said = sentences(summarize(tmp_path / "run").reasons)
-    assert any(reason.startswith("r2-b-x: load process 102 was killed: what was sent and not yet") for reason in said)
+    killed = because("processes_killed", processes=["102"], going_on=False)
+    assert msgspec.structs.replace(killed, cell="r2-b-x") in summarize(tmp_path / "run").reasons
 
 
 THREE = {name: Server(template="vllm-cpu") for name in ("a", "b", "c")}

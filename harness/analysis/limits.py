@@ -103,8 +103,7 @@ def _send_lag_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequ
     lag_s = tally.median_send_lag_s()
     if lag_s is None or lag_s <= MAX_SEND_LAG_S:
         return None
-    remedy = None if killed_processes(marks) else because("remedy_users", users=load.users, processes=load.processes)
-    values = {"lag_s": lag_s, "max_s": MAX_SEND_LAG_S, "remedy": remedy}
+    values = {"lag_s": lag_s, "max_s": MAX_SEND_LAG_S, "remedy": users_remedy(load, marks)}
     return _limited("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _ALL, "client_send_lag", **values)
 
 
@@ -153,6 +152,13 @@ def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) 
 
 def _max_known(marks: Sequence[ProcessMark], name: str) -> float | None:
     return max((value for mark in marks if (value := getattr(mark, name)) is not None), default=None)
+
+
+def users_remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
+    """What the user should do if all users of an open loop were busy."""
+    if killed_processes(marks):
+        return because("remedy_run_again")
+    return because("remedy_users", users=load.users, processes=load.processes)
 
 
 def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:

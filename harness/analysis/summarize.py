@@ -1,6 +1,5 @@
 """Computes the Summary of a run from its directory. The same files always give the same summary."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,7 +107,7 @@ def summarize_with_counts(
     ]
     run_reasons, not_run = validity.run_reasons(run, damaged, unknown_cells), validity.missing_cells(run)
     failed = {cell.id for cell in summaries if cell.failed is not None}
-    mix_reasons = _mix_overlap_reasons(run, cells, tallies, marks)
+    mix_reasons = _mix_overlap_reasons(run, cells, tallies)
     for name in failed:
         mix_reasons.pop(cells[name].group, None)
     measured = [cell for cell in summaries if cell.id not in failed]
@@ -175,30 +174,22 @@ def _invalid_rows(
     return invalid
 
 
-def _mix_overlap_reasons(
-    run: Run, cells: dict[str, Cell], tallies: dict[str, CellCounts], marks: dict[str, list[ProcessMark]]
-) -> dict[str, Reason]:
+def _mix_overlap_reasons(run: Run, cells: dict[str, Cell], tallies: dict[str, CellCounts]) -> dict[str, Reason]:
     """A reason for each mix, by group of cells, whose loads were measured together for too short a time."""
     windows: dict[str, list[tuple[float, float]]] = {}
     asked_s: dict[str, float] = {}
-    cut = set()
     for name, cell in cells.items():
         window, ran = _wall_window(tallies[name]), run.ran.get(name)
         is_probe = ran is not None and ran.seed is not None  # a capacity search only counts the common time anyway
         if cell.mix is not None and window is not None and not is_probe:
             windows.setdefault(cell.group, []).append(window)
             asked_s[cell.group] = run.scenario.loads[cell.load].duration_s or 0.0
-        if not validity.ended_normally(ran, marks.get(name, [])):
-            cut.add(cell.group)
     reasons = {}
     for group, parts in windows.items():
         together_s = max(0.0, min(end for _, end in parts) - max(begin for begin, _ in parts))
-        missing_s = asked_s[group] - together_s
         if together_s < MIN_MIX_OVERLAP * asked_s[group]:
-            # A longer measured time helps, unless something cut the cells: that has a reason of its own.
-            enough_s = None if group in cut else math.ceil(round(missing_s / (1 - MIN_MIX_OVERLAP), 3))
-            values = {"asked_s": asked_s[group], "min_share": MIN_MIX_OVERLAP, "enough_s": enough_s}
-            reasons[group] = Reason("mix_apart", {"together_s": together_s, **values}, cell=group.replace("/", "-"))
+            values = {"together_s": together_s, "asked_s": asked_s[group], "min_share": MIN_MIX_OVERLAP}
+            reasons[group] = Reason("mix_apart", values, cell=group.replace("/", "-"))
     return reasons
 
 

@@ -194,8 +194,7 @@ class CellCounts(Struct, kw_only=True):
     contradicting_times: int = 0  # answers whose times contradict each other
     chunks: int = 0
     coalesced: int = 0  # chunks that shared a read with the chunk before,
-    coalesced_known: int = 0  # those of which is known whether their read was late,
-    coalesced_late: int = 0  # and those whose read was late
+    coalesced_late: int = 0  # and those of them whose read was late
     first_shared: int = 0  # streams whose first chunk shared a read with the second,
     first_shared_late: int = 0  # and those of them with a late read
     latencies: Latencies = field(default_factory=Latencies)
@@ -305,7 +304,6 @@ class CellCounts(Struct, kw_only=True):
         self.contradicting_times += derive.has_contradicting_times(request)
         self.chunks += len(request.chunks_s)
         self.coalesced += request.coalesced
-        self.coalesced_known += request.coalesced if request.coalesced_late is not None else 0
         self.coalesced_late += request.coalesced_late or 0
         if request.coalesced and request.chunks_s[0] == request.chunks_s[1]:
             self.first_shared += 1

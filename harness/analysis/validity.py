@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.analysis.limits import client_limits, killed_processes, process_name
+from harness.analysis.limits import client_limits, killed_processes, process_name, users_remedy
 from harness.analysis.schedule import counts_arrivals
 from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
-from harness.rundir.records import CLOSING_S, LATE_READ_S, MAX_CPU, ProcessMark
+from harness.rundir.records import CLOSING_S, MAX_CPU, ProcessMark
 from harness.rundir.samples import MAX_GAP_S
 from harness.scenario import Load, is_open_loop, max_concurrency
 from harness.summary import (
@@ -171,25 +171,20 @@ def _process_reasons(evidence: Evidence) -> Iterator[Reason]:
     if len(starts) < planned and not evidence.never_measured:
         yield because("processes_missing", started=len(starts), planned=planned)
     if killed := killed_processes(evidence.marks):
-        names, remote = list(map(evidence.process_name, killed)), evidence.workers is not None
-        yield because("processes_killed", processes=names, going_on=evidence.running, remote=remote)
+        names = list(map(evidence.process_name, killed))
+        yield because("processes_killed", processes=names, going_on=evidence.running)
     for process, mark in sorted(ends.items()):
-        found, name = evidence.tally.by_process[process], evidence.process_name(process)
+        found = evidence.tally.by_process[process]
         if mark.sent is not None and mark.sent != found:
-            yield because("records_lost", process=name, sent=mark.sent, found=found)
-        elif mark.recorded is not None and mark.recorded != found:
-            yield because("records_unwritten", process=name, recorded=mark.recorded, found=found)
+            yield because("records_lost", process=evidence.process_name(process), sent=mark.sent, found=found)
     if evidence.ran is not None and not evidence.ran.problems:
         yield from _missing_load_reasons(evidence, ends)
 
 
 def _contradiction_reasons(evidence: Evidence) -> Iterator[Reason]:
-    """Duplicate records or marks, and times that contradict each other. No load process writes these."""
+    """Duplicate records, and times that contradict each other. No load process writes these."""
     if repeated := evidence.tally.repeated_indices():
         yield because("request_repeated", requests=len(repeated), indices=repeated[:5])
-    for (process, event), times in Counter((mark.process, mark.event) for mark in evidence.marks).items():
-        if times > 1:
-            yield because("mark_repeated", process=evidence.process_name(process), marks=times, event=event)
     if contradicting := evidence.tally.contradicting_times:
         yield because("times_contradict", answers=contradicting)
 
@@ -218,18 +213,9 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
         yield because("requests_missing", planned=load.requests, sent=numbers.sent)
     schedule = numbers.schedule
     if schedule is not None and schedule.never_sent and load.requests is None:
-        why = "busy"
-        if killed_processes(evidence.marks):
-            why = "going_on" if evidence.running else "killed"
-        yield because(
-            "never_sent",
-            never_sent=schedule.never_sent,
-            planned=schedule.planned or 0,
-            what="arrivals" if counts_arrivals(load) else "requests",
-            why=why,
-            users=load.users,
-            processes=load.processes,
-        )
+        what = "arrivals" if counts_arrivals(load) else "requests"
+        counts = {"never_sent": schedule.never_sent, "planned": schedule.planned or 0, "what": what}
+        yield because("never_sent", **counts, remedy=users_remedy(load, evidence.marks))
     if load.requests is not None and numbers.unfinished:
         yield because("work_unfinished", requests=numbers.unfinished)
     rate, allowed = numbers.error_rate, evidence.max_error_rate
@@ -290,14 +276,6 @@ def _throttling_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason
             yield because("gpu_throttled", gpu=name, **times, invalid=invalid)
 
 
-def _clock_notes(marks: Sequence[ProcessMark]) -> Iterator[Reason]:
-    """The error of joining the clocks of several machines. No latency depends on it."""
-    errors = [mark.wall_error_s for mark in marks if mark.wall_error_s is not None]
-    machines = {mark.host for mark in marks}
-    if len(machines) > 1 and errors:
-        yield because("clocks_joined", machines=len(machines), error_ms=1000 * max(errors))
-
-
 def _gateway_notes(ran: CellRun, load: Load) -> Iterator[Reason]:
     """Notes on the program in front of the engine, and whether it queues requests of this load."""
     served, in_flight = ran.served_by, max_concurrency(load)
@@ -315,26 +293,9 @@ def _telemetry_notes(load: MachineLoad) -> Iterator[Reason]:
         yield because("energy_differs", power_j=power_j, counter_j=counter_j, max_share=MAX_ENERGY_DIFFERENCE)
 
 
-def _shared_read_notes(tally: CellCounts, numbers: Numbers, limits: Sequence[ClientLimit]) -> Iterator[Reason]:
-    """Chunks that arrived in one read, where the self-check does not report them.
-
-    It is unclear whether the server or the client joined them if the stream is so fast that a late read looks timely.
-    """
-    joined = tally.coalesced - tally.coalesced_late
-    if joined <= MAX_COALESCED * tally.chunks or any(limit.what == "shared_reads" for limit in limits):
-        return
-    share, gap_s = joined / tally.chunks, numbers.chunk_gap_s.mean
-    is_fast = gap_s is not None and gap_s < LATE_READ_S
-    if is_fast or tally.coalesced_known < tally.coalesced:
-        yield because("shared_reads_unclear", share=share, chunk_s=gap_s if is_fast else None)
-    else:
-        yield because("shared_reads_server", share=share)
-
-
 def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason]:
     tally, numbers, load, machine = evidence.tally, evidence.numbers, evidence.load, evidence.machine_load
     succeeded, opened = numbers.succeeded, numbers.connect_s
-    yield from _clock_notes(evidence.marks)
     yield from _throttling_reasons(evidence, invalid=False)
     if machine is not None:
         yield from _telemetry_notes(machine)
@@ -346,7 +307,9 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
             yield because("value_of_other_type", field=bad.field, requests=bad.requests, got=bad.got)
     if tally.read_clock:
         yield because("read_clock", answers=tally.read_clock, requests=succeeded)
-    yield from _shared_read_notes(tally, numbers, limits)
+    joined = tally.coalesced - tally.coalesced_late
+    if joined > MAX_COALESCED * tally.chunks and all(limit.what != "shared_reads" for limit in limits):
+        yield because("shared_reads", share=joined / tally.chunks)
     # Each load process opens some connections until it knows that the server keeps them open.
     if opened.n > max(2 * max_concurrency(load) + 2 * load.processes, MAX_OPENED * succeeded):
         times = {"mean_s": opened.mean or 0.0, "max_s": opened.max or 0.0}
@@ -488,12 +451,10 @@ def failed_setting_notes(rows: Iterable[Row]) -> list[Reason]:
 
 
 def token_counter_notes(cells: Sequence[CellSummary]) -> Iterator[Reason]:
-    """Notes on cells whose tokens were not checked against the server's counter, which does not distinguish stages."""
-    unstaged = [cell for cell in cells if cell.stage is None]
-    if unchecked := sum(cell.server_load.generated_tokens is None for cell in unstaged):
+    """A note on cells whose tokens were not checked against the server's counter, which does not distinguish stages."""
+    unchecked = sum(cell.stage is not None or cell.server_load.generated_tokens is None for cell in cells)
+    if unchecked:
         yield because("no_token_counter", cells=unchecked, of=len(cells))
-    if len(unstaged) < len(cells):
-        yield because("stages_unchecked")
 
 
 def host_cpu_notes(cells: Sequence[CellSummary], marks: Iterable[ProcessMark]) -> Iterator[Reason]:
