@@ -262,5 +262,5 @@ def test_a_summary_without_its_records_is_shown_as_it_is(tmp_path: Path) -> None
     assert (tmp_path / "run" / "summary.json").read_bytes() == before
     judged = harness("report", "run", "--check", "error_rate == 0", cwd=tmp_path)
     assert (judged.code, judged.err.splitlines()[0]) == (
-        1, "error: run: requests.jsonl is missing: the run's directory is not whole",
+        1, "error: run: requests.jsonl is missing",
     )  # fmt: skip

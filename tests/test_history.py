@@ -207,7 +207,7 @@ def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
         new = number >= 7
         made(tmp_path / "runs", number, 11.0 if number >= 8 else 10.0, digest="sha256:2222" if new else "sha256:1111")
     (change,) = history_of("which", tmp_path / "runs", tmp_path / "results").change_points
-    assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-06", "run-07"))
+    assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-06", "run-09"))
     assert [one.key for one in change.differences] == ["servers.a.image_digest"]
 
 

@@ -18,11 +18,10 @@ from harness.imports.write import FORMATS, import_file, read_file
 from harness.reasons import evidence, sentences, verdict_sentence
 from harness.report import export, html, junit, markdown
 from harness.report import sentences as of_report
-from harness.rundir.manifest import DEFINITIONS, Run, definition, read_run, refuse_other_definitions
+from harness.rundir.manifest import DEFINITIONS, Run, read_run
 from harness.rundir.records import Request, read_requests
 from harness.summary import Numbers, Summary
 from tests.command import harness
-from tests.made_runs import write_made_run
 
 DATA = ROOT / "tests" / "data" / "imports"
 GENAI = "D20_8_text-to-text_num_concurrency_4_time_1s.json"
@@ -163,7 +162,7 @@ def test_aiperf_without_usage_is_the_clients_count_and_says_so(tmp_path: Path) -
     run, summary = read_run(folder), summarize(folder)
     expected = sum(line["metrics"]["output_sequence_length"]["value"] for line in lines)
     assert summary.rows[0].pooled.output_tokens == expected, "the two counts are not mixed"
-    assert "client's tokenizer" in definition(run, "tpot_s")
+    assert "client's tokenizer" in summary.rows[0].definitions["tpot_s"]
     assert run.origin is not None and run.origin.version is None and run.scenario.model == "unknown"
 
 
@@ -207,9 +206,8 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     """The tool writes the server's decoding speed and tokens / whole request under one name."""
     folder = import_file(DATA / "lemonade-from-source.json", tmp_path)
     run, summary = read_run(folder), summarize(folder, ["output_tok_s >= 0.1 * baseline", "speedup >= 0.1"])
-    gpu, npu = ((row.server, row.load) for row in summary.rows)
-    assert definition(run, "output_tok_s", gpu) == lemonade.DECODING
-    assert definition(run, "output_tok_s", npu) == lemonade.WHOLE_REQUEST
+    meanings = [row.definitions["output_tok_s"] for row in summary.rows]
+    assert meanings == [lemonade.DECODING, lemonade.WHOLE_REQUEST]
     assert summary.comparison is not None and summary.comparison.comparisons == 0
     (verdict,) = summary.comparison.verdicts
     assert (verdict.word, verdict.ratio, verdict.p) == ("inconclusive", None, None)
@@ -273,10 +271,9 @@ def test_rows_of_two_files_that_mean_different_things_are_refused(tmp_path: Path
 
     one = import_file(DATA / "lemonade-from-source.json", tmp_path)
     other = import_file(changed("lemonade-from-source.json", tmp_path / "x.json", other_speed), tmp_path)
-    said = "definitions of 'output_tok_s' differ in the row llamacpp-vulkan / chat-short are not compared"
-    with pytest.raises(HarnessError, match=said) as caught:
+    with pytest.raises(HarnessError, match="the definitions of 'output_tok_s' differ") as caught:
         compare_runs([[one], [other]])
-    assert lemonade.DECODING in caught.value.detail and lemonade.WHOLE_REQUEST in caught.value.detail
+    assert lemonade.DECODING in caught.value.what and lemonade.WHOLE_REQUEST in caught.value.what
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -312,10 +309,10 @@ def test_other_definitions_are_refused_before_the_rest_with_the_key_and_both(tmp
 
     vllm = import_file(DATA / "vllm-chat.json", tmp_path)
     other = import_file(changed("guidellm-0.7.json", tmp_path / "x.json", as_concurrency), tmp_path)
-    with pytest.raises(HarnessError, match="definitions of 'output_tok_s' differ are not compared") as caught:
+    with pytest.raises(HarnessError, match="the definitions of 'output_tok_s' differ") as caught:
         compare_runs([[vllm], [other]], about="versions")
     for run in (vllm, other):
-        assert definition(read_run(run), "output_tok_s") in caught.value.detail
+        assert summarize(run).rows[0].definitions["output_tok_s"] in caught.value.what
 
 
 def test_other_work_is_refused(tmp_path: Path) -> None:
@@ -462,16 +459,6 @@ def test_the_page_names_every_format_and_the_versions_of_the_samples() -> None:
     for path in (*DATA.glob("guidellm*.json"), DATA / "aiperf" / "profile_export_aiperf.json"):
         raw = json.loads(path.read_text())
         assert raw.get("aiperf_version", raw.get("metadata", {}).get("guidellm_version")) in text
-
-
-def test_a_run_of_our_own_means_what_the_table_says(tmp_path: Path) -> None:
-    write_made_run(tmp_path / "own")
-    run = read_run(tmp_path / "own")
-    assert {metric: definition(run, metric) for metric in DEFINITIONS} == DEFINITIONS
-    other = read_run(import_file(DATA / "vllm-chat.json", tmp_path))
-    with pytest.raises(HarnessError, match="definitions of 'wall_s' differ") as caught:
-        refuse_other_definitions([run, other], "wall_s")
-    assert f"(harness run): {DEFINITIONS['wall_s']}" in caught.value.detail
 
 
 def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from harness.report.html import write_report
 from harness.report.markdown import render_comparison
 from harness.report.terminal import print_report
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
-from harness.scenario import Server
 from harness.scenario.plan import Cell
 from harness.summary import because
 from tests.made_runs import scenario, served_by, write_made_run
@@ -171,19 +170,6 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
 )  # fmt: skip
 def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
     assert comparable.is_noise(key, values) == noise
-
-
-def test_what_vllm_was_left_to_choose_and_does_not_say(tmp_path: Path) -> None:
-    servers = {
-        "a": Server(template="vllm-cpu", variables={"max_num_seqs": None, "max_num_batched_tokens": None}),
-        "b": Server(template="vllm-cpu", variables={"max_num_seqs": 8}),
-    }
-    effective = {"max_num_batched_tokens": 8192}
-    write_made_run(tmp_path / "run", made_of=scenario(servers=servers), served=serving(effective=effective))
-    notes = [note for note in sentences(summarize(tmp_path / "run").notes) if "left to the engine" in note]
-    assert [note.partition(",")[0] for note in notes] == [
-        "a: max_num_seqs was left to the engine"
-    ]  # the other was said
 
 
 def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path) -> None:

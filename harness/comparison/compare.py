@@ -16,9 +16,16 @@ from harness.judge import comparable
 from harness.judge.checks import evaluate
 from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
 from harness.judge.noise_floors import known_noise
-from harness.judge.verdicts import Measured, Noise, comparison_metrics, decide_verdicts, number_fields, pair_by_metric
+from harness.judge.verdicts import (
+    Measured,
+    Noise,
+    comparison_metrics,
+    decide_verdicts,
+    definition_difference,
+    pair_by_metric,
+)
 from harness.reasons import sentences
-from harness.rundir.manifest import DEFINITIONS, Run, UnlikeError, read_run, refuse_other_definitions
+from harness.rundir.manifest import Run, UnlikeError, read_run
 from harness.scenario.check_syntax import parse_check
 from harness.summary import Answers, CheckResult, Comparison, Reason, Reference, Row, Summary, because
 
@@ -94,10 +101,9 @@ def compare_runs(
         for row in rows
     ]
     for side, base in compared:
-        for field in dict.fromkeys(
-            field for metric in comparison_metrics(side, base) for field in number_fields(metric)
-        ):
-            refuse_other_definitions(runs, field, [side.rows[0].key])
+        for metric in comparison_metrics(side, base):
+            if (conflict := definition_difference(side, base, metric)) is not None:
+                raise UnlikeError(conflict, next_step="Compare runs of one tool, or measure both with `harness run`.")
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     if noise is None and results is not None:
         noise = known_noise(runs, results)
@@ -233,8 +239,6 @@ def make_reference(folder: Path, run: Run, *, about: str | None = None, checks: 
 def _comparison_refusal(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | None) -> Reason | None:
     """Why the two are not compared. Equal runs are compared even if they do not differ in `about`."""
     try:
-        for metric in DEFINITIONS:
-            refuse_other_definitions([base, run], metric, rows)
         refuse_unlike([base, run], rows, [0, 1], None)
     except UnlikeError as unlike:
         if about is None:

@@ -27,7 +27,7 @@ Reason = Literal[
     "unreadable", "not_valid", "noise_run", "machine", "engine_kind", "model", "workload", "later",
     "no_row", "client_limited", "no_value", "definition",
 ]  # fmt: skip
-_NEAR = 2  # runs on either side of a change point that are searched for a difference of the manifests
+_NEAR = 2  # runs on either side of a change point that may differ in the manifest
 _RunAndSummary = tuple[Run, Summary]
 
 
@@ -366,17 +366,15 @@ def _nearest_difference(
 ) -> tuple[tuple[str, str], list[Difference]]:
     """The two runs whose manifests differ at a change point, and their differences.
 
-    Without a difference there, it is the nearest pair of neighbours with one: noise can move a change point by a run or
-    two, away from its cause.
+    Noise can move a change point by a run or two, away from its cause. So without a difference there, runs up to _NEAR
+    before and after it are compared.
     """
-    near = sorted(range(max(1, before - _NEAR + 1), min(len(runs), after + _NEAR + 1)), key=lambda i: abs(i - after))
     results = []
-    for first, second in [(before, after), *((index - 1, index) for index in near)]:
-        pair = [runs[first], runs[second]]
+    for reach in range(_NEAR + 1):
+        pair = [runs[max(0, before - reach)], runs[min(len(runs) - 1, after + reach)]]
         common = [key for key in rows if all(_has_row(run, key) for run in pair)]
-        differences = find_differences([collect_facts(run, common) for run in pair])
-        results.append(((pair[0].id, pair[1].id), differences))
-        if any(difference.key not in SHOWN_ONLY for difference in differences):
+        results.append(((pair[0].id, pair[1].id), find_differences([collect_facts(run, common) for run in pair])))
+        if any(difference.key not in SHOWN_ONLY for difference in results[-1][1]):
             return results[-1]
     return results[0]
 

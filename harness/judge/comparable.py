@@ -48,10 +48,7 @@ _MEASURED = re.compile(r"(?:^|\.)(?:startup\.(?!(?:" + "|".join(SETTINGS) + r")$
 _REPORTED = re.compile(r"(?:^|\.)(?:startup|effective|contents)\.")
 _NOISE_S, _NOISE_SHARE_OF_TIME = 1.0, 0.1  # any two starts differ by so many seconds, or by this share
 _NOISE_SHARE_OF_SIZE = 0.01
-# Variables of a template that vLLM sets by the device's memory when they are null.
-_SET_BY_MEMORY = ("max_num_seqs", "max_num_batched_tokens")
 Facts = Mapping[str, Any]
-_REQUESTED_PARTS = ("template", "variables")
 
 
 def refuse_unlike(
@@ -75,7 +72,10 @@ def refuse_unlike(
     for index, keys in differing.items():
         if refused := [key for key in keys if key not in excused[index]]:
             suggested = None if about is not None else _narrowest_excuse([*filter(None, differing.values())])
-            _refuse(runs, facts, 0, index, refused, _advice(refused, about, suggested), suggested)
+            advice = "Make the runs equal in all but the one thing that the comparison is about."
+            if suggested is not None:
+                advice = f"If the comparison is about just that, say so: --about {shlex.quote(suggested)}"
+            _refuse(runs, facts, 0, index, refused, advice, suggested)
     if about is not None and not any(excused.values()):
         known = sorted({".".join(key.split(".")[:2]) for key in facts[0]} - set(_NEVER_EXCUSED))
         raise UnlikeError(
@@ -121,16 +121,6 @@ def _refuse(
     )
     error.about = suggested
     raise error
-
-
-def _advice(differing: Sequence[str], about: str | None, suggested: str | None) -> str:
-    if any(key in _NEVER_EXCUSED for key in differing):
-        return "The work must be the same, and a model of an engine is not compared with an engine."
-    if about is not None:
-        return f"A comparison is about one thing, here '{about}'; make the runs equal in everything else."
-    if suggested is None:
-        return "They differ in more than one thing; make them equal in all but the one that the comparison is about."
-    return f"If the comparison is about just that, say so: --about {shlex.quote(suggested)}"
 
 
 def _narrowest_excuse(sides: Sequence[Sequence[str]]) -> str | None:
@@ -333,14 +323,11 @@ def start_notes(run: Run) -> list[Reason]:
     starts = {name: [cell.served_by for cell in run.served if cell.server == name] for name in run.scenario.servers}
     tokens = {name: median_measurements(served).get("startup.kv_cache_tokens") for name, served in starts.items()}
     notes = [note] if (note := kv_cache_note(tokens)) is not None else []
-    for name, server in run.scenario.servers.items():
-        if any((served.gateway or served).over_ssh for served in starts[name]):
-            notes.append(because("over_ssh", server=name))
-        effective = starts[name][0].effective if starts[name] else None
-        for key in _SET_BY_MEMORY:
-            is_null = key in server.variables and server.variables[key] is None
-            if effective is not None and is_null and key not in effective:
-                notes.append(because("left_to_engine", server=name, key=key))
+    notes += [
+        because("over_ssh", server=name)
+        for name, served in starts.items()
+        if any((one.gateway or one).over_ssh for one in served)
+    ]
     return notes
 
 
@@ -360,18 +347,18 @@ def run_differences(runs: Sequence[Run]) -> list[Difference]:
 
 
 def server_differences(run: Run) -> list[Difference]:
-    """The differences of a run's servers, with a value for each server in the order of the scenario."""
+    """The differences of a run's servers, with a value for each server in the order of the scenario.
+
+    None are known where a server did not run.
+    """
     servers = list(run.scenario.servers)
-    if len(servers) < 2:
+    if len(servers) < 2 or not {cell.server for cell in run.cells}.issuperset(servers):
         return []
     facts: list[Facts] = []
     for server in servers:
         prefix = f"servers.{server}."
         known = collect_facts(run, [(server, load) for load in run.scenario.loads])
         facts.append({key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)})
-    if not {cell.server for cell in run.cells}.issuperset(servers):
-        # Of a server that did not run only the requested settings are known.
-        facts = [{key: side[key] for key in side if key.split(".")[0] in _REQUESTED_PARTS} for side in facts]
     return find_differences(facts)
 
 
@@ -386,7 +373,7 @@ def find_differences(sides: Sequence[Facts]) -> list[Difference]:
         values = [side.get(key, ABSENT) for side in expanded]
         if any(value != values[0] for value in values[1:]) and not is_noise(key, values):
             part = ".".join(key.split(".")[:2])
-            has_part = [_has_part(side, part) for side in expanded]
+            has_part = [any(f"{other}.".startswith(f"{part}.") for other in side) for side in expanded]
             if key.startswith(("servers.", "loads.")) and not all(has_part):  # some sides lack this server or load
                 differing[part] = ["there" if has else ABSENT for has in has_part]
             else:
@@ -400,10 +387,6 @@ def _ordered_keys(sides: Sequence[Facts]) -> list[str]:
     keys = list(dict.fromkeys(key for side in sides for key in side))
     parts = list(dict.fromkeys(key.split(".")[0] for key in keys))
     return sorted(keys, key=lambda key: parts.index(key.split(".")[0]))
-
-
-def _has_part(side: Facts, part: str) -> bool:
-    return any(key == part or key.startswith(f"{part}.") for key in side)
 
 
 def _fold_servers(differing: Mapping[str, list[str]], servers: Sequence[str]) -> dict[str, list[str]]:

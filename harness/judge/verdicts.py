@@ -266,6 +266,11 @@ def _definition_reason(side: Measured, base: Measured, metric: str) -> Reason | 
         for row in measured.rows:
             if metric in row.missing and not getattr(row, metric):
                 return because("number_unknown", row=measured.name, metric=metric, why=row.missing[metric])
+    return definition_difference(side, base, metric)
+
+
+def definition_difference(side: Measured, base: Measured, metric: str) -> Reason | None:
+    """Why the runs of two sides have no ratio: the metric is defined differently in one of them."""
     reasons = (definition_conflict(row, base.rows[0], number_fields(metric)) for row in (*side.rows, *base.rows[1:]))
     return next(filter(None, reasons), None)
 

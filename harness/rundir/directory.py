@@ -125,17 +125,8 @@ def _move_lines(path: Path, aside: Path, kind: type[Any], keep: Collection[str])
 
 
 def no_records_error(folder: Path) -> HarnessError:
-    """Why a run directory has no requests.jsonl, and where the records are."""
+    """The error for a run directory without requests.jsonl, and where the records are."""
+    step = "Give the run's own directory or a copy; `harness publish` files records only with --records."
     if (folder / PACKED).exists():
-        return HarnessError(
-            f"{folder}: the records are packed, in {PACKED}", next_step=f"gunzip --keep {folder / PACKED}"
-        )
-    if (folder / "report.md").exists():  # `harness publish` wrote the folder
-        return HarnessError(
-            f"{folder}: only what was published of the run is here, and no records",
-            next_step="Give the run's own directory; `harness publish --records` files its records, too.",
-        )
-    return HarnessError(
-        f"{folder}: requests.jsonl is missing: the run's directory is not whole",
-        next_step="Take it from a copy of the directory, such as a CI artifact; no other file holds the records.",
-    )
+        step = f"gunzip --keep {folder / PACKED}"
+    return HarnessError(f"{folder}: requests.jsonl is missing", next_step=step)

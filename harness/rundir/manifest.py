@@ -343,30 +343,6 @@ class UnlikeError(HarnessError):
         self.reason = reason
 
 
-def definition(run: Run, metric: str, row: tuple[str, str] | None = None) -> str:
-    """The definition of a field of Numbers (or of `percentiles`) in a run, or in one row (server, load) of it."""
-    own = DEFINITIONS[metric]
-    if run.origin is None:
-        return own
-    return (run.origin if row is None else run.origin.of_row(*row)).definitions.get(metric, own)
-
-
-def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tuple[str, str]] = ()) -> None:
-    """Raise UnlikeError with both definitions unless a metric has the same one in all runs and in their `rows`."""
-    first, *others = runs
-    for other in others:
-        for row in (None, *rows):
-            definitions = [definition(run, metric, row) for run in (first, other)]
-            if definitions[0] != definitions[1]:
-                where = {} if row is None else {"row": " / ".join(row)}
-                tools = ["harness run" if run.origin is None else run.origin.tool for run in (first, other)]
-                raise UnlikeError(
-                    because("definitions_of_runs", field=metric, run=first.id, other=other.id, **where),
-                    next_step="Compare runs of one tool, or measure both sides with `harness run`.",
-                    detail=f"{first.id} ({tools[0]}): {definitions[0]}\n{other.id} ({tools[1]}): {definitions[1]}",
-                )
-
-
 def definition_conflict(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
     """Why two rows have no ratio by these fields: one is defined differently. None: all definitions are equal."""
     own, others = (
