@@ -21,8 +21,7 @@ from harness.redact import masked
 INTERRUPTED = "interrupted; everything that was started has been torn down"
 SHOWN_PROBLEMS = 50  # of a scenario
 MAX_CHARACTERS = 1000  # of one problem
-_SHOWN_LINES = 5  # bad lines of one file
-_MAX_LINES = 1000  # bad lines of one file; then reading stops
+MAX_BAD_LINES = 5  # of one file; then reading stops
 
 
 class ExitCode(enum.IntEnum):
@@ -167,32 +166,22 @@ class Mistakes:
 
 
 class BadLines:
-    """Collect the unusable lines of a file, to show the first few and how many more there are."""
+    """Collect the first unusable lines of a file."""
 
     def __init__(self, path: object, next_step: str) -> None:
         self._path = path
         self._next_step = next_step
-        self._shown: list[str] = []
-        self._count = 0
+        self._problems: list[str] = []
 
     def add(self, line: int, problem: str) -> None:
-        self._count += 1
-        if self._count <= _SHOWN_LINES:
-            self._shown.append(f"{self._path}:{line}: {problem}")
-        if self._count == _MAX_LINES:
+        self._problems.append(f"{self._path}:{line}: {problem}")
+        if len(self._problems) == MAX_BAD_LINES:
             self.raise_errors()
 
     def raise_errors(self) -> None:
-        if self._count == 1:
-            raise HarnessError(self._shown[0], next_step=self._next_step)
-        if self._count:
-            more = [f"and {self._count - _SHOWN_LINES:,} more"] if self._count > _SHOWN_LINES else []
-            or_more = " or more" if self._count == _MAX_LINES else ""
-            raise HarnessError(
-                f"{self._path}: {self._count:,}{or_more} lines cannot be used",
-                detail="\n".join(self._shown + more),
-                next_step=self._next_step,
-            )
+        if self._problems:
+            first, *others = self._problems
+            raise HarnessError(first, detail="\n".join(others), next_step=self._next_step)
 
 
 def closest_name(word: str, known: Iterable[str]) -> str | None:

@@ -13,7 +13,7 @@ from harness.rundir.manifest import read_run
 from harness.summary import OPEN, Comparison, Numbers, Row, Summary, Verdict
 from tests.command import harness, only_run, server, write
 from tests.nightly import draws, room
-from tests.test_resume import records_of, whole
+from tests.test_resume import assert_whole, records_of
 
 NOTHING = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
 RIGHT = {"same", "inconclusive"}  # what may be said of equal rows
@@ -87,7 +87,7 @@ def test_a_run_ends_in_time_and_says_what_is_open(tmp_path: Path) -> None:
     assert manifest.budget is not None and manifest.budget.seconds == 300
     assert manifest.order == ["r1-one-short"]  # the next load alone takes longer than the budget
     assert manifest.budget.unmeasured == ["one / long", "two / short", "two / long"]
-    whole(run)
+    assert_whole(run)
     assert [note.code for note in read_summary(run).notes if note.code.startswith("budget")] == [
         "budget", "budget_unmeasured",
     ]  # fmt: skip
@@ -102,7 +102,7 @@ def test_a_cell_that_is_cut_is_not_in_the_run(tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     run = only_run(tmp_path / "runs")
     assert read_run(run).order == ["r1-one-short"]
-    whole(run)
+    assert_whole(run)
     assert records_of(run / "attempts" / "1").keys() == {"r1-one-slow"}
     assert "the budget was spent before these rows were measured: one / slow" in " ".join(done.out.split())
 

@@ -105,7 +105,7 @@ def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: P
         (["--output-tokens", "{uniform: [9, 5]}"], ["--output-tokens: two numbers are expected, the minimum and the"]),
         (["--endpoint", "embeddings"], ["--endpoint: ChatUser supports only chat and completions (got embeddings)"]),
         (["--in-flight", "4", "--batch-size", "2"], ["--in-flight: give one of 'batch_size' (bursts)"]),
-        (["--prompts", "bad.jsonl"], ["bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "]),
+        (["--prompts", "bad.jsonl"], ["bad.jsonl:1: "]),
         (["--job", "none.json"], ["none.json: the job cannot be read"]),
         (["--host", "ftp://x", "--prompts", "bad.jsonl"], ["host: 'ftp://x' is not a URL."]),
         (["--records", "no/place", "--prompts", "none.jsonl"],

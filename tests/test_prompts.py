@@ -80,10 +80,8 @@ def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> No
     path.write_text("10 1\nten\n1 2 3\n0 5\n")
     with pytest.raises(HarnessError) as caught:
         read_length_file(path)
-    assert caught.value.what == f"{path}: 3 lines cannot be used"
-    first, *others = caught.value.detail.splitlines()
-    assert first == f"{path}:2: 'ten' is not one or two lengths of 1 to 1,000,000 tokens"
-    assert [line.split(": ")[0] for line in others] == [f"{path}:3", f"{path}:4"]
+    assert caught.value.what == f"{path}:2: 'ten' is not one or two lengths of 1 to 1,000,000 tokens"
+    assert [line.split(": ")[0] for line in caught.value.detail.splitlines()] == [f"{path}:3", f"{path}:4"]
     path.write_text("# nothing\n")
     with pytest.raises(HarnessError, match="there are no lengths in it"):
         read_length_file(path)
@@ -253,14 +251,12 @@ def test_problems_of_a_prompt_file_are_told_together_up_to_a_few(tmp_path: Path)
     path.write_text('{"prompt": "fine"}\n' + '{"prompt": ""}\n' * 3 + batch({}) + "\n" + '{"x": 1}\n' * 3)
     with pytest.raises(HarnessError) as caught:
         read_rows(path)
-    assert caught.value.what == f"{path}: 7 lines cannot be used"
-    assert caught.value.detail.splitlines() == [
+    assert [caught.value.what, *caught.value.detail.splitlines()] == [
         f"{path}:2: the prompt is empty",
         f"{path}:3: the prompt is empty",
         f"{path}:4: the prompt is empty",
         f"{path}:5: exactly one of 'messages', 'prompt' and 'input' is expected in the body",
         f"{path}:6: exactly one of 'prompt' and 'messages' is expected",
-        "and 2 more",
     ]
 
 

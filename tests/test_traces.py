@@ -122,20 +122,13 @@ def test_what_cannot_be_meant_is_refused_with_its_line(
     assert problem(tmp_path, content, **given).startswith(said)
 
 
-@pytest.mark.parametrize(
-    ("lines", "what", "last"),
-    [(6, "6 lines cannot be used", "and 1 more"), (5000, "1,000 or more lines cannot be used", "and 995 more")],
-)
-def test_of_many_lines_the_first_are_told_and_no_more_is_read_than_shows_it(
-    tmp_path: Path, lines: int, what: str, last: str
-) -> None:
+def test_only_the_first_bad_lines_are_read_and_named(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text(BURSTGPT + "?,m,5,6,11,log\n" * lines)
+    path.write_text(BURSTGPT + "?,m,5,6,11,log\n" * 5000)
     with pytest.raises(HarnessError) as caught:
         cached_replay(path, Trace(file=path.name))
-    assert caught.value.what == f"{path}: {what}"
-    told = [line.split(": ")[0] for line in caught.value.detail.splitlines()]
-    assert told == [*(f"{path}:{line}" for line in range(6, 11)), last]
+    lines = [caught.value.what, *caught.value.detail.splitlines()]
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:{line}" for line in range(6, 11)]
 
 
 def test_a_packed_trace_and_one_that_is_not_there(tmp_path: Path) -> None:

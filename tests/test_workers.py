@@ -183,8 +183,7 @@ def test_a_waiting_load_names_the_missing_workers(
         )  # fmt: skip
     said = "waiting for workers: 1 of 2 connected; missing: gen2"
     assert seen[-2] == said
-    assert caught.value.what == f"cell r1-a-b: the load could not start: 5 s of {said}"
-    assert caught.value.next_step == (f"On each machine: harness worker --master 127.0.0.1:{port}. The log is {log}.")
+    assert caught.value.what == f"cell r1-a-b: the load could not start: {said}"
 
 
 @fault("worker", "a worker of another version, and messages that make no sense",

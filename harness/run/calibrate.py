@@ -7,7 +7,6 @@ machine the load generator handles more. `harness noise`: a scenario runs with o
 
 import itertools
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
@@ -63,11 +61,6 @@ FACTOR = 1.5  # from one number of streams to the next, above STREAMS
 
 MAX_ERROR_S = 0.005  # p99
 MAX_SHARED = 0.01  # of the chunks
-MAX_OTHER_CORES = 0.1  # used by other programs; more may limit the measurement
-
-_COLUMNS = (
-    "streams", "chunks/s", "error p50, ms", "error p99, ms", "shared reads", "read lag p99, ms", "CPU of a core",
-)  # fmt: skip
 
 
 class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,11 +72,6 @@ class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
     shared: float  # share of the chunks that shared a read with a later one: their times are upper bounds
     read_lag_p99_s: float | None
     cpu_max: float | None  # of a core, of the busiest load process
-    others: float | None = None  # cores that other programs used meanwhile
-
-    @property
-    def trusted(self) -> bool:
-        return not self.doubts
 
     @property
     def doubts(self) -> list[str]:
@@ -105,11 +93,11 @@ def calibrate(max_streams: int | None, processes: int = 1) -> Iterator[Calibrati
     for number in itertools.chain(STREAMS, further):
         streams = number if max_streams is None else min(number, max_streams)
         point = _measure(streams, processes)
-        if not point.trusted:  # other programs may have been the limit: try again
+        if point.doubts:  # other programs may have been the limit: try again
             again = _measure(streams, processes)
-            point = again if again.trusted else point
+            point = point if again.doubts else again
         yield point
-        if not point.trusted or streams == max_streams or time.monotonic() - began_s > MAX_MEASURE_S:
+        if point.doubts or streams == max_streams or time.monotonic() - began_s > MAX_MEASURE_S:
             return
 
 
@@ -125,7 +113,6 @@ def _measure(streams: int, processes: int) -> CalibrationPoint:
             processes_path=f"{folder}/processes.jsonl", counter_path=f"{folder}/counter",
         )  # fmt: skip
         write_job(job, folder / "job.json")
-        began_s, busy_s, own_s = time.monotonic(), _busy_s(), sum(os.times()[:4])
         with spawned(*flags, f"{folder}/sent.jsonl", quiet=True) as engine:
             arguments = locust_arguments(job, folder / "job.json", LOCUSTFILES / "batch.py", engine.url)
             command = [sys.executable, "-m", "locust", *arguments]
@@ -135,15 +122,7 @@ def _measure(streams: int, processes: int) -> CalibrationPoint:
                 raise RunError(f"{streams} streams did not end within {MAX_STEP_S:g} s") from None
         if done.returncode != 0:
             raise RunError(f"the load generator ended with exit code {done.returncode}", detail=done.stderr[-2000:])
-        others_s = _busy_s() - busy_s - (sum(os.times()[:4]) - own_s)
-        others = max(0.0, others_s / (time.monotonic() - began_s))
-        return replace(calibration_point(folder, folder / "sent.jsonl", streams, processes), others=others)
-
-
-def _busy_s() -> float:
-    """Return the CPU seconds of all programs since boot."""
-    times = psutil.cpu_times()
-    return sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+        return calibration_point(folder, folder / "sent.jsonl", streams, processes)
 
 
 def calibration_point(folder: Path, sent: Path, streams: int, processes: int = 1) -> CalibrationPoint:
@@ -190,41 +169,32 @@ def show_readings(console: Console, max_streams: int | None, processes: int, *, 
     points: list[CalibrationPoint] = []
     if not as_json:
         load_processes = count(processes, "load process", "load processes")
-        setup = (
-            f"Streams of {CHUNKS} chunks, one each {STEP_S * 1000:g} ms, from the embedded engine; {load_processes}."
-        )
-        console.print(f"{setup}\n{'  '.join(_COLUMNS)}", soft_wrap=True)
+        console.print(f"Streams of {CHUNKS} chunks, one each {STEP_S * 1000:g} ms; {load_processes}.")
     for point in calibrate(max_streams, processes):
         points.append(point)
         if not as_json:
-            lag_s, cpu = point.read_lag_p99_s, point.cpu_max
-            cells = (
-                str(point.streams), f"{point.chunks_per_s:,.0f}", f"{point.error_p50_s * 1000:.3f}",
-                f"{point.error_p99_s * 1000:.3f}", f"{point.shared:.2%}",
-                "-" if lag_s is None else f"{lag_s * 1000:.1f}", "-" if cpu is None else f"{cpu:.0%}",
-            )  # fmt: skip
-            line = "  ".join(cell.rjust(len(column)) for cell, column in zip(cells, _COLUMNS, strict=True))
-            console.print(line, soft_wrap=True)
+            console.print(_format_point(point), soft_wrap=True)
     if as_json:
         print(pretty_json(points).decode(), end="")
     else:
         console.print(f"\n{describe_readings(points)}")
 
 
+def _format_point(point: CalibrationPoint) -> str:
+    text = f"{point.streams} streams, {point.chunks_per_s:,.0f} chunks/s: error p50 {point.error_p50_s * 1000:.3f} ms, "
+    text += f"p99 {point.error_p99_s * 1000:.3f} ms; shared reads {point.shared:.2%}"
+    if point.read_lag_p99_s is not None:
+        text += f"; read lag p99 {point.read_lag_p99_s * 1000:.1f} ms"
+    return text if point.cpu_max is None else f"{text}; CPU {point.cpu_max:.0%} of a core"
+
+
 def describe_readings(points: list[CalibrationPoint]) -> str:
     """Return the number of streams to trust, in words."""
-    trusted = [point for point in points if point.trusted]
     last = points[-1]
-    if last.trusted:
-        end = " No more were tried."
-    else:
-        end = f" With {last.streams}, twice: {'; '.join(last.doubts)}."
-        if last.others is not None and last.others > MAX_OTHER_CORES:
-            end += f" Other programs used {last.others:.1f} cores meanwhile: measure again when they are quiet."
+    end = f" With {last.streams}, twice: {'; '.join(last.doubts)}." if last.doubts else " No more were tried."
+    trusted = [point for point in points if not point.doubts]
     if not trusted:
         return f"This machine's load generator is not to be trusted even for few streams, or was too busy now.{end}"
-    if not last.trusted:
-        end += " More `processes` in the load, or the server on another machine, give more room."
     best = trusted[-1]
     return (
         f"Trusted for {best.streams} streams at once, {best.chunks_per_s:,.0f} chunks a second: 99 % of the "
@@ -297,18 +267,15 @@ def show_noise(noise: StoredNoise, console: Console) -> None:
     over = f" over {duration(span_s)}" if span_s else ""
     repeats = count(noise.repeats, "repeat")
     console.print(f"{noise.machine}: {count(len(noise.runs), 'A/A run')} of '{noise.server}'{over}, {repeats} each")
-    table = Table("load", "by", box=None, pad_edge=False)
-    for heading in ("sd of repeats", f"repeats for 'same' within ±{100 * MARGIN:g} %", "sd of runs", "one run finds"):
-        table.add_column(heading, justify="right")
+    headings = ("sd of repeats", f"repeats for 'same' within ±{100 * MARGIN:g} %", "sd of runs", "one run finds")
+    table = Table("load", "by", *headings, box=None, pad_edge=False)
     for row in noise.rows:
         table.add_row(row.load, METRIC_WORDS[row.metric], *_noise_cells(row, noise.repeats))
     console.print(table)
-    if len(noise.runs) < 2:
-        console.print("One run does not show how far runs differ: add runs of other hours and days with --add.")
-    elif span_s < _CLOSE_RUNS_S:
+    if len(noise.runs) < 2 or span_s < _CLOSE_RUNS_S:
         console.print(
-            f"Warning: these runs are from {duration(span_s)}. Runs of other hours and days differ more, and a verdict "
-            "that rests on this can be false. Spread runs with --every 60, or add some with --add."
+            "Warning: one run, or runs of one hour, do not show how far runs differ: add runs of other hours and days "
+            "with --add, or spread them with --every 60."
         )
 
 

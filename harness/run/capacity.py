@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from harness.capacity.evidence import BLOCK_ANSWERS, ERROR, MIN_BLOCKS, ProbeEvidence, block_limit
 from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
-from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit, log_grid, pair_grid
+from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit, pair_grid
 from harness.capacity.result import (
     CapacityDrift,
     CapacityReport,
@@ -31,8 +31,7 @@ from harness.capacity.result import (
 )
 from harness.capacity.search import PROBE_ERROR, FrontierSearch, SloSearch, probe_limit
 from harness.capacity.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
-from harness.errors import HarnessError, ServerError
-from harness.failures.explain import explain
+from harness.errors import HarnessError, ServerError, StartError
 from harness.judge.stats import welch_effect
 from harness.prepare.experiment import Experiment, load_name
 from harness.process import pause, refuse_too_few_files
@@ -156,20 +155,16 @@ def _parse_fixed(fix: Sequence[str], load: str, loads: Mapping[str, Load]) -> di
     is_mix = len(loads) > 1
     for text in fix:
         name, _, number = text.partition("=")
-        if not is_mix or name not in loads:
-            fact = f"'{load}' is a mix of {', '.join(loads)}" if is_mix else f"'{load}' is no mix"
-            raise HarnessError(f"--fix '{text}': {fact}", next_step="Write --load MIX --fix LOAD=20.")
         try:
-            amount = float(number)
+            fixed[name] = float(number)
         except ValueError:
-            amount = 0.0
-        counts_users = not is_open_loop(loads[name])
-        if not 0 < amount <= MAX_USERS or (counts_users and amount != round(amount)):
+            fixed[name] = 0.0
+        amount, is_known = fixed[name], is_mix and name in loads
+        if not is_known or not 0 < amount <= MAX_USERS or not (is_open_loop(loads[name]) or amount.is_integer()):
             raise HarnessError(
-                f"--fix '{text}': a number {'of users' if counts_users else 'above 0'} is expected, got '{number}'",
-                next_step="Write --fix LOAD=20.",
+                f"--fix '{text}': not a load of a mix and its users ('{load}' has {', '.join(loads)})",
+                next_step="Write --load MIX --fix LOAD=20, or requests/s for a load with arrivals.",
             )
-        fixed[name] = amount
     if is_mix and not 1 <= len(loads) - len(fixed) <= 2:
         raise HarnessError(
             f"--fix: of the loads of '{load}' ({', '.join(loads)}), one or two must remain to be varied",
@@ -207,15 +202,11 @@ def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
         f"A probe takes some {shortest} to {longest} times as long as an answer with the pause after it: at 2 s, "
         f"{duration(2 * shortest)} to {duration(2 * longest)}."
     )
-    levels = log_grid(question.max_level)
-    for load in (experiment.scenario.loads[part] for part in question.varied):
-        if load.arrivals is not None:
-            rate = levels[len(levels) // 2] * level_step(load)
-            first, last = (duration(blocks * MIN_ARRIVALS / rate) for blocks in (MIN_BLOCKS, max_blocks))
-            text += (
-                f" A block has {MIN_ARRIVALS:.0f} arrivals or more, so a probe of {rate:.3g} requests/s takes at least "
-                f"{first}, and {last} near the bound."
-            )
+    rates = [load.arrivals.rate for load in experiment.scenario.loads.values() if load.arrivals and load.arrivals.rate]
+    if rates:
+        arrivals = MIN_BLOCKS * MIN_ARRIVALS
+        takes = duration(arrivals / min(rates))
+        text += f" It has {arrivals:.0f} arrivals or more, which take {takes} at {min(rates):g}/s."
     return text
 
 
@@ -326,7 +317,7 @@ class ServerSearch:
         self.drift: CapacityDrift | None = None
         self._blocks: list[list[LoadBlock]] = []  # of each probe
         self._answer_s: float | None = None  # duration of an answer at the last level
-        self._idle: float | None = None  # requests in flight without a load; None: unknown
+        self._waits = True  # for requests of the last probe
 
     def cells(self) -> Iterator[CellRun]:
         """Run probes until the searches have their answers, or the time is over. Restart a server that died."""
@@ -339,16 +330,13 @@ class ServerSearch:
                     self.started = True
                     if endpoint.served_by.simulated:
                         self.whole.report = replace(self.whole.report, simulated=True)
-                    self._idle = in_flight(endpoint, self.running.api_key)
                     while (task := self._next_probe()) is not None:
                         can_go_on = yield from self._probe(endpoint, *task)
                         if not can_go_on:
                             break
             except ServerError as error:
-                log = self.running.folder / "logs" / f"{first.id}.server.log"
-                failure = explain(log) if log.exists() else None  # a server that ran before has no log here
-                known = None if failure is None else failure.id
-                self.reasons.append(because("capacity_not_started", error=error.what, failure=known))
+                failure = error.known.get("failure") if isinstance(error, StartError) else None
+                self.reasons.append(because("capacity_not_started", error=error.what, failure=failure))
                 self.whole.progress.line(f"{self.name}: {error.what}. {error.next_step}".strip())
                 return
             if self.probes[-1].state != "died":
@@ -534,14 +522,13 @@ class ServerSearch:
 
     def _wait_until_idle(self, endpoint: Endpoint) -> None:
         """Wait until the server has dropped the requests of the last probe; not again where that takes too long."""
-        if self._idle is None or not self.probes:
+        if not self._waits or not self.probes:
             return
         max_s = max(0.0, min(MAX_IDLE_WAIT_S, self.deadline_s - time.monotonic()))
-        read = partial(in_flight, endpoint, self.running.api_key)
-        left = wait_until_idle(read, self._idle, max_s, self.whole.progress.stage)
-        if left is not None:
+        left = wait_until_idle(partial(in_flight, endpoint, self.running.api_key), max_s, self.whole.progress.stage)
+        if left:
             self.reasons.append(because("capacity_not_idle", requests=round(left), seconds=max_s))
-            self._idle = None
+            self._waits = False
 
     def _describe(self, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch) -> str:
         """Describe the level and its attainment so far."""
@@ -596,20 +583,13 @@ def in_flight(endpoint: Endpoint, api_key: str | None) -> float | None:
     return values["running"] + values.get("waiting", 0.0) if "running" in values else None
 
 
-def wait_until_idle(
-    read: Callable[[], float | None], allowed: float, max_s: float, say: Callable[[str], None]
-) -> float | None:
-    """Wait until `read` returns at most the allowed number of requests in flight, or None.
-
-    Return None, or the number of requests after `max_s`.
-    """
+def wait_until_idle(read: Callable[[], float | None], max_s: float, say: Callable[[str], None]) -> float | None:
+    """Wait until `read` returns no requests in flight, or None. Return the last number of requests that it returned."""
     until_s = time.monotonic() + max_s
-    while (number := read()) is not None and number > allowed:
-        if time.monotonic() >= until_s:
-            return number
+    while (number := read()) and time.monotonic() < until_s:
         say(f"waiting for {count(round(number), 'request')} of the last probe to end")
         pause(POLL_S)
-    return None
+    return number
 
 
 def shares_of(blocks: list[LoadBlock], slo_count: int) -> list[float | None]:

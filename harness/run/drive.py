@@ -8,9 +8,8 @@ import subprocess
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -20,7 +19,7 @@ from harness import process
 from harness.analysis import derive
 from harness.errors import RunError
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
-from harness.files import UNDECODABLE, open_file, read_text
+from harness.files import UNDECODABLE, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, idle_file, read_status, status_file
 from harness.process import free_port, pause
 from harness.redact import registered_secrets
@@ -30,7 +29,6 @@ from harness.rundir.samples import GpuSample
 from harness.scenario import MAX_USERS, is_open_loop, max_concurrency
 from harness.scenario.behaviour import max_length
 from harness.summary import Reason, because
-from harness.workers import MACHINE
 
 POLL_S = 0.2
 PROCESS_CHECK_S = 1.0  # between two checks of the load processes
@@ -41,7 +39,6 @@ MAX_STUCK_S = 30.0  # without a record while the users' own code raises exceptio
 STUCK_EXCEPTIONS = 3  # ... at least this many: the load is stuck
 MAX_SILENCE_S = 60.0  # after all time limits of the load: Locust itself hangs
 PROPOSED_RATE = 100.0  # users per second; Locust warns above it
-RATE_SPAN_S = 10.0  # span of rates; longer if an answer that ended in it took longer
 _MIN_RATE_SPAN_S = 1.0  # shorter spans have too few answers for a rate
 _MAX_LATENCIES = 10_000  # latencies of the newest requests, so that memory does not grow
 _MIN_REQUESTS = 3  # for an estimate of the remaining time
@@ -88,31 +85,20 @@ class LocalChild:
 
 
 class Glance(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a running cell: latencies of its newest measured requests, and rates of the last seconds."""
+    """The state of a running cell: latencies of its newest measured requests, and rates since the first one."""
 
     done: int = 0  # measured requests that ended
-    planned: int | None = None
     warmup: int = 0
     failed: dict[str, int] = {}
     ttft_s: tuple[float, float] | None = None  # p50 and p95
     tpot_s: tuple[float, float] | None = None
     tok_s: float | None = None
     req_s: float | None = None
-    in_flight: int | None = None
     running: float | None = None
     waiting: float | None = None
     kv_usage: float | None = None
     gpus: dict[str, GpuSample] = {}
     left_s: float | None = None
-
-
-class _EndedRequests(NamedTuple):
-    """The requests of one update."""
-
-    last_s: float  # end of the last one, by this machine's monotonic clock
-    number: int
-    tokens: int
-    longest_s: float
 
 
 class Monitor:
@@ -143,11 +129,9 @@ class Monitor:
         self._ttft: deque[float] = deque(maxlen=_MAX_LATENCIES)
         self._tpot: deque[float] = deque(maxlen=_MAX_LATENCIES)
         self._errors: Counter[str] = Counter()
-        self._done = self._warmup = 0
-        self._recent: deque[_EndedRequests] = deque()
-        self._before_s: float | None = None  # `last_s` of the newest element that was dropped from `_recent`
-        self._offset_s: dict[int, float] = {}  # estimated offset of each machine's clock to this machine's
+        self._done = self._warmup = self._tokens = 0
         self._began_s: float | None = None  # estimated time of the first measured request
+        self._newest_s = 0.0  # when the newest records were read
 
     @property
     def elapsed_s(self) -> float:
@@ -182,17 +166,17 @@ class Monitor:
         self._metrics.read_new()
         self._telemetry.read_new()
         values = (self._metrics.newest or {}).get("values", {})
-        ended, tokens, span_s = self._recent_rate(now_s)
+        # Long answers end in waves, so the time since the newest one does not count.
+        span_s = 0.0 if self._began_s is None else self._newest_s - self._began_s
+        has_rates = span_s >= _MIN_RATE_SPAN_S
         return Glance(
             done=self._done,
-            planned=self.job.load.requests,
             warmup=self._warmup,
             failed=dict(self._errors.most_common()),
             ttft_s=_percentiles(self._ttft),
             tpot_s=_percentiles(self._tpot),
-            tok_s=tokens / span_s if span_s else None,
-            req_s=ended / span_s if span_s else None,
-            in_flight=self._in_flight(),
+            tok_s=self._tokens / span_s if has_rates else None,
+            req_s=self._done / span_s if has_rates else None,
             running=values.get("running"),
             waiting=values.get("waiting"),
             kv_usage=values.get("kv_usage"),
@@ -207,59 +191,20 @@ class Monitor:
         self._warmup += len(of_cell) - len(measured)
         if not measured:
             return
-        tokens = 0
-        ends_s: dict[int, float] = {}  # the latest end by machine, by its own clock
+        if self._began_s is None:  # the records may have another machine's clock
+            ended_s = max(request.sent_s + request.ended_s for request in measured)
+            self._began_s = now_s - (ended_s - min(request.sent_s for request in measured))
+        self._newest_s = now_s
+        self._done += len(measured)
         for request in measured:
-            machine = request.process // MACHINE
-            ends_s[machine] = max(ends_s.get(machine, -inf), request.sent_s + request.ended_s)
             if request.error is not None:
                 if request.error not in CUT:
                     self._errors[request.error] += 1
                 continue
-            tokens += request.output_tokens or 0
+            self._tokens += request.output_tokens or 0
             for values, value in ((self._ttft, derive.ttft_s(request)), (self._tpot, derive.tpot_s(request))):
                 if value is not None:
                     values.append(value)
-        if self._began_s is None:  # the records may have another machine's clock
-            self._began_s = now_s - (max(ends_s.values()) - min(request.sent_s for request in measured))
-        self._done += len(measured)
-        for machine, end_s in ends_s.items():
-            self._offset_s.setdefault(machine, now_s - end_s)
-        last_s = max(end_s + self._offset_s[machine] for machine, end_s in ends_s.items())
-        longest_s = max(request.ended_s for request in measured)
-        self._recent.append(_EndedRequests(last_s, len(measured), tokens, longest_s))
-
-    def _recent_rate(self, now_s: float) -> tuple[int, int, float | None]:
-        """Return requests and tokens of the last seconds, and the number of these seconds.
-
-        Long answers end in waves, and a window that starts or ends between two waves has one too many or too few. So
-        it lasts from the end of an answer to that of the last one, unless the next one is overdue.
-        """
-        if self._began_s is None:
-            return 0, 0, None
-        longest_s = max((ended.longest_s for ended in self._recent), default=0.0)
-        span_s = max(RATE_SPAN_S, longest_s)
-        end_s = max((ended.last_s for ended in self._recent), default=now_s)
-        end_s = now_s if now_s - end_s > longest_s else end_s
-        while self._recent and self._recent[0].last_s <= end_s - span_s:
-            self._before_s = self._recent.popleft().last_s
-        span_s = end_s - (self._began_s if self._before_s is None else self._before_s)
-        if span_s < _MIN_RATE_SPAN_S:
-            return 0, 0, None
-        return sum(ended.number for ended in self._recent), sum(ended.tokens for ended in self._recent), span_s
-
-    def _in_flight(self) -> int | None:
-        """Return the requests in flight of batch agents, from the shared counter; None for other users."""
-        load = self.job.load
-        if load.user != "batch" or load.arrivals is not None:
-            return None
-        try:
-            with open_file(self.job.counter_path) as file:
-                counts = msgspec.json.decode(file.readline())
-            in_flight = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
-            return min(max(int(in_flight), 0), max_concurrency(load))
-        except (OSError, *UNDECODABLE, KeyError, TypeError):
-            return None
 
     def _left_s(self, now_s: float) -> float | None:
         """Estimate the remaining seconds of the load. Requests in flight at the end of a timed load may take longer."""
@@ -336,30 +281,19 @@ def drive(
     has_begun = Path(job.counter_path).exists()
     if code != 0 and not problems and (has_begun or stopped_s is None):  # else it was stopped before it handled signals
         if not has_begun:
-            raise _start_failure(job, code, log_path, time.time() - started)
+            raise _start_failure(job, code, log_path)
         last = next(reversed(exceptions_in(log_path)), None)
         problems = [because("generator_exit", exit_code=code, exception=last)]
     return Driven(started, time.time(), problems, stopped_s)
 
 
-def _start_failure(job: Job, code: int, log_path: Path, waited_s: float) -> RunError:
-    if reported := start_errors(job):
-        first, *others = reported.splitlines()
-        return RunError(
-            f"cell {job.cell}: the load could not start: {first.removesuffix('.')}",
-            next_step=f"Its log is {log_path}.",
-            detail="\n".join(others),
-        )
-    missing = missing_workers(job)
-    if job.workers is not None and missing and waited_s > MAX_WORKER_WAIT_S:
-        return RunError(
-            f"cell {job.cell}: the load could not start: {MAX_WORKER_WAIT_S} s of {missing}",
-            next_step=f"On each machine: {job.workers.command}. The log is {log_path}.",
-        )
+def _start_failure(job: Job, code: int, log_path: Path) -> RunError:
+    reported = start_errors(job) or missing_workers(job) or f"Locust ended with exit code {code}"
+    first, *others = reported.splitlines()
     return RunError(
-        f"cell {job.cell}: Locust could not start the load (exit code {code})",
-        next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
-        detail=tail(log_path),
+        f"cell {job.cell}: the load could not start: {first.removesuffix('.')}",
+        next_step=f"Its log is {log_path}.",
+        detail="\n".join(others) or tail(log_path),
     )
 
 
@@ -389,9 +323,7 @@ def _watch(
             last_process_check = now
             if job.workers is not None:
                 monitor.missing_workers = "" if Path(job.counter_path).exists() else missing_workers(job)
-            elif (
-                killed_processes(job) and child.poll() is None
-            ):  # else it was the only process: its exit code says more
+            elif killed_processes(job) and child.poll() is None:  # else the exit code says more
                 # Its slots are never settled, so the others would wait for it; the validity check reports it.
                 return [because("process_killed")]
         if monitor.missing_workers:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from harness.errors import HarnessError, RunError
+from harness.errors import HarnessError, RunError, ServerError, StartError
 from harness.files import open_file
 from harness.job import Job, warmup_done_file, workload_of, write_job
 from harness.machine.gpus import read_gpu_memory, wait_until_free
@@ -26,7 +26,7 @@ from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_a
 from harness.run.progress import Progress
 from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, create_run
 from harness.rundir.directory import lock_folder, release_space
-from harness.rundir.manifest import CellRun, ServedBy
+from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
 from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
@@ -82,9 +82,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
         if isinstance(error, KeyboardInterrupt):
             file.finish("interrupted", [because("interrupted")])
         else:
-            kind = type(error).__name__
-            what = error.what if isinstance(error, HarnessError) else f"{kind}: {error}"
-            file.finish("failed", [because("run_error", error=what, kind=kind)])
+            file.finish("failed", [_run_error(error, file.manifest)])
         advice = [f"What was measured until then: harness report {folder}"]
         if all(cell_run.seed is None for cell_run in file.manifest.cells):  # a capacity search has no plan
             advice.append(f"To measure the rest: harness run --resume {shlex.quote(str(folder))}")
@@ -98,6 +96,15 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
         raise error from None
     file.finish()
     return folder
+
+
+def _run_error(error: BaseException, run: Run) -> Reason:
+    """Return the reason of a failed run: the kind of the error, the cell, and the known cause of a failed start."""
+    kind, known = type(error).__name__, error.known if isinstance(error, StartError) else {}
+    what = error.what if isinstance(error, HarnessError) else f"{kind}: {error}"
+    reason = because("run_error", error=what, kind=kind, **known)
+    is_start = isinstance(error, ServerError)
+    return replace(reason, cell=next((cell for cell in run.order if cell not in run.ran), None)) if is_start else reason
 
 
 def _disk_error(error: BaseException, file: RunFile) -> RunError | None:

@@ -1,27 +1,23 @@
-"""Show the progress of a run: a live table in a terminal, else plain lines."""
+"""Show the progress of a run: live numbers in a terminal, else plain lines."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from harness.redact import masked
 from harness.run.drive import Glance, Monitor
 from harness.scenario.plan import Cell
-from harness.units import NOTHING, count, duration, gib
+from harness.units import count, duration, gib
 
 PLAIN_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0  # between two reads of a cell's files
-NARROW = 104  # columns; a narrower table has two rows
-NARROWEST = 80  # a narrower table would be cut
 
 
 class Progress:
@@ -93,10 +89,10 @@ class Progress:
         if glance is not None:
             if glance.warmup and not glance.done and not warmup:  # the length of a timed warm-up is unknown
                 text += f", warm-up until now: {count(glance.warmup, 'request')}"
+            if glance.left_s is not None:
+                text += f", {duration(glance.left_s)} left"
             if self._live is None:
                 text = ", ".join([text, *describe_glance(glance)])
-            elif glance.left_s is not None:
-                text += f", {duration(glance.left_s)} left"
         self._show(text, glance)
 
     def _show(self, text: str, glance: Glance | None = None) -> None:
@@ -104,57 +100,37 @@ class Progress:
             self._spinner.update(text=Text(text))  # names come from files: no markup in them
             parts: list[RenderableType] = [self._spinner]
             if glance is not None:
-                parts.append(Padding(table(glance, self.console.width), (0, 0, 0, 2)))
+                parts.append(Padding(glance_view(glance), (0, 0, 0, 2)))
             self._live.update(Group(*parts))
         elif time.monotonic() - self.last_plain >= PLAIN_EVERY_S:
             self.last_plain = time.monotonic()
             self.line(text)
 
 
-def table(glance: Glance, width: int) -> Group:
-    """Return the numbers of a cell for a terminal of this width: load, server and GPUs."""
-    lines: list[RenderableType] = []
-    if width < NARROWEST:
-        lines.append(Columns(describe_glance(msgspec.structs.replace(glance, left_s=None)), padding=(0, 3)))
-    else:
-        load, server = named_numbers(glance)
-        grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
-        for row in [load | server] if width >= NARROW else [load, server]:
-            for _ in range(len(row) - len(grid.columns)):
-                grid.add_column(justify="right", no_wrap=True)
-            grid.add_row(*row, style="dim")
-            grid.add_row(*(text or NOTHING for text in row.values()), style="bold")
-        lines.append(grid)
+def glance_view(glance: Glance) -> Group:
+    """Return the numbers of a cell for a terminal of any width."""
+    lines: list[RenderableType] = [Columns(describe_glance(glance), padding=(0, 3))]
     if glance.failed:
         kinds = ", ".join(f"{number} {kind}" for kind, number in glance.failed.items())
         lines.append(Text(f"failed: {kinds}", style="red"))
-    if glance.gpus and width >= NARROWEST:
-        lines.append(Columns(_describe_gpus(glance), padding=(0, 3)))
     return Group(*lines)
 
 
-def named_numbers(glance: Glance) -> tuple[dict[str, str | None], dict[str, str | None]]:
-    """Return the numbers of the load and of the server by their names; None: unknown."""
+def describe_glance(glance: Glance) -> list[str]:
+    """Return the known numbers of a cell in words: of the load, the server and the GPUs."""
     ttft, tpot = glance.ttft_s or (None, None), glance.tpot_s or (None, None)
-    load = {
-        "in flight": _format_number(glance.in_flight),
+    numbers = {
         "TTFT p50": _format_latency(ttft[0]),
         "TTFT p95": _format_latency(ttft[1]),
         "TPOT p50": _format_latency(tpot[0]),
         "TPOT p95": _format_latency(tpot[1]),
         "tok/s": _format_number(glance.tok_s),
         "req/s": _format_number(glance.req_s),
+        "running": _format_number(glance.running),
+        "waiting": _format_number(glance.waiting),
+        "KV": None if glance.kv_usage is None else f"{glance.kv_usage:.0%}",
     }
-    kv = None if glance.kv_usage is None else f"{glance.kv_usage:.0%}"
-    return load, {"running": _format_number(glance.running), "waiting": _format_number(glance.waiting), "KV": kv}
-
-
-def describe_glance(glance: Glance) -> list[str]:
-    """Return the known numbers of a cell in words."""
-    load, server = named_numbers(glance)
-    words = [f"{name} {text}" for name, text in (load | server).items() if text is not None]
-    left = [] if glance.left_s is None else [f"{duration(glance.left_s)} left"]
-    return words + _describe_gpus(glance) + left
+    return [f"{name} {text}" for name, text in numbers.items() if text is not None] + _describe_gpus(glance)
 
 
 def _describe_gpus(glance: Glance) -> list[str]:

@@ -41,7 +41,6 @@ from harness.units import count
 
 MAX_CHANGES = 10  # shown of what differs from the run
 ORPHANS_S = 15.0  # for load processes of a killed harness to write their last records
-_RAM_TOLERANCE = 0.01  # the kernel reports a little different memory after each boot
 
 
 def resume(
@@ -105,17 +104,11 @@ def _planned_cells(run: Run, folder: Path) -> list[Cell]:
     """Return the cells of a run, in their order. Raises HarnessError for a run without a plan."""
     planned = {cell.id: cell for cell in plan(run.scenario)}
     is_search = any(cell.seed is not None for cell in run.cells)  # a capacity search has no plan
-    if run.origin is not None:
-        kind = "imported"
-    elif run.status == "live":
-        kind = "live"
-    elif is_search or not run.order or not planned.keys() >= set(run.order):
-        kind = "not of `harness run`"
-    else:
-        return [planned[name] for name in run.order]
-    raise HarnessError(
-        f"{folder}: the run is {kind}, so it has no plan that could be resumed", next_step="Start it anew."
-    )
+    if run.origin is not None or run.status == "live" or is_search or not run.order or set(run.order) - planned.keys():
+        raise HarnessError(
+            f"{folder}: only a run of `harness run` has a plan that can be resumed", next_step="Start it anew."
+        )
+    return [planned[name] for name in run.order]
 
 
 def _recorded_experiment(
@@ -153,9 +146,7 @@ def list_changes(run: Run, experiment: Experiment, inputs: Inputs, scenario: Pat
     yield from _differences("locustfiles", run.locustfiles, now.locustfiles)
     yield from _differences("versions", run.versions, now.versions)
     then, here = msgspec.to_builtins(run.machine), msgspec.to_builtins(now.machine)
-    ram_then, ram_here = (machine["ram_bytes"] or 0 for machine in (then, here))
-    if abs(ram_then - ram_here) <= _RAM_TOLERANCE * ram_then:
-        here["ram_bytes"] = then["ram_bytes"]
+    here["ram_bytes"] = then["ram_bytes"]  # the kernel reports a little different memory after each boot
     yield from _differences("machine", then, here)
 
 
@@ -223,11 +214,9 @@ def _wait_for_orphans(folder: Path, progress: Progress) -> None:
     """Wait for the load processes of a killed harness, which end by themselves and write their last records."""
     jobs = f"{folder.resolve() / 'jobs'}{os.sep}"
     deadline_s = time.monotonic() + ORPHANS_S
-    is_announced = False
+    if list(_job_processes(jobs)):
+        progress.line("waiting for the load processes of the killed run")
     while orphans := list(_job_processes(jobs)):
-        if not is_announced:
-            progress.line(f"{count(len(orphans), 'load process', 'load processes')} of the killed run will end first")
-            is_announced = True
         if time.monotonic() > deadline_s:
             for process in orphans:
                 with contextlib.suppress(psutil.Error):
