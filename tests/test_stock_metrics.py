@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.analysis.summarize import summarize
@@ -62,7 +62,6 @@ def numbers_of(*requests: Any, slos: str = SLOS) -> LiveNumbers:
     numbers = LiveNumbers(slos=slos)
     numbers.add_delta("a", delta(counter, {"Chat": 2}))
     numbers.tick(3, Observed(None))
-    numbers.stop_clock()
     return numbers
 
 
@@ -81,36 +80,26 @@ REQUESTS = (
 )  # fmt: skip
 
 
-def test_the_table_has_each_user_class_the_sum_and_the_slos() -> None:
+def test_table_csv_and_report_have_the_same_numbers_and_escape_names() -> None:
     lines = text_table(numbers_of(*REQUESTS), final=True)
     rows = [line.split()[:4] for line in lines[1:4]]
     assert rows == [["<Agent>", "1", "0", "0"], ["Chat", "4", "1", "2"], [ALL, "5", "1", "2"]]
     assert lines[4] == f"Goodput: requests that met {SLOS} (40.0% of all requests that ended)"
     assert len(text_table(numbers_of(*REQUESTS))) == 6  # the last seconds as well
     assert "no request has ended yet" in text_table(numbers_of())[-1]
-
-
-def test_csv_and_report_have_the_same_numbers_and_escape_names() -> None:
     numbers = numbers_of(*REQUESTS)
-    rows = {row["user_class"]: row for row in csv.DictReader(io.StringIO(whole_csv(numbers)))}
-    assert {name: (row["ended"], row["failed"], row["tokens"]) for name, row in rows.items()} == {
+    by_class = {row["user_class"]: row for row in csv.DictReader(io.StringIO(whole_csv(numbers)))}
+    assert {name: (row["ended"], row["failed"], row["tokens"]) for name, row in by_class.items()} == {
         ALL: ("5", "1", "27"), "<Agent>": ("1", "0", "5"), "Chat": ("4", "1", "22"),
     }  # fmt: skip
-    assert rows["Chat"]["attainment"] == "0.25" and rows["Chat"]["slos"] == SLOS
+    assert by_class["Chat"]["attainment"] == "0.25" and by_class["Chat"]["slos"] == SLOS
     section = html_section(numbers)
     assert "<td>&lt;Agent&gt;</td>" in section and "<Agent>" not in section
     assert insert_html_section('<body><div id="root"></div></body>', numbers).startswith("<body><section")
 
 
-def exposition(state: LoadSnapshot, accept: str) -> tuple[bytes, str]:
-    encode, kind = choose_encoder(accept)
-    return encode(state), kind
-
-
 def test_prometheus_gets_exact_counts_and_sums() -> None:
-    body, kind = exposition(LoadSnapshot(numbers_of(*REQUESTS), 3, True, None, 0), "")
-    assert kind.startswith("text/plain")
-    found = samples_of(body.decode())
+    found = samples_of(generate_latest(LoadSnapshot(numbers_of(*REQUESTS), 3, True, None, 0)).decode())
     prefix, ttft = "amd_llm_load_live", LATENCIES["ttft"][0]
     outcomes = {name: found[f"{prefix}_requests_total", name, "Chat"] for name in ("succeeded", "failed", "cut")}
     assert outcomes == {"succeeded": 2, "failed": 1, "cut": 1}
@@ -122,12 +111,10 @@ def test_prometheus_gets_exact_counts_and_sums() -> None:
     assert found[f"{ttft}_count", "Chat"] == 2 and found[f"{ttft}_sum", "Chat"] == pytest.approx(0.3)
     usage = "gen_ai_client_token_usage"
     assert found[f"{usage}_sum", "input", "Chat"] == 33 and found[f"{usage}_sum", "output", "Chat"] == 22
-    assert [found[f"{usage}_bucket", "input", bound, "Chat"] for bound in ("4.0", "16.0", "64.0")] == [0, 1, 2]
+    assert found[f"{usage}_count", "input", "Chat"] == 2
     assert (f"{prefix}_workers",) not in found  # a single process
-    body, _ = exposition(LoadSnapshot(numbers_of(*REQUESTS, slos=""), 3, True, None, 0), "")
-    assert not [name for name, *_ in samples_of(body.decode()) if "slo_met" in name]
-    opened, kind = exposition(LoadSnapshot(numbers_of(), 0, False, 2, 1), "application/openmetrics-text; version=1.0.0")
-    assert kind.startswith("application/openmetrics-text") and opened.endswith(b"# EOF\n")
+    without_slos = generate_latest(LoadSnapshot(numbers_of(*REQUESTS, slos=""), 3, True, None, 0)).decode()
+    assert not [name for name, *_ in samples_of(without_slos) if "slo_met" in name]
 
 
 def test_the_table_is_printed_every_few_seconds_of_a_load(tmp_path: Path) -> None:
@@ -141,10 +128,11 @@ def test_the_table_is_printed_every_few_seconds_of_a_load(tmp_path: Path) -> Non
     try:
         for _ in range(2 * PRINT_S):
             output.update(numbers)
+        assert printed.getvalue().count("LLM metrics") == 2 == printed.getvalue().count("last 10 s")
+        output.finish(numbers)
     finally:
         log.removeHandler(handler)
         log.level = level
-    assert printed.getvalue().count("LLM metrics") == 2 == printed.getvalue().count("last 10 s")
     history = list(csv.DictReader((tmp_path / "a/x_llm_history.csv").read_text().splitlines()))
     assert [row["user_class"] for row in history] == [ALL, "<Agent>", "Chat"]  # of the one point: no line comes twice
     assert len((tmp_path / "a/x_llm.csv").read_text().splitlines()) == 4
@@ -234,23 +222,20 @@ def test_metrics_have_a_port_of_their_own_without_a_web_ui(tmp_path: Path, engin
     assert "Traceback" not in log_of(tmp_path)
 
 
-@pytest.mark.parametrize("port", ["0", "taken"])
+@pytest.mark.parametrize("port", ["70000", "taken"])
 def test_a_port_for_metrics_that_cannot_be_used_ends_the_start(tmp_path: Path, engine: str, port: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         given = str(taken.getsockname()[1]) if port == "taken" else port
         assert end(start(tmp_path, engine, "batch", "--headless", "--metrics-port", given)) == 1
-    sentence = "cannot listen on 127.0.0.1:" if port == "taken" else f"must be a port of 1 to 65535 (got '{port}')"
-    assert f"--metrics-port: {sentence}" in log_of(tmp_path) and "Traceback" not in log_of(tmp_path)
+    assert f"--metrics-port: cannot listen on 127.0.0.1:{given} (" in log_of(tmp_path)
+    assert "Traceback" not in log_of(tmp_path)
 
 
-@pytest.mark.parametrize("given", [{}, {"workers": 2}])
-def test_a_compose_file_with_grafana_has_all_that_its_services_need(given: dict[str, Any]) -> None:
+def test_a_compose_file_with_grafana_has_all_that_its_services_need() -> None:
     plain = Scenario(
         version=1, question="q", model="m", servers={"s": Server(template="simulated")}, loads={"l": Load(user="chat")},
     )  # fmt: skip
-    before, after = (yaml.safe_load(composed(plain, **given, grafana=with_it)) for with_it in (False, True))
+    before, after = (yaml.safe_load(composed(plain, workers=2, grafana=with_it)) for with_it in (False, True))
     services, configs = after["services"], after["configs"]
     assert set(services) - set(before["services"]) == {"prometheus", "grafana"}
     command = services["locust"]["command"]
@@ -326,22 +311,3 @@ def test_a_real_prometheus_reads_them(tmp_path: Path, engine: str) -> None:
         finally:
             child.terminate()
             child.wait()
-
-
-def test_the_web_ui_has_metrics_and_its_report_the_table(tmp_path: Path, engine: str) -> None:
-    port = str(free_port())
-    url = f"http://127.0.0.1:{port}"
-    child = start(tmp_path, engine, "batch", "--web-port", port, "--autostart", "--users", "1", "--output-tokens", "3")
-    try:
-        until(lambda: child.poll() is not None or b"requests_total{" in read(f"{url}/metrics"), 60)
-        assert child.poll() is None, log_of(tmp_path)
-        assert read(f"{url}/stats/report").count(b'<section id="llm-metrics">') == 1
-        foreign = urllib.request.Request(f"{url}/metrics", headers={"Host": "elsewhere"})
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(foreign, timeout=30)
-        child.send_signal(signal.SIGTERM)
-        assert end(child) == 0, log_of(tmp_path)
-    finally:
-        child.kill()
-        child.wait()
-    assert "LLM metrics" in log_of(tmp_path)

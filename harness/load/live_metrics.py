@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -74,8 +74,7 @@ class Accumulator(msgspec.Struct, array_like=True):
     cut: int = 0  # requests that ended with the load, or because the user left
     sums_s: dict[str, float] = msgspec.field(default_factory=lambda: {column.name: 0.0 for column in LIVE})
     token_sums: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))
-    # Buckets of OpenTelemetry: the key is the exponent of the smallest power of 4 that is not below the value.
-    token_counts: dict[str, Histogram] = msgspec.field(default_factory=lambda: {name: {} for name in TOKEN_TYPES})
+    token_counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))  # of requests
 
     @property
     def failed(self) -> int:
@@ -93,8 +92,7 @@ class Accumulator(msgspec.Struct, array_like=True):
         for name, tokens in zip(TOKEN_TYPES, (request.prompt_tokens, request.output_tokens), strict=True):
             if tokens is not None:
                 self.token_sums[name] += tokens
-                counts, exponent = self.token_counts[name], ((max(tokens, 1) - 1).bit_length() + 1) // 2
-                counts[exponent] = counts.get(exponent, 0) + 1
+                self.token_counts[name] += 1
         for column in LIVE:
             if (value_s := derive.FORMULAS[column.field](request)) is not None:
                 histogram, bucket = self.latencies[column.name], math.floor(math.log(max(value_s, _MIN_S)) / _BUCKET)
@@ -211,14 +209,6 @@ class Observed:
             self._token_count = (wall_s, tokens)
 
 
-class Point(NamedTuple):
-    """A point of the time series. It is encoded once, because a page may request a thousand points."""
-
-    t: float
-    values: dict[str, Any]
-    raw: msgspec.Raw
-
-
 class LiveNumbers:
     """The merged numbers of one test: the last seconds, the whole test, and the time series.
 
@@ -229,7 +219,7 @@ class LiveNumbers:
         self.slos = slos
         self.series_id = time.time_ns()  # changes with the test and with the step of the time series
         self.step_s = STEP_S
-        self.points: list[Point] = []
+        self.points: list[dict[str, Any]] = []
         self.messages: dict[ErrorKind, str] = {}  # of the last failure of each kind
         self.warmup = self.warmup_failed = 0
         self.total: dict[str, Accumulator] = {}  # by user class
@@ -241,7 +231,6 @@ class LiveNumbers:
         self._last_ended_s = 0.0  # when the last one ended
         self._seconds: deque[tuple[int, dict[str, Accumulator]]] = deque()
         self._newest_by_process: dict[str, tuple[float, CounterDelta]] = {}  # with the time at which it came
-        self._stopped_s: float | None = None  # when the load ended
         self._next_point_s = self._start_s
         self._recent: tuple[int, dict[str, Numbers]] = (-1, {})  # the last second of these numbers
 
@@ -288,11 +277,11 @@ class LiveNumbers:
 
     def tick(self, users: int, observed: Observed) -> None:
         """Add a point to the time series if one is due. Call it each second of a load."""
-        now, self._stopped_s = time.monotonic(), None
+        now = time.monotonic()
         if now < self._next_point_s:
             return
         self._next_point_s = max(self._next_point_s + self.step_s, now)
-        values = {
+        point = {
             "t": round(now - self._start_s, 1),
             "wall_s": round(self._start_wall_s + now - self._start_s, 1),
             "users": users,
@@ -300,16 +289,11 @@ class LiveNumbers:
             "classes": self.recent(),
             **observed.values,
         }
-        self.points.append(Point(values["t"], values, msgspec.Raw(msgspec.json.encode(values))))
+        self.points.append(point)
         if len(self.points) > MAX_POINTS:
             self.points = self.points[::2]
             self.step_s *= 2
             self.series_id += 1
-
-    def stop_clock(self) -> None:
-        """Stop the time of the whole test. Call it each second without a load."""
-        if self._stopped_s is None:
-            self._stopped_s = time.monotonic()
 
     def recent(self) -> dict[str, Numbers]:
         """Return numbers of the last seconds: of all user classes together, then of each."""
@@ -325,9 +309,9 @@ class LiveNumbers:
         return self._recent[1]
 
     def whole_test(self) -> dict[str, Numbers]:
-        """Return numbers from the first request sent until now; after the load, until the last request ended."""
-        end_s = time.monotonic() if self._stopped_s is None else min(self._stopped_s, self._last_ended_s)
-        return self._numbers(self.total, None if self._first_sent_s is None else max(0.0, end_s - self._first_sent_s))
+        """Return numbers of the time from the first request sent until the last one ended."""
+        span_s = None if self._first_sent_s is None else max(0.0, self._last_ended_s - self._first_sent_s)
+        return self._numbers(self.total, span_s)
 
     def failures(self) -> dict[ErrorKind, int]:
         return dict(sorted(_merge_all(self.total).failures.items()))

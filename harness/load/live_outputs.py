@@ -7,15 +7,12 @@ import csv
 import html
 import io
 import logging
-import os
-import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gevent
 from gevent.pywsgi import WSGIServer
 from prometheus_client import make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -25,13 +22,12 @@ from harness.columns import LIVE
 from harness.errors import HarnessError
 from harness.files import read_text
 from harness.load import live_metrics
-from harness.load.live_metrics import ALL, GPU, SHARES, TOKEN_TYPES, Accumulator, LiveNumbers, Numbers, Point
+from harness.load.live_metrics import ALL, SHARES, TOKEN_TYPES, LiveNumbers, Numbers
 
 WARMUP = "(warm-up)"
-_POINTS_AT_ONCE = 25
-COLUMNS = (  # of the tab: key, title, name of the number, factor
-    ("req_s", "req/s", "req_s", 1),
-    ("tok_s", "tok/s", "tok_s", 1),
+COLUMNS = (  # of the tab: key (Locust's page changes keys with an underscore), title, name of the number, factor
+    ("reqs", "req/s", "req_s", 1),
+    ("toks", "tok/s", "tok_s", 1),
     ("goodput", "Goodput, req/s", "goodput_req_s", 1),
     *(
         (column.name + ("" if p == "p50" else p[1:]), f"{column.title} {p}, ms", f"{column.name}_{p}_s", 1000)
@@ -40,10 +36,10 @@ COLUMNS = (  # of the tab: key, title, name of the number, factor
     ),
 )
 TITLES = {
-    "user_class": "Whole test, by user class",
+    "name": "Whole test, by user class",
     "ended": "# requests",
     "failed": "# fails",
-    "in_flight": "In flight",
+    "inflight": "In flight",
     **{key: title for key, title, _, _ in COLUMNS},
 }
 
@@ -56,21 +52,21 @@ def _whole_test_rows(live: LiveNumbers) -> list[tuple[str, Numbers, int]]:
 
 
 def tab_rows(live: LiveNumbers) -> list[dict[str, Any]]:
-    """Return the tab's table of the whole test: each user class, all together, and the warm-up.
-
-    Some keys come twice, because Locust's page also uses keys in camel case.
-    """
+    """Return the tab's table of the whole test: each user class, all together, and the warm-up."""
     test_rows = _whole_test_rows(live)
     if live.warmup:  # as in Locust's own table
         test_rows.append((WARMUP, {"ended": live.warmup, "failed": live.warmup_failed}, 0))
     rows = []
     for name, numbers, in_flight in test_rows:
-        row: dict[str, Any] = {"userClass": name, "name": name, "ended": numbers["ended"], "failed": numbers["failed"]}
-        row |= {"user_class": name, "inFlight": in_flight, "in_flight": in_flight}
+        row: dict[str, Any] = {
+            "name": name,
+            "inflight": in_flight,
+            **{key: numbers[key] for key in ("ended", "failed")},
+        }
         for key, _, column, factor in COLUMNS:
             value = numbers.get(column)
             row[key] = "–" if value is None else float(f"{value * factor:.3g}")
-        rows.append(row | {"reqS": row["req_s"], "tokS": row["tok_s"]})
+        rows.append(row)
     return rows
 
 
@@ -78,24 +74,14 @@ _CLASS_KEYS = (
     *("ended", "failed", "tokens", "req_s", "tok_s", "goodput_req_s", "attainment"),
     *(f"{column.name}_p{share * 100:g}_s" for column in LIVE for share in SHARES),
 )
-_SERVER_KEYS = (*live_metrics.SERVER, "tok_s")
+_HISTORY_HEADER = ("wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight")
 
 
-def history_header(gpus: Sequence[str] = ()) -> list[str]:
-    columns = [f"server_{key}" for key in _SERVER_KEYS] + [f"{gpu}_{key}" for gpu in gpus for key in GPU]
-    return ["wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight", *columns]
-
-
-def history_rows(point: Point, gpus: Sequence[str] = ()) -> Iterator[list[Any]]:
-    """Yield a row for each user class at a point in time. The row of `all` also has the server and the GPUs."""
-    values = point.values
-    for name, numbers in values["classes"].items():
-        row = [values["wall_s"], values["t"], name, *(numbers[key] for key in _CLASS_KEYS)]
-        if name == ALL:
-            server, gpu_values = values["server"] or {}, values["gpus"] or {}
-            row += [values["users"], values["in_flight"], *(server.get(key) for key in _SERVER_KEYS)]
-            row += [gpu_values.get(gpu, {}).get(key) for gpu in gpus for key in GPU]
-        yield row + [None] * (len(history_header(gpus)) - len(row))
+def _history_rows(point: dict[str, Any]) -> Iterator[list[Any]]:
+    """Yield a row for each user class at a point in time. Users and requests in flight are those of all classes."""
+    for name, numbers in point["classes"].items():
+        all_classes = [point["users"], point["in_flight"]] if name == ALL else [None, None]
+        yield [point["wall_s"], point["t"], name, *(numbers[key] for key in _CLASS_KEYS), *all_classes]
 
 
 def _csv(rows: Iterable[Sequence[object]]) -> str:
@@ -104,15 +90,9 @@ def _csv(rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def history_csv(live: LiveNumbers) -> Iterator[str]:
-    """Yield the time series in parts: a row for each time and user class. Other greenlets run between the parts."""
-    points = list(live.points)
-    gpus = sorted({name for point in points for name in point.values["gpus"] or {}})
-    yield _csv([history_header(gpus)])
-    for start in range(0, len(points), _POINTS_AT_ONCE):
-        part = points[start : start + _POINTS_AT_ONCE]
-        yield _csv(row for point in part for row in history_rows(point, gpus))
-        gevent.sleep(0)
+def history_csv(live: LiveNumbers) -> str:
+    """Return the time series: a row for each time and user class."""
+    return _csv([_HISTORY_HEADER, *(row for point in live.points for row in _history_rows(point))])
 
 
 def whole_csv(live: LiveNumbers) -> str:
@@ -176,25 +156,26 @@ class StockOutput:
         self._options = options
         self._prints = bool(options.headless or options.print_stats) and not options.only_summary
         self._seconds = 0
-        self._numbers: LiveNumbers | None = None  # the test whose points were written ...
-        self._written_t = -1.0  # ... until this time
+        self._written_wall_s = 0.0  # of the last point that was written
         prefix = options.csv_prefix
         self._whole_path = Path(f"{prefix}_llm.csv") if prefix else None
         self._history_path = Path(f"{prefix}_llm_history.csv") if prefix else None
         if self._history_path is not None:
             self._history_path.parent.mkdir(parents=True, exist_ok=True)
-            self._history_path.write_text(_csv([history_header()]))
+            self._history_path.write_text(_csv([_HISTORY_HEADER]))
 
     def update(self, numbers: LiveNumbers) -> None:
         """Print the table every few seconds, and write new points. Call it each second of a load."""
         self._seconds += 1
         if self._prints and self._seconds % PRINT_S == 0:
             self._print(numbers)
-        self._write(numbers)
+        self._write_history(numbers)
 
     def finish(self, numbers: LiveNumbers) -> None:
         """Print and write the whole test. Call it when Locust has printed its tables and written its report."""
-        self._write(numbers, final=True)
+        self._write_history(numbers)
+        if self._whole_path is not None:
+            self._whole_path.write_text(whole_csv(numbers))
         if numbers.total or numbers.warmup or self._options.headless:
             self._print(numbers, final=True)
         if self._options.html_file:
@@ -204,20 +185,12 @@ class StockOutput:
         for line in [*text_table(numbers, final=final), ""]:
             _table.info(line)
 
-    def _write(self, numbers: LiveNumbers, *, final: bool = False) -> None:
-        if self._whole_path is None or self._history_path is None:
-            return
-        if numbers is not self._numbers:
-            self._numbers, self._written_t = numbers, -1.0
-        points = [point for point in numbers.points if point.t > self._written_t]
-        if points:
-            self._written_t = points[-1].t
+    def _write_history(self, numbers: LiveNumbers) -> None:
+        points = [point for point in numbers.points if point["wall_s"] > self._written_wall_s]
+        if self._history_path is not None and points:
+            self._written_wall_s = points[-1]["wall_s"]
             with self._history_path.open("a") as file:
-                file.write(_csv(row for point in points for row in history_rows(point)))
-        if points or final:
-            new = self._whole_path.with_name(self._whole_path.name + ".new")
-            new.write_text(whole_csv(numbers))
-            os.replace(new, self._whole_path)  # a reader never sees half of it
+                file.write(_csv(row for point in points for row in _history_rows(point)))
 
 
 def insert_html_section(report: str, numbers: LiveNumbers) -> str:
@@ -228,12 +201,8 @@ def insert_html_section(report: str, numbers: LiveNumbers) -> str:
 
 def extend_report(path: Path, numbers: LiveNumbers) -> None:
     """Add the LLM metrics to Locust's report, if Locust has written one."""
-    try:
+    if path.is_file():
         path.write_text(insert_html_section(read_text(path), numbers), encoding="utf-8")
-    except FileNotFoundError:  # the start failed
-        pass
-    except OSError as error:
-        logger.error("--html: the LLM metrics cannot be added to %s (%s)", path, error.strerror)
 
 
 PREFIX = "amd_llm_load_live"
@@ -242,7 +211,6 @@ LABEL = "user_class"
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68)
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
-_TOKEN_BOUNDS = [4.0**exponent for exponent in range(14)]
 LATENCIES = {  # by the name of the column
     "ttft": (
         "gen_ai_client_operation_time_to_first_chunk_seconds",
@@ -316,20 +284,15 @@ class LoadSnapshot(Collector):
                 middles = {live_metrics.bucket_middle_s(bucket): n for bucket, n in sums.latencies[column].items()}
                 latency.add_metric([user_class], _buckets(middles, bounds), sums.sums_s[column])
             yield latency
-        yield _token_usage(total)
-
-
-def _token_usage(total: dict[str, Accumulator]) -> Metric:
-    usage = HistogramMetricFamily(
-        "gen_ai_client_token_usage",
-        "Tokens of successful requests, as the server counted them",
-        labels=[LABEL, "gen_ai_token_type"],
-    )
-    for user_class, sums in total.items():
-        for kind in TOKEN_TYPES:
-            counts = {4.0**exponent: count for exponent, count in sums.token_counts[kind].items()}
-            usage.add_metric([user_class, kind], _buckets(counts, _TOKEN_BOUNDS), sums.token_sums[kind])
-    return usage
+        usage = HistogramMetricFamily(
+            "gen_ai_client_token_usage",
+            "Tokens of successful requests, as the server counted them",
+            labels=[LABEL, "gen_ai_token_type"],
+        )
+        for user_class, sums in total.items():
+            for name in TOKEN_TYPES:
+                usage.add_metric([user_class, name], [("+Inf", sums.token_counts[name])], sums.token_sums[name])
+        yield usage
 
 
 def _buckets(counts: dict[float, int], bounds: Sequence[float]) -> list[tuple[str, float]]:
@@ -342,16 +305,13 @@ def serve_metrics(options: Namespace, state: Callable[[], LoadSnapshot]) -> WSGI
     """Serve /metrics at --metrics-host and --metrics-port; return None without a port. Raises HarnessError."""
     if not options.metrics_port:
         return None
-    port = int(options.metrics_port) if options.metrics_port.isascii() and options.metrics_port.isdigit() else 0
-    if not 0 < port < 65536:
-        raise HarnessError(f"--metrics-port: must be a port of 1 to 65535 (got {options.metrics_port!r})")
-    host = options.metrics_host or "127.0.0.1"
-    server = WSGIServer((host, port), lambda *request: make_wsgi_app(state())(*request), log=None)
+    host, port = options.metrics_host or "127.0.0.1", options.metrics_port
     try:
+        server = WSGIServer((host, int(port)), lambda *request: make_wsgi_app(state())(*request), log=None)
         server.start()
-    except (OSError, socket.gaierror) as error:
+    except (OSError, OverflowError, ValueError) as error:
         raise HarnessError(
-            f"--metrics-port: cannot listen on {host}:{port} ({error.strerror or error})",
+            f"--metrics-port: cannot listen on {host}:{port} ({error})",
             next_step="Give another port, or another address with --metrics-host.",
         ) from None
     return server

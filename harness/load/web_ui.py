@@ -3,18 +3,15 @@
 Model output never gets here. Error messages, which may quote a server, are sent as JSON and shown as text nodes.
 """
 
-import contextlib
 import logging
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gevent
 import msgspec
 from flask import Blueprint, Response, jsonify, request
-from locust import stats
 from locust.env import Environment
 from locust.runners import STATE_CLEANUP, STATE_STOPPING, MasterRunner, WorkerRunner
 from locust.web import WebUI
@@ -26,9 +23,7 @@ from harness.job import Job
 from harness.load import live_outputs
 from harness.load.live_metrics import RESOLUTION, WINDOW_S, CounterDelta, LiveNumbers, Observed, decode_delta
 from harness.load.options import OPTIONS, RUNNING_STATES, check_amounts, field_name, options_of, slos_of, unused_fields
-from harness.load.process import plan_of
 from harness.load.recorder import Recorder
-from harness.load.sequencer import Sequencer
 from harness.load.web_access import base_path
 
 KEY = "llm"  # of the tab and the routes, and of our numbers in a worker's report
@@ -55,7 +50,7 @@ def add_routes(web_ui: WebUI, live: "Live") -> None:
         extended_tables=[{"key": KEY, "structure": columns}],
         extended_csv_files=[
             {"href": f"./{KEY}/live.csv", "title": "Download LLM numbers over time (CSV)"},
-            {"href": f"./{KEY}/live.json?download", "title": "Download LLM numbers over time (JSON)"},
+            {"href": f"./{KEY}/live.json", "title": "LLM numbers over time (JSON)"},
             {"href": f"./{KEY}", "title": "LLM numbers on a page of their own"},
         ],
     )
@@ -63,11 +58,10 @@ def add_routes(web_ui: WebUI, live: "Live") -> None:
     guarded: Any = web_ui.auth_required_if_enabled  # which has no types
 
     def live_json() -> Response:
-        state = msgspec.json.encode(live.state(request.args))
-        return _response(state, "application/json", "json" if "download" in request.args else None)
+        return _response(msgspec.json.encode(live.state(request.args)), "application/json")
 
     def live_csv() -> Response:
-        return _response(live_outputs.history_csv(live.numbers), "text/csv", "csv")
+        return _response(live_outputs.history_csv(live.numbers), "text/csv")
 
     def metrics() -> Any:
         return Response.from_app(make_wsgi_app(live.snapshot()), request.environ)
@@ -103,13 +97,9 @@ def _asset(name: str) -> Response:
     return response
 
 
-def _response(body: bytes | Iterator[str], mimetype: str, download_suffix: str | None = None) -> Response:
-    """Return a response that is not cached. With `download_suffix`, browsers store it as a file."""
+def _response(body: bytes | str, mimetype: str) -> Response:
     response = Response(body, mimetype=mimetype)
     response.headers["Cache-Control"] = "no-store"
-    if download_suffix is not None:
-        name = f"llm-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.{download_suffix}"
-        response.headers["Content-Disposition"] = f"attachment; filename={name}"
     return response
 
 
@@ -172,11 +162,6 @@ def _check_fields(web_ui: WebUI, form: Any) -> None:
     known = {*_AMOUNTS, "host", "profile", *_option_fields(web_ui)}
     if web_ui.userclass_picker_is_active:
         known |= {"user_classes", "shape_class"}
-        shapes = {"Default", *(environment.available_shape_classes or ())}
-        if not set(form.getlist("shape_class")) <= shapes:
-            raise HarnessError("--shape-class: there is no such shape to choose")
-        if not set(form.getlist("user_classes")) <= set(environment.available_user_classes or ()):
-            raise HarnessError("--user-classes: there is no such user class to choose")
     if unknown := sorted(set(form) - known):
         raise HarnessError(f"{repr(unknown[0])[:60]}: no field of the form")
     for key in () if environment.shape_class or "shape_class" in form else ("user_count", "spawn_rate"):
@@ -201,7 +186,6 @@ class Live:
         self, environment: Environment, recorder: Recorder | None, job: Job | None, check: Callable[[Namespace], None]
     ) -> None:
         """`check` raises HarnessError for options of the form that cannot be used."""
-        stats.bucket_response_time = three_digits
         assert environment.runner is not None
         self._options = options_of(environment)
         self._runner = environment.runner
@@ -236,7 +220,6 @@ class Live:
         if self._recorder is not None:
             self._recorder.watcher = lambda request: self._delta.add(request, self._slos)
         self.numbers = LiveNumbers(self._lag_s, slos_text)
-        self._trace_ended = False
         self.error: str | None = None  # why no load could start, or why it was ended
 
     def state(self, query: Any) -> dict[str, Any]:
@@ -249,17 +232,14 @@ class Live:
         after = float(query.get("after") or -1) if is_same_series else -1.0
         return {
             "series": str(numbers.series_id),
-            "wall_s": time.time(),
             "resolution": RESOLUTION,
             "window_s": WINDOW_S,
-            "step_s": numbers.step_s,
             "slos": numbers.slos,
             "latencies": [(column.name, column.title) for column in LIVE],
             "state": self._runner.state,
             "users": load.users,
             "workers": load.workers,
             "missing": load.missing,
-            "trace_ended": self._trace_ended,
             "given_up": self.error,
             "watched": self._observed.watched,
             "simulated": self._job is not None and self._job.simulated,
@@ -274,7 +254,7 @@ class Live:
                 {"kind": kind, "count": count, "message": numbers.messages.get(kind, "")}
                 for kind, count in numbers.failures().items()
             ],
-            "points": [point.raw for point in numbers.points if point.t > after],
+            "points": [point for point in numbers.points if point["t"] > after],
         }
 
     def snapshot(self) -> live_outputs.LoadSnapshot:
@@ -296,7 +276,6 @@ class Live:
         self._updater.kill()  # this process continues until its load processes have ended
         try:
             self._add_own_numbers()
-            self.numbers.stop_clock()
             if self._output is not None:
                 self._output.finish(self.numbers)
         except Exception:  # the exit code is that of the load
@@ -321,21 +300,11 @@ class Live:
                 self._add_own_numbers()
                 self._observed.update()
                 if self._runner.state in (*RUNNING_STATES, STATE_STOPPING, STATE_CLEANUP):
-                    self._trace_ended = self._is_trace_over()
                     self.numbers.tick(self._runner.user_count, self._observed)
                     if self._output is not None:
                         self._output.update(self.numbers)
-                else:
-                    self.numbers.stop_clock()
             except Exception:  # the load continues
                 logger.exception("the live numbers of this second are lost")
-
-    def _is_trace_over(self) -> bool:
-        """Whether the load is a trace, no row is left, and all requests have ended."""
-        if self._job is None or self._job.load.trace is None:
-            return False
-        with contextlib.closing(Sequencer(self._job.counter_path, plan_of(self._job))) as sequencer:
-            return sequencer.is_finished()
 
     def _on_report_to_master(self, data: dict[str, Any], **_: Any) -> None:
         data[KEY] = msgspec.msgpack.encode(self._take_delta())
@@ -343,9 +312,3 @@ class Live:
     def _on_worker_report(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
         if (delta := decode_delta(data.pop(KEY, None))) is not None:
             self.numbers.add_delta(client_id, delta)
-
-
-def three_digits(response_time: float) -> int:
-    """Round a time in ms to whole ms and three digits. Locust's own two digits would show 104 ms as 100."""
-    whole_ms = round(response_time)
-    return round(whole_ms, min(0, 3 - len(str(whole_ms))))

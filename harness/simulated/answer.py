@@ -5,10 +5,8 @@ lines: first the clock, {"format", "clock", "anchor_monotonic_s", "anchor_realti
 request, written right after its last byte. So read the file when the server has ended, or wait for the line.
 """
 
-import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,10 +17,9 @@ from harness.simulated import wire
 from harness.simulated.wire import HttpRequest
 
 _DEFAULTS: dict[str, float | None] = {
-    "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "close": 0.03, "hang": 3,
-    "error-event": 3, "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3,
-    "ping": 0.02, "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "stop-string": 2,
-    "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
+    "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "hang": 3, "error-event": 3,
+    "lemonade-error": 0, "malformed": 3, "coalesce": 3, "no-usage": None, "reasoning": 4, "tool-call": None,
+    "stop-string": 2, "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
 }  # fmt: skip
 KINDS = tuple(_DEFAULTS)
 PROCESS_KINDS = ("exit", "never-ready")
@@ -51,7 +48,7 @@ def parse_fault(text: str) -> InjectedFault:
         nth = int(every) if every else 1
     except ValueError:
         raise ValueError(f"fault {text!r} is not KIND[:NUMBER][@N]") from None
-    if not 0 <= value < math.inf or nth < 1 or (kind in ("split", "coalesce") and value < 1):
+    if not 0 <= value < math.inf or nth < 1 or (kind == "coalesce" and value < 1):
         raise ValueError(f"fault {text!r}: the number is out of range")
     return InjectedFault(kind, value, nth)
 
@@ -103,7 +100,6 @@ class SendLog:
             self._file.close()
 
 
-_SPLIT_PAUSE_S = 0.0002
 _ENGINE_ERROR = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 _TOOL = {"name": "classify", "id": "call_simulated"}
 
@@ -123,18 +119,12 @@ class CompletionAnswer:
         self._texts: list[tuple[str, str]] = []  # channel and text of each token, if the answer is not a stream
         self._events = 0
         self._coalesced: list[bytes] = []  # events to be sent together
-        self._pieces: deque[bytes | None] = deque()  # of split events; None: the end
-        self._piece_sender: asyncio.Task[None] | None = None
         self._call_started = self._arguments_started = False
 
     def open(self) -> None:
         """Send the headers of a stream before any token exists, as vLLM does."""
         if self.request.stream:
-            self.http.closes_after_s = self.faults.get("close")
             self.http.start_stream(**{"x-request-id": self.sent.request_id})
-
-    def ping(self) -> None:
-        self._out(b": ping\n\n")
 
     def token(self, index: int, finish: str | None) -> None:
         """Send output token `index` (from 0). With the last one comes `finish`: after "stop" it has no text."""
@@ -181,9 +171,8 @@ class CompletionAnswer:
     def _channel(self, index: int) -> str:
         if not self.request.chat:
             return "content"
-        for kind, name in (("reasoning", "reasoning"), ("reasoning-content", "reasoning_content")):
-            if index < self.faults.get(kind, 0):
-                return name
+        if index < self.faults.get("reasoning", 0):
+            return "reasoning"
         return "tool_calls" if self._calls else "content"
 
     def _delta(self, channel: str, text: str) -> dict[str, Any]:
@@ -241,42 +230,20 @@ class CompletionAnswer:
 
     def _end(self) -> None:
         self._flush()
-        if self._piece_sender:
-            self._pieces.append(None)
-        else:
-            self.http.end_stream()
+        self.http.end_stream()
         self.sent.ended_s = time.monotonic()
 
     def _out(self, data: bytes) -> float:
         now = time.monotonic()
-        if "split" in self.faults:
-            size = int(self.faults["split"])
-            self._pieces.extend(data[i : i + size] for i in range(0, len(data), size))
-            if self._piece_sender is None:
-                self._piece_sender = asyncio.get_running_loop().create_task(self._send_pieces())
-        elif "coalesce" in self.faults:
-            self._coalesced.append(data)
-            if len(self._coalesced) >= self.faults["coalesce"]:
-                self._flush()
-        else:
-            self.http.piece(data)
+        self._coalesced.append(data)
+        if len(self._coalesced) >= self.faults.get("coalesce", 1):
+            self._flush()
         return now
 
     def _flush(self) -> None:
         if self._coalesced:
             self.http.piece(b"".join(self._coalesced))
             self._coalesced.clear()
-
-    async def _send_pieces(self) -> None:
-        while not self.http.closed:
-            await asyncio.sleep(_SPLIT_PAUSE_S)
-            while self._pieces:
-                piece = self._pieces.popleft()
-                if piece is None:
-                    self.http.end_stream()
-                    return
-                self.http.piece(piece)
-                await asyncio.sleep(_SPLIT_PAUSE_S)
 
     def _whole(self, finish: str, usage: dict[str, Any]) -> None:
         if self.vectors:

@@ -58,7 +58,6 @@ class SimulatedServer:
         self._count = 0  # completion requests
         self._exit_after = next((f.parameter for f in config.faults if f.kind == "exit"), None)
         self._never_ready = any(f.kind == "never-ready" for f in config.faults)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], None]] = {
             ("POST", "/v1/chat/completions"): lambda http: self._complete(http, "chat"),
             ("POST", "/v1/completions"): lambda http: self._complete(http, "text"),
@@ -78,27 +77,17 @@ class SimulatedServer:
         listening = await loop.create_server(
             lambda: Connection(self._handle, self._connections), self.config.host, self.config.port, backlog=1024
         )
-        self._track(loop.create_task(self._run_engine()))
+        self._engine_task = loop.create_task(self._run_engine())
+        self._engine_task.add_done_callback(_on_engine_end)
         return listening, int(listening.sockets[0].getsockname()[1])
 
     def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._engine_task.cancel()
         for sequence, answer in list(self._answers.values()):
             self._remove(sequence, answer, "abort")
         for connection in list(self._connections):
             connection.transport.abort()
         self.send_log.close()
-
-    def _track(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_end)
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            traceback.print_exception(task.exception())
-            os._exit(70)  # a server without its engine must not look alive
 
     async def _run_engine(self) -> None:
         """Run steps at absolute deadlines, so that delays do not add up. After an idle phase, start at the arrival."""
@@ -231,16 +220,14 @@ class SimulatedServer:
         self._answers[sequence.key] = (sequence, answer)
         answer.http.on_disconnect = lambda: self._abort(sequence, answer, "abort")
         answer.open()
-        if "ping" in answer.faults and answer.request.stream:
-            self._track(asyncio.get_running_loop().create_task(_send_pings(answer, sequence)))
         self.engine.add(sequence)
         self._wake.set()
 
 
-async def _send_pings(answer: CompletionAnswer, sequence: Sequence) -> None:
-    while sequence.first_token_s is None and not answer.http.closed:
-        answer.ping()
-        await asyncio.sleep(answer.faults["ping"])
+def _on_engine_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        traceback.print_exception(task.exception())
+        os._exit(70)  # a server without its engine must not look alive
 
 
 def _reject_by_fault(answer: CompletionAnswer) -> bool:

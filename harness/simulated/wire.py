@@ -4,7 +4,6 @@ Each piece is one socket write. Connections are kept alive. Each word between sp
 """
 
 import asyncio
-import contextlib
 import json
 import socket
 import time
@@ -18,9 +17,8 @@ from typing import Any
 import httptools
 import msgspec
 
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large",
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed",
             429: "Too Many Requests", 500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
-MAX_BODY_BYTES = 64 << 20
 
 
 class HttpRequest:
@@ -33,7 +31,6 @@ class HttpRequest:
         self.body = b""
         self.received_s = received_s
         self.on_disconnect: Callable[[], None] | None = None
-        self.closes_after_s: float | None = None  # close the connection so long after the answer, despite keep-alive
         self._connection = connection
         self._keep_alive = True
 
@@ -63,10 +60,7 @@ class HttpRequest:
 
     def done(self) -> None:
         self.on_disconnect = None
-        if self.closes_after_s is None:
-            self._connection.finished(self._keep_alive)
-        else:
-            self._connection.close_later(self.closes_after_s)
+        self._connection.finished(self._keep_alive)
 
     def drop(self) -> None:
         """Close the connection in the middle of the response, as a dying server or proxy does."""
@@ -91,7 +85,6 @@ class Connection(asyncio.Protocol):
         self._queue: deque[HttpRequest] = deque()
         self._current: HttpRequest | None = None
         self._body: list[bytes] = []
-        self._size = 0
         self._next: HttpRequest | None = None
         self.transport: asyncio.Transport
         self._parser = httptools.HttpRequestParser(self)
@@ -116,7 +109,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._next = HttpRequest(self, asyncio.get_running_loop().time())
-        self._body, self._size = [], 0
+        self._body = []
 
     def on_url(self, url: bytes) -> None:
         assert self._next
@@ -126,15 +119,8 @@ class Connection(asyncio.Protocol):
         assert self._next
         self._next.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
-    def on_headers_complete(self) -> None:
-        assert self._next
-        if self._next.headers.get("expect", "").lower() == "100-continue":
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
     def on_body(self, body: bytes) -> None:
-        self._size += len(body)
-        if self._size <= MAX_BODY_BYTES:
-            self._body.append(body)
+        self._body.append(body)
 
     def on_message_complete(self) -> None:
         request = self._next
@@ -149,21 +135,7 @@ class Connection(asyncio.Protocol):
     def _serve_next(self) -> None:
         if self._current is None and self._queue and not self.transport.is_closing():
             self._current = self._queue.popleft()
-            if self._size > MAX_BODY_BYTES:
-                self._current.answer(413, b"{}")
-            else:
-                self._handle(self._current)
-
-    def close_later(self, wait_s: float) -> None:
-        """Read no more requests, and close after `wait_s`."""
-        if not self.transport.is_closing():
-            self.transport.pause_reading()
-            asyncio.get_running_loop().call_later(wait_s, self._shut)
-
-    def _shut(self) -> None:
-        with contextlib.suppress(OSError):  # the client was faster
-            self.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-        self.transport.close()
+            self._handle(self._current)
 
     def finished(self, keep_alive: bool) -> None:
         self._current = None
@@ -241,8 +213,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"1 validation error:\n  {{'type': 'json_invalid', 'msg': 'JSON decode error', 'ctx': "
-                         f"{{'error': {str(error)!r}}}}}", "body", kind="Bad Request") from None  # fmt: skip
+        raise BadRequest(f"JSON decode error: {error}", "body", kind="Bad Request") from None
     if not isinstance(value, dict):
         raise BadRequest("the request body must be a JSON object", "body")
     return value
@@ -265,9 +236,6 @@ def parse_completion(body: dict[str, Any], chat: bool, model: str, max_model_len
     max_tokens = body.get("max_completion_tokens") if chat else None
     if max_tokens is None:
         max_tokens = body.get("max_tokens", None if chat else 16)
-    temperature = body.get("temperature")
-    if isinstance(temperature, int | float) and temperature < 0:
-        raise _invalid_parameter("temperature", temperature, f"temperature must be non-negative, got {temperature}.")
     options = body.get("stream_options") or {}
     return CompletionRequest(
         id=id,
@@ -285,37 +253,22 @@ def parse_completion(body: dict[str, Any], chat: bool, model: str, max_model_len
     )
 
 
-def _invalid_parameter(param: str, value: object, message: str) -> BadRequest:
-    return BadRequest(f"{message} (parameter={param}, value={value})", param)
-
-
 def _check_max_tokens(asked: object, prompt: int, max_model_len: int) -> int:
     """Return the maximum tokens of an answer: as asked, or what the context has left. Raises BadRequest."""
-    context = f"This model's maximum context length is {max_model_len} tokens. However, "
-    if prompt >= max_model_len:
+    if asked is not None and (not isinstance(asked, int) or asked < 1):
+        raise BadRequest(f"max_tokens must be an integer of at least 1, got {asked}.", "max_tokens")
+    output = max(1, max_model_len - prompt) if asked is None else asked
+    if prompt + output > max_model_len:
         raise BadRequest(
-            f"{context}your prompt contains at least {prompt} input tokens, which exceeds this limit even without "
-            "any output tokens.", "input_tokens")  # fmt: skip
-    if asked is None:
-        return max_model_len - prompt
-    if not isinstance(asked, int) or isinstance(asked, bool):
-        raise _invalid_parameter("max_tokens", asked, "max_tokens must be an integer.")
-    if asked < 1:
-        raise _invalid_parameter("max_tokens", asked, f"max_tokens must be at least 1, got {asked}.")
-    if asked > max_model_len:
-        raise _invalid_parameter("max_tokens", asked, f"max_tokens={asked} cannot be greater than max_model_len="
-                       f"{max_model_len}. Please request fewer output tokens.")  # fmt: skip
-    if prompt + asked > max_model_len:
-        raise _invalid_parameter(
-            "input_tokens", prompt,
-            f"{context}you requested {asked} output tokens and your prompt contains {prompt} input tokens, for a total "
-            f"of {prompt + asked} tokens. Please reduce the length of the input prompt or the number of requested "
-            "output tokens.")  # fmt: skip
-    return asked
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {output} output "
+            f"tokens and your prompt contains {prompt} input tokens, for a total of {prompt + output} tokens.",
+            "input_tokens",
+        )
+    return output
 
 
 def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
-    """Return the token ids of `messages` or of `prompt` (a text, a list of ids, or a list with one text)."""
+    """Return the token ids of `messages` or of `prompt` (a text or a list of ids)."""
     if chat:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
@@ -323,13 +276,11 @@ def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
         tools = body.get("tools")
         return chat_tokens([*([("tools", json.dumps(tools))] if tools else []), *map(_role_and_text, messages)])
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
     if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
         return prompt
     if isinstance(prompt, str) and prompt.split():
         return text_tokens(prompt)
-    raise BadRequest("prompt must be a non-empty text, a list of token ids or a list of one text", "prompt")
+    raise BadRequest("prompt must be a non-empty text or a list of token ids", "prompt")
 
 
 def prompt_text(body: dict[str, Any], chat: bool) -> str:
@@ -420,9 +371,6 @@ def natural_length(number: int, mean: int) -> int:
     return max(1, mean // 2 + (number * 2654435761 >> 7) % (mean + 1))
 
 
-_MAX_SCHEMA_DEPTH = 20
-
-
 def answer_form(body: dict[str, Any]) -> dict[str, Any] | None:
     """Return the form of a structured answer, {"schema": ...} or {"choice": [...]}; None for a free answer."""
     outputs, response = body.get("structured_outputs"), body.get("response_format")
@@ -460,29 +408,19 @@ def _choose(choices: list[Any], label: str | None, number: int, wrong: bool) -> 
     return choices[(right + wrong) % len(choices)]
 
 
-def _schema_example(schema: Any, label: str | None, number: int, wrong: bool, depth: int = 0) -> Any:
+def _schema_example(schema: dict[str, Any], label: str | None, number: int, wrong: bool) -> Any:
     """Return a small value that is valid for a schema. Only its types, enums and minimums are respected."""
-    if not isinstance(schema, dict) or depth > _MAX_SCHEMA_DEPTH:
-        return None
-    if "const" in schema:
-        return schema["const"]
     if schema.get("enum"):
         return _choose(schema["enum"], label, number, wrong)
-    if schema.get("anyOf"):
-        return _schema_example(schema["anyOf"][0], label, number, wrong, depth + 1)
     kind = schema.get("type", "object" if "properties" in schema else "string")
-    if isinstance(kind, list):
-        kind = kind[0]
     if kind == "object":
         inner = schema.get("properties", {})
-        return {name: _schema_example(value, label, number, wrong, depth + 1) for name, value in inner.items()}
+        return {name: _schema_example(value, label, number, wrong) for name, value in inner.items()}
     if kind == "array":
-        item = _schema_example(schema.get("items", {}), label, number, wrong, depth + 1)
-        return [item] * max(1, schema.get("minItems", 1))
-    values: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "null": None}
-    if kind in ("integer", "number") and "minimum" in schema:
-        return schema["minimum"]
-    return values.get(kind, label or "text")
+        return [_schema_example(schema.get("items", {}), label, number, wrong)]
+    if kind in ("integer", "number"):
+        return schema.get("minimum", 1)
+    return {"boolean": True, "null": None}.get(kind, label or "text")
 
 
 def _find_label(text: str) -> str | None:

@@ -257,10 +257,9 @@
 
   function show() {
     root.querySelector("[data-span=now]").textContent = `last ${last.window_s} s`;
-    const ended = last.trace_ended && last.state === "running";
     const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", cleanup: "stopping", stopped: "stopped" };
     $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
-      isKnown(last.workers) ? `${last.workers} load ${last.workers === 1 ? "process" : "processes"}` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
+      isKnown(last.workers) ? `${last.workers} load ${last.workers === 1 ? "process" : "processes"}` : ""].filter(Boolean).join(", ");
     $("state").className = "";
     notes(); tiles(); table(); failures(); classes(); charts();
   }
