@@ -20,7 +20,6 @@ from harness.process import free_port
 from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon, Pause
-from harness.simulated import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole
 from tests.load_runs import (
@@ -38,13 +37,10 @@ from tests.load_runs import (
 )
 from tests.web_ui import ui
 
-CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
+CLASSES = {"agent": "ToolAgent", "chat": "ChatUser"}
 
 
-@pytest.mark.parametrize(
-    "locustfile",
-    ["agent", "chat", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("batch", "rag"))],
-)
+@pytest.mark.parametrize("locustfile", ["agent", "chat"])
 def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
     options = ["--steps", "2", "--sub-agents", "1", "--documents", "2", "--document-tokens", "50", "--batch-size", "2"]
     options += ["--think", "0.1 0.2", "--turns", "2", "--prompts", "classification", "--output-tokens", "20"]
@@ -60,13 +56,9 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
     assert CLASSES[locustfile] in log_of(tmp_path)
 
 
-@pytest.mark.parametrize("locustfile", ["agent", "chat"])
-def test_nothing_new_is_sent_after_the_run_time_and_the_start_does_not_shorten_it(
-    tmp_path: Path, engine: str, locustfile: str
-) -> None:
-    options = ["--turns", "1000", "--steps", "1000", "--think", "0.1 600" if locustfile == "chat" else "0"]
-    options += ["--output-tokens", "20", "--stop-timeout", "20"]
-    assert len(by_hand(tmp_path, engine, locustfile, *options, run_time="1s")) >= 2
+def test_nothing_new_is_sent_after_the_run_time_and_the_start_does_not_shorten_it(tmp_path: Path, engine: str) -> None:
+    options = ["--turns", "1000", "--think", "0.1 600", "--output-tokens", "20", "--stop-timeout", "20"]
+    assert len(by_hand(tmp_path, engine, "chat", *options, run_time="1s")) >= 2
     assert "Not all users finished" not in log_of(tmp_path)
 
     def at(words: str) -> datetime.datetime:
@@ -76,24 +68,12 @@ def test_nothing_new_is_sent_after_the_run_time_and_the_start_does_not_shorten_i
     assert (at("--run-time limit reached") - at("Run time limit set")).total_seconds() > 0.98
 
 
-def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: Path, engine: str) -> None:
-    # It would be minutes until all have sent what they hold.
-    options = ["--arrivals", "0.01", "--output-tokens", "5"]
-    assert len(by_hand(tmp_path, engine, "batch", *options, run_time="1s")) <= 1
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--host", "http://127.0.0.1:9"], ["no model could be read from /v1/models (127.0.0.1:9: connection refused"]),
-        # Said once by the master.
+        # Reported once, by the master.
         (["--host", "http://127.0.0.1:9", "--processes", "2"],
          ["no model could be read from /v1/models (127.0.0.1:9: connection refused"]),
-        (["--prompts", "none.jsonl"], ["none.jsonl: the prompts cannot be read (No such file or directory)"]),
-        (["--abandon", "often"], ["--abandon: a mapping (name: value) is expected, got 'often'"]),
-        (["--abandon", "{share: 0.05"], ["--abandon: not valid YAML at line 1"]),
-        (["--abandon", "{share: 0.05, after_tokens: 9}", "--stream", "no"],
-         ["--abandon: without 'stream' an answer comes all at once"]),
         (
             ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--slos", "x"]
             + ["--output-tokens", "many", "--abandon", "{share: 5, after_s: 3}"],
@@ -102,11 +82,8 @@ def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: P
              "--output-tokens: a whole number is expected, got 'many'", "--timeout: a number above 0 is",
              "--abandon: a number of at most 1 is expected, got 5"],
         ),
-        (["--output-tokens", "{uniform: [9, 5]}"], ["--output-tokens: two numbers are expected, the minimum and the"]),
         (["--endpoint", "embeddings"], ["--endpoint: ChatUser supports only chat and completions (got embeddings)"]),
         (["--in-flight", "4", "--batch-size", "2"], ["--in-flight: give one of 'batch_size' (bursts)"]),
-        (["--prompts", "bad.jsonl"], ["bad.jsonl:1: "]),
-        (["--job", "none.json"], ["none.json: the job cannot be read"]),
         (["--host", "ftp://x", "--prompts", "bad.jsonl"], ["host: 'ftp://x' is not a URL."]),
         (["--records", "no/place", "--prompts", "none.jsonl"],
          ["--records: no/place cannot be written (No such file or directory)."]),
@@ -144,12 +121,9 @@ def begin(environment, **_):
 """
 
 
-@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.nightly), ["--processes", "2"]])
-def test_what_is_under_way_at_the_end_of_the_run_time_ends_and_is_counted(
-    tmp_path: Path, engine: str, more: list[str]
-) -> None:
+def test_what_is_under_way_at_the_end_of_the_run_time_ends_and_is_counted(tmp_path: Path, engine: str) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
-    options = ["--output", "fixed", "--output-tokens", "2000", *more]  # of four seconds: a start may take three
+    options = ["--output", "fixed", "--output-tokens", "2000", "--processes", "2"]  # of four seconds
     records = by_hand(tmp_path, engine, tmp_path / "busy.py", *options, run_time="1s")
     assert {(one.error, one.output_tokens) for one in records} == {(None, 2000)}  # the second user may come too late
     shown = re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path))
@@ -169,11 +143,10 @@ class Steps(LoadTestShape):
 """
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["--processes", "2"], marks=pytest.mark.nightly)])
-def test_a_shape_of_ones_own_beside_a_user_class_that_ships(tmp_path: Path, engine: str, more: list[str]) -> None:
+def test_a_shape_of_ones_own_beside_a_user_class_that_ships(tmp_path: Path, engine: str) -> None:
     file = tmp_path / "shaped.py"
     file.write_text(SHAPE)
-    records = by_hand(tmp_path, engine, file, "--output", "fixed", "--output-tokens", "500", *more, run_time=None)
+    records = by_hand(tmp_path, engine, file, "--output", "fixed", "--output-tokens", "500", run_time=None)
     assert {one.error for one in records} == {None}  # what was under way at its end has ended
     assert len({(one.process, one.user) for one in records}) == 4
     assert re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path)) == [(str(len(records)), "0")]
@@ -197,10 +170,9 @@ def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, eng
     assert {one.error for one in read_requests(tmp_path / "r.jsonl")} == {"unfinished"}
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["--processes", "2"], marks=pytest.mark.nightly)])
-def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: str, more: list[str]) -> None:
+def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: str) -> None:
     """In Locust's table it is a request without a response time."""
-    options = ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats", *more]
+    options = ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats"]
     cut = [one.error for one in by_hand(tmp_path, engine, "batch", *options, run_time="1s")]
     assert set(cut) == {"unfinished"}
     (row,) = json.loads((tmp_path / "stats.json").read_text())
@@ -211,13 +183,10 @@ def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: st
     ("answer", "options", "sentence"),
     [
         (whole(b"{}", status=b"401 Unauthorized"), [], "{url} wants an API key (HTTP 401). Name the environment"),
-        (whole(b'{"error":"sk-wrong is no key"}', status=b"401 Unauthorized"), ["--api-key-env", "BADK"],
-         "the server rejected the key in BADK ({url} answers HTTP 401). Export the right key as BADK."),
         (whole(b"no sk-wrong", status=b"500 Oops"), ["--api-key-env", "BADK"],
          "{url}/v1/models answers HTTP 500: no ***. Check"),
         (whole(b"", status=b"307 There\r\nLocation: http://127.0.0.1:1/?key=sk-wrong"), ["--api-key-env", "BADK"],
          "{url}/v1/models redirects to http://127.0.0.1:1/?key=***; redirects are not followed"),
-        (whole(b"<html></html>", b"text/html"), [], "{url} answers with an HTML page, not with an OpenAI-compatible"),
     ],
 )  # fmt: skip
 def test_who_does_not_let_us_in_or_is_another_one_is_reported_as_a_run_tells_it(
@@ -297,66 +266,6 @@ def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) 
     assert {r.asked_tokens for r in records} == {5}
     assert 3 in Counter(r.batch for r in records).values()
     assert sum(mark.sent or 0 for mark in ends_of(tmp_path, 1)) == len(records)
-
-
-REFUSED = "the load was ended because the first 5 requests all failed, as the rest would: "
-NO_MODEL = (
-    f"{REFUSED}the server has no model named nope. To solve it: set `model` to the id that its /v1/models names "
-    "(known m); behind Lemonade a model of one's own is user.NAME. "
-    "By hand, keys of a scenario are options: --model, --api-key-env, ..."
-)
-
-
-@pytest.mark.parametrize("more", [[], pytest.param(["--processes", "2"], marks=pytest.mark.nightly)])
-def test_a_model_that_the_server_does_not_have_ends_the_load(tmp_path: Path, engine: str, more: list[str]) -> None:
-    options = ["--headless", "--users", "4", "--spawn-rate", "10", "--think", "0.1", "--records", "r.jsonl"]
-    assert end(start(tmp_path, engine, "chat", *options, "--model", "nope", *more)) == 1
-    assert log_of(tmp_path).count(NO_MODEL) == log_of(tmp_path).count(REFUSED) == 1
-    assert "Traceback" not in log_of(tmp_path)
-    records = list(read_requests(tmp_path / "r.jsonl"))
-    assert {(one.error, one.status) for one in records} == {("http", 404)}
-    assert 5 <= len(records) < 200
-
-
-def test_a_key_that_the_server_does_not_take_ends_the_load(tmp_path: Path) -> None:
-    refusal = whole(b'{"error":"Invalid or missing API key"}', status=b"401 Unauthorized")
-    with serving(answering(refusal)) as url:
-        options = ["--headless", "--users", "2", "--spawn-rate", "10", "--think", "0.1", "--model", "m"]
-        assert end(start(tmp_path, url, "batch", *options)) == 1
-    assert f"{REFUSED}the server wants an API key, and this is not it. To solve it: " in log_of(tmp_path)
-
-
-def test_failures_that_may_pass_do_not_end_the_load(tmp_path: Path) -> None:
-    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "500-html") as server:
-        options = ["--headless", "--users", "2", "--spawn-rate", "10", "--records", "requests.jsonl", "--think", "0.1"]
-        child = start(tmp_path, server.url, "batch", *options, "--output-tokens", "5")
-        try:
-            wait_for_records(tmp_path, 20)
-        finally:
-            child.send_signal(signal.SIGTERM)
-            assert end(child) == 1  # as stock Locust ends after failures
-    assert REFUSED not in log_of(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("more", "load_processes"), [pytest.param([], 0, marks=pytest.mark.nightly), (["--processes", "2"], 2)]
-)
-def test_in_the_web_ui_only_the_users_are_stopped(
-    tmp_path: Path, engine: str, more: list[str], load_processes: int
-) -> None:
-    options = ["--records", "r.jsonl", "--think", "0.1", "--stop-timeout", "1", "--output-tokens", "5", *more]
-    with ui(tmp_path, engine, *options, locustfile="batch") as found:
-        for times in (1, 2):
-            until(partial(told, tmp_path, "reported as ready", load_processes * times))
-            assert found.swarm(user_count=2, spawn_rate=10, model="nope")["success"]
-            until(partial(told, tmp_path, NO_MODEL, times))
-            until(lambda: found.state()["state"] == "stopped")
-            assert found.state()["given_up"] == NO_MODEL
-        until(partial(told, tmp_path, "reported as ready", load_processes * 3))
-        assert found.swarm(user_count=2, spawn_rate=10, model="m")["success"]
-        until(lambda: any(one.error is None for one in read_requests(tmp_path / "r.jsonl")))
-        assert (found.state()["state"] in ("spawning", "running"), found.state()["given_up"]) == (True, None)
-    assert log_of(tmp_path).count(REFUSED) == 2
 
 
 def test_a_worker_that_cannot_send_tells_the_form_and_is_there_for_the_next_load(tmp_path: Path, engine: str) -> None:

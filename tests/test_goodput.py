@@ -10,7 +10,6 @@ from harness.analysis.derive import meets_slos, missed_slo_before_leaving
 from harness.analysis.summarize import summarize
 from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers, slo_attainment
 from harness.reasons import evidence
-from harness.rundir import records as blocks
 from harness.rundir.records import Request
 from harness.scenario import Load
 from harness.scenario.check_syntax import parse_check
@@ -122,14 +121,6 @@ def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
     assert slo_attainment(parts[0], 12, None, cells) == {SLOS: SloAttainment(met=6, attainment=0.5, goodput_req_s=1.0)}
 
 
-def test_a_run_read_in_blocks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [streamed(0.5, 0.04 if i % 3 else 0.06, index=i) for i in range(60)]
-    whole = one_cell(tmp_path / "whole", records, checks=[CHECK]).rows[0].pooled.slos
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2000)
-    assert one_cell(tmp_path / "blocks", records, checks=[CHECK]).rows[0].pooled.slos == whole
-    assert whole[SLOS].met == 40
-
-
 def test_checks_of_the_command_line_are_counted_too(tmp_path: Path) -> None:
     records = [streamed(0.5, 0.04, index=i) for i in range(11)]
     one_cell(tmp_path / "run", records)
@@ -195,15 +186,6 @@ def test_what_came_until_they_left_is_work_that_was_done() -> None:
     assert (numbers.window_s, numbers.output_tok_s) == (1.0, 4 + 3)  # one token a chunk, as in the other
     timed = compute_numbers([tally_of(good, left([0.2, 0.4, 1.0], 1.0), window_s=(good.sent_s, good.sent_s + 0.65))])
     assert timed.output_tok_s == pytest.approx((2 + 2) / 0.65)
-
-
-def test_parts_are_added_up() -> None:
-    one, other = tally_of(left([0.2], 0.3)), tally_of(left([0.2], 0.3), left([], 2.0), answered([0.5, 0.6, 0.7, 0.8]))
-    one.merge(other)
-    numbers = compute_numbers([one])
-    assert (numbers.abandoned, numbers.slos["ttft<=1s"].attainment) == (3, 0.5)
-    all_left = compute_numbers([tally_of(left([0.2], 0.3))])
-    assert all_left.slos["ttft<=1s"].attainment is None
 
 
 def test_reasoning_and_tool_calls_are_counted() -> None:

@@ -193,13 +193,6 @@ def test_a_local_tokenizer_gives_exact_counts() -> None:
         assert len(tokenizer.encode(text(tokens, 3, tokens, words), add_special_tokens=False).ids) == tokens
 
 
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(HarnessError, match=r"t\.json: not a tokenizer \("):
-        words_of_tokenizer(tmp_path / "t.json")
-
-
 SHARE = [
     {"id": "a", "conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "One?"},
                                   {"from": "gpt", "value": "1"}, {"from": "human", "value": "Two?"}]},
@@ -270,17 +263,3 @@ def test_a_bad_conversation_of_an_array_is_named_by_its_line(tmp_path: Path) -> 
         with pytest.raises(HarnessError) as caught:
             read_rows(path)
         assert said in caught.value.what
-
-
-def test_a_scenario_says_what_is_wrong_with_its_lengths(tmp_path: Path) -> None:
-    for tokens, law, said in (
-        ({"unifrom": [1, 2]}, {"median": 5}, ["output_tokens.lognormal (line ", "tokens.unifrom (line "]),
-        ({"uniform": [1]}, {"median": 5, "max": 9},
-         ["output_tokens.lognormal (line ", "tokens.uniform (line ", "tokenizer (line "]),
-    ):  # fmt: skip
-        load = {"user": "batch", "requests": 1, "output_tokens": {"lognormal": law}}
-        path = write(tmp_path, loads={"l": load}, prompts={"tokens": tokens, "tokenizer": "none.json"})
-        with pytest.raises(HarnessError) as caught:
-            load_scenario(path)
-        found = caught.value.detail.splitlines()
-        assert [one in line for one, line in zip(said, found, strict=True)] == [True] * len(said), found

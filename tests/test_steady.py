@@ -17,14 +17,12 @@ from harness.load.process import plan_of
 from harness.load.sequencer import Part, Plan, Sequencer, WarmupSample
 from harness.reasons import sentences
 from harness.rundir.records import ProcessMark
-from harness.scenario import Arrivals, Load, Trace, Warmup
-from harness.scenario.file import load_scenario
+from harness.scenario import Load, Trace, Warmup
 from harness.scenario.plan import Steadiness, means_agree
 from harness.simulated import spawned
-from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from harness.summary import WarmupResult
-from tests.command import called, harness, only_run
-from tests.load_runs import by_hand, driven, end, ends_of, log_of, make_job, start
+from tests.command import harness, only_run
+from tests.load_runs import driven, ends_of, make_job
 from tests.made_runs import request
 from tests.test_scenario import GOOD, problems_of, write
 
@@ -56,12 +54,6 @@ def test_a_steady_server_is_found_steady_whatever_its_jitter(width: float, at_on
     found = all_found(lambda draw: lambda _: draw.lognormvariate(0, width))
     assert None not in found
     assert (found.count(48), found[int(0.95 * TIMES)]) == (at_once, p95)
-
-
-def test_rare_slow_answers_cost_a_few_windows() -> None:
-    found = all_found(lambda draw: lambda _: 10.0 if draw.random() < 0.01 else draw.gauss(1, 0.05))
-    assert None not in found
-    assert (found[TIMES // 2], found[int(0.95 * TIMES)]) == (48, 144)
 
 
 def test_a_server_that_gets_slower_and_slower_is_never_steady() -> None:
@@ -190,18 +182,6 @@ def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) 
     assert [mark.steady for mark in ends_of(tmp_path, 2)] == [True, True]
 
 
-@pytest.mark.alone
-@pytest.mark.nightly  # how long it takes until latencies are steady is up to the machine
-def test_an_open_loop_warms_up_at_its_own_rate(tmp_path: Path, cold: str) -> None:
-    load = Load(user="batch", users=20, duration_s=1.0, output_tokens=5, arrivals=Arrivals(rate=40, spacing="even"))
-    records = driven(tmp_path, cold, load, Warmup(until="steady"))
-    warm = [record for record in records if record.phase == "warmup"]
-    sent = sorted(record.sent_s for record in warm)
-    assert len(warm) >= 48
-    assert (len(warm) - 1) / (sent[-1] - sent[0]) == pytest.approx(40, rel=0.1)
-    assert [mark.steady for mark in ends_of(tmp_path, 1)] == [True]
-
-
 SCENARIO = """
 version: 1
 question: q
@@ -260,40 +240,8 @@ def test_the_result_of_a_warm_up() -> None:
     [
         ("{until: steady, requests: 4}", "$.warmup (line 9): give exactly one of 'requests', 'duration_s' and 'until'"),
         ("{requests: 4, within: 0.1}", "$.warmup.within (line 9): belongs to 'until: steady'"),
-        ("{duration_s: 4, max_s: 10}", "$.warmup.max_s (line 9): belongs to 'until: steady'"),
         ("{until: warm}", "$.warmup.until (line 9): expected one of steady, got 'warm'"),
     ],
 )
 def test_invalid_warm_ups(tmp_path: Path, warmup: str, said: str) -> None:
     assert problems_of(tmp_path, f"{GOOD}warmup: {warmup}\n") == [said]
-
-
-def test_the_plan_shows_the_limits_of_the_warm_up(tmp_path: Path) -> None:
-    path = write(tmp_path, SCENARIO + "warmup: {until: steady, max_s: 90}\n")
-    assert load_scenario(path).warmup == Warmup(until="steady", max_s=90.0)
-    out = called("check", str(path), cwd=tmp_path).out
-    assert "at least 48 requests (3 windows of 16) and at most 1 min 30 s" in " ".join(out.split())
-
-
-@pytest.mark.alone
-def test_it_works_with_stock_locust(tmp_path: Path, engine: str) -> None:
-    options = ["--output-tokens", "5", "--warmup"]
-    phases = [one.phase for one in by_hand(tmp_path, engine, "batch", *options, "steady", run_time="4s")]
-    assert phases.count("warmup") >= 48
-    assert phases.count("measured") > 0
-    assert end(start(tmp_path, engine, "batch", "--headless", *options, "long")) == 1
-    assert "--warmup: expected one of steady, got 'long'" in log_of(tmp_path)
-
-
-def test_the_engine_is_cold_at_first() -> None:
-    engine = SimulatedEngine(
-        EngineConfig(step_base_s=1.0, step_per_sequence_s=0.0, prefill_per_token_s=0.0, compile_s=5.0, compile_steps=2)
-    )
-    took = []
-    for key in range(3):
-        engine.add(Sequence(key, [key * 10 + word for word in range(8)], 3, 0.0))
-        while (step := engine.begin(0.0)) is not None:
-            took.append(step.duration_s)
-            engine.complete(step, 0.0)
-    # prefill of 8, then two of one sequence: each shape is slow twice
-    assert took == [6.0, 6.0, 6.0, 6.0, 1.0, 1.0, 1.0, 1.0, 1.0]

@@ -7,14 +7,11 @@ parsing never delays a time stamp.
 import contextlib
 import errno
 import ipaddress
-import itertools
 import math
 import os
 import re
-import resource
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -74,7 +71,6 @@ class Dialer:
         self.tls = _tls_context() if target.tls else None
         # Whether the server really keeps the connections that it promises to keep, after streams (True) and others.
         self.keeps_connections: dict[bool, bool] = {}
-        self._lookup_lifetime_s = math.inf if is_address(target.host) else _LOOKUP_LIFETIME_S
         self._addresses: list[_Address] = []
         self._resolved_s = -math.inf
         self._preferred_family = 0
@@ -84,7 +80,7 @@ class Dialer:
 
     def look_up(self) -> None:
         """Resolve the name, at most once a second. Concurrent callers share one look-up. Raises OSError."""
-        if time.monotonic() - self._resolved_s < self._lookup_lifetime_s:
+        if time.monotonic() - self._resolved_s < _LOOKUP_LIFETIME_S:
             return
         if self._lookup is None:
             self._lookup = gevent.spawn(self._resolve)  # a greenlet of its own: the user who needs it may be cut
@@ -140,12 +136,10 @@ class Dialer:
             failed = self._failed_s.get(address, -math.inf) > failed_after_s
             return failed, address[0] != self._preferred_family
 
-        ordered: list[_Address] = []
-        for _, group in itertools.groupby(sorted(self._addresses, key=rank), rank):
-            equals = deque(group)
-            equals.rotate(-self._turn)
-            ordered += equals
-        return ordered
+        ordered = sorted(self._addresses, key=rank)
+        best = [address for address in ordered if rank(address) == rank(ordered[0])]
+        first = self._turn % len(best)
+        return best[first:] + best[:first] + ordered[len(best) :]
 
 
 def is_address(host: str) -> bool:
@@ -169,24 +163,17 @@ _DONE_GRACE_S = 0.02  # wait for the end of the body after [DONE]: some proxies 
 _CLOSE_DELAY_S = 0.1
 _ESTABLISHED = 1  # tcpi_state
 _TOTAL_RETRANS = slice(100, 104)  # tcpi_total_retrans
-_TLS_RECORD_BYTES = 16_384  # fit an idle connection's buffer
-_UPLOAD_BYTES = 1 << 18  # sent at a time
+_UPLOAD_BYTES = 1 << 18  # sent at a time: the timeout is that of one such piece
 _IDLE_SHARE = 0.8  # reuse a connection for this share of the server's idle limit, so that the server never closes first
 _IDLE_LIMIT_S = 5.0  # if the server states no limit: the default of uvicorn (vLLM, SGLang) and of Node.js
 
-# A limit of the Keep-Alive header, in whole seconds or requests. Anything else is ignored.
-_KEEP_ALIVE_LIMIT = re.compile(r"(?<![^,\s])(timeout|max)\s*=\s*([0-9]{1,6})\s*(?=,|$)")
+_IDLE_LIMIT = re.compile(r"(?<![^,\s])timeout\s*=\s*([0-9]{1,6})\s*(?=,|$)")  # of the Keep-Alive header, in s
 
 Body = Callable[[], bytes]  # makes the JSON text of a request
 
 
 class Client:
     """One keep-alive connection to one server, for one request at a time."""
-
-    __slots__ = (
-        "_after_stream", "_dialer", "_headers", "_idle_until_ns", "_last_ended_ns", "_reader", "_requests_left",
-        "_socket", "_stamped", "_timeout_s",
-    )  # fmt: skip
 
     def __init__(self, dialer: Dialer, reader: Reader, *, timeout_s: float, headers: Mapping[str, str] | None = None):
         self._dialer = dialer
@@ -195,7 +182,6 @@ class Client:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._socket: socket.socket | None = None
         self._stamped = False  # the kernel stamps what this socket receives
-        self._requests_left: int | None = None  # on this connection; None: the server states no limit
         self._idle_until_ns = 0  # latest time to reuse the connection
         self._last_ended_ns = 0  # end of the previous response ...
         self._after_stream = False  # ... and whether it was a stream
@@ -243,15 +229,15 @@ class Client:
         sent_ns = time.monotonic_ns()
         if exchange.sent_ns is None:
             exchange.sent_ns = sent_ns
-        upload = self._start_upload(sock, request)
-        del request
         try:
-            self._receive(sock, exchange, upload)
+            self._upload(sock, request)
+            del request
+            self._receive(sock, exchange)
         except TimeoutError:
             raise Failure("timeout", f"no data arrived for {self._timeout_s:g} s") from None
         except (OSError, EOFError) as error:
             was_closing = reused and time.monotonic_ns() - self._last_ended_ns < CLOSING_S * 1e9
-            if was_closing and not exchange.arrivals:
+            if was_closing and not exchange.arrivals.reads_ns:
                 self._dialer.keeps_connections[self._after_stream] = False
                 self.close()
                 exchange.resent = True
@@ -261,27 +247,27 @@ class Client:
             raise Failure("disconnect", f"{cause} before {when}") from None
         except httptools.HttpParserError as error:
             raise Failure("not_api", f"the answer is not HTTP/1.1: {error}") from None
-        finally:
-            if upload is not None:
-                upload.stop()
         return True
 
-    def _start_upload(self, sock: socket.socket, request: bytes) -> "Upload | None":
-        """Send what the socket's buffer accepts now. Return the upload of the rest, which runs while reading; or None.
+    def _upload(self, sock: socket.socket, request: bytes) -> None:
+        """Send a request. Raises TimeoutError if the server reads nothing of it for too long.
 
-        Errors are ignored here: reading reports them, after a response that may have arrived.
+        Other errors are ignored: reading reports them, after a response (such as 413) that may have arrived.
         """
-        sent = 0
-        if self._dialer.tls is None or len(request) <= _TLS_RECORD_BYTES:
-            with contextlib.suppress(OSError):
-                sent = sock.send(request)
-        return None if sent == len(request) else Upload(sock, memoryview(request)[sent:])
+        rest = memoryview(request)
+        try:
+            while rest:
+                rest = rest[sock.send(rest[:_UPLOAD_BYTES]) :]
+        except TimeoutError:
+            raise
+        except OSError:
+            pass
 
-    def _receive(self, sock: socket.socket, exchange: Exchange, upload: "Upload | None") -> None:
+    def _receive(self, sock: socket.socket, exchange: Exchange) -> None:
         """Read until the response is complete. Raises EOFError when the connection ends before that."""
         collector = Collector(exchange)
         try:
-            self._read_response(sock, collector, upload)
+            self._read_response(sock, collector)
         except (OSError, EOFError, httptools.HttpParserError):
             if not (exchange.answer.done or exchange.complete):
                 raise
@@ -289,11 +275,9 @@ class Client:
             self.close()
         finally:
             collector.close()
-        if upload is not None and upload.left:
-            collector.keep_alive = False  # the server may still expect the rest of the request
         self._keep_or_close(collector)
 
-    def _read_response(self, sock: socket.socket, collector: Collector, upload: "Upload | None") -> None:
+    def _read_response(self, sock: socket.socket, collector: Collector) -> None:
         exchange = collector.exchange
         began_ns = time.monotonic_ns()
         inbox: AnyInbox = (
@@ -304,9 +288,7 @@ class Client:
         try:
             while not exchange.complete:
                 # Pings keep the connection open, but do not extend the wait.
-                progress_ns = began_ns if exchange.data_read is None else exchange.arrivals[exchange.data_read][0]
-                if upload is not None:
-                    progress_ns = max(progress_ns, upload.progress_ns)
+                progress_ns = began_ns if exchange.data_read is None else exchange.arrivals.reads_ns[exchange.data_read]
                 timeout_s = _DONE_GRACE_S if exchange.answer.done else self._timeout_s
                 left_s = timeout_s - (time.monotonic_ns() - progress_ns) / 1e9
                 if left_s <= 0:
@@ -341,10 +323,10 @@ class Client:
             if not isinstance(error, OSError):
                 raise
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise Failure("client", _file_limit_text(error)) from None
-            raise Failure("connect", f"{self._dialer.target.authority}: {_error_text(error)}{_proxy_hint()}") from None
+                message = "too many open files: raise the limit, or use more 'processes' or fewer users"
+                raise Failure("client", message) from None
+            raise Failure("connect", f"{self._dialer.target.authority}: {_error_text(error)}") from None
         self._socket = sock
-        self._requests_left = None
         exchange.connect_ns = time.monotonic_ns() - began_ns
         return sock
 
@@ -364,28 +346,19 @@ class Client:
             self._socket = None
         else:
             self._last_ended_ns = time.monotonic_ns()
-            self._note_keep_alive_limits(collector.exchange.headers.get("keep-alive", ""))
+            stated = _IDLE_LIMIT.search(collector.exchange.headers.get("keep-alive", "").lower())
+            limit_s = float(stated[1]) if stated else _IDLE_LIMIT_S
+            self._idle_until_ns = self._last_ended_ns + int(limit_s * _IDLE_SHARE * 1e9)
 
     def _note_stream_reuse(self, sock: socket.socket) -> None:
         """Note whether the server keeps a connection open after a stream, and close it."""
         self._dialer.keeps_connections.setdefault(True, not self._is_closed_by_server(sock))
         sock.close()
 
-    def _note_keep_alive_limits(self, keep_alive: str) -> None:
-        limits = {name: int(number) for name, number in _KEEP_ALIVE_LIMIT.findall(keep_alive.lower())}
-        self._idle_until_ns = self._last_ended_ns + int(limits.get("timeout", _IDLE_LIMIT_S) * _IDLE_SHARE * 1e9)
-        if self._requests_left is None:  # the first value counts: servers count "max" down, or repeat it
-            self._requests_left = limits.get("max")
-        if self._requests_left is not None:
-            self._requests_left -= 1
-
     def _drop_if_stale(self) -> None:
         """Close a kept connection that the server has closed or will close."""
         sock = self._socket
-        if sock is None:
-            return
-        used_up = self._requests_left is not None and self._requests_left <= 0
-        if used_up or time.monotonic_ns() > self._idle_until_ns or self._is_closed_by_server(sock):
+        if sock is not None and (time.monotonic_ns() > self._idle_until_ns or self._is_closed_by_server(sock)):
             self.close()
 
     def _is_closed_by_server(self, sock: socket.socket) -> bool:
@@ -404,24 +377,6 @@ class Client:
         return True
 
 
-class Upload:
-    """Sends the rest of a request in a greenlet of its own, so that an early response is read meanwhile."""
-
-    def __init__(self, sock: socket.socket, rest: memoryview) -> None:
-        self.left = len(rest)  # unsent bytes
-        self.progress_ns = time.monotonic_ns()  # when bytes were sent last
-        self._greenlet = gevent.spawn(self._run, sock, rest)
-
-    def _run(self, sock: socket.socket, rest: memoryview) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # gevent's TLS socket raises this when just closed
-            while self.left:
-                self.left -= sock.send(rest[-self.left :][:_UPLOAD_BYTES])  # a TLS socket sends all of it or nothing
-                self.progress_ns = time.monotonic_ns()
-
-    def stop(self) -> None:
-        self._greenlet.kill(block=False)
-
-
 def _syn_retries(sock: socket.socket) -> int | None:
     """Return the SYN retransmissions of a new connection; None if the system (not Linux) does not report them."""
     if not hasattr(socket, "TCP_INFO"):
@@ -436,14 +391,3 @@ def _error_text(error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return "no free local port (or no local address that it could be reached from)"
     return str(error.strerror or error or type(error).__name__).lower()
-
-
-def _file_limit_text(error: OSError) -> str:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    scope = f"this load process may have {limit:,}" if error.errno == errno.EMFILE else "all processes together"
-    return f"too many open files ({scope}): raise the limit, or use more 'processes' or fewer users"
-
-
-def _proxy_hint() -> str:
-    set_names = [name for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY") if os.environ.get(name)]
-    return f" ({set_names[0]} is set, but a load test never goes through a proxy)" if set_names else ""

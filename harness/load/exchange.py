@@ -7,25 +7,19 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import gevent
 import httptools
 
 from harness.load import openai_api
 from harness.load.openai_api import Answer
-from harness.load.reader import SLACK_NS, AnyInbox, ReadTimes
+from harness.load.reader import AnyInbox, ReadTimes
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong, Parser
 from harness.rundir.records import LATE_READ_S, ErrorKind
 
-_MAX_HEAD_BYTES = 1 << 20  # status line and headers, including 1xx responses
-_MAX_BODY_BYTES = 16 << 20  # of a response that is not a stream; embeddings of a long input are large
-_EVENT_START = re.compile(rb"(?:data|event|id|retry)?:")  # JSON and HTML never start like this
-_EVENT_START_BYTES = 6
-_MAX_EVENT_START_PIECES = 64  # pieces of the body in which the start of an event is searched
-_MAX_TEXTS = 64  # pieces kept before they are joined: each takes ten times the memory of its text
+_MAX_RESPONSE_BYTES = 16 << 20  # of a response that is not a stream; embeddings of a long input are large
+_EVENT_START = re.compile(rb"\s*(?:data|event|id|retry)?:")  # JSON and HTML never start like this
 MAX_RETRY_AFTER_S = 60.0
 _RETRY_AFTER_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # some servers send fractions, which RFC 9110 does not allow
 
@@ -37,16 +31,6 @@ class Failure(Exception):
         super().__init__(message)
         self.kind = kind
         self.message = message
-
-
-@lru_cache(256)
-def _header_name(raw: bytes) -> str:
-    return raw.decode("latin-1").lower()  # cached: all responses of a server share the objects of their equal headers
-
-
-@lru_cache(256)
-def _header_value(raw: bytes) -> str:
-    return raw.decode("latin-1")
 
 
 class Abandoned(gevent.Timeout):  # cuts a request like any other timeout
@@ -97,23 +81,19 @@ class Exchange:
 
     @property
     def read_count(self) -> int:
-        return len(self.parsed) + self.template.reads
+        return len(self.parsed) + self.template.taken
 
     @property
     def chunk_count(self) -> int:
-        return len(self._chunk_reads) + self.template.events
+        return len(self._chunk_reads) + self.template.taken
 
     @property
     def is_stream(self) -> bool:
         """Whether the body received so far is a stream of events."""
         if self.known_stream or self.headers.get("content-type", "").lower().startswith("text/event-stream"):
             return True
-        start = b""  # some servers send no content type, or the wrong one
-        for _, data in islice(self.body, _MAX_EVENT_START_PIECES):
-            start = (start + data).lstrip()
-            if len(start) >= _EVENT_START_BYTES:
-                break
-        return _EVENT_START.match(start) is not None
+        # Some servers send no content type, or the wrong one.
+        return bool(self.body) and _EVENT_START.match(self.body[0][1]) is not None
 
     def unprocessed_body(self) -> bytes:
         return b"".join(data for _, data in self.body)
@@ -145,12 +125,9 @@ class Exchange:
 
     def _collect_template_text(self) -> None:
         """Move the text that the template has taken into the answer."""
-        texts, template_text = self.answer.texts, self.template.text
-        if template_text:
-            texts.append(template_text.decode("utf-8", "replace"))
-            template_text.clear()
-        if len(texts) > _MAX_TEXTS:
-            self.answer.texts = ["".join(texts)]
+        if self.template.text:
+            self.answer.texts.append(self.template.text.decode("utf-8", "replace"))
+            self.template.text.clear()
 
     def _note_event(self, event: Event, read: int) -> None:
         answer = self.answer
@@ -164,7 +141,7 @@ class Exchange:
             answer.done = True
             self._done_read = read
             return
-        token = openai_api.note_event(event, self._event_count + self.template.events, answer)
+        token = openai_api.note_event(event, self._event_count + self.template.taken, answer)
         if token == "text":
             self._chunk_reads.append(read)
             if self._first_visible_read is None and answer.texts:
@@ -196,7 +173,7 @@ class Exchange:
         openai_api.note_stray_text(self._parser.stray_text(), answer)
         if not self.complete and not answer.done:
             return  # the failure of the connection is more specific
-        events = self._event_count + self.template.events
+        events = self._event_count + self.template.taken
         if not events and (encoding := openai_api.describe_encoding(self.headers)):
             answer.fail("not_api", f"status {self.status} with {encoding} in place of an API answer")
         if not answer.done and answer.finish is None:
@@ -210,9 +187,7 @@ class Exchange:
             body = openai_api.decode_lenient(raw)
         except ValueError:
             body = None
-        if status == 101:
-            message = "the server changes the protocol, which no request asked for"
-        elif 300 <= status < 400:
+        if 300 <= status < 400:
             message = f"redirect to {self.headers.get('location', 'nowhere')}, which a load test does not follow"
         elif isinstance(body, dict):
             message = openai_api.error_message(body) or openai_api.to_text(body)
@@ -227,13 +202,12 @@ class Exchange:
         """Add the times to the answer of `finish_answer`. Call it once."""
         answer, start_ns = self.answer, self.start_ns
         template_reads = sorted(set(range(self.read_count)).difference(self.parsed))
-        extra_reads = [template_reads[number] for number in self.template.extra_event_reads]
-        reads = sorted([*self._chunk_reads, *template_reads, *extra_reads])  # the read of each chunk
+        reads = sorted([*self._chunk_reads, *template_reads])  # the read of each chunk
         # Use the kernel's stamps if all are plausible, else the times of the reads.
-        if self.sent_ns is not None and self.arrivals.are_plausible(self.sent_ns, SLACK_NS):
-            answer.clock, times_ns = "kernel", self.arrivals.times_ns()
+        if self.sent_ns is not None and self.arrivals.has_plausible_stamps(self.sent_ns):
+            answer.clock, times_ns = "kernel", self.arrivals.stamps_ns
         else:
-            answer.clock, times_ns = "read", [read for read, _ in self.arrivals]
+            answer.clock, times_ns = "read", self.arrivals.reads_ns
         end_ns = start_ns if self.ended_ns is None else self.ended_ns
         if self._done_read is not None:
             end_ns = times_ns[self._done_read]
@@ -255,31 +229,13 @@ class Exchange:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the wait that Retry-After asks for, in seconds, at most MAX_RETRY_AFTER_S; None without a valid header.
-
-    The header is a number of seconds or a date, which is compared with the response's own Date if it has one.
-    """
+    """Return the wait of Retry-After, at most MAX_RETRY_AFTER_S; None without a number of seconds."""
     value = headers.get("retry-after", "").strip()
-    if _RETRY_AFTER_SECONDS.fullmatch(value):
-        return min(float(value), MAX_RETRY_AFTER_S)
-    until_s, now_s = _http_date_s(value), _http_date_s(headers.get("date", ""))
-    if until_s is None:
-        return None
-    return min(max(0.0, until_s - (time.time() if now_s is None else now_s)), MAX_RETRY_AFTER_S)
-
-
-def _http_date_s(value: str) -> float | None:
-    """Return the Unix time of an HTTP-date (RFC 9110); None for any other text."""
-    try:
-        return datetime.strptime(value.strip(), "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return None
+    return min(float(value), MAX_RETRY_AFTER_S) if _RETRY_AFTER_SECONDS.fullmatch(value) else None
 
 
 class Collector:
     """Parses the HTTP of one response into an Exchange. Its `on_...` methods are the callbacks of httptools."""
-
-    __slots__ = "_between_chunks", "_informational", "_parser", "_size", "_template_reads", "exchange", "keep_alive"
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -303,8 +259,8 @@ class Collector:
 
     def note_template_reads(self) -> None:
         """Note reads that the template has processed since the last call: they have data."""
-        if self.exchange.template.reads > self._template_reads:
-            self._template_reads = self.exchange.template.reads
+        if self.exchange.template.taken > self._template_reads:
+            self._template_reads = self.exchange.template.taken
             self.exchange.data_read = self.exchange.read_count - 1
 
     def parse_inbox(self, inbox: AnyInbox) -> None:
@@ -348,10 +304,8 @@ class Collector:
                 self.keep_alive = False
             self._between_chunks = self._between_chunks and data.endswith(b"\n")
             self._size += len(data)
-            if exchange.headers_read is None and self._size > _MAX_HEAD_BYTES:
-                raise Failure("not_api", f"the response's headers have more than {_MAX_HEAD_BYTES >> 20} MiB")
-            if not exchange.known_stream and self._size > _MAX_BODY_BYTES:
-                raise Failure("not_api", f"the response has more than {_MAX_BODY_BYTES >> 20} MiB")
+            if not exchange.known_stream and self._size > _MAX_RESPONSE_BYTES:
+                raise Failure("not_api", f"the response has more than {_MAX_RESPONSE_BYTES >> 20} MiB")
         elif self.is_open_ended and "chunked" not in exchange.headers.get("transfer-encoding", "").lower():
             exchange.complete = True
         else:
@@ -372,7 +326,7 @@ class Collector:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.exchange.headers_read is None:  # otherwise a trailer
-            self.exchange.headers[_header_name(name)] = _header_value(value)
+            self.exchange.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -25,7 +25,6 @@ from locust.exception import StopTest
 from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError, sentence
-from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
 from harness.job import Job, idle_file, report_error
 from harness.load import options as load_options
 from harness.load import web_access
@@ -84,47 +83,6 @@ def follow_stages(environment: Environment, job: Job, sequencer: StageSequencer 
             count, wait_s = runner.user_count, f"{max_wait_s:.0f}"
             give_up(environment, HarnessError(f"there are {count} users after {wait_s} s, and not {target}"))
             return
-
-
-def end_if_all_fail(environment: Environment) -> None:
-    """End a load with stock Locust if all of its first requests fail because of a mistake in the scenario.
-
-    For example, the server does not have the model. Each load process checks its own requests and reports to the
-    master. Call this once in each process, when it has its role.
-    """
-    runner, errors, has_ended = environment.runner, list[str | None](), False  # None: the request succeeded
-
-    def begin(**_: Any) -> None:
-        nonlocal has_ended
-        errors.clear()
-        has_ended = False
-
-    def end(what: str, next_step: str = "") -> None:
-        nonlocal has_ended
-        if not has_ended:  # other load processes may report the same
-            has_ended = True
-            give_up(environment, HarnessError(what, next_step=next_step))
-
-    def on_request(exception: Exception | None = None, **_: Any) -> None:
-        if len(errors) == FIRST_REQUESTS:
-            return
-        errors.append(None if exception is None else str(exception))
-        mistake = find_scenario_mistake(errors) if len(errors) == FIRST_REQUESTS else None
-        if mistake is None:
-            return
-        failed = f"the first {FIRST_REQUESTS} requests all failed, as the rest would: {mistake.cause}"
-        what = f"the load was ended because {failed}"
-        next_step = f"To solve it: {mistake.fix}. By hand, keys of a scenario are options: --model, --api-key-env, ..."
-        if isinstance(runner, WorkerRunner):
-            runner.send_message(_GAVE_UP, {"what": what, "next_step": next_step})
-        else:
-            end(what, next_step)
-
-    hooks: Any = environment.events  # they have no types
-    hooks.test_start.add_listener(begin)
-    hooks.request.add_listener(on_request)
-    if isinstance(runner, MasterRunner):
-        runner.register_message(_GAVE_UP, lambda msg, **_: end(**msg.data))
 
 
 _stopped: set[str] = set()  # ids of the load processes that have stopped
@@ -199,13 +157,13 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if _job is None and not environment.stop_timeout:
         # With stock Locust, --run-time would cut requests in flight, as failed ones. Ctrl-C still cuts at once.
         environment.stop_timeout = _STOCK_DRAIN_S
-    if _job is None or not options.headless:
-        end_if_all_fail(environment)
     _hooks.quitting.add_listener(_on_quitting)  # the last listener is called first: before the master stops its workers
     if isinstance(runner, MasterRunner) and options.headless:
         runner.register_message(_STOPPED, lambda msg, **_: _stopped.add(msg.node_id))
         if _job is None:
             _hooks.test_stopping.add_listener(lambda **_: stop_gracefully(runner, environment.stop_timeout))
+    if isinstance(runner, MasterRunner):
+        runner.register_message(_GAVE_UP, lambda msg, **_: give_up(environment, HarnessError(msg.data["what"])))
     if isinstance(runner, WorkerRunner):
         runner.register_message(_STOP, _on_stop, concurrent=True)
         # The master was interrupted: the "quit" that follows must not wait for answers.

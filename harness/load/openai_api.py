@@ -205,7 +205,6 @@ class Answer:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
-    replaced: dict[str, int] = field(default_factory=dict)  # impossible counts that a later event replaced
     bad: dict[str, BadField] = field(default_factory=dict)  # impossible fields, by name
     vectors: int | None = None  # number of embeddings
     reasoning_chunks: int = 0  # chunks with reasoning only
@@ -227,9 +226,6 @@ class Answer:
         """
         prompt_max, output_min = request_bytes + TEMPLATE_TOKENS, int(self.generated and self.vectors is None)
         bad = find_impossible_counts(self, asked_tokens, prompt_max=prompt_max, output_min=output_min)
-        if self.replaced:  # 0 output tokens are possible in an event in the middle of a stream
-            earlier = Answer(**({name: getattr(self, name) for name in _TOKEN_COUNTS} | self.replaced))
-            bad |= find_impossible_counts(earlier, asked_tokens, prompt_max=prompt_max)
         for name, path in _TOKEN_COUNTS.items():
             if name in bad:
                 self.bad[bad[name].field] = bad[name]
@@ -445,10 +441,6 @@ def _note_usage(body: dict[str, Any], answer: Answer) -> None:
         counts = answer.get_field(usage, details[0], dict, f"usage.{details[0]}") or {} if details else usage
         value = answer.get_field(counts, key, int, path)
         if value is not None:
-            # Counts grow with the answer: remember a count that was negative or shrank.
-            earlier, worst = getattr(answer, name), answer.replaced.get(name, 0)
-            if earlier is not None and not 0 <= earlier <= value and worst >= 0 and not 0 <= earlier <= worst:
-                answer.replaced[name] = earlier
             setattr(answer, name, value)
 
 

@@ -35,7 +35,6 @@ from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, TraceStart, cached_replay
 
 _QUIET_SIGN_S = 1.0
-_BACKLOG = 10_000  # events that wait for listeners; with more, the log has a warning
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,6 @@ class Listeners:
         self.max_wait_s = 30.0  # of `finish`
         self._queue: deque[tuple[Any, list[Any], dict[str, Any]]] = deque()  # hook, listeners, event
         self._greenlet: gevent.Greenlet[[], None] | None = None
-        self._warned = False
 
     def fire(self, hook: Any, *, timed: bool = True, **event: Any) -> None:
         """Call the listeners of Locust's `hook`. `timed` is False for a cut request: Locust's table gets no time."""
@@ -119,9 +117,6 @@ class Listeners:
         self._queue.append((hook, others, event))
         if self._greenlet is None or self._greenlet.dead:
             self._greenlet = gevent.spawn(self._call_queued)
-        if len(self._queue) > _BACKLOG and not self._warned:
-            self._warned = True
-            logger.warning("listeners of `request` are slower than the load: %d events wait for them", _BACKLOG)
 
     @property
     def queued(self) -> int:
@@ -360,11 +355,9 @@ def _warmup_sample(exchange: Exchange, work: Work, answer: Answer) -> WarmupSamp
 
 def _cut_error(error: BaseException) -> tuple[ErrorKind, str]:
     """Return the kind and message for the record of a request that was cut."""
-    if isinstance(error, gevent.GreenletExit):
-        return "unfinished", "cut by the end of the run"
     if isinstance(error, gevent.Timeout):
         return "timeout", f"cut by a gevent.Timeout of {error} in the locustfile"
-    return "unfinished", f"cut by {type(error).__name__}"
+    return "unfinished", "cut by the end of the run"
 
 
 def plan_of(job: Job) -> Plan:
@@ -435,13 +428,8 @@ def first_model(job: Job, target: ApiAddress) -> str:
     try:
         model = unexpected_response.parse_model_ids(body)[0]
     except (ValueError, IndexError):
-        what = (
-            unexpected_response.describe_mismatch(response, "a list of models")
-            if response.status == 200
-            else unexpected_response.describe_status(response)
-        )
         next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
-        raise HarnessError(what, next_step=next_step) from None
+        raise HarnessError(unexpected_response.describe_status(response), next_step=next_step) from None
     if masked(model, "sure") != model:
         what, next_step = unexpected_response.explain_secret_model(url)
         raise HarnessError(what, next_step=next_step)

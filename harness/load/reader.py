@@ -10,19 +10,18 @@ read does not return two chunks of a stream.
 
 import contextlib
 import logging
-import math
 import select
 import socket
 import struct
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any, Literal
 
 import gevent
 from gevent import monkey
+from gevent.event import Event
 
 from harness.load.sse import EventTemplate
 from harness.rundir.records import SLACK_S
@@ -149,64 +148,38 @@ _POLL_S = 0.002  # ... with this period
 _MAX_PIECES = 64  # unparsed reads of a stream; with more, its own greenlet parses them
 _SHORT_READ_BYTES = 16  # a read so short may be the second half of an end mark
 _END_MARK_BYTES = 32  # [DONE], the ends of its event and chunk, and the end of the body
-_NO_STAMP = -(2**31)
-_MAX_US = 2**31 - 1
 
 _PollMode = Literal["asleep", "when readable", "by the clock"]
 
 
 class ReadTimes:
-    """The time of each read of an exchange, and the kernel's stamp of its last bytes. A read takes 12 bytes."""
+    """The time of each read of an exchange, and the kernel's stamp of its last bytes (0: no stamp), in ns."""
 
-    __slots__ = ("_lags_us", "_times_ns")
+    __slots__ = ("reads_ns", "stamps_ns")
 
     def __init__(self) -> None:
-        self._times_ns = array("q")  # of the stamp; without one, of the read
-        self._lags_us = array("i")  # from the stamp to the read
+        self.reads_ns = array("q")
+        self.stamps_ns = array("q")
 
     def append(self, read_ns: int, stamp_ns: int | None) -> None:
-        if stamp_ns is None:
-            self._times_ns.append(read_ns)
-            self._lags_us.append(_NO_STAMP)
-        else:
-            lag_us = (read_ns - stamp_ns) // 1000
-            self._times_ns.append(stamp_ns)
-            try:
-                self._lags_us.append(lag_us)
-            except OverflowError:  # over half an hour: the clock was set
-                self._lags_us.append(_MAX_US if lag_us > 0 else -_MAX_US)
-
-    def __len__(self) -> int:
-        return len(self._times_ns)
-
-    def __iter__(self) -> Iterator[tuple[int, int | None]]:
-        """Yield (time of the read, stamp or None) in ns. With a stamp, the time of the read is exact to 1 us."""
-        return (self[number] for number in range(len(self)))
-
-    def __getitem__(self, number: int) -> tuple[int, int | None]:
-        time_ns, lag_us = self._times_ns[number], self._lags_us[number]
-        return (time_ns, None) if lag_us == _NO_STAMP else (time_ns + lag_us * 1000, time_ns)
-
-    def times_ns(self) -> list[int]:
-        """Return the stamp of each read; without a stamp, the time of the read."""
-        return self._times_ns.tolist()
+        self.reads_ns.append(read_ns)
+        self.stamps_ns.append(stamp_ns or 0)
 
     def lags_us(self) -> list[int]:
         """Return the delay from stamp to read, of the reads that have a stamp."""
-        return [lag for lag in self._lags_us if lag != _NO_STAMP]
+        return [(read - stamp) // 1000 for read, stamp in zip(self.reads_ns, self.stamps_ns, strict=True) if stamp]
 
-    def are_plausible(self, sent_ns: int, slack_ns: int) -> bool:
+    def has_plausible_stamps(self, sent_ns: int) -> bool:
         """Whether every read has a stamp, none is before an earlier one, and none is after its own read.
 
         A step of the realtime clock between arrival and read breaks this.
         """
-        times_ns = self.times_ns()
-        if not times_ns or min(self._lags_us) * 1000 < -slack_ns:  # also true for _NO_STAMP
-            return False
-        if times_ns[0] >= sent_ns and times_ns == sorted(times_ns):  # the usual case, fast
-            return True
-        latest_ns = accumulate(times_ns, max, initial=sent_ns)  # before each read
-        return all(time_ns >= before_ns - slack_ns for time_ns, before_ns in zip(times_ns, latest_ns, strict=False))
+        latest_ns = sent_ns
+        for read_ns, stamp_ns in zip(self.reads_ns, self.stamps_ns, strict=True):
+            if not stamp_ns or not latest_ns - SLACK_NS <= stamp_ns <= read_ns + SLACK_NS:
+                return False
+            latest_ns = max(latest_ns, stamp_ns)
+        return bool(self.stamps_ns)
 
 
 class Reader:
@@ -224,11 +197,9 @@ class Reader:
         self._poll_timer = loop.timer(_POLL_S, _POLL_S)
         self._last_read_ns = 0
         self._mode: _PollMode = "asleep"
-        self._alarm = loop.timer(0)  # one for all waiting greenlets
-        self._alarm_s = math.inf
 
     def close(self) -> None:
-        for watcher in (self._readable_watcher, self._poll_timer, self._alarm):
+        for watcher in (self._readable_watcher, self._poll_timer):
             watcher.stop()
             watcher.close()
         self._epoll.close()
@@ -249,22 +220,6 @@ class Reader:
         """Stop reading a socket. A second call does nothing."""
         if self._inboxes.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
-
-    def set_alarm(self, due_s: float) -> None:
-        """Wake the inboxes that are due at this time (monotonic)."""
-        if due_s < self._alarm_s:
-            self._alarm.stop()
-            self._alarm.close()
-            self._alarm = gevent.get_hub().loop.timer(max(0.0, due_s - time.monotonic()))
-            self._alarm.start(self._on_alarm)
-            self._alarm_s = due_s
-
-    def _on_alarm(self) -> None:
-        self._alarm_s, now_s = math.inf, time.monotonic()
-        for inbox in self._inboxes.values():
-            if inbox.due_s <= now_s:
-                inbox.wake()
-        self.set_alarm(min((inbox.due_s for inbox in self._inboxes.values() if inbox.due_s > now_s), default=math.inf))
 
     def read_if_due(self) -> None:
         """Read what has arrived, if a read is due. Call it between long pieces of work."""
@@ -323,11 +278,6 @@ class Reader:
 class Inbox:
     """What has arrived for one exchange, on a socket that the Reader reads, and the greenlet that waits for it."""
 
-    __slots__ = (
-        "_error", "_greenlet", "_pieces", "_reader", "_woken", "arrivals", "descriptor", "due_s", "parse_asleep",
-        "receive", "template",
-    )  # fmt: skip
-
     def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: ReadTimes) -> None:
         self.descriptor = descriptor
         self.receive = receive
@@ -339,9 +289,7 @@ class Inbox:
         self.arrivals = arrivals
         self._pieces: list[bytes] = []  # unparsed reads; empty bytes: the end of the connection
         self._error: Exception | None = None
-        self._greenlet: Any = None  # the waiting one (an Event with a timeout would take more memory)
-        self._woken = False
-        self.due_s = math.inf  # when the waiting greenlet must wake up (monotonic)
+        self._woken = Event()
 
     def add(self, data: bytes) -> None:
         """Keep a read that the template did not take; empty bytes are the end of the connection."""
@@ -363,7 +311,7 @@ class Inbox:
 
     def _parse_while_asleep(self) -> None:
         """Parse what has arrived, unless the greenlet was woken and will do so."""
-        if self.parse_asleep is not None and self._pieces and not self._woken:
+        if self.parse_asleep is not None and self._pieces and not self._woken.is_set():
             try:
                 self.parse_asleep(self)
             except Exception as error:  # the waiting greenlet handles it
@@ -381,26 +329,12 @@ class Inbox:
         """
         if self._error is not None and not self._pieces:
             raise self._error
-        if not self._woken:
-            self.due_s = time.monotonic() + timeout_s
-            self._reader.set_alarm(self.due_s)
-            self._greenlet = gevent.getcurrent()
-            try:
-                gevent.get_hub().switch()
-            finally:
-                self._greenlet, self.due_s = None, math.inf
-        self._woken = False
+        self._woken.wait(timeout_s)
+        self._woken.clear()
         self._reader.read_if_due()
 
     def wake(self) -> None:
-        if not self._woken:
-            self._woken = True
-            if self._greenlet is not None:
-                gevent.get_hub().loop.run_callback(self._resume)
-
-    def _resume(self) -> None:
-        if self._greenlet is not None:  # it may have been cut meanwhile
-            self._greenlet.switch()
+        self._woken.set()
 
     def take_pieces(self) -> list[bytes]:
         """Remove and return the unparsed reads."""

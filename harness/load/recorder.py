@@ -25,7 +25,6 @@ from harness.workers import MACHINE
 
 TICK_S = 0.05
 _WINDOW_S = 5.0
-_MAX_VALUES = 10_000  # different lags; with three digits, all lags up to a second have 3,600 values
 _MIN_S = 1.0  # no number for shorter times
 _SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all the work: ns run, ns waited, ...
 
@@ -91,7 +90,6 @@ class Health:
     def note_read_lags(self, lags_us: list[int]) -> None:
         """Note how long the bytes of each read had waited, in microseconds."""
         self._read_lags_us.update(lags_us)
-        self._read_lags_us = _rounded(self._read_lags_us)
 
     def note_loop_lag(self, late_s: float) -> None:
         """Note how late the event loop ran a timer of TICK_S.
@@ -102,7 +100,6 @@ class Health:
             return
         late_us = max(0, round(late_s * 1e6))
         self._loop_lags_us.update(range(late_us, -1, -round(TICK_S * 1e6)))
-        self._loop_lags_us = _rounded(self._loop_lags_us)
 
     def end_mark_fields(self) -> dict[str, float | None]:
         """Return the fields of an end mark. None: the time was too short for the number."""
@@ -136,16 +133,6 @@ def _percentile_s(values_us: Counter[int], share: float) -> float | None:
         if rank <= 0:
             return max(value_us, 0) / 1e6
     return None
-
-
-def _rounded(values_us: Counter[int]) -> Counter[int]:
-    """Return the values; if there are too many different ones, rounded to three digits, to bound the memory."""
-    if len(values_us) <= _MAX_VALUES:
-        return values_us
-    rounded: Counter[int] = Counter()
-    for value_us, count in values_us.items():
-        rounded[round(value_us, 3 - len(str(abs(value_us))))] += count
-    return rounded
 
 
 _FLUSH_TICKS = 4

@@ -5,8 +5,7 @@ only, so an event template recognizes them without decoding.
 """
 
 import re
-from array import array
-from functools import cache, lru_cache
+from functools import cache
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -30,11 +29,8 @@ class Event(NamedTuple):
 class Parser:
     """An incremental parser: bytes may be split anywhere, also inside a line end or a character."""
 
-    __slots__ = ("_at_start", "_data", "_data_bytes", "_rest", "_skip_lf", "_stray", "_type", "has_data", "idle")
-
     def __init__(self) -> None:
         self._rest = bytearray()  # an incomplete line
-        self._at_start = True  # a byte order mark may still come
         self._skip_lf = False  # the last byte was a CR: an LF after it belongs to the same line end
         self._type = b""  # of the incomplete event
         self._data: list[bytes] = []  # its lines
@@ -58,13 +54,6 @@ class Parser:
             self._skip_lf = False
             if data.startswith(b"\n"):
                 data = data[1:]
-        if self._at_start:
-            data = bytes(self._rest) + data
-            if len(data) < len(_BOM) and _BOM.startswith(data):
-                self._rest, self.idle = bytearray(data), not data
-                return []
-            self._at_start, self._rest = False, bytearray()
-            data = data.removeprefix(_BOM)
         if b"\r" in data:
             self._skip_lf = data.endswith(b"\r")
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -93,7 +82,7 @@ class Parser:
             self._data_bytes = 0
             self._type = b""
             return
-        name, _, value = line.partition(b":")  # a comment has an empty name
+        name, _, value = line.removeprefix(_BOM).partition(b":")  # a comment has an empty name
         value = value.removeprefix(b" ")
         if name == b"data":
             self._data.append(value)
@@ -143,25 +132,17 @@ _decoder = msgspec.json.Decoder(_PlainEvent)
 class EventTemplate:
     """The bytes before and after the text of a decoded event. Other events with the same bytes need no decoding."""
 
-    __slots__ = (
-        "_after", "_before", "_failed_templates", "_is_visible", "extra_event_reads", "reads", "ready",
-        "reasoning_events", "text",
-    )  # fmt: skip
+    __slots__ = ("_after", "_before", "_failed_templates", "_is_visible", "ready", "reasoning_events", "taken", "text")
 
     def __init__(self) -> None:
         self.ready = False  # set by the exchange: all earlier data is processed, and no event is incomplete
         self.text = bytearray()  # content of the events taken, until the exchange collects it
-        self.reads = 0  # number of reads taken
-        self.extra_event_reads = array("I")  # for each event that is not the first of its read: the number of the read
+        self.taken = 0  # number of events taken, each of which is a read of its own
         self.reasoning_events = 0  # events with reasoning instead of content
         self._is_visible = True
         self._before = b""
         self._after = b""
         self._failed_templates = 0  # templates learned since the last event was taken
-
-    @property
-    def events(self) -> int:
-        return self.reads + len(self.extra_event_reads)
 
     def learn(self, event: bytes) -> None:
         """Learn from a whole event as it was sent, "data: ...", if it has one text and nothing else of interest."""
@@ -182,56 +163,28 @@ class EventTemplate:
             return
         if list(filter(None, (delta.content, delta.reasoning_content, delta.reasoning))) == [text]:
             self._is_visible = bool(delta.content)
-            self._before, self._after = before, _interned(after)
+            self._before, self._after = before, after
 
     def try_take(self, read: bytes | bytearray, size: int) -> bool:
-        """Take the first `size` bytes of `read` if they are whole chunks of a body, each with one matching event.
+        """Take the first `size` bytes of `read` if they are one chunk of a body with a matching event.
 
         Return whether they were taken.
         """
-        text, count = self._text_of_chunk(read, size), 1
-        if text is None:
-            texts = self._texts_of_chunks(bytes(read[:size]))
-            text, count = b"".join(texts), len(texts)
-            if not count:
-                return False
-            self.extra_event_reads.extend([self.reads] * (count - 1))
+        head = _chunk_size_line(size)
+        start, end = len(head) + len(self._before), size - len(self._after)
+        is_match = read.startswith(head) and read.startswith(self._before, len(head))
+        if not (self._before and is_match and read.endswith(self._after, 0, size)):
+            return False
+        text = read[start:end]
+        if not text or text.translate(None, _SPECIAL) != text:
+            return False
         if self._is_visible:
             self.text += text
         else:
-            self.reasoning_events += count
-        self.reads += 1
+            self.reasoning_events += 1
+        self.taken += 1
         self._failed_templates = 0
         return True
-
-    def _text_of_chunk(self, chunk: bytes | bytearray, size: int) -> bytes | bytearray | None:
-        """Return the text of the event in a chunk; None if it is not a matching event."""
-        head = _chunk_size_line(size)
-        start, end = len(head) + len(self._before), size - len(self._after)
-        is_match = chunk.startswith(head) and chunk.startswith(self._before, len(head))
-        if not (self._before and is_match and chunk.endswith(self._after, 0, size)):
-            return None
-        text = chunk[start:end]
-        return text if text and text.translate(None, _SPECIAL) == text else None
-
-    def _texts_of_chunks(self, read: bytes) -> list[bytes | bytearray]:
-        """Return the texts of a late read with several chunks; none if it has anything else than matching events."""
-        if not self._before or not read.endswith(self._after):
-            return []
-        texts: list[bytes | bytearray] = []
-        for piece in read.split(self._after)[:-1]:
-            chunk = piece + self._after
-            text = self._text_of_chunk(chunk, len(chunk))
-            if text is None:
-                return []
-            texts.append(text)
-        return texts
-
-
-@lru_cache(256)
-def _interned(value: bytes) -> bytes:
-    """Return the same object for equal values: comparisons in all streams stay in the processor's cache."""
-    return value
 
 
 @cache

@@ -77,7 +77,7 @@ class LLMUser(User):
         self._burst = _NO_SLOTS  # slots that share the due time of the first
         self._background: list[gevent.Greenlet[[], Any]] = []  # requests sent by `begin`
         self._stage = 0  # of the last taken slots
-        self._wake: Event | None = None  # ends a pause; created when needed, to save memory
+        self._wake = Event()  # ends a pause
         self._last_index = 0  # of the last request sent
         self.number = self._process.sequencer.add_user()
         if self._process.recorder.users is not None:
@@ -253,10 +253,6 @@ class LLMUser(User):
     def _sleep(self, wait_s: float) -> None:
         """Sleep for a known time, but not beyond the end of this user."""
         self._process.note_wait(wait_s)
-        if self._wake is None:
-            self._wake = Event()
-            if self._state == LOCUST_STATE_STOPPING:
-                self._wake.set()
         self._wake.wait(wait_s)
 
     def start(self, group: Group) -> Any:
@@ -287,7 +283,7 @@ class LLMUser(User):
         For the same reason a user that is killed (`force`) is not woken from a pause.
         """
         self._asked_to_stop = True
-        if self._wake is not None and not force:
+        if not force:
             self._wake.set()
         if force or self._state != LOCUST_STATE_WAITING:
             return bool(super().stop(force))
