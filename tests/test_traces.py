@@ -58,7 +58,7 @@ def replay(folder: Path, content: str, **given: Any) -> Replay:
 def problem(folder: Path, content: str, **given: Any) -> str:
     with pytest.raises(HarnessError) as caught:
         replay(folder, content, **given)
-    return (caught.value.detail or caught.value.what).removeprefix(str(folder / "trace"))
+    return caught.value.what.removeprefix(str(folder / "trace"))
 
 
 @pytest.mark.parametrize(
