@@ -212,8 +212,8 @@ def test_a_scenario_learns_from_its_trace_how_many_requests_it_has(tmp_path: Pat
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("users: 8", "requests: 5", "replay.requests (line 6): a trace says itself what is sent and when"),
-        ("users: 8", "arrivals: {rate: 1}", "replay.arrivals (line 6): a trace says itself what is sent and when"),
+        ("users: 8", "requests: 5", "replay.requests (line 6): does not go with 'trace'"),
+        ("users: 8", "arrivals: {rate: 1}", "replay.arrivals (line 6): does not go with 'trace'"),
         ("users: 8", "batch_size: 2", "replay.trace (line 6): each of its rows is one request; use 'user: batch'"),
         ("m.jsonl", "none", "replay.trace.file (line 6): there is no file none next to the scenario"),
         ("speed: 2", "from_s: 6, to_s: 5", "the window from 6 to 5 s is empty"),
