@@ -54,14 +54,9 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def missing_text(self, names: Sequence[str]) -> str:
         """Describe the missing workers. `names`: the machine of each connected load process."""
-        connected, expected = Counter(names), Counter(self.names * self.processes)
-        if not self.names:
-            listed = f" ({_join_counts(connected)})" if names else ""
-            return f"waiting for workers: {len(names)} of {self.total} connected{listed}"
-        texts = [f"waiting for workers: {(connected & expected).total()} of {self.total} connected"]
-        for word, workers in (("missing", expected - connected), ("not asked for", connected - expected)):
-            texts += [f"{word}: {_join_counts(workers)}"] if workers else []
-        return "; ".join(texts)
+        text = f"waiting for workers: {len(names)} of {self.total} connected"
+        missing = Counter(self.names * self.processes) - Counter(names)
+        return f"{text}; missing: {', '.join(sorted(missing))}" if missing else text
 
     def check_ports(self) -> None:
         """Raise HarnessError when a port cannot be opened, before a server or worker starts."""
@@ -78,10 +73,6 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                     f"--bind: {self.bind}:{port} cannot be listened at ({reason})",
                     next_step="Give an address of this machine, and a port that is free.",
                 ) from None
-
-
-def _join_counts(processes: Counter[str]) -> str:
-    return ", ".join(name if times == 1 else f"{times} of {name}" for name, times in sorted(processes.items()))
 
 
 def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
@@ -154,18 +145,20 @@ def run_worker(master: str, processes: int, *, once: bool = False) -> None:
     command += ["--job", FROM_MASTER]
     if processes > 1:
         command += ["--processes", str(processes)]
-    was_idle = False  # Locust gives up on a master after some minutes: neither a load nor a problem
+    was_idle = False  # Locust gives up on a master after some minutes, and ends at once while it sends another load
     while True:
         if not was_idle:
             print(f"waiting for a load from {host}:{port}", flush=True)
         code, has_output, undelivered = _run_load(command)
         was_idle = not has_output and code >= 0
-        if (code and not was_idle) or undelivered:
-            print(_describe_end(code, undelivered, once), flush=True)
-        if once and not was_idle:
-            if code:
+        if not was_idle:
+            if code or undelivered:
+                kept = f"; what it had recorded is in {undelivered}" if undelivered else ""
+                print(f"{_describe_end(code)}{kept}", flush=True)
+            if once and code:
                 raise HarnessError(f"the load ended with exit code {code}", next_step="Its log is above.")
-            return
+            if once:
+                return
         time.sleep(_PAUSE_S)
 
 
@@ -203,24 +196,19 @@ def _relay(lines: IO[bytes]) -> bool:
     return has_output
 
 
-def _describe_end(code: int, undelivered: Path | None, once: bool) -> str:
-    kept = f"; what it had recorded is in {undelivered}" if undelivered else ""
-    if code >= 0:  # 0: another process of the worker failed
-        end = f"ended with exit code {code}" if code else "ended before all had been delivered"
-        return f"a load process {end}{kept}"
+def _describe_end(code: int) -> str:
+    if code >= 0:
+        return f"a load process ended with exit code {code}"
     name = signal.Signals(-code).name
     memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-    following = "" if once else "; the next one is served again"
-    return f"the load process was ended by {name}{memory}: its load cannot be valid{following}{kept}"
+    return f"the load process was ended by {name}{memory}: its load cannot be valid"
 
 
 def _check_host(host: str, port: int) -> None:
     """Raise HarnessError for an unknown host name. The master need not be up yet."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: an invalid name
-        if isinstance(error, socket.gaierror) and error.errno != socket.EAI_NONAME:
-            return  # a temporary problem of the name server
+    except (socket.gaierror, UnicodeError):  # UnicodeError: an invalid name
         raise HarnessError(
             f"--master: no machine has the name '{host}'",
             next_step="Give the name or address at which this machine reaches it, such as 10.0.0.1:5557.",

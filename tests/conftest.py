@@ -62,7 +62,6 @@ TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
 LONGEST = (
     "test_mixes",
     "test_workers",
-    "test_worker_stages",
     "test_worker_command",
     "test_by_hand",
 )  # of the tests without containers: started first, so that the end does not wait for them

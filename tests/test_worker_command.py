@@ -1,15 +1,12 @@
 """`harness worker`: one load after another, lost load processes, and how it ends."""
 
-import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from harness import workers as lending
 from harness.files import ROOT
 from harness.job import write_job
 from harness.process import free_port
@@ -94,27 +91,6 @@ def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine_process: 
         assert sorted(one.index for one in measured if one.cell == cell) == list(range(50))
         assert len({one.process for one in measured if one.cell == cell}) == 4
     assert len(measured) == 100
-
-
-def test_a_long_wait_for_a_master_prints_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = iter([(1, False, None), (1, False, None), (0, True, None)])
-    monkeypatch.setattr(lending, "_run_load", lambda _: next(runs))
-    lending.run_worker("127.0.0.1:5557", 1, once=True)
-    assert capsys.readouterr().out == "waiting for a load from 127.0.0.1:5557\n"
-
-
-def test_a_second_interrupt_leaves_no_folder_either(tmp_path: Path) -> None:
-    own = {"TMPDIR": str(tmp_path)}
-    with going("worker", "--master", f"127.0.0.1:{free_port()}", cwd=tmp_path, env=own) as worker:
-        until(lambda: bool(worker.others("locust")), within_s=40)
-        time.sleep(1.0)  # the relay of what Locust says is under way
-        worker.interrupt()
-        worker.process.send_signal(signal.SIGTERM)  # while it waits for Locust's end
-        assert worker.end().code == 130
-        worker.nothing_left()
-    assert list(tmp_path.glob("amd-llm-load-*")) == []
 
 
 def test_workers_that_are_quiet_by_schedule_go_on(

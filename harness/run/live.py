@@ -241,16 +241,10 @@ def _job_argument(job: Job) -> str:
     text = encode_job(job)
     if len(text.encode()) < _MAX_ARGUMENT:
         return text
-    sizes = {
-        "prompts.tokenizer": len(job.words),
-        "prompts.tokens": len(job.prompt_lengths),
-        f"loads.{job.load_name}.output_tokens": len(job.output_lengths),
-    }
-    where = max(sizes, key=sizes.__getitem__)
     raise HarnessError(
-        f"{where}: too large for a Compose file: the load takes {len(text.encode()):,} bytes, and one argument of a "
-        f"command can have {_MAX_ARGUMENT - 1:,}",
-        next_step="Use `harness run`, or a shorter list.",
+        f"loads.{job.load_name}: too large for a Compose file: it takes {len(text.encode()):,} bytes, and one argument "
+        f"of a command can have {_MAX_ARGUMENT - 1:,}",
+        next_step="Use `harness run`, or shorter lists of lengths.",
     )
 
 

@@ -11,13 +11,12 @@ import pytest
 from harness.errors import ServerError
 from harness.files import LOCUSTFILES
 from harness.rundir.manifest import read_run
-from harness.rundir.records import ProcessMark, read_marks, read_requests
+from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.serve import generator
 from tests.docker.conftest import remains
 from tests.faults import fault
 from tests.load_runs import make_job
-from tests.made_runs import request, write_lines
 
 SCENARIO = """
 version: 1
@@ -29,7 +28,6 @@ loads:
   five: {{user: batch, batch_size: 5, requests: 20, output_tokens: 20}}
   people: {{user: chat, users: 4, processes: 2, duration_s: 2, output_tokens: 20, output: natural}}
   own: {{user: own.py, requests: 4, output_tokens: 5}}
-  again: {{user: batch, users: 2, output_tokens: 3, trace: {{file: then/requests.jsonl}}}}
 repeats: 1
 generator: container
 """
@@ -47,17 +45,6 @@ class Own(LLMUser):
 def harness_run(folder: Path, locust: str, engine: str) -> "subprocess.CompletedProcess[str]":
     (folder / "scenario.yaml").write_text(SCENARIO.format(image=engine))
     (folder / "own.py").write_text(OWN)
-    (folder / "then").mkdir()  # what two machines sent, half a second after each other
-    sent = [(1, 50.0), (2, 9000.0)]
-    lines = [
-        request(process=process, sent_s=at_s, cell="c", prompt_tokens=9, output_tokens=3) for process, at_s in sent
-    ]
-    write_lines(folder / "then" / "requests.jsonl", lines)
-    marks = [
-        ProcessMark(event="start", process=process, host=host, cell="c", wall_s=1000.0, monotonic_s=monotonic_s)
-        for process, host, monotonic_s in [(1, "a-1", 40.0), (2, "b-2", 8989.5)]
-    ]
-    write_lines(folder / "then" / "processes.jsonl", marks)
     command = [sys.executable, "-m", "harness", "run", str(folder / "scenario.yaml"), "--runs", str(folder / "runs")]
     environment = {**os.environ, "HARNESS_IMAGE": locust}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -74,9 +61,6 @@ def test_a_run_with_the_generator_in_a_container(tmp_path: Path, image: str, cli
     assert sum(record.load == "five" for record in records) == 25
     assert sum(record.load == "own" for record in records) == 5
     assert {record.clock for record in records} == {"kernel"}
-    first, second = (one for one in records if one.load == "again" and one.phase == "measured")
-    assert (first.scheduled_s, second.scheduled_s) != (None, None)
-    assert round(second.sent_s + second.scheduled_s - first.sent_s - first.scheduled_s, 3) == 0.5  # type: ignore[operator]
     marks = read_marks(folder / "processes.jsonl")
     assert len({mark.process for mark in marks if "people" in mark.cell}) == 2
     assert {path.stat().st_uid for path in folder.iterdir()} == {os.getuid()}

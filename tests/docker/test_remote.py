@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import docker
 import psutil
@@ -142,14 +140,6 @@ def test_a_run_on_another_machine(machine: Machine, client: docker.DockerClient,
     ended(machine.clients)
 
 
-def test_what_ends_the_server_is_reported_of_it(served: Served, machine: Machine, client: docker.DockerClient) -> None:
-    with served() as endpoint:
-        client.containers.get(f"{endpoint.network}-server").kill()
-        until(lambda: endpoint.check_alive() is not None)
-        dead = endpoint.check_alive()
-        assert dead is not None and (dead.code, dead.values["exit_code"]) == ("server_died", 137)
-
-
 def test_a_published_port_needs_no_tunnel(served: Served, machine: Machine) -> None:
     """Its address is the one that ssh knows behind the name."""
     with served(publish="0.0.0.0", allow=["open-port"]) as endpoint:
@@ -190,16 +180,6 @@ def test_a_machine_that_forbids_tunnels(served: Served, machine: Machine) -> Non
         pass
 
 
-def test_a_port_that_is_taken_before_ssh_listens(
-    served: Served, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = machine.port
-    ports = iter([taken, free_port()])
-    monkeypatch.setattr(location, "free_port", lambda: next(ports))
-    with served() as endpoint:
-        assert not endpoint.url.endswith(f":{taken}") and list(ports) == []
-
-
 def test_a_tunnel_that_cannot_be_opened(machine: Machine) -> None:
     (machine.folder / "config").write_text("Host GpuBox\n  HostName 127.0.0.1\n  Port 1\n")
     with (
@@ -210,67 +190,42 @@ def test_a_tunnel_that_cannot_be_opened(machine: Machine) -> None:
     assert "Try it: ssh -- GpuBox." in caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
-        signal.SIGKILL,
-    ],
-)
-@fault("harness", "SIGINT, SIGTERM or kill -9 with an ssh tunnel open", seen="the tunnel ends with the harness")
+@fault("harness", "kill -9 with an ssh tunnel open", seen="the tunnel ends with the harness")
 @one_at_a_time("leftovers")
-def test_no_ssh_outlives_the_harness(
-    machine: Machine, client: docker.DockerClient, image: str, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_no_ssh_outlives_the_harness(machine: Machine, client: docker.DockerClient, image: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER, image, str(tmp_path), tmp_path.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("http://127.0.0.1:")
         assert len(machine.clients(" -N ")) == 1
-        process.send_signal(number)
+        process.kill()
         process.wait(30)
         ended(machine.clients)
-    if number == signal.SIGKILL:
-        done = harness("clean", cwd=tmp_path)
-        assert f"removed container amd-llm-load-{tmp_path.name}-c-server" in done.out
+    done = harness("clean", cwd=tmp_path)
+    assert f"removed container amd-llm-load-{tmp_path.name}-c-server" in done.out
     assert remains(client, tmp_path.name) == []
 
 
 def test_contexts_as_docker_resolves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DOCKER_HOST", "DOCKER_CONTEXT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
 
-    def docker_says(*arguments: str) -> str:
+    def docker_cli(*arguments: str) -> str:
         return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
-    def address_by_docker() -> str:
-        return docker_says("context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
-
-    cases: list[dict[str, Any]] = [
-        {},
-        {"use": "remote"},
-        {"use": "remote", "DOCKER_CONTEXT": "socket"},
-        {"use": "remote", "DOCKER_CONTEXT": "default"},
-        {"use": "remote", "DOCKER_CONTEXT": ""},
-        {"use": "remote", "DOCKER_CONTEXT": "socket", "DOCKER_HOST": "tcp://10.0.0.8:2375"},
-        {"use": "default", "DOCKER_CONTEXT": "socket", "DOCKER_HOST": ""},
-    ]
-    found = []
-    for number, case in enumerate(cases):
+    def check_address(expected: str, **variables: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setenv("DOCKER_CONFIG", str(tmp_path / str(number)))
-            docker_says("context", "create", "remote", "--docker", "host=ssh://ada@gpubox")
-            docker_says("context", "create", "socket", "--docker", "host=unix:///run/user/1000/docker.sock")
-            if "use" in case:
-                docker_says("context", "use", case["use"])
-            for name in ("DOCKER_CONTEXT", "DOCKER_HOST"):
-                if name in case:
-                    patch.setenv(name, case[name])
-            found.append(engine_location().address)
-            assert found[-1] == address_by_docker(), case
-    assert found == [
-        "unix:///var/run/docker.sock", "ssh://ada@gpubox", "unix:///run/user/1000/docker.sock",
-        "unix:///var/run/docker.sock", "ssh://ada@gpubox", "tcp://10.0.0.8:2375",
-        "unix:///run/user/1000/docker.sock",
-    ]  # fmt: skip
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert engine_location().address == expected
+            assert docker_cli("context", "inspect", "--format", "{{.Endpoints.docker.Host}}") == expected
+
+    check_address("unix:///var/run/docker.sock", DOCKER_CONFIG=str(tmp_path / "none"))
+    docker_cli("context", "create", "remote", "--docker", "host=ssh://ada@gpubox")
+    docker_cli("context", "create", "socket", "--docker", "host=unix:///run/user/1000/docker.sock")
+    docker_cli("context", "use", "remote")
+    check_address("ssh://ada@gpubox")
+    check_address("unix:///run/user/1000/docker.sock", DOCKER_CONTEXT="socket")
+    check_address("unix:///var/run/docker.sock", DOCKER_CONTEXT="default")
+    check_address("tcp://10.0.0.8:2375", DOCKER_CONTEXT="socket", DOCKER_HOST="tcp://10.0.0.8:2375")

@@ -86,55 +86,33 @@ def run(folder: Path, hosts: Hosts, names: str, load: dict[str, Any]) -> Iterato
         yield command
 
 
-def processes(folder: Path) -> dict[int, int]:
-    """How many records have come of each load process."""
-    found: dict[int, int] = {}
-    for path in folder.glob("*/requests.jsonl"):
-        for record in read_requests(path):
-            found[record.process] = found.get(record.process, 0) + 1
-    return found
+def processes(folder: Path) -> set[int]:
+    """The load processes whose records have come."""
+    return {record.process for path in folder.glob("*/requests.jsonl") for record in read_requests(path)}
 
 
-def test_two_hosts_send_each_request_once(tmp_path: Path, hosts: Hosts) -> None:
-    hosts.workers("gen2", "gen1")
+def test_the_named_hosts_send_each_request_once_and_another_one_is_rejected(tmp_path: Path, hosts: Hosts) -> None:
+    hosts.workers("gen1", "gen3")
     with run(tmp_path, hosts, "gen1,gen2", {"requests": 400}) as command:
+        rejected = "the master rejected this worker: the run is for gen1, gen2"
+        until(lambda: rejected in hosts.containers["gen3"].logs().decode(), within_s=40)
+        hosts.workers("gen2")
         done = command.end()
         assert done.code == 0, done.out + done.err
     assert hosts.ends("gen1", 10) == hosts.ends("gen2", 10) == 0
     folder = only_run(tmp_path)
-    measured = [one for one in read_requests(folder / "requests.jsonl") if one.phase == "measured"]
-    assert sorted(one.index for one in measured) == list(range(400))
+    measured = [record for record in read_requests(folder / "requests.jsonl") if record.phase == "measured"]
+    assert sorted(record.index for record in measured) == list(range(400))
     starts = {mark.process: mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "start"}
-    of = {process: (mark.host or "").split("-")[0] for process, mark in starts.items()}
-    assert {(one.index // 4 % 2, of[one.process]) for one in measured} == {(0, "gen1"), (1, "gen2")}
-    assert "2 machines sent the load, their clocks joined to" in done.out
-
-
-@fault(
-    "worker",
-    "a machine of the load dies",
-    seen="of gen2 was lost (killed, or its link was cut)",
-    code=3,
-    kept="what it had delivered",
-)
-def test_a_killed_host_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> None:
-    hosts.workers("gen1", "gen2")
-    with run(tmp_path, hosts, "gen1,gen2", {"duration_s": 600}) as command:
-        until(lambda: len(processes(tmp_path)) == 2, within_s=40)
-        hosts.containers["gen2"].kill()
-        done = command.end()  # long before the load would
-        assert done.code == 3
-    assert hosts.ends("gen1", 10) == 0
-    reasons = sentences(read_run(only_run(tmp_path)).reasons)
-    lost = [reason for reason in reasons if "of gen2 was lost (killed, or its link was cut)" in reason]
-    assert len(lost) == 1
-    assert len(processes(tmp_path)) == 2  # what it had delivered
+    host_of = {process: (mark.host or "").split("-")[0] for process, mark in starts.items()}
+    sent_by = {(record.index // 4 % 2, host_of[record.process]) for record in measured}
+    assert sent_by == {(0, "gen1"), (1, "gen2")}
 
 
 @fault(
     "network",
     "the link to a worker is cut",
-    seen="of gen2 was lost (killed, or its link was cut)",
+    seen="of gen2 was killed or lost",
     code=3,
     kept="what it had delivered; the rest in a folder that it names",
 )
@@ -146,24 +124,13 @@ def test_a_cut_link_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> None:
         done = command.end()  # long before the load would
         assert done.code == 3
     reasons = sentences(read_run(only_run(tmp_path)).reasons)
-    assert len([reason for reason in reasons if "of gen2 was lost (killed, or its link was cut)" in reason]) == 1
+    assert len([reason for reason in reasons if "of gen2 was killed or lost" in reason]) == 1
     assert len(processes(tmp_path)) == 2
     # The worker that hears nothing any more ends its load by itself, and names what it could not deliver.
     assert hosts.ends("gen2", 40) == 1
     log = hosts.containers["gen2"].logs().decode()
     assert "no message from the master for 10 s: this load ends" in log
     assert "bytes of records were not delivered: they are in /tmp/amd-llm-load-" in log
-
-
-def test_a_host_that_nobody_asked_for_is_sent_home_and_the_others_go_on(tmp_path: Path, hosts: Hosts) -> None:
-    hosts.workers("gen1", "gen3")
-    with run(tmp_path, hosts, "gen1,gen2", {"requests": 8}) as command:
-        said = "the master rejected this worker: the run is for gen1, gen2"
-        until(lambda: said in hosts.containers["gen3"].logs().decode(), within_s=40)
-        hosts.workers("gen2")
-        done = command.end()
-        assert done.code == 0, done.out + done.err
-    assert hosts.ends("gen1", 10) == hosts.ends("gen2", 10) == 0
 
 
 def test_docker_compose_scales_the_workers(tmp_path: Path, image: str, compose_environment: dict[str, str]) -> None:
