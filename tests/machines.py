@@ -43,7 +43,6 @@ def gpu(
     version: int,
     *,
     minor: int = 128,
-    units: int = 40,
     vram_gib: float,
     gtt_gib: float,
     vram_used_gib: float = 0.2,
@@ -55,7 +54,7 @@ def gpu(
     node = minor - 127
     device = f"sys/class/drm/renderD{minor}/device"
     properties = (
-        f"simd_count {units * 2}\nsimd_per_cu 2\ngfx_target_version {version}\nvendor_id 4098\n"
+        f"simd_count 80\nsimd_per_cu 2\ngfx_target_version {version}\nvendor_id 4098\n"
         f"device_id 5510\ndrm_render_minor {minor}\n{extra}"
     )
     files = {
@@ -87,9 +86,8 @@ def ttm(root: Path, pages_limit_gib: float) -> Path:
     return write(root, {"sys/module/ttm/parameters/pages_limit": f"{int(pages_limit_gib * GIB) // 4096}\n"})
 
 
-def power(root: Path, profile: str = "performance", governor: str = "performance") -> Path:
-    cpu = "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"
-    return write(root, {"sys/firmware/acpi/platform_profile": f"{profile}\n", cpu: f"{governor}\n"})
+def power(root: Path, profile: str = "performance") -> Path:
+    return write(root, {"sys/firmware/acpi/platform_profile": f"{profile}\n"})
 
 
 def process(root: Path, pid: int, name: str, parent: int, fdinfo: str | None = None) -> Path:
@@ -130,7 +128,7 @@ def strix_halo_half(root: Path) -> Path:
     """The same, with nothing set."""
     host(root, name="halo", kernel="6.18.9", ram_gib=124.5, available_gib=121)
     gpu(root, 110501, vram_gib=0.5, gtt_gib=62.25)
-    return power(ttm(root, 62.25), profile="balanced", governor="powersave")
+    return power(ttm(root, 62.25), profile="balanced")
 
 
 def strix_halo_old_kernel(root: Path) -> Path:
@@ -140,30 +138,18 @@ def strix_halo_old_kernel(root: Path) -> Path:
     return power(ttm(root, 15.5))
 
 
-def strix_point(root: Path) -> Path:
-    host(root, name="point", kernel="6.18.4", ram_gib=58, available_gib=50)
-    gpu(root, 110500, units=16, vram_gib=4, gtt_gib=52)
-    return power(ttm(root, 52))
-
-
 def radeon(root: Path, version: int, vram_gib: float) -> Path:
     """A card of its own, such as RX 7900 XTX (110000, 24) or R9700 (120001, 32)."""
     host(root, name="tower", kernel="6.14.0", ram_gib=62, available_gib=55)
-    return gpu(root, version, units=48, vram_gib=vram_gib, gtt_gib=31, card=True)
+    return gpu(root, version, vram_gib=vram_gib, gtt_gib=31, card=True)
 
 
 def mi300x_eight(root: Path) -> Path:
     host(root, name="mi300x", kernel="5.15.0-139-generic", ram_gib=2015, available_gib=1950)
     for minor in range(128, 136):
-        gpu(root, 90402, minor=minor, units=304, vram_gib=191.98, gtt_gib=1007, card=True, extra="")
+        gpu(root, 90402, minor=minor, vram_gib=191.98, gtt_gib=1007, card=True, extra="")
     return write(root, {"proc/sys/kernel/numa_balancing": "1\n"})
 
 
 def no_gpu(root: Path) -> Path:
     return host(root, name="laptop", kernel="6.12.1", ram_gib=15, available_gib=10)
-
-
-def nvidia_only(root: Path) -> Path:
-    slot = "sys/bus/pci/devices/0000:01:00.0"
-    ids = {f"{slot}/class": "0x030000\n", f"{slot}/vendor": "0x10de\n", f"{slot}/device": "0x2684\n"}
-    return write(no_gpu(root), ids)

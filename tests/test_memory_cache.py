@@ -13,7 +13,6 @@ from harness.units import GIB
 DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"
 CPU_BLOCK = 128  # tokens, of vLLM on a CPU
 CASES: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text().splitlines()[1:]]
-TINY = Geometry(full_layers=4, kv_heads=2, head_size=64)
 QWEN3_06B = Geometry(full_layers=28, kv_heads=8, head_size=128)
 QWEN3_100M = Geometry(full_layers=14, kv_heads=4, head_size=64)
 # vLLM 0.32.0 on a CPU with --gpu-memory-utilization 0.5 in a container of 8 GiB.
@@ -22,11 +21,7 @@ AUTO = (
     "consumed by non-kv usages.",
     "CPU KV cache size: 240,896 tokens, Maximum concurrency for 2,048 tokens per request: 117.62x",
 )
-# The same: 1 GiB for the KV cache, then 100 MiB for a model that needs more.
-STARTED = (
-    "(EngineCore pid=664) INFO 11-21 08:48:03 [kv_cache_utils.py:2327] CPU KV cache size: 524,288 tokens, "
-    "Maximum concurrency for 2,048 tokens per request: 256.00x"
-)
+# 100 MiB for a model that needs more.
 REFUSED = (
     "ValueError: To serve at least one request with the model's max seq len (4096), (0.44 GiB KV cache is needed, "
     "which is larger than the available KV cache memory (0.08 GiB). Based on the available memory, the estimated "
@@ -46,12 +41,6 @@ def test_as_vllms_own_functions(case: dict[str, Any]) -> None:
     else:
         assert (found.fits, found.tokens, round(found.concurrency, 4)) == (True, case["tokens"], case["concurrency"])
         assert found.longest == case["max_model_len"]
-
-
-def test_a_line_of_a_start() -> None:
-    found = compute_capacity(make_layout(TINY, 2, block=CPU_BLOCK), GIB, 2048)
-    said = f"KV cache size: {found.tokens:,} tokens, Maximum concurrency for 2,048 tokens per request: "
-    assert said + f"{found.concurrency:.2f}x" in STARTED
 
 
 def test_lines_of_a_start_by_a_share() -> None:
@@ -87,8 +76,3 @@ def test_what_a_token_costs() -> None:
     assert {make_layout(latent, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 8)} == {61 * 576 * 2}
     window = Geometry(full_layers=1, sliding_layers=1, window=128, kv_heads=1, head_size=64)
     assert make_layout(window, 2).token_bytes is None  # a window has no price of a token
-
-
-def test_no_memory_holds_nothing() -> None:
-    found = compute_capacity(make_layout(TINY, 2), -GIB, 2048)
-    assert (found.tokens, found.concurrency, found.longest, found.fits) == (0, 0.0, 0, False)

@@ -49,7 +49,6 @@ class Template(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     first_start: Literal["compiles", "downloads"] | None = None  # what makes a first start slow
     context: Context | None = None
     utilization: Literal["gpu", "host"] | None = None  # the memory of which gpu_memory_utilization is a share
-    utilization_default: bool = False  # without the flag, the engine uses its own default
     draft: Draft | None = None  # None: `harness init` does not offer it
     arguments: str | None = None  # a variable with the engine's arguments as one text; None: they are its command
 

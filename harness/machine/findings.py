@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from harness.machine.gpus import read_gfx_table, read_machine
-from harness.units import gib
+from harness.units import count, gib
 
 Level = Literal["ok", "warning", "blocker"]
 Topic = Literal["gpu", "memory", "kernel", "access", "docker", "processes"]
@@ -66,77 +66,55 @@ def make_finding(id: str, level: Level, fact: str, case: str = "", **values: Any
     return Finding(id=id, topic=kind.topic, level=level, fact=fact, fix=fix, source=kind.source)
 
 
-def find_worst_level(findings: list[Finding]) -> Level:
-    """Return the worst level; ok without findings."""
-    levels = {finding.level for finding in findings}
-    return "blocker" if "blocker" in levels else "warning" if "warning" in levels else "ok"
-
-
 FORMAT_VERSION = 1
-_MARKS: dict[Level, tuple[str, str]] = {
-    "ok": ("ok", "green"),
-    "warning": ("warning", "yellow"),
-    "blocker": ("BLOCKER", "bold red"),
-}
+_LEVELS: tuple[Level, ...] = ("blocker", "warning", "ok")  # the worst first
+_STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "blocker": "bold red"}
 _INDENT = 11
 _MAX_WIDTH = 110  # columns of readable text
 
 
+def find_worst_level(findings: list[Finding]) -> Level:
+    """Return the worst level; ok without findings."""
+    levels = {finding.level for finding in findings}
+    return next((level for level in _LEVELS if level in levels), "ok")
+
+
 def print_findings(findings: list[Finding], console: Console, root: Path = Path("/")) -> None:
     """Print the machine, the findings by topic, and the verdict."""
-    width = min(console.width, _MAX_WIDTH)
-    machine, indent = read_machine(root), Text(" " * _INDENT)
+    machine = read_machine(root)
     ram = f"{gib(machine.ram_bytes)} RAM" if machine.ram_bytes else None
     parts = [machine.name, machine.cpu, ram, f"Linux {machine.kernel}" if machine.kernel else None]
-    _print_wrapped(console, Text(", ".join(part for part in parts if part), "bold"), width)
+    _print_wrapped(console, ", ".join(part for part in parts if part), "bold")
     for topic, title in TOPICS.items():
         topic_findings = [finding for finding in findings if finding.topic == topic]
         if topic_findings:
             console.print()
-            console.print(Text(title, "bold"))
+            _print_wrapped(console, title, "bold")
         for finding in topic_findings:
-            word, style = _MARKS[finding.level]
-            _print_wrapped(console, Text(finding.fact), width, Text(f"  {word}".ljust(_INDENT), style))
+            mark = f"  {finding.level.upper() if finding.level == 'blocker' else finding.level}".ljust(_INDENT)
+            _print_wrapped(console, finding.fact, _STYLES[finding.level], mark)
             if finding.fix is not None:
-                _print_wrapped(console, Text.assemble(("fix: ", "bold"), finding.fix), width, indent)
-                _print_wrapped(console, Text(f"source: {finding.source}", "dim"), width, indent)
-    console.print()
-    _print_wrapped(console, _format_verdict(findings), width)
-
-
-def _print_wrapped(console: Console, text: Text, width: int, mark: Text | None = None) -> None:
-    """Print a text in lines of at most `width`, with the mark before the first and an indent before the others."""
-    mark, position = mark or Text(""), 0
-    # Never break an address: it could be neither clicked nor copied.
-    text_width = max(width - len(mark), 20)
-    for line in textwrap.wrap(text.plain, text_width, break_long_words=False, break_on_hyphens=False):
-        position = text.plain.index(line, position)
-        console.print(Text() + mark + text[position : position + len(line)], soft_wrap=True)
-        mark, position = Text(" " * len(mark)), position + len(line)
-
-
-def _format_verdict(findings: list[Finding]) -> Text:
-    counts = {level: sum(finding.level == level for finding in findings) for level in _MARKS}
+                _print_wrapped(console, f"fix: {finding.fix}", mark=" " * _INDENT)
+                _print_wrapped(console, f"source: {finding.source}", mark=" " * _INDENT)
+    counts = {level: sum(finding.level == level for finding in findings) for level in _LEVELS}
     counted = ", ".join(
-        f"{count} {level}{'s' if count > 1 and level != 'ok' else ''}"
-        for level, count in reversed(counts.items())
-        if count
+        count(number, level, level if level == "ok" else "") for level, number in counts.items() if number
     )
-    style = "bold red" if counts["blocker"] else "bold yellow" if counts["warning"] else "bold green"
-    blockers = {finding.id for finding in findings if finding.level == "blocker"}
-    return Text(f"{counted}. {_explain_blockers(blockers)}", style)
+    verdict = "A run can start."
+    if counts["blocker"]:
+        verdict = "What is blocked cannot run; the embedded engine and a server given by --url can."
+    console.print()
+    _print_wrapped(console, f"{counted}. {verdict}", _STYLES[find_worst_level(findings)])
 
 
-def _explain_blockers(blockers: set[str]) -> str:
-    if not blockers:
-        return "A run can start."
-    if {"docker.reachable", "gpu.present"} <= blockers:
-        return "Only the embedded engine (`container: false`) and servers given with --url can be measured here."
-    if "docker.reachable" in blockers:
-        return "Servers in containers cannot start; the embedded engine (`container: false`) can."
-    if blockers == {"gpu.present"}:
-        return "Servers on the GPU cannot run here; the embedded engine and the CPU templates can."
-    return "Servers on the GPU cannot be relied on until the blockers are gone."
+def _print_wrapped(console: Console, text: str, style: str = "", mark: str = "") -> None:
+    """Print a text in lines of a readable width, with the mark before the first and an indent before the others."""
+    # Never break an address: it could be neither clicked nor copied.
+    width = max(min(console.width, _MAX_WIDTH) - len(mark), 20)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    styled = Text(f"\n{' ' * len(mark)}".join([mark + lines[0], *lines[1:]]))
+    styled.stylize(style, 0, len(mark) or None)
+    console.print(styled, soft_wrap=True)
 
 
 def format_json(findings: list[Finding], root: Path = Path("/")) -> str:

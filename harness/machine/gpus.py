@@ -54,25 +54,18 @@ def read_meminfo(path: Path) -> dict[str, int]:
     return {name: int(kib) * 1024 for name, kib in lines}
 
 
-AMD, NVIDIA = 0x1002, 0x10DE
+_AMD = 0x1002
 _DISPLAY, _ACCELERATOR = 0x03, 0x12  # base classes of the PCI specification; Instinct cards are accelerators
 
 
-class PciCard(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A graphics or compute card, by its PCI address and ids."""
-
-    slot: str
-    vendor: int
-    device: int
-
-
-def pci_cards(root: Path = Path("/")) -> Iterator[PciCard]:
-    """Yield the graphics and compute cards of the machine whose /sys is under `root`, in the order of their slots."""
+def find_amd_card(root: Path) -> str | None:
+    """Return the PCI address of the first graphics or compute card of AMD."""
     folder = root / "sys/bus/pci/devices"
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        kind, vendor, device = (read_number(path / name, base=16) for name in ("class", "vendor", "device"))
-        if kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR) and vendor is not None and device is not None:
-            yield PciCard(slot=path.name, vendor=vendor, device=device)
+        kind, vendor = read_number(path / "class", base=16), read_number(path / "vendor", base=16)
+        if kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR) and vendor == _AMD:
+            return path.name
+    return None
 
 
 # Parameters of the kernel command line that change what a GPU can do or how fast memory is.

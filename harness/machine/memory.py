@@ -273,7 +273,7 @@ def estimate_fit(
         fits=fits,
         unknown=unknown,
     )
-    return structs.replace(fit, advice=_list_advice(model, fit, settings))
+    return structs.replace(fit, advice=_list_advice(fit, model.longest or length))
 
 
 def _choose_layout(model: ModelShape, settings: ServerSettings, unknown: list[str]) -> Layout | None:
@@ -296,34 +296,19 @@ def _choose_layout(model: ModelShape, settings: ServerSettings, unknown: list[st
     )
 
 
-def _list_advice(model: ModelShape, fit: ModelFit, settings: ServerSettings) -> list[str]:
+def _list_advice(fit: ModelFit, longest: int) -> list[str]:
     """Return what to do if the model, or the wanted number of concurrent requests, does not fit."""
-    if fit.kv_bytes is None:
-        return []
-    pessimistic, optimistic = fit.kv_bytes
-    if pessimistic <= 0:
-        return [
-            f"the weights and what vLLM needs besides {'may ' if optimistic > 0 else ''}take all of the budget: "
-            "take a smaller or quantised model, more GPUs (--tensor-parallel-size), or free memory",
-            "a little room is won by --enforce-eager (no graphs) and a smaller --max-num-batched-tokens",
-        ]
-    if fit.capacity is None:
-        return []
-    capacity, count = fit.capacity[0], int(fit.capacity[0].concurrency)
-    advice = []
-    if not capacity.fits:
-        longest = min(capacity.longest, model.longest or capacity.longest)
-        shorter = f"--max-model-len {longest}" if longest else "a smaller model"
-        advice.append(f"a request of {fit.max_model_len:,} tokens does not fit for sure: set {shorter}")
-        if settings.kv_cache_dtype == "auto":
-            advice.append("--kv-cache-dtype fp8 halves the KV cache (gfx942, gfx950 and gfx120x have fp8)")
-    elif fit.max_num_seqs is not None and capacity.concurrency < fit.max_num_seqs:
-        tokens = int(fit.max_model_len * capacity.concurrency / fit.max_num_seqs)
-        advice.append(
-            f"{fit.max_num_seqs} requests fit at once up to about {tokens:,} tokens each; of {fit.max_model_len:,} "
-            f"tokens {count} do, and the others wait: --max-num-seqs {count} makes that certain"
-        )
-    return advice
+    capacity = fit.capacity[0] if fit.capacity is not None else None
+    if fit.kv_bytes is not None and (fit.kv_bytes[0] <= 0 or (capacity is not None and not capacity.fits)):
+        choices = ["a smaller or quantised model", "more GPUs (--tensor-parallel-size)", "--kv-cache-dtype fp8"]
+        if capacity is not None and capacity.longest:
+            choices.append(f"a shorter --max-model-len (at most {min(capacity.longest, longest)})")
+        return [f"take {', '.join(choices)}, or free memory"]
+    if capacity is not None and fit.max_num_seqs is not None and capacity.concurrency < fit.max_num_seqs:
+        count = int(capacity.concurrency)
+        fact = f"{count} requests of {fit.max_model_len:,} tokens fit at once, and the others wait"
+        return [f"{fact}: --max-num-seqs {count} makes that certain"]
+    return []
 
 
 SOURCES = {
@@ -384,16 +369,6 @@ def format_fit(fit: ModelFit) -> list[str]:
         lines.append("  whether it fits is decided by what vLLM needs besides")
     lines += [f"  unknown: {text}" for text in fit.unknown]
     return lines + [f"  to do: {text}" for text in fit.advice]
-
-
-def summarize_fit(fit: ModelFit) -> list[str]:
-    """Return one line on how the model fits, and the advice."""
-    if fit.capacity is None:
-        return [f"unknown: {text}" for text in fit.unknown]
-    tokens = _format_range(f"{capacity.tokens:,}" for capacity in fit.capacity)
-    concurrency = _format_range(f"{capacity.concurrency:.1f}" for capacity in fit.capacity)
-    line = f"left for the KV cache: about {tokens} tokens, {concurrency} requests of {fit.max_model_len:,}"
-    return [line, *(f"to do: {text}" for text in fit.advice)]
 
 
 def _gib(size: int | None) -> str:

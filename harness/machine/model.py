@@ -80,10 +80,8 @@ def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
     for folder in candidates:
         if (folder / "config.json").is_file():
             return folder
-    have = sorted(path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*"))
     raise HarnessError(
-        f"--model: there is no config.json of '{name}', neither as a folder nor in {cache}"
-        + (f"; {did_you_mean(name, have)}" if have else ""),
+        f"--model: there is no config.json of '{name}', neither as a folder nor in {cache}",
         next_step="Give the model's folder, or download its config.json there first; nothing is downloaded here.",
     )
 

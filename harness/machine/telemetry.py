@@ -30,20 +30,18 @@ HOST_FILES = ("proc/stat", "proc/meminfo")
 # Of each GPU, below /sys/class/drm/renderD*/device; the SENSORS below its hwmon/hwmon*.
 GPU_FILES = (
     "gpu_busy_percent", "mem_busy_percent", "mem_info_vram_used", "mem_info_gtt_used", "board_info", "gpu_metrics",
-    "pp_dpm_sclk", "pp_dpm_mclk",
 )  # fmt: skip
 SENSORS = (
     "power1_average", "power1_input", "freq1_input", "freq2_input", "energy1_input",
     *(f"temp{number}_{what}" for number in (1, 2, 3) for what in ("input", "label")),
 )  # fmt: skip
-CGROUP_FILES = ("cpu.stat", "memory.current", "cpuacct.usage", "memory.usage_in_bytes", "memory.stat")
+CGROUP_FILES = ("cpu.stat", "memory.current", "memory.stat")  # of version 2
 
 MAX_W = 10_000.0  # of one GPU or package; the largest Instinct takes 1,400
 MAX_BYTES = 1 << 50  # of one memory
 MIN_RATE_S = 0.2  # CPU time is counted in ticks of 10 ms: over less, a rate would be noise
 
 _GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]+)$")
-_CURRENT_CLOCK = re.compile(rb"(\d+)\s*[Mm][Hh]z\s*\*")
 
 
 class HostReading(Struct, frozen=True):
@@ -64,30 +62,21 @@ def find_files(root: Path, container_files: list[str] | None = None) -> list[str
             continue
         paths = [device / name for name in GPU_FILES]
         paths += [sensor / name for sensor in sorted(device.glob("hwmon/hwmon*")) for name in SENSORS]
-        paths = [path for path in paths if path.exists()]
-        names = {path.name for path in paths}
-        # A list of levels is read only if there is no file of the frequency itself: it costs the driver more.
-        skipped = {
-            levels for levels, file in (("pp_dpm_sclk", "freq1_input"), ("pp_dpm_mclk", "freq2_input")) if file in names
-        }
-        found += [str(path.relative_to(root)) for path in paths if path.name not in skipped]
+        found += [str(path.relative_to(root)) for path in paths if path.exists()]
     return found
 
 
 def cgroup_files(root: Path, pid: int, container_id: str) -> list[str]:
-    """Return the files of a container's control group, version 1 or 2. `pid`: one of the container's processes.
+    """Return the files of a container's control group. `pid`: one of the container's processes.
 
     Empty if the process is not the container's: the engine is on another machine, or the harness is in a container.
     """
-    found: dict[str, str] = {}
     for line in (read_sysfs(root / f"proc/{pid}/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if container_id not in path:
-            continue
-        folders = ["", *(f"/{name}" for name in controllers.split(",") if name)]
-        paths = [f"sys/fs/cgroup{folder}{path}/{name}" for folder in folders for name in CGROUP_FILES]
-        found |= {Path(path).name: path for path in paths if (root / path).exists()}
-    return list(found.values())
+        path = line.split(":", 2)[2]
+        if container_id in path:
+            files = [f"sys/fs/cgroup{path}/{name}" for name in CGROUP_FILES]
+            return [file for file in files if (root / file).exists()]
+    return []
 
 
 def read_periodically(read: Callable[[], HostReading | None], interval_s: float, stop: Event) -> Iterator[HostReading]:
@@ -242,7 +231,7 @@ class Meter:
         self._clock_s: float | None = None
         self._tables: dict[str, GpuMetrics] = {}
         self._cpu_ticks: tuple[int, int] | None = None  # all, busy
-        self._container_cpu_s: float | None = None
+        self._container_cpu_us: int | None = None
 
     def sample(self, reading: HostReading) -> tuple[dict[str, GpuSample], HostSample | None, ContainerSample | None]:
         """Return the samples of the GPUs by render node, of the host, and of the container if there is one."""
@@ -277,8 +266,8 @@ class Meter:
             power_w=_parse_number(files.get("power1_input"), 1e-6, MAX_W) if power_w is None else power_w,
             package="board_info" not in files,  # which only discrete cards have
             temperatures_c=_parse_temperatures(files),
-            clock_mhz=_parse_clock(files, "freq1_input", "pp_dpm_sclk"),
-            memory_clock_mhz=_parse_clock(files, "freq2_input", "pp_dpm_mclk"),
+            clock_mhz=_parse_number(files.get("freq1_input"), 1e-6),
+            memory_clock_mhz=_parse_number(files.get("freq2_input"), 1e-6),
             held_back=None if table is None else compute_throttling(before, table),
             energy_j=table.energy_j if energy_j is None and table is not None else energy_j,
         )
@@ -301,19 +290,15 @@ class Meter:
     def _sample_container(
         self, files: Mapping[str, bytes], passed_s: float | None, has_rates: bool
     ) -> ContainerSample | None:
-        micro, nano = _find_field(files.get("cpu.stat", b""), b"usage_usec"), _parse_int(files.get("cpuacct.usage"))
-        cpu_s = micro * 1e-6 if micro is not None else None if nano is None else nano * 1e-9
+        usage_us = _find_field(files.get("cpu.stat", b""), b"usage_usec")
         cores = None
         if has_rates:
-            if cpu_s is not None and self._container_cpu_s is not None and passed_s:
-                cores = max(0.0, (cpu_s - self._container_cpu_s) / passed_s)
-            self._container_cpu_s = cpu_s
-        memory = _parse_size(files.get("memory.current", files.get("memory.usage_in_bytes")))
+            if usage_us is not None and self._container_cpu_us is not None and passed_s:
+                cores = max(0.0, (usage_us - self._container_cpu_us) * 1e-6 / passed_s)
+            self._container_cpu_us = usage_us
+        memory = _parse_size(files.get("memory.current"))
         if memory is not None:
-            statistics = files.get("memory.stat", b"")
-            cache = _find_field(statistics, b"total_inactive_file")
-            cache = _find_field(statistics, b"inactive_file") if cache is None else cache
-            memory = max(0, memory - (cache or 0))
+            memory = max(0, memory - (_find_field(files.get("memory.stat", b""), b"inactive_file") or 0))
         overflows = _parse_listen_overflows(files.get("netstat", b""))
         if cores is None and memory is None and overflows is None:
             return None
@@ -328,15 +313,6 @@ def _parse_temperatures(files: Mapping[str, bytes]) -> dict[str, float]:
             label = files.get(f"temp{number}_label", b"").decode(errors="replace").strip()
             temperatures[label or f"temp{number}"] = value
     return temperatures
-
-
-def _parse_clock(files: Mapping[str, bytes], frequency_file: str, levels_file: str) -> float | None:
-    """Return a clock in MHz, from its frequency or from the current level in a list."""
-    frequency = _parse_number(files.get(frequency_file), 1e-6)
-    if frequency is not None:
-        return frequency
-    match = _CURRENT_CLOCK.search(files.get(levels_file, b""))
-    return float(match[1]) if match else None
 
 
 def _parse_listen_overflows(netstat: bytes) -> int | None:

@@ -6,13 +6,12 @@ Servers on another machine, and a server that already runs, are not checked.
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
-from msgspec import Struct, structs
+from msgspec import structs
 
-from harness.engines import VLLM_DEFAULT_UTILIZATION, find_template, vllm_accepts
+from harness.engines import find_template, vllm_accepts
 from harness.errors import HarnessError, ServerError
 from harness.files import DOCS
 from harness.machine.doctor import DockerEngine, find_device_blockers, find_engine_blockers
@@ -26,7 +25,7 @@ from harness.machine.gpus import (
     read_gfx_table,
     select_container_gpus,
 )
-from harness.machine.memory import SafeShare, ServerSettings, compute_share, estimate_fit, list_pools, summarize_fit
+from harness.machine.memory import SafeShare, ServerSettings, compute_share, estimate_fit, format_fit, list_pools
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
@@ -37,18 +36,10 @@ from harness.serve.lint import get_gpu_count, get_option
 from harness.serve.location import engine_location
 from harness.serve.template import AUTO, PreparedServer, get_variable, prepare_server
 from harness.summary import Reason
-from harness.units import GIB, gib
+from harness.units import GIB, count, gib
 
 SWITCH = "HARNESS_DOCTOR"  # "off" skips all checks of this machine
-
-
-class Shortage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A server that asks for more memory than is free."""
-
-    server: str
-    fact: str
-    fix: str
-    certain: bool  # vLLM refuses to start; else it may refuse
+UTILIZATION = "gpu_memory_utilization"
 
 
 def check_all_gpus(experiment: Experiment, root: Path = Path("/")) -> None:
@@ -56,35 +47,23 @@ def check_all_gpus(experiment: Experiment, root: Path = Path("/")) -> None:
     cards = list(list_gpus(root))
     for server in _vllm_servers(experiment):
         try:
-            check_gpus(visible_gpus(server.service, cards), len(cards), server.engine_arguments)
+            visible = visible_gpus(server.service, cards)
         except HarnessError as error:
             raise HarnessError(f"server '{server.name}': {error.what}", next_step=error.next_step) from None
-
-
-def check_gpus(cards: Sequence[Gpu], card_count: int, arguments: Sequence[str]) -> None:
-    """Raise HarnessError where these GPUs, of all `card_count` of the machine, cannot do what vLLM's arguments need."""
-    if not cards:
-        return
-    ranks = get_gpu_count(arguments)
-    if ranks > len(cards):
-        targets = ", ".join(sorted({str(card["target"]) for card in cards}))
-        has, more = "this machine has", ""
-        if left_out := card_count - len(cards):
-            has, more = "it is given", f"; {left_out} more {'is' if left_out == 1 else 'are'} left out"
-        raise HarnessError(
-            f"tensor_parallel_size is {ranks}, and {has} {len(cards)} AMD GPU{'s' if len(cards) > 1 else ''} "
-            f"({targets}){more}",
-            next_step="Lower tensor_parallel_size.",
-        )
-    without_fp8 = ", ".join(sorted({str(card["target"]) for card in cards[:ranks] if not has_fp8(str(card["target"]))}))
-    for flag, names in (("quantization", ("--quantization", "-q")), ("kv_cache_dtype", ("--kv-cache-dtype",))):
-        value = get_option(arguments, *names) or ""
-        if "fp8" in value.lower() and without_fp8:
-            raise HarnessError(
-                f"{flag} is {value}, and {without_fp8} has no FP8",
-                next_step="FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201); take a model in FP16 or AWQ"
-                + (" and kv_cache_dtype: auto." if flag == "kv_cache_dtype" else "."),
-            )
+        targets = [str(card["target"]) for card in visible]
+        ranks = get_gpu_count(server.engine_arguments)
+        if targets and ranks > len(targets):
+            given = f"{count(len(targets), 'AMD GPU')} ({', '.join(sorted(set(targets)))})"
+            what = f"server '{server.name}': tensor_parallel_size is {ranks}, and it gets {given}"
+            raise HarnessError(what, next_step="Lower tensor_parallel_size.")
+        without_fp8 = ", ".join(sorted({target for target in targets[:ranks] if not has_fp8(target)}))
+        for flag, names in (("quantization", ("--quantization", "-q")), ("kv_cache_dtype", ("--kv-cache-dtype",))):
+            value = get_option(server.engine_arguments, *names) or ""
+            if "fp8" in value.lower() and without_fp8:
+                raise HarnessError(
+                    f"server '{server.name}': {flag} is {value}, and {without_fp8} has no FP8",
+                    next_step="FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201); take FP16 or AWQ.",
+                )
 
 
 def visible_gpus(service: Service, cards: Sequence[Gpu]) -> list[Gpu]:
@@ -97,53 +76,29 @@ def visible_gpus(service: Service, cards: Sequence[Gpu]) -> list[Gpu]:
     return select_container_gpus(cards, service.devices, service.environment)
 
 
-def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shortage]:
-    """Yield servers with a number for gpu_memory_utilization above the free or the safe share."""
+def memory_errors(experiment: Experiment, root: Path = Path("/")) -> Iterator[ServerError]:
+    """Yield an error for each server with a gpu_memory_utilization that vLLM will refuse with the memory that is free.
+
+    Unknown memory, and memory of which the driver reports more than there is, are left to vLLM.
+    """
+    cards = list(list_gpus(root))
     for server in _vllm_servers(experiment):
-        utilization, origin = _requested_utilization(server)
-        shortage = None
-        if utilization is not None:
-            with suppress(HarnessError):  # this memory is unknown
-                shortage = _shortage(server, utilization, origin, root)
-        if shortage is not None:
-            yield shortage
-
-
-def _shortage(server: PreparedServer, utilization: Decimal, origin: str, root: Path) -> Shortage | None:
-    ranks = get_gpu_count(server.engine_arguments)
-    cards = list_pools(root, visible_gpus(server.service, list(list_gpus(root))))
-    share = compute_share(cards, tensor_parallel=ranks)
-    safe, setting = share.utilization, f"gpu_memory_utilization {utilization}{origin}"
-    fix = f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
-    if safe is None:
-        fix = "Stop what holds the memory (`harness doctor` names it)."
-    if not vllm_accepts(share.free_bytes, share.total_bytes, utilization):
-        request = f"{int(share.total_bytes * utilization) / GIB:.2f} of {gib(share.total_bytes, 2)}"
-        fact = (
-            f"{setting} asks for {request} of {share.node or 'the GPU'}, and {gib(share.free_bytes, 2)} are free: "
-            "vLLM refuses to start"
-        )
-        # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
-        certain = origin == "" and not any(pool.overstated for pool in cards[:ranks])
-        return Shortage(server=server.name, fact=fact, fix=fix, certain=certain)
-    if safe is not None and utilization <= safe:
-        return None
-    fact = f"{setting} is above what is safe now: vLLM may refuse to start"
-    return Shortage(server=server.name, fact=fact, fix=fix, certain=False)
-
-
-def _requested_utilization(server: PreparedServer) -> tuple[Decimal | None, str]:
-    """Return the utilization of a server, and its origin in words; None: unknown, or still to be computed."""
-    value = get_option(server.engine_arguments, "--gpu-memory-utilization")
-    if value is None:
-        template = find_template(server.server.template)
-        has_default = template is not None and template.utilization_default
-        return (VLLM_DEFAULT_UTILIZATION, " (vLLM's default)") if has_default else (None, "")
-    try:
-        number = Decimal(value)
-    except InvalidOperation:
-        return None, ""  # auto
-    return (number, "") if 0 < number <= 1 else (None, "")
+        ranks = get_gpu_count(server.engine_arguments)
+        try:
+            utilization = Decimal(get_option(server.engine_arguments, f"--{UTILIZATION.replace('_', '-')}") or "")
+            pools = list_pools(root, visible_gpus(server.service, cards))
+            share = compute_share(pools, tensor_parallel=ranks)
+        except (HarnessError, InvalidOperation):  # unknown memory; no number, such as auto
+            continue
+        is_refused = not vllm_accepts(share.free_bytes, share.total_bytes, utilization)
+        if is_refused and 0 < utilization <= 1 and not any(pool.overstated for pool in pools[:ranks]):
+            needed = f"{int(share.total_bytes * utilization) / GIB:.2f} of {gib(share.total_bytes, 2)}"
+            yield ServerError(
+                f"server '{server.name}': {UTILIZATION} {utilization} needs {needed} of {share.node or 'the GPU'}, and "
+                f"{gib(share.free_bytes, 2)} are free: vLLM refuses to start",
+                next_step=f"Stop what holds the memory (`harness doctor` names it), or set {UTILIZATION} to "
+                f"{share.utilization or 0} or less. {SWITCH}=off skips this check.",
+            )
 
 
 def _vllm_servers(experiment: Experiment) -> Iterator[PreparedServer]:
@@ -163,7 +118,6 @@ def local_servers(experiment: Experiment) -> Iterator[PreparedServer]:
             yield prepare_server(experiment.scenario, name)
 
 
-UTILIZATION = "gpu_memory_utilization"
 _ARGUMENT = re.compile(r"(--gpu[-_]memory[-_]utilization[= ])\s*auto(?=\s|$)")
 
 
@@ -258,7 +212,7 @@ def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
             tensor_parallel=share.gpus,
             kv_cache_dtype=get_variable(server, "kv_cache_dtype") or ServerSettings().kv_cache_dtype,
         )
-        return summarize_fit(estimate_fit(read_model(find_model(name, environment)), share, settings))
+        return format_fit(estimate_fit(read_model(find_model(name, environment)), share, settings))
     except HarnessError:
         return []  # its files are elsewhere, such as in a volume
 
@@ -297,10 +251,8 @@ def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = P
         )
     check_all_gpus(experiment, root)
     experiment = resolve_auto(experiment, say, root)
-    for short in shortages(experiment, root):
-        if short.certain:
-            next_step = f"{short.fix} {SWITCH}=off skips this check."
-            raise ServerError(f"server '{short.server}': {short.fact}", next_step=next_step)
+    for error in memory_errors(experiment, root):
+        raise error
     return experiment
 
 
@@ -327,9 +279,7 @@ def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         if lacking := find_unsupported_targets(service.image, targets):
             fact = f"is known to have no code for {' and '.join(lacking)} ({read_gfx_table().checked})"
             notes.append(f"server '{name}': its image {service.image} {fact}; {DOCS}/doctor.md has the table")
-    for short in shortages(experiment, root):
-        refused = "; `harness run` refuses it" if short.certain else ""
-        notes.append(f"server '{short.server}': {short.fact}{refused}\n  next: {short.fix}")
+    notes += [f"{error.what}\n  next: {error.next_step}" for error in memory_errors(experiment, root)]
     return [f"note: {note}" for note in notes]
 
 
