@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from scipy.signal import lfilter
 from scipy.special import ndtri
 
 from harness.analysis.tally import distribution
@@ -58,7 +57,7 @@ def of_percentile(n: int, factor: float, metric: str = "ttft_p95", trials: int =
     return shares(evaluate(check, [latencies(dice, n, permille, factor)], None)[0] for _ in range(trials))
 
 
-@pytest.mark.parametrize("n", [130, 500, 2000])
+@pytest.mark.parametrize("n", [130, 2000])
 @pytest.mark.parametrize(("factor", "wrong"), [(1.0, "passed"), (1.1, "passed"), (0.9, "failed"), (0.999, "failed")])
 def test_a_p95_beyond_the_bound_hardly_ever_passes_and_one_within_it_hardly_ever_fails(
     n: int, factor: float, wrong: str
@@ -66,27 +65,15 @@ def test_a_p95_beyond_the_bound_hardly_ever_passes_and_one_within_it_hardly_ever
     assert of_percentile(n, factor)[wrong] <= FALSE
 
 
-@pytest.mark.parametrize("metric", ["ttft_p50", "ttft_p90", "ttft_p99"])
-def test_other_percentiles_at_the_bound(metric: str) -> None:
-    found = of_percentile(700, 1.0, metric)
-    assert found["passed"] <= FALSE and found["failed"] <= FALSE and found["inconclusive"] >= 1 - 2 * FALSE
-
-
 def test_more_requests_decide_smaller_differences() -> None:
-    assert of_percentile(130, 0.5)["passed"] >= POWER
-    assert of_percentile(500, 0.75)["passed"] >= POWER
-    assert of_percentile(2000, 0.86)["passed"] >= POWER
-    assert of_percentile(130, 1.5)["failed"] >= POWER
-    assert of_percentile(500, 1.25)["failed"] >= POWER
-    assert of_percentile(2000, 1.15)["failed"] >= POWER
+    for n, good, bad in ((130, 0.5, 1.5), (500, 0.75, 1.25), (2000, 0.86, 1.15)):
+        assert of_percentile(n, good)["passed"] >= POWER
+        assert of_percentile(n, bad)["failed"] >= POWER
+    assert against(2000, 0.92)["passed"] >= POWER
+    assert against(2000, 1.32)["failed"] >= POWER
 
 
-def test_few_requests_can_fail_and_cannot_pass() -> None:
-    assert of_percentile(40, 3.0)["failed"] >= POWER
-    assert of_percentile(129, 0.1)["inconclusive"] == 1
-
-
-@pytest.mark.parametrize("factor", [0.8, 0.9, 1.1, 1.25])
+@pytest.mark.parametrize("factor", [0.8, 1.25])
 def test_the_number_of_requests_that_a_check_suggests_decides_it(factor: float) -> None:
     share_within = float(0.5 * math.erfc(-(ndtri(0.95) - math.log(factor) / SIGMA) / math.sqrt(2)))
     needed = requests_to_decide(0.95, share_within)
@@ -95,34 +82,6 @@ def test_the_number_of_requests_that_a_check_suggests_decides_it(factor: float) 
     off = scatter(0.82, draws(1000), 3)
     assert 0.8 - off <= decided["passed" if factor < 1 else "failed"] <= 0.84 + off
     assert decided["failed" if factor < 1 else "passed"] == 0
-
-
-def test_what_a_sample_suggests_is_what_its_own_distribution_needs() -> None:
-    """A sample that is the log-normal distribution itself, without chance."""
-    quantiles = (np.arange(500) + 0.5) / 500
-    values = np.exp(SIGMA * (ndtri(quantiles) - float(ndtri(0.95)))) * 0.9
-    (result,) = evaluate(["ttft_p95 <= 1 s"], [row(distribution([array("d", values)]))], None)
-    share_within = float(np.mean(values <= 1))
-    needed = requests_to_decide(0.95, share_within)
-    assert needed is not None and result.more_requests is not None
-    assert (result.status, result.code) == ("inconclusive", "too_close")
-    assert result.more_requests + 500 == pytest.approx(needed, rel=0.15)
-
-
-@pytest.mark.parametrize(("correlation", "passed"), [(0.5, 0.055), (0.8, 0.17)])
-def test_requests_that_wait_together_have_too_narrow_an_interval(correlation: float, passed: float) -> None:
-    """The documented limit of the rule: neighbouring latencies are correlated, and the true p95 is the bound."""
-    dice, n, new = np.random.default_rng(9), 500, math.sqrt(1 - correlation**2)
-
-    def one() -> CheckResult:
-        chance = dice.standard_normal(n) * new
-        chance[0] /= new
-        values = np.exp(SIGMA * (lfilter([1], [1, -correlation], chance) - float(ndtri(0.95))))
-        return evaluate(["ttft_p95 <= 1 s"], [row(distribution([array("d", values)]))], None)[0]
-
-    assert shares(one() for _ in range(TRIALS))["passed"] == pytest.approx(
-        passed, abs=max(0.03, scatter(passed, TRIALS))
-    )
 
 
 def of_share(n: int, true: float, text: str = "attainment(ttft<=1s) >= 0.95") -> Shares:
@@ -136,7 +95,7 @@ def of_share(n: int, true: float, text: str = "attainment(ttft<=1s) >= 0.95") ->
     return shares(one() for _ in range(TRIALS))
 
 
-@pytest.mark.parametrize("n", [130, 500, 2000])
+@pytest.mark.parametrize("n", [130, 2000])
 def test_a_share_at_the_bound_is_decided_by_nothing(n: int) -> None:
     found = of_share(n, 0.95)
     assert found["passed"] <= FALSE and found["failed"] <= FALSE
@@ -161,18 +120,12 @@ def against(n: int, factor: float, metric: str = "ttft_p95", trials: int = TRIAL
     return shares(one() for _ in range(trials))
 
 
-@pytest.mark.parametrize("n", [130, 500, 2000])
+@pytest.mark.parametrize("n", [130, 2000])
 def test_a_ratio_at_the_bound_is_hardly_ever_decided(n: int) -> None:
     found = against(n, 1.1)
     assert found["passed"] <= FALSE and found["failed"] <= FALSE
     assert against(n, 1.21)["passed"] <= 0.01 + scatter(0.01, TRIALS)
     assert against(n, 1.0)["failed"] <= 0.01 + scatter(0.01, TRIALS)
-
-
-def test_a_ratio_that_is_clear_is_decided() -> None:
-    assert against(130, 2.4)["failed"] >= POWER
-    assert against(2000, 1.32)["failed"] >= POWER
-    assert against(2000, 0.92)["passed"] >= POWER
 
 
 def test_what_settles_a_ratio() -> None:
@@ -221,13 +174,3 @@ def test_a_value_at_the_bound_is_settled_by_no_number() -> None:
     assert requests_to_decide(0.95, 0.9505) is None
     assert requests_to_decide(0.95, 1.0) == 72
     assert MAX_REQUESTS == 100_000
-
-
-def test_bounds_that_the_sample_does_not_have() -> None:
-    def made(n: int) -> Distribution:
-        return distribution([array("d", [float(k) for k in range(1, n + 1)])])
-
-    assert made(1).intervals["p95"] == (None, None)
-    assert made(71).intervals["p95"] == (63.0, None)
-    assert made(130).intervals["p95"] == (118.0, 129.0)
-    assert made(130).p95 == 124.0

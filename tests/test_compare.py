@@ -1,6 +1,5 @@
 """Verdicts within a run and across runs: words, sentences, refusals."""
 
-import math
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
@@ -14,10 +13,8 @@ import pytest
 from harness.analysis.tally import compute_numbers
 from harness.comparison.compare import compare_runs
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.judge import verdicts as rules
 from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
-from harness.judge.stats import Variation
-from harness.judge.verdicts import ComparedSides, Noise, compare_rows, decide_verdicts, to_speeds, work_metric
+from harness.judge.verdicts import ComparedSides, compare_rows, decide_verdicts, work_metric
 from harness.reasons import verdict_sentence
 from harness.report import sentences
 from harness.rundir.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
@@ -63,7 +60,7 @@ FEW = {"word": "inconclusive", "reason": "too_few"}
 
 
 @pytest.mark.parametrize(
-    ("side", "base", "others", "found", "said"),
+    ("side", "base", "others", "expected", "part"),
     [
         (scaled(1.5), TIGHT, 0, {"word": "faster", "reason": None, "n": (5, 5), "metric": "wall_s", "p": 2 / 252}, ""),
         (scaled(0.8), TIGHT, 4, {"word": "slower", "p": 10 / 252},
@@ -90,26 +87,12 @@ FEW = {"word": "inconclusive", "reason": "too_few"}
         ([0.1] * 5, [0.3 - 0.2] * 5, 0, {"word": "same"}, ""),
     ],
 )  # fmt: skip
-def test_a_verdict(side: list[float], base: list[float], others: int, found: dict[str, Any], said: str) -> None:
+def test_a_verdict(side: list[float], base: list[float], others: int, expected: dict[str, Any], part: str) -> None:
     verdict = judge(side, base, others)
-    assert {name: getattr(verdict, name) for name in found} == found
-    assert said in verdict_sentence(verdict, side="")
+    assert {name: getattr(verdict, name) for name in expected} == expected
+    assert part in verdict_sentence(verdict, side="")
     if verdict.reason == "p_too_large":
         assert verdict.low is not None and verdict.low > 1
-
-
-def test_the_margin_and_the_number_of_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = ComparedSides(
-        side="b", baseline="a", metric="output_tok_s", side_speeds=[[]], baseline_speeds=[[]], within_run=True
-    )
-    assert decide_verdicts([nothing]).comparisons == 0
-    monkeypatch.setattr(rules, "MARGIN", 0.005)
-    assert judge(scaled(1.003), TIGHT).word == "inconclusive"
-
-
-def test_wall_times_are_turned_round() -> None:
-    assert to_speeds("wall_s", [2.0, 4.0]) == [0.5, 0.25]
-    assert to_speeds("output_tok_s", [2.0, 0.0]) == [2.0]
 
 
 WORK = Load(user="batch", requests=5)
@@ -257,13 +240,6 @@ def test_users_who_think_are_compared_by_latency() -> None:
     assert found.comparisons == 4
 
 
-def test_more_users_who_think_are_not_faster() -> None:
-    loads = {"few": CHAT, "many": msgspec.structs.replace(CHAT, users=50)}
-    latencies = {"few": {"ttft": 0.1, "tpot": 0.05}, "many": {"ttft": 0.5, "tpot": 0.05}}
-    found = compared(loads, lambda _, load: latencies[load], tok_s={"few": 100.0, "many": 900.0})
-    assert words_of(found)[0] == ("a / many", "ttft_p50", "slower")
-
-
 def test_an_open_loop_is_compared_by_latency_from_schedule() -> None:
     found = compared({"x": OPEN}, lambda server, _: {"ttft": 0.1 if server == "a" else 0.3, "tpot": 0.05})
     assert [metric for _, metric, _ in words_of(found)] == ["ttft_sched_p50", "ttft_sched_p95", "tpot_p50", "tpot_p95"]
@@ -334,24 +310,6 @@ def test_one_run_against_one_says_what_would_settle_it(tmp_path: Path) -> None:
     assert [v.side for v in three.verdicts] == ["a / x (two)", "b / x (two)", "a / x (slow)", "b / x (slow)"]
 
 
-def test_a_known_variation_between_runs_widens_the_interval(tmp_path: Path) -> None:
-    write_made_run(tmp_path / "base", noisy(8, spread=0.001))
-    write_made_run(tmp_path / "other", noisy(9, 1.1, spread=0.001))
-    groups = [[tmp_path / "base"], [tmp_path / "other"]]
-    found = {}
-    for run_sd in (0.001, 0.01, 0.04):
-        known = Noise({("wall_s", "x"): Variation(run_sd**2, 1e-6, 6), ("output_tok_s", "x"): Variation(1, 1, 1)})
-        found[run_sd] = compare_runs(groups, noise=known).verdicts[0]
-    assert {sd: verdict.word for sd, verdict in found.items()} == {
-        0.001: "slower", 0.01: "slower", 0.04: "inconclusive"
-    }  # fmt: skip
-    assert found[0.04].reason == "includes_one"
-    widths = [math.log((verdict.high or 0) / (verdict.low or 1)) for verdict in found.values()]
-    assert widths == sorted(widths) and widths[-1] == pytest.approx(2 * 2.447 * 0.04 * math.sqrt(2), rel=0.01)
-    unknown = compare_runs(groups, noise=Noise({("wall_s", "y"): Variation(1e-6, 1e-6, 6)}))
-    assert {verdict.reason for verdict in unknown.verdicts} == {"run_variation_unknown"}
-
-
 def test_another_number_of_machines_is_reported_and_refuses_nothing(tmp_path: Path) -> None:
     one = write_made_run(tmp_path / "one")
     two = msgspec.structs.replace(one, id="two", workers=Workers(machines=2, bind="10.0.0.1"))
@@ -414,15 +372,10 @@ OTHER_ARGUMENTS = {"served": lambda cell: served_by(arguments=["--max-num-seqs",
 @pytest.mark.parametrize(
     ("changes", "about"),
     [
-        ([CHECKSUM], "load generator"),
         ([CHECKSUM | {"locustfiles": {"batch": "3333"}}], "load generator"),
-        ([{"locustfiles": {"batch": "3333"}}], "locustfile"),
-        ([{"served": lambda cell: served_by(image_digest="sha256:2222")}], "image_digest"),
         ([OTHER_ARGUMENTS], "arguments"),
-        ([CHECKSUM | {"versions": VERSIONS | {"load generator": "2222", "gevent": "25"}}], "versions"),
         ([{"machine": Machine(name="halo", kernel="6.18", cores=16)}], "machine"),
         ([CHECKSUM, CHECKSUM | {"versions": VERSIONS | {"load generator": "2222", "gevent": "25"}}], "versions"),
-        ([CHECKSUM | OTHER_ARGUMENTS], None),
         ([CHECKSUM, OTHER_ARGUMENTS], None),  # of three sides, each in something else
     ],
 )
@@ -451,7 +404,7 @@ def newer(cell: Cell) -> ServedBy:
     return served_by(image="vllm/vllm-openai-cpu:v0.33", image_digest="sha256:2222", version="0.33.0")
 
 
-@pytest.mark.parametrize("about", ["image", "image_digest", "version", "servers"])
+@pytest.mark.parametrize("about", ["image", "servers"])
 def test_the_one_thing_that_it_is_about_may_differ_with_what_follows_from_it(tmp_path: Path, about: str) -> None:
     write_made_run(tmp_path / "one", noisy(1))
     write_made_run(tmp_path / "two", noisy(2, 0.8), served=newer)

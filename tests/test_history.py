@@ -17,7 +17,7 @@ from harness.report.charts import Figure
 from harness.report.history import _series_chart, history_page, left_out_sentences
 from harness.rundir.manifest import Machine, Run
 from harness.scenario import Load, Scenario, Server
-from tests.command import harness, write
+from tests.command import harness
 from tests.made_runs import WALL_S, scenario, served_by, write_made_run
 from tests.nightly import draws, room
 
@@ -50,7 +50,7 @@ def test_a_history_without_a_step_has_few_change_points(rows: int, number: int) 
     assert found <= 0.05 * number
 
 
-@pytest.mark.parametrize(("rows", "at"), [(1, 15), (1, 57), (8, 20), (8, 57)])
+@pytest.mark.parametrize(("rows", "at"), [(1, 15), (8, 57)])
 def test_a_step_of_ten_percent_is_found_within_three_runs(rows: int, at: int) -> None:
     gated = divided = 0
     for (row,) in histories(3, 200):
@@ -85,15 +85,6 @@ def test_one_outlier_does_not_divide_the_history() -> None:
         assert after.history == [place for place in range(end - 1) if place != 20]
 
 
-def test_outliers_do_not_hide_a_step() -> None:
-    found = 0
-    for (row,) in histories(6, 100, runs=40):
-        row[[5, 15, 25]] *= 0.7
-        row[30:] *= STEP
-        found += any(find_shift(row[: 30 + after].tolist()).word == "slower" for after in (1, 2, 3))
-    assert found >= 90
-
-
 def test_a_step_and_its_return_are_two_change_points() -> None:
     both = 0
     for (row,) in histories(7, 100):
@@ -107,16 +98,7 @@ def test_a_step_and_its_return_are_two_change_points() -> None:
     assert find_shift(row[:39].tolist()).history[0] == 35
 
 
-def test_a_slow_drift_has_change_points_in_its_history() -> None:
-    found = 0
-    for (row,) in histories(9, 100):
-        row *= np.linspace(1, STEP, GATES_PER_HISTORY)
-        starts = find_levels(row.tolist()).starts
-        found += 1 < len(starts) <= 5
-    assert found >= 90
-
-
-@pytest.mark.parametrize("runs", [0, 1, MIN_HISTORY - 1, MIN_HISTORY, 6])
+@pytest.mark.parametrize("runs", [0, MIN_HISTORY - 1, MIN_HISTORY])
 def test_a_short_history_is_inconclusive(runs: int) -> None:
     """And says how many runs are needed."""
     ((row,),) = histories(10, 1, runs=runs + 1)
@@ -131,17 +113,6 @@ def test_a_short_history_is_inconclusive(runs: int) -> None:
         assert (found.word == "no_shift") == (found.needed <= runs)
         row[-1] /= 1.5
         assert find_shift(row.tolist()).word == "slower", "five runs find what is large"
-
-
-def test_the_number_of_runs_needed_finds_ten_percent_in_eighty() -> None:
-    needed = [found for (row,) in histories(11, 50, runs=30) if (found := find_shift(row.tolist()).needed) is not None]
-    at = round(float(np.mean(needed)))
-    assert 7 <= at <= 10
-    found = 0
-    for (row,) in histories(12, 300, runs=at + 3):
-        row[at:] *= STEP
-        found += any(find_shift(row[: at + after].tolist()).word == "slower" for after in (1, 2, 3))
-    assert found >= 0.75 * 300
 
 
 def test_equal_values() -> None:
@@ -323,25 +294,3 @@ def test_the_command_line(stepped: Path) -> None:
     for wrong in (["history", "nothing"], ["compare", "--history", "run-01", "run-02"]):
         done = harness(*wrong, cwd=stepped)
         assert (done.code, done.out) == (1, "")
-
-
-@pytest.mark.alone
-@pytest.mark.nightly
-def test_an_engine_that_became_slower(tmp_path: Path) -> None:
-    """Short runs on the embedded engine, each gated; the last three are of an engine that takes twice as long."""
-    load = {"user": "batch", "batch_size": 2, "requests": 4, "output_tokens": 30}
-    codes = []
-    for number in range(10):
-        slower = ["--slowdown", "2"] if number >= 7 else []
-        variables = {"preset": "instant", "extra_args": ["--step-base-s", "0.01", *slower]}
-        engine = {"template": "simulated", "container": False, "variables": variables}
-        write(tmp_path, servers={"one": engine}, loads={"burst": load})
-        assert harness("run", "small.yaml", cwd=tmp_path).code == 0
-        newest = max(tmp_path.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime).parent.name
-        codes.append(harness("compare", "--history", newest, cwd=tmp_path).code)
-    assert codes[:7] == [0] * 7
-    assert codes[7] == ExitCode.FAILED
-    _, found = in_folder(tmp_path)("history", "small", "--format", "json")
-    (change,) = found["change_points"]
-    assert (change["before"], change["after"]) == (found["runs"][6], found["runs"][7])
-    assert "servers.one.effective.slowdown" in [one["key"] for one in change["differences"]]

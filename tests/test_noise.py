@@ -63,12 +63,6 @@ def test_measured_stored_and_used(tmp_path: Path) -> None:
     assert found["verdicts"][0]["p"] is not None
 
 
-def test_an_unknown_server_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    wrong = called("noise", path.name, "--repeats", "2", "--server", "two", cwd=tmp_path)
-    assert (wrong.code, wrong.err) == (1, "error: --server: small.yaml has no server 'two'; known: one\n")
-
-
 def test_an_invalid_run_shows_no_noise(tmp_path: Path) -> None:
     load = {"user": "batch", "batch_size": 2, "requests": 2, "output_tokens": 5}
     path = write(tmp_path, servers={"one": server("--fault", "503@4")}, loads={"burst": load})
@@ -153,14 +147,3 @@ def test_of_two_machines_the_wider_variation_counts(tmp_path: Path) -> None:
         "A/A on strix, 2 runs of 'b', 2027-01-15",
         "A/A on other, 2 runs of 'b', 2027-01-15",
     ]
-
-
-def test_damaged_noise_and_that_of_other_versions(tmp_path: Path) -> None:
-    path = tmp_path / "noise.json"
-    assert read_noise(path) is None
-    path.write_text('{"format_version": 1, "rows": []}')
-    assert read_noise(path) is None, "it has one run, which does not show how far runs differ"
-    for text, why in (('{"format_version": 3}', "format 3 was written by a newer"), ("{", "cannot be read")):
-        path.write_text(text)
-        with pytest.raises(HarnessError, match=why):
-            read_noise(path)

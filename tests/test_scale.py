@@ -19,6 +19,7 @@ from harness.judge.stats import percentile
 from harness.report.html import write_report
 from harness.rundir import records as blocks
 from harness.rundir.records import Lines, damaged_in_file, read_block, split_blocks
+from harness.scenario.check_syntax import Slo
 from tests.made_runs import request, write_lines
 
 NEVER = 2**60
@@ -27,7 +28,7 @@ NEVER = 2**60
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("scale") / "run"
-    make_run(made, 10_000)
+    make_run(made, 2_000)
     return made
 
 
@@ -40,10 +41,10 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_several_processes_give_the_summary_and_the_page_of_one(folder: Path, limits: pytest.MonkeyPatch) -> None:
-    limits.setattr(blocks, "BLOCK_BYTES", 3_000_000)
+    limits.setattr(blocks, "BLOCK_BYTES", 600_000)
     alone = summarize(folder)
     assert (alone.valid, alone.reasons) == (True, [])
-    assert [row.pooled.sent for row in alone.rows] == [5_000, 5_000]
+    assert [row.pooled.sent for row in alone.rows] == [1_000, 1_000]
     write_summary(folder, alone)
     page = write_report(folder).read_bytes()
     limits.setattr(blocks, "PARALLEL_BYTES", 0)
@@ -110,9 +111,15 @@ def test_every_count_of_a_tally_is_merged() -> None:
         request(index=1, error="timeout", output_tokens=None, asked_tokens=None),
         request(index=2, phase="warmup", process=8, sent_s=990.0),
         request(index=3, output_tokens=5, prompt_tokens=None, scheduled_s=0.2),
+        request(index=4, output_tokens=-5),
+        request(index=5, error="abandoned", output_tokens=None),
     ]
     for cut in range(len(records) + 1):
-        whole, first, second = (CellCounts(clock=tally.Clock([]), window_s=(1000.0, 1001.0)) for _ in range(3))
+        sets = {"ttft<=1s": (Slo(text="ttft<=1s", latency="ttft", operator="<=", bound_s=1.0),)}
+        whole, first, second = (
+            CellCounts(clock=tally.Clock([]), window_s=(1000.0, 1001.0), slos=tally.SloTally(sets=sets))
+            for _ in range(3)
+        )
         for i, record in enumerate(records):
             whole.add(record)
             (first if i < cut else second).add(record)

@@ -23,12 +23,6 @@ def test_the_edges_of_the_window() -> None:
     assert integral([], (0.0, 1.0)) is None
 
 
-def test_a_gap_is_not_bridged() -> None:
-    series = [(float(t), 50.0) for t in (0, 1, 2, 3, 7.9, 8, 9)]
-    assert integral(series, (0.0, 9.0)) == 450.0
-    assert integral([*series[:4], *series[5:]], (0.0, 9.0)) is None
-
-
 def test_a_cells_machine() -> None:
     samples = [
         one(

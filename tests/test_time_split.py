@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.analysis.limits import common_limit, limited_by, mean_split, time_split
+from harness.analysis.limits import limited_by, time_split
 from harness.analysis.validity import host_cpu_notes
 from harness.reasons import sentence
 from harness.rundir.records import ProcessMark
@@ -89,14 +89,6 @@ def test_what_limited_a_cell(
     found: TimeSplit | None, load: ServerLoad, limits: list[ClientLimit], limit: str | None
 ) -> None:
     assert limited_by(found, load, limits) == limit
-
-
-def test_a_row_has_the_mean_of_its_cells_and_what_limited_most_of_them() -> None:
-    mean = mean_split([split(queue_s=0.1), None, split(queue_s=None)])
-    assert mean is not None and (mean.queue_s, mean.connect_s, mean.e2e_s) == (0.1, None, 1.0)
-    assert mean_split([None]) is None
-    assert common_limit(["queue", "queue", "decode"]) == "queue"
-    assert common_limit(["queue", "decode"]) is None and common_limit(["queue", None]) is None
 
 
 def cell(name: str, host_cpu_mean: float | None) -> CellSummary:

@@ -293,21 +293,6 @@ def test_counts_that_are_not_possible(changes: dict[str, Any], values: dict[str,
     assert (tally.output_tokens, tally.prompt_tokens) in ((33, 80), (44, 60))
 
 
-def test_parts_of_a_file_are_added_up() -> None:
-    first, second = counted([]), counted([])
-    for tally, tokens in ((first, -5), (second, -7), (second, 12)):
-        tally.add(request(output_tokens=tokens))
-    first.merge(second)
-    assert [(bad.code, bad.requests, bad.got, bad.limit) for bad in first.bad_fields.by_field.values()] == [
-        ("below", 2, "-5", 0),
-        ("above", 1, "12", 11),
-    ]
-    first, second = counted(many(3)), counted([request(index=index + 2) for index in range(3)])
-    assert (first.repeated_indices(), second.repeated_indices(), counted([]).repeated_indices()) == ([], [], [])
-    first.merge(second)
-    assert first.repeated_indices() == [2]
-
-
 def test_a_record_that_is_there_twice_hides_none_that_was_lost(tmp_path: Path) -> None:
     write_made_run(tmp_path / "run")
     assert summarize(tmp_path / "run").valid

@@ -94,7 +94,7 @@ def test_one_run_against_one_on_a_machine_whose_variation_is_known(run_sd: float
     assert slower["slower"] / draws(300) >= power - room(power, draws(300))
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 8])
+@pytest.mark.parametrize("count", [2, 5])
 def test_what_is_known_of_other_runs_never_narrows_the_interval(count: int) -> None:
     """Noise that was measured in a quieter hour: the runs that are compared differ four times as much."""
     quiet, machine, trials = Machine(0.005, 0.005, seed=8), Machine(0.02, 0.005, seed=9), draws(600)
@@ -107,29 +107,18 @@ def test_what_is_known_of_other_runs_never_narrows_the_interval(count: int) -> N
         assert (with_noise.low or 0) <= (without.low or 0) and (without.high or 0) <= (with_noise.high or 0)
 
 
-def test_one_run_against_one_without_known_variation_is_inconclusive() -> None:
-    machine = Machine(0.0, 0.005, seed=3)
-    for speed in (1.0, 0.5):
-        verdict = decided(machine.runs(1, speed), machine.runs(1))
-        assert (verdict.word, verdict.reason, verdict.low, verdict.p) == (
-            "inconclusive", "run_variation_unknown", None, None,
-        )  # fmt: skip
-        assert verdict.ratio == pytest.approx(speed, rel=0.02)
-        assert verdict.needed == 4
-
-
-@pytest.mark.parametrize("repeat_sd", [0.005, 0.01, 0.02])
+@pytest.mark.parametrize("repeat_sd", [0.005, 0.02])
 def test_equal_sides_of_a_run_are_called_the_same_with_the_number_of_repeats_that_is_recommended(
     repeat_sd: float,
 ) -> None:
     needed = needed_to_settle(0.0, (repeat_sd**2, repeat_sd**2), 1, 1)
-    assert needed == {0.005: 4, 0.01: 7, 0.02: 24}[repeat_sd]
+    assert needed == {0.005: 4, 0.02: 24}[repeat_sd]
     machine, trials = Machine(0.0, repeat_sd, seed=4), draws(1000 if needed < 10 else 200)
     side = functools.partial(machine.runs, 1, repeats=needed)
     assert words(trials, lambda: decided(side(), side(), within_run=True))["same"] / trials >= 0.8 - room(0.8, trials)
 
 
-@pytest.mark.parametrize(("repeat_sd", "speed"), [(0.01, 1.03), (0.02, 1.03), (0.02, 1.05), (0.05, 1.1)])
+@pytest.mark.parametrize(("repeat_sd", "speed"), [(0.02, 1.03), (0.05, 1.1)])
 def test_a_difference_is_found_with_the_number_of_repeats_that_is_recommended(repeat_sd: float, speed: float) -> None:
     needed = needed_to_settle(math.log(speed), (repeat_sd**2, repeat_sd**2), 1, 1)
     assert needed is not None
@@ -160,7 +149,7 @@ def within(pairs: list[tuple[Speeds, Speeds]]) -> Counter[str]:
     return Counter(decided(side, base, within_run=True).word for side, base in pairs)
 
 
-@pytest.mark.parametrize(("spread", "drift"), [(0.02, 0.0), (0.05, 0.0), (0.02, 0.10), (0.05, 0.20)])
+@pytest.mark.parametrize(("spread", "drift"), [(0.02, 0.0), (0.05, 0.20)])
 def test_false_alarms_and_coverage(monkeypatch: pytest.MonkeyPatch, spread: float, drift: float) -> None:
     """Without the margin, so that the test and the interval stand alone."""
     monkeypatch.setattr(verdicts, "MARGIN", 1e-9)

@@ -128,17 +128,6 @@ FORMULAS: dict[str, Callable[[Request], float | None]] = {
     "connect_s": lambda request: request.connect_s,
 }
 
-_MANY = ("chunk_gap_s",)  # a request has many of them, which harness.analysis.gaps collects
-
-
-def check_formulas(fields: Iterable[str]) -> None:
-    """Raise NotImplementedError for a latency of harness.columns without a formula."""
-    if missing := sorted(set(fields) - FORMULAS.keys() - set(_MANY)):
-        raise NotImplementedError(f"harness/analysis/derive.py: FORMULAS has no formula for {', '.join(missing)}")
-
-
-check_formulas(column.field for column in LATENCIES)
-
 # An SLO is about each request, so its TPOT includes requests whose chunks arrived in one read.
 _SLO_FORMULAS = {column.check: FORMULAS[column.field] for column in LATENCIES if column.slo} | {"tpot": tpot_s}
 

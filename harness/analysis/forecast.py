@@ -12,17 +12,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct, convert, json
+from msgspec.structs import replace
 
 from harness.analysis.schedule import load_kind
 from harness.analysis.summarize import cell_contexts, summarize
 from harness.analysis.tally import Clock
-from harness.errors import BadLines, HarnessError, RunError
-from harness.files import DOCS, UNDECODABLE, read_bytes, read_lines
+from harness.errors import HarnessError, RunError
+from harness.files import DOCS, UNDECODABLE, read_lines, read_text
 from harness.judge import stats
 from harness.judge.noise_floors import known_noise
 from harness.judge.stats import Array, Variation
@@ -45,7 +45,7 @@ MAX_TREND = 0.10  # change of the rate over the measured time; with a larger one
 _USERS_OF_ITEMS = ("batch", "chat", "rag")  # one request of these is one item
 
 
-class _ItemRecord(msgspec.Struct):
+class _ItemRecord(Struct):
     """The fields of a record that a prediction needs."""
 
     cell: str
@@ -336,12 +336,11 @@ def forecast(
 
     Raises HarnessError for wrong input, and RunError for a run that allows no prediction.
     """
-    if not (isinstance(items, Integral) and not isinstance(items, bool) and items >= 1):
-        raise HarnessError(f"items: a whole number of at least 1 is expected, got {items!r}")
-    if deadline_s is not None and not 0 < deadline_s < math.inf:
-        raise HarnessError(f"deadline_s: seconds above 0 are expected, got {deadline_s!r}")
-    if price_per_kwh is not None and not 0 <= price_per_kwh < math.inf:
-        raise HarnessError(f"price_per_kwh: a number of at least 0 is expected, got {price_per_kwh!r}")
+    if not isinstance(items, Integral) or items < 1:
+        raise HarnessError(f"items: a whole number of at least 1 is expected (got {items!r})")
+    for name, number in (("deadline_s", deadline_s), ("price_per_kwh", price_per_kwh)):
+        if number is not None and not 0 <= number < math.inf:
+            raise HarnessError(f"{name}: a number of at least 0 is expected (got {number!r})")
     item_lengths = None if lengths is None else read_lengths(lengths)
     run, summary = read_run(folder), summarize(folder)
     _refuse_incomplete_run(run, summary, folder)
@@ -389,64 +388,52 @@ def forecast(
     )
 
 
+_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
 def read_duration(option: str, given: str) -> float:
     """Seconds of a duration such as 8h. Raises HarnessError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
-    seconds = (
-        float(match[1]) * {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}[match[2]] if match else 0.0
-    )
-    if not 0 < seconds < 1e11:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
+    if match is None or not float(match[1]):
         raise HarnessError(
             f"{option}: a time above 0 with its unit is expected, got '{given}'",
             next_step="Write 8h, 90min, 45s or 2d.",
         )
-    return seconds
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def read_price(given: str) -> float:
     """The price of a kWh, in any currency. Raises HarnessError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:/\s*kWh)?", given.strip())
-    if match is None or float(match[1]) > 1e6:
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*(?:/\s*kWh)?", given.strip())
+    if match is None:
         raise HarnessError(f"--price: a price per kWh is expected, got '{given}'", next_step="Write 0.30/kWh.")
     return float(match[1])
 
 
+class _ItemLengths(Struct):
+    prompt_tokens: Annotated[float, Meta(ge=0, lt=1e9)]
+    output_tokens: Annotated[float, Meta(ge=0, lt=1e9)]
+
+
 def read_lengths(path: Path) -> Array:
-    """Return prompt and output tokens of each row of a CSV or JSONL file. Raises HarnessError with all bad lines."""
-    bad = BadLines(path, "A CSV with the header prompt_tokens,output_tokens, or a JSON object with both a line.")
+    """Return prompt and output tokens of each row of a CSV or JSONL file. Raises HarnessError."""
+    advice = "Give a CSV with the header prompt_tokens,output_tokens, or a JSON object with both in each line."
     try:
-        text = read_bytes(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or "it is not text in UTF-8"
-        raise HarnessError(f"--lengths: {path}: {why}", next_step="Give a readable CSV or JSONL file.") from None
-    rows: list[tuple[int, dict[str, object]]] = []
-    if text.lstrip().startswith("{"):
-        for number, line in enumerate(text.splitlines(), start=1):
-            try:
-                rows += [(number, msgspec.json.decode(line, type=dict[str, object]))] if line.strip() else []
-            except UNDECODABLE:
-                bad.add(number, "not a JSON object")
-    else:
+        text = read_text(path, "utf-8-sig")
+        is_json = text.lstrip().startswith("{")
+        rows = text.splitlines() if is_json else list(csv.DictReader(io.StringIO(text)))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise HarnessError(f"--lengths: {path}: it cannot be read ({error})", next_step=advice) from None
+    items = []
+    for number, row in enumerate(rows, start=1 if is_json else 2):
         try:
-            reader = csv.DictReader(io.StringIO(text))
-            rows = [(reader.line_num, dict(row)) for row in reader]
-        except csv.Error as error:
-            bad.add(1, f"not CSV: {error}")
-    lengths = []
-    for number, row in rows:
-        try:
-            pair = [float(str(row[name])) for name in ("prompt_tokens", "output_tokens")]
-        except (KeyError, ValueError):
-            bad.add(number, "prompt_tokens and output_tokens are expected as numbers")
-            continue
-        if all(0 <= value < 1e9 for value in pair):
-            lengths.append(pair)
-        else:
-            bad.add(number, "prompt_tokens and output_tokens must be at least 0 and below 1e9")
-    bad.raise_errors()
-    if not lengths:
-        raise HarnessError(f"--lengths: {path} has no rows", next_step="Give one row for each item, or a sample.")
-    return np.array(lengths)
+            item = json.decode(row, type=_ItemLengths) if is_json else convert(row, _ItemLengths, strict=False)
+        except UNDECODABLE as error:
+            raise HarnessError(f"--lengths: {path}:{number}: {error}", next_step=advice) from None
+        items.append((item.prompt_tokens, item.output_tokens))
+    if not items:
+        raise HarnessError(f"--lengths: {path} has no rows", next_step=advice)
+    return np.array(items)
 
 
 def _refuse_incomplete_run(run: Run, summary: Summary, folder: Path) -> None:
@@ -554,7 +541,7 @@ def _make_prediction(fixed: float, work: float, half_width: float) -> Prediction
 def _with_cost_and_deadline(row: RowForecast, deadline_s: float | None, price: float | None) -> RowForecast:
     cost = None if price is None or row.energy_kwh is None else row.energy_kwh.times(price)
     if deadline_s is None:
-        return msgspec.structs.replace(row, cost=cost)
+        return replace(row, cost=cost)
     deadline: Literal["met", "missed", "inconclusive"] = "inconclusive"
     if row.time_s.high <= deadline_s:
         deadline = "met"
@@ -563,4 +550,4 @@ def _with_cost_and_deadline(row: RowForecast, deadline_s: float | None, price: f
     fixed_s = row.start_s + row.tail_s  # on each machine
     left_s = deadline_s - fixed_s
     machines = math.ceil((row.time_s.high - fixed_s) / left_s) if left_s > 0 else None
-    return msgspec.structs.replace(row, cost=cost, deadline=deadline, machines=machines)
+    return replace(row, cost=cost, deadline=deadline, machines=machines)
