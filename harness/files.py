@@ -111,6 +111,8 @@ def read_json(
     try:
         head = None if newest is None else msgspec.json.decode(raw)
         version = head.get("format_version") if isinstance(head, dict) else None
+        if version is not None and type(version) is not int:
+            raise msgspec.ValidationError("Expected `int` - at `$.format_version`")
         if newest is not None and isinstance(version, int) and version > newest:
             raise HarnessError(
                 f"{path}: format {version} was written by a newer harness; this one reads up to {newest}",

@@ -292,22 +292,17 @@ def _check_value(
     row: str,
     unit: str,
     value: float | None = None,
-    counted: Mapping[str, int] | None = None,
     limited: bool = False,
     against: Mapping[str, Any] | None = None,
     interval: Sequence[float | None] | None = None,
     decision: Mapping[str, Any] | None = None,
     rows: int = 1,
+    **_: Any,  # of older versions
 ) -> str:
     """The value of a row, with its 95 % interval, the baseline's value and what would decide."""
     parts = []
     if value is not None:
         text = _format_check_value(value, unit)
-        if counted is not None:
-            text += f", {counted['number']:,} of {counted['of']:,}"
-            text += " sent met every SLO" if "left" in counted else ""
-            abandoned = counted.get("left", 0)
-            text += f" ({abandoned:,} more were abandoned before one was missed)" if abandoned else ""
         text += " (client-limited)" if limited else ""
         if against is not None:
             base = against["value"]

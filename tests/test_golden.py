@@ -102,6 +102,9 @@ def test_a_newer_format_is_refused(runs: Path) -> None:
     done = harness("report", "runs/0.2.0", cwd=runs.parent)
     said = "error: runs/0.2.0/run.json: format 3 was written by a newer harness; this one reads up to 2\n"
     assert (done.code, done.out, done.err) == (1, "", f"{said}next: Update the harness.\n")
+    path.write_text(path.read_text().replace('"format_version": 3', '"format_version": "1"'))
+    done = harness("report", "runs/0.2.0", cwd=runs.parent)
+    assert (done.code, "cannot be read (Expected `int` - at `$.format_version`)" in done.err) == (1, True)
     noise = runs / "noise.json"
     noise.write_text(json.dumps({"format_version": NOISE_VERSION + 1}))
     with pytest.raises(HarnessError, match="format 3 was written by a newer harness; this one reads up to 2"):

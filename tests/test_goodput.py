@@ -120,8 +120,8 @@ def test_checks_of_the_command_line_are_counted_too(tmp_path: Path) -> None:
     summary = summarize(tmp_path / "run", [CHECK, "attainment(e2e<=2s) == 1"])
     assert list(summary.rows[0].pooled.slos) == [SLOS, "e2e<=2s"]
     assert [(one.status, evidence(one.evidence)) for one in summary.checks] == [
-        ("passed", "a / x: 100 %, 11 of 11 sent met every SLO, 95 % interval 71.5 % to 100 %"),
-        ("passed", "a / x: 100 %, 11 of 11 sent met every SLO"),
+        ("passed", "a / x: 100 %, 95 % interval 71.5 % to 100 %"),
+        ("passed", "a / x: 100 %"),
     ]
     assert summarize(tmp_path / "run").rows[0].pooled.slos == {}
 

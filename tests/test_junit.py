@@ -169,7 +169,6 @@ def test_checks_of_a_comparison_are_in_every_format(tmp_path: Path) -> None:
     [
         (("old", "new"), 1, "UnlikeError", "runs that differ in 'servers.a.version' are not compared"),
         (("old", "bad"), 3, "RunError", "bad: only a VALID run is compared"),
-        (("old", "new", "--check", "speedup >= 1"), 1, "HarnessError", "here the verdicts judge the speedup"),
         (("old", "--against", "new", "--against", "bad", "--check", "wall <= 1 s"), 1, "HarnessError", "is one of 2 a"),
         (("old", "new", "--check", "c/d: wall <= 1 s"), 1, "HarnessError", "'c' is not a server"),
     ],

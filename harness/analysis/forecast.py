@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Meta, Struct, convert, json
@@ -421,7 +421,7 @@ def read_lengths(path: Path) -> Array:
     try:
         text = read_text(path, "utf-8-sig")
         is_json = text.lstrip().startswith("{")
-        rows = text.splitlines() if is_json else list(csv.DictReader(io.StringIO(text)))
+        rows: list[Any] = text.splitlines() if is_json else list(csv.DictReader(io.StringIO(text)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise HarnessError(f"--lengths: {path}: it cannot be read ({error})", next_step=advice) from None
     items = []

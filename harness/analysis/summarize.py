@@ -148,7 +148,6 @@ def summarize_with_counts(
             *(note for cell in measured for note in cell.notes),
             *validity.token_counter_notes(measured),
             *validity.budget_notes(run, comparison),
-            *validity.answer_notes(working, comparison),
         ],
         failures=_explain_failures(rows, tallies),
         rows=rows,

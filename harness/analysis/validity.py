@@ -20,7 +20,6 @@ from harness.rundir.samples import MAX_GAP_S
 from harness.scenario import Load, is_open_loop, max_concurrency
 from harness.summary import (
     OPEN,
-    Answers,
     CellSummary,
     ClientLimit,
     Comparison,
@@ -412,32 +411,6 @@ def budget_notes(run: Run, comparison: Comparison | None) -> Iterator[Reason]:
         names = list(dict.fromkeys(verdict.side for verdict in undecided))
         needed = [verdict.needed for verdict in undecided if verdict.needed is not None]
         yield because("budget_open", rows=names, needed=max(needed) if len(needed) == len(undecided) else None)
-
-
-def answer_notes(rows: Sequence[Row], comparison: Comparison | None) -> list[Reason]:
-    """Notes on compared rows of which one has more valid or more right answers."""
-    answers = {row.name: row.pooled.answers for row in rows}
-    verdicts = comparison.verdicts if comparison is not None else []
-    notes = [
-        answer_difference(side, [answers.get(side)], baseline, [answers.get(baseline)])
-        for side, baseline in dict.fromkeys((verdict.side, verdict.baseline) for verdict in verdicts)
-    ]
-    return [note for note in notes if note is not None]
-
-
-def answer_difference(
-    side: str, side_answers: Sequence[Answers | None], baseline: str, baseline_answers: Sequence[Answers | None]
-) -> Reason | None:
-    """A note that the answers of two sides, each of one or more runs, differ in quality; None where they do not."""
-    differing: dict[str, list[list[int]]] = {}
-    for part, whole in (("valid", "checked"), ("right", "labelled")):
-        (count, total), (base_count, base_total) = counts = [
-            [sum(getattr(run_answers, name) or 0 for run_answers in runs if run_answers) for name in (part, whole)]
-            for runs in (side_answers, baseline_answers)
-        ]
-        if total and base_total and count * base_total != base_count * total:
-            differing[part] = counts
-    return because("answers_differ", side=side, baseline=baseline, **differing) if differing else None
 
 
 def failed_setting_notes(rows: Iterable[Row]) -> list[Reason]:

@@ -1,6 +1,5 @@
 """Compares groups of run directories. The first group is the baseline."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ import msgspec
 from msgspec import Struct
 
 from harness.analysis.summarize import summary_of
-from harness.analysis.validity import answer_difference
 from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
 from harness.judge import comparable
@@ -26,7 +24,6 @@ from harness.judge.verdicts import (
 )
 from harness.reasons import sentences
 from harness.rundir.manifest import Run, UnlikeError, read_run
-from harness.scenario.check_syntax import parse_check
 from harness.summary import Answers, CheckResult, Comparison, Reason, Reference, Row, Summary, because
 
 
@@ -49,9 +46,9 @@ class _Side(Struct, frozen=True):
             cells=[{cell.id: cell for cell in summary.cells} for summary in self.summaries],
         )
 
-    def answers(self, row: tuple[str, str]) -> list[Answers | None]:
-        """The quality of a row's answers in each run."""
-        return [found.pooled.answers for found in self.row_in_runs(row)]
+    def answers(self, row: tuple[str, str]) -> list[Answers]:
+        """The quality of a row's answers in each run that checked them."""
+        return [found.pooled.answers for found in self.row_in_runs(row) if found.pooled.answers is not None]
 
     def common_rows(self) -> list[tuple[str, str]]:
         """Rows (server, load) that every run of the group has."""
@@ -136,6 +133,21 @@ def _notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> Iterator[
             yield note
 
 
+def answer_difference(
+    side: str, side_answers: Sequence[Answers], baseline: str, baseline_answers: Sequence[Answers]
+) -> Reason | None:
+    """A note that the answers of two sides, each of one or more runs, differ in quality; None where they do not."""
+    differing: dict[str, list[list[int]]] = {}
+    for part, whole in (("valid", "checked"), ("right", "labelled")):
+        (count, total), (base_count, base_total) = counts = [
+            [sum(getattr(answers, name) or 0 for answers in runs) for name in (part, whole)]
+            for runs in (side_answers, baseline_answers)
+        ]
+        if total and base_total and count * base_total != base_count * total:
+            differing[part] = counts
+    return because("answers_differ", side=side, baseline=baseline, **differing) if differing else None
+
+
 def group_by_machine(folders: Sequence[Path]) -> list[list[Path]]:
     """Run directories group_failures by machine, in the given order. Raises HarnessError for a single machine."""
     groups: dict[str, list[Path]] = {}
@@ -161,20 +173,13 @@ def _refuse_repeated(runs: Sequence[Run]) -> None:
 
 
 def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> None:
-    """Raise HarnessError for checks of several runs a side, and for checks of the speedup."""
+    """Raise HarnessError for checks of several runs a side."""
     several = next((group for group in groups if len(group) > 1), None)
     if checks and several is not None:
         raise HarnessError(
             f"--check: a check is of one run against another, and {several[0].name} is one of {len(several)} a side",
             next_step="Compare single runs with checks, groups of runs by their verdicts.",
         )
-    for text in checks:
-        with contextlib.suppress(ValueError):  # an unreadable check fails when it is evaluated
-            if parse_check(text).metric == "speedup":
-                raise HarnessError(
-                    f"--check '{text}': here the verdicts judge the speedup",
-                    next_step="Write a margin: `output_tok_s >= 0.97 * baseline`, or `wall <= 1.03 * baseline`.",
-                )
 
 
 def _evaluate_checks(

@@ -167,8 +167,8 @@ def _evaluate_row(
     unit = "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
     shown: dict[str, Any] = {"row": row.name, "unit": unit}
     if value.value is not None:
-        shown |= {"value": value.value, "counted": _share_counts(check, row), "against": baseline}
-        shown["limited"] = bool(set(_number_fields(check)) & set(row.client_limited)) or None
+        limited = bool(set(_number_fields(check)) & set(row.client_limited)) or None
+        shown |= {"value": value.value, "against": baseline, "limited": limited}
     result = replace(result, value=value.value, bound=bound)
     if value.interval is not None:
         shown["interval"] = [low, high]
@@ -367,16 +367,3 @@ def _verdict_by_row(comparison: Comparison) -> dict[str, Verdict]:
     if comparison.verdicts:
         verdicts.pop(comparison.verdicts[0].baseline, None)
     return verdicts
-
-
-def _share_counts(check: Check, row: Row) -> dict[str, int] | None:
-    """The counts that a share was computed from."""
-    answers = row.pooled.answers
-    if check.metric in ANSWER_SHARES and answers is not None:
-        if check.metric == "valid_share":
-            return {"number": answers.valid, "of": answers.checked}
-        return {"number": answers.right or 0, "of": answers.labelled}
-    if check.metric != "attainment":
-        return None
-    attained, sent = row.pooled.slos[slos_key(check.slos)], row.pooled.sent
-    return {"number": attained.met, "of": sent - attained.left, "left": attained.left}

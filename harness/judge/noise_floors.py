@@ -200,11 +200,8 @@ def format_date(wall_s: float) -> str:
 
 
 def folder_name(text: str) -> str:
-    """`text` as a folder name that is valid on any system. A changed name gets a checksum of the original."""
+    """`text` as a folder name. A changed name gets a checksum of the original."""
     name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:60].rstrip("-._")
-    if name == text and name not in RESERVED and name.split(".")[0] not in _WINDOWS_DEVICES:
+    if name == text and name not in RESERVED:
         return name
     return f"{name or 'unnamed'}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
-
-
-_WINDOWS_DEVICES = ("con", "prn", "aux", "nul", *(f"{name}{i}" for name in ("com", "lpt") for i in range(1, 10)))

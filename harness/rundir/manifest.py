@@ -390,16 +390,16 @@ def origin_notes(origin: Origin | None) -> list[Reason]:
     notes += [because("import_unknown", why=why, fields=fields) for why, fields in fields_of.items()]
     notes += [because("import_defined", field=field, meaning=text) for field, text in origin.definitions.items()]
     # Differences between rows; rows with the same text share a note.
-    defined: dict[tuple[str, str], list[str]] = defaultdict(list)
-    unknown: dict[tuple[str, str], list[str]] = defaultdict(list)
+    rows_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for row in origin.rows:
-        for rows_of, texts in ((defined, row.definitions), (unknown, row.missing)):
-            for item in texts.items():
-                rows_of[item].append(f"{row.server} / {row.load}")
+        for kind, texts in (("import_defined", row.definitions), ("import_unknown", row.missing)):
+            for field, text in texts.items():
+                rows_of[kind, field, text].append(f"{row.server} / {row.load}")
     first: dict[str, str] = {}
-    for (field, text), names in defined.items():
-        other = first.setdefault(field, text) != text
-        notes.append(because("import_defined", field=field, meaning=text, rows=names, other=other))
-    for (field, why), names in unknown.items():
-        notes.append(because("import_unknown", why=why, fields=[field], rows=names))
+    for (kind, field, text), rows in sorted(rows_of.items(), key=lambda item: item[0][0]):
+        if kind == "import_unknown":
+            notes.append(because(kind, why=text, fields=[field], rows=rows))
+        else:
+            other = first.setdefault(field, text) != text
+            notes.append(because(kind, field=field, meaning=text, rows=rows, other=other))
     return notes
