@@ -193,15 +193,15 @@ def test_port_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("socket_mode", "sentence"),
     [
-        pytest.param(None, "there is no Docker Engine at {}", marks=fault(
-            "engine", "there is no Docker Engine", seen="there is no Docker Engine at unix://...", code=2,
+        pytest.param(None, "[Errno 2] No such file or directory", marks=fault(
+            "engine", "there is no Docker Engine", seen="cannot be used: [Errno 2] No such file or directory", code=2,
             kept="a run marked failed")),
-        pytest.param(0o600, "the Docker Engine at {} does not run (connection refused)", marks=fault(
-            "engine", "the Docker Engine does not run", seen="does not run (connection refused)", code=2,
+        pytest.param(0o600, "[Errno 111] Connection refused", marks=fault(
+            "engine", "the Docker Engine does not run", seen="cannot be used: [Errno 111] Connection refused", code=2,
             kept="a run marked failed")),
-        pytest.param(0, "no permission to use the Docker Engine at {}", marks=fault(
+        pytest.param(0, "[Errno 13] Permission denied", marks=fault(
             "engine", "no permission on the socket of the Docker Engine",
-            seen="no permission to use the Docker Engine at unix://...", code=2, kept="a run marked failed")),
+            seen="cannot be used: [Errno 13] Permission denied", code=2, kept="a run marked failed")),
     ],
 )  # fmt: skip
 def test_a_docker_engine_that_cannot_be_used(tmp_path: Path, socket_mode: int | None, sentence: str) -> None:
@@ -211,7 +211,8 @@ def test_a_docker_engine_that_cannot_be_used(tmp_path: Path, socket_mode: int | 
             bound.bind(str(where))
         where.chmod(socket_mode)
     rights = without_rights if socket_mode == 0 else None
-    failed(path, sentence.format(f"unix://{where}"), env={"DOCKER_HOST": f"unix://{where}"}, before=rights)
+    what = f"the Docker Engine at unix://{where} cannot be used: {sentence}"
+    failed(path, what, env={"DOCKER_HOST": f"unix://{where}"}, before=rights)
 
 
 class OfflineEngine(Handler):

@@ -289,7 +289,7 @@ def test_an_engine_that_cannot_be_reached(tmp_path: Path) -> None:
         assert done.code == 4
         assert expected in (None, set(findings))
     assert findings["docker.reachable"]["fact"].startswith(
-        f"there is no Docker Engine at unix://{tmp_path}/none.sock: "
+        f"the Docker Engine at unix://{tmp_path}/none.sock cannot be used"
     )
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from harness.errors import ServerError
 from harness.rundir.samples import parse_metrics
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
-from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model, get_health, get_system_info
+from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model, get_health
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import StartupWatch, make_token_counter
 from harness.serve.ready import ReadyServer, wait_ready
@@ -86,7 +85,7 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     assert ready.model == BUILT_IN
     assert ready.version == "Lemonade 11.7.0, vllm:rocm"
     assert ready.loaded is not None
-    assert (ready.loaded.notes, ready.loaded.max_parallel) == ([], 32)
+    assert ready.loaded.max_parallel == 32
     words = running["launch_command"]
     assert words[words.index("--served-model-name") + 1] == BUILT_IN
     assert words[-2:] == ["--max-num-seqs", "8"] and "--enforce-eager" in words
@@ -113,16 +112,6 @@ def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
         assert (ready.loaded.model, loaded(server).command) == ("user.Tiny", [])
 
 
-def test_llamacpp_behind_lemonade(tmp_path: Path) -> None:
-    options = {"ctx_size": 4096, "llamacpp_args": "-np 8"}
-    with lemonade(tmp_path) as server:
-        ready = bring_up(server, model="user.Gguf", options=options)
-        assert ready.version == "Lemonade 11.7.0, llamacpp:vulkan"
-        assert loaded(server).command[-2:] == ["-np", "8"]
-        values = parse_metrics(monitor(server, "user.Gguf").metrics())
-        assert values["generated_tokens"] >= 1 and values["running"] == 0
-
-
 def test_a_checkpoint_that_is_not_registered_is_by_its_download(tmp_path: Path) -> None:
     with lemonade(tmp_path, user_models={}) as server:
         ready = bring_up(server, model="user.New", checkpoint="org/new", recipe="vllm")
@@ -130,25 +119,21 @@ def test_a_checkpoint_that_is_not_registered_is_by_its_download(tmp_path: Path) 
         assert "download" in [phase.name for phase in ready.phases]
 
 
-CWSR = "this machine's Linux kernel lacks what gfx1151 needs (CWSR)"
-
-
 @pytest.mark.parametrize(
-    ("behaviour", "defaults", "said", "advice"),
+    ("behaviour", "defaults", "message", "advice"),
     [
-        ({"kernel_fix": False}, {}, f"does not install vllm:rocm: {CWSR}", "Linux 6.18.4"),  # in a 200
-        ({"kernel_fix": False}, {"no_fetch_executables": True}, "Linux kernel lacks", ""),
+        ({"kernel_fix": False}, {}, "does not install vllm:rocm: ", "update to Linux 6.18.4"),  # in a 200
         ({"gpu": False}, {}, "Model 'user.Tiny' is not available on this system. Unsupported GPU", ""),
         ({}, {"no_fetch_executables": True}, "Automatic backend install is disabled.", ""),
     ],
 )
 def test_a_backend_that_cannot_be_had(
-    tmp_path: Path, behaviour: dict[str, Any], defaults: dict[str, Any], said: str, advice: str
+    tmp_path: Path, behaviour: dict[str, Any], defaults: dict[str, Any], message: str, advice: str
 ) -> None:
     given = behaviour | {"installed": False, "defaults": defaults}
     with lemonade(tmp_path, **given) as server, pytest.raises(ServerError) as caught:
         bring_up(server)
-    assert said in str(caught.value) and advice in caught.value.next_step
+    assert message in str(caught.value) and advice in caught.value.next_step
 
 
 @pytest.mark.parametrize(("model", "meant"), [("Tny", "Did you mean 'Tiny'?"), ("user.Qwen3.5-0.8B-GUF", "-GGUF'?")])
@@ -167,7 +152,7 @@ def test_a_model_that_lemonade_does_not_have_is_reported_with_the_one_that_may_b
     ("given", "said"),
     [
         ({"hub": False}, f"could not download '{BUILT_IN}': CURL error: Couldn't resolve host name"),
-        ({"defaults": {"offline": True}}, f"cannot download '{BUILT_IN}': Lemond is in offline mode"),
+        ({"defaults": {"offline": True}}, f"could not download '{BUILT_IN}': Lemond is in offline mode"),
     ],
 )
 def test_a_download_that_fails(tmp_path: Path, given: dict[str, Any], said: str) -> None:
@@ -197,35 +182,6 @@ def test_a_load_is_waited_for_longer_than_lemonades_two_attempts(tmp_path: Path)
     with lemonade(tmp_path, **given) as server, pytest.raises(ServerError) as caught:
         bring_up(server, timeout_s=1.5)
     assert "HTTP 500: Failed to load model 'user.Tiny': vllm-server failed to start within timeout" in str(caught.value)
-
-
-def test_a_second_attempt_is_noted(tmp_path: Path) -> None:
-    with lemonade(tmp_path, never_ready=1, defaults={"global_timeout": 3}) as server:
-        ready = bring_up(server)
-    assert ready.loaded is not None
-    assert [note.code for note in ready.loaded.notes] == ["load_retried"]
-
-
-def test_an_api_key(tmp_path: Path) -> None:
-    with lemonade(tmp_path, environment={"LEMONADE_API_KEY": "sesame-open"}) as server:
-        assert requests.get(server.url + "/live", timeout=5).status_code == 200
-        assert bring_up(server, api_key="sesame-open").model == "user.Tiny"
-        with pytest.raises(ServerError, match="Invalid or missing API key"):
-            bring_up(server, api_key="wrong")
-
-
-def test_a_load_in_progress_is_shown_and_a_death_ends_it(tmp_path: Path) -> None:
-    told: list[str] = []
-    with lemonade(tmp_path, load_s=30.0) as server:
-
-        def say(line: str) -> None:
-            if line.startswith("loading the model, "):
-                told.append(line)
-                server.process.kill()
-
-        with pytest.raises(ServerError, match="it died"):
-            bring_up(server, say)
-    assert told != []
 
 
 def test_the_numbers_are_those_of_the_engine_behind_it(tiny: tuple[Spawned, ReadyServer]) -> None:
@@ -277,21 +233,6 @@ def test_a_reset_by_the_watchdog_is_reported_with_its_reason(tmp_path: Path) -> 
     )
 
 
-def test_above_its_pool_the_engine_does_not_see_the_load_and_is_still_read(tmp_path: Path) -> None:
-    with lemonade(tmp_path, threads=3, preset="strix-halo-qwen3.5-0.8b") as server:
-        bring_up(server, options={"ctx_size": 2000, "vllm_args": "--max-num-seqs 2"})
-        watch = monitor(server)
-        more = {"max_tokens": 80, "ignore_eos": True, "stream": True}
-        users = [threading.Thread(target=chat, args=(server, "user.Tiny"), kwargs=more) for _ in range(6)]
-        for user in users:
-            user.start()
-        seen = []
-        while any(user.is_alive() for user in users):
-            values = parse_metrics(watch.metrics())
-            seen.append(values["running"] + values["waiting"])
-        assert max(seen) == 3.0  # not 6
-
-
 def test_a_lemonade_that_runs_already(tmp_path: Path) -> None:
     saved = {"user.Tiny": {"ctx_size": 2048, "vllm_args": "--max-num-seqs 4"}}
     with lemonade(tmp_path, recipe_options=saved) as server:
@@ -306,17 +247,6 @@ def test_a_lemonade_that_runs_already(tmp_path: Path) -> None:
         assert parse_metrics(endpoint.metrics_source())["generated_tokens"] >= 1
         assert endpoint.problems() == []
         assert attach_to_server(server.url, None).started.model == "user.Tiny"  # the only one that is loaded
-
-
-def test_what_is_no_lemonade_is_none(tmp_path: Path) -> None:
-    assert find_running_model("http://127.0.0.1:1", "m", None) is None
-
-
-def test_a_model_of_a_folder_has_a_prefix_of_its_own(tmp_path: Path) -> None:
-    extra = {"Found": {"checkpoint": "/models/found", "recipe": "vllm"}}
-    with lemonade(tmp_path, extra_models=extra, config_dir=False, user_models=None) as server:
-        for name in ("Found", "extra.Found"):
-            assert attach_to_server(server.url, name).started.model == "extra.Found"
 
 
 @pytest.mark.parametrize(
@@ -373,28 +303,6 @@ def test_an_engine_that_counts_as_llamacpp_does_is_asked_once_for_each_text_afte
     count = make_token_counter("http://127.0.0.1:1", "user.Gguf", None, ask)
     assert [count("a b") for _ in range(3)] == [2, 2, 2]
     assert asked == [{"model", "prompt", "add_special_tokens"}] + 3 * [{"content", "add_special"}]
-
-
-def test_offline_a_path_is_looked_up_in_the_hubs_cache(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"hub": False}
-    with lemonade(tmp_path, **given) as server, pytest.raises(ServerError, match="resolve host name") as caught:
-        bring_up(server)
-    assert "offline" in caught.value.next_step and "config.json" in caught.value.next_step
-    there = tmp_path / ".cache/huggingface/hub/models----models--tiny/snapshots/x"
-    there.mkdir(parents=True)
-    (there / "config.json").write_text('{"quantization_config": {"quant_method": "none"}}')
-    with lemonade(tmp_path, **given) as server:
-        assert bring_up(server).model == "user.Tiny"
-
-
-def test_a_backend_with_a_newer_one_to_be_had_is_installed(tmp_path: Path) -> None:
-    with lemonade(tmp_path, update_available=True) as server:
-        ready = bring_up(server)
-        assert "install" not in [phase.name for phase in ready.phases]
-        assert ready.version == "Lemonade 11.7.0, vllm:rocm"
-        info = get_system_info(Api(server.url))
-        assert {backend.state for backend in info.recipes["vllm"].backends.values()} == {"update_available"}
-        assert info.devices.cpu.threads == 2
 
 
 def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tiny: tuple[Spawned, ReadyServer]) -> None:

@@ -432,7 +432,6 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: lemonade.get_system_info(api)
     yield lambda: lemonade.find_model(api, "m")
     yield lambda: lemonade.find_canonical_name(api, "m")
-    yield lambda: lemonade.get_load_timeout_s(api, 600.0)
     yield lambda: find_running_model(url, "m", None)
     yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
     yield lambda: LemonadeMonitor(api, "m", None, None).effective()

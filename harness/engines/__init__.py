@@ -102,7 +102,6 @@ class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     words: list[str] = []  # only its logs contain them
     wraps: bool = False  # its log also has the words of the engines that it runs
     prefixes: list[str] = []  # before the text of a line; a group named `level` holds its level
-    stamp: dict[str, str] = {}  # `regex` and `form` of its own time stamps; `elapsed`: minutes, seconds, ms, us
     starting: list[str] = []  # words of a start, which may follow a stop
     fetched: list[str] = []  # the model is complete
     ready: list[str] = []

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Any, cast
+from typing import Any
 
 from docker.models.containers import Container
 
@@ -94,16 +94,6 @@ class Shell:
                 raise ConnectionError("the shell ended")
             received += part
         return received
-
-
-def read_command_line(container: Container, pid: int) -> list[str]:
-    """Return the command line of a process, by its number inside the container; empty if it is unknown."""
-    try:
-        command = ["cat", f"/proc/{pid}/cmdline"]
-        code, text = cast(tuple[int, bytes], container.exec_run(command, stderr=False))
-    except DOCKER_ERRORS:
-        return []
-    return (text or b"").decode("utf-8", "replace").rstrip("\0").split("\0") if code == 0 else []
 
 
 _FIND_SCRIPT = """

@@ -328,10 +328,10 @@ def make_start_error(what: str, log: LogFile, failure: Diagnosis | None, next_st
     return StartError(what, next_step=next_step, detail=detail, **known)
 
 
-def make_load_error(what: str, message: str, log: LogFile, more_advice: str = "") -> StartError:
+def make_load_error(what: str, message: str, log: LogFile) -> StartError:
     """Return the error of a server that could not load its model and gave `message`."""
     failure = explain(log.path, ExitState(error=message))
-    return make_start_error(f"{what}: {message}", log, failure, _format_advice(failure) + more_advice)
+    return make_start_error(f"{what}: {message}", log, failure, _format_advice(failure))
 
 
 def advise_on_message(message: str) -> str:

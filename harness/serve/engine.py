@@ -18,7 +18,7 @@ from harness.errors import ServerError
 from harness.failures.explain import ExitState, explain
 from harness.machine.doctor import DockerEngine
 from harness.process import owner_is_gone, owner_labels
-from harness.serve.location import EngineLocation, engine_location, open_engine_socket
+from harness.serve.location import engine_location, open_engine_socket
 
 LABEL = "amd-llm-load"
 RUN_LABEL = "amd-llm-load.run"
@@ -27,6 +27,11 @@ CACHE_LABEL = "amd-llm-load.cache"  # of volumes that are kept between runs
 OWN_IMAGE = "amd-llm-load"  # built from the Dockerfile, never pulled
 _PROGRESS_EVERY_S = 0.5
 DOCKER_ERRORS = (DockerException, requests.RequestException)
+_ENGINE_ADVICE = (
+    "Install and start it (on Debian: sudo apt-get install docker.io), and get the right to use it (sudo usermod -aG "
+    "docker $USER, then log in again; members of that group rule the host), or set DOCKER_HOST. The embedded engine "
+    "needs none: `container: false`."
+)
 
 
 def make_name(run_id: str, cell_id: str) -> str:
@@ -56,7 +61,9 @@ def connect() -> docker.DockerClient:
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
         if ssh_socket is None:
-            raise _connection_error(location, error) from None
+            raise ServerError(
+                f"the Docker Engine at {location.address} cannot be used: {error}", next_step=_ENGINE_ADVICE
+            ) from None
         reason = ssh_socket.last_error() or error
         raise ServerError(
             f"the Docker Engine at {location.address} cannot be reached over ssh: {reason}",
@@ -76,35 +83,13 @@ def get_engine_version() -> str | None:
         return str(client.version()["Version"])
 
 
-def _connection_error(location: EngineLocation, error: Exception) -> ServerError:
-    address, text = location.address, str(error)
-    if isinstance(error, PermissionError) or "Permission denied" in text:
-        what = f"no permission to use the Docker Engine at {address}"
-        step = "sudo usermod -aG docker $USER, then log in again (members of that group rule the host)."
-    elif isinstance(error, FileNotFoundError):
-        what = f"there is no Docker Engine at {address}"
-        step = (
-            "Install and start it (on Debian: sudo apt-get install docker.io), or set DOCKER_HOST. "
-            "The embedded engine needs none: `container: false`."
-        )
-    elif "refused" in text:
-        is_here = address.startswith("unix://")
-        what = f"the Docker Engine at {address} does not run (connection refused)"
-        step = "Start it: sudo systemctl start docker." if is_here else f"Start it there, or check {location.named_by}."
-    else:
-        what, step = f"the Docker Engine at {address} cannot be used: {text}", f"Check {location.named_by}."
-    return ServerError(what, next_step=step)
-
-
 def make_docker_error(what: str, error: Exception) -> ServerError:
     """Return an error of the Docker Engine, with the cause and the fix if the table of failures knows it."""
     text = str(error.explanation or error) if isinstance(error, APIError) else str(error)
     failure = explain("", ExitState(error=text))
     if failure is not None:
         return ServerError(f"{what}: {failure.cause}", next_step=f"To solve it: {failure.fix}.", detail=text)
-    if isinstance(error, requests.RequestException) and not isinstance(error, APIError):
-        return ServerError(f"{what}: the Docker Engine gave no answer", next_step="Is it running?", detail=text)
-    return ServerError(f"{what}: {text}", next_step="This is what the Docker Engine said.")
+    return ServerError(f"{what}: {text}", next_step="Check that the Docker Engine runs; this is its message.")
 
 
 def get_engine_facts() -> DockerEngine:

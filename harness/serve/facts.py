@@ -1,7 +1,7 @@
 """The settings with which a server really runs, for the manifest: from its log, its metrics, its answers and its image.
 
 The lines of a log that matter are `startup` in the facts of each engine. The time of a line is the Docker Engine's
-stamp, else the server's own stamp, which may be in whole seconds. Times are compared only within one log.
+stamp. Times are compared only within one log.
 """
 
 import ast
@@ -9,7 +9,8 @@ import math
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -52,7 +53,7 @@ def record_facts(
     image, started_s = None, None
     if container is not None:
         image = read_image_contents(container)
-        started_s = _parse_time(f"{container.attrs['State'].get('StartedAt')} ", *_DOCKER_STAMP)
+        started_s = _parse_time(f"{container.attrs['State'].get('StartedAt')} ")
     return msgspec.structs.replace(
         served,
         # These may contain text from the environment or from the server. `model` stays: requests send it.
@@ -203,17 +204,7 @@ def parse_versions(text: str) -> dict[str, str]:
 
 MAX_LOG_BYTES = 4_000_000  # from the start of a log; what an engine logs under load comes later
 _MAX_CLOCK_SHIFT_S = 1.0  # clocks are set now and then: phases that exceed the measured time by more are ignored
-_DOCKER_STAMP = (re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "), "%Y-%m-%dT%H:%M:%S")
-_ELAPSED = "elapsed"  # the form of stamps that count minutes, seconds, ms and us since the process was started
-# The stamps of servers that run another engine come first: in a line, they precede the engine's own stamp.
-_STAMPS = (
-    _DOCKER_STAMP,
-    *(
-        (re.compile(stamp["regex"]), stamp["form"])
-        for engine in sorted(engines(), key=lambda engine: not engine.log.wraps)
-        if (stamp := engine.log.stamp)
-    ),
-)
+_STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z ")  # of the Docker Engine
 _TYPES = get_type_hints(Startup)
 _IGNORED_ARGUMENTS = ("port", "host", "model_tag")  # of the arguments: any free port; a second name of `model`
 
@@ -224,7 +215,7 @@ class LogFacts(Struct, frozen=True):
     facts: Startup
     effective: dict[str, Any]
     ends: dict[str, float]  # by phase: when it ended, on the log's own clock
-    started_s: float | None  # of the first line, or of the process if the stamps count from there
+    started_s: float | None  # of the first line
 
 
 def parse_log(path: Path) -> LogFacts:
@@ -235,9 +226,8 @@ def parse_log(path: Path) -> LogFacts:
 
 
 def parse_log_lines(lines: Sequence[str]) -> LogFacts:
-    """Return the facts of the server's start. The best kind of time stamp that the log has gives the times."""
-    stamp = next((stamp for stamp in _STAMPS if any(stamp[0].search(line) for line in lines)), None)
-    timed = [(None if stamp is None else _parse_time(line, *stamp), _DOCKER_STAMP[0].sub("", line)) for line in lines]
+    """Return the facts of the server's start."""
+    timed = [(_parse_time(line), _STAMP.sub("", line)) for line in lines]
     facts: dict[str, Any] = {}
     effective: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
@@ -254,8 +244,6 @@ def parse_log_lines(lines: Sequence[str]) -> LogFacts:
                 ends[rule.ends] = max(at_s, ends.get(rule.ends, at_s))
     effective |= {key: value for key, value in arguments.items() if key not in _IGNORED_ARGUMENTS}
     started_s = next((at_s for at_s, _ in timed if at_s is not None), None)
-    if stamp is not None and stamp[1] == _ELAPSED:
-        started_s = 0.0
     return LogFacts(Startup(**facts), effective, ends, started_s)
 
 
@@ -321,20 +309,13 @@ def split_phases(measured: Sequence[Phase], log: LogFacts, started_s: float | No
     return [*measured[:first], *inner, rest, *measured[first + len(waits) :]]
 
 
-def _parse_time(line: str, pattern: re.Pattern[str], form: str) -> float | None:
-    match = pattern.search(line)
+def _parse_time(line: str) -> float | None:
+    match = _STAMP.search(line)
     if match is None:
         return None
-    if form == _ELAPSED:
-        minutes, seconds, milli, micro = map(int, match.groups())
-        return minutes * 60 + seconds + milli / 1e3 + micro / 1e6
-    # A stamp without a year is put into one that has every day.
-    text, form = (match[1], form) if form.startswith("%Y") else (f"2000-{match[1]}", f"%Y-{form}")
-    try:
-        moment = datetime.strptime(text, form).replace(tzinfo=UTC)
-    except ValueError:
-        return None
-    return moment.timestamp() + float(match[2] or 0)
+    with suppress(ValueError):
+        return datetime.fromisoformat(f"{match[1]}+00:00").timestamp() + float(match[2] or 0)
+    return None
 
 
 def _parse_number(text: str, kind: Any) -> Any:

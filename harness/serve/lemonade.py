@@ -22,7 +22,7 @@ from harness.failures.unexpected_response import decode_json, error_message, par
 from harness.files import UNDECODABLE
 from harness.serve import probe
 from harness.serve.compose_file import LemonadeSettings
-from harness.serve.container_commands import FETCH_S, Shell, read_command_line
+from harness.serve.container_commands import FETCH_S, Shell
 from harness.serve.containers import LogFile, advise_on_message, make_load_error
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.probe import PhaseTimer, StartupWatch, explain_connection_error
@@ -42,13 +42,8 @@ SYSTEM_INFO_S = 120.0  # the first call on a machine detects its hardware
 CLEANUP_S = 60.0  # after both attempts of a load: each may take 10 s to clean up
 MAX_SILENCE_S = 300.0  # between two events of a download; a hub may be slow
 OWN_METRICS_S = 1.0  # they wait when all threads are busy, and must not delay the metrics of the engine
-DEFAULT_LOAD_TIMEOUT_S = 600.0  # Lemonade's own default
+MAX_ATTACHED_LOAD_S = 3600.0  # of a Lemonade whose own limit is not known
 MAX_LISTED_MODELS = 5000  # in which a similar name is searched
-RETRY_WORDS = "evicting all models and retrying"
-KERNEL_FIX = (
-    "Install Linux 6.18.4 or newer, or a kernel with the fix (Ubuntu: linux-oem-24.04); it has the fix when `grep -E "
-    '"cwsr_size|ctl_stack_size" /sys/class/kfd/kfd/topology/nodes/*/properties` prints lines. Lemonade\'s page: {page}'
-)
 OFFLINE_FIX = (
     "Set offline and no_fetch_executables to false for one run: what is downloaded stays on the volume. "
     "Without a network, put the model into the folder that huggingface_cache names."
@@ -224,23 +219,12 @@ def find_canonical_name(api: Api, model: str) -> str:
     return next((name for name in candidates if api.read(f"{API_PREFIX}/models/{name}", object) is not None), model)
 
 
-class _LemonadeConfig(Struct, frozen=True):
-    global_timeout: Annotated[float, Meta(gt=0, le=7 * 86_400)] | None = None
-
-
-def get_load_timeout_s(api: Api, global_timeout_s: float = DEFAULT_LOAD_TIMEOUT_S) -> float:
-    """Return how long a load may take: Lemonade tries twice, each as long as its configuration says, else as given."""
-    config = api.read("/internal/config", _LemonadeConfig) or _LemonadeConfig()
-    return 2 * (config.global_timeout or global_timeout_s) + CLEANUP_S
-
-
 class LoadedModel(Struct, frozen=True):
     """A model that is loaded."""
 
     model: str  # id to send: vLLM knows no other name
     version: str  # of Lemonade, with the backend's name; only the backend knows its own version
     max_parallel: int | None  # requests that Lemonade serves at once
-    notes: list[Reason] = []
 
 
 def bring_up_model(
@@ -280,18 +264,24 @@ def bring_up_model(
         progress = ["downloading the model"]
         run(lambda: download(api, pull, progress, deadline), progress)
         timer.finish("download")
-    limit_s = get_load_timeout_s(api, settings.global_timeout_s)
+    limit_s = 2 * settings.global_timeout_s + CLEANUP_S  # Lemonade tries twice
     load = {"model_name": settings.model, **settings.options, "pinned": True}
     # To give up before Lemonade does would hide its reason.
     load_deadline = max(deadline, time.monotonic() + limit_s)
     answer = run(lambda: _post_or_raise(api, "/load", load, limit_s), "loading the model", load_deadline)
     if answer.status_code != 200:
-        orphans = watch.list_orphans()
-        more = f" It left {', '.join(orphans)}, which held GPU memory until the container was removed."
         what = f"Lemonade could not load '{settings.model}': HTTP {answer.status_code}"
-        raise make_load_error(what, error_message(answer.content), watch.log, more if orphans else "")
+        raise make_load_error(what, error_message(answer.content), watch.log)
     timer.finish("load")
-    return _confirm_loaded(api, settings.model, watch)
+    health = get_health(api)
+    running = None if health is None else health.find(settings.model)
+    if health is None or running is None:
+        raise StartError(
+            f"Lemonade reported that '{settings.model}' is loaded, and its /health does not have it",
+            next_step="Look at the last lines of its log: the backend may have died at once.",
+            detail=watch.log.tail(),
+        )
+    return describe_loaded_model(api, settings.model, running, health.version)
 
 
 def _choose_backend(system: LemonadeSystem, recipe: str, wanted: str | None) -> tuple[str | None, str]:
@@ -300,12 +290,10 @@ def _choose_backend(system: LemonadeSystem, recipe: str, wanted: str | None) -> 
     states = {name: backend.state for name, backend in known.backends.items()}
     if wanted is not None and system.recipes:
         return wanted, states.get(wanted, "unknown")
-    default = known.default_backend if known.default_backend in states else None
-    if default is not None and states[default] != "unsupported":
-        return default, states[default]
-    installed = [name for name, state in states.items() if state in _INSTALLED]
     usable = [name for name, state in states.items() if state != "unsupported"]
-    choices = [*installed, *usable, *([default] if default else []), *(states if len(states) == 1 else [])]
+    installed = [name for name in usable if states[name] in _INSTALLED]
+    default = [known.default_backend] if known.default_backend in states else []
+    choices = [*(name for name in default if name in usable), *installed, *usable, *default]
     return (choices[0], states[choices[0]]) if choices else (None, "")
 
 
@@ -322,32 +310,11 @@ def _find_install_error(answer: requests.Response, name: str) -> ServerError | N
     if answer.status_code == 200 and not action:
         return None
     detail = action or error_message(answer.content)
-    if action or "kernel" in detail:
-        return ServerError(
-            f"Lemonade does not install {name}: this machine's Linux kernel lacks what gfx1151 needs (CWSR)",
-            next_step=KERNEL_FIX.format(page=action or "https://lemonade-server.ai/gfx1151_linux.html"),
-            detail=detail,
-        )
     return ServerError(
         f"Lemonade does not install {name}: {detail}",
-        next_step="`harness doctor` says what this GPU can run. Where the backend is fetched by hand, set its "
+        next_step=f"{advise_on_message(detail)} `harness doctor` says what this GPU can run. To fetch the backend, set "
         "no_fetch_executables and offline to false for one start.",
     )
-
-
-def _confirm_loaded(api: Api, model: str, watch: StartupWatch) -> LoadedModel:
-    health = get_health(api)
-    running = None if health is None else health.find(model)
-    if health is None or running is None:
-        raise StartError(
-            f"Lemonade said that '{model}' is loaded, and its /health does not have it",
-            next_step="Look at the last lines of its log: the backend may have died at once.",
-            detail=watch.log.tail(),
-        )
-    loaded = describe_loaded_model(api, model, running, health.version)
-    if RETRY_WORDS not in watch.log.text():
-        return loaded
-    return msgspec.structs.replace(loaded, notes=[because("load_retried", server=NAME)])
 
 
 def describe_loaded_model(api: Api, model: str, running: RunningModel, version: str | None) -> LoadedModel:
@@ -373,8 +340,6 @@ def _post_or_raise(api: Api, path: str, body: dict[str, Any], timeout_s: float) 
 
 class _DownloadEvent(Struct, frozen=True):
     file: str = ""
-    file_index: int = 0
-    total_files: int = 0
     bytes_total: float = 0.0
     percent: float = 0.0
 
@@ -384,28 +349,27 @@ def download(api: Api, body: dict[str, Any], progress: list[str], deadline: floa
 
     Raises ServerError, also for an error event.
     """
-    model = body["model_name"]
+    failed = f"Lemonade could not download '{body['model_name']}'"
     try:
         with api.post(f"{API_PREFIX}/pull", body, MAX_SILENCE_S, stream=True) as response:
             if response.status_code != 200:
-                message = error_message(response.content)
-                step = OFFLINE_FIX if "offline" in message else "Check its name, and that the machine reaches the hub."
-                raise ServerError(f"Lemonade cannot download '{model}': {message}", next_step=step)
+                raise _make_download_error(failed, error_message(response.content))
             for kind, data in parse_events(probe.iterate_lines(response)):
                 if kind == "error":
-                    raise ServerError(
-                        f"Lemonade could not download '{model}': {error_message(data)}",
-                        next_step="Check the network of the container, the model's name, and HF_TOKEN for a gated "
-                        "model.",
-                    )
+                    raise _make_download_error(failed, error_message(data))
                 if kind == "complete":
                     return
                 progress[-1:] = [_describe_progress(data)]
                 if time.monotonic() > deadline:
                     return
     except requests.RequestException as error:
-        what = f"the download of '{model}' by Lemonade broke off ({explain_connection_error(error)})"
-        raise ServerError(what, next_step="Run again to resume.") from None
+        raise ServerError(f"{failed} ({explain_connection_error(error)})", next_step="Run again to resume.") from None
+
+
+def _make_download_error(what: str, message: str) -> ServerError:
+    offline = f" {OFFLINE_FIX}" if "offline" in message else ""
+    step = f"Check the network of the container, the model's name, and HF_TOKEN for a gated model.{offline}"
+    return ServerError(f"{what}: {message}", next_step=step)
 
 
 def parse_events(lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
@@ -429,9 +393,7 @@ def _describe_progress(data: bytes) -> str:
         event = msgspec.json.decode(data, type=_DownloadEvent, strict=False)
     except (ValueError, RecursionError):
         event = _DownloadEvent()
-    part = f" ({event.file_index} of {event.total_files})" if event.total_files > 1 else ""
-    size = f" of {event.bytes_total / 1e9:.1f} GB" if event.bytes_total else ""
-    return f"downloading {event.file[:200] or 'the model'}{part}: {event.percent:.0f} %{size}"
+    return f"downloading {event.file[:200] or 'the model'}: {event.percent:.0f} % of {event.bytes_total / 1e9:.1f} GB"
 
 
 def find_running_model(url: str, model: str | None, key: str | None) -> LoadedModel | None:
@@ -456,12 +418,7 @@ def _load_with_saved_options(api: Api, model: str) -> None:
     known = find_model(api, model)
     if isinstance(known, ServerError):
         raise known
-    body, limit_s = {"model_name": find_canonical_name(api, model)}, get_load_timeout_s(api)
-    try:
-        answer = api.post(f"{API_PREFIX}/load", body, limit_s)
-    except requests.RequestException as error:
-        reason = explain_connection_error(error)
-        raise ServerError(f"Lemonade gave no answer while loading '{model}' ({reason})") from None
+    answer = _post_or_raise(api, "/load", {"model_name": find_canonical_name(api, model)}, MAX_ATTACHED_LOAD_S)
     if answer.status_code != 200:
         message = error_message(answer.content)
         # The reason is in a log that only its owner has.
@@ -511,15 +468,12 @@ class LemonadeMonitor:
         return _fetch_local(url + path, sent) if self._is_own_engine[url] else ""
 
     def effective(self) -> dict[str, Any]:
-        """Return the settings of the model. Lemonade reports the command line since v11.8.0; before, its process."""
+        """Return the settings of the model, as /health reports them."""
         running = self._running
         if running is None:
             return {}
-        command = running.command
-        if not command and running.pid is not None and self._container is not None:
-            command = read_command_line(self._container, running.pid)
         settings = {
-            "launch_command": command, "recipe": running.recipe, "recipe_options": running.recipe_options,
+            "launch_command": running.command, "recipe": running.recipe, "recipe_options": running.recipe_options,
             "checkpoint": running.checkpoint, "device": running.device,
         }  # fmt: skip
         return {name: value for name, value in settings.items() if value}

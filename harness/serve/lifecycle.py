@@ -30,7 +30,7 @@ from harness.serve.container_commands import container_source, has_shell
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
 from harness.serve.engine import connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
-from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model, list_orphans
+from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model
 from harness.serve.location import EngineLocation, engine_location, is_this_machine, open_tunnel, resolve_host
 from harness.serve.probe import PhaseTimer, StartupWatch
 from harness.serve.ready import ReadyServer, wait_ready
@@ -322,7 +322,7 @@ def _start_and_wait(start: ServerStart, cell: CellContainers, tunnels: contextli
     else:
         url = compose_file.make_url(address, host_port)
     filled_start = replace(start, compose=replace(start.compose, serving=cell.compose.serving))
-    ready = _wait_until_ready(filled_start, url, read_status, log, container)
+    ready = _wait_until_ready(filled_start, url, read_status, log)
     loaded = ready.loaded
     monitor = None if loaded is None else LemonadeMonitor(Api(url, start.api_key), ready.model, log, container)
     container.reload()
@@ -333,7 +333,6 @@ def _start_and_wait(start: ServerStart, cell: CellContainers, tunnels: contextli
         model=ready.model,
         over_ssh=address is None,
         max_parallel=None if loaded is None else loaded.max_parallel,
-        notes=[*([] if loaded is None else loaded.notes), *service.served.notes],
         phases=service.served.phases + ready.phases,
     )
     return Endpoint(
@@ -412,17 +411,12 @@ def attach_to_server(
     return Endpoint(url=served.url, started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)
 
 
-def _wait_until_ready(
-    start: ServerStart, url: str, read_status: StatusReader, log: LogFile, container: Container | None = None
-) -> ReadyServer:
+def _wait_until_ready(start: ServerStart, url: str, read_status: StatusReader, log: LogFile) -> ReadyServer:
     def find_death() -> ServerError | None:
         status = read_status(False)
         return None if status.death is None else containers.make_death_error(status, log)
 
-    def find_orphans() -> list[str]:
-        return [] if container is None else list_orphans(container)
-
-    watch = StartupWatch(find_death, log, start.server.startup_timeout_s, start.on_progress, find_orphans)
+    watch = StartupWatch(find_death, log, start.server.startup_timeout_s, start.on_progress)
     return wait_ready(url, start.serving, start.model, watch, api_key=start.api_key, key_name=start.key_name)
 
 

@@ -7,7 +7,6 @@ ssh:// only with a second implementation of SSH (paramiko), which reads little o
 import atexit
 import contextlib
 import functools
-import hashlib
 import os
 import select
 import shlex
@@ -23,14 +22,14 @@ from typing import IO
 from urllib.parse import urlsplit
 
 import msgspec
+from docker.context import ContextAPI
 from docker.errors import DockerException
 from docker.tls import TLSConfig
 from docker.utils import kwargs_from_env, parse_host
 
 from harness import process
 from harness.errors import ServerError
-from harness.files import read_bytes
-from harness.process import free_port, is_port_free
+from harness.process import free_port
 
 DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _DOCKER_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "HOME")
@@ -80,63 +79,24 @@ def is_this_machine(host: str) -> bool:
 @functools.cache
 def _find_location(_environment: tuple[str, ...]) -> EngineLocation:
     address = os.environ.get("DOCKER_HOST", "").strip()
-    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
-    context = os.environ.get("DOCKER_CONTEXT") or _read_current_context(folder)
-    if not address and context != "default":
-        return _from_context(folder / "contexts", context)
+    if not address:
+        try:
+            context = ContextAPI.get_context(os.environ.get("DOCKER_CONTEXT"))
+        except Exception as error:  # the SDK raises a plain Exception for a damaged file
+            return EngineLocation(address="", named_by="the Docker context", problem=str(error))
+        if context is None:
+            named_by = f"the Docker context '{os.environ.get('DOCKER_CONTEXT')}'"
+            return EngineLocation(address="", named_by=named_by, problem=f"{named_by} does not exist")
+        if context.name != "default":
+            return _from_address(
+                context.Host or DEFAULT_ADDRESS, f"the Docker context '{context.name}'", context.TLSConfig
+            )
     address = address or DEFAULT_ADDRESS
     try:
         tls = kwargs_from_env().get("tls")
     except DockerException as error:
         return EngineLocation(address=address, problem=f"the Docker Engine at {address} cannot be used: {error}")
     return _from_address(address, "DOCKER_HOST", tls)
-
-
-class _Config(msgspec.Struct):
-    """The part of Docker's config.json that is used."""
-
-    current: str = msgspec.field(default="", name="currentContext")
-
-
-class _Endpoint(msgspec.Struct):
-    host: str = msgspec.field(default="", name="Host")
-    unverified: bool = msgspec.field(default=False, name="SkipTLSVerify")
-
-
-class _Context(msgspec.Struct):
-    """The part of a context's meta.json that is used."""
-
-    endpoints: dict[str, _Endpoint] = msgspec.field(default_factory=dict, name="Endpoints")
-
-
-def _read_current_context(folder: Path) -> str:
-    try:
-        return msgspec.json.decode(read_bytes(folder / "config.json"), type=_Config).current or "default"
-    except (OSError, msgspec.DecodeError):  # Docker's command line also continues after a damaged file
-        return "default"
-
-
-def _from_context(folder: Path, name: str) -> EngineLocation:
-    named_by = f"the Docker context '{name}'"
-    digest = hashlib.sha256(name.encode()).hexdigest()
-    path = folder / "meta" / digest / "meta.json"
-    try:
-        endpoint = msgspec.json.decode(read_bytes(path), type=_Context).endpoints["docker"]
-        tls = _read_context_tls(folder / "tls" / digest / "docker", endpoint)
-    except (OSError, KeyError, msgspec.DecodeError, DockerException) as error:
-        reason = "it does not exist" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-        return EngineLocation(address="", named_by=named_by, problem=f"{named_by} cannot be used: {reason} ({path})")
-    return _from_address(endpoint.host or DEFAULT_ADDRESS, named_by, tls)
-
-
-def _read_context_tls(folder: Path, endpoint: _Endpoint) -> TLSConfig | None:
-    authority, certificate, key = (
-        str(path) if (path := folder / f"{name}.pem").exists() else None for name in ("ca", "cert", "key")
-    )
-    if not (endpoint.unverified or authority or certificate or key):
-        return None
-    pair = (certificate, key) if certificate and key else None
-    return TLSConfig(client_cert=pair, ca_cert=authority, verify=not endpoint.unverified)
 
 
 def _from_address(address: str, named_by: str, tls: TLSConfig | None) -> EngineLocation:
@@ -170,7 +130,6 @@ def _parse_ssh_address(address: str) -> tuple[str, tuple[str, ...]]:
 
 MAX_CONNECT_S = 30
 _MAX_STOP_S = 5.0
-_MAX_PORT_TRIES = 5  # another program may take a free port before ssh does
 _MAX_STDERR_BYTES = 4096
 _FORBIDDEN_WORDS = "administratively prohibited"  # OpenSSH's text for a reason of RFC 4254, section 5.1
 _TUNNEL_OPTIONS = (
@@ -241,27 +200,24 @@ def _ssh_command(location: EngineLocation, *options: str) -> list[str]:
 
 def _start_tunnel(location: EngineLocation, target: str, stderr: IO[bytes]) -> tuple[int, subprocess.Popen[bytes]]:
     """Start an `ssh` that listens at a free local port; return both."""
-    for _ in range(_MAX_PORT_TRIES):
-        local_port = free_port()
-        command = _ssh_command(location, *_TUNNEL_OPTIONS, "-n", "-N", "-L", f"127.0.0.1:{local_port}:{target}")
-        child = process.start(command, stdout=subprocess.PIPE, stderr=stderr)
-        assert child.stdout is not None
-        try:
-            with child.stdout:
-                is_open = select.select([child.stdout], [], [], 2 * MAX_CONNECT_S)[0] and child.stdout.readline()
-            if is_open:
-                return local_port, child
-        except BaseException:
-            process.stop(child)
-            raise
+    local_port = free_port()
+    command = _ssh_command(location, *_TUNNEL_OPTIONS, "-n", "-N", "-L", f"127.0.0.1:{local_port}:{target}")
+    child = process.start(command, stdout=subprocess.PIPE, stderr=stderr)
+    assert child.stdout is not None
+    try:
+        with child.stdout:
+            is_open = select.select([child.stdout], [], [], 2 * MAX_CONNECT_S)[0] and child.stdout.readline()
+        if is_open:
+            return local_port, child
+    except BaseException:
         process.stop(child)
-        if is_port_free(local_port):
-            break
+        raise
+    process.stop(child)
     raise ServerError(
         f"no ssh tunnel to {location.host} can be opened: {_read_last_line(stderr) or 'ssh gives no answer'}",
         next_step=f"Try it: {shlex.join(['ssh', *location.ssh])}. Without a tunnel: set the server's variable "
         "`publish` to an address of that host, which opens the port to its network.",
-        detail=_read_start_and_end(stderr),
+        detail=_read_tail(stderr),
     )
 
 
@@ -270,22 +226,19 @@ def _find_tunnel_problem(location: EngineLocation, child: subprocess.Popen[bytes
     if code is not None:
         reason = _read_last_line(stderr) or "ssh did not say why"
         return f"the ssh tunnel to {location.host} ended (exit code {code}): {reason}"
-    if _FORBIDDEN_WORDS in _read_start_and_end(stderr):
+    if _FORBIDDEN_WORDS in _read_tail(stderr):
         return f"the ssh server of {location.host} forbids tunnels (AllowTcpForwarding, PermitOpen in its sshd_config)"
     return None
 
 
-def _read_start_and_end(stderr: IO[bytes]) -> str:
-    """Return the first and the last bytes that ssh printed on its standard error."""
-    size = os.fstat(stderr.fileno()).st_size
-    parts = [os.pread(stderr.fileno(), _MAX_STDERR_BYTES, 0)]
-    if size > _MAX_STDERR_BYTES:
-        parts.append(os.pread(stderr.fileno(), _MAX_STDERR_BYTES, max(_MAX_STDERR_BYTES, size - _MAX_STDERR_BYTES)))
-    return b"".join(parts).decode("utf-8", "replace")
+def _read_tail(stderr: IO[bytes]) -> str:
+    """Return the last bytes that ssh printed on its standard error."""
+    start = max(0, os.fstat(stderr.fileno()).st_size - _MAX_STDERR_BYTES)
+    return os.pread(stderr.fileno(), _MAX_STDERR_BYTES, start).decode("utf-8", "replace")
 
 
 def _read_last_line(stderr: IO[bytes]) -> str:
-    lines = map(str.strip, reversed(_read_start_and_end(stderr).splitlines()))
+    lines = map(str.strip, reversed(_read_tail(stderr).splitlines()))
     return next(filter(None, lines), "")
 
 

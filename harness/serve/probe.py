@@ -350,7 +350,6 @@ class StartupWatch(Struct, frozen=True):
     log: LogFile
     timeout_s: float
     on_progress: Callable[[str], None]
-    list_orphans: Callable[[], list[str]] = list  # engine processes without a server, as text
 
 
 def wait_for_death(watch: StartupWatch) -> ServerError | None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import threading
 import time
@@ -16,7 +15,6 @@ import requests
 import yaml
 
 from harness.analysis.summarize import read_summary
-from harness.errors import ServerError
 from harness.files import ROOT
 from harness.process import free_port
 from harness.reasons import sentence
@@ -126,10 +124,6 @@ def test_settings_that_an_earlier_start_left_do_not_count(variables: Variables, 
     for timeout in (111, 222):
         with served(scenario(variables(old, global_timeout=timeout, **given)), tmp_path) as endpoint:
             assert requests.get(endpoint.url + "/internal/config", timeout=5).json()["global_timeout"] == timeout
-            entry = requests.get(endpoint.url + "/api/v1/health", timeout=5).json()["all_models_loaded"][0]
-            assert "launch_command" not in entry
-            proof = endpoint.served_by.effective["launch_command"]  # as its process shows it
-            assert "vllm-server" in proof and "user.Tiny" in proof
 
 
 def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> None:
@@ -139,24 +133,7 @@ def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> No
         assert endpoint.container is not None
         (orphan,) = list_orphans(endpoint.container)
         assert orphan.startswith("an orphaned VLLM::EngineCore (process ")
-        assert endpoint.served_by.notes == [because("load_retried", server="Lemonade")]
         assert endpoint.problems() == [because("orphan_memory", name=orphan)]
-
-
-def test_a_load_that_fails_tells_of_its_orphans_and_is_cleared_away(
-    variables: Variables, client: docker.DockerClient, tmp_path: Path
-) -> None:
-    behaviour = {"downloaded": True, "never_ready": 2, "orphan": True}
-    given = variables(behaviour, checkpoint="org/tiny", recipe="vllm", global_timeout=1)
-    with (
-        pytest.raises(ServerError, match="failed to start within timeout") as caught,
-        served(scenario(given), tmp_path),
-    ):
-        pass
-    assert "an orphaned VLLM::EngineCore" in caught.value.next_step
-    assert remains(client, tmp_path.name) == []
-    pids = re.findall(r"process (\d+) of the host", caught.value.next_step)
-    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_a_secret_key_reaches_lemonade_and_no_file(
@@ -260,14 +237,3 @@ def test_compose_brings_the_same_up(variables: Variables, compose_environment: d
         assert entry["recipe_options"] == {"ctx_size": 4000}
     finally:
         subprocess.run([*command, "down", "--timeout", "3"], capture_output=True, env=compose_environment)
-
-
-def test_a_variable_of_the_shell_is_filled_in_for_the_load(
-    variables: Variables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MOST", "7")
-    args = {"checkpoint": "org/tiny", "recipe": "vllm", "vllm_args": "--max-num-seqs ${MOST}"}
-    with served(scenario(variables({"downloaded": True}, **args)), tmp_path) as endpoint:
-        assert endpoint.served_by.effective["launch_command"][-2:] == ["--max-num-seqs", "7"]
-        options = json.loads(output(endpoint, "cat /opt/lemonade/.cache/lemonade/recipe_options.json"))
-        assert options["user.Tiny"]["vllm_args"] == "--max-num-seqs 7"
