@@ -86,7 +86,8 @@ def _find_location(_environment: tuple[str, ...]) -> EngineLocation:
             return EngineLocation(address="", named_by="the Docker context", problem=str(error))
         if context is None:
             named_by = f"the Docker context '{os.environ.get('DOCKER_CONTEXT')}'"
-            return EngineLocation(address="", named_by=named_by, problem=f"{named_by} does not exist")
+            problem = f"{named_by} does not exist next to Docker's config.json (it may contain just {{}})"
+            return EngineLocation(address="", named_by=named_by, problem=problem)
         if context.name != "default":
             return _from_address(
                 context.Host or DEFAULT_ADDRESS, f"the Docker context '{context.name}'", context.TLSConfig
