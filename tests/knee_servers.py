@@ -33,6 +33,10 @@ MAX_LEVEL = 256
 BLOCK_ANSWERS = 2.0  # a block is so many mean answers long
 
 
+# Of each 20 servers, those up to this place.
+KINDS = ((4, "cliff"), (8, "falling"), (11, "none"), (16, "corner"), (20, "smooth"))
+
+
 class KneeServer(msgspec.Struct, frozen=True):
     kind: str
     config: EngineConfig
@@ -40,20 +44,9 @@ class KneeServer(msgspec.Struct, frozen=True):
 
 
 def knee_server(seed: int) -> KneeServer:
-    """Of each 20: 4 with a cliff, 4 falling, 3 without a knee in range, 5 with a corner, 4 smooth."""
     dice = random.Random(f"server {seed}")
     place = seed % 20
-    kind = (
-        "cliff"
-        if place < 4
-        else "falling"
-        if place < 8
-        else "none"
-        if place < 11
-        else "corner"
-        if place < 16
-        else "smooth"
-    )
+    kind = next(kind for end, kind in KINDS if place < end)
 
     def log_uniform(low: float, high: float) -> float:
         return math.exp(dice.uniform(math.log(low), math.log(high)))

@@ -95,20 +95,14 @@ def test_a_plain_value_passes() -> None:
     ("text", "shown"),
     [
         ("--api-key sk-abcdefgh1234567 --port 8000", "--api-key *** --port 8000"),
-        ("--api-key=plainword", "--api-key=***"),
         ("['--api-key', 'plainword', '--port', '1']", "['--api-key', '***', '--port', '1']"),
-        ("{'api_key': ['plainword'], 'x': 1}", "{'api_key': ['***'], 'x': 1}"),
         ('{"api_key": "plainword"}', '{"api_key": "***"}'),
         (r'"{\"api_key\": \"plainword\"}"', r'"{\"api_key\": \"***\"}"'),
         ("HF_TOKEN=hf_abcdefghijklm vllm", "HF_TOKEN=*** vllm"),
         ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
-        ("Authorization: plainword", "Authorization: ***"),
-        ("bad token hf_AbCdEfGh1234567!", "bad token ***!"),
         ("Incorrect API key provided: sk-abcdefgh1234567.", "Incorrect API key provided: ***."),
         ("https://me:plainword@host/x", "https://***@host/x"),
         ("LEMONADE_ADMIN_API_KEY='two words' x", "LEMONADE_ADMIN_API_KEY='***' x"),
-        ("SMTP_PW=plainword GITHUB_PAT: plainword", "SMTP_PW=*** GITHUB_PAT: ***"),
-        ("client_secret=plainword,x", "client_secret=***"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY----- x", "*** x"),
     ],
 )
@@ -135,27 +129,19 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 
 def test_every_value_from_the_environment_is_hidden_whatever_it_is_called() -> None:
-    asked = {
+    used = {
         "command": ["--max-num-seqs", "64", "--level", "${LEVEL}", "--n=${N}", "--what=${ODD}", "${SHORT}", "${URL}"],
         "environment": {"MYTHING": "${MYTHING}", "PROXY": "http://user:${PW}@proxy:1", "ON": "${ON}", "K": "${LINES}"},
     }
     environment = {
-        "LEVEL": "level",  # stands in the file as well
-        "N": "64",
-        "ODD": "an odd value",
-        "SHORT": "abc",
-        "URL": "a/b c",
-        "MYTHING": "mything-value",
-        "PW": "pass",
-        "ON": "true",
-        "LINES": "first line\nsecond line",
-        "OTHER": "not asked for",
-    }
-    found = collect_secrets(asked, environment)
-    assert found == {
+        "LEVEL": "level", "N": "64", "ODD": "an odd value", "SHORT": "abc", "URL": "a/b c", "MYTHING": "mything-value",
+        "PW": "pass", "ON": "true", "LINES": "first line\nsecond line", "OTHER": "not used",
+    }  # fmt: skip
+    secrets = collect_secrets(used, environment)
+    assert secrets == {
         "an odd value": False, "a/b c": False, "mything-value": False, "pass": True, "first line\nsecond line": False,
     }  # fmt: skip
-    register_secrets(found)
+    register_secrets(secrets)
     text = "first%20line%0Asecond%20line first line\\nsecond line an%20odd%20value mything-value second line a%2Fb%20c"
     assert masked(f"{text} pass level 64 true abc", "known") == "*** *** *** *** *** *** *** level 64 true abc"
 
@@ -176,9 +162,9 @@ def test_the_manifest_has_none_of_them_and_keeps_the_names() -> None:
     }
     served = ServedBy(url="http://127.0.0.1:9", template="ollama", version="my-own-value 1", container=container)
     register_secrets({"my-own-value": True})
-    found = record_facts(served)
-    assert found.version == "*** 1"
-    assert found.container == {
+    facts = record_facts(served)
+    assert facts.version == "*** 1"
+    assert facts.container == {
         "Entrypoint": ["env", "X=***", "vllm"],
         "Environment": {"HF_TOKEN": "${HF_TOKEN-}"},
         "HostConfig": {"Mounts": [{"Source": "/secret/***", "ReadOnly": True}]},
@@ -186,23 +172,15 @@ def test_the_manifest_has_none_of_them_and_keeps_the_names() -> None:
     assert masked({"a": [1, None, "my-own-value"]}, "known") == {"a": [1, None, "***"]}
 
 
-@pytest.mark.parametrize("words", [["check"], ["run", "--url", "http://127.0.0.1:9", "--runs", "runs"]])
-def test_a_secret_in_the_question_or_a_comment_is_refused(tmp_path: Path, words: list[str]) -> None:
-    (tmp_path / "s.yaml").write_text(SCENARIO.format(question=f"my token is {HUB}", more="") + f"# old: {HUB}\n")
-    done = called(*words, "s.yaml", cwd=tmp_path)
-    assert done.code == 1
+def test_a_secret_in_the_question_or_a_comment_is_refused_and_reported_once(tmp_path: Path) -> None:
+    more = f", environment: {{A: {HUB}, DB_PWD: hunter2hunter}}"
+    (tmp_path / "s.yaml").write_text(SCENARIO.format(question=f"my token is {HUB}", more=more) + f"# old: {HUB}\n")
+    done = called("run", "--runs", "runs", "s.yaml", cwd=tmp_path)
+    assert done.code == 1 and "s.yaml: 4 problems" in done.err
     for line in (2, 9):
         assert f"$ (line {line}): a secret must not be in the scenario" in done.err
-    assert HUB not in done.err + done.out
+    assert HUB not in done.err + done.out and "hunter2" not in done.err
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_secret_is_reported_of_once(tmp_path: Path) -> None:
-    text = SCENARIO.format(question="q", more=f", environment: {{A: {HUB}, DB_PWD: hunter2hunter}}")
-    (tmp_path / "s.yaml").write_text(text)
-    done = called("check", "s.yaml", cwd=tmp_path)
-    assert "s.yaml: 2 problems" in done.err
-    assert HUB not in done.err and "hunter2" not in done.err
 
 
 def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,23 +203,17 @@ def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("message", "shown"),
     [
-        (
-            f"{'x' * 260} the-database-password was refused",
-            "x *** was refused",
-        ),  # the server got it from the environment
-        (
-            "upstream refused sk-abcdefghijklmnopqrstuvwxyz123456",
-            "500: upstream refused ***",
-        ),  # only the server knows it
+        (f"{'x' * 260} the-database-password was refused", "x *** was refused"),  # the server's environment has it
+        ("upstream refused sk-abcdefghijklmnopqrstuvwxyz123456", "500: upstream refused ***"),  # only the server has it
     ],
 )
 def test_a_secret_of_the_server_is_in_no_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, shown: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str, shown: str
 ) -> None:
     monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '{"the-database-password": true}')
-    body = json.dumps({"error": {"message": said, "code": 500}}).encode()
+    body = json.dumps({"error": {"message": message, "code": 500}}).encode()
     record = one_record(tmp_path, answering(whole(body, status=b"500 Internal Server Error")))
     assert record.message is not None and record.message.endswith(shown) and "the-database" not in record.message
 

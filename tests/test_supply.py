@@ -30,15 +30,14 @@ def test_every_line_has_a_version_and_hashes(path: Path) -> None:
     assert all(hashes for _version, hashes in locked(path).values())
 
 
-def test_what_the_package_asks_for_is_locked() -> None:
+def test_what_the_package_requires_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    for asked, name in ((project["dependencies"], "run"), (project["dependencies"] + extras["dev"], "dev")):
-        names = {re.split(r"[<>=;\[ ]", one)[0].lower() for one in asked}
+    required, dev = project["dependencies"], project["optional-dependencies"]["dev"]
+    for requirements, name in ((required, "run"), (required + dev, "dev")):
+        names = {re.split(r"[<>=;\[ ]", requirement)[0].lower() for requirement in requirements}
         assert names <= locked(ROOT / "requirements" / f"{name}.txt").keys()
     run, dev, image = (locked(ROOT / "requirements" / f"{name}.txt") for name in ("run", "dev", "image"))
-    assert run.items() <= dev.items()
-    assert image.items() <= run.items()
+    assert image.items() <= run.items() <= dev.items()
 
 
 def test_the_list_of_the_image_names_all_its_parts(tmp_path: Path) -> None:
