@@ -5,8 +5,8 @@ for as long as the caller wants: a probe takes blocks of them and stops when it 
 requests. Times are seconds since the start of the load; nothing waits for them.
 
 `LeapingEngine` is `engine.SimulatedEngine` without prefix caching: no two prompts share a prefix. In it the decode
-steps between two events are one *leap*: up to a finish, an arrival that can be admitted, or the last free block. k steps
-of n sequences with context S cost
+steps between two events are one *leap*: up to a finish, an arrival that can be admitted, or the last free block.
+k steps of n sequences with context S cost
 
     k (base + per_sequence n) + per_kv_token (k (S + n) + n k (k - 1) / 2)
 
