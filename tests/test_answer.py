@@ -51,22 +51,6 @@ def test_a_comparison_without_a_faster_row(verdicts: list[Verdict], said: str) -
     assert sentences.run_answer(compared(*verdicts), run()) == said
 
 
-def test_counts_of_comparisons_agree_where_one_has_another_baseline() -> None:
-    few: dict[str, Any] = {"ratio": 1.1, "reason": "too_few", "comparisons": 3}
-    of = compared(
-        verdict("vllm / ten", "inconclusive", **few, needed=6),
-        verdict("vllm / five", "inconclusive", **few | {"reason": "p_too_large"}, needed=54),
-        verdict("sglang / ten", "inconclusive", **few, needed=6, baseline="vllm / ten"),
-    )
-    assert sentences.run_answer(of, run()) == (
-        "Inconclusive: 2 of 2 comparisons with one (of 3 in all) cannot be decided. "
-        "About 6 to 54 repeats a side would decide."
-    )
-    assert of.comparison is not None
-    first, _ = (text for _, text in sentences.verdict_sentences(of.comparison.verdicts))
-    assert first.startswith("vllm / ten, sglang / ten against vllm / ten: inconclusive: by wall time, 5 against 5")
-
-
 def checked(of: Summary, *checks: str) -> Summary:
     return replace(of, checks=evaluate(checks, of.rows, of.comparison))
 

@@ -143,15 +143,6 @@ class Steps(LoadTestShape):
 """
 
 
-def test_a_shape_of_ones_own_beside_a_user_class_that_ships(tmp_path: Path, engine: str) -> None:
-    file = tmp_path / "shaped.py"
-    file.write_text(SHAPE)
-    records = by_hand(tmp_path, engine, file, "--output", "fixed", "--output-tokens", "500", run_time=None)
-    assert {one.error for one in records} == {None}  # what was under way at its end has ended
-    assert len({(one.process, one.user) for one in records}) == 4
-    assert re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path)) == [(str(len(records)), "0")]
-
-
 def test_a_shape_from_elsewhere_does_not_steer_the_users_of_a_scenario(tmp_path: Path, engine: str) -> None:
     (tmp_path / "shaped.py").write_text(SHAPE)
     job = make_job(tmp_path, Load(user="batch", requests=2))
@@ -164,7 +155,7 @@ def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, eng
     options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "3s", "--records", "r.jsonl"]
     options += ["--output", "fixed", "--output-tokens", "90000", "--processes", "2"]  # of three minutes
     child = start(tmp_path, engine, "batch", *options)
-    until(partial(told, tmp_path, "limit reached", 1))
+    until(lambda: "limit reached" in log_of(tmp_path))
     child.send_signal(signal.SIGINT)
     assert end(child) == 0, log_of(tmp_path)  # to be cut is no failure
     assert {one.error for one in read_requests(tmp_path / "r.jsonl")} == {"unfinished"}
@@ -197,15 +188,6 @@ def test_who_does_not_let_us_in_or_is_another_one_is_reported_as_a_run_tells_it(
         assert end(start(tmp_path, url, "chat", "--headless", "--users", "3", "--spawn-rate", "3", *options)) == 1
     assert log_of(tmp_path).count("ERROR") == log_of(tmp_path).count(sentence.format(url=url)) == 1, log_of(tmp_path)
     assert "Traceback" not in log_of(tmp_path) and "sk-wrong" not in log_of(tmp_path)
-
-
-def test_other_endpoints_by_hand(tmp_path: Path, engine: str) -> None:
-    for endpoint in ("completions", "embeddings"):
-        (tmp_path / endpoint).mkdir()
-        options = ["--endpoint", endpoint, "--think", "0.1", "--output-tokens", "20"]
-        records = by_hand(tmp_path / endpoint, engine, "batch", *options, run_time="1s")
-        assert len(records) > 3 and {r.error for r in records} == {None}
-        assert {r.vectors for r in records} == ({1} if endpoint == "embeddings" else {None})
 
 
 # In a process of its own, since Locust changes Python's sockets as it is imported.
@@ -266,36 +248,3 @@ def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) 
     assert {r.asked_tokens for r in records} == {5}
     assert 3 in Counter(r.batch for r in records).values()
     assert sum(mark.sent or 0 for mark in ends_of(tmp_path, 1)) == len(records)
-
-
-def test_a_worker_that_cannot_send_tells_the_form_and_is_there_for_the_next_load(tmp_path: Path, engine: str) -> None:
-    """On another machine, which lacks what the form names: the master could not know."""
-    port = str(free_port())
-    options = ["--master", "--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--stop-timeout", "1"]
-    (tmp_path / "elsewhere").mkdir()
-    command = [sys.executable, "-m", "locust", "-f", "-", "--worker", "--master-port", port, "--records", "r.jsonl"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    form = {"user_count": 2, "spawn_rate": 10, "output_tokens": 5}
-    reason = "none.jsonl: the prompts cannot be read (No such file or directory)"
-    with (tmp_path / "elsewhere" / "locust.log").open("w") as log:
-        worker = subprocess.Popen(command, cwd=tmp_path / "elsewhere", env=env, stdout=log, stderr=log)
-    try:
-        with ui(tmp_path, engine, *options, locustfile="batch") as found:
-            until(partial(told, tmp_path, "reported as ready", 1))
-            assert found.swarm(**form, prompts="none.jsonl")["success"]
-            assert until(lambda: found.state()["given_up"]) == f"worker {socket.gethostname()}: {reason}."
-            until(partial(told, tmp_path, "reported as ready", 2))
-            assert found.state()["state"] == "stopped"
-            assert found.swarm(**form, prompts="synthetic")["success"]
-            until(lambda: len(list(read_requests(tmp_path / "elsewhere" / "r.jsonl"))) > 5)
-            assert found.state()["given_up"] is None
-        assert worker.wait(RUN_S) == 0
-    finally:
-        worker.kill()
-        worker.wait()
-    assert {one.error for one in read_requests(tmp_path / "elsewhere" / "r.jsonl")} <= {None, "unfinished"}
-    assert reason in log_of(tmp_path / "elsewhere") and "Traceback" not in log_of(tmp_path / "elsewhere")
-
-
-def told(folder: Path, words: str, times: int) -> bool:
-    return log_of(folder).count(words) == times

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
 from harness.analysis.summarize import summarize, write_summary
@@ -87,18 +86,3 @@ def test_every_report_says_it(run: Path) -> None:
     assert f"<system-out>{said}\n" in junit.render(summary, manifest)
     rows = list(csv.DictReader(io.StringIO(export.csv_table(summary, manifest))))
     assert [row["client_limited"] for row in rows] == ["", " ".join(LIMITED)]
-    families = text_string_to_metric_families(export.openmetrics(summary, manifest))  # type: ignore[no-untyped-call]
-    (family,) = [one for one in families if one.name == "amd_llm_load_client_limited"]
-    limited = {(one.labels["server"], one.labels["number"]) for one in family.samples if one.value == 1}
-    assert limited == {("b", name) for name in LIMITED}
-    assert len(family.samples) == 2 * 11
-
-
-def test_an_invalid_run_says_it_too(tmp_path: Path) -> None:
-    run = limited_run(tmp_path / "made", "a", cpu_max=0.97)
-    summary, manifest = summarize(run), read_run(run)
-    assert [(reason.code, reason.cell, reason.values["share"]) for reason in summary.reasons] == [
-        ("client_cpu", "r2-a-x", 0.97)
-    ]
-    text = markdown.render(summary, manifest)
-    assert "INVALID, CLIENT-LIMITED: the load generator (‡), not the server, was the limit of " in text

@@ -22,7 +22,6 @@ from tests.fake_server import (
     DONE,
     FINISH,
     GOOD,
-    OK,
     TOKEN,
     UNTIL_CLOSED,
     chunk,
@@ -145,47 +144,30 @@ PLACES: dict[str, bytes] = {
     "status line": b"HTTP/1.1 " + RAW + b"\r\n\r\n",
     "a header": whole(b"{}", status=b"500 x", more=b"X-Key: " + RAW + b"\r\n"),
     "content type": whole(b"<x>", b"text/" + RAW, b"500 x"),
-    "content encoding": whole(b"x", more=b"Content-Encoding: " + RAW + b"\r\n"),
-    "content length": OK + b"Content-Length: " + RAW + b"\r\n\r\n",
-    "a header without a colon": OK + RAW + b"\r\n\r\n",
     "retry after": whole(b"{}", status=b"429 x", more=b"Retry-After: " + RAW + b"\r\n"),
     "redirect": whole(b"", status=b"302 Found", more=b"Location: http://x/" + RAW + b"\r\n"),
     "chunk size": CHUNKED + RAW + b"\r\n",
     "bad request": error(f"Incorrect key {KEY}", b"400 Bad Request"),
-    "unauthorized": error(f"Incorrect key {KEY}", b"401 Unauthorized"),
-    "busy": error(f"Incorrect key {KEY}", b"503 Service Unavailable"),
     "error type": whole(json.dumps({"error": {"type": KEY, "message": "no"}}).encode(), status=b"400 x"),
-    "error text": whole(json.dumps({"error": KEY}).encode(), status=b"400 x"),
     "detail": whole(json.dumps({"detail": [{"input": KEY}]}).encode(), status=b"422 x"),
-    "message": whole(json.dumps({"object": "error", "message": KEY}).encode(), status=b"400 x"),
     "name of a field": whole(json.dumps({KEY: 1}).encode(), status=b"400 x"),
     "error with status 200": error(KEY, b"200 OK"),
     "a page": page(KEY),
-    "an attribute": page(f'<a href="?key={KEY}">x</a>'),
     "a page with status 200": page(KEY, b"200 OK"),
     "plain text": whole(RAW, b"text/plain", b"500 x"),
     "error event": streamed(b"event: error\ndata: " + RAW + b"\n\n"),
     "error in an event": streamed(event({"error": {"message": KEY}})),
     "no event": streamed(json.dumps({"error": {"message": KEY}}).encode() + b"\n"),
-    "no JSON": streamed(b"data: " + RAW + b"\n\n"),
-    "name of an event": streamed(b"event: " + RAW + b"\n" + event([1])),
     "finish reason": streamed(TOKEN, event({"choices": [{"delta": {}, "finish_reason": KEY}]}), DONE),
-    "finish reason of one piece": whole(
-        json.dumps({"choices": [{"message": {"content": "hi"}, "finish_reason": KEY}]}).encode()
-    ),
     "id and model": streamed(event(choice(content="x") | {"id": KEY, "model": KEY}), FINISH, DONE),
     "content": streamed(event(choice(content=KEY)), FINISH, DONE),
-    "reasoning": streamed(event(choice(reasoning_content=KEY)), FINISH, DONE),
     "tool call": streamed(
         event(choice(tool_calls=[{"index": 0, "id": KEY, "function": {"name": KEY, "arguments": KEY}}])), FINISH, DONE
     ),
-    "role": streamed(event(choice(role=KEY, content="x")), FINISH, DONE),
     "usage": streamed(TOKEN, FINISH, event({"choices": [], "usage": {"completion_tokens": KEY}}), DONE),
     "two reads": CHUNKED + chunk(b'data: {"error": "' + RAW[:16]) + chunk(RAW[16:] + b'"}\n\n') + b"0\r\n\r\n",
     "cut by the server": whole(b'{"error": "' + RAW[:30]),
-    "cut connection": OK + b"Content-Length: 999\r\nContent-Type: text/plain\r\n\r\n" + RAW[:30],
     "before a long rest": error(f"{KEY} {'x' * 50_000}"),
-    "after much": error(f"{'x' * 20_000} {KEY}"),
 }
 # Where a message is shortened: the key lies across the cut.
 CUTS = {f"cut after {length}": error("x" * length + " " + KEY) for length in range(240, 300, 4)}
@@ -198,7 +180,7 @@ for name, form in FORMS.items():
 for name in list(FORMS)[::6]:
     finished = {"choices": [{"delta": {}, "finish_reason": FORMS[name]}]}
     LEAKS[f"finish reason, {name}"] = streamed(TOKEN, event(finished), DONE)
-assert len(LEAKS) > 100
+assert len(LEAKS) > 90
 
 
 @pytest.fixture(autouse=True)
@@ -265,14 +247,10 @@ SAID = {
 }
 STARTS: dict[str, dict[str, bytes]] = {
     "the only model": {"/v1/models": of_json({"data": [{"id": f"org/{KEY}"}]})},
-    "another model": {"/v1/models": of_json({"data": [{"id": f"{KEY}-{n}"} for n in range(20)]})},
     "no list": {"/v1/models": of_json({"error": KEY})},
-    "an error": {"/v1/models": error(KEY)},
     "no entry": {"/v1/models": error(KEY, b"403 Forbidden")},
-    "a page": {"/v1/models": page(KEY, b"200 OK")},
     "a text": {"/v1/models": whole(("x" * 480 + KEY).encode(), b"text/plain")},
     "a redirect": {"/v1/models": PLACES["redirect"]},
-    "no answer": {"/v1/models": PLACES["status line"]},
 }
 
 
@@ -292,17 +270,6 @@ def test_no_error_of_a_start_has_the_key(monkeypatch: pytest.MonkeyPatch, name: 
         attach_to_server(url, model, KEY, key_name=NAME)
     told = caught.value
     assert found(f"{told} {told.what} {told.detail} {told.next_step}") is None
-
-
-@pytest.mark.parametrize("name", [name for name in LEAKS if name.startswith("message")][::4])
-def test_no_error_of_a_first_answer_has_the_key(name: str) -> None:
-    def handler(connection: socket.socket, number: int) -> None:
-        asked = read_request(connection)
-        connection.sendall(LEAKS[name].replace(b" 500 ", b" 400 ") if asked.startswith(b"POST") else MODELS)
-
-    with serving(handler) as url, pytest.raises(HarnessError) as caught:
-        attach_to_server(url, "tiny", KEY, key_name=NAME)
-    assert found(f"{caught.value.what} {caught.value.detail} {caught.value.next_step}") is None
 
 
 def test_nothing_that_a_run_leaves_or_prints_has_the_key(tmp_path: Path) -> None:
@@ -349,17 +316,6 @@ def test_what_locust_writes_by_hand_has_no_key(tmp_path: Path) -> None:
         end(child)
     assert len(list(read_requests(tmp_path / "r.jsonl"))) > 60
     assert (tmp_path / "out.html").exists() and (tmp_path / "out_failures.csv").read_text().count("***") > 10
-    search(tmp_path)
-
-
-def test_a_server_that_the_harness_starts(tmp_path: Path) -> None:
-    """What it got from the environment may be anywhere: in its arguments, its log, its settings."""
-    variables = {"preset": "instant", "environment": {"A": "${LEAKED_KEY}"}}
-    one = {"template": "simulated", "container": False, "variables": variables}
-    path = write(tmp_path, servers={"one": one}, api_key_env=NAME)
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert done.code == 0, done
-    assert found(f"{done.out}\n{done.err}") is None
     search(tmp_path)
 
 

@@ -164,27 +164,3 @@ def test_an_interruption_does_not_wait_for_a_listener(tmp_path: Path, engine: st
     assert end(child) == 0, log_of(tmp_path)
     lost = len(records_of(tmp_path)) - 1  # the listener has one
     assert f"and {lost} events still wait for listeners of `request`: they are lost" in log_of(tmp_path)
-
-
-REPORTS = """
-from locust import events
-from locustfiles.batch import BatchAgent
-
-@events.init.add_listener
-def listen(environment, **kwargs):
-    def give(client_id, data, **kwargs):
-        data["mine"] = 1
-
-    def take(client_id, data, **kwargs):
-        data["mine"]
-
-    environment.events.report_to_master.add_listener(give)
-    environment.events.worker_report.add_listener(take)
-"""
-
-
-def test_a_listener_of_reports_is_there_for_the_first_one(tmp_path: Path, engine: str) -> None:
-    """Locust's workers report as soon as the start of their process waits for anything: ours must not."""
-    options = ["--processes", "2", "--output-tokens", "5"]
-    by_hand(tmp_path, engine, written(tmp_path, REPORTS), *options, run_time="1s")
-    assert "KeyError" not in log_of(tmp_path)

@@ -1,22 +1,18 @@
 """Loads that run at once: how a scenario says it, how they are run, and what is counted of them."""
 
-import csv
 import io
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
 from harness.analysis.summarize import summarize
 from harness.errors import ScenarioError
 from harness.judge.verdicts import compare_rows
 from harness.reasons import sentences as texts
-from harness.report import export, markdown, sentences
-from harness.report.charts.data import read_chart_data
-from harness.report.html import render
+from harness.report import sentences
 from harness.report.table import table_lines
 from harness.report.terminal import print_report
 from harness.rundir.manifest import Run, read_run, write_run
@@ -251,33 +247,12 @@ def test_the_page_starts_with_the_interference(five: Path) -> None:
         ("a / both.job", "a / job", "output_tok_s", "same"),
     ]  # fmt: skip
     assert summary.comparison.comparisons == 3
-    said = "Together, a / both.chat is slowed most: TTFT p50 201 → 401 ms, 2.00x longer."
-    assert sentences.run_answer(summary, run) == said
-    page = render(summary, run, read_chart_data(five))
-    head = page[page.index('class="answer"') : page.index('class="contents"')]
-    assert said in head
+    assert sentences.run_answer(summary, run) == (
+        "Together, a / both.chat is slowed most: TTFT p50 201 → 401 ms, 2.00x longer."
+    )
     console = Console(file=io.StringIO(), width=200)
     print_report(summary, run, five, console)
     assert "a / both.chat: 2.00x slower than a / chat by TTFT p50" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "by TTFT p50" in markdown.render(summary, run)
-
-
-def test_csv_and_openmetrics_name_the_concurrent_loads(five: Path) -> None:
-    run, summary = read_run(five), summarize(five)
-    rows = list(csv.DictReader(export.csv_table(summary, run).splitlines()))
-    assert [(row["load"], row["concurrent_loads"], row["speedup_against"]) for row in rows] == [
-        ("chat", "", ""), ("job", "", ""),
-        ("both.chat", "both.job", "a / chat"), ("both.job", "both.chat", "a / job"),
-    ]  # fmt: skip
-    text = export.openmetrics(summary, run)
-    families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
-    samples = families["amd_llm_load_concurrent_load"].samples
-    concurrent = [(one.labels["load"], one.labels["concurrent_load"], one.value) for one in samples]
-    assert concurrent == [("both.chat", "both.job", 1), ("both.job", "both.chat", 1)]
-    labels = [one.labels for one in families["amd_llm_load_speedup_ratio"].samples if one.labels["bound"] == "middle"]
-    assert [(one["load"], one["baseline"], one["verdict"]) for one in labels if one["metric"] == "ttft_p50"] == [
-        ("both.chat", "a / chat", "slower")
-    ]
 
 
 def test_a_mix_with_too_short_a_common_time_is_invalid(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from harness.analysis.derive import merge_counts
 from harness.analysis.schedule import ScheduleTally, load_kind, planned_count, schedule_kept
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import Clock
-from harness.report.charts.data import read_chart_data
 from harness.report.table import schedule_table
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load, Trace
@@ -179,8 +178,6 @@ def test_too_few_users_make_a_row_invalid_and_say_what_to_do(
     found = {one.load: one.texts for one in schedule_table(read_summary(folder), read_run(folder)).rows}
     assert list(found) == ["open", "cut", "few", "own"] and found["few"][0] == "open loop, evenly, 10 a second"
     assert found["few"][3] == f"{numbers['schedule']['never_sent']} of 15"
-    shown = called("report", str(folder), "--explain", cwd=tmp_path)
-    assert "send lag = sent − scheduled; p50" in shown.out
     table = csv.DictReader(called("report", str(folder), "--format", "csv", cwd=tmp_path).out.splitlines())
     kinds = {row["load"]: (row["kind"], row["planned"], row["asked_per_s"]) for row in table}
     assert (kinds["few"], kinds["shut"]) == (("open loop", "15", "10.0"), ("bursts", "", ""))
@@ -191,15 +188,6 @@ def test_an_own_locustfile_that_cannot_keep_up(ran: tuple[Done, Path, dict[str, 
     assert cell.numbers.schedule == ScheduleKept(planned=10, sent=2, never_sent=8, asked_per_s=5.0, achieved_per_s=1.0)
     assert cell.numbers.sent == 4
     assert (cell.problems[0].code, cell.problems[0].values["never_sent"]) == ("never_sent", 8)
-
-
-def test_the_timeline_has_asked_and_sent(ran: tuple[Done, Path, dict[str, Any]]) -> None:
-    folder = ran[1]
-    open_, *_, shut = read_chart_data(folder).timelines
-    for rates in (open_.due_per_s, open_.sent_per_s):
-        assert len(rates) == len(open_.arrivals_at_s) and max(rates) == pytest.approx(10, abs=1)
-    assert (shut.due_per_s, shut.sent_per_s) == ([], [])
-    assert "How the schedules were kept" in (folder / "report.html").read_text()
 
 
 def test_the_time_of_an_open_loop_begins_with_its_schedule(tmp_path: Path) -> None:

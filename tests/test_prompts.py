@@ -58,13 +58,6 @@ def test_lognormal_lengths_have_the_median_and_the_tail_that_were_asked_for(law:
     assert values[int(0.95 * MANY)] == pytest.approx(p95, rel=0.05)
 
 
-def test_a_length_is_a_function_of_seed_and_place_alone() -> None:
-    law = Lengths(uniform=(1, 1000))
-    assert [length_at(law, "prompt", 42, index) for index in range(4)] == [34, 509, 230, 398]
-    assert drawn(law)[:50] != drawn(law, seed=2)[:50]
-    assert drawn(law)[:50] != drawn(law, what="output")[:50]
-
-
 def test_lengths_of_a_file_come_from_its_lines_and_stay_together(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("\ufeff# prompt output\n10 1\n20,2\n\n30\n")
     pairs = read_length_file(tmp_path / "lengths.txt")
@@ -172,14 +165,14 @@ def test_only_words_of_one_token_are_used() -> None:
 
 
 def test_a_tokenizer_that_cannot_be_met_exactly_is_refused_in_words() -> None:
-    with pytest.raises(HarnessError, match="it: only 0 of 932 common words are one token each"):
+    with pytest.raises(HarnessError, match="it: 0 of 932 common words are one token each"):
         one_token_words(lambda words: 2 * len(words.split()), "it")
 
     def one_more(words: str) -> int:
         split = words.split()
         return len(split) + (len(split) == 64 and split[0] != split[1])
 
-    with pytest.raises(HarnessError, match="it: a text of 64 words that are one token each has 65 tokens"):
+    with pytest.raises(HarnessError, match="it: 932 of 932 common words .* or texts of them have other"):
         one_token_words(one_more, "it")
 
 
@@ -251,15 +244,3 @@ def test_problems_of_a_prompt_file_are_told_together_up_to_a_few(tmp_path: Path)
         f"{path}:5: exactly one of 'messages', 'prompt' and 'input' is expected in the body",
         f"{path}:6: exactly one of 'prompt' and 'messages' is expected",
     ]
-
-
-def test_a_bad_conversation_of_an_array_is_named_by_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "share.json"
-    for content, said in (
-        ('[\n{"conversations": []},\n{"conversations":\n 3}\n]', f"{path}:3: Expected `array | null`, got `int`"),
-        ("[1,", "Input data was truncated"),
-    ):
-        path.write_text(content)
-        with pytest.raises(HarnessError) as caught:
-            read_rows(path)
-        assert said in caught.value.what

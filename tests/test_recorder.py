@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.load.recorder import Health, Recorder, _CpuSample, this_host
-from harness.load.sequencer import Plan, Sequencer, Slot
+from harness.load.sequencer import Plan, Sequencer
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario import Load
 from tests.faults import fault
@@ -139,18 +138,6 @@ def test_every_ticket_goes_to_exactly_one_process(tmp_path: Path) -> None:
         [[-1 - i, -2 - i, -3 - i] for i in range(0, 12, 3)] + [[i, i + 1, i + 2] for i in range(0, 900, 3)]
     )
     assert Sequencer(str(path), Plan(requests=900, warmup_requests=10)).is_finished()
-
-
-@fault("load process", "kill -9 while it holds the lock of the shared counter",
-       seen="the others go on: the kernel gives the lock back")  # fmt: skip
-def test_a_process_that_dies_with_the_lock_does_not_stop_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "counter"
-    code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True)"
-    holder = start(f"{code}; time.sleep(60)", str(path))
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
-    assert Sequencer(str(path), Plan(requests=1)).take() == [Slot("measured", 0)]
 
 
 def test_warmup_comes_first_is_never_mixed_and_never_cut(tmp_path: Path) -> None:

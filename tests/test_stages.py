@@ -1,7 +1,6 @@
 """Loads whose number of users changes while they run: what is planned, who is there, and rows for each stage."""
 
 import json
-import time
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -13,14 +12,14 @@ import pytest
 from harness.analysis.count import CellContext, count_cells
 from harness.analysis.tally import Clock
 from harness.errors import HarnessError
-from harness.load.sequencer import Plan, Slot, StageSequencer, WarmupSample
+from harness.load.sequencer import Plan, Slot, StageSequencer
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.rundir.samples import read_metrics
 from harness.scenario import Load
 from harness.scenario import Stage as Planned
 from harness.scenario.file import load_scenario
-from harness.scenario.plan import Steadiness, load_of_stage, plan, stage_names
+from harness.scenario.plan import load_of_stage, plan, stage_names
 from harness.workers import parse_workers
 from harness.workload import workload_sha256
 from tests.command import called, going, harness, only_run, until
@@ -118,40 +117,6 @@ def test_a_stage_is_measured_once_all_its_users_have_started(tmp_path: Path, clo
     assert without.take()[0].phase == "warmup"
     without.set_users_complete()
     assert without.take()[0].phase == "measured"
-
-
-def test_each_stage_may_wait_until_the_server_is_steady(tmp_path: Path, clock: list[float]) -> None:
-    stages = course(tmp_path, 0.1, 9.0, warmup_requests=0, steady=Steadiness(1, 0.05, 600.0))
-    for stage in range(2):
-        early = WarmupSample(time.monotonic(), 0.1, 0.01)
-        for _ in range(100):  # of another number of users
-            assert stages.take()[0].stage == stage
-            stages.stages[stage].settle(sample=early)
-        stages.set_users_complete()
-        for _ in range(48):
-            assert stages.take() == [Slot("warmup", stages_index(stages, tmp_path, stage), stage=stage)]
-            stages.stages[stage].settle(sample=WarmupSample(time.monotonic(), 0.1, 0.01))
-        assert stages.take()[0].phase == "measured"
-        assert stages.stages[stage].steady() is True
-        clock[0] += 0.15
-
-
-def stages_index(_: StageSequencer, folder: Path, stage: int) -> int:
-    return -int(json.loads((folder / f"t{stage}").read_bytes().partition(b"\n")[0])["warmup_taken"])
-
-
-def test_a_load_is_finished_when_all_stages_are(tmp_path: Path, clock: list[float]) -> None:
-    stages = course(tmp_path, 0.1, 0.1)
-    for stage in range(2):
-        taken = stages.take(3)
-        stages.set_users_complete()
-        taken += stages.take(2) + stages.take(1)
-        assert [slot.phase for slot in taken] == ["warmup"] * 5 + ["measured"]
-        clock[0] += 0.15
-        assert not stages.is_finished()
-        stages.stages[stage].settle(len(taken))
-    assert stages.is_finished()
-    assert stages.take() == []
 
 
 def test_the_rate_includes_work_on_requests_of_the_stage_before(tmp_path: Path) -> None:

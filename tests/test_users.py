@@ -79,14 +79,6 @@ def test_an_interrupted_run_loses_nothing(
         assert sum(row["num_requests"] for row in stats) <= len(records)
 
 
-def test_one_at_a_time_is_a_batch_of_one(tmp_path: Path, engine: str) -> None:
-    load = Load(user="batch", requests=6, output_tokens=3)
-    records = [r for r in driven(tmp_path, engine, load, Warmup(duration_s=1.0)) if r.index >= 0]
-    assert [r.index for r in sorted(records, key=lambda r: r.sent_s)] == list(range(6))
-    assert most_in_flight(records) == 1
-    assert {r.connect_s for r in records} == {None}  # one connection, kept since the warm-up
-
-
 def test_so_many_are_always_in_flight(tmp_path: Path, engine: str) -> None:
     load = Load(user="batch", users=2, requests=60, in_flight=4, output_tokens=20)
     records = driven(tmp_path, engine, load, Warmup(requests=8))

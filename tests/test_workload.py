@@ -76,12 +76,6 @@ def test_no_prompt_of_the_warmup_comes_back(kind: Literal["file", "classificatio
         assert [prompt[1]["content"].split()[4:] for prompt in warmup] == [["a"], ["s"]] * 3
 
 
-def test_rows_are_read_and_other_keys_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a", "label": 3}\n\n{"messages": [{"role": "user", "content": "b"}]}\n')
-    assert read_rows(path) == [PromptRow(prompt="a"), PromptRow(messages=[PromptMessage("user", "b")])]
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -99,13 +93,6 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem:
     with pytest.raises(HarnessError) as caught:
         read_rows(path)
     assert caught.value.what == f"{path}:2: {problem}"
-
-
-def test_a_file_without_prompts_or_no_file_at_all(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text("\n\n")
-    for name, why in (("p.jsonl", "there are no prompts in it"), ("q.jsonl", "No such file or directory")):
-        with pytest.raises(HarnessError, match=why):
-            read_rows(tmp_path / name)
 
 
 def test_the_classification_set_is_what_its_maker_makes() -> None:

@@ -9,7 +9,6 @@ import gc
 import inspect
 import logging
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -40,7 +39,7 @@ from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
 
 # Messages between a master and its load processes.
-_STOP, _STOPPED, _CUT, _GAVE_UP = "llm-stop", "llm-stopped", "llm-cut", "llm-gave-up"
+_STOP, _STOPPED, _CUT = "llm-stop", "llm-stopped", "llm-cut"
 _MIN_RAMP_S = 0.001  # time to spawn users without a ramp
 _POLL_S = 0.1
 _MAX_MESSAGE_S = 2.0  # for messages to arrive
@@ -162,8 +161,6 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         runner.register_message(_STOPPED, lambda msg, **_: _stopped.add(msg.node_id))
         if _job is None:
             _hooks.test_stopping.add_listener(lambda **_: stop_gracefully(runner, environment.stop_timeout))
-    if isinstance(runner, MasterRunner):
-        runner.register_message(_GAVE_UP, lambda msg, **_: give_up(environment, HarnessError(msg.data["what"])))
     if isinstance(runner, WorkerRunner):
         runner.register_message(_STOP, _on_stop, concurrent=True)
         # The master was interrupted: the "quit" that follows must not wait for answers.
@@ -258,7 +255,6 @@ def _start(environment: Environment) -> None:
             if not isinstance(runner, WorkerRunner):
                 raise
             logger.error(sentence(error))  # an exception would end the greenlet that listens to the master
-            runner.send_message(_GAVE_UP, {"what": f"worker {socket.gethostname()}: {sentence(error)}"})
             return  # its users find no process: see `load_process`
     if _live is not None:
         _live.begin()

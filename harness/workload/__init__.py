@@ -233,21 +233,13 @@ def one_token_words(count: Count, tokenizer: str) -> tuple[str, ...]:
     """
     single = _single_token_words(common_words(), count)
     words = tuple(word for word in single if count(word) == 1)  # also at the start of a text
-    if len(words) < MIN_WORDS:
+    tests = [(tokens, f"counted-{number}") for tokens in _TESTED_LENGTHS for number in range(3)]
+    if len(words) < MIN_WORDS or any(count(text(tokens, 0, place, words)) != tokens for tokens, place in tests):
         raise HarnessError(
-            f"{tokenizer}: only {len(words)} of {len(common_words())} common words are one token each, "
-            "too few for varied texts",
+            f"{tokenizer}: {len(words)} of {len(common_words())} common words are one token each, too few for varied "
+            "texts, or texts of them have other lengths",
             next_step="Remove prompts.tokenizer: a word is then taken for a token, and the server's count is recorded.",
         )
-    for tokens in _TESTED_LENGTHS:
-        for place in range(3):
-            counted = count(text(tokens, 0, f"counted-{place}", words))
-            if counted != tokens:
-                raise HarnessError(
-                    f"{tokenizer}: a text of {tokens} words that are one token each has {counted} tokens: "
-                    "exact lengths cannot be had by choosing words",
-                    next_step="Remove prompts.tokenizer: a word is then taken for a token.",
-                )
     return words
 
 

@@ -64,19 +64,21 @@ class _Line(msgspec.Struct, frozen=True):
     body: _Body | None = None
 
 
+_decoder = msgspec.json.Decoder(_Line)
+
+
 def read_rows(path: str | Path) -> list[PromptRow]:
     """Return the rows of a prompt file. Raises HarnessError with the file and the lines of the first few problems."""
     try:
         data = read_bytes(path).removeprefix(BOM_UTF8)
     except OSError as error:
         raise HarnessError(f"{path}: the prompts cannot be read ({error.strerror})") from None
-    decoder = msgspec.json.Decoder(_Line)
     rows: list[PromptRow] = []
     bad = BadLines(path, _ADVICE)
     try:
-        for number, raw in _numbered_objects(data):
+        for number, line in _numbered_lines(data):
             try:
-                row = _prompt_row(decoder.decode(raw))
+                row = _prompt_row(_decoder.decode(line) if isinstance(line, bytes) else line)
             except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
                 bad.add(number, str(error))
                 continue
@@ -90,21 +92,12 @@ def read_rows(path: str | Path) -> list[PromptRow]:
     return rows
 
 
-def _numbered_objects(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the objects of a file and the line in which each starts: one a line, or all of them in one JSON array."""
-    if not data.lstrip().startswith(b"["):
-        for number, line in enumerate(data.splitlines(), start=1):
-            if line.strip():
-                yield number, line
-        return
-    end, number = 0, 1  # of the previous object
-    for item in msgspec.json.decode(data, type=list[msgspec.Raw]):
-        raw = bytes(item)
-        start = data.index(raw, end)
-        number += data.count(b"\n", end, start)
-        yield number, raw
-        end = start + len(raw)
-        number += raw.count(b"\n")
+def _numbered_lines(data: bytes) -> Iterator[tuple[int, bytes | _Line]]:
+    """Yield each line that is not blank; of a JSON array, each item. Numbers start at 1."""
+    if data.lstrip().startswith(b"["):
+        yield from enumerate(msgspec.json.decode(data, type=list[_Line]), start=1)
+    else:
+        yield from ((number, line) for number, line in enumerate(data.splitlines(), start=1) if line.strip())
 
 
 def _prompt_row(line: _Line) -> PromptRow | None:
