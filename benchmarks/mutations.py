@@ -170,7 +170,7 @@ MUTATIONS = [
     Mutation("security", "a table starts a formula in a spreadsheet",
              'return f"\'{text}" if text.lstrip().startswith(_FORMULA) else text', "return text", "export untrusted"),
     Mutation("security", "a proxy of the environment gets the API key",
-             "session.trust_env = False", "session.trust_env = True", "tls secrecy addresses"),
+             "session.trust_env = False", "session.trust_env = True", "tls secrecy"),
     Mutation("security", "the web UI answers pages of other sites",
              'foreign = origin.lower() not in (f"http://{host}", f"https://{host}")', "foreign = False", "live_access"),
     Mutation("security", "a short token is accepted for the web UI",

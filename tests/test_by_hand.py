@@ -2,21 +2,17 @@
 
 import datetime
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harness.job import write_job
-from harness.process import free_port
 from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon, Pause
