@@ -79,7 +79,7 @@ def test_nothing_new_is_sent_after_the_run_time_and_the_start_does_not_shorten_i
              "--abandon: a number of at most 1 is expected, got 5"],
         ),
         (["--endpoint", "embeddings"], ["--endpoint: ChatUser supports only chat and completions (got embeddings)"]),
-        (["--in-flight", "4", "--batch-size", "2"], ["--in-flight: give one of 'batch_size' (bursts)"]),
+        (["--in-flight", "4", "--batch-size", "2"], ["--batch-size: does not go with 'in_flight'"]),
         (["--host", "ftp://x", "--prompts", "bad.jsonl"], ["host: 'ftp://x' is not a URL."]),
         (["--records", "no/place", "--prompts", "none.jsonl"],
          ["--records: no/place cannot be written (No such file or directory)."]),
