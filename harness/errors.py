@@ -3,7 +3,6 @@
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
  +- UnlikeError        runs that are not compared             exit 1 (harness.rundir.manifest)
- +- SeveralErrors      more than one of these                 the smallest of their codes
  +- ServerError        the server did not become ready        exit 2
  |   +- StartError     because of its settings, not of its host
  +- RunError           the run cannot give valid numbers      exit 3
@@ -11,9 +10,7 @@ HarnessError
 
 import difflib
 import enum
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from harness.redact import masked
@@ -112,57 +109,12 @@ class RunError(HarnessError):
     exit_code = ExitCode.INVALID
 
 
-class SeveralErrors(HarnessError):
-    """Independent errors: each in a line, with its details below.
-
-    A next step that several share is given once, at the end; any other one in the line of its error.
-    """
-
-    def __init__(self, errors: list[HarnessError]) -> None:
-        ((shared, times),) = Counter(error.next_step for error in errors).most_common(1)
-        shared = shared if times > 1 else ""
-        lines = []
-        for error in errors:
-            advice = "" if error.next_step == shared else error.next_step
-            end = "" if error.what.endswith("?") else "."
-            lines.append(f"{error.what}{end} {advice}" if advice else error.what)
-            lines += [f"  {line}" for line in error.detail.splitlines()]
-        super().__init__(f"{len(errors)} problems", detail="\n".join(lines), next_step=shared)
-        self.errors = errors
-        self.exit_code = min(error.exit_code for error in errors)  # a usage error may cause the others
-
-
 def sentence(error: Exception) -> str:
-    """Return an error as a line for a log or a page; several errors as a line each."""
-    if isinstance(error, SeveralErrors):
-        return "\n".join(filter(None, [f"{error.what}:", error.detail, error.next_step]))
+    """Return an error as a line for a log or a page."""
     if isinstance(error, HarnessError):
         text = "; ".join([error.what, *error.detail.splitlines()])
         return f"{text.removesuffix('.')}. {error.next_step}".strip()
     return str(error)
-
-
-class Mistakes:
-    """Collect the errors of independent steps, to raise them together."""
-
-    def __init__(self) -> None:
-        self.errors: list[HarnessError] = []
-
-    def add(self, error: HarnessError) -> None:
-        known = [mistake.what for mistake in self.errors]
-        new = error.errors if isinstance(error, SeveralErrors) else [error]
-        self.errors += [mistake for mistake in new if mistake.what not in known]
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        try:
-            yield
-        except HarnessError as error:
-            self.add(error)
-
-    def raise_errors(self) -> None:
-        if self.errors:
-            raise self.errors[0] if len(self.errors) == 1 else SeveralErrors(self.errors)
 
 
 class BadLines:

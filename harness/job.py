@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from harness.errors import HarnessError, SeveralErrors, sentence
+from harness.errors import HarnessError, sentence
 from harness.files import read_bytes
 from harness.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
@@ -114,9 +114,8 @@ def report_status(job: Job, status: Status) -> None:
 
 def report_error(job: Job, error: Exception) -> None:
     """Append to the status file why the load cannot start or go on."""
-    for each in error.errors if isinstance(error, SeveralErrors) else [error]:
-        known = each if isinstance(each, HarnessError) else HarnessError(str(each))
-        report_status(job, GaveUp(known.what, known.next_step, known.detail))
+    known = error if isinstance(error, HarnessError) else HarnessError(str(error))
+    report_status(job, GaveUp(known.what, known.next_step, known.detail))
 
 
 def read_status(job: Job) -> list[Status]:

@@ -106,25 +106,12 @@ def _format_number(amount: float, unit: str, **_: Any) -> str:
     return f"{round(amount):,}" if unit == "users" else f"{amount:.3g}"
 
 
-def _format_indices(numbers: Sequence[int], total: int) -> str:
-    return ", ".join(map(str, numbers)) + (" ..." if total > len(numbers) else "")
+def _format_shares(shares: Sequence[Sequence[int]]) -> str:
+    """ "297 of 300 (99.0%) and 200 of 300 (66.7%)" """
+    return " and ".join(f"{number:,} of {total:,} ({number / total:.1%})" for number, total in shares)
 
 
 # Sentences that no template can make. The docstring is the entry in docs/run-directory.md.
-
-
-def _unreadable_lines(file: str, lines: Sequence[int], total: int) -> str:
-    """Lines of a file that cannot be read: the first of them, and how many."""
-    return f"{file}: {count(total, 'line')} cannot be read (line {_format_indices(lines, total)})"
-
-
-def _resumed(times: int, at: Sequence[float], again: int, attempts: Sequence[str] = ()) -> str:
-    """The run was resumed: how often, when, and where the records of earlier attempts are."""
-    when = ", ".join(map(date_time, at[-3:]))
-    text = f"the run was resumed {count(times, 'time')} ({'last: ' if times > 3 else ''}{when}); "
-    text += f"{count(again, 'incomplete or invalid cell was', 'incomplete or invalid cells were')} measured again"
-    folder = attempts[0] if len(attempts) == 1 else "attempts"
-    return f"{text}, the earlier attempts are in {folder}" if attempts else text
 
 
 def _server_death(
@@ -159,106 +146,6 @@ def _server_log(line: str, failure: str | None = None, number: int | None = None
     where = "its log ends with" if number is None else f"line {number} of its log says"
     shown = line[:_MAX_LOG_CHARS] + ("..." if len(line) > _MAX_LOG_CHARS else "")
     return f"{where}: {shown or 'nothing'}; to solve it: {fix}"
-
-
-def _backend_restarted(
-    server: str, before: int | None, now: int | None, options: str = "", options_before: str = ""
-) -> str:
-    """The server restarted its backend during the load."""
-    other = f"; since then it has other options ({options}; before: {options_before})"
-    return (
-        f"{server} restarted its backend during the load (process {before}, then {now}): the model was loaded again, "
-        f"and requests may have been sent twice without a trace{other if options != options_before else ''}"
-    )
-
-
-def _processes_killed(processes: Sequence[str], going_on: bool = False, **_: Any) -> str:
-    """Load processes without an end record."""
-    noun, be, was = ("process", "is", "was") if len(processes) == 1 else ("processes", "are", "were")
-    alive = f"{be} still going on, or " if going_on else ""
-    advice = "" if going_on else "; run again (the kernel kills when memory runs out, which `dmesg` tells)"
-    names = ", ".join(processes)
-    return f"load {noun} {names} {alive}{was} killed or lost: what was sent and not yet recorded is not known{advice}"
-
-
-def _request_repeated(requests: int, indices: Sequence[int]) -> str:
-    """Requests that were recorded more than once."""
-    shown = _format_indices(indices, requests)
-    return f"requests.jsonl: {count(requests, 'request')} recorded more than once (index {shown})"
-
-
-def _resent(resent: int, sent: int, within_s: float, max_share: float | None = None) -> str:
-    """Requests that were sent twice because the server closed a kept connection."""
-    text = (
-        f"{resent:,} of {count(sent, 'request')} were sent twice ({resent / sent:.1%}): the server closed a kept "
-        f"connection within {within_s:g} s after a response"
-    )
-    allowed = "" if max_share is None else f"; at most {max_share:.0%} is allowed, because the server may do them twice"
-    return text + allowed
-
-
-def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_share: float) -> str:
-    """The server's counter of generated tokens differs from the client's count."""
-    client = f"{min_tokens:,}"
-    if max_tokens is None:
-        client = f"at least {client}"
-    elif min_tokens != max_tokens:
-        client = f"{client} to {max_tokens:,}"
-    return (
-        f"the server counted {server:,.0f} generated tokens and the client {client}, warm-up included: "
-        f"they differ by more than {max_share:.0%}"
-    )
-
-
-def _client_shared_reads(
-    numbers: Sequence[str], chunks: float, first_chunks: float, max_share: float, remedy: Mapping[str, Any]
-) -> str:
-    """Chunks, or first chunks, that the load generator read late."""
-    shares = [(chunks, "the chunks"), (first_chunks, "the first chunks")]
-    late = " and ".join(f"{share:.1%} of {name}" for share, name in shares if share > max_share)
-    return (
-        f"{_client_limited(numbers)}{late} were fetched late, together with a later one: their times are upper bounds; "
-        f"at most {max_share:.0%} is allowed; {_nested_sentence(remedy)}"
-    )
-
-
-def _listen_queue(retried: int, overflows: int, open_loop: bool) -> str:
-    """The server's listen queue was full, so that connections waited."""
-    facts = []
-    if retried:
-        schedule = ", TTFT and E2E latency from schedule" if open_loop else ""
-        facts.append(
-            f"{count(retried, 'connection')} waited 1 s or more for the server to accept; this is in wall time and "
-            f"rates{schedule}, and in no other latency"
-        )
-    if overflows:
-        facts.append(
-            f"the kernel counted {count(overflows, 'overflow')} in the server's container; where Docker's proxy "
-            "forwards the port, TTFT and E2E latency include the wait"
-        )
-    return (
-        f"the server's listen queue overflowed: {'; '.join(facts)}. Put a gateway that keeps connections in front of "
-        "the server, or let fewer requests arrive at once"
-    )
-
-
-def _answers_differ(
-    side: str, baseline: str, valid: Sequence[Sequence[int]] = (), right: Sequence[Sequence[int]] = ()
-) -> str:
-    """The answers of two sides are not equally valid or right. Values: [number, of] of the side and the baseline."""
-
-    def format_share(number: int, total: int) -> str:
-        return f"{number:,} of {total:,} ({number / total:.1%})"
-
-    parts = [
-        f"{word} are {format_share(*shares[0])} and {format_share(*shares[1])}"
-        for word, shares in (("valid", valid), ("right", right))
-        if shares
-    ]
-    return (
-        f"the answers of {side} and {baseline} are not of equal quality: {'; '.join(parts)}. "
-        "Speed alone does not say which of the two is better"
-    )
 
 
 def _capacity_frontier(
@@ -323,37 +210,22 @@ def _format_check_value(value: float, unit: str) -> str:
     return f"{figures(value * 100, 3)} %" if unit == "%" else f"{figures(value, 4)} {unit}".rstrip()
 
 
-def _latency_missing(latency: str, needed: int, there: int | None = None, only: str | None = None) -> str:
-    """Too few requests have a latency. `only`: the requests that can have one."""
-    name = f"an {latency}" if latency.startswith("e") else f"a {latency}"
-    which = f": only {only} have one" if only else ""
-    if there is None:
-        return f"no successful request has {name}; {needed} is needed{which}"
-    known = f"{there:,} values exist" if latency == "gap" else f"there are {there:,}"
-    return f"needs {needed:,} successful requests that have {name}; {known}{which}"
-
-
 COMPOSED: dict[str, Callable[..., str]] = {
-    "unreadable_lines": _unreadable_lines, "resumed": _resumed, "server_death": _server_death,
-    "server_died": _server_died, "server_unreachable": _server_unreachable, "server_log": _server_log,
-    "backend_restarted": _backend_restarted, "processes_killed": _processes_killed,
-    "request_repeated": _request_repeated, "resent": _resent,
-    "tokens_differ": _tokens_differ, "client_shared_reads": _client_shared_reads, "listen_queue": _listen_queue,
-    "answers_differ": _answers_differ, "capacity_frontier": _capacity_frontier, "check_value": _check_value,
-    "latency_missing": _latency_missing,
+    "server_death": _server_death, "server_died": _server_died, "server_unreachable": _server_unreachable,
+    "server_log": _server_log, "capacity_frontier": _capacity_frontier, "check_value": _check_value,
 }  # fmt: skip
 
 
 # Verdicts.
 
 
-def verdict_sentence(verdict: Verdict, *, side: str | None = None, by: str | None = None) -> str:
+def verdict_sentence(verdict: Verdict, *, side: str | None = None) -> str:
     """A verdict as a sentence: its side, word, reason, and how many more repeats would decide.
 
-    `side` and `by` replace the side and the metric, where several verdicts become one sentence.
+    `side` replaces the side, where several verdicts become one sentence.
     """
     word = "inconclusive: " if verdict.word == "inconclusive" else ""
-    return f"{verdict.side if side is None else side}: {word}{_describe_verdict(verdict, by)}."
+    return f"{verdict.side if side is None else side}: {word}{_describe_verdict(verdict)}."
 
 
 def _verdict_with_word(verdict: Mapping[str, Any]) -> str:
@@ -362,9 +234,9 @@ def _verdict_with_word(verdict: Mapping[str, Any]) -> str:
     return f"{known.word}: {_describe_verdict(known)}"
 
 
-def _describe_verdict(verdict: Verdict, metric: str | None = None) -> str:
-    """A verdict without its side and word. `metric` replaces the name of its metric."""
-    by = f"by {metric or METRIC_WORDS[verdict.metric]}"
+def _describe_verdict(verdict: Verdict) -> str:
+    """A verdict without its side and word."""
+    by = f"by {METRIC_WORDS[verdict.metric]}"
     if verdict.refused is not None:
         return sentence(verdict.refused)
     if verdict.reason == "no_values":
@@ -421,18 +293,12 @@ def _why_inconclusive(verdict: Verdict, bounds: str) -> str:
 
 def _describe_needed_repeats(verdict: Verdict) -> str:
     """How many repeats or runs would decide an inconclusive verdict."""
-
-    def format_needed(needed: int | None) -> str:
-        return f"more than {MAX_REPEATS} {verdict.unit}" if needed is None else f"about {needed} {verdict.unit}"
-
-    ratio, low, high = verdict.ratio or 1.0, verdict.low or 0.0, verdict.high or math.inf
-    beyond_margin = abs(math.log(ratio)) > math.log1p(MARGIN)
-    same = f"that the sides are the same within ±{_format_percent(MARGIN)}"
-    text = f"at this spread, {format_needed(verdict.needed)} a side show "
-    text += "a difference of this size" if beyond_margin else same
-    if beyond_margin and low <= 1 <= high:  # there may be no difference at all
-        text += f", {format_needed(verdict.needed_for_same)} that there is none"
-    return f"{text}, with a probability of {POWER * 100:.0f} %"
+    needed = f"more than {MAX_REPEATS}" if verdict.needed is None else f"about {verdict.needed}"
+    what = f"that the sides are the same within ±{_format_percent(MARGIN)}"
+    if abs(math.log(verdict.ratio or 1.0)) > math.log1p(MARGIN):
+        what = "a difference of this size"
+    chance = f"with a probability of {POWER * 100:.0f} %"
+    return f"at this spread, {needed} {verdict.unit} a side show {what}, {chance}"
 
 
 def format_speedup(ratio: float, more: str = "faster", less: str = "slower") -> str:
@@ -486,7 +352,11 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "amount": lambda load: format_amount(**load),
     "amounts": format_amounts,
     "number": lambda load: _format_number(**load),
-    "list": ", ".join,
+    "list": lambda values: ", ".join(map(str, values)),
+    "last_time": lambda times: date_time(times[-1]),
+    "shares": lambda shares: " and ".join(
+        f"{number:,} of {total:,} ({number / total:.1%})" for number, total in shares
+    ),
     "ms": lambda seconds: f"{figures(1000 * seconds)} ms",
     "ms.0": lambda seconds: f"{1000 * seconds:.0f} ms",
     "ms.1": lambda seconds: f"{1000 * seconds:.1f} ms",

@@ -37,18 +37,21 @@ def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() 
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "said"),
+    ("verdicts", "answer"),
     [
         ([verdict("vllm / ten", "slower", 0.5)], "ten is 2.00x slower by wall time than one."),
         ([verdict("vllm / ten", "same", 1.0)], "No difference: ten and one are equally fast within ±2\u00a0%."),
         (
-            [verdict("vllm / ten", "inconclusive", 1.1, needed=8, reason="p_too_large")],
-            "Inconclusive: the comparison with one cannot be decided. About 8 repeats a side would decide.",
+            [
+                verdict("vllm / ten", "inconclusive", 1.1, needed=8, reason="p_too_large"),
+                verdict("sglang / ten", "inconclusive", 1.1, needed=54, reason="p_too_large", baseline="vllm / ten"),
+            ],
+            "Inconclusive: 1 of 1 comparison with one cannot be decided. About 8 repeats a side would decide.",
         ),
     ],
 )
-def test_a_comparison_without_a_faster_row(verdicts: list[Verdict], said: str) -> None:
-    assert sentences.run_answer(compared(*verdicts), run()) == said
+def test_a_comparison_without_a_faster_row(verdicts: list[Verdict], answer: str) -> None:
+    assert sentences.run_answer(compared(*verdicts), run()) == answer
 
 
 def checked(of: Summary, *checks: str) -> Summary:
@@ -68,34 +71,30 @@ def users(*counts: int, ttft_s: Sequence[float]) -> tuple[Summary, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ttft_s", "said"),
+    ("ttft_s", "answer"),
     [
         ((0.1, 0.5, 3.0), "vllm meets ttft_p95 <= 1s up to 8 chat users, and misses it at 16 chat users."),
         ((0.1, 0.5, 0.9), "vllm meets ttft_p95 <= 1s up to 16 chat users, the most that was measured."),
         ((1.1, 1.5, 3.0), "vllm meets ttft_p95 <= 1s at no measured load, and misses it at 4 chat users."),
     ],
 )
-def test_an_slo_over_several_loads_is_answered_with_a_capacity(ttft_s: tuple[float, ...], said: str) -> None:
+def test_an_slo_over_several_loads_is_answered_with_a_capacity(ttft_s: tuple[float, ...], answer: str) -> None:
     of, made = users(4, 8, 16, ttft_s=ttft_s)
-    assert sentences.run_answer(checked(of, "ttft_p95 <= 1s"), made) == said
+    assert sentences.run_answer(checked(of, "ttft_p95 <= 1s"), made) == answer
 
 
-def test_an_slo_of_one_load_is_answered_with_yes_or_no() -> None:
+def test_checks_are_answered_with_yes_or_no_or_a_regression() -> None:
     of, made = users(4, ttft_s=[0.5])
-    yes = sentences.run_answer(checked(of, "ttft_p95 <= 1s"), made)
-    assert yes.startswith("Yes: ttft_p95 <= 1s is met. vllm / u4: 500 ms")
-    no = sentences.run_answer(checked(of, "ttft_p95 <= 100ms", "e2e_p95 <= 2s", "error_rate == 0"), made)
-    assert no.startswith("No: 1 of 2 SLO checks failed. ttft_p95 <= 100ms: vllm / u4: 500 ms")
-
-
-def test_checks_against_a_baseline_answer_whether_there_is_a_regression() -> None:
-    of = summary()
-    slower = checked(of, "wall <= 0.1 * baseline", "error_rate == 0")
-    assert sentences.run_answer(slower, run()).startswith(
-        "Regression against the baseline: 1 of 1 check failed: wall <= 0.1"
-    )
-    fine = checked(of, "wall <= 2 * baseline")
-    assert sentences.run_answer(fine, run()) == "No regression against the baseline: 1 check passed."
+    for checks, answer in (
+        (["ttft_p95 <= 1s"], "Yes: ttft_p95 <= 1s is met. vllm / u4: 500 ms"),
+        (["ttft_p95 <= 100ms", "e2e_p95 <= 2s"], "No: 1 of 2 SLO checks failed. ttft_p95 <= 100ms: vllm / u4: 500 ms"),
+    ):
+        assert sentences.run_answer(checked(of, *checks), made).startswith(answer)
+    for check, answer in (
+        ("wall <= 0.1 * baseline", "Regression against the baseline: 1 of 1 check failed: wall <= 0.1"),
+        ("wall <= 2 * baseline", "No regression against the baseline: 1 check passed."),
+    ):
+        assert sentences.run_answer(checked(summary(), check, "error_rate == 0"), run()).startswith(answer)
 
 
 def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> None:
@@ -111,17 +110,14 @@ def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> N
 def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
     slow, fast = verdict("b", "slower", 0.8), verdict("c", "faster", 1.5)
     unknown = verdict("d", "inconclusive", None)
-    found = compared(slow, fast, unknown).comparison
-    assert found is not None
-    said = "Regression: 1 of 3 comparisons, b is 1.25x slower by wall time than vllm / one."
-    assert sentences.comparison_answer(found) == said
-    without = replace(found, verdicts=[fast])
-    assert sentences.comparison_answer(without) == (
-        "No regression: none of 1 comparison is slower. The largest gain: c is 1.50x faster by wall time."
-    )
-    open_ = replace(found, verdicts=[fast, unknown])
-    said = "Inconclusive: 1 of 2 comparisons cannot be decided, and none is slower."
-    assert sentences.comparison_answer(open_) == said
+    for verdicts, answer in (
+        ([slow, fast, unknown], "Regression: 1 of 3 comparisons, b is 1.25x slower by wall time than vllm / one."),
+        ([fast], "No regression: none of 1 comparison is slower. The largest gain: c is 1.50x faster by wall time."),
+        ([fast, unknown], "Inconclusive: 1 of 2 comparisons cannot be decided, and none is slower."),
+    ):
+        comparison = compared(*verdicts).comparison
+        assert comparison is not None
+        assert sentences.comparison_answer(comparison) == answer
 
 
 def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> None:

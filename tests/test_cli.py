@@ -1,7 +1,6 @@
 """The commands that read, list and show, and what is said of a command line that cannot be understood."""
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from tests import prefork
-from tests.command import HARNESS, going, harness, only_run, server, until, write
+from tests.command import HARNESS, called, going, harness, only_run, server, until, write
 
 
 @pytest.fixture(scope="module")
@@ -31,50 +30,31 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_version_and_help(tmp_path: Path) -> None:
-    assert harness("--version", cwd=tmp_path) == (0, f"amd-llm-load {__version__}\n", "")
-    done = harness(cwd=tmp_path)  # no command shows the help
-    assert (done.code, done.out, done.err) == (1, "", harness("--help", cwd=tmp_path).out)
+    assert called("--version", cwd=tmp_path) == (0, f"amd-llm-load {__version__}\n", "")
+    done = called(cwd=tmp_path)  # no command shows the help
+    assert (done.code, done.out, done.err) == (1, "", called("--help", cwd=tmp_path).out)
     assert re.search(r"^  clean +Remove the leftovers of a killed run\.$", done.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence", "help_of"),
+    ("arguments", "error"),
     [
-        (["run"], "missing argument 'SCENARIO'", "harness run"),
-        (["nonsense"], "no such command 'nonsense'", "harness"),
-        (["run", "first-look", "--repeats", "0"], "--repeats: a number of at least 1 is expected, got '0'",
-         "harness run"),
-        (["worker", "--master", "x", "--processes", "2k"], "--processes: a whole number is expected, got '2k'",
-         "harness worker"),
-        (["compare", "a", "b", "--format", "html"],
-         "--format: 'html' is not one of 'terminal', 'markdown', 'json', 'junit'", "harness compare"),
-        (["runs", "--nope"], "no such option: --nope", "harness runs"),
-        (["runs", "--runs"], "option '--runs' requires an argument", "harness runs"),
-        (["check", "first-look", "y"], "got unexpected extra argument(s) (y)", "harness check"),
-    ],
-    ids=["argument", "command", "range", "kind", "choice", "option", "half", "extra"],
-)  # fmt: skip
-def test_usage_errors(tmp_path: Path, arguments: list[str], sentence: str, help_of: str) -> None:
-    done = harness(*arguments, cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    first, second = done.err.splitlines()
-    assert first.startswith(f"error: {sentence}")
-    assert second == f"next: `{help_of} --help` lists the options."
-
-
-@pytest.mark.parametrize(("command", "name"), [("run", ""), ("run", "-x"), ("live", " "), ("noise", " ")])
-def test_an_empty_variable_is_no_model(tmp_path: Path, command: str, name: str) -> None:
-    done = harness(command, "first-look", f"--model={name}", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "") and done.err.startswith(f"error: --model: '{name}' is no model's name\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "first"),
-    [
+        (["run"], "missing argument 'SCENARIO'\nnext: `harness run --help` lists the options."),
+        (["nonsense"], "no such command 'nonsense'"),
+        (["run", "first-look", "--repeats", "0"], "--repeats: Input should be greater than or equal to 1 (got '0')"),
+        (["worker", "--master", "x", "--processes", "2k"], "--processes: Input should be a valid integer"),
+        (["compare", "a", "b", "--format", "html"], "--format: 'html' is not one of 'terminal', 'markdown', 'json'"),
+        (["runs", "--nope"], "no such option: --nope"),
+        (["calibrate", "--most", "3"], "no such option: --most"),
+        (["check", "first-look", "y"], "got unexpected extra argument(s) (y)"),
+        (["live", "first-look", "--model=-x"], "--model: '-x' is no model's name"),
         (["run", "S", "--metrics-url", "http://127.0.0.1:1"], "--metrics-url needs --url"),
         (["run", "S", "--bind", "1.2.3.4"], "--bind needs --workers"),
-        (["run", "S", "--ui-port", "8090"], "--ui-port needs --ui"),
         (["report", "some", "--about", "image"], "--about needs --baseline"),
+        (
+            ["run", "S", "--ui", "--repeats", "3", "--check", "x"],
+            "--ui does not go with --repeats, --check\nnext: Leave",
+        ),
         (["run", "S", "--workers", ""], "--workers: "),
         (["run", "S", "--workers", "1", "--bind", "1/2"], "--bind: '1/2' is not an address"),
         (["run", "S", "--check", "foo < 1"], "--check 'foo < 1': check 'foo < 1': 'foo' is not a metric"),
@@ -82,17 +62,18 @@ def test_an_empty_variable_is_no_model(tmp_path: Path, command: str, name: str) 
         (["run", "S", "--baseline", "gone"], "gone: neither a run directory nor the id of a run in runs"),
     ],
 )
-def test_the_first_mistake_of_a_command_line_is_reported(tmp_path: Path, arguments: list[str], first: str) -> None:
+def test_the_first_mistake_of_a_command_line_is_reported(tmp_path: Path, arguments: list[str], error: str) -> None:
     path = write(tmp_path)
-    done = harness(*[str(path) if word == "S" else word for word in arguments], cwd=tmp_path)
+    done = called(*[str(path) if word == "S" else word for word in arguments], cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(f"error: {first}")
+    assert done.err.startswith(f"error: {error}")
     assert list(tmp_path.iterdir()) == [path]
+    assert ("it is now --max-streams" in done.err) == ("--most" in arguments)
 
 
 def test_all_mistakes_of_a_scenario_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path, repeat=3, api_key_env="NOT_SET_AT_ALL")
-    done = harness("run", path.name, cwd=tmp_path)
+    done = called("run", path.name, cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert [line.split(": ")[:2] for line in done.err.splitlines()[:-1]] == [
         ["error", "small.yaml"],
@@ -101,18 +82,13 @@ def test_all_mistakes_of_a_scenario_are_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_measuring_and_the_web_ui_exclude_each_other(tmp_path: Path) -> None:
-    done = harness("run", "first-look", "--ui", "--repeats", "3", "--check", "error_rate == 0", cwd=tmp_path)
-    assert (done.code, done.err) == (1, "error: --ui does not go with --repeats, --check\nnext: Leave one out.\n")
-
-
 def test_check_shows_the_plan(tmp_path: Path) -> None:
     loads = {
         "one": {"user": "batch", "requests": 10, "output_tokens": 20},
         "ten": {"user": "chat", "users": 10, "duration_s": 30},
     }
     path = write(tmp_path, loads=loads, repeats=2, baseline={"server": "one", "load": "ten"})
-    done = harness("check", path.name, cwd=tmp_path)
+    done = called("check", path.name, cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert [line.rstrip() for line in done.out.splitlines()] == [
         "small.yaml: valid",
@@ -147,16 +123,16 @@ def test_check_counts_the_comparisons_that_the_run_will_make(
     loads = {"chat": {"user": "chat", "users": 2, "duration_s": 9}, "job": {"user": "batch", "duration_s": 9}}
     given: dict[str, Any] = {"loads": loads, "repeats": 2, "baseline": {"server": "one", "load": "chat"}}
     path = write(tmp_path, **(given | more))
-    out = harness("check", path.name, cwd=tmp_path).out
+    out = called("check", path.name, cwd=tmp_path).out
     said = f"with {comparisons} comparisons, 2 repeats can never reach"
     assert (said in out) if comparisons else ("can never reach" not in out)
 
 
 def test_scenarios_are_listed_and_checked_by_name(tmp_path: Path) -> None:
-    done = harness("check", "first-look", cwd=tmp_path)
+    done = called("check", "first-look", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"{SCENARIOS}/first-look.yaml: valid\n")
-    done = harness("scenarios", cwd=tmp_path)
+    done = called("scenarios", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     listed = [line for line in done.out.splitlines() if line.startswith("scenarios/")]
     assert listed == [f"scenarios/{path.name}" for path in sorted(SCENARIOS.glob("*.yaml"))]
@@ -166,53 +142,51 @@ def test_compose(tmp_path: Path) -> None:
     servers = {"a": {"template": "simulated", "container": False}, "b": {"template": "vllm-rocm"}}
     path = write(tmp_path, servers=servers)
     for option, template in (((), "simulated"), (("--server", "b"), "vllm-rocm")):
-        found = yaml.safe_load(harness("compose", path.name, *option, cwd=tmp_path).out)
+        found = yaml.safe_load(called("compose", path.name, *option, cwd=tmp_path).out)
         assert (found["x-amd-llm-load"]["template"], set(found["services"])) == (template, {"server", "locust"})
-    done = harness("compose", path.name, "--server", "c", cwd=tmp_path)
+    done = called("compose", path.name, "--server", "c", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err == "error: --server: small.yaml has no server 'c'; known: a, b\n"
 
 
 def test_runs(made: Path, tmp_path: Path) -> None:
-    done = harness("runs", "--runs", "nowhere", cwd=tmp_path)
+    done = called("runs", "--runs", "nowhere", cwd=tmp_path)
     assert (done.code, done.err) == (0, "") and done.out.startswith("no runs in nowhere; ")
-    by_option = harness("runs", "--runs", str(made / "runs"), cwd=tmp_path)
-    by_variable = harness("runs", cwd=tmp_path, env={"HARNESS_RUNS": str(made / "runs")})
+    by_option = called("runs", "--runs", str(made / "runs"), cwd=tmp_path)
+    by_variable = called("runs", cwd=tmp_path, env={"HARNESS_RUNS": str(made / "runs")})
     assert by_option == by_variable
     heading, line = by_option.out.splitlines()
-    assert heading.split() == ["run", "started", "scenario", "cells", "status"]
+    assert heading.split() == ["run", "started", "cells", "status"]
     assert line.split()[0] == only_run(made / "runs").name
     # Where other tests have the cores, it may have been limited.
-    assert re.search(r"  small +1/1 +valid(, CLIENT-LIMITED)? \(simulated\)$", line)
-    narrow = harness("runs", "--runs", str(made / "runs"), cwd=tmp_path, env={"COLUMNS": "80"}).out.splitlines()
-    assert narrow[0].split() == ["run", "started", "cells", "status"]
-    assert narrow[1].split()[0] == only_run(made / "runs").name and "valid" in narrow[1]
-    assert max(map(len, narrow)) <= 80
+    assert re.search(r" 1/1 +valid(, CLIENT-LIMITED)? \(simulated\)$", line)
+    narrow = called("runs", "--runs", str(made / "runs"), cwd=tmp_path, env={"COLUMNS": "80"}).out.splitlines()
+    assert narrow[1].split()[0] == only_run(made / "runs").name and max(map(len, narrow)) <= 80
 
 
 def test_report_in_every_format(made: Path) -> None:
     run = only_run(made / "runs")
     (run / "summary.json").unlink()
     (run / "report.html").unlink()
-    terminal = harness("report", run.name, cwd=made)
+    terminal = called("report", run.name, cwd=made)
     assert (terminal.code, terminal.err) == (0, "")
     assert re.search(r"\bVALID(: all conditions of a trustworthy|, CLIENT-LIMITED: )", terminal.out)
     assert (run / "summary.json").is_file() and (run / "report.html").is_file(), "they are written anew"
-    explained = harness("report", f"runs/{run.name}", "--explain", cwd=made)
+    explained = called("report", f"runs/{run.name}", "--explain", cwd=made)
     assert explained.code == 0 and len(explained.out) > len(terminal.out)
-    markdown = harness("report", run.name, "--format", "markdown", cwd=made)
+    markdown = called("report", run.name, "--format", "markdown", cwd=made)
     assert (markdown.code, markdown.err) == (0, "")
     assert "| one | burst |" in markdown.out
-    text = harness("report", run.name, "--format", "json", cwd=made)
+    text = called("report", run.name, "--format", "json", cwd=made)
     assert (text.code, text.err) == (0, "")
     assert json.loads(text.out) == json.loads((run / "summary.json").read_text())
-    html = harness("report", run.name, "--format", "html", cwd=made)
+    html = called("report", run.name, "--format", "html", cwd=made)
     assert (html.code, html.out, html.err) == (0, f"runs/{run.name}/report.html\n", "")
 
 
 def test_a_misspelt_run(made: Path) -> None:
     run = only_run(made / "runs").name
-    done = harness("report", f"{run[:-1]}x", cwd=made)
+    done = called("report", f"{run[:-1]}x", cwd=made)
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines()[0].endswith(f"nor the id of a run in runs; did you mean '{run}'?")
 
@@ -226,26 +200,13 @@ def without_reader(start: Any, arguments: list[str], **options: Any) -> tuple[in
     return pipe.wait(20), said
 
 
-def test_a_reader_that_has_seen_enough(made: Path) -> None:
-    run = only_run(made / "runs").name
-    for arguments in (["report", run], ["report", run, "--format", "json"], ["--help"], ["compose", "small.yaml"]):
-        assert without_reader(prefork.Popen, arguments, cwd=made) == (0, b""), arguments
-
-
 def test_a_reader_that_has_seen_enough_hides_no_failure(made: Path) -> None:
-    """What was printed before a command failed is written at its end, or at once."""
+    run = only_run(made / "runs").name
+    for arguments in (["report", run], ["report", run, "--format", "json"], ["--help"]):
+        assert without_reader(prefork.Popen, arguments, cwd=made) == (0, b""), arguments
     arguments = ["report", "gone", "--format", "junit"]
-    told = harness(*arguments, cwd=made).err.encode()
-    for unbuffered in ("", "1"):
-        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        assert without_reader(subprocess.Popen, arguments, cwd=made, env=env) == (1, told)
-
-
-def test_standard_files_that_are_closed(made: Path) -> None:
-    assert harness("report", only_run(made / "runs").name, cwd=made, before=lambda: os.close(1)) == (0, "", "")
-    assert harness("nonsense", cwd=made, before=lambda: os.close(2)) == (1, "", "")
-    nothing = harness("explain", "-", cwd=made, before=lambda: os.close(0))
-    assert (nothing.code, nothing.out.splitlines()[0], nothing.err) == (4, "the standard input: 0 lines", "")
+    error = called(*arguments, cwd=made).err.encode()
+    assert without_reader(subprocess.Popen, arguments, cwd=made) == (1, error)
 
 
 def test_an_output_that_is_full(made: Path) -> None:
@@ -256,15 +217,8 @@ def test_an_output_that_is_full(made: Path) -> None:
 
 def test_a_terminal_that_is_not_in_utf_8_gets_the_table(made: Path) -> None:
     run = only_run(made / "runs").name
-    in_ascii = harness("report", run, cwd=made, env={"PYTHONIOENCODING": "ascii"}).out
-    assert in_ascii == harness("report", run, cwd=made).out.encode("ascii", "backslashreplace").decode()
-
-
-def test_a_name_that_is_not_in_utf_8_is_said(tmp_path: Path) -> None:
-    write(tmp_path).rename(os.fsdecode(bytes(tmp_path) + b"/L\xe4rm.yaml"))
-    done = harness("run", os.fsdecode(b"L\xe4rm.yaml"), "--runs", "runs", cwd=tmp_path)
-    assert done.code == 1
-    assert done.err == "error: 'L\\udce4rm': a name that is not in UTF-8\nnext: Give it another name.\n"
+    in_ascii = called("report", run, cwd=made, env={"PYTHONIOENCODING": "ascii"}).out
+    assert in_ascii == called("report", run, cwd=made).out.encode("ascii", "backslashreplace").decode()
 
 
 @pytest.mark.parametrize("command", ["live", "run"])
@@ -302,7 +256,7 @@ def test_a_live_load_whose_server_does_not_start_has_sent_nothing(tmp_path: Path
 def test_live_on_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-        done = harness("live", write(tmp_path).name, "--port", str(port), cwd=tmp_path)
+        done = called("live", write(tmp_path).name, "--port", str(port), cwd=tmp_path)
     assert (done.code, done.out) == (1, "") and done.err.startswith(f"error: --port: {port} is in use already\n")
 
 
@@ -311,21 +265,14 @@ def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
     loads, mixes = {"a": load, "b": load}, {"both": ["a", "b"]}
     path = write(tmp_path, loads=loads, mixes=mixes, checks=[], warmup={"duration_s": 1})
     for given in ("both", "both.b"):  # of which b would come alone, without a word
-        done = harness("live", path.name, "--load", given, cwd=tmp_path)
+        done = called("live", path.name, "--load", given, cwd=tmp_path)
         assert (done.code, done.out) == (1, "") and done.err.startswith("error: --load: 'both' is a mix, which ")
         assert done.err.endswith("next: Give --load a or --load b, or use `harness run`.\n")
 
 
-def test_the_estimate_names_only_the_starts_that_there_are(tmp_path: Path) -> None:
-    embedded, container = {"template": "simulated", "container": False}, {"template": "simulated"}
-    path = write(tmp_path, servers={"a": embedded, "b": container}, repeats=5)
-    shown = harness("check", path.name, cwd=tmp_path).out
-    assert ", 60 s per container start, 1 s per start of the embedded engine)\n" in shown
-
-
 def test_check_takes_what_run_overrides(tmp_path: Path) -> None:
     path = write(tmp_path)
-    done = harness("check", path.name, "--repeats", "3", "--model", "other", "--check", "ttft_p95 <= 1s", cwd=tmp_path)
+    done = called("check", path.name, "--repeats", "3", "--model", "other", "--check", "ttft_p95 <= 1s", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert "3 cells: 3 repeats" in done.out
     assert "check 'ttft_p95 <= 1s' cannot pass" in done.out

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.errors import HarnessError, RunError, SeveralErrors
+from harness.errors import HarnessError, RunError
 from harness.files import LOCUSTFILES
 from harness.job import Job, WaitsForWorkers, report_error, report_status, status_file
 from harness.prepare import experiment as preparing
@@ -165,10 +165,10 @@ def test_start_errors_are_listed_once(tmp_path: Path) -> None:
     assert start_errors(cell) == ""
     for _ in range(2):
         report_error(cell, HarnessError("worker a: no key", next_step="Set it."))
-    report_error(cell, SeveralErrors([HarnessError("no model"), HarnessError("no prompts")]))
+    report_error(cell, HarnessError("no model"))
     with status_file(cell.counter_path).open("ab") as file:
         file.write(b'{"code":"of a newer harness"}\n{"code":"gave')
-    assert start_errors(cell) == "worker a: no key. Set it.\nno model.\nno prompts."
+    assert start_errors(cell) == "worker a: no key. Set it.\nno model."
 
 
 def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,7 @@ def test_the_page_starts_with_the_interference(five: Path) -> None:
     ]  # fmt: skip
     assert summary.comparison.comparisons == 3
     assert sentences.run_answer(summary, run) == (
-        "Together, a / both.chat is slowed most: TTFT p50 201 → 401 ms, 2.00x longer."
+        "Together, a / both.chat is slowed most: TTFT p50 201 ms → 401 ms, 2.00x longer."
     )
     console = Console(file=io.StringIO(), width=200)
     print_report(summary, run, five, console)

@@ -120,15 +120,3 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert (asked.code, asked.err) == (4, "")
     assert "FAILED wall <= 0.001 * baseline: one / burst: " in asked.out
     assert (second / "summary.json").read_bytes() == kept, "it was asked this once"
-
-
-def test_mistakes_are_found_before_anything_is_started(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    for given, said in (
-        (["--check", "two/burst: wall < 1 s"], "--check 'two/burst: wall < 1 s': 'two' is not a server; known: one"),
-        (["--check", "two/burst: wall < 1 s", "--check", "foo"], "2 problems"),
-        (["--baseline", "nothing"], "nothing: neither a run directory nor the id of a run in runs"),
-    ):
-        done = called("run", path.name, *given, cwd=tmp_path)
-        assert (done.code, done.err.splitlines()[0]) == (1, f"error: {said}")
-    assert not (tmp_path / "runs").exists()

@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import html.parser
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,16 @@ import pytest
 from msgspec.structs import replace
 
 from harness.analysis.summarize import read_summary
-from harness.errors import HarnessError
 from harness.files import ROOT
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
-from harness.report.html import LIBRARY, Forest, render, write_report
+from harness.report.html import LIBRARY, write_report
 from harness.rundir.manifest import read_run, write_run
 from harness.summary import because
 from tests.report_runs import HOSTILE, write_run_directory
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser would make of the page, as far as the tests ask."""
+    """The tags, texts and scripts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -53,12 +51,6 @@ class Page(html.parser.HTMLParser):
         return packed
 
 
-def numbers_of(value: Any) -> int:
-    """How many numbers a figure holds."""
-    inner = list(value.values()) if isinstance(value, dict) else value
-    return sum(map(numbers_of, inner)) if isinstance(inner, list) else isinstance(value, int | float)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
@@ -67,56 +59,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_nothing_is_referred_to_outside_the_file(folder: Path) -> None:
+def test_the_page_refers_to_nothing_outside_and_has_all_that_it_refers_to(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     page = Page(text)
-    for _tag, attributes in page.tags:
+    ids = {attributes.get("id") for _, attributes in page.tags}
+    for _, attributes in page.tags:
         for name in ("src", "href", "srcset", "data", "action", "poster"):
-            assert (attributes.get(name) or "#").startswith("#")
+            target = attributes.get(name) or "#"
+            assert target == "#" or (target[0] == "#" and target[1:] in ids)
+        assert attributes.get("popovertarget", next(iter(ids))) in ids
     assert "url(" not in page.blobs["style"] and "@import" not in page.blobs["style"]
-    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and a.get("http-equiv"))
+    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv"))
     assert policy is not None and policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe-inline" not in policy.split("style-src")[0]
-
-
-def test_what_comes_from_outside_stays_text(folder: Path, tmp_path: Path) -> None:
-    write_run_directory(tmp_path, repeats=1, requests=12, faults=3)
-    run, summary = read_run(tmp_path), read_summary(tmp_path)
-    served = replace(run.cells[0].served_by, version=HOSTILE, arguments=[HOSTILE], container={"a": HOSTILE})
-    cells = [replace(run.cells[0], served_by=served), *run.cells[1:]]
-    write_run(tmp_path, replace(run, cells=cells))
-    said = [because("text", text=HOSTILE)]
-    hostile = replace(summary, question=HOSTILE, reasons=said, notes=said, valid=False)
-    rows = [replace(summary.rows[0], server=HOSTILE), *summary.rows[1:]]
-    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(replace(hostile, rows=rows)))
-    page = Page(write_report(tmp_path).read_text())
-    assert [tag for tag, _ in page.tags].count("img") == 0
-    assert [tag for tag, _ in page.tags].count("script") == 4
-    assert page.text.count(HOSTILE) > 10
-    names = [trace["name"] for trace in page.charts()["charts"]["throughput"]["data"]]
-    assert names[0].startswith("&lt;/script&gt;&lt;script&gt;")
-
-
-def test_the_order_of_the_page(folder: Path) -> None:
-    text = (folder / "report.html").read_text()
-    assert write_report(folder).read_text() == text  # the same run gives the same page
+    charts = page.charts()["charts"]
+    assert {f"chart-{chart}" for chart in charts} <= ids
+    assert [tag for tag, _ in page.tags].count("caption") == len(charts), "each has a table"
     order = ["<h1", 'class="state good"', 'class="verdicts"', 'class="simulated"', 'class="main"', 'id="charts"',
              'id="errors"', 'id="runs"', 'id="method"', 'id="setup"']  # fmt: skip
     places = [text.index(mark) for mark in order]
     assert places == sorted(places)
+    assert write_report(folder).read_text() == text, "the same run gives the same page"
 
 
-def test_every_chart_has_a_table_and_every_column_its_formula(folder: Path) -> None:
-    page = Page((folder / "report.html").read_text())
-    ids = [attributes.get("id") for _, attributes in page.tags]
-    for chart in page.charts()["charts"]:
-        assert f"chart-{chart}" in ids
-    assert len([a for tag, a in page.tags if tag == "caption"]) == len(page.charts()["charts"])
-    for _, attributes in page.tags:
-        if target := attributes.get("popovertarget"):
-            assert target in ids
-        if (href := attributes.get("href")) and href != "#":
-            assert href[1:] in ids
+def test_texts_from_outside_stay_text(tmp_path: Path) -> None:
+    """Markup is escaped; characters that change the direction of the text, and controls, are marks."""
+    write_run_directory(tmp_path, repeats=1, requests=12, faults=3)
+    controls = "\x00\x07\x1b\x7f\x9b\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    run, summary = read_run(tmp_path), read_summary(tmp_path)
+    served = replace(run.cells[0].served_by, version=HOSTILE, arguments=[HOSTILE], container={"a": HOSTILE})
+    write_run(tmp_path, replace(run, cells=[replace(run.cells[0], served_by=served), *run.cells[1:]]))
+    reasons = [because("text", text=HOSTILE)]
+    hostile = replace(summary, question=f"{HOSTILE}{controls}", reasons=reasons, notes=reasons, valid=False)
+    rows = [replace(summary.rows[0], server=f"{HOSTILE}{controls}"), *summary.rows[1:]]
+    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(replace(hostile, rows=rows)))
+    text = write_report(tmp_path).read_text()
+    page = Page(text)
+    tags = [tag for tag, _ in page.tags]
+    assert (tags.count("img"), tags.count("script")) == (0, 4)
+    assert "".join(page.text).count(HOSTILE) > 10
+    names = [trace["name"] for trace in page.charts()["charts"]["throughput"]["data"]]
+    assert names[0].startswith("&lt;/script&gt;&lt;script&gt;")
+    assert HOSTILE + "\ufffd" * len(controls) in "".join(page.text)
+    assert not set(controls) & set(text + json.dumps(page.charts(), ensure_ascii=False))
 
 
 def test_many_requests_give_a_small_page(tmp_path: Path) -> None:
@@ -124,18 +109,17 @@ def test_many_requests_give_a_small_page(tmp_path: Path) -> None:
     path = write_report(tmp_path)
     assert path.stat().st_size < 1_000_000
     figures = Page(path.read_text()).charts()
-    assert numbers_of(figures["charts"]["cdf-ttft"]["data"]) <= 6 * (2 * MAX_POINTS + 4)
+    assert max(len(trace["x"]) for trace in figures["charts"]["cdf-ttft"]["data"]) <= MAX_POINTS
     assert len(figures["timelines"]) == 6
     for timeline in figures["timelines"].values():
         assert max(len(trace["x"]) for trace in timeline["data"]) <= 2 * MAX_BINS
 
 
-def test_the_library_is_the_one_that_was_published_and_draws_all_that_charts_ask_for(folder: Path) -> None:
+def test_the_library_is_the_published_one_and_can_draw_all_charts(folder: Path) -> None:
     """Its sum is that of the file in npm's plotly.js-basic-dist-min 4.1.1, whose licence asks to come along."""
     assets = ROOT / "harness" / "report" / "assets"
     library = (assets / LIBRARY).read_bytes()
     assert hashlib.sha256(library).hexdigest() == "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"
-    assert b"v4.1.1" in library[:100]
     assert (assets / "plotly-basic.LICENSE").read_text().startswith("MIT License")
     figures = Page((folder / "report.html").read_text()).charts()
     drawn = [*figures["charts"].values(), *figures["timelines"].values()]
@@ -146,14 +130,12 @@ def test_a_distribution_keeps_its_ends_and_every_point_of_a_small_sample() -> No
     assert distribution_points([3.0, 1.0, 2.0]) == ([1.0, 2.0, 3.0], [0.33333, 0.66667, 1.0])
     assert distribution_points([]) == ([], [])
     values, shares = distribution_points(float(i) for i in range(1, 100_001))
-    assert len(values) == MAX_POINTS
-    assert (values[0], shares[0], values[-1], shares[-1]) == (1.0, 1e-5, 100_000.0, 1.0)
+    assert (len(values), values[0], shares[0], values[-1], shares[-1]) == (MAX_POINTS, 1.0, 1e-5, 100_000.0, 1.0)
     assert all(abs(share - value / 100_000) < 1e-5 for value, share in zip(values, shares, strict=True))
 
 
 def test_the_timeline_counts_every_token_and_joins_the_clocks(folder: Path) -> None:
-    timelines = {line.cell: line for line in read_chart_data(folder).timelines}
-    line = timelines["r1-open-batch-10"]
+    line = {line.cell: line for line in read_chart_data(folder).timelines}["r1-open-batch-10"]
     # 30 measured and 10 warm-up requests of 50 tokens each, less the three that failed.
     assert sum(line.tok_s) * line.step_s == pytest.approx(37 * 50, abs=1)
     assert max(line.in_flight) == 10
@@ -170,27 +152,3 @@ def test_a_run_that_was_killed_before_anything_happened(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").unlink()
     text = "".join(Page(write_report(tmp_path).read_text()).text)
     assert "UNFINISHED" in text and "No request was recorded." in text
-    (tmp_path / "summary.json").unlink()
-    with pytest.raises(HarnessError, match=re.escape(f"{tmp_path}/summary.json: there is no summary")):
-        write_report(tmp_path)
-
-
-def test_intervals_share_one_logarithmic_scale() -> None:
-    scale = Forest(0.5, 2.0)
-    assert [scale.place(ratio) for ratio in (0.1, 0.5, 1.0, 2.0, 9.0)] == [0.0, 0.0, 50.0, 100.0, 100.0]
-    assert 0 < Forest.around([]).place(1.0) < 100
-
-
-def test_a_text_from_outside_does_not_turn_the_page_round(tmp_path: Path) -> None:
-    """What a browser obeys and nobody sees: the terminal shows it as a mark, and so does the page."""
-    write_run_directory(tmp_path, repeats=1, requests=12, faults=2)
-    controls = "\x00\x07\x1b\x7f\x9b\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-    run = read_run(tmp_path)
-    servers = {f"{name}{controls}": server for name, server in run.scenario.servers.items()}
-    run = replace(run, scenario=replace(run.scenario, servers=servers))
-    summary = replace(read_summary(tmp_path), question=f"Is it {controls}fast?")
-    text = render(summary, run, read_chart_data(tmp_path))
-    page = Page(text)
-    assert "Is it " + "\ufffd" * len(controls) + "fast?" in "".join(page.text)
-    assert not set(controls) & set(text)
-    assert not set(controls) & set(json.dumps(page.charts(), ensure_ascii=False))

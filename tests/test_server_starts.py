@@ -1,13 +1,11 @@
 """Starts of servers in comparisons: what refuses, what is told, what is noise; and in the report."""
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.comparison.compare import compare_runs
@@ -17,7 +15,6 @@ from harness.reasons import sentences
 from harness.report.charts.timeline import observed_starts, startup_chart
 from harness.report.html import write_report
 from harness.report.markdown import render_comparison
-from harness.report.terminal import print_report
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.scenario.plan import Cell
 from harness.summary import because
@@ -182,11 +179,6 @@ def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path)
     assert [trace["name"] for trace in chart.figure["data"]] == [
         "pull", "create", "process", "weights", "compile", "ready", "port open", "health", "first answer",
     ]  # fmt: skip
-    assert chart.findings == [
-        "a: ready after 5.00 s, the most of it pull (1.00 s).",
-        "b: ready after 30.00 s, the most of it compile (15.00 s); compile cache cold; "
-        "KV cache 100,000 tokens, 12.21 requests of full length.",
-    ]
     assert ["b", "compile", "15.00", "15.00", "15.00", "5"] in chart.body
     assert chart.formula.split("; ")[1] == "process to warm-up by the server’s own log"
 
@@ -197,9 +189,9 @@ def test_cells_that_share_a_start_count_once(tmp_path: Path) -> None:
     assert {server: len(found) for server, found in observed_starts(run).items()} == {"a": 2, "b": 2}
 
 
-def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
+def test_the_page_has_the_facts_of_the_start(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = write_made_run(folder, served=serving(effective={"max_num_seqs": 16, "note": "<script>alert(1)</script>"}))
+    write_made_run(folder, served=serving(effective={"max_num_seqs": 16, "note": "<script>alert(1)</script>"}))
     summary = summarize(folder)
     write_summary(folder, summary)
     page = write_report(folder).read_text(encoding="utf-8")
@@ -210,7 +202,3 @@ def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
         assert text in page
     assert "<script>alert(1)" not in page
     assert page.count("<summary>Settings that ") == 2  # alike starts are shown once a server
-    console = Console(width=200, record=True, file=io.StringIO())
-    print_report(summary, run, folder, console, explain=True)
-    said = " ".join(console.export_text().split())
-    assert "a: ready after 30.00 s, the most of it compile (15.00 s); compile cache cold;" in said

@@ -14,7 +14,6 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as OtlpStatus
 
 from harness.errors import HarnessError
-from harness.imports.write import import_file
 from harness.process import free_port
 from harness.report import spans
 from harness.rundir.manifest import Startup
@@ -36,13 +35,8 @@ class Received:
 
     @property
     def spans(self) -> list[OtlpSpan]:
-        return [
-            one
-            for batch in self.batches
-            for resource in batch.resource_spans
-            for scope in resource.scope_spans
-            for one in scope.spans
-        ]
+        scopes = [scope for batch in self.batches for each in batch.resource_spans for scope in each.scope_spans]
+        return [span for scope in scopes for span in scope.spans]
 
     @property
     def resource(self) -> dict[str, Any]:
@@ -148,14 +142,6 @@ def test_a_second_export_sends_the_same_ids(run: Path, otlp: Received, monkeypat
     assert otlp.resource["service.name"] == "mine"
 
 
-def test_records_of_stock_locust_have_a_time_of_day(tmp_path: Path, otlp: Received) -> None:
-    write_lines(tmp_path / "r.jsonl", [request(id=str(number), sent_s=5.0 + number) for number in range(3)])
-    folder = import_file(tmp_path / "r.jsonl", tmp_path / "runs", again=True)
-    assert spans.send_spans(folder) == (3, 0)
-    starts = [one.start_time_unix_nano for one in otlp.spans]
-    assert [round((start - starts[0]) / 1e9, 3) for start in starts] == [0, 1, 2]
-
-
 def test_the_command_says_what_it_sent_and_where_it_cannot(run: Path, otlp: Received, tmp_path: Path) -> None:
     with (run / "requests.jsonl").open("ab") as file:
         file.write(b'{"id": 3}\n')
@@ -177,7 +163,7 @@ def test_the_command_says_what_it_sent_and_where_it_cannot(run: Path, otlp: Rece
         assert (code, out) == (1, "") and said in err and "secret" not in err
 
 
-def test_without_its_packages_the_hint_names_the_extra(
+def test_without_its_packages_or_times_there_is_an_error(
     run: Path, otlp: Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "processes.jsonl").unlink()

@@ -57,7 +57,7 @@ def test_two_settings_are_a_heat_map(tmp_path: Path) -> None:
     assert figure["layout"]["xaxis"]["ticktext"] == ["1", "2", "4"]
     numbers, failed = figure["data"]
     assert len(numbers["text"]) == 6
-    assert failed["text"] == ["✕ memory"] * 3
+    assert failed["text"] == ["✕"] * 3 and failed["customdata"][0].endswith(": memory")
     assert {*failed["y"]} == {1}, "max_num_seqs 4"
     best = next(shape for shape in figure["layout"]["shapes"] if shape["opacity"] == 0.6)
     assert (best["x0"], best["y0"]) == (1.52, 1.54), "the fastest of them"
@@ -70,16 +70,10 @@ def test_one_setting_is_a_line_for_each_load(tmp_path: Path) -> None:
     charts = drawn(run, summary)
     assert list(charts) == ["lines-rate", "lines-ttft"]
     (line,) = charts["lines-rate"].figure["data"]
-    assert (line["x"], [round(y, 1) for y in line["y"]]) == ([1, 4, 16], [13.2, 13.2, 26.4]), "64 failed"
-    assert charts["lines-rate"].figure["layout"]["xaxis"]["type"] == "log"
-
-
-def test_other_values_are_categories_and_concurrency_is_drawn_elsewhere(tmp_path: Path) -> None:
-    run, summary = made(tmp_path / "texts", "[null, 4, 8]", "", {})
-    (line,) = drawn(run, summary)["lines-rate"].figure["data"]
-    assert line["x"] == [0, 1]
+    assert (line["x"], [round(y, 1) for y in line["y"]]) == ([0, 1, 2], [13.2, 13.2, 26.4]), "64 failed"
+    assert charts["lines-rate"].figure["layout"]["xaxis"]["ticktext"] == ["1", "4", "16", "64"]
     run, summary = made(tmp_path / "users", "[4]", BATCHES, {})
-    assert drawn(run, summary) == {}
+    assert drawn(run, summary) == {}, "concurrency is drawn elsewhere"
 
 
 def test_the_pareto_front() -> None:
@@ -89,15 +83,11 @@ def test_the_pareto_front() -> None:
 
 def test_the_front_is_in_the_chart_of_latency_over_throughput(tmp_path: Path) -> None:
     run, summary = made(tmp_path / "run", "[2, 4]", BATCHES, {"l-batch-size-4": 5.0})
-    chart = figures.tradeoff_charts(summary, run)[0]
+    chart = figures.tradeoff_chart(summary, run)
     line = next(trace for trace in chart.figure["data"] if trace["name"] == "Pareto front")
     assert len(line["x"]) == 1, "twice as fast, and half the wait"
     assert chart.findings[0].startswith("1 row of 3 on the Pareto front (dashed): from s-max-num-seqs-2 / l-batch-siz")
-
-
-def test_the_page_has_them(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    made(folder, "[2, 4]", BATCHES, {})
     write_summary(folder, summarize(folder))
     page = write_report(folder).read_text()
     assert "What was varied" in page and 'id="chart-heat-rate"' in page

@@ -11,7 +11,6 @@ from harness.files import PACKAGE
 from harness.scenario import Load, Prompts, Scenario, Server
 from harness.workload import Workload, salt_words, text, workload_sha256
 from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
-from tests.make_classification import items
 
 DATA = PACKAGE / "data"
 LOAD = Load(user="batch")
@@ -95,10 +94,9 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem:
     assert caught.value.what == f"{path}:2: {problem}"
 
 
-def test_the_classification_set_is_what_its_maker_makes() -> None:
+def test_the_classification_set_has_300_texts_and_all_come_before_one_comes_back() -> None:
     lines = (DATA / "classification.jsonl").read_bytes().splitlines()
-    assert [msgspec.json.decode(line) for line in lines] == items()
-    assert len({item["text"] for item in items()}) == len(items()) == 300
+    assert len({msgspec.json.decode(line)["text"] for line in lines}) == len(lines) == 300
     # It visits every item once before any comes back.
     prompts = Prompts(kind="classification")
     once = [Workload(prompts, LOAD, 5).messages(index)[0]["content"] for index in range(300)]

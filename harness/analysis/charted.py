@@ -31,7 +31,6 @@ class Dot(NamedTuple):
     cell: str
     sent_s: float  # since the start of its cell
     took_s: float  # until the end of the answer or the failure
-    ttft_s: float | None
     error: str | None
 
 
@@ -98,7 +97,7 @@ class ChartCounts(Struct):
     def _add_dot(self, request: Request, sent_s: float) -> None:
         draw = crc32(request.id.encode()) * 2654435761 & 0xFFFFFFFF
         took_s = request.ended_s if request.error is not None else derive.e2e_s(request) or 0.0
-        self.dots.append(Dot(draw, request.cell, sent_s, took_s, derive.ttft_s(request), request.error))
+        self.dots.append(Dot(draw, request.cell, sent_s, took_s, request.error))
         self.succeeded += request.error is None
         self.failures += request.error is not None
         if request.error is not None and request.error != "unfinished":

@@ -13,8 +13,8 @@ from harness.cli import actions as actions  # importing them registers their com
 from harness.cli import results as results
 from harness.cli import tools as tools
 from harness.cli.common import app as app
-from harness.cli.common import console, mute_stdout, protect_terminal, usage_error
-from harness.errors import INTERRUPTED, ExitCode, HarnessError, ScenarioError, SeveralErrors
+from harness.cli.common import mute_stdout, print_error, protect_terminal, usage_error
+from harness.errors import INTERRUPTED, ExitCode, HarnessError
 from harness.redact import masked
 
 
@@ -33,22 +33,8 @@ def options(
     pass
 
 
-def print_error(error: HarnessError) -> None:
-    """Print an error: the sentence, the evidence, what to do next."""
-    stderr = console(stderr=True)
-    stderr.print(f"error: {error.what}", style="bold red")
-    if error.detail:
-        indent = "" if isinstance(error, ScenarioError | SeveralErrors) else "  | "
-        stderr.print("\n".join(indent + line for line in error.detail.splitlines()))
-    if error.next_step:
-        stderr.print(f"next: {error.next_step}")
-
-
 def main() -> None:
     """Run a command; every way it can end has its exit code (see `ExitCode`)."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by who called us, as `>&-` does
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it stays open
     # Invoked without Typer's own `main`, which has other exit codes and other words for some of these ends.
     command = typer.main.get_command(app)
     if "_HARNESS_COMPLETE" in os.environ:  # the shell asks for completions
@@ -78,11 +64,9 @@ def main() -> None:
     except BrokenPipeError:
         mute_stdout()
     except OSError as error:
-        mute_stdout()  # what is left in its buffer would fail again
+        if error.filename is None:
+            mute_stdout()  # what is left in its buffer would fail again
         print_error(HarnessError(f"{error.filename or 'the output'}: {error.strerror or error}"))
-        code = ExitCode.USAGE
-    except UnicodeEncodeError as error:  # of a file or folder: what is written is UTF-8
-        print_error(HarnessError(f"{error.object!r}: a name that is not in UTF-8", next_step="Give it another name."))
         code = ExitCode.USAGE
     except Exception as error:
         if os.environ.get("HARNESS_DEBUG"):

@@ -21,48 +21,36 @@ def run(
     scenario: cli.ScenarioToResume = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            metavar="RUN", help="Go on with this run: keep its complete and valid cells, measure the others again."
-        ),
+        cli.option("RUN", "Go on with this run: keep its complete and valid cells, measure the others again."),
     ] = None,
     budget: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="End after this time, such as 2h; more repeats where a verdict is open."),
+        str | None, cli.option("TIME", "End after this time, such as 2h; more repeats where a verdict is open.")
     ] = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     metrics_url: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL", help="With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url
-        ),
+        cli.option("URL", "With --url: where its metrics are (default: URL/metrics).", callback=cli.validate_url),
     ] = None,
     model: cli.ModelOpt = None,
     repeats: cli.RepeatsOpt = None,
     checks: cli.ChecksOpt = None,
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
-    junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
-    ] = None,
-    workers: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="With --url: machines that send the load, or how many.")
-    ] = None,
+    junit: Annotated[Path | None, cli.option("FILE", "Also write checks and verdicts as JUnit XML.")] = None,
+    workers: Annotated[str | None, cli.option("NAMES", "With --url: machines that send the load, or how many.")] = None,
     bind: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="With --workers: where they find this machine (port 5557).")
+        str | None, cli.option("ADDRESS", "With --workers: where they find this machine (port 5557).")
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
     ui: Annotated[
-        bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
+        bool, cli.flag("--ui", "Serve Locust's web UI instead of measuring; same as `harness live`.")
     ] = False,
     ui_port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT", min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089)."
-        ),
+        int | None, cli.option("PORT", "With --ui: port of the web UI on 127.0.0.1 (default: 8089).", min=1, max=65535)
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
+    explain: Annotated[bool, cli.flag("--explain", "Explain the columns below the table.")] = False,
 ) -> None:
     """Start the scenario's servers, load them, tear them down, and report.
 
@@ -122,47 +110,39 @@ def capacity(
     ] = None,
     slos: Annotated[
         list[str] | None,
-        typer.Option(
+        cli.option(
+            "SLO",
+            'What users must get, such as "ttft_p95<=2s" (default: the scenario\'s checks); may be repeated.',
             "--slo",
-            metavar="SLO",
-            help='What users must get, such as "ttft_p95<=2s" (default: the scenario\'s checks); may be repeated.',
         ),
     ] = None,
     load: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Which of the scenario's loads, or of its mixes (default: the first load)."),
+        str | None, cli.option("NAME", "Which of the scenario's loads, or of its mixes (default: the first load).")
     ] = None,
     fix: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LOAD=N",
-            help="Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. With two loads "
-            "that are not fixed, all pairs are searched.",
+        cli.option(
+            "LOAD=N",
+            "Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. With two "
+            "loads that are not fixed, all pairs are searched.",
         ),
     ] = None,
     max_users: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            min=1,
-            max=100_000,
-            help="Try no more users; of an open loop, tenths of the scenario's rate or trace.",
+        cli.option(
+            "N", "Try no more users; of an open loop, tenths of the scenario's rate or trace.", min=1, max=100000
         ),
     ] = 256,
-    budget: Annotated[
-        str, typer.Option(metavar="TIME", help="How long it may take in all, such as 30min or 2h.")
-    ] = "30min",
-    knee: Annotated[
-        bool, typer.Option("--knee", help="Also find where more concurrency stops raising the throughput.")
-    ] = False,
+    budget: Annotated[str, cli.option("TIME", "How long it may take in all, such as 30min or 2h.")] = "30min",
+    knee: Annotated[bool, cli.flag("--knee", "Also find where more concurrency stops raising the throughput.")] = False,
     url: cli.UrlOpt = None,
     user: Annotated[
         Literal["chat", "batch", "agent", "rag"] | None,
-        typer.Option(help="With --url and without a scenario: the kind of users."),
+        cli.option(None, "With --url and without a scenario: the kind of users."),
     ] = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON; progress goes to stderr.")] = False,
+    as_json: Annotated[bool, cli.flag("--json", "Print the answer as JSON; progress goes to stderr.")] = False,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Find for each server how many users, or requests per second, meet the SLOs, with a 95 % interval.
@@ -201,9 +181,7 @@ def live(
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
-    port: Annotated[
-        int, typer.Option(metavar="PORT", min=1, max=65535, help="Port of the web UI on 127.0.0.1.")
-    ] = UI_PORT,
+    port: Annotated[int, cli.option("PORT", "Port of the web UI on 127.0.0.1.", min=1, max=65535)] = UI_PORT,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C tears everything down."""
@@ -267,22 +245,17 @@ def init(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The scenario to write.")] = Path("my-scenario.yaml"),
     question: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND",
-            help="What you want to know: batching, compare, chat-users, agents or classifications; "
+        cli.option(
+            "KIND",
+            "What you want to know: batching, compare, chat-users, agents or classifications; "
             "without it you are asked.",
         ),
     ] = None,
     server: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="The server; give it twice to compare two; without it you are asked."),
+        list[str] | None, cli.option("NAME", "The server; give it twice to compare two; without it you are asked.")
     ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="The model of each server, as the server knows it.")
-    ] = None,
-    machine: Annotated[
-        str | None, typer.Option(metavar="KIND", help="strix-halo, radeon, instinct or none (default: found).")
-    ] = None,
+    model: Annotated[list[str] | None, cli.option("NAME", "The model of each server, as the server knows it.")] = None,
+    machine: Annotated[str | None, cli.option("KIND", "strix-halo, radeon, instinct or none (default: found).")] = None,
 ) -> None:
     """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
     from harness.machine.gpus import read_machine
@@ -321,10 +294,7 @@ def init(
 def doctor(
     as_json: cli.JsonOpt = False,
     root: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.", callback=cli.check_root
-        ),
+        Path, cli.option("DIR", "Read the /proc, /sys, /dev, /etc and /var below DIR instead.", callback=cli.check_root)
     ] = Path("/"),
 ) -> None:
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
@@ -345,10 +315,8 @@ def doctor(
 
 @cli.command(short_help="How many streams this machine's load generator can be trusted for.")
 def calibrate(
-    max_streams: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=20_000, help="Try no more streams than this.")
-    ] = None,
-    processes: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Load processes.")] = 1,
+    max_streams: Annotated[int | None, cli.option("N", "Try no more streams than this.", min=1, max=20000)] = None,
+    processes: Annotated[int, cli.option("N", "Load processes.", min=1, max=64)] = 1,
     as_json: cli.JsonOpt = False,
 ) -> None:
     """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
@@ -361,23 +329,17 @@ def calibrate(
 def compose(
     scenario: cli.ScenarioArg,
     server: cli.ServerOpt = None,
-    load: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which of the scenario's loads; required with several.")
-    ] = None,
-    ui_port: Annotated[
-        int, typer.Option(metavar="PORT", min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")
-    ] = UI_PORT,
+    load: Annotated[str | None, cli.option("NAME", "Which of the scenario's loads; required with several.")] = None,
+    ui_port: Annotated[int, cli.option("PORT", "Port of Locust's web UI on 127.0.0.1.", min=1, max=65535)] = UI_PORT,
     workers: Annotated[
-        int, typer.Option(metavar="N", min=0, max=1000, help="Containers that send the load (`--scale worker=N`).")
+        int, cli.option("N", "Containers that send the load (`--scale worker=N`).", min=0, max=1000)
     ] = 0,
-    records: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the request records to this folder.")
-    ] = None,
+    records: Annotated[Path | None, cli.option("DIR", "Write the request records to this folder.")] = None,
     headless: Annotated[
-        bool, typer.Option("--headless", help="No web UI: send the load once, as a run would, and exit.")
+        bool, cli.flag("--headless", "No web UI: send the load once, as a run would, and exit.")
     ] = False,
     grafana: Annotated[
-        bool, typer.Option("--with-grafana", help="Add Prometheus, and Grafana with a dashboard of load and server.")
+        bool, cli.flag("--with-grafana", "Add Prometheus, and Grafana with a dashboard of load and server.")
     ] = False,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
@@ -398,24 +360,19 @@ def noise(
     server: cli.ServerOpt = None,
     repeats: cli.RepeatsOpt = None,
     count: Annotated[
-        int,
-        typer.Option(
-            "--runs", metavar="N", min=1, max=1000, help="How many A/A runs; the folder of the runs is --runs-dir."
-        ),
+        int, cli.option("N", "How many A/A runs; the folder of the runs is --runs-dir.", "--runs", min=1, max=1000)
     ] = 1,
-    every: Annotated[
-        float, typer.Option(metavar="MINUTES", min=0, help="Pause between them: spread them over hours.")
-    ] = 0.0,
-    add: Annotated[bool, typer.Option("--add", help="Keep the runs that were stored before.")] = False,
+    every: Annotated[float, cli.option("MINUTES", "Pause between them: spread them over hours.", min=0)] = 0.0,
+    add: Annotated[bool, cli.flag("--add", "Keep the runs that were stored before.")] = False,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     model: cli.ModelOpt = None,
     folder: Annotated[
         Path,
-        typer.Option(
+        cli.option(
+            "DIR",
+            "The folder that holds the run directories, which other commands call --runs.",
             "--runs-dir",
-            metavar="DIR",
-            help="The folder that holds the run directories, which other commands call --runs.",
             envvar="HARNESS_RUNS",
         ),
     ] = cli.RUNS,
@@ -440,11 +397,9 @@ def noise(
 
 @cli.command(short_help="Remove the leftovers of a killed run.")
 def clean(
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also what a harness that lives, or may live, has started.")
-    ] = False,
+    everything: Annotated[bool, cli.flag("--all", "Also what a harness that lives, or may live, has started.")] = False,
     caches: Annotated[
-        bool, typer.Option("--caches", help="Also the caches (models, kernels), unless a harness may use them.")
+        bool, cli.flag("--caches", "Also the caches (models, kernels), unless a harness may use them.")
     ] = False,
 ) -> None:
     """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else."""

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -15,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperCommand
 
-from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
+from harness.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean
 from harness.files import pretty_json
 from harness.redact import printable
 
@@ -33,8 +32,7 @@ EXCLUDES = {
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),
 }  # fmt: skip
-_KINDS = {"int": "a whole number", "float": "a number", "finite": "a number"}
-_BOUNDS = {"ge": "a number of at least", "le": "a number of at most"}
+_RENAMED = {"--most": "--max-streams"}  # option names of older versions
 _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command that failed
     "report": ("validity", "the run is VALID"),
     "compare": ("comparison", "the runs can be compared"),
@@ -46,15 +44,11 @@ class CliCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, then check combinations of options. Raises HarnessError for the first mistake."""
-        given = list(args)
         try:
             remaining = super().parse_args(ctx, args)
-            self._check_combinations(ctx)
-        except (typer.TyperException, HarnessError) as error:
-            mistake = usage_error(error, ctx) if isinstance(error, typer.TyperException) else error
-            if "--format=junit" in given or ("--format", "junit") in pairwise(given):
-                _print_junit(ctx, mistake, "usage", "the command line is understood")
-            raise mistake from None
+        except typer.TyperException as error:
+            raise usage_error(error, ctx) from None
+        self._check_combinations(ctx)
         return remaining
 
     def invoke(self, ctx: Any) -> Any:
@@ -106,18 +100,16 @@ def _print_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
 
 
 def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
-    """Convert a mistake in the command line. The messages of Pydantic, which Typer uses, lack the value."""
+    """Convert a mistake in the command line. The messages of Pydantic, which Typer uses, lack option and value."""
     details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     param = getattr(error, "param", None)
     text = error.format_message()
     if details and param is not None:
-        first = details[0]
-        context = first.get("ctx", {})
-        bound = next((f"{words} {context[key]:g}" for key, words in _BOUNDS.items() if key in context), None)
-        expected = bound or _KINDS.get(first["type"].partition("_")[0])
-        reason = str(context.get("error", first["msg"]))
-        text = f"{param.opts[0]}: " + (f"{expected} is expected, got '{first['input']}'" if expected else reason)
+        reason = details[0].get("ctx", {}).get("error", details[0]["msg"])
+        text = f"{param.opts[0]}: {reason} (got '{details[0]['input']}')"
     text = text[:1].lower() + text[1:].rstrip(".")
+    if (renamed := _RENAMED.get(getattr(error, "option_name", ""))) is not None:
+        text += f"; it is now {renamed}"
     path = "harness" if ctx is None else ctx.command_path
     return HarnessError(text, next_step=f"`{path} --help` lists the options.")
 
@@ -137,6 +129,16 @@ app = typer.Typer(
     "4 a check failed or a comparison found a regression; 5 a check is inconclusive; 130 interrupted.",
 )
 command = partial(app.command, cls=CliCommand)
+
+
+def option(metavar: str | None, help_text: str, *names: str, **more: Any) -> Any:
+    """An option with a value, which `metavar` names; `names` replace the one that the parameter gives."""
+    return typer.Option(*names, metavar=metavar, help=help_text, **more)
+
+
+def flag(name: str, help_text: str) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=help_text)
 
 
 def find_scenario(given: Path | None) -> Path | None:
@@ -200,45 +202,25 @@ RunArg = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=complete_run)
 ]
 ScenarioToResume = Annotated[Path | None, _SCENARIO]
-RunsDir = Annotated[
-    Path, typer.Option(metavar="DIR", help="The folder that holds the run directories.", envvar="HARNESS_RUNS")
-]
-ServerOpt = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Which of the scenario's servers (default: the first).")
-]
+RunsDir = Annotated[Path, option("DIR", "The folder that holds the run directories.", envvar="HARNESS_RUNS")]
+ServerOpt = Annotated[str | None, option("NAME", "Which of the scenario's servers (default: the first).")]
 ChecksOpt = Annotated[
-    list[str] | None,
-    typer.Option("--check", metavar="CHECK", help="A check in addition to the scenario's; may be repeated."),
+    list[str] | None, option("CHECK", "A check in addition to the scenario's; may be repeated.", "--check")
 ]
-LoadOpt = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Which of the scenario's loads (default: the first).")
-]
-RepeatsOpt = Annotated[int | None, typer.Option(metavar="N", min=1, help="Override the scenario's repeats.")]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-BaselineOpt = Annotated[
-    Path | None, typer.Option(metavar="RUN", help="The run that checks call the baseline (default: the row).")
-]
-AboutOpt = Annotated[
-    str | None, typer.Option(metavar="KEY", help="The one manifest key in which the sides may differ.")
-]
+LoadOpt = Annotated[str | None, option("NAME", "Which of the scenario's loads (default: the first).")]
+RepeatsOpt = Annotated[int | None, option("N", "Override the scenario's repeats.", min=1)]
+JsonOpt = Annotated[bool, flag("--json", "Print JSON.")]
+BaselineOpt = Annotated[Path | None, option("RUN", "The run that checks call the baseline (default: the row).")]
+AboutOpt = Annotated[str | None, option("KEY", "The one manifest key in which the sides may differ.")]
 UrlOpt = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL", help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url
-    ),
+    str | None, option("URL", "Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url)
 ]
-CaOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="With --url https://...: the authority that signed its certificate.")
-]
+CaOpt = Annotated[Path | None, option("FILE", "With --url https://...: the authority that signed its certificate.")]
 ModelOpt = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Use this model instead of the scenario's.", callback=validate_model_name),
+    str | None, option("NAME", "Use this model instead of the scenario's.", callback=validate_model_name)
 ]
 ResultsDir = Annotated[
-    Path,
-    typer.Option(
-        metavar="DIR", help="The folder of published runs and of the variation between runs.", envvar="HARNESS_RESULTS"
-    ),
+    Path, option("DIR", "The folder of published runs and of the variation between runs.", envvar="HARNESS_RESULTS")
 ]
 PIPE_WIDTH = 160  # columns of what is no terminal
 MIN_WIDTH = 40
@@ -292,6 +274,17 @@ def console(*, stderr: bool = False) -> Console:
     width = int(columns) if columns.isdecimal() and int(columns) >= MIN_WIDTH else PIPE_WIDTH
     more: dict[str, Any] = {} if file.isatty() or stderr else {"width": width, "no_color": True}
     return Output(file=file, markup=False, emoji=False, highlight=False, soft_wrap=stderr, **more)
+
+
+def print_error(error: HarnessError) -> None:
+    """Print an error: the sentence, the evidence, what to do next."""
+    stderr = console(stderr=True)
+    stderr.print(f"error: {error.what}", style="bold red")
+    if error.detail:
+        indent = "" if isinstance(error, ScenarioError) else "  | "
+        stderr.print("\n".join(indent + line for line in error.detail.splitlines()))
+    if error.next_step:
+        stderr.print(f"next: {error.next_step}")
 
 
 def print_json(data: Any) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from harness.cli import common as cli
-from harness.errors import ExitCode, HarnessError, Mistakes
+from harness.errors import ExitCode, HarnessError
 
 if TYPE_CHECKING:
     from harness.summary import Reason
@@ -24,14 +24,14 @@ def report(
     run_folder: cli.RunArg,
     output: Annotated[
         Literal["terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"],
-        typer.Option("--format", help="What to write."),
+        cli.flag("--format", "What to write."),
     ] = "terminal",
     checks: cli.ChecksOpt = None,
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
-    explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
+    explain: Annotated[bool, cli.flag("--explain", "Explain the columns below the table.")] = False,
 ) -> None:
     """Show a run again, from its files: summary and HTML page are written anew.
 
@@ -89,26 +89,22 @@ def compare(
         list[Path], typer.Argument(metavar="RUN", help="Run directories or ids; the first is the baseline.")
     ],
     against: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="RUN", help="A run of the other side; may be repeated. RUN... are then one group."),
+        list[Path] | None, cli.option("RUN", "A run of the other side; may be repeated. RUN... are then one group.")
     ] = None,
     about: cli.AboutOpt = None,
     across: Annotated[
         Literal["machine"] | None,
-        typer.Option(help="Group the runs by machine; the machine is the one thing in which they differ."),
+        cli.option(None, "Group the runs by machine; the machine is the one thing in which they differ."),
     ] = None,
     output: Annotated[
-        Literal["terminal", "markdown", "json", "junit"], typer.Option("--format", help="What to print.")
+        Literal["terminal", "markdown", "json", "junit"], cli.flag("--format", "What to print.")
     ] = "terminal",
     history: Annotated[
-        bool,
-        typer.Option("--history", help="Check the one RUN against all earlier runs of its scenario on its machine."),
+        bool, cli.flag("--history", "Check the one RUN against all earlier runs of its scenario on its machine.")
     ] = False,
     checks: Annotated[
         list[str] | None,
-        typer.Option(
-            "--check", metavar="CHECK", help="What must hold of every side but the baseline; may be repeated."
-        ),
+        cli.option("CHECK", "What must hold of every side but the baseline; may be repeated.", "--check"),
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
@@ -178,12 +174,8 @@ def history(
     scenario: Annotated[
         Path, typer.Argument(metavar="SCENARIO", help="The name of a scenario that was run, or its file.")
     ],
-    machine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The machine, where several have run the scenario.")
-    ] = None,
-    output: Annotated[
-        Literal["terminal", "html", "json"], typer.Option("--format", help="What to print.")
-    ] = "terminal",
+    machine: Annotated[str | None, cli.option("NAME", "The machine, where several have run the scenario.")] = None,
+    output: Annotated[Literal["terminal", "html", "json"], cli.flag("--format", "What to print.")] = "terminal",
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
@@ -202,18 +194,11 @@ def history(
 @cli.command(short_help="Predict how long a number of items takes.")
 def plan(
     run_folder: cli.RunArg,
-    items: Annotated[
-        int, typer.Option(metavar="N", min=1, max=10**12, help="How many items; one request is one item.")
-    ],
-    deadline: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Until when it must be done, such as 8h or 90min.")
-    ] = None,
-    price: Annotated[
-        str | None, typer.Option(metavar="PRICE", help="Price of energy, such as 0.30/kWh: adds the cost.")
-    ] = None,
+    items: Annotated[int, cli.option("N", "How many items; one request is one item.", min=1, max=10**12)],
+    deadline: Annotated[str | None, cli.option("TIME", "Until when it must be done, such as 8h or 90min.")] = None,
+    price: Annotated[str | None, cli.option("PRICE", "Price of energy, such as 0.30/kWh: adds the cost.")] = None,
     lengths: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="CSV or JSONL with prompt_tokens and output_tokens of the real items."),
+        Path | None, cli.option("FILE", "CSV or JSONL with prompt_tokens and output_tokens of the real items.")
     ] = None,
     as_json: cli.JsonOpt = False,
     runs: cli.RunsDir = cli.RUNS,
@@ -248,9 +233,7 @@ def plan(
 def diff(
     one: cli.RunArg,
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
-    output: Annotated[
-        Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")
-    ] = "terminal",
+    output: Annotated[Literal["terminal", "markdown", "json"], cli.flag("--format", "What to print.")] = "terminal",
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
@@ -272,9 +255,7 @@ def diff(
 @cli.command(short_help="File a VALID run by machine and scenario.")
 def publish(
     run_folder: cli.RunArg,
-    records: Annotated[
-        bool, typer.Option("--records", help="Also its records, one a request, as requests.jsonl.gz.")
-    ] = False,
+    records: Annotated[bool, cli.flag("--records", "Also its records, one a request, as requests.jsonl.gz.")] = False,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
@@ -282,14 +263,14 @@ def publish(
     from harness.report.board import publish as publish_run
 
     folder = cli.find_run(run_folder, runs)
-    where, changed = publish_run(folder, results, records=records)
-    print(f"{where}: {', '.join(changed) if changed else 'published already, nothing has changed'}")
+    where, names = publish_run(folder, results, records=records)
+    print(f"{where}: {', '.join(names)}")
 
 
 @cli.command(short_help="Rank the published results, as one page.")
 def leaderboard(
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The HTML page (default: leaderboard.html in --results).")
+        Path | None, cli.option("FILE", "The HTML page (default: leaderboard.html in --results).")
     ] = None,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
@@ -319,10 +300,10 @@ def export(
     run_folder: cli.RunArg,
     to: Annotated[
         Path,
-        typer.Option(
-            metavar="FILE",
-            help="Where to: a file that ends in .parquet or .csv; `otlp`: the receiver of OpenTelemetry that "
-            "OTEL_EXPORTER_OTLP_ENDPOINT names.",
+        cli.option(
+            "FILE",
+            "Where to: a file that ends in .parquet or .csv; `otlp`: the receiver of "
+            "OpenTelemetry that OTEL_EXPORTER_OTLP_ENDPOINT names.",
             callback=_check_export_target,
         ),
     ],
@@ -344,22 +325,25 @@ def export(
 def import_(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files that another tool wrote; each a run.")],
     form: Annotated[
-        str | None,
-        typer.Option("--format", metavar="FORMAT", help="The tool that wrote it (default: as the file shows)."),
+        str | None, cli.option("FORMAT", "The tool that wrote it (default: as the file shows).", "--format")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the machine that was measured; files do not say it.")
+        str | None, cli.option("NAME", "Name of the machine that was measured; files do not say it.")
     ] = None,
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
     """Import results of other tools as runs, marked with their origin, for report, runs and compare."""
     from harness.imports.write import import_file
 
-    wrong = Mistakes()  # a file that cannot be read costs the others nothing
+    failed = False
     for file in files:
-        with wrong.collect():
+        try:
             print(import_file(file, runs, form, machine))
-    wrong.raise_errors()
+        except HarnessError as error:  # costs the other files nothing
+            cli.print_error(error)
+            failed = True
+    if failed:
+        raise typer.Exit(ExitCode.USAGE)
 
 
 class RunLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -380,13 +364,13 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
         from harness.reasons import sentence
 
         if self.started_wall_s is None:
-            return self.run, "", "", "", f"unreadable: {self.error}"[:MAX_CHARS]
+            return self.run, "", "", f"unreadable: {self.error}"[:MAX_CHARS]
         started = datetime.datetime.fromtimestamp(self.started_wall_s).strftime("%Y-%m-%d %H:%M")
         reason = f": {sentence(self.reasons[0])}" if self.reasons else ""
         simulated = " (simulated)" if self.simulated else ""
         limited = ", CLIENT-LIMITED" if self.client_limited else ""
         status = f"{self.status}{limited}{simulated}{reason}"
-        return self.run, started, self.scenario or "", f"{self.cells}/{self.planned}", status
+        return self.run, started, f"{self.cells}/{self.planned}", status
 
 
 def _run_line(folder: Path) -> RunLine:
@@ -426,15 +410,11 @@ def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
         cli.print_json(lines)
     elif lines:
         table = Table(box=None, pad_edge=False)
-        columns = ["run", "started", "scenario", "cells", "status"]
-        narrow = cli.console().width < 110  # then without the scenario, whose name is in the run's id
-        for column in columns:
-            if not (narrow and column == "scenario"):
-                table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
+        for column in ("run", "started", "cells", "status"):  # the run's id has the scenario's name
+            table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
         table.columns[0].min_width = min(26, max(len(line.run) for line in lines))
         for line in lines:
-            texts = line.table_cells()
-            table.add_row(*(texts[:2] + texts[3:] if narrow else texts))
+            table.add_row(*line.table_cells())
         cli.console().print(table)
     else:
         cli.console().print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")

@@ -73,27 +73,18 @@ MAX_GIB = 1 << 20  # no machine has more, and a float of more is not exact to th
 @cli.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
 def memory(
     model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="A model's folder, or a hub id in this machine's Hugging Face cache."),
+        str | None, cli.option("MODEL", "A model's folder, or a hub id in this machine's Hugging Face cache.")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Longest request in tokens (default: the model's).")
+        int | None, cli.option("N", "Longest request in tokens (default: the model's).", min=1)
     ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Requests that are to run at once.")
-    ] = None,
-    tensor_parallel: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs that share the model.")] = 1,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="As vLLM's: auto, bfloat16, float16, fp8.")
-    ] = "auto",
-    free: Annotated[
-        float | None, typer.Option(min=0, metavar="GIB", help="Instead of this machine's: as vLLM's log has it.")
-    ] = None,
-    total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
+    max_num_seqs: Annotated[int | None, cli.option("N", "Requests that are to run at once.", min=1)] = None,
+    tensor_parallel: Annotated[int, cli.option("N", "GPUs that share the model.", min=1)] = 1,
+    kv_cache_dtype: Annotated[str, cli.option("TYPE", "As vLLM's: auto, bfloat16, float16, fp8.")] = "auto",
+    free: Annotated[float | None, cli.option("GIB", "Instead of this machine's: as vLLM's log has it.", min=0)] = None,
+    total: Annotated[float | None, cli.option("GIB", "Belongs to --free.", min=0)] = None,
     as_json: cli.JsonOpt = False,
-    root: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where /proc and /sys are.", callback=cli.check_root)
-    ] = Path("/"),
+    root: Annotated[Path, cli.option("DIR", "Where /proc and /sys are.", callback=cli.check_root)] = Path("/"),
 ) -> None:
     """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
 
@@ -146,11 +137,9 @@ def _memory_share(
 
 @cli.command(short_help="Run load workers for a remote master.")
 def worker(
-    master: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where `harness run --workers` was started (port 5557).")
-    ],
-    processes: Annotated[int, typer.Option(metavar="N", min=1, max=1024, help="Load processes on this machine.")] = 1,
-    once: Annotated[bool, typer.Option("--once", help="End after one load instead of waiting for the next.")] = False,
+    master: Annotated[str, cli.option("ADDRESS", "Where `harness run --workers` was started (port 5557).")],
+    processes: Annotated[int, cli.option("N", "Load processes on this machine.", min=1, max=1024)] = 1,
+    once: Annotated[bool, cli.flag("--once", "End after one load instead of waiting for the next.")] = False,
 ) -> None:
     """Run load workers for a remote master, one load after the other, until Ctrl-C.
 

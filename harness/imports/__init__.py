@@ -5,7 +5,6 @@ This module reads a file and gives strict access to its values: a number is read
 
 import datetime
 import hashlib
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,6 @@ from harness.summary import NEEDED, Distribution, Numbers, Reason
 T = TypeVar("T", bound=Struct)
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # of tokens, or nanoseconds since 1970
 Duration = Annotated[float, Meta(ge=0)]  # in the unit of the file
-
-_CUT = (
-    "Copy the file again when its tool has ended; if that is all there is, the last request is lost, and removing its "
-    "line makes a file of the others."
-)
-_DAMAGED = "The file was damaged or edited; take it again from where its tool wrote it."
 
 
 class Source(Struct, frozen=True):
@@ -70,11 +63,11 @@ class Source(Struct, frozen=True):
         path = self.path.with_name(name)
         return read_source(path) if path.exists() else None
 
-    def require_equal(self, place: str, stated: float | None, counted: float, what: str, rounded: float = 0.0) -> None:
+    def require_equal(self, place: str, stated: float | None, counted: int, what: str) -> None:
         """Raise HarnessError unless a stated number, if there is one, equals that of the file's own records."""
-        if stated is not None and not math.isclose(stated, counted, rel_tol=rounded):
+        if stated is not None and stated != counted:
             raise HarnessError(
-                f"{self.path}: {place} says {stated}, and {what} {counted:.12g}: one of them is wrong",
+                f"{self.path}: {place} says {stated}, and {what} {counted}: one of them is wrong",
                 next_step="A file that contradicts itself was changed or damaged; nothing was written.",
             )
 
@@ -152,18 +145,12 @@ def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
         try:
             documents.append(msgspec.json.decode(line))
         except UNDECODABLE as error:
+            mistake = f"line {number} of {lines[-1][0]} is not JSON ({describe_decode_error(error)})"
             if not documents or not isinstance(documents[0], dict):
-                raise HarnessError(
-                    f"{path}: neither JSON nor JSON Lines ({describe_decode_error(as_json)})",
-                    next_step="The file was cut or is something else.",
-                ) from None
-            cut = number == lines[-1][0] and "truncated" in str(error)
-            mistake = f"is cut off: the {len(documents)} before it are whole"
-            if not cut:
-                mistake = f"is not JSON ({describe_decode_error(error)})"
+                mistake = f"neither JSON nor JSON Lines ({describe_decode_error(as_json)})"
             raise HarnessError(
-                f"{path}: line {number} of {lines[-1][0]} {mistake}",
-                next_step=f"Nothing was written. {_CUT if cut else _DAMAGED}",
+                f"{path}: {mistake}",
+                next_step="Nothing was written. The file was cut or damaged, or is something else.",
             ) from None
     return documents
 

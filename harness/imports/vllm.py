@@ -132,28 +132,17 @@ def _records(source: Source, detail: VllmDetail) -> list[Request]:
 
 
 def _refuse_contradictions(source: Source, result: VllmResult, records: list[Request]) -> None:
-    """Raise HarnessError where the file's totals are not those of its own lists, or not of each other."""
+    """Raise HarnessError where the file's totals are not those of its own list, or not of each other."""
     if records:
         good = [record for record in records if record.error is None]
+        tokens = sum(record.output_tokens or 0 for record in good)
         source.require_equal("$.completed", result.completed, len(good), "requests listed without an error are")
-        source.require_equal("$.failed", result.failed, len(records) - len(good), "requests listed with an error are")
-        come_to = "those of the requests listed without an error come to"
-        prompts = sum(record.prompt_tokens or 0 for record in good)
-        source.require_equal("$.total_input_tokens", result.total_input_tokens, prompts, come_to)
-        outputs = sum(record.output_tokens or 0 for record in good)
-        source.require_equal("$.total_output_tokens", result.total_output_tokens, outputs, come_to)
+        source.require_equal("$.total_output_tokens", result.total_output_tokens, tokens, "those of its list come to")
     elif result.failed is not None:
         ended = result.completed + result.failed
         source.require_equal("$.num_prompts", result.num_prompts, ended, "completed and failed together are")
     elif result.completed > result.num_prompts:
-        what = f"no more than the {result.num_prompts} of num_prompts are expected, got {result.completed}"
-        raise source.error_at("$.completed", what)
-    for rate, total in (("request_throughput", "completed"), ("output_throughput", "total_output_tokens")):
-        if result.duration > 0:
-            counted = getattr(result, total) / result.duration
-            source.require_equal(
-                f"$.{rate}", getattr(result, rate), counted, f"$.{total} / $.duration is", rounded=1e-3
-            )
+        raise source.error_at("$.completed", f"at most the {result.num_prompts} of num_prompts are expected")
 
 
 def _summary_numbers(source: Source, result: VllmResult) -> Numbers:

@@ -138,26 +138,19 @@ def import_file(
             )
         cells[cell] = part
     run = _make_run(run_id, name, source, imported, cells, machine)
-    try:
-        folder.mkdir(parents=True)
-        with (folder / "requests.jsonl").open("wb") as file:
-            for cell, part in cells.items():
-                for record in part.records:
-                    placed = replace(record, cell=cell, load=part.load)
-                    file.write(msgspec.json.encode(placed) + b"\n")
-        numbers = {cell: part.numbers for cell, part in cells.items() if part.numbers is not None}
-        if numbers:
-            (folder / NUMBERS_FILE).write_bytes(pretty_json(numbers))
-        write_run(folder, run)
-        summary = summarize(folder)
-        status: Status = "unchecked" if summary.valid is None else "invalid"
-        write_run(folder, replace(run, status=status, reasons=summary.reasons))
-        write_summary(folder, summary)
-    except OSError as error:
-        raise HarnessError(
-            f"{folder}: the run directory cannot be written ({error.strerror})",
-            next_step="Give a folder that can be written with --runs DIR.",
-        ) from None
+    folder.mkdir(parents=True)
+    with (folder / "requests.jsonl").open("wb") as file:
+        for cell, part in cells.items():
+            for record in part.records:
+                file.write(msgspec.json.encode(replace(record, cell=cell, load=part.load)) + b"\n")
+    numbers = {cell: part.numbers for cell, part in cells.items() if part.numbers is not None}
+    if numbers:
+        (folder / NUMBERS_FILE).write_bytes(pretty_json(numbers))
+    write_run(folder, run)
+    summary = summarize(folder)
+    status: Status = "unchecked" if summary.valid is None else "invalid"
+    write_run(folder, replace(run, status=status, reasons=summary.reasons))
+    write_summary(folder, summary)
     return folder
 
 

@@ -18,7 +18,7 @@ from locust.env import Environment
 from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner
 from locust.util.timespan import parse_timespan
 
-from harness.errors import HarnessError, Mistakes, Problem
+from harness.errors import HarnessError, Problem
 from harness.files import UNDECODABLE
 from harness.job import Job, decode_job, read_job
 from harness.load.client import ApiAddress
@@ -266,10 +266,8 @@ def apply_options(job: Job, options: Namespace) -> Job:
     if changed is not None:
         ignored = list(_find_contradictions(planned))  # the scenario's lengths may be in a file that is not here
         problems += [problem for problem in _find_contradictions(changed) if problem not in ignored]
-    mistakes = Mistakes()
-    for problem in problems:
-        mistakes.add(HarnessError(f"{_option_of_path(problem.path)}: {problem.text}"))
-    mistakes.raise_errors()
+    if problems:
+        raise HarnessError(f"{_option_of_path(problems[0].path)}: {problems[0].text}")
     assert changed is not None
     prompt, output = changed.prompts.tokens, changed.load.output_tokens
     return msgspec.structs.replace(

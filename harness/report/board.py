@@ -1,11 +1,10 @@
 """Published runs: a VALID run filed by machine and scenario, and the leaderboard as one HTML page and as Markdown."""
 
-import filecmp
 import gzip
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +19,7 @@ from harness.analysis.summarize import read_summary, summarize
 from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError
-from harness.files import open_file, pretty_json, read_bytes, read_text, replace_file
+from harness.files import open_file, pretty_json, read_text, replace_file
 from harness.judge.noise_floors import RESERVED, folder_name, format_date, is_noise_run, noise_path
 from harness.judge.verdicts import is_paced, metric_values, number_fields, work_metric
 from harness.report import words
@@ -39,9 +38,12 @@ APART = (
     "here, workloads differ from row to row, and they never enter a verdict or a ranking."
 )
 EMPTY = "Nothing has been published yet: `harness publish RUN` files a run."
-_DIGEST = 12
+_DIGEST_CHARS = 19  # "sha256:" and twelve more
 RECORDS = "requests.jsonl"
 THIRD_PARTY = Path("reference") / "third-party.yaml"
+
+
+LIMITED_NOTE = f"{LIMITED} the load generator was the limit of this number, not the server."
 
 
 class Figure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -57,6 +59,11 @@ class Figure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     date: str  # of the source; "undated" where none was recorded
     url: str | None = None
 
+    @property
+    def cells(self) -> list[str]:
+        source = self.source if self.url is None else f"{self.source} {self.url}"
+        return [self.hardware, self.model, self.setup, self.load, self.result, self.claim, source, self.date]
+
 
 class Entry(Struct, frozen=True, kw_only=True):
     """A row of a published run, as the leaderboard shows it."""
@@ -71,7 +78,6 @@ class Entry(Struct, frozen=True, kw_only=True):
     errors: int
     date: str
     run: str
-    image: str | None
     image_digest: str | None
     version: str | None
     valid: bool
@@ -86,43 +92,36 @@ class Entry(Struct, frozen=True, kw_only=True):
     @property
     def median(self) -> str:
         """The median of the repeats with its unit."""
-        return self._mark_limited(self.value, lambda number: words.format_metric(number, self.metric), self.metric)
+        shown = units.NOTHING if self.value is None else words.format_metric(self.value, self.metric)
+        return self._mark_limited(shown, number_fields(self.metric)[0])
 
-    @property
-    def spread(self) -> str:
-        """The lowest and the highest of the repeats."""
+    def cells(self, place: int) -> dict[str, str]:
+        """The texts of its row by their column, those of ORIGIN last."""
         ends = (min(self.values), max(self.values)) if self.values else ()
-        return " to ".join(words.format_metric(end, self.metric) for end in ends) or units.NOTHING
+        limited = "VALID" if self.ranked or not self.values else "CLIENT-LIMITED"
+        return {
+            "#": str(place) if self.ranked else units.NOTHING,
+            "Machine": f"{self.machine} (best)" if self.best else self.machine,
+            "Server / load": f"{self.server} / {self.load}",
+            "Median": self.median,
+            "Minimum to maximum": " to ".join(words.format_metric(end, self.metric) for end in ends) or units.NOTHING,
+            "Repeats": str(len(self.values)),
+            "tok/s": self._mark_limited(units.significant(self.output_tok_s), "output_tok_s"),
+            "TTFT p50, ms": self._mark_limited(units.milliseconds(self.ttft_p50_s), "ttft_s"),
+            "Errors": str(self.errors),
+            "Validity": limited if self.valid else "INVALID",
+            "Date": self.date,
+            "Run": self.run,
+            "Image": (self.image_digest or units.NOTHING).rpartition("@")[2][:_DIGEST_CHARS],
+            "Version": self.version or units.NOTHING,
+        }
 
-    @property
-    def rate(self) -> str:
-        return self._mark_limited(self.output_tok_s, units.significant, "output_tok_s")
+    def _mark_limited(self, text: str, field: str) -> str:
+        return f"{text}{LIMITED}" if field in self.client_limited and text != units.NOTHING else text
 
-    @property
-    def first_token(self) -> str:
-        """The p50 of TTFT in ms."""
-        return self._mark_limited(self.ttft_p50_s, units.milliseconds, "ttft_s")
 
-    @property
-    def validity(self) -> str:
-        if not self.valid:
-            return "INVALID"
-        return "VALID" if self.ranked or not self.values else "CLIENT-LIMITED"
-
-    @property
-    def digest(self) -> str:
-        """The first characters of the image's digest; of its id if the image was never in a repository."""
-        if self.image_digest is None:
-            return units.NOTHING
-        if "@" not in self.image_digest:
-            return f"image id {self.image_digest.rpartition(':')[2][:_DIGEST]}"
-        kind, _, digest = self.image_digest.rpartition("@")[2].rpartition(":")
-        return f"{kind}:{digest[:_DIGEST]}" if kind else digest[:_DIGEST]
-
-    def _mark_limited(self, number: float | None, shown: Callable[[float], str], field: str) -> str:
-        if number is None:
-            return units.NOTHING
-        return f"{shown(number)}{LIMITED}" if field in self.client_limited else shown(number)
+ORIGIN = ("Date", "Run", "Image", "Version")  # columns that the page has in a line below
+FIGURE_HEAD = ("Hardware", "Model", "Setup", "Load", "Result, as stated", "Claim", "Source", "Date")
 
 
 class Group(Struct, frozen=True, kw_only=True):
@@ -148,15 +147,8 @@ class Group(Struct, frozen=True, kw_only=True):
         return f"{METRIC_WORDS[self.metric]}, {'more' if self.metric in RATES else 'less'} is better"
 
     @property
-    def has_rate(self) -> bool:
-        """Whether tok/s is a number of its own; else the entries are ranked by it."""
-        return self.metric != "output_tok_s"
-
-    @property
-    def limited(self) -> str | None:
-        """The meaning of the mark of a limited number; None if there is no such number."""
-        limited = any(entry.client_limited for entry in self.entries)
-        return f"{LIMITED} the load generator was the limit of this number, not the server." if limited else None
+    def rows(self) -> list[dict[str, str]]:
+        return [entry.cells(place) for place, entry in enumerate(self.entries, 1)]
 
 
 class Board(Struct, frozen=True, kw_only=True):
@@ -190,7 +182,10 @@ def collect_board(results: Path, shipped: Path) -> Board:
     own = results / THIRD_PARTY
     return Board(
         machines=dict(sorted({run.machine.name: _describe_machine(run) for run, _ in runs}.items())),
-        groups=sorted(groups, key=lambda group: (group.simulated, group.scenario, group.model)),
+        groups=sorted(
+            (group for group in groups if group.entries),
+            key=lambda group: (group.simulated, group.scenario, group.model),
+        ),
         figures=read_figures(own if own.exists() else shipped / THIRD_PARTY),
         unreadable=unreadable,
     )
@@ -252,7 +247,6 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         errors=numbers.failed + numbers.unfinished,
         date=format_date(run.started_wall_s),
         run=run.id,
-        image=served.image if served else None,
         image_digest=served.image_digest if served else None,
         version=served.version if served else None,
         valid=valid,
@@ -268,19 +262,12 @@ def _describe_machine(run: Run) -> str:
 
 
 def write_board(board: Board, path: Path) -> list[Path]:
-    """Write the page, and Markdown of the same name next to it. Returns both paths. Raises HarnessError."""
-    text_path = path.with_suffix(".md")
-    if text_path == path:
-        raise HarnessError(f"{path}: is also the name of the page in Markdown", next_step="Give a name in .html.")
-    try:
-        for target, text in ((path, board_page(board)), (text_path, board_markdown(board))):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(target, text.encode())
-    except OSError as error:
-        raise HarnessError(
-            f"--output: {path} cannot be written ({error.strerror})", next_step="Name a file in a folder of yours."
-        ) from None
-    return [path, text_path]
+    """Write the page as HTML and as Markdown, and return both paths."""
+    paths = [path.with_suffix(".html"), path.with_suffix(".md")]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target, text in zip(paths, (board_page(board), board_markdown(board)), strict=True):
+        replace_file(target, text.encode())
+    return paths
 
 
 def board_page(board: Board) -> str:
@@ -291,6 +278,9 @@ def board_page(board: Board) -> str:
         ranking=RANKING.replace("`", ""),
         apart=APART,
         empty=EMPTY.replace("`", ""),
+        limited=LIMITED_NOTE,
+        origin=ORIGIN,
+        figure_head=FIGURE_HEAD,
     )
 
 
@@ -298,13 +288,13 @@ def board_markdown(board: Board) -> str:
     """The leaderboard as GitHub Flavored Markdown."""
     parts = ["# Leaderboard"]
     if board.groups:
-        parts += [RANKING, _matrix_markdown(board), *map(_group_markdown, board.groups)]
+        parts += [RANKING, _matrix_markdown(board), *map(_group_markdown, board.groups), LIMITED_NOTE]
     else:
         parts.append(EMPTY)
     if board.unreadable:
         parts.append("\n".join(f"- not readable: {escape(text)}" for text in board.unreadable))
     if board.figures:
-        parts += ["## Third-party figures", APART, _figures_markdown(board.figures)]
+        parts += ["## Third-party figures", APART, grid(FIGURE_HEAD, [figure.cells for figure in board.figures])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -321,47 +311,17 @@ def _matrix_markdown(board: Board) -> str:
 
 
 def _group_markdown(group: Group) -> str:
-    text = f"## {escape(group.heading)}\n\n{escape(group.question)} Ranked by {group.ranked_by}. "
-    text += f"Workload `{group.workload_sha256[:_DIGEST]}`."
+    text = f"## {escape(group.heading)}\n\n{escape(group.question)} Ranked by {group.ranked_by}."
     if group.simulated:
         text += f"\n\n> **{words.SIMULATED}**"
-    head = ["#", "Machine", "Server", "Load", "Median", "Minimum to maximum", "Repeats"]
-    head += ["tok/s"] if group.has_rate else []
-    head += ["TTFT p50, ms", "Errors", "Date", "Image digest", "Version", "Validity", "Run"]
-    lines = [
-        [
-            str(number) if entry.ranked else units.NOTHING,
-            entry.machine,
-            entry.server,
-            entry.load,
-            entry.median + (" (best of this machine)" if entry.best else ""),
-            entry.spread,
-            str(len(entry.values)),
-            *([entry.rate] if group.has_rate else []),
-            entry.first_token,
-            str(entry.errors),
-            entry.date,
-            entry.digest,
-            entry.version or units.NOTHING,
-            entry.validity,
-            entry.run,
-        ]
-        for number, entry in enumerate(group.entries, 1)
-    ]
-    return "\n\n".join([text, grid(head, lines), *filter(None, [group.limited])])
-
-
-def _figures_markdown(figures: list[Figure]) -> str:
-    head = ["Hardware", "Model", "Setup", "Load", "Result", "Claim", "Source", "Date"]
-    lines = [[f.hardware, f.model, f.setup, f.load, f.result, f.claim, f.source, f.date] for f in figures]
-    return grid(head, lines)
+    return f"{text}\n\n{grid(list(group.rows[0]), [list(row.values()) for row in group.rows])}"
 
 
 def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path, list[str]]:
     """Write summary.json, run.json and report.md of a run below `results`, with `records` its requests packed, too.
 
-    Returns the folder and the names of the files that were new or changed: none the second time. Raises RunError for
-    a run that is not VALID, HarnessError for one that has no place there.
+    Returns the folder and the names of the files; a run that is published again gives the same files. Raises RunError
+    for a run that is not VALID, HarnessError for one that has no place there.
     """
     run = read_run(folder)
     summary = summarize(folder)
@@ -372,17 +332,14 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
         "summary.json": pretty_json(summary),
         "report.md": render(summary, run).encode(),
     }
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        changed = [name for name, content in files.items() if _write_if_changed(target / name, content)]
-        if records and (folder / RECORDS).exists() and _pack_if_changed(folder / RECORDS, target / f"{RECORDS}.gz"):
-            changed.append(f"{RECORDS}.gz")
-    except OSError as error:
-        raise HarnessError(
-            f"{target}: the run cannot be filed there ({error.strerror or error})",
-            next_step="--results DIR chooses another folder.",
-        ) from None
-    return target, changed
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        replace_file(target / name, content)
+    names = list(files)
+    if records and (folder / RECORDS).exists():
+        _pack(folder / RECORDS, target / f"{RECORDS}.gz")
+        names.append(f"{RECORDS}.gz")
+    return target, names
 
 
 def _refuse_unpublishable(run: Run, summary: Summary) -> None:
@@ -399,16 +356,8 @@ def _refuse_unpublishable(run: Run, summary: Summary) -> None:
     refuse_invalid(run, summary, "is published")
 
 
-def _write_if_changed(path: Path, content: bytes) -> bool:
-    """Write a file unless it has this content. Return whether it was written."""
-    if path.exists() and read_bytes(path) == content:
-        return False
-    replace_file(path, content)
-    return True
-
-
-def _pack_if_changed(source: Path, path: Path) -> bool:
-    """Pack a file unless that is done. Return whether it was. Equal records give equal files: no name, no time."""
+def _pack(source: Path, path: Path) -> None:
+    """Pack a file. Equal records give equal files: no name, no time."""
     temporary = path.with_name(f"{path.name}.new")
     with (
         open_file(source) as plain,
@@ -416,8 +365,4 @@ def _pack_if_changed(source: Path, path: Path) -> bool:
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
     ):
         shutil.copyfileobj(plain, packed)
-    if path.exists() and filecmp.cmp(path, temporary, shallow=False):
-        temporary.unlink()
-        return False
     os.replace(temporary, path)
-    return True

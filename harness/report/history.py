@@ -34,7 +34,6 @@ LEFT_OUT = {  # by code: which runs were left out
 SERIES_HEAD = ("Row", "By", "Runs", "First level", "Newest level", "Change points", "Outliers")
 GATE_HEAD = ("Row", "By", "History", "Speed", "Expected", "Verdict")
 _GATE_STYLES = STYLES | {"no_shift": "cyan"}
-_MAX_TICKS = 10
 
 
 def print_history(history: History, console: Console) -> None:
@@ -148,7 +147,7 @@ def nearby_sentence(change: ChangePoint) -> str:
     """Say that the differences are those of other runs than the two at the change point; empty if they are not."""
     if change.sides == (change.before, change.after):
         return ""
-    return f"At the change point nothing differs; nearby_sentence, {change.sides[0]} and {change.sides[1]} do."
+    return f"At the change point nothing differs; the nearby runs {change.sides[0]} and {change.sides[1]} do."
 
 
 def gate_cells(row: Gated) -> list[str]:
@@ -186,23 +185,6 @@ def _direction(moved: Moved) -> str:
     return "faster" if moved.ratio > 1 else "slower"
 
 
-def _day_labels(starts: Sequence[float]) -> list[str]:
-    """The day of each start; with the time where a day repeats."""
-    days = list(map(format_date, starts))
-    return [
-        f"{day}<br>{units.date_time(start)[11:16]}" if days.count(day) > 1 else day
-        for day, start in zip(days, starts, strict=True)
-    ]
-
-
-def _widened_range(values: Sequence[float]) -> Figure:
-    """The range of an axis whose values are almost equal, such as those of one run; empty where they differ."""
-    if not values or max(values) - min(values) >= 2 * MARGIN * max(values):
-        return {}
-    middle = (min(values) + max(values)) / 2
-    return {"range": [middle * (1 - 2 * MARGIN), middle * (1 + 2 * MARGIN)]}
-
-
 def _series_chart(name: str, series: Series, history: History) -> Chart:
     """A series: its runs as dots, its levels as lines, outliers as crosses."""
     metric = series.metric
@@ -221,20 +203,21 @@ def _series_chart(name: str, series: Series, history: History) -> Chart:
     for level in series.levels:
         ends, style = [places[level.first] - 0.5, places[level.last] + 0.5], {"color": "@s2", "width": 2.5}
         data.append(scatter("level", ends, [level.value * scale] * 2, "", line=style, hoverinfo="skip"))
+    rule = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "@bad", "width": 1.5, "dash": "dot"}}
     edges = [places[level.first] - 0.5 for level in series.levels[1:]]
-    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "@bad", "width": 1.5, "dash": "dot"}}
-    starts = {places[point.run]: point.started_wall_s for point in series.points}
-    step = -(-len(history.runs) // _MAX_TICKS)
-    ticks = [place for place in starts if (place - 1) % step == 0]
-    layout = {
-        "xaxis": {"tickvals": ticks, "ticktext": _day_labels([starts[place] for place in ticks]), "zeroline": False},
-        "yaxis": {
-            "title": {"text": unit},
-            "tickformat": ",",
-            **_widened_range([y for trace in data for y in trace["y"]]),
+    dates = [format_date(point.started_wall_s) for point in series.points]
+    step = max(1, -(-len(dates) // 10))
+    layout: Figure = {
+        "xaxis": {
+            "tickvals": [places[point.run] for point in series.points][::step], "ticktext": dates[::step],
+            "zeroline": False,
         },
-        "shapes": [line | {"x0": edge, "x1": edge} for edge in edges],
-    }
+        "yaxis": {"title": {"text": unit}, "tickformat": ","},
+        "shapes": [rule | {"x0": edge, "x1": edge} for edge in edges],
+    }  # fmt: skip
+    values = [point.value * scale for point in series.points]
+    if values and max(values) - min(values) < 2 * MARGIN * max(values):  # almost equal: plotly would show noise
+        layout["yaxis"]["range"] = [min(values) * (1 - 2 * MARGIN), max(values) * (1 + 2 * MARGIN)]
     return Chart(
         id=name,
         title=f"{series.name}: {METRIC_WORDS[metric]}",

@@ -3,7 +3,6 @@
 import base64
 import gzip
 import hashlib
-import math
 import re
 from functools import partial
 from importlib import resources
@@ -14,7 +13,6 @@ import msgspec
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
-from msgspec import Struct
 from msgspec.structs import replace
 
 from harness import units
@@ -32,8 +30,8 @@ from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.markdown import HEADINGS, verdict_cells
-from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
-from harness.summary import Summary, Verdict
+from harness.rundir.manifest import Run, ServedBy, read_run
+from harness.summary import Summary
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
 # library is four times as long, and a browser spends most of the time until the charts appear on parsing it.
@@ -131,9 +129,9 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         *charts_of_sweep,
         figures.throughput_chart(summary, run),
         figures.first_token_chart(summary, run),
-        *figures.tradeoff_charts(summary, run),
+        figures.tradeoff_chart(summary, run),
         *(figures.distribution_chart(summary, data, column) for column in LIVE),
-        *figures.scatter_charts(summary, data),
+        figures.request_chart(summary, data),
         startup_chart(run),
         *([] if capacity is None else capacity_charts(capacity)),
     ]
@@ -151,7 +149,6 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         columns=table.table_columns(summary),
         rows=lines,
         capacity=[] if capacity is None else capacity_lines(capacity),
-        forest=Forest.around([line.verdict for line in lines if line.verdict]),
         interval=table.format_interval,
         errors=table.format_errors,
         loads=sentences.load_descriptions(run),
@@ -168,27 +165,20 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         server_keys=server_keys(summary),
         row_keys=row_keys(summary),
         timelines=list(events),
-        timeline_first=_first_timeline(run, events),
+        timeline_first=_first_timeline(events),
         events=events,
         schedules=table.schedule_table(summary, run),
         times=table.time_table(summary),
         machine=table.machine_table(summary),
-        gpus=table.gpu_table(summary),
         differences=server_differences(run),
         served=_distinct_servers(run),
     )
 
 
-def _first_timeline(run: Run, events: dict[str, list[TimelineEvent]]) -> str:
-    """The cell whose timeline is shown first: where a server died, else requests failed, else the most in flight."""
-
-    def interest(cell: CellRun) -> tuple[bool, bool, int]:
-        of_cell, load = events[cell.id], run.scenario.loads.get(cell.load)
-        died = any(event.label == "died" for event in of_cell)
-        return died, any(event.bad for event in of_cell), words.max_in_flight(load) if load else 0
-
-    firsts = [cell for cell in reversed(run.cells) if cell.id in events and cell.repeat == 1]
-    return max(firsts, key=interest).id if firsts else next(iter(events), "")
+def _first_timeline(events: dict[str, list[TimelineEvent]]) -> str:
+    """The cell whose timeline is shown first: one where something failed, else the last one."""
+    failed = [cell for cell, of_cell in events.items() if any(event.bad for event in of_cell)]
+    return next(iter([*failed, *reversed(events)]), "")
 
 
 def _distinct_servers(run: Run) -> dict[str, list[ServedBy]]:
@@ -199,22 +189,3 @@ def _distinct_servers(run: Run) -> dict[str, list[ServedBy]]:
         settings = replace(cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={})
         distinct.setdefault(cell.server, {}).setdefault(msgspec.json.encode(settings), cell.served_by)
     return {server: list(served.values()) for server, served in distinct.items()}
-
-
-class Forest(Struct, frozen=True):
-    """The logarithmic scale of the forest plot: it contains every interval and the 1 of the baseline."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def around(cls, verdicts: list[Verdict]) -> "Forest":
-        values = [v for verdict in verdicts for v in (verdict.ratio, verdict.low, verdict.high) if v and v > 0]
-        low, high = min([0.9, *values]), max([1.1, *values])
-        margin = (high / low) ** 0.06
-        return cls(low / margin, high * margin)
-
-    def place(self, ratio: float) -> float:
-        """The position of a ratio, 0 to 100."""
-        inside = min(max(ratio, self.low), self.high)
-        return round(100 * math.log(inside / self.low) / math.log(self.high / self.low), 2)

@@ -21,7 +21,6 @@ from harness.comparison.history import Gate
 from harness.errors import HarnessError
 from harness.reasons import evidence, sentence, verdict_sentence
 from harness.report import history, sentences, words
-from harness.report.table import schedule_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary
 
@@ -57,15 +56,6 @@ def render(summary: Summary, run: Run) -> str:
         "machine": run.machine.name,
         "workload_sha256": run.workload_sha256,
     }
-    for server in run.scenario.servers:
-        digests = {cell.served_by.image_digest for cell in run.served if cell.server == server} - {None}
-        if digests:
-            properties[f"image_digest.{server}"] = ", ".join(sorted(filter(None, digests)))
-    schedules = schedule_table(summary, run)
-    for line in schedules.rows:
-        titles = [column.title for column in schedules.columns]
-        numbers = [f"{title} {text}" for title, text in zip(titles[1:], line.texts[1:], strict=True)]
-        properties[f"schedule.{line.server}/{line.load}"] = f"{line.name}: {line.texts[0]}. {'; '.join(numbers)}"
     if summary.simulated:
         properties["simulated"] = words.SIMULATED
     took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s
@@ -79,8 +69,7 @@ def comparison_xml(comparison: Comparison) -> str:
         properties["simulated"] = words.SIMULATED
     for number, name in enumerate(comparison.sides):
         properties["baseline" if number == 0 else f"side.{number}"] = name
-    for difference in comparison.differences:
-        properties[f"differs.{difference.key}"] = _format_sides(comparison.sides, difference)
+    properties |= _differences(comparison.sides, comparison.differences)
     cases = [*map(_check_case, comparison.checks), *_verdict_cases(comparison, within=False)]
     return _document("compare", cases, properties)
 
@@ -95,8 +84,7 @@ def gate_xml(gate: Gate) -> str:
     properties = {"run": gate.run, "machine": gate.machine, "history": history.gate_title(gate)}
     if gate.simulated:
         properties["simulated"] = words.SIMULATED
-    for difference in gate.differences:
-        properties[f"differs.{difference.key}"] = _format_sides(gate.sides, difference)
+    properties |= _differences(gate.sides, gate.differences)
     return _document("compare", cases, properties, gate.machine)
 
 
@@ -117,8 +105,12 @@ def write(path: Path, text: str) -> None:
         raise HarnessError(f"{path}: the JUnit file cannot be written ({error.strerror})") from None
 
 
-def _format_sides(sides: Sequence[str], difference: Difference) -> str:
-    return "; ".join(f"{side}: {value}" for side, value in zip(sides, difference.values, strict=True))
+def _differences(sides: Sequence[str], differences: Sequence[Difference]) -> dict[str, str]:
+    """A property for each difference, with the value of each side."""
+    return {
+        f"differs.{each.key}": "; ".join(f"{side}: {value}" for side, value in zip(sides, each.values, strict=True))
+        for each in differences
+    }
 
 
 def _validity_case(summary: Summary, run: Run) -> Case:

@@ -35,12 +35,6 @@ def render(summary: Summary, run: Run) -> str:
     if loads := sentences.load_descriptions(run):
         items = [f"{inline_code(name)}: {inline_code(text)}" for name, text in loads.items()]
         parts.append(_folded("Each load", _bullets(items)))
-    shown = [
-        *table_columns(summary),
-        *(column for detail in details for column in detail.columns if column.explanation),
-    ]
-    meanings = [f"**{col.heading}**: {escape(col.explanation)} {inline_code(col.formula)}" for col in shown]
-    parts.append(_folded("What the columns mean", _bullets(meanings)))
     design = escape(sentences.design_sentence(run))
     parts.append(f"Scenario {inline_code(summary.scenario)}, run {inline_code(summary.run)}. {design}")
     return "\n\n".join(parts) + "\n"

@@ -161,12 +161,10 @@ def _interference_answer(summary: Summary) -> str:
     worst = _largest_effect(effects, "slower")
     if worst is None:
         return "No part of the mix is shown to be slower together than alone."
-    rate = worst.metric in RATES
-    unit = "tok/s" if rate else "s" if worst.metric == "wall_s" else "ms"
-    alone, together = (_format_metric_value(rows[name], worst.metric) for name in (worst.baseline, worst.side))
-    factor = format_speedup(worst.ratio or 0.0, *(("higher", "lower") if rate else ("shorter", "longer")))
-    metric = METRIC_WORDS[worst.metric]
-    return f"Together, {worst.side} is slowed most: {metric} {alone} → {together} {unit}, {factor}."
+    alone, together = (_format_pooled_metric(rows[name], worst.metric) for name in (worst.baseline, worst.side))
+    slower = ("higher", "lower") if worst.metric in RATES else ("shorter", "longer")
+    factor = format_speedup(worst.ratio or 0.0, *slower)
+    return f"Together, {worst.side} is slowed most: {METRIC_WORDS[worst.metric]} {alone} → {together}, {factor}."
 
 
 def _is_mix_against_alone(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
@@ -179,13 +177,13 @@ def _is_mix_against_alone(verdict: Verdict, rows: Mapping[str, Row]) -> bool:
     )
 
 
-def _format_metric_value(row: Row, metric: str) -> str:
-    if metric in WORK:
-        rate: float | None = getattr(row.pooled, metric)
-        return units.significant(rate)
+def _format_pooled_metric(row: Row, metric: str) -> str:
+    """The value of a verdict's metric over all repeats, with its unit."""
     latency, _, at = metric.rpartition("_")
-    value: float | None = getattr(getattr(row.pooled, f"{latency}_s"), at)
-    return units.milliseconds(value)
+    value: float | None = (
+        getattr(row.pooled, metric) if metric in WORK else getattr(getattr(row.pooled, f"{latency}_s"), at)
+    )
+    return units.NOTHING if value is None else words.format_metric(value, metric)
 
 
 def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
@@ -204,18 +202,16 @@ def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
         nothing = f"Nothing is faster than {against}: " if several else ""
         return f"{nothing}{short.get(worst.side, worst.side)} is {_describe_speed(worst)} than {against}."
     undecided = [verdict for verdict in verdicts if verdict.word == "inconclusive"]
-    if not undecided:
-        same = ", ".join(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in verdicts))
-        floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
-        return f"No difference: {same} and {against} are equally fast within {floor}."
-    needed = [verdict.needed for verdict in undecided if verdict.needed is not None]
-    all_known = len(needed) == len(undecided)
-    numbers = " to ".join(map(str, sorted({min(needed), max(needed)}))) if all_known else ""
-    remedy = f" About {numbers} {undecided[0].unit} a side would decide." if all_known else ""
-    which = "the comparison" if len(verdicts) == 1 else f"{len(undecided)} of {len(verdicts)} comparisons"
-    total = len(comparison.verdicts)
-    in_all = f" (of {total} in all)" if total > len(verdicts) else ""
-    return f"Inconclusive: {which} with {against}{in_all} cannot be decided.{remedy}"
+    if undecided:
+        needed = [verdict.needed for verdict in undecided if verdict.needed is not None]
+        remedy = (
+            f" About {max(needed)} {undecided[0].unit} a side would decide." if len(needed) == len(undecided) else ""
+        )
+        total = count(len(verdicts), "comparison")
+        return f"Inconclusive: {len(undecided)} of {total} with {against} cannot be decided.{remedy}"
+    same = ", ".join(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in verdicts))
+    floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
+    return f"No difference: {same} and {against} are equally fast within {floor}."
 
 
 def _largest_effect(verdicts: Sequence[Verdict], word: str) -> Verdict | None:
@@ -320,24 +316,17 @@ def client_limit_sentence(summary: Summary) -> str:
 
 
 def verdict_sentences(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """The word and the sentence of each verdict. Verdicts that differ only in side or metric become one."""
-    same_but_side: dict[str, list[Verdict]] = defaultdict(list)
+    """The word and the sentence of each verdict. Verdicts that differ only in their side become one."""
+    same_but_side: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in _sort_for_report(verdicts):
-        same_but_side[verdict.metric + verdict_sentence(verdict, side="")].append(verdict)
-    usual = verdicts[0].baseline if verdicts else ""
-    same_but_metric: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
-    for group in same_but_side.values():
-        first = group[0]
-        # Only verdicts without a ratio can be equal by several metrics.
-        by = None if first.word != "inconclusive" or first.reason in ("refused", "no_values") else "*"
-        unnamed = first.baseline not in verdict_sentence(first, side="")
-        sides = (f"{v.side} against {v.baseline}" if unnamed and v.baseline != usual else v.side for v in group)
-        side = ", ".join(dict.fromkeys(sides))
-        same_but_metric[side, verdict_sentence(first, side=side, by=by)].append(first)
-    return [
-        (group[0].word, verdict_sentence(group[0], side=side, by=", ".join(METRIC_WORDS[v.metric] for v in group)))
-        for (side, _), group in same_but_metric.items()
-    ]
+        same_but_side[verdict.baseline, verdict_sentence(verdict, side="")].append(verdict)
+    sentences = []
+    for (baseline, text), group in same_but_side.items():
+        side = ", ".join(dict.fromkeys(verdict.side for verdict in group))
+        if baseline != verdicts[0].baseline and baseline not in text:
+            side += f" against {baseline}"
+        sentences.append((group[0].word, verdict_sentence(group[0], side=side)))
+    return sentences
 
 
 def _sort_for_report(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -11,7 +11,7 @@ from harness.reasons import LIMIT_WORDS, OTHERWISE
 from harness.report import words
 from harness.rundir.manifest import Run
 from harness.scenario.plan import baseline_of
-from harness.summary import Distribution, GpuLoad, MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
+from harness.summary import MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
 
 LIMITED = "‡"  # after a number that the load generator limited in one of the row's cells
 
@@ -39,19 +39,10 @@ class TableLine(Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The words of all its verdicts: "TTFT faster, E2E p50 slower, E2E p95 same"; equal ones only once."""
+        """The words of all its verdicts: "TTFT p50 faster, E2E p50 same"; equal ones only once."""
         if len({verdict.word for verdict in self.verdicts}) < 2:
             return self.word
-        latencies: dict[str, list[Verdict]] = {}  # by name: one verdict a percentile
-        for verdict in self.verdicts:
-            latencies.setdefault(METRIC_WORDS[verdict.metric].split()[0], []).append(verdict)
-        parts = []
-        for latency, verdicts in latencies.items():
-            if len({verdict.word for verdict in verdicts}) == 1:
-                parts.append(f"{latency} {verdicts[0].word}")
-            else:
-                parts += [f"{METRIC_WORDS[verdict.metric]} {verdict.word}" for verdict in verdicts]
-        return ", ".join(parts)
+        return ", ".join(f"{METRIC_WORDS[verdict.metric]} {verdict.word}" for verdict in self.verdicts)
 
     @property
     def metric(self) -> str:
@@ -294,15 +285,14 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
 
 
 class DetailLine(Struct, frozen=True):
-    """A row of a detail table. `server` and `load` are a cell and a GPU in the table of GPUs."""
+    """A row of a detail table."""
 
-    server: str
-    load: str
+    row: Row
     texts: list[str]
 
     @property
     def name(self) -> str:
-        return f"{self.server} / {self.load}"
+        return self.row.name
 
 
 class DetailTable(Struct, frozen=True):
@@ -315,11 +305,11 @@ class DetailTable(Struct, frozen=True):
 
 
 def _detail_table(
-    title: str, columns: Iterable[TableColumn], values: Sequence[tuple[str, str, Any]], note: str = ""
+    title: str, columns: Iterable[TableColumn], values: Sequence[tuple[Row, Any]], note: str = ""
 ) -> DetailTable:
-    """The table of (server, load, value that the columns are about)."""
-    shown = [column for column in columns if any(column.text(value) is not None for _, _, value in values)]
-    lines = [DetailLine(server, load, [col.show(value) for col in shown]) for server, load, value in values if shown]
+    """The table of rows, each with the value that the columns are about."""
+    shown = [column for column in columns if any(column.text(value) is not None for _, value in values)]
+    lines = [DetailLine(row, [column.show(value) for column in shown]) for row, value in values if shown]
     return DetailTable(title, shown, lines, note)
 
 
@@ -327,15 +317,13 @@ def schedule_table(summary: Summary, run: Run) -> DetailTable:
     """The rows of open loops; empty in a run that has only closed ones."""
     loads = run.scenario.loads
     schedule = TableColumn("schedule", "Schedule", "", "", lambda row: words.describe_schedule(loads[row.load]), "name")
-    rows = [row for row in summary.rows if row.pooled.schedule is not None and row.load in loads]
-    values = [(row.server, row.load, row) for row in rows]
-    return _detail_table("How the schedules were kept", (schedule, *SCHEDULE), values)
+    rows = [(row, row) for row in summary.rows if row.pooled.schedule is not None and row.load in loads]
+    return _detail_table("How the schedules were kept", (schedule, *SCHEDULE), rows)
 
 
 def time_table(summary: Summary) -> DetailTable:
     """Where the time of each row's requests went; empty if no server reports it."""
-    values = [(row.server, row.load, row) for row in summary.rows]
-    return _detail_table("Where the time goes, mean of each request", TIME, values)
+    return _detail_table("Where the time goes, mean of each request", TIME, [(row, row) for row in summary.rows])
 
 
 def machine_table(summary: Summary) -> DetailTable:
@@ -348,15 +336,8 @@ def machine_table(summary: Summary) -> DetailTable:
         f"{units.count(sum(load.samples for load in loads), 'sample')} in {units.count(len(loads), 'cell')}, "
         f"at most {max(load.gap_max_s for load in loads):.1f} s apart"
     ) + ("" if took_s is None else f"; reading one took {1000 * took_s:.1f} ms at most")
-    values = [(row.server, row.load, row.machine_load) for row in summary.rows if row.machine_load is not None]
-    return _detail_table("Host metrics", MACHINE, values, sampling)
-
-
-def gpu_table(summary: Summary) -> DetailTable:
-    columns = [TableColumn(title, title, "", "", text) for title, text in GPU.items()]
-    loads = [(cell.id, cell.machine_load) for cell in summary.cells if cell.machine_load is not None]
-    values = [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()]
-    return _detail_table("Each GPU in each cell", columns, values)
+    rows = [(row, row.machine_load) for row in summary.rows if row.machine_load is not None]
+    return _detail_table("Host metrics", MACHINE, rows, sampling)
 
 
 def field_or_none(record: Struct | None, field: str) -> Any:
@@ -391,17 +372,6 @@ def _format_host(load: MachineLoad) -> str | None:
     return _join_known(_with_unit(busy, "%", 0), _format_gib(load.host_memory_min_bytes))
 
 
-def _format_hottest(gpu: GpuLoad) -> str | None:
-    hottest = max(((value, label) for label, value in gpu.temperatures_max_c.items()), default=None)
-    return None if hottest is None else f"{hottest[0]:.0f} °C ({hottest[1]})"
-
-
-def _format_energy(gpu: GpuLoad) -> str | None:
-    """The energy by the power readings, and by the GPU's own counter if it has one."""
-    integrated, counted = _with_unit(gpu.energy_j, "J", 0), _with_unit(gpu.counted_energy_j, "J", 0)
-    return integrated if counted is None else f"{integrated or units.NOTHING} ({counted} by its counter)"
-
-
 def _schedule_rate(field: str) -> Callable[[Row], str | None]:
     def text(row: Row) -> str | None:
         value = field_or_none(row.pooled.schedule, field)
@@ -417,17 +387,21 @@ def _format_never_sent(row: Row) -> str | None:
     return f"{schedule.never_sent:,} of {schedule.planned:,}" if schedule.never_sent else "0"
 
 
-def _format_ms(sample: Distribution, *statistics: str) -> list[str]:
-    """Statistics in milliseconds, "n/a" for those that the sample does not carry."""
-    values = [getattr(sample, statistic) for statistic in statistics]
-    return ["n/a" if value is None else units.milliseconds(value) for value in values]
+def _format_ms(value: float | None) -> str:
+    """Milliseconds, "n/a" for a statistic that the sample does not carry."""
+    return "n/a" if value is None else units.milliseconds(value)
+
+
+def _format_send_lag(row: Row) -> str:
+    lag = row.pooled.send_lag_s
+    return f"{', '.join(map(_format_ms, (lag.p50, lag.p99, lag.max)))} ms"
 
 
 def _latency_from_schedule(latency: str, percentile: str) -> Callable[[Row], str]:
     def text(row: Row) -> str:
         samples = (getattr(row.pooled, name) for name in (f"{latency}_s", f"{latency}_sched_s"))
-        times = [time for sample in samples for time in _format_ms(sample, percentile)]
-        return "n/a" if set(times) == {"n/a"} else f"{' → '.join(times)} ms"
+        sent, scheduled = (_format_ms(getattr(sample, percentile)) for sample in samples)
+        return "n/a" if sent == scheduled == "n/a" else f"{sent} → {scheduled} ms"
 
     return text
 
@@ -480,22 +454,6 @@ TIME = (
         lambda row: None if row.limited_by is None else LIMIT_WORDS[row.limited_by], "name",
     ),
 )  # fmt: skip
-GPU: dict[str, Callable[[GpuLoad], str | None]] = {
-    "Served": lambda gpu: "yes" if gpu.used else "no",
-    "Busy, mean": lambda gpu: _with_unit(gpu.busy_mean_percent, "%", 0),
-    "Busy, most": lambda gpu: _with_unit(gpu.busy_max_percent, "%", 0),
-    "Memory busy, mean": lambda gpu: _with_unit(gpu.memory_busy_mean_percent, "%", 0),
-    "VRAM, most": lambda gpu: _format_gib(gpu.vram_max_bytes),
-    "GTT, most": lambda gpu: _format_gib(gpu.gtt_max_bytes),
-    "Power, mean": lambda gpu: _with_unit(gpu.power_mean_w, "W"),
-    "Power, most": lambda gpu: _with_unit(gpu.power_max_w, "W"),
-    "Energy": _format_energy,
-    "Clock, mean": lambda gpu: _with_unit(gpu.clock_mean_mhz, "MHz", 0),
-    "Clock, least": lambda gpu: _with_unit(gpu.clock_min_mhz, "MHz", 0),
-    "Hottest": _format_hottest,
-    "Throttled by heat": lambda gpu: _with_unit(gpu.heat_s, "s"),
-    "At a power limit": lambda gpu: _with_unit(gpu.limited_s, "s"),
-}
 MACHINE = (
     TableColumn(
         "energy_per_token", "Energy per output token",
@@ -576,7 +534,7 @@ SCHEDULE = (
         "How late requests went out. A median above 10 ms makes the run INVALID: the load generator was the limit, "
         "which needs more users or processes.",
         "send lag = sent − scheduled; p50 needs 11 requests, p99 662",
-        lambda row: f"{', '.join(_format_ms(row.pooled.send_lag_s, 'p50', 'p99', 'max'))} ms",
+        _format_send_lag,
     ),
     *(
         TableColumn(

@@ -13,11 +13,9 @@ from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.capacity.result import read_capacity
 from harness.engines import engines
 from harness.failures.explain import Diagnosis, ScannedLog
-from harness.files import DOCS
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
-from harness.report.charts.timeline import start_sentences
 from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
 from harness.report.table import (
     DetailTable,
@@ -63,8 +61,6 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
         console.print()
         for column in table_columns(summary):
             _print_column_meaning(console, column)
-        for server, text in start_sentences(run):
-            _print_item(console, Text(words.one_line(f"{server}: {text}")))
     if summary.comparison is not None:
         console.print()
         _print_verdicts(summary.comparison, console, None if explain else "--explain shows them")
@@ -92,8 +88,8 @@ def _fitting_tables(columns: Sequence[TableColumn], rows: list[TableLine], width
     """One table where it fits, else the work and the latencies one below the other, else a block for each row."""
     work = [column for column in columns if column.group != "latency"]
     latency = [column for column in columns if column.group in ("name", "latency")]
-    for parts, gap in (([columns], 2), ([columns], 1), ([work, latency], 2), ([work, latency], 1)):
-        tables = [_main_table(part, rows, gap) for part in parts]
+    for parts in ([columns], [work, latency]):
+        tables = [_main_table(part, rows) for part in parts]
         if all(_fits(table, width) for table in tables):
             return tables
     return [_row_block(columns, line) for line in rows]
@@ -113,8 +109,8 @@ def _fits(table: Table, width: int) -> bool:
     return Console(width=1000).measure(table).maximum <= width
 
 
-def _main_table(columns: Sequence[TableColumn], rows: list[TableLine], gap: int) -> Table:
-    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", pad_edge=False)
+def _main_table(columns: Sequence[TableColumn], rows: list[TableLine]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.is_text else "right"
         folds = column.group == "name"  # where the width does not suffice for long ones
@@ -285,9 +281,12 @@ def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
         console.print("\nIt stopped normally.", style="bold green")
         _print_row(console, Text(f"line {scanned.stopping}"), Text("it began to stop"))
     elif has_started(scanned):
-        _print_started(scanned, console)
+        console.print("\nIt started well, and the log names no failure after that.", style="bold green")
+        _print_row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
+        _print_next_steps(scanned, console)
     elif not is_recognised(scanned):
-        _print_unknown(scanned, console)
+        console.print("\nNo failure that the table knows is in this log.", style="bold")
+        _print_next_steps(scanned, console)
 
 
 _FINDING_TITLES = {"request": "requests", "wrapper": "so it says"}  # by severity; else "also"
@@ -311,28 +310,16 @@ def _print_row(console: Console, title: Text, text: Text) -> None:
     _print_trimmed(console, grid)
 
 
-def _print_started(scanned: ScannedLog, console: Console) -> None:
-    console.print("\nIt started well, and the log names no failure after that.", style="bold green")
-    _print_row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
+def _print_next_steps(scanned: ScannedLog, console: Console) -> None:
+    """The last line of a log that does not say why the server ended, and how to find out."""
     if scanned.last:
         _print_row(console, Text("last line"), Text(scanned.last))
-    _print_row(console, Text("if it ended"), Text("the log does not say why; then:"))
-    for step in UNKNOWN_END:
+    steps = list(UNKNOWN_END)
+    if scanned.server in MORE_LOG and not has_started(scanned):
+        more = f"Have the server say more ({MORE_LOG[scanned.server]}) and start it again; switch that off before you"
+        steps.insert(0, f"{more} measure: it slows the server down.")
+    for step in steps:
         _print_row(console, Text("next"), Text(step))
-
-
-def _print_unknown(scanned: ScannedLog, console: Console) -> None:
-    console.print("\nNo failure that the table knows is in this log.", style="bold")
-    if scanned.last:
-        _print_row(console, Text("last line"), Text(scanned.last))
-    if scanned.server in MORE_LOG:
-        more = f"Have the server say more ({MORE_LOG[scanned.server]}) and start it again"
-        _print_row(
-            console, Text("next"), Text(f"{more}; switch that off before you measure: it slows the server down.")
-        )
-    for step in UNKNOWN_END:
-        _print_row(console, Text("next"), Text(step))
-    _print_row(console, Text("the table"), Text(f"{DOCS}/failures.md; a line that belongs into it is welcome"))
 
 
 def print_forecast(forecast: Forecast, console: Console) -> None:
@@ -343,26 +330,12 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     if best.energy_kwh is not None:
         cost = "" if best.cost is None else f"; cost {_with_interval(best.cost)}"
         console.print(f"Energy {_with_interval(best.energy_kwh, 'kWh')}{cost}.")
-    table = Table(box=None, pad_edge=False)
-    columns = ["row", "items/s", "start", "time", "90 % interval"]
-    columns += ["machines"] if forecast.deadline_s is not None else []
-    columns += ["kWh"] if any(row.energy_kwh for row in forecast.rows) else []
-    columns += ["cost"] if any(row.cost for row in forecast.rows) else []
-    for column in columns:
-        table.add_column(column, justify="left" if column == "row" else "right")
-    for row in forecast.rows:
-        time, low, high = format_prediction(row.time_s)
-        cells = {
-            "row": row.name,
-            "items/s": f"{row.items_per_s:.3g}",
-            "start": format_prediction(Prediction(value=row.start_s, low=row.start_s, high=row.start_s))[0],
-            "time": time,
-            "90 % interval": f"{low} to {high}",
-            "machines": NOTHING if row.machines is None else f"{row.machines:,}",
-            "kWh": NOTHING if row.energy_kwh is None else f"{row.energy_kwh.value:.3g}",
-            "cost": NOTHING if row.cost is None else f"{row.cost.value:.2f}",
-        }
-        table.add_row(*(cells[column] for column in columns))
+    head = ("row", "items/s", "start", "time", "90 % interval", "machines", "kWh", "cost")
+    rows = [_forecast_cells(row) for row in forecast.rows]
+    known = [place for place in range(len(head)) if any(cells[place] != NOTHING for cells in rows)]
+    table = simple_table([head[place] for place in known], ([cells[place] for place in known] for cells in rows))
+    for column in table.columns[1:]:
+        column.justify = "right"
     console.print(table)
     for refused in forecast.refused:
         console.print(f"no prediction for {refused.server} / {refused.load}: {sentence(refused.reason)}")
@@ -372,6 +345,21 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     console.print("Assumptions:")
     for assumption in forecast.assumptions:
         console.print(f"- {sentence(assumption)}")
+
+
+def _forecast_cells(row: RowForecast) -> list[str]:
+    start, _, _ = format_prediction(Prediction(value=row.start_s, low=row.start_s, high=row.start_s))
+    time, low, high = format_prediction(row.time_s)
+    return [
+        row.name,
+        f"{row.items_per_s:.3g}",
+        start,
+        time,
+        f"{low} to {high}",
+        NOTHING if row.machines is None else f"{row.machines:,}",
+        NOTHING if row.energy_kwh is None else f"{row.energy_kwh.value:.3g}",
+        NOTHING if row.cost is None else f"{row.cost.value:.2f}",
+    ]
 
 
 def forecast_headline(forecast: Forecast) -> str:

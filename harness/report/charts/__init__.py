@@ -12,10 +12,6 @@ Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly, or a trac
 COLOURS = 8  # @s1 to @s8
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
-# Symbols of points by load, and their characters in a legend.
-GLYPHS = {
-    "circle": "●", "square-open": "□", "triangle-up": "▲", "diamond-open": "◇", "circle-open": "○", "square": "■",
-}  # fmt: skip
 STROKES = dict(zip(DASHES, ("", "7 4", "1.5 3.5", "7 3 1.5 3", "11 4", "11 3 1.5 3"), strict=True))
 NAME = "<extra>%{fullData.name}</extra>"  # ends a hover text that names the line
 
@@ -26,7 +22,6 @@ class Key(Struct, frozen=True, kw_only=True):
     name: str
     colour: str  # CSS variable
     stroke: str = ""  # SVG dash pattern
-    glyph: str = ""  # the character for its points
 
 
 class Chart(Struct, frozen=True, kw_only=True):
@@ -76,17 +71,10 @@ def server_names(summary: Summary) -> list[str]:
     return list(dict.fromkeys(row.server for row in summary.rows))
 
 
-def load_symbol(summary: Summary, row: Row) -> str:
-    return list(GLYPHS)[_load_names(summary).index(row.load) % len(GLYPHS)]
-
-
-def _load_names(summary: Summary) -> list[str]:
-    return list(dict.fromkeys(row.load for row in summary.rows))
-
-
 def row_style(summary: Summary, row: Row) -> tuple[str, str]:
     """Colour and dash of a row: a colour for each server (of one server: each load), a dash for each load."""
-    names, load = server_names(summary), _load_names(summary).index(row.load)
+    names = server_names(summary)
+    load = list(dict.fromkeys(each.load for each in summary.rows)).index(row.load)
     return colour(names.index(row.server) if len(names) > 1 else load), DASHES[load % len(DASHES)]
 
 
@@ -95,11 +83,8 @@ def server_keys(summary: Summary) -> list[Key]:
 
 
 def row_keys(summary: Summary) -> list[Key]:
-    keys = []
-    for row in summary.rows:
-        hue, dash = row_style(summary, row)
-        keys.append(Key(name=row.name, colour=hue, stroke=STROKES[dash], glyph=GLYPHS[load_symbol(summary, row)]))
-    return keys
+    styles = [(row.name, *row_style(summary, row)) for row in summary.rows]
+    return [Key(name=name, colour=hue, stroke=STROKES[dash]) for name, hue, dash in styles]
 
 
 def axis(unit: str, values: Sequence[float] = (), logarithmic_from: float = 30) -> Figure:

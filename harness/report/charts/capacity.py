@@ -8,7 +8,6 @@ from harness.report.capacity import capacity_lines, format_level, probe_cells, p
 from harness.report.charts import NAME, Chart, Figure, colour, escape_markup, scatter, symbol
 from harness.report.charts.sweeps import category_axis, heat_map_labels, heat_map_square
 
-_MAX_TICKS = 12
 _SIGNS: dict[PairState, str] = {"meets": "✓", "breaks": "✕", "unresolved": "?"}
 _HUES: dict[PairState, str] = {"meets": "@s1", "breaks": "@bad", "unresolved": "@muted"}
 
@@ -39,7 +38,7 @@ def frontier_chart(report: CapacityReport, server: ServerCapacity) -> Chart:
     for state, squares in places.items():
         text = [_SIGNS[state] + (" ●" if place in probed else "") for place in squares]
         names = [f"{x[i]} and {y[j]}: {state}" for i, j in squares]
-        data += [heat_map_labels(squares, text, names, _HUES[state], "", True)] if squares else []
+        data += [heat_map_labels(squares, text, names, _HUES[state], "")] if squares else []
     shapes = [heat_map_square(place, _HUES[state], 0.25) for state, squares in places.items() for place in squares]
     layout: Figure = {
         "xaxis": category_axis(f"{first.load}: {first.unit}", x),
@@ -63,32 +62,27 @@ def frontier_chart(report: CapacityReport, server: ServerCapacity) -> Chart:
 
 
 def attainment_chart(report: CapacityReport) -> Chart:
-    """The share of requests that met each SLO over levels: a point for each probe; rules and areas for the answers."""
+    """The share of requests that met each SLO over levels: a point for each probe, a rule for each SLO."""
     data = [
         trace for number, server in enumerate(report.servers) for trace in _attainment_lines(report, number, server)
     ]
     levels = sorted({probe.level for server in report.servers for probe in server.probes if probe.purpose == "slo"})
-    ticks = levels if len(levels) <= _MAX_TICKS else levels[:: -(-len(levels) // _MAX_TICKS)]
     axis: Figure = {
         "title": {"text": f"{report.unit} (logarithmic)"},
         "type": "log",
-        "tickvals": [report.amount(level) for level in ticks],
-        "ticktext": [f"{report.amount(level):.3g}" for level in ticks],
+        "tickvals": [report.amount(level) for level in levels],
+        "ticktext": [f"{report.amount(level):.3g}" for level in levels],
     }
     layout: Figure = {
         "xaxis": axis,
         "yaxis": {"title": {"text": "requests that met it, %"}, "rangemode": "tozero"},
-        "shapes": [
-            *_slo_rules(report),
-            *(shape for i, server in enumerate(report.servers) for shape in _answer_shapes(report, i, server)),
-        ],
+        "shapes": _slo_rules(report),
         "showlegend": len(data) > 1,
     }
     return Chart(
         id="capacity",
         title=f"Share of requests within the SLOs over {report.unit}",
-        caption="A point for each probe. Dotted: the share that an SLO needs. Line and area: the answer with its "
-        "95\u00a0% interval. Higher is better.",
+        caption="A point for each probe. Dotted: the share that an SLO needs. Higher is better.",
         formula="share = requests that ended in the blocks of the probe and met the SLO ÷ those that ended in them; "
         "failed ones met none",
         findings=capacity_lines(report),
@@ -134,19 +128,3 @@ def _slo_rules(report: CapacityReport) -> list[Figure]:
         }
         for share in sorted(set(report.shares))
     ]  # fmt: skip
-
-
-def _answer_shapes(report: CapacityReport, number: int, server: ServerCapacity) -> list[Figure]:
-    """The answer of a server as a line, its interval as an area."""
-    slo = server.slo
-    if slo is None:
-        return []
-    hue, shapes = f"@{colour(number)}", []
-    full = {"yref": "paper", "y0": 0, "y1": 1}
-    if slo.low is not None and slo.high is not None:
-        ends = {"x0": report.amount(max(slo.low, 0.5)), "x1": report.amount(slo.high)}
-        shapes.append({"type": "rect", **full, **ends, "fillcolor": hue, "opacity": 0.12, "line": {"width": 0}})
-    if slo.level:
-        at = report.amount(slo.level)
-        shapes.append({"type": "line", **full, "x0": at, "x1": at, "line": {"color": hue, "width": 2}})
-    return shapes

@@ -19,15 +19,29 @@ from harness.scenario.plan import plan
 MAX_BINS = 240  # points of a timeline's line
 MAX_POINTS = 200  # points of a distribution's line
 MIN_ARRIVALS = 10  # fine bins of a step of arrivals: a second
-COARSER = 3  # times as long as other steps
 MAX_GPUS = 8  # that are drawn: there are eight colours
 GAUGES = ("running", "waiting", "kv_usage")  # of the server, in the order in which they are drawn
 HEAT = ("heat", "prochot")
 
 RowKey = tuple[str, str]  # server, load
-Span = tuple[float, float]
 Floats = NDArray[np.float64]
 Values = list[float | None]
+
+
+def _memory_bytes(gpu: GpuSample) -> float | None:
+    """VRAM and GTT, which is where an APU has its model."""
+    known = [size for size in (gpu.vram_used_bytes, gpu.gtt_used_bytes) if size is not None]
+    return sum(known) if known else None
+
+
+# By panel of the timeline what it draws of a GPU.
+READINGS: dict[str, Callable[[GpuSample], float | None]] = {
+    "busy": lambda gpu: gpu.busy_percent,
+    "memory": _memory_bytes,
+    "power": lambda gpu: gpu.power_w,
+    "temperature": lambda gpu: max(gpu.temperatures_c.values(), default=None),
+    "clock": lambda gpu: gpu.clock_mhz,
+}
 
 
 class RowData(Struct):
@@ -51,17 +65,14 @@ class ServerSamples(Struct):
 
     at_s: list[float] = []
     values: dict[str, Values] = {}  # by gauge; those without any value are left out
-    preempted: list[tuple[float, float]] = []  # when it was noticed, and how many since the sample before
 
 
 class MachineSamples(Struct):
     """Samples of one cell's machine; None where one of them lacks the value."""
 
     at_s: list[float] = []
-    panels: dict[str, dict[str, Values]] = {}  # by panel and name of a line; lines without values are left out
-    heat: list[tuple[float, float, str]] = []  # start, end, GPU: heat throttled it
-    drawn: int = 0  # GPUs
-    left_out: int = 0  # GPUs that did not work for the server, or beyond MAX_GPUS
+    panels: dict[str, dict[str, Values]] = {}  # by panel and GPU; lines without values are left out
+    heat: dict[str, tuple[float, float]] = {}  # by GPU that heat throttled: since when, and for how long in all
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
@@ -166,7 +177,7 @@ def _arrival_rates(cell: ChartCounts, low: int, high: int, zero: float) -> tuple
     """The middles of steps, and the requests due and sent per second in each; empty for a closed loop."""
     if not any(what == "due" for what, _ in cell.bins):
         return [], [], []
-    group = max(MIN_ARRIVALS, _bins_per_step(COARSER * (high - low)))
+    group = max(MIN_ARRIVALS, _bins_per_step(high - low))
     edges, lengths, middles = _steps(low, high, group, zero)
     due, sent = (
         [round(float(rate), 3) for rate in np.add.reduceat(cell.bin_counts(name, low, high), edges) / lengths]
@@ -183,11 +194,8 @@ def _steps(low: int, high: int, group: int, zero: float) -> tuple[NDArray[np.int
 
 
 def _bins_per_step(bins: int) -> int:
-    """The smallest round number of fine bins that keeps a line within MAX_BINS points."""
-    for group in (1, 2, 5, 10, 20, 50, 100, 300, 600, 1200, 3000, 6000, 18000, 36000):
-        if bins <= group * MAX_BINS:
-            return group
-    return -(-bins // MAX_BINS)
+    """How many fine bins make a step, so that a line keeps within MAX_BINS points."""
+    return max(1, -(-bins // MAX_BINS))
 
 
 def _sampling_step(samples: Sequence[object]) -> int:
@@ -198,7 +206,6 @@ def _sampling_step(samples: Sequence[object]) -> int:
 def server_samples(scrapes: Sequence[MetricsSample], zero_s: float) -> ServerSamples:
     """The gauges of one cell in metrics.jsonl; times count from `zero_s`."""
     known = [scrape for scrape in scrapes if any(gauge in scrape.values for gauge in GAUGES)]
-    preempted = [(scrape.wall_s, scrape.values["preemptions"]) for scrape in scrapes if "preemptions" in scrape.values]
     drawn = known[:: _sampling_step(known)]
     return ServerSamples(
         at_s=[round(scrape.wall_s - zero_s, 2) for scrape in drawn],
@@ -207,65 +214,34 @@ def server_samples(scrapes: Sequence[MetricsSample], zero_s: float) -> ServerSam
             for gauge in GAUGES
             if any(gauge in scrape.values for scrape in known)
         },
-        preempted=[
-            (round(at - zero_s, 2), count - before)
-            for (_, before), (at, count) in pairwise(preempted)
-            if count > before
-        ],
     )
 
 
 def machine_samples(samples: Sequence[TelemetrySample], zero_s: float) -> MachineSamples:
-    """The lines of one cell in telemetry.jsonl; times count from `zero_s`."""
+    """The GPUs of one cell in telemetry.jsonl that worked for its server; times count from `zero_s`."""
     names = sorted({name for sample in samples for name in sample.gpus})
     used = [name for name in names if name in busy_gpus(samples)] or names
-    drawn, step = used[:MAX_GPUS], _sampling_step(samples)
+    drawn = samples[:: _sampling_step(samples)]
     panels: dict[str, dict[str, Values]] = {}
-    for name in drawn:
-        for panel, lines in _gpu_lines(samples, name, len(drawn)).items():
-            for sensor, line in lines.items():
-                if any(value is not None for value in line):
-                    label = sensor if len(drawn) == 1 else name if len(lines) == 1 else f"{name} {sensor}"
-                    panels.setdefault(panel, {})[label] = line[::step]
+    for panel, reading in READINGS.items():
+        for name in used[:MAX_GPUS]:
+            line = [reading(sample.gpus[name]) if name in sample.gpus else None for sample in drawn]
+            if any(value is not None for value in line):
+                panels.setdefault(panel, {})[name] = line
     return MachineSamples(
-        at_s=[round(sample.wall_s - zero_s, 2) for sample in samples[::step]],
+        at_s=[round(sample.wall_s - zero_s, 2) for sample in drawn],
         panels=panels,
-        heat=[span for name in used for span in _heat_spans(samples, name, zero_s)],
-        drawn=len(drawn),
-        left_out=len(names) - len(drawn),
+        heat={name: heat for name in used if (heat := _find_heat(samples, name, zero_s)) is not None},
     )
 
 
-def _gpu_lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str, dict[str, Values]]:
-    """By panel and sensor the values of one GPU. `gpus`: how many are drawn."""
-    gpu_samples = [sample.gpus.get(name) for sample in samples]
-
-    def line(value: Callable[[GpuSample], float | None]) -> Values:
-        return [None if gpu is None else value(gpu) for gpu in gpu_samples]
-
-    # On a discrete GPU, GTT is only a window to the machine's memory: a line near zero says nothing.
-    gtt = line(lambda gpu: gpu.gtt_used_bytes)
-    big = max((value or 0.0 for value in gtt), default=0.0) > 2**30
-    labels = dict.fromkeys(label for gpu in gpu_samples if gpu is not None for label in gpu.temperatures_c)
-    sensors = {label: line(lambda gpu, label=label: gpu.temperatures_c.get(label)) for label in labels}  # type: ignore[misc]
-    if gpus > 1:  # three lines for each GPU would be too many
-        sensors = {"hottest": line(lambda gpu: max(gpu.temperatures_c.values(), default=None))}
-    return {
-        "busy": {"busy": line(lambda gpu: gpu.busy_percent)},
-        "memory": {"VRAM": line(lambda gpu: gpu.vram_used_bytes), **({"GTT": gtt} if big else {})},
-        "power": {"power": line(lambda gpu: gpu.power_w)},
-        "temperature": sensors,
-        "clock": {"GPU": line(lambda gpu: gpu.clock_mhz)},
-    }
-
-
-def _heat_spans(samples: Sequence[TelemetrySample], name: str, zero_s: float) -> list[tuple[float, float, str]]:
-    """The spans in which heat throttled the GPU; adjacent ones are joined."""
-    spans: list[tuple[float, float]] = []
+def _find_heat(samples: Sequence[TelemetrySample], name: str, zero_s: float) -> tuple[float, float] | None:
+    """Since when, and for how long in all, heat throttled the GPU; None: never."""
+    spans = []
     for before, sample in pairwise(samples):
         limits = sample.gpus[name].held_back if name in sample.gpus else None
         if limits and any(limits.get(kind) for kind in HEAT):
-            adjacent = bool(spans) and spans[-1][1] == before.wall_s
-            start = spans.pop()[0] if adjacent else before.wall_s
-            spans.append((start, sample.wall_s))
-    return [(round(start - zero_s, 2), round(end - zero_s, 2), name) for start, end in spans]
+            spans.append((before.wall_s, sample.wall_s))
+    if not spans:
+        return None
+    return round(spans[0][0] - zero_s, 2), round(sum(end - start for start, end in spans), 2)

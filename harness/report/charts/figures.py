@@ -4,11 +4,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from harness import units
-from harness.analysis.charted import MAX_DOTS, SLOWEST, Dot, thin_dots
+from harness.analysis.charted import MAX_DOTS, SLOWEST, thin_dots
 from harness.columns import FORMULAS, LatencyColumn
 from harness.judge.verdicts import without_concurrency
 from harness.report import words
@@ -19,7 +18,6 @@ from harness.report.charts import (
     axis,
     colour,
     escape_markup,
-    load_symbol,
     row_style,
     scatter,
     server_names,
@@ -33,7 +31,7 @@ from harness.scenario.check_syntax import LATENCIES, STATISTICS, parse_check
 from harness.scenario.plan import mix_of
 from harness.summary import Row, Summary
 
-MAX_CHART_DOTS = 2400  # dots of one chart, whatever the number of rows; two charts of 6,000 take a browser 0.8 s
+MAX_CHART_DOTS = 2400  # of all rows: a browser draws more of them slowly
 KNEE_SHARE = 0.95  # of the best throughput
 KNEE = (
     "best = highest median throughput of the server; knee = least concurrency whose median is ≥ 95 % of best; "
@@ -41,36 +39,15 @@ KNEE = (
 )
 # By chart: its latency, and the axis that shows it in milliseconds.
 _AXES = {
-    "first-token": ("ttft", "y"), "trade-ttft": ("ttft", "y"), "trade-e2e": ("e2e", "y"), "dots-ttft": ("ttft", "y"),
-    "dots-e2e": ("e2e", "y"), "cdf-ttft": ("ttft", "x"), "cdf-tpot": ("tpot", "x"), "cdf-e2e": ("e2e", "x"),
+    "first-token": ("ttft", "y"), "trade-e2e": ("e2e", "y"), "dots-e2e": ("e2e", "y"), "cdf-ttft": ("ttft", "x"),
+    "cdf-tpot": ("tpot", "x"), "cdf-e2e": ("e2e", "x"),
 }  # fmt: skip
-_FAR = 3  # times the largest value: a line beyond that would flatten the curves, so a sentence replaces it
+_FAR = 3  # times the largest value: a line beyond that would flatten the curves
+_NO_CURVE = "No load with a fixed concurrency has enough successful requests for it."
 
 
-class Knee(Struct, frozen=True, kw_only=True):
-    """The knee of one server's throughput over concurrency."""
-
-    at: int  # the lowest concurrency with KNEE_SHARE of the best throughput
-    rate: float  # throughput there
-    share: float  # of the best
-    highest: int  # the highest concurrency measured
-    falls_at: int | None  # the lowest concurrency beyond the best with less than KNEE_SHARE of it; None: no such
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the knee is the highest concurrency measured: the true one may be beyond it."""
-        return self.at == self.highest
-
-    def __str__(self) -> str:
-        if self.is_open:
-            return f"no knee up to {self.highest} at once: it still rises there"
-        share = "the best" if self.share == 1 else f"{100 * self.share:.0f}\u00a0% of the best"
-        falls = "more does not help" if self.falls_at is None else f"falls from {self.falls_at} at once on"
-        return f"knee at {self.at} at once, {share}; {falls}"
-
-
-def find_knee(points: Sequence[tuple[int, float]]) -> Knee | None:
-    """The knee of (concurrency, throughput) points; None for fewer than two concurrencies.
+def describe_knee(points: Sequence[tuple[int, float]]) -> str:
+    """The knee of (concurrency, throughput) points; empty for fewer than two concurrencies.
 
     Of several points with one concurrency the best counts.
     """
@@ -79,11 +56,14 @@ def find_knee(points: Sequence[tuple[int, float]]) -> Knee | None:
         rates[level] = max(rate, rates.get(level, 0.0))
     best = max(rates, key=lambda level: (rates[level], -level), default=0)
     if len(rates) < 2 or rates[best] <= 0:
-        return None
+        return ""
     enough = KNEE_SHARE * rates[best]
     knee = min(level for level in rates if rates[level] >= enough)
-    falls_at = min((level for level in rates if level > best and rates[level] < enough), default=None)
-    return Knee(at=knee, rate=rates[knee], share=rates[knee] / rates[best], highest=max(rates), falls_at=falls_at)
+    if knee == max(rates):
+        return f"no knee up to {knee} at once: it still rises there"
+    falls_at = [level for level in rates if level > best and rates[level] < enough]
+    beyond = f"falls from {min(falls_at)} at once on" if falls_at else "more does not help"
+    return f"knee at {knee} at once, {100 * rates[knee] / rates[best]:.0f}\u00a0% of the best; {beyond}"
 
 
 def row_concurrency(row: Row, run: Run) -> int:
@@ -113,8 +93,7 @@ def _curve_trace(
     hue = f"@{colour(index)}"
     style = {"line": {"color": hue, "width": 2.5}, "marker": {"color": hue, "symbol": symbol(index), "size": 9}}
     text = [escape_markup(row.load) for row in rows]
-    hover = f"%{{text}}, %{{x}} at once<br>{hover}{NAME}"
-    return scatter(server, x, y, hover, "lines+markers", **(style | {"text": text} | more))
+    return scatter(server, x, y, f"{hover}{NAME}", "lines+markers", **(style | {"text": text} | more))
 
 
 def _concurrency_axis(summary: Summary, run: Run) -> Figure:
@@ -125,66 +104,44 @@ def _concurrency_axis(summary: Summary, run: Run) -> Figure:
     return marked | {"type": "log"} if values and values[-1] / values[0] > 20 else marked
 
 
-def _rows_of_other_rate(summary: Summary) -> list[Row]:
-    """The rows whose tok/s is defined otherwise than the first row's: they do not belong on the same axis."""
-    definitions = [row.definitions.get("output_tok_s") for row in summary.rows]
-    return [row for row, meaning in zip(summary.rows, definitions, strict=True) if meaning != definitions[0]]
-
-
-def _not_drawn_findings(summary: Summary, others: Sequence[Row] = ()) -> list[str]:
-    open_loops = [row for row in summary.rows if row.pooled.schedule is not None]
-    reasons = (("their tok/s is defined otherwise", others), ("an open loop has no concurrency of its own", open_loops))
-    return [f"Not drawn, since {why}: {', '.join(row.name for row in rows)}" for why, rows in reasons if rows]
-
-
-def _why_empty(summary: Summary, otherwise: str) -> str:
-    """Why there is nothing to draw."""
-    only_open = all(row.pooled.schedule is not None for row in summary.rows)
-    return "All loads are open loops, which have no concurrency of their own." if only_open else otherwise
+def _has_same_rate(summary: Summary, row: Row) -> bool:
+    """Whether the row's tok/s means the same as the first row's; others do not belong on the same axis."""
+    return row.definitions.get("output_tok_s") == summary.rows[0].definitions.get("output_tok_s")
 
 
 def throughput_chart(summary: Summary, run: Run) -> Chart:
     data: list[Figure] = []
-    rings: list[Figure] = []
     findings: list[str] = []
-    others = _rows_of_other_rate(summary)
-    curves = list(_curves(summary, run, lambda row: bool(row.output_tok_s) and row not in others))
+    curves = list(_curves(summary, run, lambda row: bool(row.output_tok_s) and _has_same_rate(summary, row)))
     for i, server, rows in curves:
         medians = [statistics.median(row.output_tok_s) for row in rows]
         x = [row_concurrency(row, run) for row in rows]
         errors = whiskers(medians, [row.output_tok_s for row in rows], f"@{colour(i)}")
-        data.append(_curve_trace(i, server, rows, x, medians, "<b>%{y:,.1f} tok/s</b>", error_y=errors))
-        knee = find_knee(list(zip(x, medians, strict=True)))
-        if knee is not None:
+        hover = "%{text}, %{x} at once<br><b>%{y:,.1f} tok/s</b>"
+        data.append(_curve_trace(i, server, rows, x, medians, hover, error_y=errors))
+        if knee := describe_knee(list(zip(x, medians, strict=True))):
             only_curve = sum(name == server for _, name, _ in curves) == 1
             loads = "" if only_curve else f" ({', '.join(row.load for row in rows)})"
             findings.append(f"{server}{loads}: {knee}")
-            if not knee.is_open:  # rings differ in size, because those of similar servers are concentric
-                ring = {"symbol": "circle-open", "size": 20 + 7 * i, "color": f"@{colour(i)}", "line": {"width": 2}}
-                hover = f"<b>%{{text}}</b>{NAME}"
-                rings.append(scatter(server, [knee.at], [knee.rate], hover, "markers", text=[str(knee)], marker=ring))
     return Chart(
         id="throughput",
         title="Throughput over concurrency",
         caption="Aggregate output tokens per second, median of the repeats; whiskers from the least to the most. "
-        "A line joins loads that differ in concurrency alone. Ring: the knee, the least concurrency that gives "
-        "95\u00a0% of the best. Higher is better.",
-        findings=findings + _not_drawn_findings(summary, others),
+        "A line joins loads that differ in concurrency alone. Higher is better.",
+        findings=findings,
         formula=f"tok/s = output tokens inside the window ÷ window; {KNEE}",
-        figure={"data": data + rings, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
+        figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
         head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Repeats"],
         body=[
-            [
-                row.server,
-                row.load,
-                str(row_concurrency(row, run)),
-                *_median_min_max(row.output_tok_s),
-                str(len(row.output_tok_s)),
-            ]
+            [*_row_cells(row, run), *_median_min_max(row.output_tok_s), str(len(row.output_tok_s))]
             for row in summary.rows
         ],
-        empty="" if data else _why_empty(summary, "No valid cell gave a throughput."),
+        empty="" if data else _NO_CURVE,
     )
+
+
+def _row_cells(row: Row, run: Run) -> list[str]:
+    return [row.server, row.load, str(row_concurrency(row, run))]
 
 
 def _median_min_max(values: list[float]) -> list[str]:
@@ -195,33 +152,27 @@ def _median_min_max(values: list[float]) -> list[str]:
 
 def first_token_chart(summary: Summary, run: Run) -> Chart:
     data: list[Figure] = []
-    p50_of = {cell.id: cell.numbers.ttft_s.p50 for cell in summary.cells}
     for i, server, rows in _curves(summary, run, lambda row: row.pooled.ttft_s.p50 is not None):
-        x = [row_concurrency(row, run) for row in rows]
-        middles = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
-        spread = [[1000 * p50 for name in row.cells if (p50 := p50_of.get(name)) is not None] for row in rows]
-        hover, hue = "<b>%{y:,.1f} ms</b> ", f"@{colour(i)}"
-        data.append(_curve_trace(i, server, rows, x, middles, f"{hover}p50", error_y=whiskers(middles, spread, hue)))
+        x, hue = [row_concurrency(row, run) for row in rows], f"@{colour(i)}"
+        hover = "%{text}, %{x} at once<br><b>%{y:,.1f} ms</b>"
+        medians = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
+        data.append(_curve_trace(i, server, rows, x, medians, f"{hover} p50"))
         tails = [None if (p95 := row.pooled.ttft_s.p95) is None else 1000 * p95 for row in rows]
         if any(tail is not None for tail in tails):
-            thin, small = {"width": 1.5, "dash": "dot"}, {"symbol": f"{symbol(i)}-open", "size": 7}
-            style = {"line": {"color": hue} | thin, "marker": {"color": hue} | small}
-            data.append(_curve_trace(i, server, rows, x, tails, f"{hover}p95", **style))
+            line = {"color": hue, "width": 1.5, "dash": "dot"}
+            marker = {"color": hue, "symbol": f"{symbol(i)}-open", "size": 7}
+            data.append(_curve_trace(i, server, rows, x, tails, f"{hover} p95", line=line, marker=marker))
     values = [value for trace in data for value in trace["y"] if value is not None]
     return Chart(
         id="first-token",
         title="Time to first token over concurrency",
-        caption="Solid: half of the requests (p50), whiskers from the least to the most p50 of a cell. Dotted: 95 of "
-        "100 requests (p95), where the sample carries it. Lower is better.",
+        caption="Solid: half of the requests (p50). Dotted: 95 of 100 requests (p95), where the sample carries it. "
+        "Lower is better.",
         formula=f"{FORMULAS['ttft']}; pXX: XX % of the successful requests of all repeats took at most so long",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
         head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
-        body=[
-            [row.server, row.load, str(row_concurrency(row, run)), *_percentile_cells(row, "ttft_s")]
-            for row in summary.rows
-        ],
-        findings=_not_drawn_findings(summary),
-        empty="" if values else _why_empty(summary, "No row has the 11 successful requests that a p50 needs."),
+        body=[[*_row_cells(row, run), *_percentile_cells(row, "ttft_s")] for row in summary.rows],
+        empty="" if values else _NO_CURVE,
     )
 
 
@@ -230,81 +181,44 @@ def _percentile_cells(row: Row, field: str) -> list[str]:
     return [words.format_percentile(sample, "p50"), words.format_percentile(sample, "p95"), f"{sample.n:,}"]
 
 
-def tradeoff_charts(summary: Summary, run: Run) -> list[Chart]:
-    """TTFT and E2E over throughput."""
-    titles = {"ttft": "Time to first token over throughput", "e2e": "E2E latency over throughput"}
-    return [_tradeoff_chart(summary, run, key, title) for key, title in titles.items()]
+def tradeoff_chart(summary: Summary, run: Run) -> Chart:
+    """E2E over throughput."""
 
+    def has_both(row: Row) -> bool:
+        numbers = row.pooled
+        return numbers.output_tok_s is not None and numbers.e2e_s.p50 is not None and _has_same_rate(summary, row)
 
-def _tradeoff_chart(summary: Summary, run: Run, key: str, title: str) -> Chart:
+    def point(row: Row) -> tuple[float, float]:
+        return row.pooled.output_tok_s or 0.0, 1000 * (row.pooled.e2e_s.p50 or 0.0)
+
     data: list[Figure] = []
-    others = _rows_of_other_rate(summary)
-    for i, server, rows in _curves(summary, run, lambda row: row.pooled.output_tok_s is not None):
-        for name in ("p50", "p95"):
-            values = {row.name: getattr(getattr(row.pooled, f"{key}_s"), name) for row in rows}
-            known = [row for row in rows if row not in others and values[row.name] is not None]
-            if known:
-                data.append(_tradeoff_line(known, [1000 * values[row.name] for row in known], run, name, i, server))
+    for i, server, rows in _curves(summary, run, has_both):
+        x, y = map(list, zip(*map(point, rows), strict=True))
+        at_once = [f"{row_concurrency(row, run)} at once" for row in rows]
+        hover = "%{text}, %{customdata}<br>%{x:,.1f} tok/s, <b>%{y:,.1f} ms</b>"
+        data.append(_curve_trace(i, server, rows, x, y, hover, customdata=at_once))
     heights = [value for trace in data for value in trace["y"]]
-    best: list[str] = []
+    findings: list[str] = []
     if run.scenario.swept is not None:
-        p50 = {row.name: getattr(row.pooled, f"{key}_s").p50 for row in summary.rows if row.failed is None}
-        drawn = [row for row in summary.rows if p50.get(row.name) is not None and row.pooled.output_tok_s is not None]
-        line, best = pareto_trace(drawn, [(row.pooled.output_tok_s or 0.0, 1000 * p50[row.name]) for row in drawn])
-        data += line
+        rows = [row for row in summary.rows if row.failed is None and has_both(row)]
+        front, findings = pareto_trace(rows, list(map(point, rows)))
+        data += front
     return Chart(
-        id=f"trade-{key}",
-        title=title,
-        caption="A point for each load, the number says how many requests at once. Solid: p50, dotted: p95 where the "
-        "sample carries it. A line joins loads that differ in concurrency alone. Right and low is best.",
+        id="trade-e2e",
+        title="E2E latency over throughput",
+        caption="A point for each load: half of the requests were answered within this time (p50). A line joins loads "
+        "that differ in concurrency alone. Right and low is best.",
         formula="across: tok/s = output tokens inside the window ÷ window, median of the repeats; "
-        f"up: {FORMULAS[key]}, percentile over the successful requests of all repeats",
+        f"up: {FORMULAS['e2e']}, percentile over the successful requests of all repeats",
         figure={"data": data, "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", heights)}},
-        findings=best + _not_drawn_findings(summary, others),
+        findings=findings,
         head=["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"],
         body=[
-            [row.server, row.load, str(row_concurrency(row, run)), units.significant(row.pooled.output_tok_s)]
-            + _percentile_cells(row, f"{key}_s")
+            [*_row_cells(row, run), units.significant(row.pooled.output_tok_s), *_percentile_cells(row, "e2e_s")]
             for row in summary.rows
         ],
-        empty=""
-        if heights
-        else _why_empty(summary, "No row has both a throughput and the 11 successful requests that a p50 needs."),
+        empty="" if data else _NO_CURVE,
     )
-
-
-def _tradeoff_line(rows: list[Row], y: list[float], run: Run, name: str, index: int, server: str) -> Figure:
-    median, hue = name == "p50", f"@{colour(index)}"
-    x = [row.pooled.output_tok_s or 0.0 for row in rows]
-    concurrency = [str(row_concurrency(row, run)) for row in rows]
-    return scatter(
-        server,
-        x,
-        y,
-        f"%{{customdata}}<br>%{{x:,.1f}} tok/s, <b>%{{y:,.1f}} ms</b> {name}{NAME}",
-        "lines+markers+text" if median else "lines+markers",
-        text=_merge_close_labels(concurrency, x, y),
-        customdata=[
-            f"{escape_markup(row.load)}, {number} at once" for row, number in zip(rows, concurrency, strict=True)
-        ],
-        # The points of similar servers cover each other, so their labels are on different sides.
-        textposition=("top center", "middle right", "bottom center", "middle left")[index % 4],
-        textfont={"color": hue, "size": 11},
-        cliponaxis=False,
-        line={"color": hue, "width": 2.2 if median else 1.4, "dash": "solid" if median else "dot"},
-        marker={"color": hue, "symbol": symbol(index) + ("" if median else "-open"), "size": 8},
-    )
-
-
-def _merge_close_labels(concurrency: list[str], x: list[float], y: list[float]) -> list[str]:
-    """The labels of points; close neighbours share one."""
-    labels: list[str] = []
-    for i, label in enumerate(concurrency):
-        if i and abs(x[i - 1] - x[i]) / (max(x) or 1.0) < 0.06 and max(y[i - 1 : i + 1]) < 1.3 * min(y[i - 1 : i + 1]):
-            label = f"{labels[-1]}, {label}"
-            labels[-1] = ""
-        labels.append(label)
-    return labels
 
 
 def distribution_chart(summary: Summary, observed: ChartData, column: LatencyColumn) -> Chart:
@@ -340,44 +254,33 @@ def distribution_chart(summary: Summary, observed: ChartData, column: LatencyCol
     )
 
 
-def scatter_charts(summary: Summary, observed: ChartData) -> list[Chart]:
-    """TTFT and E2E of requests over their time of sending, thinned for long runs."""
+def request_chart(summary: Summary, observed: ChartData) -> Chart:
+    """E2E of requests over their time of sending, thinned for long runs."""
     row_dots = max(30, min(MAX_DOTS, MAX_CHART_DOTS // max(1, len(summary.rows))))
-    dots = []
-    for row in summary.rows:
-        data = observed.rows.get(row.key, RowData())
-        shown = sorted(thin_dots(data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
-        dots.append((row, data, shown))
-    return [
-        _scatter_chart(summary, dots, "ttft", "Time to first token of single requests"),
-        _scatter_chart(summary, dots, "e2e", "E2E latency of single requests"),
-    ]
-
-
-def _scatter_chart(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]], key: str, title: str) -> Chart:
     data: list[Figure] = []
-    for i, (row, _, shown) in enumerate(dots):
-        good = [dot for dot in shown if dot.error is None and (key == "e2e" or dot.ttft_s is not None)]
-        failed = [dot for dot in shown if dot.error is not None]
-        if good:
-            hue, _ = row_style(summary, row)
-            y = [round(1000 * ((dot.ttft_s or 0.0) if key == "ttft" else dot.took_s), 2) for dot in good]
-            hover = f"sent at %{{x:.1f}} s: <b>%{{y:,.1f}} ms</b>{NAME}"
-            marker = {"color": f"@{hue}", "symbol": load_symbol(summary, row), "size": 6, "opacity": 0.6}
-            x = [round(dot.sent_s, 2) for dot in good]
-            data.append(scatter(row.name, x, y, hover, "markers", marker=marker, meta=i))
-        if failed:
-            x, y = [round(dot.sent_s, 2) for dot in failed], [round(1000 * dot.took_s, 2) for dot in failed]
-            hover = f"sent at %{{x:.1f}} s, <b>%{{text}}</b> after %{{y:,.1f}} ms{NAME}"
-            marker, text = {"color": "@bad", "symbol": "x", "size": 9}, [dot.error for dot in failed]
-            data.append(scatter(row.name, x, y, hover, "markers", text=text, marker=marker, meta=i))
-    thinned = any(len(shown) < row_data.count + row_data.failures for _, row_data, shown in dots)
-    few = f" Long rows are thinned at random; the {SLOWEST} slowest of each are always there." if thinned else ""
+    body = []
+    for i, row in enumerate(summary.rows):
+        row_data = observed.rows.get(row.key, RowData())
+        dots = sorted(thin_dots(row_data.dots, row_dots), key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
+        good = [dot for dot in dots if dot.error is None]
+        failed = [dot for dot in dots if dot.error is not None]
+        good_marker = {"color": f"@{row_style(summary, row)[0]}", "size": 6, "opacity": 0.6}
+        failed_marker = {"color": "@bad", "symbol": "x", "size": 9}
+        for group, marker in ((good, good_marker), (failed, failed_marker)):
+            if group:
+                x, y = [round(dot.sent_s, 2) for dot in group], [round(1000 * dot.took_s, 2) for dot in group]
+                text = [dot.error or "answered" for dot in group]
+                hover = f"sent at %{{x:.1f}} s, %{{text}} after <b>%{{y:,.1f}} ms</b>{NAME}"
+                data.append(scatter(row.name, x, y, hover, "markers", text=text, marker=marker, meta=i))
+        requests = row_data.count + row_data.failures
+        slowest = units.milliseconds(row.pooled.e2e_s.max)
+        body.append([row.server, row.load, f"{requests:,}", f"{len(dots):,}", f"{row_data.failures:,}", slowest])
     return Chart(
-        id=f"dots-{key}",
-        title=title,
-        caption=f"All repeats over each other. ✕: failed, at the time until it failed.{few}",
-        formula=f"across: second of sending − second of its cell’s first measured request; up: {FORMULAS[key]}",
+        id="dots-e2e",
+        title="E2E latency of single requests",
+        caption="All repeats over each other. ✕: failed, at the time until it failed. Long rows are thinned at random; "
+        f"the {SLOWEST} slowest of each are always there.",
+        formula=f"across: second of sending − second of its cell’s first measured request; up: {FORMULAS['e2e']}",
         figure={
             "data": data,
             "layout": {
@@ -386,11 +289,7 @@ def _scatter_chart(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]],
             },
         },
         head=["Server", "Load", "Requests", "Drawn", "Failed", "Slowest, ms"],
-        body=[
-            [row.server, row.load, f"{row_data.count + row_data.failures:,}", f"{len(shown):,}"]
-            + [f"{row_data.failures:,}", units.milliseconds(getattr(row.pooled, f"{key}_s").max)]
-            for row, row_data, shown in dots
-        ],
+        body=body,
         empty="" if data else "No measured request was recorded.",
     )
 
@@ -412,18 +311,16 @@ def slo_bounds(summary: Summary) -> dict[str, dict[str, float]]:
 
 
 def with_slo_lines(chart: Chart, bounds: dict[str, dict[str, float]]) -> Chart:
-    """The chart with lines for the SLOs of its latency."""
+    """The chart with lines for the SLOs of its latency, unless they are far beyond what it shows."""
     latency, axis = _AXES.get(chart.id, ("", ""))
     if chart.empty or latency not in bounds:
         return chart
     largest = max((value for trace in chart.figure["data"] for value in trace[axis] if value is not None), default=0.0)
-    near = {text: 1000 * bound for text, bound in bounds[latency].items() if 1000 * bound <= _FAR * largest}
-    far = [text for text in bounds[latency] if text not in near]
+    lines = [
+        _slo_line(axis, 1000 * bound, text) for text, bound in bounds[latency].items() if 1000 * bound <= _FAR * largest
+    ]
     layout = chart.figure["layout"]
-    shapes = [*layout.get("shapes", []), *(_slo_line(axis, at, text) for text, at in near.items())]
-    figure = {**chart.figure, "layout": {**layout, "shapes": shapes}}
-    findings = [f"Far beyond what is shown: {', '.join(far)}"] if far else []
-    return replace(chart, figure=figure, findings=[*chart.findings, *findings])
+    return replace(chart, figure={**chart.figure, "layout": {**layout, "shapes": [*layout.get("shapes", []), *lines]}})
 
 
 def _slo_line(axis: str, at_ms: float, text: str) -> Figure:

@@ -1,6 +1,5 @@
 """The charts of a sweep: a heat map for two varied settings, lines for one, and the Pareto front of any."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,9 +12,7 @@ from harness.scenario import Sweep
 from harness.summary import Row, Summary
 
 CONCURRENCY = ("users", "batch_size", "in_flight")  # settings of the chart of throughput over concurrency
-_LOGARITHMIC_FROM = 10
 _LABEL_CHARS = 18
-_ROOMY = 6  # columns of a heat map whose labels have room for words
 _FAINT, _STRONG = 0.06, 0.6  # opacity of the lowest and the highest value of a heat map; numbers must stay readable
 
 
@@ -98,19 +95,13 @@ def pareto_trace(rows: Sequence[Row], points: Sequence[tuple[float, float]]) -> 
 
 def _setting_values(rows: Sequence[Row], swept: Sweep, key: str) -> list[Any]:
     """The values of a setting: numbers ascending, others in the order of the rows."""
-    settings = [swept.settings(row.server, row.load) for row in rows]
-    values = list(
-        {
-            words.format_setting(row_settings[key]): row_settings[key]
-            for row_settings in settings
-            if key in row_settings
-        }.values()
-    )
-    return sorted(values) if _are_numbers(values) else values
-
-
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    values: dict[str, Any] = {}
+    for row in rows:
+        settings = swept.settings(row.server, row.load)
+        if key in settings:
+            values[words.format_setting(settings[key])] = settings[key]
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values())
+    return sorted(values.values()) if numbers else list(values.values())
 
 
 def _heat_map_chart(summary: Summary, swept: Sweep, settings: list[str], measure: Measure) -> Chart:
@@ -124,20 +115,19 @@ def _heat_map_chart(summary: Summary, swept: Sweep, settings: list[str], measure
             rows[place] = max(rows.get(place, row), row, key=measure.rank)
     values = {place: value for place, row in rows.items() if (value := measure.value_of(row)) is not None}
     low, high = min(values.values(), default=0.0), max(values.values(), default=0.0)
-    shapes = [
-        heat_map_square(place, "@s1", _FAINT + (_STRONG - _FAINT) * _relative_height(value, low, high))
-        for place, value in values.items()
-    ]
-    roomy, data = len(x) <= _ROOMY, []
+    shapes = []
+    for place, value in values.items():
+        height = (value - low) / (high - low) if high > low else 1.0
+        shapes.append(heat_map_square(place, "@s1", _FAINT + (_STRONG - _FAINT) * height))
+    data = []
     if values:
         text = [units.significant(value) for value in values.values()]
         names = [rows[place].name for place in values]
-        data.append(heat_map_labels(list(values), text, names, "@ink", measure.unit, roomy))
+        data.append(heat_map_labels(list(values), text, names, "@ink", measure.unit))
     if missing := {place: row for place, row in rows.items() if place not in values}:
         kinds = [words.failure_kind(row.failed) if row.failed is not None else "no value" for row in missing.values()]
-        text = [f"✕ {kind}" if roomy else "✕" for kind in kinds]
         names = [f"{row.name}: {kind}" for row, kind in zip(missing.values(), kinds, strict=True)]
-        data.append(heat_map_labels(list(missing), text, names, "@bad", "", roomy))
+        data.append(heat_map_labels(list(missing), ["✕"] * len(missing), names, "@bad", ""))
     others = [key for key in settings if key not in (down, across)]
     best = f" Of several rows with the same two values ({', '.join(others)} differ) the best." if others else ""
     layout: Figure = {"xaxis": category_axis(across, x), "yaxis": category_axis(down, y), "shapes": shapes}
@@ -156,13 +146,6 @@ def _heat_map_chart(summary: Summary, swept: Sweep, settings: list[str], measure
     )
 
 
-def _relative_height(value: float, low: float, high: float) -> float:
-    """0 for the lowest value, 1 for the highest; on a logarithmic scale if they are far apart."""
-    if low > 0 and high / low > _LOGARITHMIC_FROM:
-        value, low, high = math.log(value), math.log(low), math.log(high)
-    return (value - low) / (high - low) if high > low else 1.0
-
-
 def heat_map_square(place: tuple[int, int], hue: str, opacity: float) -> Figure:
     """A square of a heat map."""
     x, y = place
@@ -172,21 +155,17 @@ def heat_map_square(place: tuple[int, int], hue: str, opacity: float) -> Figure:
     }  # fmt: skip
 
 
-def heat_map_labels(
-    places: list[tuple[int, int]], text: list[str], names: list[str], hue: str, unit: str, roomy: bool
-) -> Figure:
-    """The texts of squares of a heat map. `roomy`: they have room for words."""
+def heat_map_labels(places: list[tuple[int, int]], text: list[str], names: list[str], hue: str, unit: str) -> Figure:
+    """The texts of squares of a heat map."""
     x, y = [place[0] for place in places], [place[1] for place in places]
     hover = f"%{{customdata}}<br><b>%{{text}}</b> {unit}<extra></extra>"
-    style = {
-        "marker": {"opacity": 0, "size": 30, "symbol": "square"},
-        "textfont": {"color": hue, "size": 13 if roomy else 10},
-    }
-    return scatter("", x, y, hover, "markers+text", text=text, customdata=list(map(escape_markup, names)), **style)
+    marker, font = {"opacity": 0, "size": 30, "symbol": "square"}, {"color": hue, "size": 12}
+    labels = list(map(escape_markup, names))
+    return scatter("", x, y, hover, "markers+text", text=text, customdata=labels, marker=marker, textfont=font)
 
 
 def category_axis(key: str, values: list[Any]) -> Figure:
-    """An axis of a heat map; long values are shortened."""
+    """An axis with a place for each value; long values are shortened."""
     texts = map(words.format_setting, values)
     labels = [text if len(text) <= _LABEL_CHARS else f"{text[: _LABEL_CHARS - 1]}…" for text in texts]
     return {
@@ -197,22 +176,16 @@ def category_axis(key: str, values: list[Any]) -> Figure:
 
 def _lines_chart(summary: Summary, swept: Sweep, key: str, measure: Measure) -> Chart:
     values = _setting_values(summary.rows, swept, key)
-    numbers = _are_numbers(values)
     of_server = any(key in row.settings for row in swept.servers.values())
-    lines: dict[str, list[tuple[float, Row, float]]] = {}
+    lines: dict[str, list[tuple[int, float, Row]]] = {}
     for row in summary.rows:
         settings, y = swept.settings(row.server, row.load), measure.value_of(row)
         if key in settings and y is not None:
-            x = settings[key] if numbers else values.index(settings[key])
-            lines.setdefault(row.load if of_server else row.server, []).append((x, row, y))
-    data = [_line_trace(place, name, sorted(points, key=lambda point: point[0]), measure)
-            for place, (name, points) in enumerate(lines.items())]  # fmt: skip
-    x_axis = category_axis(key, values)
-    if numbers:
-        ticks = {"tickvals": values, "ticktext": [words.format_setting(value) for value in values]}
-        logarithmic = {"type": "log"} if min(values) > 0 and max(values) / min(values) > 20 else {}
-        x_axis = {"title": {"text": escape_markup(key)}, **ticks, **logarithmic}
-    heights = [y for points in lines.values() for _, _, y in points]
+            lines.setdefault(row.load if of_server else row.server, []).append((values.index(settings[key]), y, row))
+    data = []
+    for place, (name, points) in enumerate(lines.items()):
+        data.append(_line_trace(place, name, sorted(points, key=lambda point: point[0]), measure))
+    heights = [y for points in lines.values() for _, y, _ in points]
     return Chart(
         id=f"lines-{measure.id}",
         title=f"{measure.title} over {key}",
@@ -222,22 +195,24 @@ def _lines_chart(summary: Summary, swept: Sweep, key: str, measure: Measure) -> 
         formula="median of the repeats" if measure is RATE else "p50 of the successful requests of all repeats",
         figure={
             "data": data,
-            "layout": {"xaxis": x_axis, "yaxis": axis(measure.unit, heights), "showlegend": len(lines) > 1},
+            "layout": {
+                "xaxis": category_axis(key, values), "yaxis": axis(measure.unit, heights), "showlegend": len(lines) > 1,
+            },
         },
         head=["Row", key, f"{measure.title}, {measure.unit}"],
         body=_table_body(summary, swept, [key], measure),
-        findings=_best_finding([row for points in lines.values() for _, row, _ in points], measure),
+        findings=_best_finding([row for points in lines.values() for _, _, row in points], measure),
         empty="" if data else "No row has this number.",
-    )
+    )  # fmt: skip
 
 
-def _line_trace(place: int, name: str, points: list[tuple[float, Row, float]], measure: Measure) -> Figure:
+def _line_trace(place: int, name: str, points: list[tuple[int, float, Row]], measure: Measure) -> Figure:
     hue = f"@{colour(place)}"
-    x, y = [x for x, _, _ in points], [y for _, _, y in points]
+    x, y, rows = map(list, zip(*points, strict=True))
     style: Figure = {"line": {"color": hue, "width": 2.5}, "marker": {"color": hue, "symbol": symbol(place), "size": 9}}
     if measure is RATE:
-        style["error_y"] = whiskers(y, [row.output_tok_s or row.input_tok_s for _, row, _ in points], hue)
-    text = [escape_markup(row.name) for _, row, _ in points]
+        style["error_y"] = whiskers(y, [row.output_tok_s or row.input_tok_s for row in rows], hue)
+    text = [escape_markup(row.name) for row in rows]
     hover = f"%{{text}}<br><b>%{{y:,.1f}} {measure.unit}</b>{NAME}"
     return scatter(name, x, y, hover, "lines+markers", text=text, **style)
 

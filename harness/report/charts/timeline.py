@@ -1,24 +1,18 @@
 """Charts over time: the timeline of one cell with its events, and the start of each server by phase."""
 
-import operator
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from harness import units
 from harness.engines import engines
-from harness.judge import comparable
-from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
-from harness.report.charts.data import ServerSamples, Timeline
+from harness.report.charts import Chart, Figure, colour, escape_markup, scatter
+from harness.report.charts.data import Timeline, Values
 from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.summary import CellSummary
-
-MAX_ALIKE = 12  # about so many of one kind in a cell: closer events become one
-Span = tuple[float, float, float]  # start, end, number: the maximum within it, or the sum
 
 _BROKEN = ("connect", "disconnect", "truncated")  # the first errors of a client when the server is gone
 
@@ -42,17 +36,9 @@ def timeline_events(line: Timeline, cell: CellSummary | None, ran: CellRun | Non
     for kind, failures in line.failures.items():
         what = "a request fails" if failures.count == 1 else f"the first of {failures.count:,} requests fails"
         events.append(TimelineEvent(failures.first_s, f"{what}: {kind}", True))
-    near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MAX_ALIKE
-    for start, end, peak in _join_spans(_waiting_spans(line.server), near_s):
-        lasted = units.figures(end - start)
-        events.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {peak:,.0f} at most"))
-    for gpu in dict.fromkeys(name for _, _, name in line.machine.heat):
-        heat = [(start, end, 0.0) for start, end, name in line.machine.heat if name == gpu]
-        for start, end, _ in _join_spans(heat, near_s):
-            text = f"heat throttles the GPU {gpu}, last seen at {end:.1f} s"
-            events.append(TimelineEvent(start, text, True, "heat"))
-    preempted = _join_spans([(at, at, number) for at, number in line.server.preempted], near_s, operator.add)
-    events += [TimelineEvent(at, units.count(int(number), "preemption")) for at, _, number in preempted]
+    for gpu, (start_s, lasted_s) in line.machine.heat.items():
+        text = f"heat throttles the GPU {gpu}, for {lasted_s:.1f} s in all"
+        events.append(TimelineEvent(start_s, text, True, "heat"))
     return sorted(events)
 
 
@@ -68,34 +54,8 @@ def _death_event(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
     return TimelineEvent(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
 
 
-def _waiting_spans(server: ServerSamples) -> Iterator[Span]:
-    """When the server's queue was not empty, and its maximum length."""
-    start: float | None = None
-    peak = 0.0
-    for at, value in zip(server.at_s, server.values.get("waiting", []), strict=False):
-        if value:
-            start, peak = (at, value) if start is None else (start, max(peak, value))
-        elif start is not None:
-            yield start, at, peak
-            start = None
-    if start is not None:
-        yield start, server.at_s[-1], peak
-
-
-def _join_spans(spans: Iterable[Span], near_s: float, combine: Callable[[float, float], float] = max) -> list[Span]:
-    """Join each span with the one before it if it starts less than `near_s` after that. `combine`: their numbers."""
-    joined: list[Span] = []
-    for start, end, number in spans:
-        if joined and start - joined[-1][0] < near_s:
-            first, _, before = joined[-1]
-            joined[-1] = first, end, combine(before, number)
-        else:
-            joined.append((start, end, number))
-    return joined
-
-
 # Panels of samples: title, factor to the shown unit, hover text, colour of a single line. The first is a gauge of the
-# server, the others are of its machine.
+# server, the others are of its GPUs.
 KV_CACHE = ("KV cache, %", 100.0, "%{y:.1f} % of the KV cache", "s4")
 PANELS = {
     "busy": ("busy, %", 1.0, "%{y:.0f} % busy", "s7"),
@@ -108,7 +68,6 @@ _GAP = 26  # pixels between panels
 _STRIP = 20  # height of the strip of events
 _LOW = 90  # height of the less important panels
 _MAX_POINTS = 80  # a line with more has no marks
-_FEW_POINTS = 5  # a line with so many or fewer has only marks
 _LABEL_SHARE = 0.08  # of the width: what the label of an event needs
 
 
@@ -122,14 +81,18 @@ def timeline_figure(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
     if line.due_per_s:
         panels.append(("arrivals/s", _LOW, _arrival_traces(line)))
     if (cache := line.server.values.get("kv_usage")) is not None:
-        panels.append((KV_CACHE[0], _LOW, [_panel_trace(KV_CACHE, "", line.server.at_s, cache)]))
+        panels.append((KV_CACHE[0], _LOW, [_panel_trace(KV_CACHE, line.server.at_s, cache)]))
+    gpus = sorted({name for lines in line.machine.panels.values() for name in lines})
     in_legend: set[str] = set()
-    for name in PANELS:
-        if name in line.machine.panels:
-            panels.append((PANELS[name][0], _LOW, _gpu_traces(line, name, in_legend)))
+    for name, lines in line.machine.panels.items():
+        traces = [_panel_trace(PANELS[name], line.machine.at_s, values) for values in lines.values()]
+        if len(gpus) > 1:
+            for gpu, trace in zip(lines, traces, strict=True):
+                _mark_gpu(trace, gpu, f"@{colour(gpus.index(gpu))}", in_legend)
+        panels.append((PANELS[name][0], _LOW, traces))
     total = sum(height for _, height, _ in panels) + _GAP * (len(panels) - 2)
     layout: Figure = {
-        "height": total + 110 + (60 if line.machine.drawn > 1 else 0),  # a legend of many GPUs
+        "height": total + 110 + (60 if len(gpus) > 1 else 0),  # a legend of many GPUs
         "hovermode": "x",
         "showlegend": True,
         "shapes": [_event_rule(event) for event in events],
@@ -198,42 +161,26 @@ def _arrival_traces(line: Timeline) -> list[Figure]:
     ]
 
 
-def _gpu_traces(line: Timeline, name: str, in_legend: set[str]) -> list[Figure]:
-    """A line for each GPU, or for each sensor of the only one. `in_legend`: entries that the legend already has."""
-    drawn = line.machine.panels[name]
-    gpus = sorted({label.partition(" ")[0] for lines in line.machine.panels.values() for label in lines})
-    traces = []
-    for number, (label, values) in enumerate(drawn.items()):
-        trace = _panel_trace(PANELS[name], label if len(drawn) > 1 else "", line.machine.at_s, values)
-        if len(drawn) > 1 or line.machine.drawn > 1:
-            gpu, _, sensor = label.partition(" ")
-            entry, hue, dash = trace["name"], colour(number + 4), "solid"
-            if line.machine.drawn > 1:  # each GPU has one colour, and one entry, which shows and hides it in all panels
-                entry, hue, dash = gpu, colour(gpus.index(gpu)), "dot" if sensor == "GTT" else "solid"
-            trace["line"] |= {"color": f"@{hue}", "dash": dash, "width": 1.6}
-            trace["marker"] |= {"color": f"@{hue}", "size": 3}
-            trace |= {"name": entry, "legendgroup": entry, "showlegend": entry not in in_legend}
-            in_legend.add(entry)
-        traces.append(trace)
-    return traces
-
-
-def _panel_trace(
-    panel: tuple[str, float, str, str], label: str, at_s: Sequence[float], values: Sequence[float | None]
-) -> Figure:
+def _panel_trace(panel: tuple[str, float, str, str], at_s: Sequence[float], values: Values) -> Figure:
     title, factor, hover, hue = panel
-    name = title.partition(",")[0]
     y = [None if value is None else round(factor * value, 3) for value in values]
-    hover = f"{escape_markup(label)} {hover}".strip() + "<extra></extra>"
     line, marker = {"color": f"@{hue}", "width": 2}, {"size": 4, "color": f"@{hue}"}
-    name = f"{name}, {label}" if label else name
+    name = title.partition(",")[0]
+    hover = f"{hover}<extra></extra>"
     return scatter(name, at_s, y, hover, _trace_mode(at_s), line=line, marker=marker, showlegend=False)
 
 
+def _mark_gpu(trace: Figure, gpu: str, hue: str, in_legend: set[str]) -> None:
+    """Give a trace the colour of its GPU. One entry of the legend shows and hides the GPU in all panels."""
+    trace["line"] |= {"color": hue, "width": 1.6}
+    trace["marker"] |= {"color": hue, "size": 3}
+    name = escape_markup(gpu)
+    hover = f"{name} {trace['hovertemplate']}"
+    trace |= {"name": name, "hovertemplate": hover, "legendgroup": name, "showlegend": gpu not in in_legend}
+    in_legend.add(gpu)
+
+
 def _trace_mode(at_s: Sequence[float]) -> str:
-    """Marks show when samples were taken. A line through a few of them would invent values between them."""
-    if len(at_s) <= _FEW_POINTS:
-        return "markers"
     return "lines+markers" if len(at_s) <= _MAX_POINTS else "lines"
 
 
@@ -287,13 +234,11 @@ def startup_chart(run: Run) -> Chart:
         medians = {
             server: statistics.median(seconds_of[name]) for server, seconds_of in phases.items() if name in seconds_of
         }
-        pattern = {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}
-        stripes = {"pattern": pattern} if i >= COLOURS else {}  # two phases with the same colour
         data.append(
             {
                 "type": "bar", "orientation": "h", "name": escape_markup(name), "y": list(medians),
                 "x": [round(seconds, 3) for seconds in medians.values()],
-                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **stripes},
+                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}},
                 "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
             }
         )  # fmt: skip
@@ -310,7 +255,6 @@ def startup_chart(run: Run) -> Chart:
         title="Start of each server",
         caption="Seconds from the order to start until the model answered, by phase; median over the server’s starts.",
         formula="; ".join([_PHASE_RULE, *by_log, *(f"{name}: {PHASES[name]}" for name in order if name in PHASES)]),
-        findings=[f"{server}: {text}." for server, text in start_sentences(run)],
         figure={"data": data, "layout": layout},
         head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
         body=[
@@ -345,25 +289,6 @@ def phase_seconds(starts: Iterable[ServedBy]) -> dict[str, list[float]]:
             place = order.index(phase.name) + 1
             seconds.setdefault(phase.name, []).append(phase.seconds)
     return {name: seconds[name] for name in order}
-
-
-def start_sentences(run: Run) -> list[tuple[str, str]]:
-    """Each server whose start was observed, with a sentence on it without the full stop."""
-    return [(server, _start_sentence(starts)) for server, starts in observed_starts(run).items()]
-
-
-def _start_sentence(starts: Sequence[ServedBy]) -> str:
-    total = statistics.median(sum(phase.seconds for phase in served.phases) for served in starts)
-    medians = {name: statistics.median(seconds) for name, seconds in phase_seconds(starts).items()}
-    longest = max(medians, key=lambda name: medians[name])
-    reported = comparable.median_measurements(starts)
-    parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
-    if (cache := reported.get("startup.compile_cache")) is not None:
-        parts.append(f"compile cache {cache}")
-    if (tokens := reported.get("startup.kv_cache_tokens")) is not None:
-        room = reported.get("startup.max_concurrency")
-        parts.append(f"KV cache {tokens:,} tokens" + (f", {room:,.4g} requests of full length" if room else ""))
-    return "; ".join(parts)
 
 
 def startup_facts(served: ServedBy) -> dict[str, Any]:
