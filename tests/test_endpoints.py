@@ -212,8 +212,8 @@ def test_sides_that_are_worth_the_same_need_no_words() -> None:
 def test_sides_that_are_not_are_told_with_counts() -> None:
     note = difference("a", [answers(9, 8)], "b", [answers(10, 8)])
     assert note is not None and sentence(note) == (
-        "the answers of a and b are not of equal quality: valid are 9 of 10 (90.0%) and 10 of 10 (100.0%). "
-        "Speed alone does not say which of the two is better"
+        "the answers of a and b are not of equal quality: valid are 9 of 10 (90.0%) and 10 of 10 (100.0%); "
+        "speed alone does not say which of the two is better"
     )
 
 
