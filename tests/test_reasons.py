@@ -11,7 +11,8 @@ from harness.summary import Reason, because, upgrade_reasons
 from tests.made_docs import documented_reasons
 
 _USED = re.compile(r'(?:(?:because|Reason|_missing_value)\(\s*|_limited\(.*)"(?!\w+_s")(\w+)"')
-_CHOSEN = (  # by an expression, or a table
+_CHOSEN = (  # by an expression, or a table; of runs of older versions
+    "load_retried",
     "server_died", "server_unreachable", "steady", "not_steady", "no_prompt_tokens", "no_wall_time", "none_sent",
     "none_measured", "not_ended", "text", "no_tokens", "labels_unknown", "no_drift",
     "capacity_found", "capacity_more_than", "capacity_none", "capacity_unresolved", "capacity_knee_knee",
