@@ -103,7 +103,7 @@ def test_a_stream_has_the_order_of_vllm(server: Spawned, log_path: Path) -> None
     assert abs(head["anchor_realtime_s"] + time.monotonic() - head["anchor_monotonic_s"] - time.time()) < 5
     line = log_line(log_path, "stream")
     assert (len(line["chunks_s"]), line["output_tokens"], line["prompt_tokens"], line["finish"]) == (3, 3, 8, "length")
-    assert line["received_s"] < line["role_s"] < line["chunks_s"][0] < line["chunks_s"][2] < line["ended_s"]
+    assert line["received_s"] < line["chunks_s"][0] < line["chunks_s"][2] < line["ended_s"]
     text = {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True, "stream": True}
     assert all(e["choices"][0]["text"] for e in events(ask(server, "/v1/completions", text)[2])[:3])
 

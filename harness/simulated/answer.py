@@ -70,14 +70,9 @@ class Sent(msgspec.Struct):
     request_id: str
     received_s: float
     prompt_tokens: int
-    scheduled_s: float | None = None
-    role_s: float | None = None
     chunks_s: list[float] = []
-    finish_s: float | None = None
     ended_s: float | None = None
     output_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
     finish: str | None = None
 
 
@@ -141,9 +136,9 @@ class CompletionAnswer:
         if self._breaks():
             return
         if index == 0 and self.request.chat:
-            self.sent.role_s = self._event(self.request.chunk({"role": "assistant", "content": ""}))
+            self._event(self.request.chunk({"role": "assistant", "content": ""}))
         delta = self._delta(channel, text)
-        self._event(self.request.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
+        self._event(self.request.chunk(delta, self._finish_name(finish)), text != "")
 
     def word(self, index: int) -> str:
         """Return the text of output token `index`; empty for a stop string, and after the words of a form."""
@@ -212,17 +207,14 @@ class CompletionAnswer:
                 break
         return self.broken
 
-    def _event(self, data: bytes, text: bool = False, last: bool = False) -> float:
-        """Send one event. Return the time just before its write."""
+    def _event(self, data: bytes, has_text: bool = False) -> None:
+        """Send one event. Note the time just before its write if it has generated text."""
         if "malformed" in self.faults and self._events == self.faults["malformed"]:
             data = data[: len(data) // 2]
         self._events += 1
-        now = self._out(b"data: " + data + b"\n\n")
-        if text:
-            self.sent.chunks_s.append(now)
-        elif last:
-            self.sent.finish_s = now
-        return now
+        if has_text:
+            self.sent.chunks_s.append(time.monotonic())
+        self._out(b"data: " + data + b"\n\n")
 
     def _done(self) -> None:
         self._out(b"data: [DONE]\n\n")
@@ -233,12 +225,10 @@ class CompletionAnswer:
         self.http.end_stream()
         self.sent.ended_s = time.monotonic()
 
-    def _out(self, data: bytes) -> float:
-        now = time.monotonic()
+    def _out(self, data: bytes) -> None:
         self._coalesced.append(data)
         if len(self._coalesced) >= self.faults.get("coalesce", 1):
             self._flush()
-        return now
 
     def _flush(self) -> None:
         if self._coalesced:

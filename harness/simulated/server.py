@@ -134,10 +134,7 @@ class SimulatedServer:
     def _remove(self, sequence: Sequence, answer: CompletionAnswer, reason: str) -> None:
         """Write the line of the send log, and remove the answer."""
         sent = answer.sent
-        sent.scheduled_s = sequence.scheduled_s
         sent.output_tokens = sequence.output_tokens
-        sent.cached_tokens = sequence.cached_tokens
-        sent.preemptions = sequence.preemptions
         sent.finish = sent.finish or reason
         sent.ended_s = sent.ended_s or time.monotonic()
         self.send_log.write(sent)
