@@ -16,7 +16,6 @@ from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.lemonade import count_server_threads
 from harness.serve.lint import list_notes
-from tests.command import called
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
@@ -230,13 +229,6 @@ def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu() -> None:
     assert "40 requests will be in flight, and Lemonade serves at most 32 at once" in note
     (note,) = notes("vllm-rocm", Load(user="batch"), environment={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"})
     assert note.startswith("server 's': HSA_OVERRIDE_GFX_VERSION overrides GPU detection")
-
-
-def test_harness_check_says_how_long_a_first_start_takes(tmp_path: Path) -> None:
-    for name, compiles in (("amd-flags", True), ("first-look", False)):
-        done = called("check", name, cwd=tmp_path)
-        assert done.code == 0
-        assert ("a first start compiles for 5 to 12 minutes more" in " ".join(done.out.split())) == compiles
 
 
 @pytest.mark.parametrize(("threads", "size"), [(2, 32), (8, 32), (32, 128), (64, 256), (192, 256)])

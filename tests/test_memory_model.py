@@ -1,14 +1,15 @@
-"""What files of models tell of weights and KV cache, and what they do not."""
+"""What files of models tell of weights and KV cache, which is counted as vLLM does."""
 
 import json
-import struct
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.errors import HarnessError
-from harness.machine.model import Geometry, find_model, hub_cache, measure_weights, read_model
+from harness.machine.model import KvShape, compute_capacity, find_model, hub_cache, measure_weights, read_model
+from harness.units import GIB
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -16,18 +17,16 @@ QWEN3 = {
     "use_sliding_window": False,
 }  # fmt: skip
 LLAMA = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
-GEMMA3 = {
-    "model_type": "gemma3",
-    "text_config": {
-        "model_type": "gemma3_text", "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 256, "hidden_size": 3840, "sliding_window": 1024, "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-    },
-}  # fmt: skip
-DEEPSEEK = {
-    "model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "hidden_size": 7168,
-}  # fmt: skip
+DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"
+CASES: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text().splitlines()[1:]]
+CPU_BLOCK = 128  # tokens, of vLLM on a CPU
+# vLLM 0.32.0 on a CPU with 100 MiB for a model that needs more.
+REFUSED = (
+    "ValueError: To serve at least one request with the model's max seq len (4096), (0.44 GiB KV cache is needed, "
+    "which is larger than the available KV cache memory (0.08 GiB). Based on the available memory, the estimated "
+    "maximum model length is 768. Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU "
+    "backend) or decreasing `max_model_len` when initializing the engine."
+)
 
 
 def model(folder: Path, config: dict[str, Any]) -> Path:
@@ -36,72 +35,31 @@ def model(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def safetensors(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> Path:
-    """A file with the header of such tensors (dtype, shape, bytes) and no data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, (dtype, shape, size) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    return path
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (QWEN3, Geometry(full_layers=28, kv_heads=8, head_size=128)),
-        (LLAMA, Geometry(full_layers=32, kv_heads=32, head_size=128)),
-        (GEMMA3, Geometry(full_layers=8, sliding_layers=40, window=1024, kv_heads=8, head_size=256)),
-        (DEEPSEEK, Geometry(full_layers=61, kv_heads=1, head_size=576, latent=True)),
-        (
-            LLAMA | {"model_type": "mistral", "num_key_value_heads": 8, "sliding_window": 4096},
-            Geometry(full_layers=0, sliding_layers=32, window=4096, kv_heads=8, head_size=128),
-        ),
-        (
-            QWEN3 | {"model_type": "gpt_oss", "num_hidden_layers": 4, "head_dim": 64, "sliding_window": 128,
-                     "layer_types": ["sliding_attention", "full_attention"] * 2},
-            Geometry(full_layers=2, sliding_layers=2, window=128, kv_heads=8, head_size=64),
-        ),
-        (
-            QWEN3 | {"model_type": "gemma2", "num_hidden_layers": 42, "sliding_window": 4096,
-                     "use_sliding_window": None},
-            Geometry(full_layers=21, sliding_layers=21, window=4096, kv_heads=8, head_size=128),
-        ),
-    ],
-    ids=["qwen3", "llama", "gemma3", "deepseek", "mistral", "gpt-oss", "gemma2"],
-)  # fmt: skip
-def test_geometries(tmp_path: Path, config: dict[str, Any], expected: Geometry) -> None:
-    found = read_model(model(tmp_path, config))
-    assert (found.geometry, found.unknown, found.kv_bytes, found.quantized) == (expected, [], 2, False)
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        (QWEN3 | {"layer_types": ["linear_attention"] * 21 + ["full_attention"] * 7}, "layers of the type linear_atte"),
-        (QWEN3 | {"linear_num_key_heads": 16}, "layers of another form (linear_num_key_heads in config.json)"),
-        (QWEN3 | {"sliding_window": 4096, "use_sliding_window": True}, "it has a sliding window, and config.json does"),
-        (QWEN3 | {"num_key_value_heads": None}, "config.json has no num_key_value_heads"),
-        (QWEN3 | {"num_hidden_layers": "28"}, "config.json has no usable num_hidden_layers"),
-        (QWEN3 | {"is_encoder_decoder": True}, "an encoder-decoder model"),
-        (DEEPSEEK | {"index_topk": 2048}, "layers of another form (index_topk in config.json)"),
-        (DEEPSEEK | {"model_type": "kimi_linear"}, "latent attention of 'kimi_linear', of which the cache's form is"),
+        (QWEN3, KvShape(layers=28, heads=8, head_size=128)),
+        (LLAMA, KvShape(layers=32, heads=32, head_size=128)),
+        ({"text_config": LLAMA | {"num_key_value_heads": 4}}, KvShape(layers=32, heads=4, head_size=128)),
+        (LLAMA | {"model_type": "mistral", "num_key_value_heads": 8, "sliding_window": 4096}, None),
+        (QWEN3 | {"layer_types": ["linear_attention"] * 21 + ["full_attention"] * 7}, None),
+        (QWEN3 | {"model_type": "deepseek_v3"}, None),
+        (QWEN3 | {"num_key_value_heads": None}, None),
+        (QWEN3 | {"head_dim": None}, None),
+        (QWEN3 | {"num_hidden_layers": "28"}, None),
     ],
 )
-def test_what_is_not_said_clearly_is_unknown(tmp_path: Path, config: dict[str, Any], why: str) -> None:
-    found = read_model(model(tmp_path, config))
-    assert found.geometry is None
-    assert [text[: len("the KV cache per token: ") + len(why)] for text in found.unknown] == [
-        f"the KV cache per token: {why}"
-    ]
+def test_shapes_and_what_is_not_known_for_sure(
+    tmp_path: Path, config: dict[str, Any], expected: KvShape | None
+) -> None:
+    shape = read_model(model(tmp_path, config))
+    assert (shape.kv, shape.kv_bytes, len(shape.unknown)) == (expected, 2, 0 if expected else 1)
 
 
 def test_a_checkpoint_with_a_kv_cache_type_of_its_own(tmp_path: Path) -> None:
-    found = read_model(model(tmp_path, QWEN3 | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}))
-    assert (found.kv_bytes, found.quantized) == (None, True)
-    assert found.unknown == ["the KV cache's data type: the checkpoint brings one of its own; give --kv-cache-dtype"]
+    shape = read_model(model(tmp_path, QWEN3 | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}))
+    assert shape.kv_bytes is None
+    assert [text[:28] for text in shape.unknown] == ["the KV cache's data type: th"]
 
 
 def test_a_model_is_found_by_folder_by_file_and_in_the_hub_cache(tmp_path: Path) -> None:
@@ -118,34 +76,43 @@ def test_a_model_is_found_by_folder_by_file_and_in_the_hub_cache(tmp_path: Path)
         find_model("Qwen/Qwen3-0.6", environment)
     assert hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == Path("/a")
     assert hub_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/hub")
+    for text in ("[]", "{"):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(HarnessError, match=r"config\.json: "):
+            read_model(folder)
 
 
-@pytest.mark.parametrize("text", ["[]", "{"])
-def test_a_damaged_config_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(HarnessError, match=r"config\.json: "):
-        read_model(tmp_path)
-
-
-def test_weights_are_counted_from_headers(tmp_path: Path) -> None:
-    tensors = {"a": ("BF16", [10, 100], 2000), "b": ("F32", [1000], 4000), "c": ("I32", [8], 32)}
-    safetensors(tmp_path / "model.safetensors", tensors)
-    safetensors(tmp_path / "consolidated.safetensors", tensors)  # the same once more, in another form
-    # vLLM makes 16 bit of 32 where nothing is quantised
-    assert measure_weights(tmp_path, quantized=False) == (2000 + 2000 + 32, "the headers of 1 safetensors")
-    assert measure_weights(tmp_path, quantized=True) == (2000 + 4000 + 32, "the headers of 1 safetensors")
-
-
-def test_weights_of_several_files_are_those_of_the_index(tmp_path: Path) -> None:
+def test_weights_are_those_of_the_index(tmp_path: Path) -> None:
+    assert measure_weights(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"1" * 10)
+    (tmp_path / "consolidated.safetensors").write_bytes(b"1" * 10)  # the same once more, in another form
+    assert measure_weights(tmp_path) == 10
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    index = {"metadata": {"total_size": 5000}, "weight_map": {"a": names[0], "b": names[1]}}
-    assert measure_weights(tmp_path, quantized=False) == (None, "there are no safetensors of it on this machine")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert measure_weights(tmp_path, quantized=False) == (5000, "the index of the safetensors")
-    for name in names:
-        safetensors(tmp_path / name, {"a": ("F16", [1000], 2000)})
-    safetensors(tmp_path / "old.safetensors", {"a": ("F16", [1000], 2000)})
-    assert measure_weights(tmp_path, quantized=False) == (4000, "the headers of 2 safetensors")
-    (tmp_path / names[0]).write_bytes(b"version https://git-lfs")
-    size, why = measure_weights(tmp_path, quantized=False)
-    assert (size, why[:30]) == (None, "a safetensors file is damaged ")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": names[0], "b": names[1]}}))
+    (tmp_path / names[0]).write_bytes(b"1" * 20)
+    assert measure_weights(tmp_path) is None, "one is missing"
+    (tmp_path / names[1]).write_bytes(b"1" * 5)
+    assert measure_weights(tmp_path) == 25
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['full_layers']}-{case['max_model_len']}")
+def test_as_vllms_own_functions(case: dict[str, Any]) -> None:
+    shape = KvShape(layers=case["full_layers"], heads=case["kv_heads"], head_size=case["head_size"])
+    capacity = compute_capacity(shape.token_bytes(2), case["available"], case["max_model_len"], block=case["block"])
+    if case["tokens"] is None:
+        assert (capacity.fits, capacity.longest) == (False, case["longest"])
+    else:
+        expected = (True, case["tokens"], case["concurrency"], case["max_model_len"])
+        assert (capacity.fits, capacity.tokens, round(capacity.concurrency, 4), capacity.longest) == expected
+
+
+def test_a_line_of_a_refusal_and_the_heads_of_several_gpus() -> None:
+    shape = KvShape(layers=28, heads=8, head_size=128)
+    capacity = compute_capacity(shape.token_bytes(2), 100 << 20, 4096, block=CPU_BLOCK)
+    match = re.search(r"\(([\d.]+) GiB KV.*memory \(([\d.]+) GiB\).*length is (\d+)", REFUSED)
+    assert match is not None and not capacity.fits
+    usable = (100 << 20) - CPU_BLOCK * shape.token_bytes(2)
+    assert match.groups() == (f"{4096 * shape.token_bytes(2) / GIB:.2f}", f"{usable / GIB:.2f}", str(capacity.longest))
+    assert [shape.token_bytes(2, gpus) for gpus in (1, 2, 8, 16)] == [114688, 57344, 14336, 14336]
+    nothing = compute_capacity(shape.token_bytes(2), -GIB, 2048)
+    assert (nothing.tokens, nothing.concurrency, nothing.longest, nothing.fits) == (0, 0.0, 0, False)

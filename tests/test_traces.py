@@ -195,8 +195,6 @@ def test_a_scenario_learns_from_its_trace_how_many_requests_it_has(tmp_path: Pat
     assert (done.code, done.err) == (0, "")
     assert "note: replay: m.jsonl is read as mooncake, its last row is due after " in done.out
     assert "without tokens" not in done.out
-    said = "by the trace m.jsonl, at 2 times its speed, at most 8 at once, 4 requests of its lengths"
-    assert said in " ".join(done.out.split())
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ class Template(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     introduction: str  # in docs/servers.md
     program: str | None = None  # the entrypoint for an image that otherwise starts a shell
-    first_start: Literal["compiles", "downloads"] | None = None  # what makes a first start slow
     context: Context | None = None
     utilization: Literal["gpu", "host"] | None = None  # the memory of which gpu_memory_utilization is a share
     draft: Draft | None = None  # None: `harness init` does not offer it

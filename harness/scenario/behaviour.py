@@ -111,17 +111,6 @@ def typical_length(lengths: int | Lengths) -> int:
     return law.fixed or (round(sum(law.uniform) / len(law.uniform)) if law.uniform else _TYPICAL)
 
 
-def describe_lengths(lengths: int | Lengths) -> str:
-    law = _as_lengths(lengths)
-    if law.fixed is not None:
-        return f"{law.fixed:,} token{'' if law.fixed == 1 else 's'}"
-    if law.uniform is not None:
-        return f"{law.uniform[0]:,} to {law.uniform[1]:,} tokens"
-    if law.lognormal is not None:
-        return f"about {law.lognormal.median:,g} tokens (lognormal, at most {law.lognormal.max:,})"
-    return f"as many tokens as in {law.file}"
-
-
 def read_length_file(path: Path) -> list[tuple[int, int]]:
     try:
         lines = read_text(path, "utf-8-sig").splitlines()
