@@ -221,7 +221,6 @@ class ProbeWatch:
         self.cutter = cutter
         self.blocks: list[LoadBlock] = []
         self.decided = False
-        self.show: Callable[[], None] = lambda: None
         self._decide = decide
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -239,8 +238,6 @@ class ProbeWatch:
                     if self._decide(self.blocks):
                         self.decided = True
                         break
-                else:
-                    self.show()
         return self.decided or now_s > self._deadline_s
 
     def measured_s(self, stopped_s: float) -> float:
@@ -402,7 +399,7 @@ class ServerSearch:
             return len(blocks) >= DRIFT_BLOCKS
 
         watch = ProbeWatch(self._cutter(levels, purpose), decide, self.deadline_s)
-        cell_runs = self._measure(endpoint, levels, purpose, watch)
+        cell_runs = self._measure(endpoint, levels, watch)
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
         death = because("capacity_died", loads=self.whole.report.loads_at(levels)) if died else None
@@ -477,9 +474,7 @@ class ServerSearch:
         mix = f"{question.load}-{'x'.join(map(str, levels))}{suffix}"
         return [cell_of(self.name, f"{mix}.{part}", 1) for part in question.parts]
 
-    def _measure(
-        self, endpoint: Endpoint, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch
-    ) -> list[CellRun]:
+    def _measure(self, endpoint: Endpoint, levels: tuple[int, ...], watch: ProbeWatch) -> list[CellRun]:
         """Run the cells of one probe."""
         whole, question = self.whole, self.whole.question
         whole.visits[self.name, levels] += 1
@@ -497,27 +492,13 @@ class ServerSearch:
         scenario = replace(whole.scenario, warmup=self._warmup(loads.values()), seed=seed)
         running = replace(self.running, experiment=replace(self.running.experiment, scenario=scenario))
         self._wait_until_idle(endpoint)
-        begun_s = time.monotonic()
-
-        def show() -> None:
-            whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {self._describe(levels, purpose, watch)}"
-
-        watch.show = show
-        show()
+        whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {format_loads(whole.report, levels)}"
         begun: dict[str, Any] = {"started_wall_s": time.time(), "served_by": endpoint.served_by, "seed": seed}
         running.file.update(
             *(CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells), scenario=whole.scenario
         )
         cell_runs = run_group(running, cells, endpoint, watch)
-        answer_s = watch.cutter.typical_s
-        if self._answer_s is None and answer_s is not None:
-            took, left_s = duration(time.monotonic() - begun_s), self.deadline_s - time.monotonic()
-            rest = f"The others take at most {duration(left_s)}." if left_s > 0 else "The budget is spent."
-            whole.progress.line(
-                f"{self.name}: an answer takes {answer_s:.2g} s at {format_loads(whole.report, levels)}, and the first "
-                f"probe took {took}. {rest}"
-            )
-        self._answer_s = answer_s or self._answer_s
+        self._answer_s = watch.cutter.typical_s or self._answer_s
         return [replace(cell_run, seed=seed) for cell_run in cell_runs]
 
     def _wait_until_idle(self, endpoint: Endpoint) -> None:
@@ -529,16 +510,6 @@ class ServerSearch:
         if left:
             self.reasons.append(because("capacity_not_idle", requests=round(left), seconds=max_s))
             self._waits = False
-
-    def _describe(self, levels: tuple[int, ...], purpose: Purpose, watch: ProbeWatch) -> str:
-        """Describe the level and its attainment so far."""
-        text = format_loads(self.whole.report, levels)
-        if purpose == "drift":
-            text += " once more"
-        for slo, share in zip(self.slos, shares_of(watch.blocks, len(self.slos)), strict=True):
-            if share is not None and purpose != "knee":
-                text += f", {100 * share:.1f} % within {slo.text}"
-        return text
 
     def _record(
         self, cell_runs: list[CellRun], levels: tuple[int, ...], purpose: Purpose, state: Any, watch: ProbeWatch
@@ -564,12 +535,14 @@ class ServerSearch:
             loads = self.whole.report.loads_at(levels)
             self.reasons.append(because("capacity_failures", loads=loads, failed=failed, answers=probe.answers))
         self._blocks.append(blocks)
+        text = format_loads(self.whole.report, levels) + (" once more" if purpose == "drift" else "")
+        for slo, share in zip(self.slos, probe.met, strict=True):
+            if share is not None and purpose != "knee":
+                text += f", {100 * share:.1f} % within {slo.text}"
         outcome = {"pass": "meets the SLOs", "fail": "breaks the SLOs", "died": "the server died"}.get(state, state)
-        if state == "stopped" and time.monotonic() > self.deadline_s:
-            outcome = "the budget is spent"
-        measured = f" ({count(probe.answers, 'answer')} in {duration(seconds)})" if blocks else ""
         self.whole.progress.line(
-            f"{self.name}, probe {len(self.probes)}: {self._describe(levels, purpose, watch)}: {outcome}{measured}"
+            f"{self.name}, probe {len(self.probes)}: {text}: {outcome} ({count(probe.answers, 'answer')} in "
+            f"{duration(seconds)})"
         )
 
 
