@@ -1,6 +1,5 @@
 """HTTP probes of a server: which models it serves, whether its model answers, its version, its tokenizer."""
 
-import math
 import queue
 import re
 import socket
@@ -18,7 +17,7 @@ from msgspec import Struct
 from harness.engines import engines, listed_names
 from harness.errors import HarnessError, ServerError, closest_name
 from harness.failures import unexpected_response
-from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json, error_message
+from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decode_json
 from harness.redact import masked
 from harness.rundir.manifest import Phase, ServedBy
 from harness.serve.containers import LogFile
@@ -27,8 +26,7 @@ from harness.trust import open_session
 PROBE_TIMEOUT_S = 5.0
 MAX_ANSWER_S = 300.0  # for a first answer: the server may still load its model
 CONNECT_S = 2.0
-MAX_RETRY_S = 10.0  # one broken answer does not mean that the server failed
-RETRY_EVERY_S = 0.5
+MAX_RETRY_S, RETRY_EVERY_S = 2.0, 0.5  # one broken answer does not mean that the server failed
 POLL_S = 0.2
 REPORT_EVERY_S = 1.0
 MAX_DEATH_DELAY_S = 1.0  # the connections of a process that dies break before its supervisor notices
@@ -40,12 +38,7 @@ _MAX_LINE = 65_536  # bytes
 
 T = TypeVar("T")
 Post = Callable[[str, dict[str, Any]], requests.Response]  # of an address and a body
-BROKEN_CONNECTION = "the connection broke"
 _DISTRUST = re.compile(r"certificate verify failed: ([^(]*)")
-
-
-class TransientError(ServerError):
-    """An error that may be over at the next request: a status of 5xx, half a body, a connection that broke."""
 
 
 def probe_running_server(
@@ -69,13 +62,12 @@ def request_first_answer(
     session: requests.Session,
     post: Post,
     key_name: str | None,
-    deadline: float | None = None,
 ) -> tuple[str, str | None]:
     """Return the id under which `model` has answered, and the version that some proxies report in a header only.
 
     Raises ServerError.
     """
-    served = retry_transient(lambda: find_model(base, model, session, key_name), deadline)
+    served = _retry(lambda: find_model(base, model, session, key_name))
     body = {"model": served, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1, "stream": False}
 
     def request_answer() -> str | None:
@@ -84,16 +76,16 @@ def request_first_answer(
         headers = (engine.version_header for engine in engines() if engine.version_header is not None)
         return next((response.headers[name] for name in headers if name in response.headers), None)
 
-    return served, retry_transient(request_answer, deadline)
+    return served, _retry(request_answer)
 
 
-def retry_transient(attempt: Callable[[], T], deadline: float | None = None) -> T:
-    """Return the result of `attempt`. A TransientError is retried for MAX_RETRY_S, and never after the deadline."""
-    last_try = min(deadline or math.inf, time.monotonic() + MAX_RETRY_S)
+def _retry(attempt: Callable[[], T]) -> T:
+    """Return the result of `attempt`, which is made again after a ServerError, for MAX_RETRY_S."""
+    last_try = time.monotonic() + MAX_RETRY_S
     while True:
         try:
             return attempt()
-        except TransientError:
+        except ServerError:
             if time.monotonic() + RETRY_EVERY_S > last_try:
                 raise
         time.sleep(RETRY_EVERY_S)
@@ -121,16 +113,13 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
     try:
         response = session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
     except requests.RequestException as error:
-        what, next_step = f"no answer from {url}: {explain_connection_error(error)}", _suggest_connection_fix(error)
-        raise connection_error_type(error)(what, next_step=next_step) from None
+        raise _make_connection_error(url, error) from None
     require_api(response, base, key_name)
-    _decode_response(response)
     try:
         ids = unexpected_response.parse_model_ids(response.content)
     except ValueError:
         raise _unexpected_form("a list of models", response) from None
-    shown = ", ".join(f"'{id}'" for id in ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-    shown = shown or "no model at all"
+    shown = ", ".join(f"'{id}'" for id in ids[:8]) or "no model at all"
     if model is None:
         if len(ids) != 1:
             raise ServerError(f"{base} serves {shown}; choose one", next_step="Give `--model NAME`.")
@@ -181,29 +170,26 @@ def _post(session: requests.Session, url: str, body: dict[str, Any]) -> requests
     try:
         return session.post(url, json=body, timeout=MAX_ANSWER_S, allow_redirects=False)
     except requests.RequestException as error:
-        what = f"no answer from {url}: {explain_connection_error(error)}"
-        raise connection_error_type(error)(what, next_step="Look at the server's log.") from None
+        raise _make_connection_error(url, error) from None
 
 
-def connection_error_type(error: requests.RequestException) -> type[ServerError]:
-    """Return the type of error for a request without an answer: an open connection that broke may hold next time."""
-    return TransientError if explain_connection_error(error) == BROKEN_CONNECTION else ServerError
+def _make_connection_error(url: str, error: requests.RequestException) -> ServerError:
+    return ServerError(
+        f"no answer from {url}: {explain_connection_error(error)}",
+        next_step="Check the address, that the server runs, and its log. Give the certificate of an authority of your "
+        "own with --ca FILE; unverified certificates are rejected.",
+    )
 
 
 def require_api(response: requests.Response, base: str, key_name: str | None) -> None:
     """Raise ServerError for an answer that does not come from an OpenAI-compatible API."""
     _require_expected_server(response, base, key_name)
     if response.status_code != 200:
-        what = unexpected_response.describe_status(_to_http_response(response))
-        raise _error_type(response)(what, next_step=CHECK_ADDRESS)
+        raise ServerError(unexpected_response.describe_status(_to_http_response(response)), next_step=CHECK_ADDRESS)
 
 
 def _to_http_response(response: requests.Response) -> HttpResponse:
     return HttpResponse.of(response.url, response.status_code, response.headers, response.content)
-
-
-def _error_type(response: requests.Response) -> type[ServerError]:
-    return TransientError if response.status_code == 429 or response.status_code >= 500 else ServerError
 
 
 def _require_expected_server(response: requests.Response, base: str, key_name: str | None) -> None:
@@ -218,28 +204,20 @@ def _require_chat_completion(response: requests.Response, base: str, key_name: s
     """Raise ServerError for an answer that is not a chat completion."""
     _require_expected_server(response, base, key_name)
     if response.status_code != 200:
-        said = f"{response.url} says HTTP {response.status_code}: {error_message(response.content)}"
-        what, next_step = f"the model does not answer: {said}", "Look at the server's log."
-        raise _error_type(response)(what, next_step=next_step)
+        what = f"the model does not answer: {unexpected_response.describe_status(_to_http_response(response))}"
+        raise ServerError(what, next_step="Look at the server's log.")
     try:
-        is_completion = isinstance(_decode_response(response)["choices"][0]["message"], dict)
+        is_completion = isinstance(decode_json(response.content)["choices"][0]["message"], dict)
     except (ValueError, KeyError, TypeError, IndexError):
         is_completion = False
     if not is_completion:
         raise _unexpected_form("a chat completion", response)
 
 
-def _decode_response(response: requests.Response) -> Any:
-    try:
-        return decode_json(response.content)
-    except ValueError:
-        raise _unexpected_form("JSON", response, TransientError) from None
-
-
-def _unexpected_form(form: str, response: requests.Response, kind: type[ServerError] = ServerError) -> ServerError:
+def _unexpected_form(form: str, response: requests.Response) -> ServerError:
     got = _to_http_response(response)
     detail = got.body.decode(errors="replace")[:500]
-    return kind(unexpected_response.describe_mismatch(got, form), next_step=CHECK_ADDRESS, detail=detail)
+    return ServerError(unexpected_response.describe_mismatch(got, form), next_step=CHECK_ADDRESS, detail=detail)
 
 
 def fetch_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIMEOUT_S, body: str | None = None) -> str:
@@ -283,19 +261,7 @@ def explain_connection_error(error: Exception) -> str:
         return f"its certificate is not trusted ({distrust[1].strip()})"
     if "SSL" in text:
         return "the TLS handshake failed; is it http:// and not https://?"
-    return BROKEN_CONNECTION
-
-
-def _suggest_connection_fix(error: Exception) -> str:
-    """Return what to do about a connection that failed."""
-    distrust = _DISTRUST.search(str(error))
-    if distrust is None:
-        return "Check the address and that the server runs."
-    if "ertificate has expired" in distrust[1]:
-        return "Renew the server's certificate."
-    if "ismatch" in distrust[1]:
-        return "Give the address by the name that the certificate is for."
-    return "Give the certificate of the authority that signed it with --ca FILE; unverified certificates are rejected."
+    return "the connection broke"
 
 
 def make_token_counter(
@@ -317,8 +283,7 @@ def make_token_counter(
         with suppress(ValueError):
             if isinstance(answer := decode_json(text), dict):
                 return answer
-        problem = f"{address}: tokens cannot be counted, the server does not do it"
-        raise ServerError(problem, next_step=_TOKENIZER_ADVICE)
+        return {}
 
     is_llamacpp = False  # remembered: a word list takes a thousand counts, and behind Lemonade each starts a process
 
@@ -330,14 +295,13 @@ def make_token_counter(
             count = request({"model": model, "prompt": text, "add_special_tokens": False}).get("count")
         if count is None:
             tokens = request({"content": text, "add_special": False}).get("tokens")
-            if not isinstance(tokens, list):
-                raise ServerError(f"{address}: the answer has neither a count nor tokens", next_step=_TOKENIZER_ADVICE)
-            count, is_llamacpp = len(tokens), True
+            is_llamacpp = isinstance(tokens, list)
+            count = len(tokens) if isinstance(tokens, list) else None
         max_tokens = len(text.encode()) + _MAX_SPECIAL_TOKENS  # a token of a text has at least one byte
         if type(count) is not int or not bool(text) <= count <= max_tokens:
-            what = count if type(count) is int and count.bit_length() <= 64 else "no count of tokens"
-            problem = f"{address}: {what} for a text that has 1 to {max_tokens} tokens"
-            raise ServerError(problem, next_step=_TOKENIZER_ADVICE)
+            raise ServerError(
+                f"{address}: tokens cannot be counted, the server does not do it", next_step=_TOKENIZER_ADVICE
+            )
         return count
 
     return count_tokens

@@ -57,7 +57,7 @@ def wait_ready(
         if serving.load is not None:
             _load_model(url, serving.load, model, post, watch, timer)
         try:
-            model, version = probe.request_first_answer(url, model, session, post, key_name, deadline)
+            model, version = probe.request_first_answer(url, model, session, post, key_name)
         except ServerError as error:
             refused = StartError(error.what, next_step=error.next_step, detail=error.detail)
             raise watch.find_death() or refused from None
@@ -100,12 +100,8 @@ def _wait_for_http(
                 if response.status_code in (401, 403):
                     probe.require_api(response, url, key_name)
                 last_seen = f"HTTP {response.status_code}"
-                if "html" in response.headers.get("Content-Type", ""):
-                    last_seen += " with an HTML page"
-        except requests.ReadTimeout:
-            last_seen = f"no answer within {probe.PROBE_TIMEOUT_S:.0f} s"
-        except requests.RequestException:
-            last_seen = "no connection"  # refused, or reset by Docker's proxy while no server listens
+        except requests.RequestException as error:
+            last_seen = explain_connection_error(error)  # Docker's proxy resets it while no server listens
         if time.monotonic() > deadline:
             raise _timeout_error(url, last_seen, watch)
         pause(probe.POLL_S)
@@ -134,9 +130,7 @@ def _post_until_answered(
             answer = probe.run_watched(post, watch, deadline + 1, ["asking for the model"])
         except requests.RequestException as error:
             what = f"the server gave no answer to POST {url} ({explain_connection_error(error)})"
-            broken = probe.connection_error_type(error)(
-                what, next_step="Look at its last lines.", detail=watch.log.tail()
-            )
+            broken = ServerError(what, next_step="Look at its last lines.", detail=watch.log.tail())
             raise watch.find_death() or broken from None
         if answer.status_code not in (429, 503) or time.monotonic() > deadline:
             return answer

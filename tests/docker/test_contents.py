@@ -7,8 +7,7 @@ import docker
 import pytest
 from docker.models.containers import Container
 
-from harness.rundir.manifest import Contents
-from harness.serve.facts import read_container_file, read_image_contents
+from harness.serve.facts import read_image_contents
 from tests.docker.conftest import BASE
 
 MADE = (
@@ -43,17 +42,3 @@ def test_versions_and_environment_without_secrets(container: Container) -> None:
     assert found.rocm == "7.2.0-70200"  # /opt/rocm is a link over another link
     assert found.versions == {"BASE_IMAGE": "rocm/dev", "TRITON_BRANCH": "f9e5bf54", "HF_TOKEN": "***"}
     assert found.environment == {"HSA_NO_SCRATCH_RECLAIM": "1", "LD_PRELOAD": "/x.so", "VLLM_API_KEY": "***"}
-
-
-def test_what_is_no_small_text_file_is_none(container: Container) -> None:
-    assert [read_container_file(container, f"/app/{name}") for name in ("big", "link", "", "none")] == [None] * 4
-
-
-def test_an_image_without_any_of_it(client: docker.DockerClient) -> None:
-    made = client.containers.create(BASE, ["true"])
-    try:
-        found = read_image_contents(made)
-        assert (found.rocm, found.versions) == (None, {})
-    finally:
-        made.remove(force=True)
-    assert read_image_contents(made) == Contents(environment=found.environment)  # gone: what the engine still knows

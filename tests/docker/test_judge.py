@@ -14,7 +14,7 @@ import requests
 
 from harness.process import free_port
 from harness.rundir.records import read_requests
-from harness.scenario import Load, Server
+from harness.scenario import Server
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.template import read_variables, templates
@@ -127,18 +127,13 @@ LOADS: dict[str, Any] = {
     "own": {"user": "own.py", "users": 2, "requests": 10, "output_tokens": 5},
     "steps": {"user": "chat", "think_s": [0, 0.1], "output_tokens": 5,
               "stages": [{"users": 1, "for_s": 1}, {"users": 3, "for_s": 1}]},
-    "prompts": {"user": "batch", "users": 2, "processes": 2, "requests": 8, "output_tokens": 5},
+    "broken": {"user": "broken.py", "requests": 4},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("load", "code", "sent"),
-    [
-        ("own", 0, {"own": 10}),
-        ("steps", 0, {"steps@1": None, "steps@3": None}),
-        ("prompts", 0, {"prompts": 8}),
-        ("broken", 1, {"broken": 4}),
-    ],
+    [("own", 0, {"own": 10}), ("steps", 0, {"steps@1": None, "steps@3": None}), ("broken", 1, {"broken": 4})],
 )
 def test_compose_sends_a_load_and_ends_with_its_exit_code(
     load: str, code: int, sent: dict[str, int | None], image: str, compose_environment: dict[str, str], tmp_path: Path
@@ -152,8 +147,7 @@ def test_compose_sends_a_load_and_ends_with_its_exit_code(
     servers = {
         "s": {"template": "simulated", "variables": {"image": image, "preset": "instant", "host_port": free_port()}}
     }
-    loads = LOADS | {"broken": {"user": "broken.py", "requests": 4}}
-    path = write(tmp_path, servers=servers, loads=loads, prompts={"kind": "file", "file": "prompts.jsonl"})
+    path = write(tmp_path, servers=servers, loads=LOADS, prompts={"kind": "file", "file": "prompts.jsonl"})
     options = ["--load", load, "--headless", "--records", "records"]
     printed = harness("compose", path.name, *options, cwd=tmp_path, env={"HARNESS_IMAGE": image})
     assert (printed.code, printed.err) == (0, "")
@@ -194,10 +188,3 @@ def _load_runs(ui_port: int) -> bool:
             return True
         time.sleep(0.3)
     return False
-
-
-def test_every_template_has_odd_values() -> None:
-    assert set(GIVEN) == set(templates())
-    for template, given in GIVEN.items():
-        assert set(given) <= set(read_variables(template))
-        assert Load(user="chat").users == 1

@@ -1,6 +1,5 @@
 """Several services of one Compose file on a real Docker Engine: preparations, config files, names."""
 
-import time
 from pathlib import Path
 
 import docker
@@ -35,28 +34,6 @@ volumes:
 configs:
   told: {{content: '{{"key": "${{TOLD}}", "dollar": "$$"}}'}}
 """
-
-
-def test_a_preparation_runs_first_and_a_config_is_a_file(
-    image: str, client: docker.DockerClient, tmp_path: Path
-) -> None:
-    run = tmp_path.name.replace("_", "-")
-    owner = make_labels(run, "c")
-    text = FILE.format(image=image, volume=run, prepare="chown 10001 /data && sleep 0.5")
-    compose = fill_variables(parse_compose(text), {"TOLD": "secret"})
-    try:
-        containers.create_network_and_volumes(client, compose, owner)
-        server = containers.start_container(client, compose, "server", owner)
-        deadline = time.monotonic() + 10
-        while b"10001" not in server.logs() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert server.logs() == b'{"key": "secret", "dollar": "$"}10001\n'
-        kept = containers.describe_container(server, parse_compose(text), parse_compose(text).server)
-        assert kept["Configs"] == {"/etc/app/told.json": '{"key": "${TOLD}", "dollar": "$$"}'}
-        assert sorted(remains(client, run)) == sorted([f"amd-llm-load-{run}-c-server", f"amd-llm-load-{run}-c", run])
-    finally:
-        containers.remove_containers(client, owner, 5)
-        client.volumes.get(run).remove()
 
 
 def test_a_preparation_that_fails_is_reported_with_its_output(

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import docker
 
-from harness.capacity.result import read_capacity
 from harness.rundir.manifest import read_run
 from tests.command import harness, only_run, write
 from tests.docker.conftest import remains
@@ -23,17 +22,4 @@ def test_stages(image: str, client: docker.DockerClient, tmp_path: Path) -> None
     assert (done.code, done.err) == (0, ""), done.out
     run = only_run(tmp_path / "runs")
     assert list(read_run(run).ran) == ["r1-one-work@1", "r1-one-work@2"]
-    assert remains(client, run.name) == []
-
-
-def test_a_search_for_the_capacity(image: str, client: docker.DockerClient, tmp_path: Path) -> None:
-    path = scenario_of(tmp_path, image, requests=6)
-    given = ("--slo", "ttft_p95<=0.001ms", "--max-users", "1", "--budget", "3m", "--runs", "runs")
-    done = harness("capacity", path.name, *given, cwd=tmp_path, timeout_s=240)
-    assert done.code == 0, done.out + done.err
-    run = only_run(tmp_path / "runs")
-    found = read_capacity(run)
-    assert found is not None
-    (one,) = found.servers
-    assert one.slo is not None and one.slo.kind == "none"
     assert remains(client, run.name) == []

@@ -13,7 +13,7 @@ import pytest
 from harness.files import ROOT
 from harness.process import PID_START
 from harness.serve.engine import CACHE_LABEL, LABEL, RUN_LABEL, make_labels, remove_leftovers
-from tests.docker.conftest import Served, one_at_a_time, remains
+from tests.docker.conftest import one_at_a_time, remains
 from tests.faults import fault
 
 OWNER = """
@@ -118,13 +118,3 @@ def test_caches_stay_while_a_harness_lives_that_may_use_them(
         assert f"volume {run}-cache" in remove_leftovers(client, run, caches=True)
     finally:
         remove_leftovers(client, run, everything=True, caches=True)
-
-
-def test_all_takes_what_a_living_harness_started_too(
-    served: Served, client: docker.DockerClient, tmp_path: Path
-) -> None:
-    with served() as endpoint:
-        assert remove_leftovers(client, tmp_path.name) == []
-        assert len(remove_leftovers(client, tmp_path.name, everything=True)) >= 1
-        assert remains(client, tmp_path.name) == []
-        assert endpoint.network is not None
