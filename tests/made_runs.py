@@ -98,11 +98,15 @@ def write_made_run(
     wall_s: Callable[[Cell], float] = lambda cell: 10.0,
     *,
     made_of: Scenario | None = None,
+    requests: Callable[[Cell, int, float], list[Request]] | None = None,
     served: Callable[[Cell], ServedBy] = lambda cell: served_by(),
     status: Status = "valid",
     **manifest: Any,
 ) -> Run:
-    """A valid run whose cells take the wall times given. Returns the manifest."""
+    """A valid run whose cells take the wall times given. Returns the manifest.
+
+    `requests`: of a cell, from its load process and the time at which that starts; otherwise those of `work`.
+    """
     chosen = made_of or scenario()
     records: list[Request] = []
     marks: list[ProcessMark] = []
@@ -112,12 +116,13 @@ def write_made_run(
     for number, cell in enumerate(plan(chosen)):
         process, begin = 100 + number, now
         count = chosen.loads[cell.load].requests or 4
-        made = work(cell, wall_s(cell), count, process, MONOTONIC_S + begin + 1.0)
-        end = made[-1].sent_s + made[-1].ended_s - MONOTONIC_S
+        start_s = MONOTONIC_S + begin + 1.0
+        made = requests(cell, process, start_s) if requests else work(cell, wall_s(cell), count, process, start_s)
+        end = max(one.sent_s + one.ended_s for one in made) - MONOTONIC_S
         records += made
         marks += both_marks(cell.id, process, begin, end + 0.5, sent=len(made))
         samples.append(MetricsSample(WALL_S + begin, cell.id, {"running": 0.0, "generated_tokens": 5.0}))
-        total = 5.0 + 11 * len(made)
+        total = 5.0 + sum(one.output_tokens or 0 for one in made)
         samples.append(MetricsSample(WALL_S + begin + 3.5, cell.id, {"running": 2.0, "waiting": 1.0}))
         samples.append(MetricsSample(WALL_S + end + 1.0, cell.id, {"running": 0.0, "generated_tokens": total}))
         now = end + 2.0

@@ -21,7 +21,7 @@ from harness.rundir.manifest import Machine, Origin, ServedBy, UnlikeError, writ
 from harness.rundir.records import read_requests
 from harness.scenario import Arrivals, Load, Scenario, Server
 from harness.scenario import Pair as Wanted
-from harness.scenario.behaviour import Pause, Structured
+from harness.scenario.behaviour import Structured
 from harness.scenario.plan import Cell
 from harness.summary import (
     CellSummary,
@@ -99,7 +99,6 @@ WORK = Load(user="batch", requests=5)
 OPEN = msgspec.structs.replace(WORK, arrivals=Arrivals(rate=2.0))
 VECTORS = msgspec.structs.replace(WORK, endpoint="embeddings")
 FORM = msgspec.structs.replace(WORK, output="natural", answer=Structured(choice="auto", send="grammar"))
-PAUSING = Load(user="chat", requests=5, think=Pause(mean_s=1.0))
 
 
 @pytest.mark.parametrize(
@@ -108,11 +107,8 @@ PAUSING = Load(user="chat", requests=5, think=Pause(mean_s=1.0))
         (WORK, {"batch_size": 5}, "wall_s"),
         (OPEN, {}, "wall_s"),
         (WORK, {"requests": 6}, "output_tok_s"),
-        (WORK, {"output_tokens": 64}, "output_tok_s"),
         (msgspec.structs.replace(WORK, output="natural"), {}, "output_tok_s"),
-        (Load(user="chat", duration_s=5.0), {}, "output_tok_s"),
         (OPEN, {"arrivals": Arrivals(rate=4.0)}, "output_tok_s"),
-        (PAUSING, {"think": Pause(mean_s=2.0)}, "output_tok_s"),
         (FORM, {"answer": Structured(choice="auto", send="nothing")}, "wall_s"),
         (FORM, {"answer": Structured(choice=["a", "b"])}, "output_tok_s"),
         (VECTORS, {}, "wall_s"),

@@ -173,14 +173,6 @@ def test_they_are_sent_and_neither_succeed_nor_fail() -> None:
     assert (attained.met, attained.attainment) == (2, 2 / 3)  # one left in time and does not count, one was not served
 
 
-def test_what_came_until_they_left_is_work_that_was_done() -> None:
-    good = answered([0.5, 0.6, 0.7, 0.8])
-    numbers = compute_numbers([tally_of(good, left([0.2, 0.4, 1.0], 1.0))])
-    assert (numbers.window_s, numbers.output_tok_s) == (1.0, 4 + 3)  # one token a chunk, as in the other
-    timed = compute_numbers([tally_of(good, left([0.2, 0.4, 1.0], 1.0), window_s=(good.sent_s, good.sent_s + 0.65))])
-    assert timed.output_tok_s == pytest.approx((2 + 2) / 0.65)
-
-
 def test_reasoning_and_tool_calls_are_counted() -> None:
     told = answered([0.5, 0.6, 0.7, 0.8], reasoning_tokens=3, tool_calls=2, tool_calls_valid=1)
     seen = answered([0.5, 0.6, 0.7, 0.8], reasoning_chunks=2, tool_calls=0, tool_calls_valid=0)

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.comparison.history import LeftOut, check_against_history, history_of
+from harness.comparison.history import check_against_history, history_of
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
-from harness.judge.verdicts import is_paced
 from harness.report.board import publish
-from harness.report.charts import Figure
-from harness.report.history import _series_chart, history_page, left_out_sentences
+from harness.report.history import history_page
 from harness.rundir.manifest import Machine, Run
-from harness.scenario import Load, Scenario, Server
+from harness.scenario import Scenario, Server
 from tests.command import harness
 from tests.made_runs import WALL_S, scenario, served_by, write_made_run
 from tests.nightly import draws, room
@@ -83,19 +81,6 @@ def test_one_outlier_does_not_divide_the_history() -> None:
         after = find_shift(row[:end].tolist())
         assert after.word == "no_shift"
         assert after.history == [place for place in range(end - 1) if place != 20]
-
-
-def test_a_step_and_its_return_are_two_change_points() -> None:
-    both = 0
-    for (row,) in histories(7, 100):
-        row[30:35] *= STEP
-        both += find_levels(row.tolist()).starts == [0, 30, 35]
-    assert both >= 80
-    ((row,),) = histories(8, 1)
-    row[30:35] *= 0.8
-    assert find_levels(row.tolist()) == ([0, 30, 35], [], [])
-    assert find_shift(row[:35].tolist()).history[:1] == [30] or find_shift(row[:35].tolist()).word == "inconclusive"
-    assert find_shift(row[:39].tolist()).history[0] == 35
 
 
 @pytest.mark.parametrize("runs", [0, MIN_HISTORY - 1, MIN_HISTORY])
@@ -247,17 +232,6 @@ def test_rows_come_and_go(tmp_path: Path) -> None:
         ("a", "slower", 12, "run-00"),
         ("b", "slower", 7, "run-04"),
     ]
-
-
-def test_a_paced_load_is_checked_by_its_latencies(tmp_path: Path) -> None:
-    load = Load(user="chat", users=2, requests=20, output_tokens=11, think_s=[1.0, 1.0])
-    assert is_paced(load)
-    paced = scenario(servers=ONE.servers, loads={"x": load}, repeats=1)
-    for number in range(9):
-        made(tmp_path / "runs", number, 22.0 if number == 8 else 20.0, made_of=paced)
-    gated = check_against_history(tmp_path / "runs" / "run-08", tmp_path / "runs", tmp_path / "results")
-    assert [(row.metric, row.word) for row in gated.rows] == [("ttft_p50", "slower"), ("tpot_p50", "slower")]
-    assert gated.rows[0].ratio == pytest.approx(1 / 1.1, abs=0.005)
 
 
 def in_folder(folder: Path) -> Callable[..., tuple[int, Any]]:

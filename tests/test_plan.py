@@ -21,13 +21,13 @@ from harness.errors import RunError
 from harness.files import ROOT
 from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
 from harness.report.terminal import deadline_sentence, forecast_headline
-from harness.rundir.manifest import CellRun, Machine, Run, write_run
-from harness.rundir.records import ProcessMark, Request
+from harness.rundir.manifest import Run
+from harness.rundir.records import Request
 from harness.rundir.samples import GpuSample, TelemetrySample
 from harness.scenario import Load, Server
-from harness.scenario.plan import plan as cells_of
+from harness.scenario.plan import Cell
 from tests.command import called
-from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, request, scenario, served_by, write_lines
+from tests.made_runs import WALL_S, request, scenario, write_lines, write_made_run
 from tests.nightly import draws, room
 
 IN_FLIGHT = 8
@@ -84,48 +84,33 @@ def write_run_of(
     **manifest: Any,
 ) -> Run:
     """A run directory of one server and load, as `machine` serves it."""
-    chosen = scenario(servers={"a": Server(template="vllm-cpu")}, loads={"x": load}, repeats=repeats)
-    records: list[Request] = []
-    marks: list[ProcessMark] = []
-    samples: list[TelemetrySample] = []
-    cells: list[CellRun] = []
-    now = 0.0
-    for number, cell in enumerate(cells_of(chosen)):
-        begin = now + 5
+
+    def requests(cell: Cell, process: int, start_s: float) -> list[Request]:
+        made = []
         for index, (sent, ended, prompt, output) in enumerate(machine.run(load.requests or 600, lengths)):
             took, chunks = ended - sent, [(ended - sent) * share for share in (0.3, 1.0)]
-            records.append(
+            made.append(
                 request(
-                    id=f"{cell.id}-{index}", cell=cell.id, load=cell.load, process=100 + number, index=index,
-                    sent_s=MONOTONIC_S + begin + sent, ended_s=took, chunks_s=chunks, first_visible_s=chunks[0],
+                    id=f"{cell.id}-{index}", cell=cell.id, load=cell.load, process=process, index=index,
+                    sent_s=start_s + sent, ended_s=took, chunks_s=chunks, first_visible_s=chunks[0],
                     headers_s=took / 10, asked_tokens=None, fixed_length=False, prompt_tokens=int(prompt),
                     output_tokens=int(output), finish="stop",
                 )
             )  # fmt: skip
-            now = max(now, begin + ended)
-        marks += both_marks(cell.id, 100 + number, begin - 1, now + 1, sent=load.requests or 600)
-        for second in range(int(begin), int(now) + 2) if power_w else ():
-            gpu = GpuSample(busy_percent=99.0, power_w=power_w)
-            samples.append(TelemetrySample(wall_s=WALL_S + second, cell=cell.id, gpus={"renderD128": gpu}))
-        now += 5
-        cells.append(
-            CellRun(
-                id=cell.id, server=cell.server, load=cell.load, repeat=cell.repeat, started_wall_s=WALL_S + begin - 4,
-                ended_wall_s=WALL_S + now, served_by=served_by(),
-            )
-        )  # fmt: skip
-    folder.mkdir(parents=True)
-    write_lines(folder / "requests.jsonl", records)
-    write_lines(folder / "processes.jsonl", marks)
-    if samples:
-        write_lines(folder / "telemetry.jsonl", samples)
-    values: dict[str, Any] = {
-        "id": folder.name, "status": "valid", "started_wall_s": WALL_S, "ended_wall_s": WALL_S + now,
-        "scenario_name": "which", "scenario": chosen, "workload_sha256": "ab" * 32, "cells": cells,
-        "order": [cell.id for cell in cells_of(chosen)], "machine": Machine(name="strix", cores=32),
-    }  # fmt: skip
-    run = Run(**(values | manifest))
-    write_run(folder, run)
+        return made
+
+    chosen = scenario(servers={"a": Server(template="vllm-cpu")}, loads={"x": load}, repeats=repeats)
+    run = write_made_run(folder, made_of=chosen, requests=requests, **manifest)
+    if power_w:
+        gpus = {"renderD128": GpuSample(busy_percent=99.0, power_w=power_w)}
+        write_lines(
+            folder / "telemetry.jsonl",
+            [
+                TelemetrySample(wall_s=cell.started_wall_s + second, cell=cell.id, gpus=gpus)
+                for cell in run.cells
+                for second in range(int((cell.ended_wall_s or 0.0) - cell.started_wall_s) + 1)
+            ],
+        )
     return run
 
 
@@ -251,15 +236,6 @@ def test_lengths_that_the_run_cannot_tell_are_refused(
     with pytest.raises(RunError) as error:
         forecast(tmp_path / "run", 1000, lengths=tmp_path / "items.csv")
     assert why in error.value.detail
-
-
-def test_lengths_that_hardly_vary_do_not_show_what_tokens_cost(tmp_path: Path) -> None:
-    machine = server_of(wander=0.2)
-    write_run_of(tmp_path / "run", machine, lengths=lambda: (machine.dice.randint(500, 520), 60))
-    (tmp_path / "items.jsonl").write_text('{"prompt_tokens": 520, "output_tokens": 60}\n')
-    with pytest.raises(RunError) as error:
-        forecast(tmp_path / "run", 1000, lengths=tmp_path / "items.jsonl")
-    assert "vary too little" in error.value.detail or "no steady rate" in error.value.detail
 
 
 def test_one_repeat_assumes_the_variation_between_runs_unless_it_is_stored(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from harness.errors import HarnessError
 from harness.files import pretty_json
 from harness.judge.stats import percentile_interval
 from harness.reasons import evidence, sentence, sentences, verdict_sentence
-from harness.rundir.manifest import read_run, write_run
+from harness.rundir.manifest import write_run
 from harness.rundir.records import Request, read_requests
 from harness.rundir.samples import MetricsSample
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
 from harness.summary import NO_SAMPLE, Distribution, Numbers, Reason, Summary, because
-from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, request, scenario, write_lines, write_made_run
+from tests.made_runs import MONOTONIC_S, both_marks, request, scenario, write_lines, write_made_run
 
 
 def wall_of(cell: Cell) -> float:
@@ -147,15 +147,6 @@ def test_a_timed_load_counts_the_tokens_inside_its_window(tmp_path: Path) -> Non
     assert summary.rows[0].wall_s == []
 
 
-def test_a_timed_cell_that_ended_early_has_a_shorter_window(tmp_path: Path) -> None:
-    load = Load(user="batch", duration_s=600.0, output_tokens=11)
-    summary = one_cell(tmp_path / "run", [request(index=i) for i in range(4)], load)
-    # The manifest of the made run says when the cell was over.
-    ended = (read_run(tmp_path / "run").cells[0].ended_wall_s or 0.0) - WALL_S
-    assert summary.cells[0].numbers.window_s == pytest.approx(ended)
-    assert summary.cells[0].numbers.output_tok_s == pytest.approx(44 / ended)
-
-
 def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their_anchors(tmp_path: Path) -> None:
     records = [
         request(process=1, index=0, sent_s=1000.0),
@@ -177,21 +168,6 @@ def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their
     ]
     write_lines(tmp_path / "run" / "processes.jsonl", moved)
     assert summarize(tmp_path / "run").cells[0].numbers.wall_s == 6.5
-
-
-def test_a_response_in_one_piece(tmp_path: Path) -> None:
-    records = [request(index=i, chunks_s=[], first_visible_s=None, ended_s=2.0) for i in range(4)]
-    summary = one_cell(tmp_path / "run", records)
-    assert summary.valid, summary.reasons
-    numbers = summary.cells[0].numbers
-    assert (numbers.ttft_s, numbers.tpot_s, numbers.chunk_gap_s, numbers.tokens_per_chunk) == (
-        NO_SAMPLE,
-        NO_SAMPLE,
-        NO_SAMPLE,
-        None,
-    )
-    assert numbers.e2e_s == sample_of(2.0, 2.0, 2.0, 2.0)
-    assert numbers.output_tok_s == 22.0
 
 
 def test_percentiles_only_where_the_sample_carries_them() -> None:
@@ -259,16 +235,6 @@ def test_a_failed_cell_takes_the_verdict_of_its_row_only(tmp_path: Path) -> None
     assert f"b / x has a cell that is not valid ({WHY.format('b')})" in verdict_sentence(failed)
     assert [one.status for one in found.checks] == ["passed", "inconclusive", "passed", "passed", "inconclusive"]
     assert all(WHY.format("b") in evidence(found.checks[number].evidence) for number in (1, 4))
-
-
-def test_a_failed_cell_of_the_baseline_leaves_no_verdict(tmp_path: Path) -> None:
-    found = with_a_failed_request(tmp_path / "run", "r3-a-x")
-    assert found.comparison is not None and found.comparison.comparisons == 0
-    assert [(v.side, v.ratio, v.word) for v in found.comparison.verdicts] == [
-        ("b / x", None, "inconclusive"), ("c / x", None, "inconclusive"),
-    ]  # fmt: skip
-    assert all(WHY.format("a") in verdict_sentence(verdict) for verdict in found.comparison.verdicts)
-    assert not any(one.status == "passed" for one in found.checks)
 
 
 def test_a_row_with_a_cell_that_has_not_run_has_no_verdict(tmp_path: Path) -> None:
