@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.comparison.history import check_against_history, history_of
+from harness.comparison.history import LeftOut, check_against_history, history_of
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
 from harness.report.board import publish
-from harness.report.history import history_page
+from harness.report.charts import Figure
+from harness.report.history import _series_chart, history_page, left_out_sentences
 from harness.rundir.manifest import Machine, Run
 from harness.scenario import Scenario, Server
 from tests.command import harness

@@ -14,10 +14,9 @@ import pytest
 
 from harness.analysis.summarize import read_summary
 from harness.analysis.tally import CellCounts, Clock
-from harness.analysis.validity import summarize_warmup, warmup_notes
+from harness.analysis.validity import summarize_warmup
 from harness.load.process import plan_of
 from harness.load.sequencer import Part, Plan, Sequencer, Slot, WarmupSample
-from harness.reasons import sentences
 from harness.rundir.records import ProcessMark
 from harness.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.plan import Schedule, Steadiness, means_agree
@@ -317,10 +316,6 @@ def test_the_result_of_a_warm_up() -> None:
         timed.add(one)
     assert summarize_warmup(timed, marks[:1], first_due_s=6.0) == WarmupResult(requests=1, seconds=2.5, steady=True)
     assert summarize_warmup(counted, marks[:1], first_due_s=6.0) == WarmupResult(requests=3, seconds=2.5, steady=True)
-    assert sentences(warmup_notes(WarmupResult(requests=2, seconds=3.5))) == []
-    assert sentences(warmup_notes(WarmupResult(requests=1, seconds=0.5, steady=True))) == [
-        "the server was steady after 0.5 s and 1 warm-up request"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def _count_block(
             continue
         counts_of(cell).add(request)
         for other in other_stages.get(cell, ()):
-            counts_of(other).add_other_stage(request)
+            # The part of its answer inside the window of another stage is in the rates of that stage.
+            counts_of(other).count_in_window(request, request.sent_s + contexts[other].clock.offset_s(request.process))
     for counted in tallies.values():
         counted.chunk_gap_s.flush()
         if counted.chart is not None:

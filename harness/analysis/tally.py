@@ -229,7 +229,7 @@ class CellCounts(Struct, kw_only=True):
         self.warmup += request.phase == "warmup"
         self._count_generated(request)
         if request.phase == "measured" or not self.open_loop:
-            self._count_in_window(request, sent_s)
+            self.count_in_window(request, sent_s)
         counted = self._is_counted(request, sent_s)
         if self.chart is not None and self.clock.knows(request.process):
             self.chart.add(request, sent_s - self.clock.start_s, counted)
@@ -267,10 +267,6 @@ class CellCounts(Struct, kw_only=True):
         if request.phase != "measured" or not self.in_mix or self.window_s is None:
             return request.phase == "measured"
         return self.window_s[0] <= sent_s + (request.scheduled_s or 0.0) <= self.window_s[1]
-
-    def add_other_stage(self, request: Request) -> None:
-        """Count a request of another stage of the load: the part of its answer inside this window is in the rates."""
-        self._count_in_window(request, request.sent_s + self.clock.offset_s(request.process))
 
     def mix_window_s(self) -> tuple[float, float] | None:
         """The common window of a mix, in seconds since the start of this load's own measured time."""
@@ -335,7 +331,7 @@ class CellCounts(Struct, kw_only=True):
         self.min_tokens += minimum
         self.max_tokens = None if maximum is None or self.max_tokens is None else self.max_tokens + maximum
 
-    def _count_in_window(self, request: Request, sent_s: float) -> None:
+    def count_in_window(self, request: Request, sent_s: float) -> None:
         """Count the answer, or the part of it, that the server generated inside the window.
 
         In a closed loop this includes answers to warm-up requests, since the server worked on them in that time. All
@@ -413,7 +409,11 @@ def compute_numbers(tallies: Sequence[CellCounts], cells: Sequence[Numbers] = ()
     total = _sum_counts(tallies)
     known_prompts = total.succeeded and not total.without_prompt_tokens
     known_output = total.succeeded and not total.without_output_tokens
-    rates = _median_rates(cells) if cells or len(tallies) != 1 else _rates(total)
+    rates = _rates(total)
+    if cells or len(tallies) != 1:
+        names = ("wall_s", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
+        rates = {name: median_of_known(getattr(cell, name) for cell in cells) for name in names}
+        rates["window"] = next((cell.window for cell in cells if cell.window is not None), None)
     samples: dict[str, Any] = {name: distribution([t.latencies[name] for t in tallies]) for name in derive.FORMULAS}
     return Numbers(
         sent=total.sent,
@@ -478,12 +478,6 @@ def _rates(counts: CellCounts) -> dict[str, Any]:
         "input_tok_s": counts.prompts_inside / window_s if counts.succeeded and not counts.uncounted_inside else None,
         "requests_per_s": ended / window_s,
     }
-
-
-def _median_rates(cells: Sequence[Numbers]) -> dict[str, Any]:
-    rates = ("wall_s", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
-    medians = {name: median_of_known(getattr(cell, name) for cell in cells) for name in rates}
-    return {**medians, "window": next((cell.window for cell in cells if cell.window is not None), None)}
 
 
 def slo_attainment(

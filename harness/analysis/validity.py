@@ -87,18 +87,13 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
 def check_cell(evidence: Evidence) -> Findings:
     """The reasons why a cell is invalid, the notes on it, and where the load generator limited it."""
-    ran, tally = evidence.ran, evidence.tally
-    found = client_limits(evidence.load, tally, evidence.numbers, evidence.marks, evidence.workers)
+    found = client_limits(evidence.load, evidence.tally, evidence.numbers, evidence.marks, evidence.workers)
     limits = [limit for limit, _ in found]
     reasons = [
-        *_end_reasons(evidence),
-        *(() if ran is None else (*_server_reasons(ran, evidence.server_load), *_memory_reasons(ran), *ran.problems)),
+        *_server_reasons(evidence),
         *(() if evidence.imported else (*_process_reasons(evidence), *_contradiction_reasons(evidence))),
         *_work_reasons(evidence),
-        *_prompt_length_reasons(evidence),
-        *_impossible_count_reasons(tally),
-        # A cell that was cut already has a reason for its missing tokens.
-        *(() if ran is None or ran.problems or evidence.shared_server else _token_reasons(tally, evidence.server_load)),
+        *_count_reasons(evidence),
         *(reason for limit, reason in found if limit.invalid),
         *_throttling_reasons(evidence, invalid=True),
     ]
@@ -136,14 +131,15 @@ def missing_cells(run: Run) -> list[str]:
     return [] if run.status == "live" else [cell for cell in run.order if cell not in run.ran]
 
 
-def _end_reasons(evidence: Evidence) -> Iterator[Reason]:
+def _server_reasons(evidence: Evidence) -> Iterator[Reason]:
+    """Cells that did not end, servers that died, and GPU memory that another process held."""
+    ran = evidence.ran
     if not (evidence.was_reached or evidence.running or evidence.never_measured):
         yield because("not_reached")
-    elif evidence.ran is None:
+    elif ran is None:
         yield because("going_on" if evidence.running else "not_ended")
-
-
-def _server_reasons(ran: CellRun, load: ServerLoad) -> Iterator[Reason]:
+    if ran is None:
+        return
     served = ran.served_by
     if served.oom_killed:
         yield because("out_of_memory")
@@ -151,15 +147,13 @@ def _server_reasons(ran: CellRun, load: ServerLoad) -> Iterator[Reason]:
         yield because("server_exit", exit_code=served.exit_code)
     if served.restarts:
         yield because("server_restarted", times=served.restarts)
-    elif load.restarted:
+    elif evidence.server_load.restarted:
         yield because("counters_restarted")
-
-
-def _memory_reasons(ran: CellRun) -> Iterator[Reason]:
     for gpu in ran.gpu_memory_before:
         if gpu.used_bytes > MAX_FOREIGN_MEMORY * gpu.total_bytes:
             sizes = {"used_bytes": gpu.used_bytes, "total_bytes": gpu.total_bytes, "max_share": MAX_FOREIGN_MEMORY}
             yield because("memory_in_use", gpu=gpu.render_node, **sizes)
+    yield from ran.problems
 
 
 def _process_reasons(evidence: Evidence) -> Iterator[Reason]:
@@ -237,30 +231,24 @@ def _resent_reason(numbers: Numbers, **values: float) -> Reason:
     return because("resent", resent=numbers.resent, sent=numbers.sent, within_s=CLOSING_S, **values)
 
 
-def _prompt_length_reasons(evidence: Evidence) -> Iterator[Reason]:
-    """Prompts whose length differs from the planned one by more than a chat template adds to all prompts."""
+def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
+    """Lengths and counts that contradict the plan, their bounds, or the server's own counter."""
+    tally, ran, served = evidence.tally, evidence.ran, evidence.server_load.generated_tokens
     prompts = evidence.numbers.prompts
+    # A chat template adds the same number of tokens to all prompts.
     if evidence.exact_prompts and prompts is not None and prompts.otherwise:
         yield because("prompt_lengths", otherwise=prompts.otherwise, prompts=prompts.requests, added=prompts.added)
-
-
-def _token_reasons(tally: CellCounts, load: ServerLoad) -> Iterator[Reason]:
-    """A server's counter that differs from the tokens of all requests of the cell, warm-up included."""
-    served = load.generated_tokens
-    if served is None or load.restarted:
+    for bad in tally.bad_fields.by_field.values():
+        if bad.code != "type":
+            values = {"requests": bad.requests, "code": bad.code, "limit": bad.limit, "got": bad.got}
+            yield because("value_out_of_bounds", field=bad.field, **values)
+    # A cell that was cut already has a reason for its missing tokens.
+    if ran is None or ran.problems or evidence.shared_server or served is None or evidence.server_load.restarted:
         return
     low, high = tally.min_tokens, tally.max_tokens
     difference = max(low - served, 0.0 if high is None else served - high)
     if difference > MAX_TOKEN_DIFFERENCE * max(served, low):
         yield because("tokens_differ", server=served, min_tokens=low, max_tokens=high, max_share=MAX_TOKEN_DIFFERENCE)
-
-
-def _impossible_count_reasons(tally: CellCounts) -> Iterator[Reason]:
-    """Counts out of bounds in the server's answers, warm-up included."""
-    for bad in tally.bad_fields.by_field.values():
-        if bad.code != "type":
-            values = {"requests": bad.requests, "code": bad.code, "limit": bad.limit, "got": bad.got}
-            yield because("value_out_of_bounds", field=bad.field, **values)
 
 
 def _throttling_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
@@ -300,7 +288,8 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
         yield from _telemetry_notes(machine)
     if evidence.ran is not None:
         yield from _gateway_notes(evidence.ran, load)
-    yield from warmup_notes(evidence.warmup)
+    if (warmup := evidence.warmup) is not None and warmup.steady is not None:
+        yield because("steady" if warmup.steady else "not_steady", requests=warmup.requests, seconds=warmup.seconds)
     for bad in tally.bad_fields.by_field.values():
         if bad.code == "type":
             yield because("value_of_other_type", field=bad.field, requests=bad.requests, got=bad.got)
@@ -355,13 +344,6 @@ def summarize_warmup(
         seconds=None if tally.first_any_s is None or measured_s is None else measured_s - tally.first_any_s,
         steady=all(steady) if steady else None,
     )
-
-
-def warmup_notes(warmup: WarmupResult | None) -> list[Reason]:
-    """A note on a warm-up that should have lasted until the server was steady."""
-    if warmup is None or warmup.steady is None:
-        return []
-    return [because("steady" if warmup.steady else "not_steady", requests=warmup.requests, seconds=warmup.seconds)]
 
 
 # Notes on a run as a whole.

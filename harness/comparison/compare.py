@@ -243,16 +243,14 @@ def make_reference(folder: Path, run: Run, *, about: str | None = None, checks: 
 
 def _comparison_refusal(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | None) -> Reason | None:
     """Why the two are not compared. Equal runs are compared even if they do not differ in `about`."""
-    try:
-        refuse_unlike([base, run], rows, [0, 1], None)
-    except UnlikeError as unlike:
-        if about is None:
-            return unlike.reason
+    reason = None
+    for allowed in dict.fromkeys([None, about]):
         try:
-            refuse_unlike([base, run], rows, [0, 1], about)
+            refuse_unlike([base, run], rows, [0, 1], allowed)
+            return None
         except UnlikeError as error:
-            return error.reason
-    return None
+            reason = error.reason
+    return reason
 
 
 def write_reference(folder: Path, reference: Reference) -> None:

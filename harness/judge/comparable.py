@@ -289,14 +289,14 @@ def median_measurements(starts: Sequence[ServedBy]) -> dict[str, Any]:
         for key, value in measured.items():
             if value is not None:
                 values.setdefault(key, []).append(value)
-    return {key: _median_value(of_all_starts) for key, of_all_starts in values.items()}
-
-
-def _median_value(values: Sequence[Any]) -> Any:
-    if all(isinstance(value, str) for value in values):
-        return ", then ".join(dict.fromkeys(values))
-    median = statistics.median(values)
-    return int(median) if median == int(median) else round(median, 3)
+    joined: dict[str, Any] = {}
+    for key, of_all_starts in values.items():
+        if all(isinstance(value, str) for value in of_all_starts):
+            joined[key] = ", then ".join(dict.fromkeys(of_all_starts))
+        else:
+            median = statistics.median(of_all_starts)
+            joined[key] = int(median) if median == int(median) else round(median, 3)
+    return joined
 
 
 def is_measured(key: str) -> bool:
@@ -369,7 +369,10 @@ def find_differences(sides: Sequence[Facts]) -> list[Difference]:
         for key, value in facts.items():
             flatten(key, value, expanded_facts, lists=True)
     differing: dict[str, list[str]] = {}
-    for key in _ordered_keys(expanded):
+    # Keys of one part of the manifest are together, even if only a later side has them.
+    keys = list(dict.fromkeys(key for side in expanded for key in side))
+    parts = list(dict.fromkeys(key.split(".")[0] for key in keys))
+    for key in sorted(keys, key=lambda key: parts.index(key.split(".")[0])):
         values = [side.get(key, ABSENT) for side in expanded]
         if any(value != values[0] for value in values[1:]) and not is_noise(key, values):
             part = ".".join(key.split(".")[:2])
@@ -380,13 +383,6 @@ def find_differences(sides: Sequence[Facts]) -> list[Difference]:
                 differing[key] = format_values(values)
     servers = list(dict.fromkeys(key.split(".")[1] for side in expanded for key in side if key.startswith("servers.")))
     return [Difference(key=key, values=values) for key, values in _fold_servers(differing, servers).items()]
-
-
-def _ordered_keys(sides: Sequence[Facts]) -> list[str]:
-    """All keys. Those of one part of the manifest are together, even if only a later side has them."""
-    keys = list(dict.fromkeys(key for side in sides for key in side))
-    parts = list(dict.fromkeys(key.split(".")[0] for key in keys))
-    return sorted(keys, key=lambda key: parts.index(key.split(".")[0]))
 
 
 def _fold_servers(differing: Mapping[str, list[str]], servers: Sequence[str]) -> dict[str, list[str]]:

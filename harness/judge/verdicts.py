@@ -129,12 +129,13 @@ def comparison_metrics(side: Measured, base: Measured) -> list[str]:
 
 def pair_by_metric(side: Measured, base: Measured, *, within_run: bool, parts: int = 1) -> Iterator[ComparedSides]:
     """The comparisons of two rows, one for each metric."""
+    is_other_work = (side.load.endpoint == "embeddings") != (base.load.endpoint == "embeddings")
     for metric in comparison_metrics(side, base):
         values = [side.values(metric), base.values(metric)]
         speeds = [[to_speeds(metric, [v for v in run if v is not None]) for run in runs] for runs in values]
         refused = (
             invalid_row_reason(*side.rows, *base.rows)
-            or _different_work_reason(side.load, base.load)
+            or (because("other_work") if is_other_work else None)
             or _definition_reason(side, base, metric)
         )
         if refused is None and any(value is None for runs in values for run in runs for value in run):
@@ -284,10 +285,6 @@ def invalid_row_reason(*rows: Row) -> Reason | None:
     """Why rows have no ratio: one of them has an invalid cell."""
     row = next((row for row in rows if row.invalid is not None), None)
     return None if row is None else because("row_not_valid", row=row.name, why=row.invalid)
-
-
-def _different_work_reason(load: Load, other: Load) -> Reason | None:
-    return because("other_work") if (load.endpoint == "embeddings") != (other.endpoint == "embeddings") else None
 
 
 def _client_limit_reason(side: Measured, base: Measured, metric: str) -> Reason | None:

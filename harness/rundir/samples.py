@@ -313,6 +313,12 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
     energy = _sum_if_known([gpu.energy_j for gpu in serving])
     times = [window[0], *(sample.wall_s for sample in inside), window[1]]
     host, container = _known_values(inside, "host"), _known_values(inside, "container")
+    memory_sizes, total_powers = [], []
+    for sample in inside:
+        sampled = [sample.gpus.get(name, GpuSample()) for name in sorted(used)]
+        total_powers.append(_sum_if_known([gpu.power_w for gpu in sampled]))
+        if sizes := _known_values(sampled, "vram_used_bytes") + _known_values(sampled, "gtt_used_bytes"):
+            memory_sizes.append(sum(sizes))
     return MachineLoad(
         samples=len(inside),
         gap_max_s=max(after - before for before, after in itertools.pairwise(times)),
@@ -320,9 +326,9 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
         gpus=gpus,
         busy_mean_percent=_mean_or_none(_known_values(serving, "busy_mean_percent")),
         busy_max_percent=max(_known_values(serving, "busy_max_percent"), default=None),
-        memory_max_bytes=_max_known(_used_memory(sample, used) for sample in inside),
+        memory_max_bytes=max(memory_sizes, default=None),
         power_mean_w=_sum_if_known([gpu.power_mean_w for gpu in serving]),
-        power_max_w=_max_known(_total_power(sample, used) for sample in inside),
+        power_max_w=max((power for power in total_powers if power is not None), default=None),
         package=any(gpu.package for gpu in serving),
         energy_j=energy,
         energy_per_token_j=energy / tokens if energy is not None and tokens else None,
@@ -460,24 +466,10 @@ def _series(samples: Sequence[TelemetrySample], name: str, field: str) -> Series
     return [(at, value) for at, gpu in gpus for value in _known_values([gpu], field)]
 
 
-def _used_memory(sample: TelemetrySample, names: set[str]) -> int | None:
-    gpus = [gpu for name, gpu in sample.gpus.items() if name in names]
-    sizes = _known_values(gpus, "vram_used_bytes") + _known_values(gpus, "gtt_used_bytes")
-    return sum(sizes) if sizes else None
-
-
-def _total_power(sample: TelemetrySample, names: set[str]) -> float | None:
-    return _sum_if_known([sample.gpus[name].power_w if name in sample.gpus else None for name in sorted(names)])
-
-
 def _sum_if_known(values: Sequence[float | None]) -> float | None:
     """The sum. None: there are no values, or one of them is not known."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
-
-
-def _max_known(values: Iterable[float | None]) -> Any:
-    return max((value for value in values if value is not None), default=None)
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:
