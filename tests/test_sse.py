@@ -1,5 +1,6 @@
 """The event stream parser against the standard's own rules."""
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -167,7 +168,32 @@ def test_what_is_learnt_is_used_for_plain_text_only() -> None:
         assert taken(template, event("two"), event(other), event(" three")) == "two three"
     assert taken(template, event("two", created=5)) == ""
     assert taken(template, event("")[:-40]) == ""
-    assert (template.taken, template.reasoning_events) == (10, 0)
+    assert (template.events, template.reasoning_events) == (10, 0)
+
+
+@pytest.mark.parametrize("channel", ["content", "reasoning"])
+def test_chunks_that_share_a_read_are_taken_together(channel: str) -> None:
+    """A client that is late must not become later by it."""
+    events = [chunked(event(f"{number} ").replace(b"content", channel.encode())) for number in range(20)]
+    reads = [HEAD, *events[:3], events[3] + events[4], events[5], b"".join(events[6:16]), *events[16:], *DONE]
+    exchange, answer, taken = read_in(reads, 1)
+    other = read_in(reads, 1, known=False)[1]
+    assert said(answer) == said(other)
+    assert answer.text == ("".join(f"{number} " for number in range(20)) if channel == "content" else "")
+    assert taken == len(reads) - len(exchange.parsed) == len(reads) - 4
+    shared = [len(list(same)) for _, same in itertools.groupby(answer.chunks_s)]
+    assert shared == [1, 1, 1, 2, 1, 10, 1, 1, 1, 1]
+    assert (answer.coalesced, other.coalesced) == (10, 10)
+
+
+@pytest.mark.parametrize("odd", [event("\n"), event("x", created=1), b": ping\n\n", b"data: [DONE]\n\n"])
+def test_of_chunks_that_share_a_read_all_must_be_like_those_before(odd: bytes) -> None:
+    plain = chunked(event("x"))
+    for together in (plain + chunked(odd), chunked(odd) + plain, plain + plain[:20], plain + b"0\r\n\r\n"):
+        template = EventTemplate()
+        template.learn(event("x"))
+        assert (template.try_take(together, len(together)), template.events, bytes(template.text)) == (False, 0, b"")
+        assert template.try_take(plain + plain, 2 * len(plain)) and template.events == 2
 
 
 @pytest.mark.parametrize(

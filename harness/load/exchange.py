@@ -81,11 +81,11 @@ class Exchange:
 
     @property
     def read_count(self) -> int:
-        return len(self.parsed) + self.template.taken
+        return len(self.parsed) + self.template.reads
 
     @property
     def chunk_count(self) -> int:
-        return len(self._chunk_reads) + self.template.taken
+        return len(self._chunk_reads) + self.template.events
 
     @property
     def is_stream(self) -> bool:
@@ -141,7 +141,7 @@ class Exchange:
             answer.done = True
             self._done_read = read
             return
-        token = openai_api.note_event(event, self._event_count + self.template.taken, answer)
+        token = openai_api.note_event(event, self._event_count + self.template.events, answer)
         if token == "text":
             self._chunk_reads.append(read)
             if self._first_visible_read is None and answer.texts:
@@ -173,7 +173,7 @@ class Exchange:
         openai_api.note_stray_text(self._parser.stray_text(), answer)
         if not self.complete and not answer.done:
             return  # the failure of the connection is more specific
-        events = self._event_count + self.template.taken
+        events = self._event_count + self.template.events
         if not events and (encoding := openai_api.describe_encoding(self.headers)):
             answer.fail("not_api", f"status {self.status} with {encoding} in place of an API answer")
         if not answer.done and answer.finish is None:
@@ -202,7 +202,8 @@ class Exchange:
         """Add the times to the answer of `finish_answer`. Call it once."""
         answer, start_ns = self.answer, self.start_ns
         template_reads = sorted(set(range(self.read_count)).difference(self.parsed))
-        reads = sorted([*self._chunk_reads, *template_reads])  # the read of each chunk
+        extra_reads = [template_reads[number] for number in self.template.extra_event_reads]
+        reads = sorted([*self._chunk_reads, *template_reads, *extra_reads])  # the read of each chunk
         # Use the kernel's stamps if all are plausible, else the times of the reads.
         if self.sent_ns is not None and self.arrivals.has_plausible_stamps(self.sent_ns):
             answer.clock, times_ns = "kernel", self.arrivals.stamps_ns
@@ -259,8 +260,8 @@ class Collector:
 
     def note_template_reads(self) -> None:
         """Note reads that the template has processed since the last call: they have data."""
-        if self.exchange.template.taken > self._template_reads:
-            self._template_reads = self.exchange.template.taken
+        if self.exchange.template.reads > self._template_reads:
+            self._template_reads = self.exchange.template.reads
             self.exchange.data_read = self.exchange.read_count - 1
 
     def parse_inbox(self, inbox: AnyInbox) -> None:

@@ -5,6 +5,7 @@ only, so an event template recognizes them without decoding.
 """
 
 import re
+from array import array
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -132,17 +133,25 @@ _decoder = msgspec.json.Decoder(_PlainEvent)
 class EventTemplate:
     """The bytes before and after the text of a decoded event. Other events with the same bytes need no decoding."""
 
-    __slots__ = ("_after", "_before", "_failed_templates", "_is_visible", "ready", "reasoning_events", "taken", "text")
+    __slots__ = (
+        "_after", "_before", "_failed_templates", "_is_visible", "extra_event_reads", "reads", "ready",
+        "reasoning_events", "text",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.ready = False  # set by the exchange: all earlier data is processed, and no event is incomplete
         self.text = bytearray()  # content of the events taken, until the exchange collects it
-        self.taken = 0  # number of events taken, each of which is a read of its own
+        self.reads = 0  # number of reads taken
+        self.extra_event_reads = array("I")  # for each event that is not the first of its read: the number of the read
         self.reasoning_events = 0  # events with reasoning instead of content
         self._is_visible = True
         self._before = b""
         self._after = b""
         self._failed_templates = 0  # templates learned since the last event was taken
+
+    @property
+    def events(self) -> int:
+        return self.reads + len(self.extra_event_reads)
 
     def learn(self, event: bytes) -> None:
         """Learn from a whole event as it was sent, "data: ...", if it has one text and nothing else of interest."""
@@ -166,25 +175,47 @@ class EventTemplate:
             self._before, self._after = before, after
 
     def try_take(self, read: bytes | bytearray, size: int) -> bool:
-        """Take the first `size` bytes of `read` if they are one chunk of a body with a matching event.
+        """Take the first `size` bytes of `read` if they are whole chunks of a body, each with one matching event.
 
         Return whether they were taken.
         """
-        head = _chunk_size_line(size)
-        start, end = len(head) + len(self._before), size - len(self._after)
-        is_match = read.startswith(head) and read.startswith(self._before, len(head))
-        if not (self._before and is_match and read.endswith(self._after, 0, size)):
-            return False
-        text = read[start:end]
-        if not text or text.translate(None, _SPECIAL) != text:
-            return False
+        text, count = self._text_of_chunk(read, size), 1
+        if text is None:
+            texts = self._texts_of_chunks(bytes(read[:size]))
+            text, count = b"".join(texts), len(texts)
+            if not count:
+                return False
+            self.extra_event_reads.extend([self.reads] * (count - 1))
         if self._is_visible:
             self.text += text
         else:
-            self.reasoning_events += 1
-        self.taken += 1
+            self.reasoning_events += count
+        self.reads += 1
         self._failed_templates = 0
         return True
+
+    def _text_of_chunk(self, chunk: bytes | bytearray, size: int) -> bytes | bytearray | None:
+        """Return the text of the event in a chunk; None if it is not a matching event."""
+        head = _chunk_size_line(size)
+        start, end = len(head) + len(self._before), size - len(self._after)
+        is_match = chunk.startswith(head) and chunk.startswith(self._before, len(head))
+        if not (self._before and is_match and chunk.endswith(self._after, 0, size)):
+            return None
+        text = chunk[start:end]
+        return text if text and text.translate(None, _SPECIAL) == text else None
+
+    def _texts_of_chunks(self, read: bytes) -> list[bytes | bytearray]:
+        """Return the texts of a late read with several chunks; none if it has anything else than matching events."""
+        if not self._before or not read.endswith(self._after):
+            return []
+        texts: list[bytes | bytearray] = []
+        for piece in read.split(self._after)[:-1]:
+            chunk = piece + self._after
+            text = self._text_of_chunk(chunk, len(chunk))
+            if text is None:
+                return []
+            texts.append(text)
+        return texts
 
 
 @cache
