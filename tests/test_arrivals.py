@@ -118,17 +118,6 @@ def test_arrivals_are_in_order(course: list[tuple[float, float]], between: str, 
     assert all(at >= 0 for at in found)
 
 
-def test_a_timed_load_lasts_after_its_last_arrival(tmp_path: Path, clock: list[float]) -> None:
-    ends = Schedule(Arrivals(points=[[0, 40], [0.05, 0]], spacing="even"), 1)
-    for name, plan in (("timed", Plan(duration_s=0.4, schedule=ends)), ("counted", Plan(requests=9, schedule=ends))):
-        sequencer = Sequencer(str(tmp_path / name), plan)
-        assert [len(sequencer.take()) for _ in range(3)] == [1, 1, 0]
-        sequencer.settle(2)
-        assert sequencer.is_finished() == (name == "counted")
-        clock[0] += 0.4
-        assert sequencer.is_finished()
-
-
 def test_arrivals_are_on_time_when_the_server_is_too_slow(tmp_path: Path) -> None:
     """20 a second for a server that does 10: latency from the schedule grows, and nothing is left out."""
     load = Load(user="batch", users=60, arrivals=Arrivals(rate=20.0, spacing="even"), requests=40, output_tokens=5)

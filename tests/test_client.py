@@ -15,7 +15,6 @@ from harness.errors import HarnessError
 from harness.load.client import ApiAddress
 from harness.load.exchange import Exchange
 from harness.load.reader import ReadTimes
-from harness.workload import Message
 from tests.fake_server import (
     CHUNKED,
     DONE,
@@ -27,14 +26,11 @@ from tests.fake_server import (
     answering,
     chunk,
     exchanging,
-    load_process,
     read_request,
     serving,
     whole,
-    work,
 )
 from tests.faults import fault
-from tests.load_runs import records_of
 from tests.tls import sign
 
 
@@ -355,18 +351,3 @@ def test_a_server_that_takes_no_more_data_times_out(tls: ssl.SSLContext | None) 
         exchange, answer = send(LONG)
     assert (answer.error, answer.message) == ("timeout", "no data arrived for 0.5 s")
     assert answer.ended_s > 0.45
-
-
-def test_one_record_and_nothing_is_left_of_a_request_that_is_cut_as_it_is_sent(tmp_path: Path) -> None:
-    def handler(connection: socket.socket, number: int) -> None:
-        read_head(connection)
-        time.sleep(1.0)
-
-    with serving(handler) as url, load_process(tmp_path, url) as process:
-        client = process.create_client()
-        messages: list[Message] = [{"role": "user", "content": "a " * 6_000_000}]
-        user = gevent.spawn(process.send, client, work().with_messages(messages))
-        gevent.sleep(0.4)
-        user.kill()
-        client.close()
-    assert [(record.error, record.resent) for record in records_of(tmp_path)] == [("unfinished", False)]

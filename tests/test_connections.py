@@ -36,7 +36,7 @@ from tests.fake_server import (
 )
 from tests.faults import fault
 from tests.load_runs import ROOT, make_job, records_of
-from tests.tls import Signed, sign
+from tests.tls import sign
 
 REQUESTS = 3_000  # six for each port, which the kernel keeps for a minute after its connection is closed
 PORTS = 500
@@ -81,10 +81,8 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def answer_once(listener: socket.socket, signed: Signed | None = None) -> None:
+def answer_once(listener: socket.socket) -> None:
     connection, _ = listener.accept()
-    if signed is not None:
-        connection = signed.context().wrap_socket(connection, server_side=True)
     with connection:
         read_request(connection)
         connection.sendall(GOOD)
@@ -141,20 +139,6 @@ def test_connections_that_waited_for_a_full_listen_queue_are_counted(tmp_path: P
     waited = [record.connect_s or 0.0 for record in records if record.connect_retries]
     assert min(waited) > 0.9
     assert max(record.chunks_s[0] for record in records if record.connect_retries) < 0.8
-
-
-def test_a_slow_handshake_of_tls_is_part_of_connecting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    signed = sign(tmp_path)
-    monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
-    with (
-        listening() as listener,
-        exchanging(url_of(listener, "https")) as send,
-        after(0.3, answer_once, listener, signed),
-    ):
-        exchange, answer = send()
-    assert (answer.error, answer.message) == (None, None)
-    assert exchange.connect_ns is not None and 0.25e9 < exchange.connect_ns < 2e9
-    assert answer.chunks_s[0] < 0.25
 
 
 # Servers that keep a connection for some requests, or for some time without one.

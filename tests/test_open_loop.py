@@ -95,19 +95,6 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
         assert found.schedule.sent == 1
 
 
-OWN = """
-import gevent
-from locust import task
-
-from harness.load.user import LLMUser
-
-
-class Slow(LLMUser):
-    @task
-    def work(self):
-        self.ask_all(self.take(2))
-        gevent.sleep(1.2)
-"""
 SCENARIO = """\
 version: 1
 question: What becomes of what is in flight?
@@ -117,7 +104,6 @@ loads:
   open: {user: batch, users: 40, EVEN, duration_s: 1.5, output_tokens: 10}
   cut: {user: batch, users: 40, drain_s: 0.2, EVEN, duration_s: 1.5, output_tokens: 10}
   few: {user: batch, users: 1, EVEN, duration_s: 1.5, output_tokens: 10}
-  own: {user: mine.py, users: 1, arrivals: {rate: 5, spacing: even}, duration_s: 2, output_tokens: 2}
   shut: {user: batch, requests: 1, output_tokens: 2}
 repeats: 1
 restart: false
@@ -134,7 +120,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path, dict[str,
     """
     folder = tmp_path_factory.mktemp("open")
     (folder / "s.yaml").write_text(SCENARIO)
-    (folder / "mine.py").write_text(OWN)
     done = harness("run", "s.yaml", "--runs", "runs", cwd=folder)
     assert (done.code, done.err) == (3, "")
     run = only_run(folder / "runs")
@@ -176,18 +161,11 @@ def test_too_few_users_make_a_row_invalid_and_say_what_to_do(
     assert numbers["schedule"]["never_sent"] > 10
     assert numbers["e2e_sched_s"]["max"] > numbers["e2e_s"]["max"]
     found = {line.row.load: line.texts for line in schedule_table(read_summary(folder), read_run(folder)).rows}
-    assert list(found) == ["open", "cut", "few", "own"] and found["few"][0] == "open loop, evenly, 10 a second"
+    assert list(found) == ["open", "cut", "few"] and found["few"][0] == "open loop, evenly, 10 a second"
     assert found["few"][3] == f"{numbers['schedule']['never_sent']} of 15"
     table = csv.DictReader(called("report", str(folder), "--format", "csv", cwd=tmp_path).out.splitlines())
     kinds = {row["load"]: (row["kind"], row["planned"], row["asked_per_s"]) for row in table}
     assert (kinds["few"], kinds["shut"]) == (("open loop", "15", "10.0"), ("bursts", "", ""))
-
-
-def test_an_own_locustfile_that_cannot_keep_up(ran: tuple[Done, Path, dict[str, Any]]) -> None:
-    (cell,) = (cell for cell in read_summary(ran[1]).cells if cell.load == "own")
-    assert cell.numbers.schedule == ScheduleKept(planned=10, sent=2, never_sent=8, asked_per_s=5.0, achieved_per_s=1.0)
-    assert cell.numbers.sent == 4
-    assert (cell.problems[0].code, cell.problems[0].values["never_sent"]) == ("never_sent", 8)
 
 
 def test_the_time_of_an_open_loop_begins_with_its_schedule(tmp_path: Path) -> None:

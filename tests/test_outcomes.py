@@ -211,16 +211,6 @@ def test_a_body_left_open_after_done_does_not_keep_us(end: bytes) -> None:
             assert exchange.connect_ns is not None  # never the one that is in the middle of a body
 
 
-def test_data_in_small_pieces_keeps_us_waiting() -> None:
-    pieces = [UNTIL_CLOSED, *(TOKEN[i : i + 4] for i in range(0, 24, 4)), TOKEN[24:], FINISH, DONE]
-    with serving(answering(*pieces, pause_s=0.05)) as url, exchanging(url, timeout_s=0.45) as send:
-        assert send()[1].error is None  # half a second in all, but never that long without data
-    body = b'{"choices":[{"message":{"content":"hello"},"finish_reason":"stop"}]}'  # no stream
-    pieces = [whole(body)[:-40], *(body[-40:][i : i + 10] for i in range(0, 40, 10))]
-    with serving(answering(*pieces, pause_s=0.12)) as url, exchanging(url, timeout_s=0.2) as send:
-        assert send()[1].error is None
-
-
 def test_reasoning_and_tool_calls_are_tokens_but_not_visible(tmp_path: Path) -> None:
     call = b'data: {"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{"}}]}}]}\n\n'
     record = one_record(tmp_path, answering(UNTIL_CLOSED, REASON, call, TOKEN, FINISH, DONE, pause_s=0.02))
@@ -277,17 +267,6 @@ def test_events_that_share_a_read_are_counted(tmp_path: Path) -> None:
     record = one_record(tmp_path, handler)
     assert (len(record.chunks_s), record.coalesced) == (6, 3)
     assert record.chunks_s[0] == record.chunks_s[1] == record.chunks_s[2] < record.chunks_s[3]
-
-
-def test_a_whole_answer_has_no_chunk_times(tmp_path: Path) -> None:
-    body = (
-        b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hello"},"finish_reason":"stop"}],'
-        b'"usage":{"prompt_tokens":4,"completion_tokens":6}}'
-    )
-    record = one_record(tmp_path, answering(whole(body)), stream=False)
-    assert (record.error, record.chunks_s, record.first_visible_s, record.coalesced) == (None, [], None, 0)
-    assert (record.output_tokens, record.finish) == (6, "stop")
-    assert record.ended_s > 0
 
 
 # Cut by the end of the load, by the locustfile, or by a defect of ours.

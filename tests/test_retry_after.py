@@ -1,6 +1,5 @@
 """Retry-After of 429 and 503: users wait as long as the server asks, which no latency has and every report tells."""
 
-import json
 import socket
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import pytest
 from harness.analysis.tally import CellCounts, Clock, compute_numbers
 from harness.rundir.records import Request
 from harness.scenario import Arrivals, Load
-from tests.command import harness, only_run, server, write
 from tests.fake_server import answering, exchanging, read_request, serving, whole
-from tests.load_runs import driven, records_of
+from tests.load_runs import driven
 from tests.made_runs import both_marks, request
 
 BUSY = b'{"error":{"message":"busy"}}'
@@ -94,25 +92,3 @@ def test_a_summary_counts_them() -> None:
     parts = [CellCounts(clock=Clock(marks))]
     parts[0].add(request(index=0))
     assert (compute_numbers(parts).retry_after, compute_numbers(parts).retry_after_s) == (0, None)
-
-
-def test_a_run_shows_them(tmp_path: Path) -> None:
-    # The first completion request is the question whether the model answers.
-    path = write(
-        tmp_path,
-        servers={"one": server("--fault", "429:1.5@3")},
-        loads={"one": {"user": "batch", "users": 1, "requests": 6, "output_tokens": 3}},
-        warmup={"requests": 0},
-        max_error_rate=0.5,
-    )
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
-    run = only_run(tmp_path / "runs")
-    summary = json.loads((run / "summary.json").read_text())
-    (row,) = summary["rows"]
-    assert (row["pooled"]["retry_after"], row["pooled"]["retry_after_s"]) == (2, 3.0)
-    records = sorted(records_of(run), key=lambda record: record.index)
-    assert [record.retry_after_s for record in records] == [None, 1.5, None, None, 1.5, None]
-    assert all(pause_s >= 1.5 for pause_s in pauses_s(records)[1::3])
-    note = "after 2 requests the server asked for a wait (Retry-After), 3.0 s in total: their users waited as long as"
-    assert note in " ".join(done.out.split())

@@ -97,19 +97,6 @@ def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None
     assert sorted(numbers) == list(range(6))
 
 
-def test_the_warm_up_goes_on_until_all_machines_are_warm(tmp_path: Path) -> None:
-    sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=4, warmup_requests=2, part=Part(0, 2)))
-    sequencer.on_hold = True
-    assert not sequencer.is_warmed_up()
-    assert [sequencer.take()[0].phase for _ in range(3)] == ["warmup"] * 3
-    assert sequencer.is_warmed_up()
-    sequencer.on_hold = False
-    assert sequencer.take() == [Slot("measured", 0)]
-    without = Sequencer(str(tmp_path / "without"), Plan(requests=4))  # a warm-up: nothing is held
-    without.on_hold = True
-    assert without.is_warmed_up() and without.take() == [Slot("measured", 0)]
-
-
 # The warm-up that goes on until the server is steady: the rule by simulation, the sequencer, and whole runs.
 
 
@@ -308,14 +295,6 @@ def test_the_result_of_a_warm_up() -> None:
     assert summarize_warmup(counted, []) == WarmupResult(requests=2, seconds=3.5)
     assert summarize_warmup(counted, marks[:1]) == WarmupResult(requests=2, seconds=3.5, steady=True)
     assert summarize_warmup(counted, marks) == WarmupResult(requests=2, seconds=3.5, steady=False)
-    timed = CellCounts(
-        clock=Clock([]), measured_start_s=1002.5
-    )  # when its schedule began, which has no arrivals at first
-    for one in (request(sent_s=1000.0, phase="warmup"), request(sent_s=1009.0, scheduled_s=-0.5)):
-        counted.add(one)
-        timed.add(one)
-    assert summarize_warmup(timed, marks[:1], first_due_s=6.0) == WarmupResult(requests=1, seconds=2.5, steady=True)
-    assert summarize_warmup(counted, marks[:1], first_due_s=6.0) == WarmupResult(requests=3, seconds=2.5, steady=True)
 
 
 @pytest.mark.parametrize(

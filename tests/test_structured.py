@@ -35,12 +35,6 @@ def test_the_fields_of_a_choice() -> None:
     assert sent("nothing") == {}
 
 
-def test_a_schema_is_sent_unchanged() -> None:
-    sent = answer_fields(Structured(json_schema=SCHEMA, send="structured_outputs"), [])
-    assert sent == {"structured_outputs": {"json": SCHEMA}}
-    assert answer_fields(OBJECT, [])["response_format"]["json_schema"]["schema"] == SCHEMA
-
-
 CHOICE, OBJECT = Structured(choice="auto"), Structured(json_schema=SCHEMA)
 
 

@@ -50,15 +50,6 @@ def test_each_cell_has_its_own_salt() -> None:
     assert salt_words("a", "r1-x-y") == salt_words("a", "r1-x-y")
 
 
-def test_rows_of_a_file_are_cycled_and_keep_their_roles() -> None:
-    rows = [PromptRow(prompt="a"), PromptRow(messages=[PromptMessage("system", "s"), PromptMessage("user", "b")])]
-    prompts = Prompts(kind="file", file="x.jsonl")
-    sequence = [Workload(prompts, LOAD, 1, rows=rows).messages(index) for index in range(3)]
-    a = [{"role": "user", "content": "a"}]
-    b = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
-    assert sequence == [a, b, a]
-
-
 @pytest.mark.parametrize("kind", ["file", "classification", "synthetic"])
 @pytest.mark.parametrize("salt", [None, "one two three four"])
 def test_no_prompt_of_the_warmup_comes_back(kind: Literal["file", "classification", "synthetic"], salt: str) -> None:
