@@ -54,8 +54,8 @@ ALLOWED: dict[str, set[str]] = {
         "workload",
     },
     "run": {
-        "__version__", "capacity", "failures", "job", "judge", "machine", "prepare", "process", "report", "rundir",
-        "scenario", "serve", "simulated", "analysis", "summary", "units", "workers", "workload",
+        "__version__", "capacity", "failures", "job", "judge", "load.live_metrics", "machine", "prepare", "process",
+        "report", "rundir", "scenario", "serve", "simulated", "analysis", "summary", "units", "workers", "workload",
     },
     "api": {"analysis", "comparison", "report", "rundir", "scenario", "summary"},
     "cli": {

@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,9 +16,11 @@ from harness.analysis import derive
 from harness.analysis.derive import meets_slos
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
-from harness.load.recorder import Recorder
 from harness.rundir.records import CUT, MAX_CPU, ErrorKind, Request, Samples
 from harness.scenario.check_syntax import Slo
+
+if TYPE_CHECKING:  # the harness, which has no gevent, uses this module, too
+    from harness.load.recorder import Recorder
 
 RESOLUTION = 0.01  # of a percentile: histogram buckets are 2 % wide
 WINDOW_S = 10
@@ -156,7 +158,7 @@ class CounterDelta(msgspec.Struct, array_like=True):
             by_class[request.user_class] = Accumulator()
         by_class[request.user_class].count(request, slos)
 
-    def add_process_state(self, recorder: Recorder) -> None:
+    def add_process_state(self, recorder: "Recorder") -> None:
         """Add the state at the time of the report."""
         self.now = time.monotonic()
         self.in_flight_of = {name: count for name, count in recorder.in_flight_of.items() if count}

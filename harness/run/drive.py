@@ -6,26 +6,23 @@ import json
 import os
 import subprocess
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import numpy as np
 import psutil
 
 from harness import process
-from harness.analysis import derive
 from harness.errors import RunError
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
 from harness.files import UNDECODABLE, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, idle_file, read_status, status_file
+from harness.load.live_metrics import Accumulator, Numbers, Observed
 from harness.process import free_port, pause
 from harness.redact import registered_secrets
 from harness.rundir.directory import disk_is_full, release_space
-from harness.rundir.records import CUT, Request, Samples, Tail, read_marks
-from harness.rundir.samples import GpuSample
+from harness.rundir.records import CUT, Request, Tail, read_marks
 from harness.scenario import MAX_USERS, is_open_loop, max_concurrency
 from harness.scenario.behaviour import max_length
 from harness.summary import Reason, because
@@ -40,7 +37,6 @@ STUCK_EXCEPTIONS = 3  # ... at least this many: the load is stuck
 MAX_SILENCE_S = 60.0  # after all time limits of the load: Locust itself hangs
 PROPOSED_RATE = 100.0  # users per second; Locust warns above it
 _MIN_RATE_SPAN_S = 1.0  # shorter spans have too few answers for a rate
-_MAX_LATENCIES = 10_000  # latencies of the newest requests, so that memory does not grow
 _MIN_REQUESTS = 3  # for an estimate of the remaining time
 
 
@@ -84,23 +80,6 @@ class LocalChild:
         return process.stop(self._child, grace_s=grace_s)
 
 
-class Glance(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a running cell: latencies of its newest measured requests, and rates since the first one."""
-
-    done: int = 0  # measured requests that ended
-    warmup: int = 0
-    failed: dict[str, int] = {}
-    ttft_s: tuple[float, float] | None = None  # p50 and p95
-    tpot_s: tuple[float, float] | None = None
-    tok_s: float | None = None
-    req_s: float | None = None
-    running: float | None = None
-    waiting: float | None = None
-    kv_usage: float | None = None
-    gpus: dict[str, GpuSample] = {}
-    left_s: float | None = None
-
-
 class Monitor:
     """Follow one cell by its growing files: records, server metrics and telemetry. Reads only what is new."""
 
@@ -122,14 +101,10 @@ class Monitor:
 
     def follow(self, job: Job) -> None:
         """Follow the cell of a job: the first one, or the next stage of a load."""
-        folder = Path(job.requests_path).parent
         self.job = job
-        self._metrics = Samples(folder / "metrics.jsonl", job.cell)
-        self._telemetry = Samples(folder / "telemetry.jsonl", job.cell)
-        self._ttft: deque[float] = deque(maxlen=_MAX_LATENCIES)
-        self._tpot: deque[float] = deque(maxlen=_MAX_LATENCIES)
-        self._errors: Counter[str] = Counter()
-        self._done = self._warmup = self._tokens = 0
+        self.measured = Accumulator()  # of the measured requests
+        self.warmup_ended = 0
+        self.observed = Observed(Path(job.requests_path).parent)
         self._began_s: float | None = None  # estimated time of the first measured request
         self._newest_s = 0.0  # when the newest records were read
 
@@ -159,72 +134,39 @@ class Monitor:
         first, self._first = self._first[:FIRST_REQUESTS], None
         return scenario_mistake(first)
 
-    def glance(self) -> Glance:
-        """Read what is new, and return the state of the cell."""
+    def numbers(self) -> Numbers:
+        """Read what is new, and return rates and latencies of the measured requests since the first one."""
         self.update()
-        now_s = time.monotonic()
-        self._metrics.read_new()
-        self._telemetry.read_new()
-        values = (self._metrics.newest or {}).get("values", {})
+        self.observed.update()
         # Long answers end in waves, so the time since the newest one does not count.
         span_s = 0.0 if self._began_s is None else self._newest_s - self._began_s
-        has_rates = span_s >= _MIN_RATE_SPAN_S
-        return Glance(
-            done=self._done,
-            warmup=self._warmup,
-            failed=dict(self._errors.most_common()),
-            ttft_s=_percentiles(self._ttft),
-            tpot_s=_percentiles(self._tpot),
-            tok_s=self._tokens / span_s if has_rates else None,
-            req_s=self._done / span_s if has_rates else None,
-            running=values.get("running"),
-            waiting=values.get("waiting"),
-            kv_usage=values.get("kv_usage"),
-            gpus=msgspec.convert((self._telemetry.newest or {}).get("gpus", {}), dict[str, GpuSample]),
-            left_s=self._left_s(now_s),
-        )
+        return self.measured.numbers(span_s if span_s >= _MIN_RATE_SPAN_S else None, with_slos=False)
 
     def _add_requests(self, requests: list[Request], now_s: float) -> None:
         """Add records of the cell; those of its warm-up are only counted."""
         of_cell = [request for request in requests if request.cell == self.job.cell]
         measured = [request for request in of_cell if request.phase == "measured"]
-        self._warmup += len(of_cell) - len(measured)
-        if not measured:
-            return
-        if self._began_s is None:  # the records may have another machine's clock
+        self.warmup_ended += len(of_cell) - len(measured)
+        if measured and self._began_s is None:  # the records may have another machine's clock
             ended_s = max(request.sent_s + request.ended_s for request in measured)
             self._began_s = now_s - (ended_s - min(request.sent_s for request in measured))
-        self._newest_s = now_s
-        self._done += len(measured)
         for request in measured:
-            if request.error is not None:
-                if request.error not in CUT:
-                    self._errors[request.error] += 1
-                continue
-            self._tokens += request.output_tokens or 0
-            for values, value in ((self._ttft, derive.ttft_s(request)), (self._tpot, derive.tpot_s(request))):
-                if value is not None:
-                    values.append(value)
+            self._newest_s = now_s
+            self.measured.count(request, [])
 
-    def _left_s(self, now_s: float) -> float | None:
+    def left_s(self) -> float | None:
         """Estimate the remaining seconds of the load. Requests in flight at the end of a timed load may take longer."""
-        load = self.job.load
+        load, ended = self.job.load, self.measured.ended
         if self._began_s is None or self.watch is not None:  # the watch decides when it ends
             return None
+        took_s = time.monotonic() - self._began_s
         if load.duration_s is not None:
-            return max(0.0, self._began_s + load.duration_s - now_s)
+            return max(0.0, load.duration_s - took_s)
         # In a closed loop users start together: a rate needs the answers of at least one full wave.
         needed = _MIN_REQUESTS if is_open_loop(load) else max(_MIN_REQUESTS, max_concurrency(load))
-        if load.requests is None or self._done < needed:
+        if load.requests is None or ended < needed:
             return None
-        return max(0.0, (load.requests - self._done) * (now_s - self._began_s) / self._done)
-
-
-def _percentiles(values: deque[float]) -> tuple[float, float] | None:
-    if not values:
-        return None
-    p50, p95 = np.percentile(list(values), [50, 95])
-    return float(p50), float(p95)
+        return max(0.0, (load.requests - ended) * took_s / ended)
 
 
 def locust_arguments(

@@ -3,21 +3,23 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.text import Text
 
 from harness.redact import masked
-from harness.run.drive import Glance, Monitor
+from harness.run.drive import Monitor
 from harness.scenario.plan import Cell
 from harness.units import count, duration, gib
 
 PLAIN_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0  # between two reads of a cell's files
+AT = ("p50", "p95")
 
 
 class Progress:
@@ -31,8 +33,8 @@ class Progress:
         self._live: Live | None = None
         self._spinner = Spinner("dots", "starting")
         self._monitor: Monitor | None = None
-        self._glance: Glance | None = None
-        self._glanced_s = 0.0
+        self._numbers: list[str] | None = None  # of the monitor, in words
+        self._read_s = 0.0
 
     @contextmanager
     def live(self) -> Iterator["Progress"]:
@@ -55,12 +57,12 @@ class Progress:
 
     def stage(self, text: str) -> None:
         """Show a stage of the current cell before its load, such as the start of its server."""
-        self._monitor = self._glance = None
+        self._monitor = self._numbers = None
         self._show(": ".join(part for part in (self.head, masked(text, "sure")) if part))
 
     def start_load(self, monitor: Monitor) -> None:
         """Show the load of the current cell at each `update`."""
-        self._monitor, self._glance, self._glanced_s = monitor, None, time.monotonic()
+        self._monitor, self._numbers, self._read_s = monitor, None, time.monotonic()
 
     def next_stage(self, cell: Cell, monitor: Monitor) -> None:
         """Show the next stage of a load."""
@@ -77,71 +79,58 @@ class Progress:
             return
         now_s = time.monotonic()
         is_shown = self._live is not None or now_s - self.last_plain >= PLAIN_EVERY_S
-        if is_shown and now_s - self._glanced_s >= LOOK_EVERY_S:
-            self._glanced_s = now_s
-            self._glance = monitor.glance()
+        if is_shown and now_s - self._read_s >= LOOK_EVERY_S:
+            self._read_s = now_s
+            self._numbers = describe_numbers(monitor)
         total = "" if monitor.total is None else f" of {monitor.total}"
         warmup = f", {monitor.warmup} of them warm-up" if monitor.warmup else ""
         failed = f", {monitor.failed} FAILED" if monitor.failed else ""
         simulated = " (SIMULATED)" if monitor.job.simulated else ""
         text = f"{self.head}{simulated}: {monitor.recorded}{total} requests{warmup}{failed}, {monitor.elapsed_s:.0f} s"
-        glance = self._glance
-        if glance is not None:
-            if glance.warmup and not glance.done and not warmup:  # the length of a timed warm-up is unknown
-                text += f", warm-up until now: {count(glance.warmup, 'request')}"
-            if glance.left_s is not None:
-                text += f", {duration(glance.left_s)} left"
+        if self._numbers is not None:
+            if monitor.warmup_ended and not monitor.measured.ended and not warmup:  # its length is unknown
+                text += f", warm-up until now: {count(monitor.warmup_ended, 'request')}"
+            if (left_s := monitor.left_s()) is not None:
+                text += f", {duration(left_s)} left"
             if self._live is None:
-                text = ", ".join([text, *describe_glance(glance)])
-        self._show(text, glance)
+                text = ", ".join([text, *self._numbers])
+        self._show(text, self._numbers)
 
-    def _show(self, text: str, glance: Glance | None = None) -> None:
+    def _show(self, text: str, numbers: list[str] | None = None) -> None:
         if self._live is not None:
             self._spinner.update(text=Text(text))  # names come from files: no markup in them
-            parts: list[RenderableType] = [self._spinner]
-            if glance is not None:
-                parts.append(Padding(glance_view(glance), (0, 0, 0, 2)))
-            self._live.update(Group(*parts))
+            table = Padding(Columns(numbers or [], padding=(0, 3)), (0, 0, 0, 2))
+            self._live.update(Group(self._spinner, table) if numbers else self._spinner)
         elif time.monotonic() - self.last_plain >= PLAIN_EVERY_S:
             self.last_plain = time.monotonic()
             self.line(text)
 
 
-def glance_view(glance: Glance) -> Group:
-    """Return the numbers of a cell for a terminal of any width."""
-    lines: list[RenderableType] = [Columns(describe_glance(glance), padding=(0, 3))]
-    if glance.failed:
-        kinds = ", ".join(f"{number} {kind}" for kind, number in glance.failed.items())
-        lines.append(Text(f"failed: {kinds}", style="red"))
-    return Group(*lines)
-
-
-def describe_glance(glance: Glance) -> list[str]:
-    """Return the known numbers of a cell in words: of the load, the server and the GPUs."""
-    ttft, tpot = glance.ttft_s or (None, None), glance.tpot_s or (None, None)
-    numbers = {
-        "TTFT p50": _format_latency(ttft[0]),
-        "TTFT p95": _format_latency(ttft[1]),
-        "TPOT p50": _format_latency(tpot[0]),
-        "TPOT p95": _format_latency(tpot[1]),
-        "tok/s": _format_number(glance.tok_s),
-        "req/s": _format_number(glance.req_s),
-        "running": _format_number(glance.running),
-        "waiting": _format_number(glance.waiting),
-        "KV": None if glance.kv_usage is None else f"{glance.kv_usage:.0%}",
+def describe_numbers(monitor: Monitor) -> list[str]:
+    """Read what is new of a cell, and return its known numbers in words: of the load, the server and the GPUs."""
+    numbers, observed = monitor.numbers(), monitor.observed.values
+    server = observed["server"] or {}
+    known = {
+        f"{name} {at}": _format_latency(numbers[f"{name.lower()}_{at}_s"]) for name in ("TTFT", "TPOT") for at in AT
     }
-    return [f"{name} {text}" for name, text in numbers.items() if text is not None] + _describe_gpus(glance)
+    known |= {"tok/s": _format_number(numbers["tok_s"]), "req/s": _format_number(numbers["req_s"])}
+    known |= {name: _format_number(server.get(name)) for name in ("running", "waiting")}
+    known["KV"] = f"{server['kv_usage']:.0%}" if server.get("kv_usage") is not None else None
+    words = [f"{name} {text}" for name, text in known.items() if text is not None]
+    words += _describe_gpus(observed["gpus"] or {})
+    failures = monitor.measured.failures.items()
+    return words + [f"failed: {', '.join(f'{number} {kind}' for kind, number in failures)}"] if failures else words
 
 
-def _describe_gpus(glance: Glance) -> list[str]:
+def _describe_gpus(gpus: dict[str, dict[str, Any]]) -> list[str]:
     texts = []
-    for name, gpu in sorted(glance.gpus.items()):
-        memory = gpu.vram_used_bytes
-        if gpu.package and gpu.gtt_used_bytes is not None:  # an APU has most of its memory there
-            memory = (memory or 0) + gpu.gtt_used_bytes
-        words = [name] if gpu.busy_percent is None else [name, f"{gpu.busy_percent:.0f} %"]
+    for name, gpu in sorted(gpus.items()):
+        memory, busy, power_w = gpu.get("vram_used_bytes"), gpu.get("busy_percent"), gpu.get("power_w")
+        if gpu.get("package") and gpu.get("gtt_used_bytes") is not None:  # an APU has most of its memory there
+            memory = (memory or 0) + gpu["gtt_used_bytes"]
+        words = [name] if busy is None else [name, f"{busy:.0f} %"]
         words += [] if memory is None else [gib(memory)]
-        words += [] if gpu.power_w is None else [f"{gpu.power_w:.0f} W"]
+        words += [] if power_w is None else [f"{power_w:.0f} W"]
         texts.append(" ".join(words))
     return texts
 

@@ -361,11 +361,9 @@ class Tail:
 class Samples:
     """Reads the samples that are appended to metrics.jsonl or telemetry.jsonl from now on."""
 
-    def __init__(self, path: Path, cell: str | None = None) -> None:
-        """`cell`: read only its samples; None: all."""
+    def __init__(self, path: Path) -> None:
         self.newest: dict[str, Any] | None = None  # None: there is no recent one
         self._tail = Tail(path)
-        self._cell = cell
 
     def read_new(self) -> list[dict[str, Any]]:
         """Return the samples since the last call. This takes well below a millisecond."""
@@ -373,8 +371,7 @@ class Samples:
         for line in self._tail.lines():
             with suppress(*UNDECODABLE):
                 sample = msgspec.json.decode(line)
-                known = isinstance(sample, dict) and isinstance(sample.get("wall_s"), float)
-                if known and self._cell in (None, sample.get("cell")):
+                if isinstance(sample, dict) and isinstance(sample.get("wall_s"), float):
                     new.append(sample)
         self.newest = new[-1] if new else self.newest
         if self.newest is not None and time.time() - self.newest["wall_s"] > _FRESH_S:
