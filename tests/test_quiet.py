@@ -118,7 +118,6 @@ def test_loads_that_are_quiet_by_schedule_go_on(tmp_path: Path, engine: str) -> 
     slow_tool = Agent(steps=2, tool_time=PAUSE)
     loads = {
         "points": Loaded(load(users=2, arrivals=even([0, 1], [1, 0], [8, 0], [8.2, 5]), duration_s=9.2), 6),
-        "nothing more": Loaded(load(users=2, arrivals=even([0, 5], [1, 0]), duration_s=9), 5),  # only the end is due
         "warm-up": Loaded(load(users=2, arrivals=Arrivals(rate=0.14, spacing="even"), duration_s=1), 3, warmup=2),
         "thinking": Loaded(load(users=2, requests=4, think=PAUSE, processes=2), 4),
         "slow tool": Loaded(load(user="agent", requests=2, agent=slow_tool), 2),
