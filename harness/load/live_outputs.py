@@ -44,25 +44,22 @@ TITLES = {
 }
 
 
-def _whole_test_rows(live: LiveNumbers) -> list[tuple[str, Numbers, int]]:
-    """Return name, numbers and requests in flight of each user class, and of all together if there are several."""
+def table_rows(live: LiveNumbers, *, with_recent: bool = False) -> list[dict[str, Any]]:
+    """Return the table of the whole test, by the keys of `TITLES`: each user class, all together, and the warm-up.
+
+    `with_recent`: also the last seconds. Numbers have three digits; "–" is an unknown one.
+    """
     whole, in_flight = live.whole_test(), {**live.in_flight_of(), ALL: live.in_flight()}
     names = [name for name in whole if name != ALL]
-    return [(name, whole[name], in_flight.get(name, 0)) for name in (names if len(names) == 1 else [*names, ALL])]
-
-
-def tab_rows(live: LiveNumbers) -> list[dict[str, Any]]:
-    """Return the tab's table of the whole test: each user class, all together, and the warm-up."""
-    test_rows = _whole_test_rows(live)
+    names += [] if len(names) == 1 else [ALL]
+    lines: list[tuple[str, Numbers, int]] = [(name, whole[name], in_flight.get(name, 0)) for name in names]
     if live.warmup:  # as in Locust's own table
-        test_rows.append((WARMUP, {"ended": live.warmup, "failed": live.warmup_failed}, 0))
+        lines.append((WARMUP, {"ended": live.warmup, "failed": live.warmup_failed}, 0))
+    if with_recent:
+        lines.append((f"last {live_metrics.WINDOW_S} s", live.recent()[ALL], in_flight[ALL]))
     rows = []
-    for name, numbers, in_flight in test_rows:
-        row: dict[str, Any] = {
-            "name": name,
-            "inflight": in_flight,
-            **{key: numbers[key] for key in ("ended", "failed")},
-        }
+    for name, numbers, count in lines:
+        row: dict[str, Any] = {"name": name, "ended": numbers["ended"], "failed": numbers["failed"], "inflight": count}
         for key, _, column, factor in COLUMNS:
             value = numbers.get(column)
             row[key] = "–" if value is None else float(f"{value * factor:.3g}")
@@ -103,36 +100,26 @@ def whole_csv(live: LiveNumbers) -> str:
 
 def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
     """Return the lines of the table in the log: the whole test and, if not `final`, the last seconds."""
-    rows = _whole_test_rows(live)
-    if not final:
-        rows.append((f"last {live_metrics.WINDOW_S} s", live.recent()[ALL], live.in_flight()))
-    width = max(22, *(len(name) for name, _, _ in rows))
+    rows = table_rows(live, with_recent=not final)
+    width = max(26, *(len(row["name"]) for row in rows))
     titles = [title.removesuffix(", ms").replace("Goodput, req/s", "goodput/s") for _, title, _, _ in COLUMNS]
-    lines = [f"{'LLM metrics (times in ms)':<{width + 4}} {'# reqs':>8} {'# fails':>8} {'in flight':>10}"]
+    lines = [f"{'LLM metrics (times in ms)':<{width}} {'# reqs':>8} {'# fails':>8} {'in flight':>10}"]
     lines[0] += "".join(f" {title:>9}" for title in titles)
-    for name, numbers, in_flight in rows:
-        line = f"{name:<{width + 4}} {numbers['ended']:>8} {numbers['failed']:>8} {in_flight:>10}"
-        lines.append(line + "".join(f" {_number(numbers[column], factor):>9}" for _, _, column, factor in COLUMNS))
+    for row in rows:
+        texts = [row[key] if isinstance(row[key], str) else f"{row[key]:g}" for key, *_ in COLUMNS]
+        line = f"{row['name']:<{width}} {row['ended']:>8} {row['failed']:>8} {row['inflight']:>10}"
+        lines.append(line + "".join(f" {text:>9}" for text in texts))
     if live.slos:
         share = live.whole_test()[ALL]["attainment"]
         met = "no request has ended yet" if share is None else f"{share:.1%} of all requests that ended"
         lines.append(f"Goodput: requests that met {live.slos} ({met})")
-    if live.warmup:
-        lines.append(f"Warm-up, not counted above: {live.warmup} requests, {live.warmup_failed} failed")
     return lines
-
-
-def _number(value: float | None, factor: float) -> str:
-    if value is None:
-        return "-"
-    rounded = float(f"{value * factor:.3g}")
-    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
 
 
 def html_section(live: LiveNumbers) -> str:
     """Return the table of the whole test as HTML, for Locust's report. Texts of users are escaped."""
     titles = "".join(f"<th>{html.escape(title)}</th>" for title in TITLES.values())
-    rows = [[html.escape(str(row[key])) for key in TITLES] for row in tab_rows(live)]
+    rows = [[html.escape(str(row[key])) for key in TITLES] for row in table_rows(live)]
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     slos = f"<p>Goodput: requests that met {html.escape(live.slos)}</p>" if live.slos else ""
     return f"""<section id="llm-metrics"><style>
@@ -244,39 +231,32 @@ class LoadSnapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the test since its start. A new test resets the counters."""
         numbers, total = self.numbers, self.numbers.total
-        requests = CounterMetricFamily(
-            f"{PREFIX}_requests", "Measured requests that ended, by how", labels=[LABEL, "outcome"]
-        )
-        met = CounterMetricFamily(f"{PREFIX}_slo_met_requests", "Requests that met every SLO (goodput)", labels=[LABEL])
+        outcomes: dict[tuple[str, ...], float] = {}
         for name, sums in total.items():
-            outcomes = {"succeeded": sums.ended - sums.failed - sums.cut, "failed": sums.failed, "cut": sums.cut}
-            for outcome, count in outcomes.items():
-                requests.add_metric([name, outcome], count)
-            if numbers.slos and not sums.unknown:
-                met.add_metric([name], sums.met)
-        yield requests
-        yield met
-        errors = CounterMetricFamily(f"{PREFIX}_errors", "Failed requests by kind", labels=["error_type"])
-        for kind, count in numbers.failures().items():
-            errors.add_metric([kind], count)
-        yield errors
-        warmup = CounterMetricFamily(f"{PREFIX}_warmup_requests", "Warm-up requests that ended; counted nowhere else")
-        warmup.add_metric([], numbers.warmup)
-        yield warmup
-        in_flight = GaugeMetricFamily(f"{PREFIX}_requests_in_flight", "Requests sent and not ended", labels=[LABEL])
-        for name, count in (dict.fromkeys(total, 0) | numbers.in_flight_of()).items():
-            in_flight.add_metric([name], count)
-        yield in_flight
-        limited = numbers.client_limited()
-        for name, about, value in (
-            ("users", "Virtual users", self.users),
-            ("running", "1: a load runs", int(self.running)),
-            ("client_limited", "1: a load process has no CPU time left: times are too long", int(limited is not None)),
-            ("workers", "Load processes that send requests", self.workers),
-            ("workers_missing", "Load processes that give no sign of life", self.missing if self.workers else None),
+            outcomes[name, "succeeded"] = sums.ended - sums.failed - sums.cut
+            outcomes[name, "failed"], outcomes[name, "cut"] = sums.failed, sums.cut
+        met = {(name,): sums.met for name, sums in total.items() if numbers.slos and not sums.unknown}
+        errors = {(kind,): count for kind, count in numbers.failures().items()}
+        in_flight = {(name,): count for name, count in (dict.fromkeys(total, 0) | numbers.in_flight_of()).items()}
+        limited, missing = numbers.client_limited() is not None, self.missing if self.workers else None
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
+        for family, name, about, labels, values in (
+            (counter, "requests", "Measured requests that ended, by how", [LABEL, "outcome"], outcomes),
+            (counter, "slo_met_requests", "Requests that met every SLO (goodput)", [LABEL], met),
+            (counter, "errors", "Failed requests by kind", ["error_type"], errors),
+            (counter, "warmup_requests", "Warm-up requests that ended; counted nowhere else", [], {(): numbers.warmup}),
+            (gauge, "requests_in_flight", "Requests sent and not ended", [LABEL], in_flight),
+            (gauge, "users", "Virtual users", [], {(): self.users}),
+            (gauge, "running", "1: a load runs", [], {(): self.running}),
+            (gauge, "client_limited", "1: a load process has no CPU time left: times are too long", [], {(): limited}),
+            (gauge, "workers", "Load processes that send requests", [], {(): self.workers}),
+            (gauge, "workers_missing", "Load processes that give no sign of life", [], {(): missing}),
         ):
-            if value is not None:
-                yield GaugeMetricFamily(f"{PREFIX}_{name}", about, value=value)
+            metric: Any = family(f"{PREFIX}_{name}", about, labels=labels)
+            for key, value in values.items():
+                if value is not None:
+                    metric.add_metric(key, float(value))
+            yield metric
         for column, (name, about, bounds) in LATENCIES.items():
             latency = HistogramMetricFamily(name, about, labels=[LABEL])
             for user_class, sums in total.items():

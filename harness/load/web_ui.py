@@ -77,7 +77,7 @@ def add_routes(web_ui: WebUI, live: "Live") -> None:
     def add_to_locust_page(response: Response) -> Response:
         if request.endpoint == "locust.request_stats" and response.status_code == 200:
             body = msgspec.json.decode(response.get_data())
-            body["extended_stats"] = [{"key": KEY, "data": live_outputs.tab_rows(live.numbers)}]
+            body["extended_stats"] = [{"key": KEY, "data": live_outputs.table_rows(live.numbers)}]
             response.set_data(msgspec.json.encode(body))
         elif request.endpoint == "locust.stats_report" and response.status_code == 200:
             report = response.get_data(as_text=True)
