@@ -74,7 +74,7 @@ def test_the_token_budget_cuts_a_prompt_into_chunks_beside_decoding() -> None:
 def test_the_youngest_is_preempted_and_computes_everything_again() -> None:
     tight = engine(num_gpu_blocks=4, max_model_len=64, preemption_s=5.0)
     old, young = add(tight, 1, prompt=16, output=20), add(tight, 2, prompt=16, output=20)
-    durations, prefills = [], []
+    durations, prefills = list[float](), list[int]()
     while (step := tight.begin(0.0)) is not None:
         if step.preempted:
             assert [waiting.key for waiting in tight.waiting] == [2, 3]  # the victim is first, and nothing is admitted
