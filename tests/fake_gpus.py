@@ -70,17 +70,6 @@ def instinct_table(cycles: int, heat: int = 0, power: int = 0, energy_j: float =
     return table(1, 7, 2208, fields | {24: ("Q", round(energy_j * 2**16))})
 
 
-# Attributes of revision 1.9 as the kernel's SMU_13_0_6_METRICS_FIELDS has them (MI300X), in its order: first and last
-# id of enum amdgpu_metrics_attr_id, unit, type and number of values. Id 38 is in no table.
-MI300X = (
-    (0, 2, 2, 2, 1), (3, 3, 3, 2, 1), (4, 5, 10, 2, 1), (6, 6, 8, 6, 1), (7, 7, 0, 6, 1), (8, 8, 4, 6, 1),
-    (9, 15, 0, 4, 1), (16, 16, 0, 2, 1), (17, 17, 7, 2, 1), (18, 18, 0, 2, 1), (19, 19, 6, 2, 1), (20, 21, 10, 4, 1),
-    (22, 22, 10, 6, 1), (23, 23, 8, 6, 1), (24, 26, 0, 6, 1), (27, 28, 0, 4, 1), (29, 30, 9, 6, 8), (31, 31, 0, 2, 8),
-    (32, 32, 5, 6, 1), (33, 33, 1, 2, 8), (34, 36, 1, 2, 4), (37, 37, 1, 2, 1), (39, 39, 0, 4, 1), (40, 40, 10, 4, 8),
-    (41, 41, 10, 2, 40), (42, 42, 10, 2, 4), (43, 43, 10, 6, 8), (44, 47, 0, 6, 8),
-)  # fmt: skip
-
-
 def attribute(number: int, unit: int, kind: int, values: int, value: int | None = None) -> bytes:
     """An attribute of revision 1.9 by the rules of AMDGPU_METRICS_ENC_ATTR; without a value it is all ones."""
     width = (1, 1, 2, 2, 4, 4, 8, 8)[kind]
@@ -94,15 +83,10 @@ def attribute_table(*attributes: bytes, count: int | None = None) -> bytes:
     return struct.pack("<HBBi", 8 + len(raw), 1, 9, len(attributes) if count is None else count) + raw
 
 
-def mi300x_attributes(values: dict[int, int]) -> bytes:
-    """Revision 1.9 as an MI300X has it, all ones but for `values` by id."""
-    return attribute_table(
-        *(
-            attribute(number, unit, kind, many, values.get(number))
-            for first, last, unit, kind, many in MI300X
-            for number in range(first, last + 1)
-        )
-    )
+def attribute_counters(values: dict[int, int]) -> bytes:
+    """Revision 1.9 with these counters by id, between attributes that nobody reads."""
+    counters = [attribute(number, 0, 6 if number == 7 else 4, 1, value) for number, value in values.items()]
+    return attribute_table(attribute(40, 10, 4, 8), *counters, attribute(500, 0, 7, 3, 1))
 
 
 def radeon_table(status: int) -> bytes:

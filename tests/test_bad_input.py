@@ -113,9 +113,7 @@ def test_a_file_that_is_not_a_scenario(tmp_path: Path, content: bytes, said: str
     [
         (("run", "first-lok"), "first-lok: there is no such scenario; did you mean 'first-look'?"),
         (("check", "."), ".: the scenario cannot be read (Is a directory)"),
-        (("report", "nothing"), "nothing: neither a run directory nor the id of a run in runs"),
         (("compare", "nothing", "other"), "nothing: neither a run directory nor the id of a run in runs"),
-        (("diff", "nothing", "other"), "nothing: neither a run directory nor the id of a run in runs"),
     ],
 )
 def test_missing_files_and_runs(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

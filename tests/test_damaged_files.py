@@ -1,9 +1,7 @@
 """What is read is a regular file with bounded values, and a damaged one costs an error that names file and line."""
 
-import ast
 import json
 import os
-import re
 import shutil
 import socket
 import time
@@ -25,63 +23,33 @@ from harness.report.html import write_report
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
 from harness.scenario import Load
-from harness.serve.compose_file import read_compose
 from harness.simulated.wire import BadRequest, parse_json
 from tests.command import harness, write
 from tests.faults import fault
 from tests.made_runs import scenario, write_made_run
 
-# Modules that open files for reading by themselves, and why.
-OPENERS = {
-    "files.py": "the one function",
-    "cli/tools.py": "a pipe that the shell has opened",
-    "engines/__init__.py": "its own files",
-    "load/web_ui.py": "its own assets",
-    "machine/telemetry.py": "files of /sys and /proc, each second",
-    "load/health.py": "/proc",
-    "load/recorder.py": "/proc",
-    "process.py": "/proc",
-    "run/calibrate.py": "/proc",
-    "serve/offline_job.py": "runs in a container without the harness",
-}
-
-
-def test_files_are_opened_for_reading_by_one_function() -> None:
-    found = set()
-    for path in sorted((ROOT / "harness").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            text = ast.unparse(node)
-            own = re.search(r"__file__|resources|files\(|ROOT|read_text\(path|wb|'w'", text)
-            reads = isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "read_bytes")
-            opens = text.startswith("open(") or (text.endswith((".open()", ".open('rb')", ".open('r')")))
-            if (reads or opens) and not own and "os.devnull" not in text and "'ab'" not in text:
-                found.add(str(path.relative_to(ROOT / "harness")))
-    assert found - {"simulated/answer.py", "simulated/server.py", "simulated/wire.py"} <= set(OPENERS)
-
-
-def irregular(folder: Path) -> dict[str, Path]:
-    os.mkfifo(folder / "pipe")
-    (folder / "folder").mkdir()
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(folder / "socket"))
-    return {name: folder / name for name in ("pipe", "socket", "folder")} | {"device": Path("/dev/zero")}
-
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
-    words = {"pipe": "a named pipe", "socket": "a socket", "device": "a device"}
-    for name, path in irregular(tmp_path).items():
-        with pytest.raises(OSError) as told:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+    for path, problem in (
+        (tmp_path / "pipe", "not a regular file but a named pipe"),
+        (tmp_path / "socket", "not a regular file but a socket"),
+        (Path("/dev/zero"), "not a regular file but a device"),
+        (tmp_path / "folder", "Is a directory"),
+    ):
+        with pytest.raises(OSError) as caught:
             open_file(path)
-        assert told.value.strerror == (f"not a regular file but {words[name]}" if name in words else "Is a directory")
+        assert caught.value.strerror == problem
 
 
 @pytest.mark.parametrize(
     "command",
     [
         ("explain", "pipe"), ("check", "pipe"), ("import", "pipe"), ("report", "runs/made"), ("runs",),
-        ("run", "small.yaml"), ("check", "trace.yaml"),
+        ("run", "small.yaml"),
         ("run", "small.yaml", "--url", "https://127.0.0.1:1", "--ca", "pipe"),
     ],
 )  # fmt: skip
@@ -92,9 +60,6 @@ def test_no_command_waits_for_a_named_pipe(tmp_path: Path, command: tuple[str, .
     (tmp_path / "runs" / "made" / "run.json").unlink()
     os.mkfifo(tmp_path / "runs" / "made" / "run.json")
     write(tmp_path, prompts={"kind": "file", "file": "pipe"})
-    (tmp_path / "more").mkdir()
-    path = write(tmp_path / "more", loads={"a": {"user": "batch", "trace": {"file": "../pipe"}}})
-    (tmp_path / "trace.yaml").write_text(path.read_text().replace("../pipe", "pipe"))
     done = harness(*command, cwd=tmp_path, timeout_s=60)
     assert (done.code, "Traceback" in done.err) == (0 if command == ("runs",) else 1, False)
     assert "pipe" in done.out + done.err
@@ -154,9 +119,7 @@ def test_a_damaged_run_is_one_line_in_the_list_and_an_error_elsewhere(tmp_path: 
 @pytest.mark.parametrize(
     "change",
     [
-        {}, {"sent_s": 1e308}, {"sent_s": -1e308}, {"ended_s": 1e308}, {"chunks_s": [-1e300, 1e300]}, {"chunks_s": []},
-        {"chunks_s": [-5.0]}, {"ended_s": -5.0}, {"output_tokens": 2**70}, {"process": 10**30},
-        {"prompt_tokens": -(2**63)},
+        {}, {"sent_s": 1e308}, {"chunks_s": [-1e300, 1e300]}, {"ended_s": -5.0}, {"output_tokens": 2**70},
         {"error": "http", "message": "=1+\x1b[31m\x00"}, {"deep": [[[[]]]]},
     ],
 )  # fmt: skip
@@ -244,13 +207,6 @@ def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, l
     assert decode_delta(b"\xd9\x01\xff") is None and decode_delta(b"\x91" * 100_000) is None
     with pytest.raises(BadRequest):
         parse_json(line)
-
-
-@pytest.mark.parametrize("part", ["volumes", "services"])
-@pytest.mark.parametrize("value", ["a", 1, ["a"], {"a": "b"}])
-def test_parts_of_a_compose_file_of_another_type_are_problems(part: str, value: Any) -> None:
-    _, problems = read_compose(json.dumps({"services": {"server": {"image": "a:1"}}, part: value}))
-    assert problems and all(problem.path.startswith("$") for problem in problems)
 
 
 def test_a_summary_without_its_records_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,17 @@ def survives(read: Callable[[], object]) -> None:
         assert error.what and "\n" not in error.what
 
 
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+def write_changed(path: Path, data: bytes, rng: random.Random) -> None:
+    """Write a changed copy of a file, which is JSON, JSON Lines or YAML by the name of `path`."""
+    if rng.random() < 0.3:
+        path.write_bytes(bytes_changed(data, rng))
+    elif path.suffix == ".jsonl":
+        values = changed([json.loads(line) for line in data.splitlines()], rng)
+        path.write_text("".join(f"{json.dumps(value)}\n" for value in values))
+    elif path.suffix == ".yaml":
+        path.write_text(yaml.safe_dump(changed(yaml.safe_load(data), rng)))
+    else:
+        path.write_text(json.dumps(changed(json.loads(data), rng)))
 
 
 @pytest.fixture(scope="module")
@@ -93,122 +103,69 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @FUZZ
 def test_run_directories(made: Path, seed: int) -> None:
     rng = random.Random(seed)
-    name = rng.choice(("run.json", "requests.jsonl", "processes.jsonl", "metrics.jsonl"))
-    path, good = made / name, (made / name).read_bytes()
-    readers: tuple[Callable[[], object], ...] = (
-        lambda: read_run(made),
-        lambda: list(read_requests(made / "requests.jsonl")),
-        lambda: read_marks(made / "processes.jsonl"),
-        lambda: read_metrics(made / "metrics.jsonl"),
-        lambda: summarize(made),
-    )
+    path = made / rng.choice(("run.json", "requests.jsonl", "processes.jsonl", "metrics.jsonl"))
+    good = path.read_bytes()
     try:
-        if rng.random() < 0.3:
-            path.write_bytes(bytes_changed(good, rng))
-        elif name == "run.json":
-            path.write_text(json.dumps(changed(json.loads(good), rng)))
-        else:
-            path.write_text("".join(f"{json.dumps(one)}\n" for one in changed(lines(path), rng)))
-        for read in readers:
-            survives(read)
+        write_changed(path, good, rng)
+        survives(lambda: read_run(made))
+        survives(lambda: list(read_requests(made / "requests.jsonl")))
+        survives(lambda: read_marks(made / "processes.jsonl"))
+        survives(lambda: read_metrics(made / "metrics.jsonl"))
+        survives(lambda: summarize(made))
     finally:
         path.write_bytes(good)
 
 
-@given(seed=SEEDS)
-@FUZZ
-def test_summaries_and_telemetry(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    rng = random.Random(seed)
-    golden = ROOT / "tests" / "golden" / "versions" / "0.2.0"
-    folder = tmp_path_factory.mktemp("summary")
-    (folder / "summary.json").write_text(json.dumps(changed(json.loads((golden / "summary.json").read_bytes()), rng)))
-    (folder / "telemetry.jsonl").write_bytes(bytes_changed((golden / "telemetry.jsonl").read_bytes(), rng))
-    survives(lambda: read_summary(folder))
-    survives(lambda: read_telemetry(folder / "telemetry.jsonl"))
-
-
-@given(seed=SEEDS)
-@FUZZ
-def test_scenarios(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    rng = random.Random(seed)
-    path = tmp_path_factory.mktemp("scenario") / "a.yaml"
-    data = rng.choice(sorted(SCENARIOS.glob("*.yaml"))).read_bytes()
-    if rng.random() < 0.5:
-        path.write_bytes(bytes_changed(data, rng))
-    else:
-        path.write_text(yaml.safe_dump(changed(yaml.safe_load(data), rng)))
-    survives(lambda: load_scenario(path))
-
-
-COMPOSE = {
-    "services": {
-        "server": {
-            "image": "a:1", "command": ["--port", "8000"], "environment": {"A": "b"}, "devices": ["/dev/kfd:/dev/kfd"],
-            "shm_size": "8g", "group_add": ["44"], "ports": ["127.0.0.1:8000:8000"], "volumes": ["cache:/root/.cache"],
-            "healthcheck": {"test": ["CMD", "true"], "interval": "5s"}, "ipc": "host",
-        }
-    },
-    "volumes": {"cache": {}},
-}  # fmt: skip
-
-
-@given(seed=SEEDS)
-@FUZZ
-def test_compose_files(seed: int) -> None:
-    rng = random.Random(seed)
-    text = yaml.safe_dump(changed(COMPOSE, rng))
-    if rng.random() < 0.3:
-        text = bytes_changed(text.encode(), rng).decode("utf-8", "replace")
-    survives(lambda: parse_compose(text))
-    survives(lambda: read_compose(text))
-
-
+COMPOSE = b"""
+services:
+  server:
+    image: a:1
+    command: [--port, '8000']
+    environment: {A: b}
+    devices: ['/dev/kfd:/dev/kfd']
+    shm_size: 8g
+    ports: ['127.0.0.1:8000:8000']
+    volumes: ['cache:/root/.cache']
+    healthcheck: {test: [CMD, 'true'], interval: 5s}
+volumes: {cache: {}}
+"""
+TRACES = (
+    b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:50,396,9\n",
+    b"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,a\n",
+    b'{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n',
+    b'{"cell":"c","phase":"measured","process":1,"sent_s":1.5,"prompt_tokens":3,"output_tokens":4}\n',
+)
+PROMPTS = b'{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n'
+GOLDEN = ROOT / "tests" / "golden" / "versions" / "0.2.0"
 IMPORTS = sorted(path for path in (ROOT / "tests" / "data" / "imports").rglob("*.json*") if path.is_file())
-
-
-@given(seed=SEEDS)
-@FUZZ
-def test_files_of_other_tools(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    rng = random.Random(seed)
-    source = rng.choice(IMPORTS)
-    path = tmp_path_factory.mktemp("import") / source.name
-    data = source.read_bytes()
-    if rng.random() < 0.3:
-        path.write_bytes(bytes_changed(data, rng))
-    elif source.suffix == ".jsonl":
-        path.write_text("".join(f"{json.dumps(one)}\n" for one in changed(lines(source), rng)))
-    else:
-        path.write_text(json.dumps(changed(json.loads(data), rng)))
-    survives(lambda: read_file(path))
-
-
-TRACES = {
-    "azure": b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:50,396,9\n",
-    "burstgpt": b"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,a\n",
-    "mooncake": b'{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n',
-    "requests": b'{"cell":"c","phase":"measured","process":1,"sent_s":1.5,"prompt_tokens":3,"output_tokens":4}\n',
-}
-
-
-@given(seed=SEEDS)
-@FUZZ
-def test_traces_and_prompts(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
-    rng = random.Random(seed)
-    path = tmp_path_factory.mktemp("trace") / "trace"
-    name = rng.choice(sorted(TRACES))
-    path.write_bytes(bytes_changed(TRACES[name] * 3, rng))
-    survives(lambda: Replay(path, msgspec.convert({"file": "trace"}, Trace)))
-    path.write_bytes(bytes_changed(b'{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n', rng))
-    survives(lambda: read_rows(path))
-
-
 LOGS = sorted((ROOT / "tests" / "data").glob("st*/*.txt"))
 
 
+def read_compose_text(path: Path) -> None:
+    text = path.read_bytes().decode("utf-8", "replace")
+    read_compose(text)
+    parse_compose(text)
+
+
 @given(seed=SEEDS)
 @FUZZ
-def test_logs(seed: int) -> None:
-    rng = random.Random(seed)
-    data = bytes_changed(rng.choice(LOGS).read_bytes(), rng)
-    scanned = scan(io.BytesIO(data))
+def test_files(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """One changed file of each kind, with its reader."""
+    rng, folder = random.Random(seed), tmp_path_factory.mktemp("files")
+    scenario_file, imported = rng.choice(sorted(SCENARIOS.glob("*.yaml"))), rng.choice(IMPORTS)
+    readers: dict[str, tuple[bytes, Callable[[Path], object]]] = {
+        "summary.json": ((GOLDEN / "summary.json").read_bytes(), lambda path: read_summary(path.parent)),
+        "telemetry.jsonl": ((GOLDEN / "telemetry.jsonl").read_bytes(), read_telemetry),
+        "scenario.yaml": (scenario_file.read_bytes(), load_scenario),
+        "compose.yaml": (COMPOSE, read_compose_text),
+        imported.name: (imported.read_bytes(), read_file),
+    }
+    for name, (data, read) in readers.items():
+        write_changed(folder / name, data, rng)
+        survives(partial(read, folder / name))
+    (folder / "trace").write_bytes(bytes_changed(rng.choice(TRACES) * 3, rng))
+    survives(lambda: Replay(folder / "trace", msgspec.convert({"file": "trace"}, Trace)))
+    (folder / "prompts").write_bytes(bytes_changed(PROMPTS, rng))
+    survives(lambda: read_rows(folder / "prompts"))
+    scanned = scan(io.BytesIO(bytes_changed(rng.choice(LOGS).read_bytes(), rng)))
     assert len(scanned.findings) <= MAX_FINDINGS and "\x1b" not in scanned.last

@@ -98,7 +98,7 @@ def test_lists_and_plans_as_json(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_as_wide_as_columns_says(tmp_path: Path) -> None:
-    for columns, width in (("60", 60), ("", 160), ("x", 160), ("-5", 160), ("3", 160)):
+    for columns, width in (("60", 60), ("x", 160)):
         out = harness("check", "first-look", cwd=tmp_path, env={"COLUMNS": columns}).out
         assert max(map(len, out.splitlines()[1:])) <= width
         assert (max(map(len, out.splitlines()[1:])) > 60) == (width > 60)

@@ -100,16 +100,8 @@ def test_an_empty_machine_has_no_facts(tmp_path: Path) -> None:
     assert find_device_groups(tmp_path) == []
 
 
-def test_this_machine_has_a_name_and_memory() -> None:
-    found = read_machine()
-    assert found.name
-    assert found.kernel == os.uname().release
-    assert found.ram_bytes is not None and found.ram_bytes > 1 << 28
-    assert found.cores is not None and found.cores >= 1
-
-
 def test_the_compilers_names() -> None:
-    targets = {90010: "gfx90a", 90402: "gfx942", 90500: "gfx950", 110501: "gfx1151", 120001: "gfx1201"}
+    targets = {90010: "gfx90a", 90402: "gfx942", 110501: "gfx1151"}
     assert {version: gfx_target(version) for version in targets} == targets
 
 

@@ -63,7 +63,6 @@ def test_the_pools_of_machines(tmp_path: Path) -> None:
     assert (gib_of(carve_out), carve_out.doubts) == (("vram", 96.0, 94.5, None), [])
     (pages,) = list_pools(strix_halo_gtt(tmp_path / "gtt"))
     assert gib_of(pages) == ("gtt", 116.0, 115.9, 121.0)
-    assert [doubt[:29] for doubt in pages.doubts] == ["what is in use of GTT may lag"]
     # A GTT size beyond ttm.pages_limit is not believed; more in use than there is leaves nothing.
     (limited,) = list_pools(ttm(tmp_path / "gtt", 62.5))
     assert (gib_of(limited)[1:3], limited.overstated) == ((62.5, 62.4), True)

@@ -75,12 +75,18 @@ def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", process.STOP_SIGNALS)
-def test_signals_interrupt_and_the_former_handler_comes_back(number: signal.Signals) -> None:
+def test_signals_interrupt_unless_they_are_ignored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), process.signals_interrupt():
         os.kill(os.getpid(), number)
         time.sleep(1)
     assert signal.getsignal(number) is before
+    signal.signal(number, signal.SIG_IGN)  # as under nohup
+    try:
+        with process.signals_interrupt():
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *process.STOP_SIGNALS])
@@ -100,15 +106,6 @@ def test_a_signal_that_comes_in_a_finalizer_interrupts_at_the_next_pause(
     with process.signals_interrupt():
         process.pause(0)  # it was of the former command
     assert capsys.readouterr().err == ""
-
-
-def test_an_ignored_sighup_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with process.signals_interrupt():
-            os.kill(os.getpid(), signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_closed_terminal_does_not_interrupt_the_teardown(tmp_path: Path) -> None:

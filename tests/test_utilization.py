@@ -36,9 +36,6 @@ def refused_by_vllm(free: int, total: int, utilization: str) -> bool:
     ("free", "total", "expected"),
     [
         ("76.45", "96.0", "0.78"),  # a Strix Halo with a 96 GiB carve-out and a desktop; 0.92 wants 88.32 GiB
-        ("57.38", "124", "0.45"),
-        ("23.19", "64", "0.34"),
-        ("53.85", "64", "0.82"),
         ("93.5", "110", "0.83"),
         ("95.6", "96", "0.92"),  # no more than vLLM's default
         ("120.0", "62.47", "0.92"),  # HIP told more free memory than there is
@@ -84,9 +81,3 @@ def test_printed_numbers_are_as_safe_as_bytes(free: int, total: int, off: float)
     if found is not None and free <= total:
         true_free, true_total = (int((size / 100 + off) * GIB) for size in (free, total))
         assert not refused_by_vllm(true_free, true_total, str(found))
-
-
-def test_the_reserve_grows_with_memory_and_with_gpus() -> None:
-    assert default_reserve(20 * GIB) == GIB
-    assert default_reserve(100 * GIB) == 2 * GIB
-    assert default_reserve(20 * GIB, gpus=8) == 2 * GIB

@@ -225,7 +225,7 @@ def select_container_gpus(gpus: Sequence[Gpu], devices: Sequence[str], environme
 
 
 _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_AMOUNT = re.compile(r"^drm-(?:memory|resident)-(vram|gtt):\s*(\d+)\s*([kmg]ib)?\s*$", re.IGNORECASE | re.MULTILINE)
+_AMOUNT = re.compile(r"^drm-memory-(vram|gtt):\s*(\d+)\s*([kmg]ib)?\s*$", re.IGNORECASE | re.MULTILINE)
 
 
 class GpuProcess(NamedTuple):
@@ -236,15 +236,8 @@ class GpuProcess(NamedTuple):
     bytes: int
 
 
-class GpuProcesses(NamedTuple):
-    """The processes that use GPU memory, the largest first."""
-
-    processes: list[GpuProcess]
-    unreadable: int  # count of other users' processes
-
-
-def find_gpu_processes(root: Path = Path("/")) -> GpuProcesses:
-    """Find the processes that use memory of an AMD GPU.
+def find_gpu_processes(root: Path = Path("/")) -> tuple[list[GpuProcess], int]:
+    """Find the processes that use memory of an AMD GPU, the largest first, and the number of unreadable ones.
 
     The larger of two sources counts: the DRM clients of a process (fdinfo; drm-usage-stats in the kernel's
     documentation), and the compute driver's count for it (/sys/class/kfd/kfd/proc), which other users may read.
@@ -255,12 +248,11 @@ def find_gpu_processes(root: Path = Path("/")) -> GpuProcesses:
         drm_bytes = _read_drm_memory(root / f"proc/{pid}/fdinfo", clients)
         if drm_bytes is None and read_sysfs(root / f"proc/{pid}/cmdline"):  # a kernel thread has no command line
             unreadable += 1
-        vram, gtt = drm_bytes or (0, 0)
         kfd_files = (root / f"sys/class/kfd/kfd/proc/{pid}").glob("vram_*")
-        vram = max(vram, sum(read_number(path) or 0 for path in kfd_files))
-        if vram or gtt:
-            processes.append(GpuProcess(pid, read_sysfs(root / f"proc/{pid}/comm") or "?", vram + gtt))
-    return GpuProcesses(sorted(processes, key=lambda process: (-process.bytes, process.pid)), unreadable)
+        size = max(drm_bytes or 0, sum(read_number(path) or 0 for path in kfd_files))
+        if size:
+            processes.append(GpuProcess(pid, read_sysfs(root / f"proc/{pid}/comm") or "?", size))
+    return sorted(processes, key=lambda process: (-process.bytes, process.pid)), unreadable
 
 
 def list_pids(root: Path) -> list[int]:
@@ -271,32 +263,28 @@ def list_pids(root: Path) -> list[int]:
         return []
 
 
-def _read_drm_memory(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int] | None:
-    """Return the bytes of VRAM and GTT of a process's DRM clients that are not in `clients` yet, and add them there.
+def _read_drm_memory(folder: Path, clients: set[tuple[str, str]]) -> int | None:
+    """Return the bytes of a process's DRM clients that are not in `clients` yet, and add them there.
 
     None if this user may not read them.
     """
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
-        return 0, 0  # the process has ended
+        return 0  # the process has ended
     except OSError:
         return None
-    vram = gtt = 0
+    total = 0
     for name in names:
         fdinfo = read_sysfs(folder / name) or ""
-        if "drm-driver:\tamdgpu" not in fdinfo:
-            continue
         keys = dict(re.findall(r"^(drm-pdev|drm-client-id):\s*(\S+)", fdinfo, re.MULTILINE))
         client = (keys.get("drm-pdev", ""), keys.get("drm-client-id", ""))
-        if client in clients:
-            continue  # a duplicate of a descriptor, in this process or in one that inherited it
-        clients.add(client)
-        sizes = {"vram": 0, "gtt": 0}
-        for kind, amount, unit in _AMOUNT.findall(fdinfo):
-            sizes[kind] = max(sizes[kind], int(amount) * _UNITS[unit.lower()])
-        vram, gtt = vram + sizes["vram"], gtt + sizes["gtt"]
-    return vram, gtt
+        # A client may be there again: a duplicate of a descriptor, in this process or in one that inherited it.
+        if "drm-driver:\tamdgpu" in fdinfo and client not in clients:
+            clients.add(client)
+            sizes = {kind: int(amount) * _UNITS[unit.lower()] for kind, amount, unit in _AMOUNT.findall(fdinfo)}
+            total += sum(sizes.values())
+    return total
 
 
 # Process names of the kernel, cut to 15 characters.

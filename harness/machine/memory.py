@@ -75,8 +75,6 @@ def _read_pool(root: Path, gpu: Gpu, limit: int | None, available: int | None) -
             "the runtime may report more free memory than there is in total"
         )
         total, overstated = limit, True
-    if kind == "gtt":
-        doubts.append("what is in use of GTT may lag behind what programs have just allocated")
     return Pool(
         render_node=str(node) if node else None,
         target=str(gpu["target"]),
@@ -285,12 +283,6 @@ def _list_advice(fit: ModelFit, longest: int) -> list[str]:
     return []
 
 
-SOURCES = {
-    "driver": "as the kernel's driver tells; 1 GiB of the reserve is for the runtime, which has not started yet",
-    "given": "as given",
-}
-
-
 def format_estimate(estimate: MemoryEstimate) -> list[str]:
     """Return the whole estimate, in lines."""
     lines = [format_pool(pool) for pool in estimate.pools]
@@ -314,7 +306,7 @@ def format_share(share: SafeShare) -> list[str]:
     else:
         head = f"--gpu-memory-utilization {share.utilization} ({_gib(share.budget_bytes)}{several})"
     doubts = [f"  doubt: {text}" for text in share.doubts]
-    return [head, f"  {sentence(share.formula)}", f"  {SOURCES[share.source]}", *doubts]
+    return [head, f"  {sentence(share.formula)}", *doubts]
 
 
 def format_fit(fit: ModelFit) -> list[str]:

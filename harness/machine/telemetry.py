@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from types import TracebackType
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -110,24 +111,31 @@ def read_files(root: Path, paths: list[str]) -> HostReading:
 # structs gpu_metrics_v* in the kernel's drivers/gpu/drm/amd/include/kgd_pp_interface.h. Two kernels use one revision
 # for two layouts, so the table's size must match too; revision 1.9 describes its own layout. Values that also have a
 # file are read from that file.
-# Kinds of limits, by bit of the ASIC independent status (SMU_THROTTLER_* in the kernel's amdgpu_smu.h).
-_LIMIT_BITS = {"power": range(0, 16), "current": range(16, 32), "heat": range(32, 46), "prochot": range(46, 48)}
+# Kinds of limits, by bits of the ASIC independent status (SMU_THROTTLER_* in the kernel's amdgpu_smu.h).
+_LIMIT_MASKS = {"power": 0xFFFF, "current": 0xFFFF << 16, "heat": 0x3FFF << 32, "prochot": 0x3 << 46}
 _ENERGY_UNIT_J = 2.0**-16
-
-# (format, content, size of the table) -> offset of the 64-bit status.
-_STATUS_OFFSETS = {(1, 3, 120): 112, (2, 2, 128): 120, (2, 3, 152): 120, (2, 4, 168): 120}
-# -> offset of the 64-bit energy counter. In earlier revisions its unit is unknown.
-_ENERGY_OFFSETS = {(1, 4, 288): 24, (1, 5, 360): 88, (1, 6, 384): 88, (1, 6, 1664): 16, (1, 7, 2208): 24} | {
-    (1, 8, size): 24 for size in (3360, 3872)
-}
-# -> offset of a counter of cycles, which is followed by counters of throttled cycles (_INSTINCT_KINDS).
-_RESIDENCY_OFFSETS = {(1, 6, 384): 104, (1, 6, 1664): 32, (1, 7, 2208): 40} | {
-    (1, 8, size): 40 for size in (3360, 3872)
-}
 _INSTINCT_KINDS = ("prochot", "power", "heat", "heat", "heat")  # socket, voltage regulator, memory
-# APUs count the throttled time in an unknown unit, without a counter of the whole time.
-_APU_OFFSETS = {(3, 0, 264): 228}
 _APU_KINDS = ("prochot", "power", "power", "power", "heat", "heat", "heat")  # SPL, fast and slow PPT; core, gfx, soc
+
+
+class _Layout(NamedTuple):
+    """Offsets in a table; None: not in it."""
+
+    status: int | None = None  # 64 bits
+    energy: int | None = None  # a 64-bit counter
+    cycles: int | None = None  # a counter of cycles, which is followed by counters of throttled cycles
+    apu_times: int | None = None  # counters of throttled time in an unknown unit, without one of the whole time
+
+
+_LAYOUTS = {  # by format, content, size of the table
+    (1, 3, 120): _Layout(status=112),
+    (1, 6, 384): _Layout(energy=88, cycles=104),
+    (1, 6, 1664): _Layout(energy=16, cycles=32),
+    (1, 7, 2208): _Layout(energy=24, cycles=40),
+    (1, 8, 3360): _Layout(energy=24, cycles=40),
+    (1, 8, 3872): _Layout(energy=24, cycles=40),
+    (3, 0, 264): _Layout(apu_times=228),
+}
 # Revision 1.9 (struct gpu_metrics_v1_9): a count of attributes; of each an encoding and its values, without padding.
 _ATTRIBUTES = (1, 9)
 _WIDTHS = (1, 1, 2, 2, 4, 4, 8, 8)  # bytes, by enum amdgpu_metrics_attr_type: U8, S8, U16, ... S64
@@ -153,26 +161,28 @@ def parse_gpu_metrics(raw: bytes) -> GpuMetrics | None:
     size, form, content = struct.unpack_from("<HBB", raw)
     if (form, content) == _ATTRIBUTES and len(raw) >= size:
         return _parse_attributes(raw[:size])
-    key = (form, content, size)
-    if len(raw) < size or not (key in _STATUS_OFFSETS or key in _ENERGY_OFFSETS or key in _APU_OFFSETS):
+    layout = _LAYOUTS.get((form, content, size))
+    if layout is None or len(raw) < size:
         return None
-    now = counters = cycles = energy = None
-    kinds: tuple[str, ...] = ()
-    if key in _STATUS_OFFSETS:
-        (status,) = struct.unpack_from("<Q", raw, _STATUS_OFFSETS[key])
-        if status != 2**64 - 1:  # the driver first fills a table with ones
-            now = frozenset(kind for kind, bits in _LIMIT_BITS.items() if any(status >> bit & 1 for bit in bits))
-    if key in _RESIDENCY_OFFSETS:
-        cycles, *residencies = struct.unpack_from("<6I", raw, _RESIDENCY_OFFSETS[key])
-        counters, kinds = tuple(residencies), _INSTINCT_KINDS
-    if key in _APU_OFFSETS:
-        counters, kinds = struct.unpack_from("<7I", raw, _APU_OFFSETS[key]), _APU_KINDS
-    if key in _ENERGY_OFFSETS:
-        energy = struct.unpack_from("<Q", raw, _ENERGY_OFFSETS[key])[0]
-    if counters is None or 0xFFFFFFFF in (*counters, cycles):
-        counters, kinds, cycles = None, (), None
-    energy_j = None if energy in (None, 2**64 - 1) else energy * _ENERGY_UNIT_J
-    return GpuMetrics(now=now, counters=counters, kinds=kinds, cycles=cycles, energy_j=energy_j)
+    status, energy = (_unpack(raw, "<Q", offset) for offset in (layout.status, layout.energy))
+    residencies, apu_times = _unpack(raw, "<6I", layout.cycles), _unpack(raw, "<7I", layout.apu_times)
+    counters = residencies[1:] if residencies else apu_times
+    kinds = _INSTINCT_KINDS if residencies else _APU_KINDS
+    return GpuMetrics(
+        now=None if status is None else frozenset(kind for kind, mask in _LIMIT_MASKS.items() if status[0] & mask),
+        counters=counters,
+        kinds=() if counters is None else kinds,
+        cycles=residencies[0] if residencies else None,
+        energy_j=None if energy is None else energy[0] * _ENERGY_UNIT_J,
+    )
+
+
+def _unpack(raw: bytes, form: str, offset: int | None) -> tuple[int, ...] | None:
+    """Return the numbers at an offset; None without one, or if one is all ones, with which the driver begins."""
+    if offset is None:
+        return None
+    values = struct.unpack_from(form, raw, offset)
+    return None if (2**64 if "Q" in form else 2**32) - 1 in values else values
 
 
 def _parse_attributes(raw: bytes) -> GpuMetrics | None:
