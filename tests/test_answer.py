@@ -99,9 +99,9 @@ def test_checks_are_answered_with_yes_or_no_or_a_regression() -> None:
 
 def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> None:
     alone = replace(summary(), rows=summary().rows[:1], comparison=None, checks=[])
-    said = "vllm / one: 13.07 s wall time, 95.6 tok/s, median TTFT 52.3\u00a0ms."
-    assert sentences.run_answer(alone, run()) == said
-    assert sentences.run_answer(replace(alone, valid=None), run()) == said
+    expected = "vllm / one: 13.07 s wall time, 95.6 tok/s, median TTFT 52.3\u00a0ms."
+    assert sentences.run_answer(alone, run()) == expected
+    assert sentences.run_answer(replace(alone, valid=None), run()) == expected
     assert sentences.run_answer(replace(alone, valid=False), run()) == "No answer: the run is INVALID."
     stopped = replace(run(), status="interrupted")
     assert sentences.run_answer(alone, stopped) == "No answer: the run did not come to its end."
@@ -124,7 +124,7 @@ def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> 
     many = [verdict(f"vllm / f{i}", "faster", 1.5 + i / 10) for i in range(6)]
     of = compared(verdict("vllm / same", "same", 1.0), *many, verdict("vllm / slow", "slower", 0.5), many[0])
     assert of.comparison is not None
-    found = [said.partition(":")[0] for _, said in sentences.verdict_sentences(of.comparison.verdicts)]
+    found = [expected.partition(":")[0] for _, expected in sentences.verdict_sentences(of.comparison.verdicts)]
     assert found[:3] == ["vllm / slow", "vllm / f5", "vllm / f4"] and found[-1] == "vllm / same"
     out = io.StringIO()
     terminal.print_report(of, run(), Path("x"), Console(file=out, width=150))

@@ -65,7 +65,7 @@ def test_nothing_new_is_sent_after_the_run_time_and_the_start_does_not_shorten_i
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         # Reported once, by the master.
         (["--host", "http://127.0.0.1:9", "--processes", "2"],
@@ -84,12 +84,12 @@ def test_nothing_new_is_sent_after_the_run_time_and_the_start_does_not_shorten_i
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
-    tmp_path: Path, engine: str, options: list[str], said: list[str]
+    tmp_path: Path, engine: str, options: list[str], expected: list[str]
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("{\n[]\n")
     child = start(tmp_path, engine, "chat", "--headless", "--users", "2", *options)
     assert end(child) == 1
-    assert {text: log_of(tmp_path).count(text) for text in said} == dict.fromkeys(said, 1)
+    assert {text: log_of(tmp_path).count(text) for text in expected} == dict.fromkeys(expected, 1)
     assert "Traceback" not in log_of(tmp_path)
     until(lambda: child.args not in [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])])
 

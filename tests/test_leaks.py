@@ -95,7 +95,7 @@ FORMS = {
 }
 
 
-def found(text: str) -> str | None:
+def leaked_part(text: str) -> str | None:
     """The part of the key that is in a text in any form: looked for without the code that hides it."""
     raw = text
     texts = {raw, unquote(raw), unquote(unquote(raw)), html.unescape(raw)}
@@ -191,9 +191,9 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_is_masked(name: str) -> None:
     register_secrets({KEY: True})
-    assert found(f"x {FORMS[name]} y") is not None, "the search of this test finds it"
+    assert leaked_part(f"x {FORMS[name]} y") is not None, "the search of this test finds it"
     for shown in (masked(f"x {FORMS[name]} y", "known"), masked({"a": [f"x {FORMS[name]} y"]})["a"][0]):
-        assert found(shown) is None
+        assert leaked_part(shown) is None
         assert shown.startswith("x ") and "***" in shown and shown.endswith(" y")
 
 
@@ -206,7 +206,7 @@ def test_no_record_has_the_key(tmp_path: Path, name: str) -> None:
         client.close()
     (record,) = read_requests(tmp_path / "requests.jsonl")
     assert record.status is not None or record.error is not None
-    assert found((tmp_path / "requests.jsonl").read_text()) is None
+    assert leaked_part((tmp_path / "requests.jsonl").read_text()) is None
 
 
 def leaking(paths: dict[str, bytes], answers: list[bytes]) -> Callable[[socket.socket, int], None]:
@@ -259,7 +259,7 @@ def search(folder: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
     for path in files:
-        assert found(f"{path.name}\n{path.read_bytes().decode('utf-8', 'replace')}") is None, path
+        assert leaked_part(f"{path.name}\n{path.read_bytes().decode('utf-8', 'replace')}") is None, path
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -269,31 +269,31 @@ def test_no_error_of_a_start_has_the_key(monkeypatch: pytest.MonkeyPatch, name: 
     with serving(leaking(SAID | STARTS[name], [GOOD])) as url, pytest.raises(HarnessError) as caught:
         attach_to_server(url, model, KEY, key_name=NAME)
     told = caught.value
-    assert found(f"{told} {told.what} {told.detail} {told.next_step}") is None
+    assert leaked_part(f"{told} {told.what} {told.detail} {told.next_step}") is None
 
 
 def test_nothing_that_a_run_leaves_or_prints_has_the_key(tmp_path: Path) -> None:
     """The whole product against one server that leaks at every request and whenever it is asked what it is."""
     load = {"user": "batch", "batch_size": 4, "requests": len(LEAKS), "output_tokens": 2, "timeout_s": 5}
     path = write(tmp_path, loads={"leaks": load}, api_key_env=NAME, max_error_rate=1, warmup={"requests": 0})
-    said = []
+    outputs = []
     for model in ([], ["--model", "tiny"]):
         with serving(leaking(SAID, list(LEAKS.values()))) as url:
             done = harness("run", path.name, "--url", url, *model, "--runs", "runs", "--junit", "j.xml", cwd=tmp_path)
         assert done.code in (0, 3), done
-        said.append(done)
+        outputs.append(done)
     runs = sorted(path.parent.name for path in (tmp_path / "runs").glob("*/run.json"))
     records = list(read_requests(tmp_path / "runs" / runs[0] / "requests.jsonl"))
     assert len(records) == len(LEAKS) and sum(record.error is not None for record in records) > 60
     for kind in ("terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"):
-        said.append(harness("report", runs[0], "--format", kind, "--runs", "runs", cwd=tmp_path))
+        outputs.append(harness("report", runs[0], "--format", kind, "--runs", "runs", cwd=tmp_path))
     for kind in ("terminal", "markdown", "json", "junit"):
-        said.append(harness("compare", *runs, "--format", kind, "--runs", "runs", cwd=tmp_path))
-    said.append(harness("diff", *runs, "--runs", "runs", cwd=tmp_path))
-    said.append(harness("runs", "--runs", "runs", cwd=tmp_path))
-    said.append(harness("export", runs[0], "--to", "out.csv", "--runs", "runs", cwd=tmp_path))
-    for done in said:
-        assert found(f"{done.out}\n{done.err}") is None, done
+        outputs.append(harness("compare", *runs, "--format", kind, "--runs", "runs", cwd=tmp_path))
+    outputs.append(harness("diff", *runs, "--runs", "runs", cwd=tmp_path))
+    outputs.append(harness("runs", "--runs", "runs", cwd=tmp_path))
+    outputs.append(harness("export", runs[0], "--to", "out.csv", "--runs", "runs", cwd=tmp_path))
+    for done in outputs:
+        assert leaked_part(f"{done.out}\n{done.err}") is None, done
     search(tmp_path)
 
 
@@ -309,18 +309,18 @@ def test_what_locust_writes_by_hand_has_no_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"question": f"Is {KEY} a good key?"}, "a secret must not be in the scenario"),
         # The name is in every record, and a server that got it filled in would tell it.
         ({"model": "org/${LEAKED_KEY}"}, "model (line 3): 'org/${LEAKED_KEY}' has a variable in it"),
     ],
 )
-def test_a_scenario_that_has_the_key_in_it_is_refused(tmp_path: Path, change: dict[str, str], said: str) -> None:
+def test_a_scenario_that_has_the_key_in_it_is_refused(tmp_path: Path, change: dict[str, str], expected: str) -> None:
     path = write(tmp_path, api_key_env=NAME, **change)
     done = harness("check", path.name, cwd=tmp_path)
-    assert done.code == 1 and said in done.err
-    assert found(f"{done.out}\n{done.err}") is None
+    assert done.code == 1 and expected in done.err
+    assert leaked_part(f"{done.out}\n{done.err}") is None
 
 
 def test_parts_that_are_words_stay() -> None:

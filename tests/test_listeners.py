@@ -58,7 +58,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def told_once(got: list[bytes], records: list[Request]) -> None:
+def assert_each_event_once(got: list[bytes], records: list[Request]) -> None:
     """Each record was told once; those of one process in the order of their records."""
     times = [float(json.loads(one)[1]) for one in got]
     expected = [(r.chunks_s[-1] if r.chunks_s else r.ended_s) * 1000 for r in records]
@@ -76,7 +76,7 @@ def test_a_run_with_a_listener_that_waits(tmp_path: Path, engine: str) -> None:
         driven(tmp_path, engine, load, Warmup(requests=4), *stats_file, locustfile=file)
     records = records_of(tmp_path)
     assert len(records) == 34
-    told_once(got, records)
+    assert_each_event_once(got, records)
     assert sum(map(int, (tmp_path / "counted").read_text().split())) == 34
     (stats,) = json.loads((tmp_path / "stats.json").read_text())
     assert (stats["num_requests"], stats["num_failures"]) == (34, 0)

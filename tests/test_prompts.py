@@ -113,8 +113,8 @@ def test_prompts_and_answers_have_the_lengths_of_their_law() -> None:
     load = Load(user="batch", requests=1, output_tokens=Lengths(uniform=(1, 9)))
     work = Workload(prompts, load, 7, "a b c d")
     for index in range(-3, 50):
-        said = work.messages(index)
-        words = sum(len(message["content"].split()) for message in said)
+        messages = work.messages(index)
+        words = sum(len(message["content"].split()) for message in messages)
         assert words == work.prompt_tokens(index)
         assert work.output_tokens(index) == length_at(load.output_tokens, "output", 7, index)
     assert Workload(Prompts(kind="classification"), load, 7).prompt_tokens(0) is None
@@ -206,11 +206,11 @@ def batch(body: object) -> str:
 
 def test_a_batch_file_is_read_with_the_length_of_each_answer(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
-    said = [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]}]
+    messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]}]
     path.write_text(
         "\n".join(
             [
-                batch({"model": "other", "messages": said, "max_tokens": 7}),
+                batch({"model": "other", "messages": messages, "max_tokens": 7}),
                 batch({"prompt": "p", "max_tokens": 8, "max_completion_tokens": 9}),
                 batch({"input": "e"}),
             ]

@@ -225,8 +225,6 @@ def test_a_trace_is_warmed_up_at_its_mean_rate(tmp_path: Path) -> None:
     schedule = plan_of(job).warmup_schedule
     assert schedule is not None
     assert 1500 < (schedule.at(1000) or 0.0) < 2200  # 0.55 a second
-    begins = plan_of(msgspec.structs.replace(job, warmup=Warmup(requests=8))).warmup_schedule
-    assert begins is not None and begins.at(4) == 4 * 20 / 11  # a fixed number comes as the trace begins
 
 
 @pytest.fixture(scope="module")
@@ -298,12 +296,12 @@ def test_the_result_of_a_warm_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("warmup", "said"),
+    ("warmup", "expected"),
     [
         ("{until: steady, requests: 4}", "$.warmup (line 9): give exactly one of 'requests', 'duration_s' and 'until'"),
         ("{requests: 4, within: 0.1}", "$.warmup.within (line 9): belongs to 'until: steady'"),
         ("{until: warm}", "$.warmup.until (line 9): expected one of steady, got 'warm'"),
     ],
 )
-def test_invalid_warm_ups(tmp_path: Path, warmup: str, said: str) -> None:
-    assert problems_of(tmp_path, f"{GOOD}warmup: {warmup}\n") == [said]
+def test_invalid_warm_ups(tmp_path: Path, warmup: str, expected: str) -> None:
+    assert problems_of(tmp_path, f"{GOOD}warmup: {warmup}\n") == [expected]

@@ -131,7 +131,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 DONE = [chunked(b"data: [DONE]\n\n"), b"0\r\n\r\n"]
 
 
-def said(answer: Answer) -> tuple[object, ...]:
+def summary_of(answer: Answer) -> tuple[object, ...]:
     return answer.text, answer.error, answer.message, answer.done, len(answer.chunks_s), answer.reasoning_chunks
 
 
@@ -143,7 +143,7 @@ def test_a_glance_sees_what_json_says(ascii_only: bool, channel: str, together: 
     events = [event(text, ascii_only).replace(b'"content"', b'"%s"' % channel.encode()) for text in texts]
     reads = [HEAD, *(chunked(one) for one in events), *DONE]
     exchange, answer, taken = read_in(reads, together)
-    assert said(answer) == said(read_in(reads, together, known=False)[1])
+    assert summary_of(answer) == summary_of(read_in(reads, together, known=False)[1])
     assert len(answer.chunks_s) == len(set(answer.chunks_s)) == len(events)
     assert answer.text == ("".join(texts) if channel == "content" else "")
     assert answer.reasoning_chunks == (0 if channel == "content" else len(events))
@@ -178,7 +178,7 @@ def test_chunks_that_share_a_read_are_taken_together(channel: str) -> None:
     reads = [HEAD, *events[:3], events[3] + events[4], events[5], b"".join(events[6:16]), *events[16:], *DONE]
     exchange, answer, taken = read_in(reads, 1)
     other = read_in(reads, 1, known=False)[1]
-    assert said(answer) == said(other)
+    assert summary_of(answer) == summary_of(other)
     assert answer.text == ("".join(f"{number} " for number in range(20)) if channel == "content" else "")
     assert taken == len(reads) - len(exchange.parsed) == len(reads) - 4
     shared = [len(list(same)) for _, same in itertools.groupby(answer.chunks_s)]

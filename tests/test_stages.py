@@ -63,7 +63,7 @@ def test_the_order_of_the_stages_is_part_of_the_workload(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("load", "said"),
+    ("load", "expected"),
     [
         ("{user: chat, stages: [{users: 5, for_s: 3}]}",
          ["$.loads.p.stages (line 8): two or more are expected; else give 'users' and 'duration_s'"]),
@@ -73,8 +73,8 @@ def test_the_order_of_the_stages_is_part_of_the_workload(tmp_path: Path) -> None
          ["$.loads.p.processes (line 8): 4 load processes for 3 users; use at most one per user"]),
     ],
 )  # fmt: skip
-def test_invalid_stages(tmp_path: Path, load: str, said: list[str]) -> None:
-    assert problems_of(tmp_path, f"{HEAD}  p: {load}\n") == said
+def test_invalid_stages(tmp_path: Path, load: str, expected: list[str]) -> None:
+    assert problems_of(tmp_path, f"{HEAD}  p: {load}\n") == expected
 
 
 def test_a_load_has_no_name_of_a_stage_and_a_mix_no_stages(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from harness.scenario.behaviour import Abandon, AnswerCheck, answer_fields, chec
 from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Message
 from harness.workload.prompt_file import PromptRow, read_rows
-from harness.workload.traces import Replay, TraceStart, cached_replay
+from harness.workload.traces import Replay, cached_replay
 
 _QUIET_SIGN_S = 1.0
 
@@ -386,16 +386,12 @@ def _steadiness(job: Job) -> Steadiness | None:
 
 
 def _warmup_schedule(job: Job) -> Due | None:
-    """Return the schedule of an open loop's warm-up: like the start of the load, so that no queue is left over.
-
-    A warm-up until the server is steady may need more requests than the start of a trace has: it uses the mean rate.
-    """
-    replay = load_replay(job)
-    if replay is not None and (job.warmup.until is None or replay.at_s[-1] <= 0):
-        return TraceStart(replay)
+    """Return the schedule of an open loop's warm-up: the mean rate of a trace, else the rate at the load's start."""
+    replay, arrivals = load_replay(job), job.load.arrivals
     if replay is not None:
-        return Schedule(Arrivals(rate=len(replay) / replay.at_s[-1]), -1 - job.seed)
-    return None if job.load.arrivals is None else Schedule(steady_arrivals(job.load.arrivals), -1 - job.seed)
+        span_s = replay.at_s[-1]
+        return Schedule(Arrivals(rate=len(replay) / span_s), -1 - job.seed) if span_s > 0 else None
+    return None if arrivals is None else Schedule(steady_arrivals(arrivals), -1 - job.seed)
 
 
 def _block_size(job: Job) -> int:

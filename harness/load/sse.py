@@ -102,7 +102,6 @@ class Parser:
 # A JSON string without these bytes needs no decoding. `translate` is faster than a regular expression.
 _SPECIAL = bytes(range(0x20)) + b'"\\'
 _TEXT_FIELD = re.compile(rb'"(?:content|reasoning_content|reasoning)":\s*"([^%s]+)"' % re.escape(_SPECIAL))
-_MAX_FAILED_TEMPLATES = 8  # after so many the template gives up: the events of this stream differ in more than text
 _CRLF = b"\r\n"  # ends a chunk of a body
 
 
@@ -134,8 +133,7 @@ class EventTemplate:
     """The bytes before and after the text of a decoded event. Other events with the same bytes need no decoding."""
 
     __slots__ = (
-        "_after", "_before", "_failed_templates", "_is_visible", "extra_event_reads", "reads", "ready",
-        "reasoning_events", "text",
+        "_after", "_before", "_is_visible", "extra_event_reads", "reads", "ready", "reasoning_events", "text",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -147,7 +145,6 @@ class EventTemplate:
         self._is_visible = True
         self._before = b""
         self._after = b""
-        self._failed_templates = 0  # templates learned since the last event was taken
 
     @property
     def events(self) -> int:
@@ -155,16 +152,12 @@ class EventTemplate:
 
     def learn(self, event: bytes) -> None:
         """Learn from a whole event as it was sent, "data: ...", if it has one text and nothing else of interest."""
-        if self._failed_templates == _MAX_FAILED_TEMPLATES:
-            self._before = b""
-            return
         matches = list(_TEXT_FIELD.finditer(event))
         if len(matches) != 1:
             return
         before, after = event[: matches[0].start(1)], event[matches[0].end(1) :] + _CRLF
         if (before, after) == (self._before, self._after):
             return  # a busy process decodes several equal events before it uses the template
-        self._failed_templates += 1
         try:
             delta = _decoder.decode(event[len(b"data: ") :]).choices[0].delta
             text = matches[0][1].decode()
@@ -191,7 +184,6 @@ class EventTemplate:
         else:
             self.reasoning_events += count
         self.reads += 1
-        self._failed_templates = 0
         return True
 
     def _text_of_chunk(self, chunk: bytes | bytearray, size: int) -> bytes | bytearray | None:

@@ -152,34 +152,22 @@ def _record_rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[TraceR
     """
     offsets_s = _clock_offsets_s(Path(file.name).resolve().with_name("processes.jsonl"))
     decode = msgspec.json.Decoder(RecordLine).decode
-    chosen, others = trace.cell, set[str]()
-    at_s = array("d")
-    numbers, prompts, outputs, conversations = array("q"), array("q"), array("q"), array("q")
+    rows, cells = list[TraceRow](), set[str]()
     for number, raw in enumerate(file, start=1):
-        if not raw.strip():
-            continue
         try:
             line = decode(raw)
         except UNDECODABLE as error:
-            bad.add(number, str(error))
+            if raw.strip():
+                bad.add(number, str(error))
             continue
-        if chosen is None:
-            chosen = line.cell
-        if line.cell != chosen:
-            others.add(line.cell)
-        elif line.phase == "measured":
-            numbers.append(number)
-            at_s.append(line.sent_s + offsets_s.get((line.cell, line.process), 0.0))
-            prompts.append(line.prompt_tokens or 0)
-            outputs.append(line.length)
-            conversations.append(-1 if line.conversation is None else line.conversation)
-    if others and (trace.cell is None or not numbers):
-        cells = sorted(others | ({chosen} if trace.cell is None and chosen is not None else set()))
-        names = ", ".join(cells[:8]) + (" ..." if len(cells) > 8 else "")
-        problem = "several cells have requests." if trace.cell is None else f"there is no cell '{trace.cell}'."
-        raise BadLine(1, f"{problem} Set trace.cell to one of: {names}")
-    for i in sorted(range(len(at_s)), key=at_s.__getitem__):  # without numpy, which the image does not have
-        yield TraceRow(numbers[i], at_s[i], prompts[i], outputs[i], conversations[i])
+        cells.add(line.cell)
+        if line.phase == "measured" and trace.cell in (None, line.cell):
+            at_s = line.sent_s + offsets_s.get((line.cell, line.process), 0.0)
+            conversation = -1 if line.conversation is None else line.conversation
+            rows.append(TraceRow(number, at_s, line.prompt_tokens or 0, line.length, conversation))
+    if trace.cell not in cells and (trace.cell is not None or len(cells) > 1):
+        raise BadLine(1, f"set trace.cell to one of {', '.join(sorted(cells)[:8])} (got {trace.cell})")
+    yield from sorted(rows, key=lambda row: row.at_s)
 
 
 def _clock_offsets_s(marks: Path) -> dict[tuple[str, int], float]:
@@ -294,19 +282,6 @@ class Replay:
             next_step=f"As far as it was read the trace lasts {self._read_span_s:,.3f} s and has "
             f"{self.without_tokens:,} rows without tokens there; change from_s and to_s.",
         )
-
-
-class TraceStart:
-    """The schedule of a warm-up before a trace: as the first rows of the trace, but at least at its mean rate."""
-
-    def __init__(self, replay: Replay) -> None:
-        self._at_s = replay.at_s
-        self._mean_interval_s = (replay.at_s[-1] - replay.at_s[0]) / len(replay)
-
-    def at(self, number: int) -> float:
-        """Return when a request is due, in seconds after the start."""
-        at_mean_rate_s = number * self._mean_interval_s
-        return min(self._at_s[number] - self._at_s[0], at_mean_rate_s) if number < len(self._at_s) else at_mean_rate_s
 
 
 def cached_replay(path: str | Path, trace: Trace) -> Replay:
