@@ -431,10 +431,6 @@ def test_a_variable_brings_its_arguments(tmp_path: Path) -> None:
     assert "servers.b.container.Cmd" in raised.value.detail
 
 
-def test_about_something_that_does_not_differ(tmp_path: Path) -> None:
-    assert refused(tmp_path, about="image").reason == because("about_equal", about="image")
-
-
 def test_runs_of_one_side_must_agree_in_all(tmp_path: Path) -> None:
     for number, served in enumerate([lambda cell: served_by(), newer, newer]):
         write_made_run(tmp_path / f"run-{number}", noisy(number), served=served)

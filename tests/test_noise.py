@@ -10,7 +10,6 @@ import pytest
 
 from harness.analysis.summarize import summarize
 from harness.comparison.compare import compare_runs
-from harness.errors import HarnessError
 from harness.judge.noise_floors import (
     StoredNoise,
     join_noise,
@@ -107,13 +106,6 @@ def test_stored_noise_decides_a_comparison_of_single_runs(tmp_path: Path) -> Non
     assert [v.word for v in after.verdicts] == ["slower", "slower"]
 
 
-def test_one_run_does_not_show_how_far_runs_differ(tmp_path: Path) -> None:
-    run, noise = aa_run(tmp_path / "aa", 0.01)
-    write_noise(noise_path(tmp_path, run), noise)
-    assert known_noise([run], tmp_path).rows == {}
-    assert noise.rows[0].repeat_variance() == pytest.approx(1e-4, rel=3)
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [({"workload_sha256": "cd" * 32}, "workload"), ({"model": "n"}, "model"), ({"simulated": True}, "kind of engine")],
@@ -124,12 +116,6 @@ def test_noise_of_other_conditions_is_not_used(tmp_path: Path, change: dict[str,
     found = known_noise([run], tmp_path)
     source = [because("noise_unknown", scenario="which", machine="strix", other=why)]
     assert (found.rows, found.source) == ({}, source)
-
-
-def test_runs_of_other_conditions_are_not_joined(tmp_path: Path) -> None:
-    _, noise = aa_run(tmp_path / "aa", 0.03)
-    with pytest.raises(HarnessError, match="'image_digest' of the stored runs is sha256:2 and sha256:1111 now"):
-        join_noise(msgspec.structs.replace(noise, image_digest="sha256:2"), noise)
 
 
 def test_of_two_machines_the_wider_variation_counts(tmp_path: Path) -> None:

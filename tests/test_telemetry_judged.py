@@ -79,14 +79,6 @@ def test_whose_energy_is_that_of_the_server() -> None:
     assert judged(a=GpuSample(power_w=8)).energy_j == 48.0
 
 
-def test_no_window_and_no_samples() -> None:
-    for samples, window in (([], (0.0, 1.0)), ([one(5.0)], (0.0, 1.0)), ([one(5.0)], None)):
-        assert machine_load(samples, window, 1) is None
-    counter = [one(float(t), renderD128=GpuSample(energy_j=100.0 if t < 3 else 50.0)) for t in range(7)]
-    found = machine_load(counter, (1.0, 5.0), None)
-    assert found is not None and found.counted_energy_j is None  # it began anew
-
-
 def test_time_held_back_is_clipped_to_the_window() -> None:
     samples = [one(float(t), renderD128=GpuSample(held_back={"heat": 1.0})) for t in range(5)]
     assert held_back_s(samples, (0.5, 2.25), "renderD128", ("heat",)) == 1.75

@@ -5,11 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
-from harness.analysis.summarize import summarize
 from harness.analysis.tally import CellCounts, Clock, compute_numbers
 from harness.analysis.validity import Evidence, Findings, check_cell, missing_cells, run_reasons
 from harness.reasons import sentences
@@ -291,42 +289,3 @@ def test_counts_that_are_not_possible(changes: dict[str, Any], values: dict[str,
     assert_found(found.reasons, [("value_out_of_bounds", {"field": "usage.completion_tokens", "requests": 1} | values)])
     tally = counted(records)
     assert (tally.output_tokens, tally.prompt_tokens) in ((33, 80), (44, 60))
-
-
-def test_a_record_that_is_there_twice_hides_none_that_was_lost(tmp_path: Path) -> None:
-    write_made_run(tmp_path / "run")
-    assert summarize(tmp_path / "run").valid
-    path = tmp_path / "run" / "requests.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:4], lines[0], *lines[5:]]))  # of the same cell: the counts are as they were
-    found = summarize(tmp_path / "run")
-    assert not found.valid
-    assert found.reasons[0] == Reason("request_repeated", {"requests": 1, "indices": [-1]}, cell="r1-a-x")
-
-
-@pytest.mark.parametrize(
-    ("file", "place", "values"),
-    [
-        ("requests.jsonl", 0, [
-            {"sent_s": -5}, {"sent_s": 1e12}, {"ended_s": -5}, {"headers_s": -5}, {"first_visible_s": -5},
-            {"connect_s": -5}, {"connect_retries": -5}, {"user": -5}, {"asked_tokens": -1}, {"asked_tokens": 10**15},
-            {"textless": -1}, {"textless": 10**15}, {"coalesced": -1}, {"coalesced": 10**15}, {"status": -5},
-            {"status": 1000}, {"chunks_s": [-5]},
-        ]),
-        ("processes.jsonl", 1, [
-            {name: -1} for name in ("monotonic_s", "sent", "recorded", "left_s", "cpu_s", "users")
-        ]),
-    ],
-)  # fmt: skip
-def test_a_line_with_an_impossible_value_cannot_be_read(
-    tmp_path: Path, file: str, place: int, values: list[dict[str, object]]
-) -> None:
-    write_made_run(tmp_path / "run")
-    path = tmp_path / "run" / file
-    lines = path.read_bytes().splitlines(keepends=True)
-    good: dict[str, Any] = msgspec.json.decode(lines[place])
-    bad = [msgspec.json.encode(good | value) + b"\n" for value in values]
-    path.write_bytes(b"".join([*lines, *bad]))
-    first = len(lines) + 1
-    why = because("unreadable_lines", file=file, lines=[*range(first, first + 5)], total=len(bad))
-    assert why in summarize(tmp_path / "run").reasons

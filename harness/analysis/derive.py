@@ -18,7 +18,8 @@ from harness.scenario.check_syntax import Slo
 
 def drop_impossible_counts(request: Request) -> Request:
     """Replace impossible counts by None and list them in `bad_fields`. Other tools and older harnesses store them."""
-    bad = find_impossible_counts(request, request.asked_tokens)
+    counts = (request.prompt_tokens, request.output_tokens, request.cached_tokens, request.reasoning_tokens)
+    bad = find_impossible_counts(*counts, request.asked_tokens)
     if not bad:
         return request
     unknown: dict[str, None] = dict.fromkeys(bad)

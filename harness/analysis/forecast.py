@@ -30,7 +30,7 @@ from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import CUT, group_by_cell, read_marks
 from harness.scenario import Load
-from harness.summary import CellSummary, Reason, Row, Summary, because
+from harness.summary import CellSummary, Reason, Row, because
 
 COVERAGE = 0.90  # of the intervals
 TREND_ALPHA = 0.01  # of the test for a trend
@@ -343,7 +343,13 @@ def forecast(
             raise HarnessError(f"{name}: a number of at least 0 is expected (got {number!r})")
     item_lengths = None if lengths is None else read_lengths(lengths)
     run, summary = read_run(folder), summarize(folder)
-    _refuse_incomplete_run(run, summary, folder)
+    reason = next((reason for reason in summary.reasons if reason.cell is None), None)  # about the whole run
+    if run.status not in ("valid", "invalid") or reason is not None:
+        why = f"its status is {run.status}" if reason is None else sentence(reason)
+        raise RunError(
+            f"{run.id}: no prediction from a run that is not complete: {why}",
+            next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
+        )
     noise = known_noise([run], results).rows if results is not None else {}
     work = read_progress(folder, run)
     cells = {cell.id: cell for cell in summary.cells}
@@ -434,17 +440,6 @@ def read_lengths(path: Path) -> Array:
     if not items:
         raise HarnessError(f"--lengths: {path} has no rows", next_step=advice)
     return np.array(items)
-
-
-def _refuse_incomplete_run(run: Run, summary: Summary, folder: Path) -> None:
-    """Raise RunError for a run that did not end, has a reason that is about the whole run, or has no records."""
-    reason = next((reason for reason in summary.reasons if reason.cell is None), None)
-    if run.status not in ("valid", "invalid") or reason is not None:
-        why = f"its status is {run.status}" if reason is None else sentence(reason)
-        raise RunError(
-            f"{run.id}: no prediction from a run that is not complete: {why}",
-            next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
-        )
 
 
 def _refusal_of_row(row: Row, load: Load | None, cells: dict[str, CellSummary]) -> Reason | None:

@@ -1,5 +1,6 @@
 """Computes the Summary of a run from its directory. The same files always give the same summary."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -358,40 +359,34 @@ def _summarize_cell(
 def _summarize_rows(
     run: Run, cells: list[CellSummary], tallies: dict[str, CellCounts], invalid: dict[tuple[str, str], Reason]
 ) -> list[Row]:
+    """Pool the cells of each server and load. A repeated first cell of a sweep is in no row."""
     rows = []
-    for server in run.scenario.servers:
-        for load in run.scenario.loads:
-            all_cells = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
-            row_cells = [cell for cell in all_cells if cell.again is None]
-            if not row_cells:
-                continue
-            row = replace(
-                _summarize_row(server, load, row_cells, tallies),
-                kind="" if run.origin else load_kind(run.scenario.loads[load]),
-                invalid=invalid.get((server, load)),
-                failed=next((cell.failed for cell in all_cells if cell.failed is not None), None),
-            )
-            if run.origin is not None:  # an import has one repeat, so the numbers of its row are those of its cell
-                origin = run.origin.of_row(server, load)
-                row = replace(row, pooled=row_cells[0].numbers, definitions=origin.definitions, missing=origin.missing)
-            rows.append(row)
+    for server, load in itertools.product(run.scenario.servers, run.scenario.loads):
+        all_cells = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
+        row_cells = [cell for cell in all_cells if cell.again is None]
+        if not row_cells:
+            continue
+        valid = [cell.numbers for cell in row_cells if not cell.problems]
+        values: dict[str, Any] = {
+            name: [value for numbers in valid if (value := getattr(numbers, name)) is not None] for name in WORK
+        }
+        row = Row(
+            server=server,
+            load=load,
+            cells=[cell.id for cell in row_cells],
+            **values,
+            pooled=compute_numbers([tallies[cell.id] for cell in row_cells], [cell.numbers for cell in row_cells]),
+            formulas=FORMULAS,
+            machine_load=median_load([cell.machine_load for cell in row_cells]),
+            kind="" if run.origin else load_kind(run.scenario.loads[load]),
+            client_limited=limited_fields(list(NUMBER_WORDS), [limit for cell in row_cells for limit in cell.limits]),
+            invalid=invalid.get((server, load)),
+            failed=next((cell.failed for cell in all_cells if cell.failed is not None), None),
+            time=mean_split([cell.time for cell in row_cells]),
+            limited_by=common_limit([cell.limited_by for cell in row_cells]),
+        )
+        if run.origin is not None:  # an import has one repeat, so the numbers of its row are those of its cell
+            origin = run.origin.of_row(server, load)
+            row = replace(row, pooled=row_cells[0].numbers, definitions=origin.definitions, missing=origin.missing)
+        rows.append(row)
     return rows
-
-
-def _summarize_row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, CellCounts]) -> Row:
-    valid = [cell.numbers for cell in cells if not cell.problems]
-    values: dict[str, Any] = {
-        name: [value for numbers in valid if (value := getattr(numbers, name)) is not None] for name in WORK
-    }
-    return Row(
-        server=server,
-        load=load,
-        cells=[cell.id for cell in cells],
-        **values,
-        pooled=compute_numbers([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
-        formulas=FORMULAS,
-        machine_load=median_load([cell.machine_load for cell in cells]),
-        time=mean_split([cell.time for cell in cells]),
-        limited_by=common_limit([cell.limited_by for cell in cells]),
-        client_limited=limited_fields(list(NUMBER_WORDS), [limit for cell in cells for limit in cell.limits]),
-    )

@@ -113,7 +113,11 @@ def _evaluate_check(
             base = comparison.verdicts[0].baseline if comparison.verdicts else None
             sides = {side for side, verdict in _verdict_by_row(comparison).items() if verdict.baseline == base}
             chosen = [row for row in chosen if row.name in sides]
-        chosen = [row for row in chosen if _may_have_latency(check, row)] or chosen
+        # Rows without streamed answers, for example, have no TTFT.
+        column = LATENCIES.get(check.metric.rpartition("_")[0])
+        if column is not None:
+            has_latency = [row for row in chosen if not row.pooled.succeeded or getattr(row.pooled, column.field).n > 0]
+            chosen = has_latency or chosen
     if not chosen:
         return CheckResult(check=check.text, status="failed", code="no_row", evidence=[because("check_no_row")])
     results = [_evaluate_row(check, row, rows, comparison, reference) for row in chosen]
@@ -127,12 +131,6 @@ def _evaluate_check(
     (evidence,) = worst.evidence
     row_count = {"rows": len(results)} if len(results) > 1 else {}
     return replace(worst, evidence=[replace(evidence, values=evidence.values | row_count)])
-
-
-def _may_have_latency(check: Check, row: Row) -> bool:
-    """Whether a row can have the check's latency. Rows without streamed answers, for example, have no TTFT."""
-    column = LATENCIES.get(check.metric.rpartition("_")[0])
-    return column is None or not row.pooled.succeeded or getattr(row.pooled, column.field).n > 0
 
 
 def _relative_distance(result: CheckResult) -> float:

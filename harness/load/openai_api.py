@@ -225,7 +225,8 @@ class Answer:
         `asked_tokens` is the max_tokens of the request; `request_bytes` is the size of its body.
         """
         prompt_max, output_min = request_bytes + TEMPLATE_TOKENS, int(self.generated and self.vectors is None)
-        bad = find_impossible_counts(self, asked_tokens, prompt_max=prompt_max, output_min=output_min)
+        counts = (self.prompt_tokens, self.output_tokens, self.cached_tokens, self.reasoning_tokens)
+        bad = find_impossible_counts(*counts, asked_tokens, prompt_max=prompt_max, output_min=output_min)
         for name, path in _TOKEN_COUNTS.items():
             if name in bad:
                 self.bad[bad[name].field] = bad[name]

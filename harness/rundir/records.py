@@ -59,29 +59,21 @@ class BadField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     limit: int | None = None
 
 
-class TokenCounts(Protocol):
-    @property
-    def prompt_tokens(self) -> int | None: ...
-
-    @property
-    def output_tokens(self) -> int | None: ...
-
-    @property
-    def cached_tokens(self) -> int | None: ...
-
-    @property
-    def reasoning_tokens(self) -> int | None: ...
-
-
 def find_impossible_counts(
-    counts: TokenCounts, asked_tokens: int | None, *, prompt_max: int = MAX_TOKENS, output_min: int = 0
+    prompt: int | None,
+    output: int | None,
+    cached: int | None,
+    reasoning: int | None,
+    asked_tokens: int | None,
+    *,
+    prompt_max: int = MAX_TOKENS,
+    output_min: int = 0,
 ) -> dict[str, BadField]:
-    """Return the counts that are out of bounds, by their names in a record.
+    """Return the token counts that are out of bounds, by their names in a record.
 
     `asked_tokens` is the request's max_tokens. Cached tokens are part of the prompt, reasoning is part of the output.
     """
     output_max = MAX_TOKENS if asked_tokens is None else asked_tokens
-    prompt, output = counts.prompt_tokens, counts.output_tokens
     bad: dict[str, BadField] = {}
 
     def is_possible(name: str, field: str, value: int | None, minimum: int, maximum: int) -> bool:
@@ -96,7 +88,6 @@ def find_impossible_counts(
         prompt_max = prompt or 0
     if is_possible("output_tokens", "completion_tokens", output, output_min, output_max):
         output_max = output or 0
-    cached, reasoning = counts.cached_tokens, counts.reasoning_tokens
     is_possible("cached_tokens", "prompt_tokens_details.cached_tokens", cached, 0, prompt_max)
     is_possible("reasoning_tokens", "completion_tokens_details.reasoning_tokens", reasoning, 0, output_max)
     return bad
