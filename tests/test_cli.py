@@ -17,7 +17,7 @@ from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from tests import prefork
-from tests.command import HARNESS, called, going, harness, only_run, server, until, write
+from tests.command import HARNESS, called, going, harness, only_run, until, write
 
 
 @pytest.fixture(scope="module")
@@ -105,26 +105,6 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
         "'slower'. 4 repeats are the least that can decide.",
     ]
     assert list(tmp_path.iterdir()) == [path], "nothing was run or written"
-
-
-@pytest.mark.parametrize(
-    ("more", "comparisons"),
-    [
-        ({"mixes": {"both": ["chat", "job"]}}, 2),  # each part against itself alone; job and chat do other work
-        ({"compare": [{"row": "one/job", "against": "one/chat"}]}, 2),
-        ({"loads": {"job": {"user": "batch", "duration_s": 9}, "by": {"user": "chat", "users": 9, "duration_s": 9,
-          "arrivals": {"rate": 2}}}, "baseline": {"server": "one", "load": "job"}}, 0),  # a schedule sets the rate
-    ],
-)  # fmt: skip
-def test_check_counts_the_comparisons_that_the_run_will_make(
-    tmp_path: Path, more: dict[str, Any], comparisons: int
-) -> None:
-    loads = {"chat": {"user": "chat", "users": 2, "duration_s": 9}, "job": {"user": "batch", "duration_s": 9}}
-    given: dict[str, Any] = {"loads": loads, "repeats": 2, "baseline": {"server": "one", "load": "chat"}}
-    path = write(tmp_path, **(given | more))
-    out = called("check", path.name, cwd=tmp_path).out
-    said = f"with {comparisons} comparisons, 2 repeats can never reach"
-    assert (said in out) if comparisons else ("can never reach" not in out)
 
 
 def test_scenarios_are_listed_and_checked_by_name(tmp_path: Path) -> None:
@@ -216,16 +196,13 @@ def test_an_output_that_is_full(made: Path) -> None:
 
 def test_a_terminal_that_is_not_in_utf_8_gets_the_table(made: Path) -> None:
     run = only_run(made / "runs").name
-    in_ascii = called("report", run, cwd=made, env={"PYTHONIOENCODING": "ascii"}).out
-    assert in_ascii == called("report", run, cwd=made).out.encode("ascii", "backslashreplace").decode()
+    in_ascii = harness("report", run, cwd=made, env={"PYTHONIOENCODING": "ascii"}).out
+    assert in_ascii == harness("report", run, cwd=made).out.encode("ascii", "backslashreplace").decode()
 
 
-@pytest.mark.parametrize("command", ["live", "run"])
-def test_live(tmp_path: Path, command: str) -> None:
-    path = write(tmp_path)
-    port = free_port()
-    extra = ("--port", str(port)) if command == "live" else ("--ui", "--ui-port", str(port))
-    with going(command, path.name, *extra, "--runs", "runs", cwd=tmp_path) as live:
+def test_run_with_the_web_ui_is_a_live_load(tmp_path: Path) -> None:
+    path, port = write(tmp_path), free_port()
+    with going("run", path.name, "--ui", "--ui-port", str(port), "--runs", "runs", cwd=tmp_path) as live:
 
         def page() -> str:
             try:
@@ -244,14 +221,6 @@ def test_live(tmp_path: Path, command: str) -> None:
     assert (manifest.status, sentences(manifest.reasons)) == ("live", ["a live load, changed by hand, has no verdicts"])
 
 
-def test_a_live_load_whose_server_does_not_start_has_sent_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path, servers={"one": server("--fail-start", "no memory")})
-    done = harness("live", path.name, "--port", str(free_port()), "--runs", "runs", cwd=tmp_path)
-    assert done.code == 2, done.out + done.err
-    assert "What was sent" not in done.out
-    assert only_run(tmp_path / "runs").is_dir()
-
-
 def test_live_on_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
@@ -267,11 +236,3 @@ def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
         done = called("live", path.name, "--load", given, cwd=tmp_path)
         assert (done.code, done.out) == (1, "") and done.err.startswith("error: --load: 'both' is a mix, which ")
         assert done.err.endswith("next: Give --load a or --load b, or use `harness run`.\n")
-
-
-def test_check_takes_what_run_overrides(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    done = called("check", path.name, "--repeats", "3", "--model", "other", "--check", "ttft_p95 <= 1s", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
-    assert "3 cells: 3 repeats" in done.out
-    assert "check 'ttft_p95 <= 1s' cannot pass" in done.out

@@ -227,19 +227,6 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     assert [trace["name"] for trace in throughput.figure["data"]] == ["llamacpp-vulkan"], "not on one axis"
 
 
-def test_lemonade_says_where_it_cannot_be_told_which_speed_it_is(tmp_path: Path) -> None:
-    def untold(raw: dict[str, Any]) -> None:
-        raw["models"][0]["results"][1]["scenarios"][0]["tps"]["max"] = 27.0
-
-    folder = import_file(changed("lemonade-from-source.json", tmp_path / "x.json", untold), tmp_path)
-    summary = summarize(folder, ["flm-npu/chat-short: output_tok_s >= 1"])
-    npu = summary.rows[1]
-    assert (npu.server, npu.pooled.output_tok_s, npu.output_tok_s) == ("flm-npu", None, [])
-    assert summary.comparison is not None
-    assert lemonade.UNTOLD in verdict_sentence(summary.comparison.verdicts[0])
-    assert evidence(summary.checks[0].evidence) == f"flm-npu / chat-short: not known: {lemonade.UNTOLD}"
-
-
 @pytest.mark.parametrize(
     ("tokens", "ttft", "took", "speed", "meaning"),
     [
@@ -261,19 +248,6 @@ def test_what_tells_the_two_speeds_of_lemonade_apart(
     scenario |= {"output_tokens": tokens, "ttft_ms": all_alike(ttft)}
     scenario |= {"duration_ms": all_alike(took), "tps": all_alike(speed)}
     assert lemonade.speed_definition(Source(Path("f"), "", scenario).read(lemonade.LemonadeScenario)) == meaning
-
-
-def test_rows_of_two_files_that_mean_different_things_are_refused(tmp_path: Path) -> None:
-    def other_speed(raw: dict[str, Any]) -> None:
-        scenario = raw["models"][0]["results"][0]["scenarios"][0]
-        times = scenario["duration_ms"]
-        scenario["tps"] = {"mean": 42.7, "min": 128e3 / times["max"], "max": 128e3 / times["min"]}
-
-    one = import_file(DATA / "lemonade-from-source.json", tmp_path)
-    other = import_file(changed("lemonade-from-source.json", tmp_path / "x.json", other_speed), tmp_path)
-    with pytest.raises(HarnessError, match="the definitions of 'output_tok_s' differ") as caught:
-        compare_runs([[one], [other]])
-    assert lemonade.DECODING in caught.value.what and lemonade.WHOLE_REQUEST in caught.value.what
 
 
 def test_runs_of_one_tool_and_work_are_compared(tmp_path: Path) -> None:
@@ -357,14 +331,6 @@ def test_a_file_with_a_wrong_value_or_contradictory_totals_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
-def test_records_of_aiperf_that_its_summary_does_not_count_are_refused(tmp_path: Path) -> None:
-    shutil.copytree(DATA / "aiperf", tmp_path / "given")
-    path = tmp_path / "given" / "profile_export.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(HarnessError, match=r"request_count\.avg says 12.0, and records of successful requests are 11"):
-        import_file(path, tmp_path / "runs")
-
-
 def test_a_file_that_is_damaged_or_of_no_known_tool_is_refused(tmp_path: Path) -> None:
     lines = (DATA / "aiperf/profile_export.jsonl").read_text().splitlines(keepends=True)
     vllm = (DATA / "vllm-chat.json").read_text()
@@ -399,14 +365,6 @@ def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_b
     assert [read_run(tmp_path / folder).machine.name for folder in folders] == ["box", "box"]
     listed = called("runs", "--runs", "runs", cwd=tmp_path)
     assert listed.code == 0 and all(folder.name in listed.out for folder in folders)
-
-
-def test_the_page_names_every_format_and_the_versions_of_the_samples() -> None:
-    text = (ROOT / "docs" / "imports.md").read_text()
-    assert all(f"\n## {name}\n" in text for name in FORMATS)
-    for path in (*DATA.glob("guidellm*.json"), DATA / "aiperf" / "profile_export_aiperf.json"):
-        raw = json.loads(path.read_text())
-        assert raw.get("aiperf_version", raw.get("metadata", {}).get("guidellm_version")) in text
 
 
 def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def refuse_ending(to: Path) -> None:
 def export(folder: Path, to: Path) -> Exported:
     """Write the records of a run directory to a file that ends in .parquet or .csv.
 
-    The file appears when it is whole. Raises HarnessError for another ending, for a run without records, for Parquet
-    without pyarrow, and when it cannot be written.
+    The file appears when it is whole. Raises HarnessError for another ending, for a run without records, and for
+    Parquet without pyarrow.
     """
     refuse_ending(to)
     write = _write_parquet if to.suffix == ".parquet" else _write_csv
@@ -66,9 +66,8 @@ def export(folder: Path, to: Path) -> Exported:
     try:
         written = write(temporary, rows)
         os.replace(temporary, to)
-    except OSError as error:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise HarnessError(f"{to}: cannot be written ({error.strerror or error})") from None
     return Exported(written, len(damaged))
 
 
@@ -207,42 +206,33 @@ def csv_table(summary: Summary, run: Run) -> str:
 
 
 def _csv_row(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | int | float | None]:
-    numbers = line.row.pooled
+    row, numbers = line.row, line.row.pooled
     record: dict[str, str | int | float | None] = {
-        "server": line.row.server,
-        "load": line.row.load,
+        "server": row.server,
+        "load": row.load,
         "concurrent_loads": " ".join(concurrent_loads),
-        "runs": len(line.row.cells),
-        "sent": numbers.sent,
-        "succeeded": numbers.succeeded,
-        "failed": numbers.failed,
-        "unfinished": numbers.unfinished,
-        "abandoned": numbers.abandoned,
-        **dict.fromkeys(("error_rate", "wall_s")),  # these have kept their places
+        "runs": len(row.cells),
+        **{name: getattr(numbers, name) for name in ("sent", "succeeded", "failed", "unfinished", "abandoned")},
+        **{column.field: column.value_of(numbers) for column in VALUES if "." not in column.field},
         "completion_tokens_per_run": line.tokens,
-        **dict.fromkeys(("output_tok_s", "requests_per_s", "input_tok_s")),
         "vectors": numbers.vectors,
-        "client_limited": " ".join(line.row.client_limited),
+        "client_limited": " ".join(row.client_limited),
         **{f"answers_{name}": field_or_none(numbers.answers, name) for name in _CSV_ANSWERS},
         **{f"prompt_tokens_{name}": field_or_none(numbers.prompts, name) for name in ("asked", "got")},
     }
-    record |= {column.field: column.value_of(numbers) for column in VALUES if "." not in column.field}
     for column in LATENCIES:
         if column.csv:
             sample = getattr(numbers, column.field)
             record |= {f"{column.name}_{statistic}_s": getattr(sample, statistic) for statistic in _CSV_STATISTICS}
-    record |= raw_schedule(line.row)
-    record |= {name: field_or_none(line.row.machine_load, field) for name, field, *_ in MACHINE_VALUES}
-    record |= {f"{stage}_mean_s": field_or_none(line.row.time, f"{stage}_s") for stage in STAGES if stage != "connect"}
-    record["limited_by"] = line.row.limited_by
+    record |= raw_schedule(row)
+    record |= {name: field_or_none(row.machine_load, field) for name, field, *_ in MACHINE_VALUES}
+    record |= {f"{stage}_mean_s": field_or_none(row.time, f"{stage}_s") for stage in STAGES if stage != "connect"}
+    record["limited_by"] = row.limited_by
     for slos, attained in numbers.slos.items():
         record |= {f"attainment({slos})": attained.attainment, f"goodput_req_s({slos})": attained.goodput_req_s}
-    return (
-        record
-        | {"baseline": int(line.baseline)}
-        | {name: field_or_none(line.verdict, field) for name, field in _CSV_VERDICT.items()}
-        | {"verdict": line.words}
-    )
+    record["baseline"] = int(line.baseline)
+    record |= {name: field_or_none(line.verdict, field) for name, field in _CSV_VERDICT.items()}
+    return record | {"verdict": line.words}
 
 
 Labels = dict[str, str]
@@ -323,9 +313,8 @@ def _row_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
     ]
     yield _gauge("client_limited", "1: the load generator was the limit of this number of the row", "", limited)
     for name, (explanation, field) in SCHEDULES.items():
-        yield _gauge(
-            name, explanation, "", [(labels, field_or_none(row.pooled.schedule, field)) for labels, row in rows]
-        )
+        scheduled = [(labels, field_or_none(row.pooled.schedule, field)) for labels, row in rows]
+        yield _gauge(name, explanation, "", scheduled)
     slos = [({**labels, "slos": slos}, attained) for labels, row in rows for slos, attained in row.pooled.slos.items()]
     met = [(labels, attained.attainment) for labels, attained in slos]
     yield _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio", met)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.engines import engines
-from harness.report.charts import Chart, Figure, colour, escape_markup, scatter
+from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
 from harness.report.charts.data import Timeline, Values
 from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.summary import CellSummary
@@ -231,6 +231,8 @@ def startup_chart(run: Run) -> Chart:
     order = list(phase_seconds(chain.from_iterable(starts.values())))
     data: list[Figure] = []
     for i, name in enumerate(order):
+        pattern = {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}
+        stripes = {"pattern": pattern} if i >= COLOURS else {}  # two phases with the same colour
         medians = {
             server: statistics.median(seconds_of[name]) for server, seconds_of in phases.items() if name in seconds_of
         }
@@ -238,7 +240,7 @@ def startup_chart(run: Run) -> Chart:
             {
                 "type": "bar", "orientation": "h", "name": escape_markup(name), "y": list(medians),
                 "x": [round(seconds, 3) for seconds in medians.values()],
-                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}},
+                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **stripes},
                 "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
             }
         )  # fmt: skip
