@@ -95,7 +95,7 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
         "Does the smallest run work?",
         "",
         "one  one  batch user, bursts: requests 10, output_tokens 20",
-        "one  ten  chat user, closed loop: users 10, duration_s 30                 baseline",
+        "one  ten  chat user, closed loop: users 10, duration_s 30, output_tokens 128  baseline",
         "",
         "4 cells: 2 repeats, interleaved; 4 server starts: a fresh server for each cell (cold)",
         "order: r1-one-one r1-one-ten r2-one-ten r2-one-one",
