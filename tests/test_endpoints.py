@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.analysis.derive import merge_counts
 from harness.analysis.summarize import read_summary
-from harness.analysis.tally import AnswerTally, answer_quality, prompt_lengths
 from harness.comparison.compare import answer_difference as difference
 from harness.reasons import evidence, sentence, sentences
 from harness.rundir.records import Request, read_requests
@@ -45,13 +43,6 @@ def said(server: Spawned, fault: str = "", **more: Any) -> str:
     answer = post(server, CHAT, {"messages": messages, "max_tokens": 20, **more}, fault)
     assert answer["choices"][0]["finish_reason"] == "stop"
     return str(answer["choices"][0]["message"]["content"])
-
-
-def test_the_embedded_engine_gives_vectors(server: Spawned) -> None:
-    answer = post(server, EMBEDDINGS, {"model": "tiny", "input": ["one two", "three"]})
-    assert [len(one["embedding"]) for one in answer["data"]] == [16, 16]
-    assert (answer["object"], answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == ("list", 3, 0)
-    assert [one["embedding"] for one in post(server, EMBEDDINGS, {"input": "x"}, "empty")["data"]] == [[]]
 
 
 def test_the_embedded_engine_answers_in_the_form_that_is_asked_for(server: Spawned) -> None:
@@ -113,15 +104,6 @@ def test_every_endpoint_is_driven_and_recorded(tmp_path: Path) -> None:
     assert shown["E2E p50, ms"] == "n/a (needs 11)" and float(shown["Prompt tok/s"].strip("‡").replace(",", "")) > 0
 
 
-def test_an_empty_vector_is_a_failure(tmp_path: Path) -> None:
-    load = {"user": "batch", "requests": 8, "endpoint": "embeddings"}
-    servers = {"one": embedded("--fault", "empty@4")}
-    _, _, records = run(tmp_path, servers=servers, loads={"l": load}, max_error_rate=0.5)
-    failed = {(record.error, record.message) for record in records if record.error is not None}
-    assert failed == {("empty", "a complete answer with nothing in it: 1 of 1 vectors are empty")}
-    assert 1 <= sum(record.error is not None for record in records) <= 3
-
-
 def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
     where, summary, records = run(
         tmp_path,
@@ -151,43 +133,6 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
     assert "54 of 60 (90.0%)" in (where / "report.html").read_text()
 
 
-@pytest.mark.parametrize("send", ["response_format", "structured_outputs", "grammar"])
-def test_each_way_of_telling_a_server_is_judged(tmp_path: Path, send: str) -> None:
-    load = {"user": "batch", "requests": 6, "output": "natural", "answer": {"choice": "auto", "send": send}}
-    _, summary, _ = run(tmp_path, loads={"l": load}, prompts={"kind": "classification"})
-    answers = summary.rows[0].pooled.answers
-    assert answers is not None and (answers.valid, answers.right) == (6, 6)
-
-
-def test_answers_are_counted_over_the_successful_requests(tmp_path: Path) -> None:
-    records = [
-        request(index=0, answer_valid=True, answer_right=True),
-        request(index=1, answer_valid=True, answer_right=False),
-        request(index=2, answer_valid=False),
-        request(index=3, error="http", answer_valid=None),
-        request(phase="warmup", answer_valid=False),
-    ]
-    numbers = one_cell(tmp_path / "run", records, max_error_rate=0.5).rows[0].pooled
-    assert numbers.answers == Answers(checked=3, valid=2, valid_share=2 / 3, labelled=2, right=1, right_share=0.5)
-
-
-def test_what_cannot_be_meant_together_is_refused(tmp_path: Path) -> None:
-    loads = {
-        "a": {"user": "chat", "requests": 4, "endpoint": "embeddings"},
-        "b": {"user": "batch", "requests": 4, "endpoint": "embeddings", "answer": {"choice": ["a", "b"]}},
-        "c": {"user": "batch", "requests": 4, "output": "natural", "answer": {"choice": "auto"}},
-    }
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump(SMALL | {"loads": loads}))
-    said = harness("check", "s.yaml", cwd=tmp_path).err
-    for part in (
-        "a conversation needs answers; use 'user: batch'",
-        "embeddings have no text to check",
-        "an answer of a form ends where the form ends; add 'output: natural'",
-        "'auto' are the labels of 'prompts.kind: classification'",
-    ):
-        assert part in " ".join(said.split())
-
-
 def test_exact_lengths_that_are_not_exact_are_counted_and_make_the_run_invalid(tmp_path: Path) -> None:
     records = [request(index=index, asked_prompt_tokens=15, prompt_tokens=20 + (index == 3)) for index in range(4)]
     summary = one_cell(tmp_path / "run", records, prompts=Prompts(tokens=15, tokenizer="server"))
@@ -202,34 +147,9 @@ def answers(valid: int, right: int | None = None) -> Answers:
     return Answers(checked=10, valid=valid, labelled=0 if right is None else 10, right=right)
 
 
-def test_sides_that_are_worth_the_same_need_no_words() -> None:
-    assert difference("a", [answers(9, 8)], "b", [answers(9, 8)]) is None
-    assert difference("a", [answers(8), answers(10)], "b", [answers(9)]) is None  # 18 of 20 and 9 of 10
-    assert difference("a", [], "b", [answers(9)]) is None
-    assert difference("a", [answers(9, 1)], "b", [answers(9)]) is None  # no label is known for one side
-
-
 def test_sides_that_are_not_are_told_with_counts() -> None:
     note = difference("a", [answers(9, 8)], "b", [answers(10, 8)])
     assert note is not None and sentence(note) == (
         "the answers of a and b are not of equal quality: valid are 9 of 10 (90.0%) and 10 of 10 (100.0%); "
         "speed alone does not say which of the two is better"
     )
-
-
-def test_parts_of_a_file_are_counted_as_one() -> None:
-    whole, first, second = AnswerTally(), AnswerTally(), AnswerTally()
-    for index in range(8):
-        one = request(
-            index=index, answer_valid=index > 1, answer_right=index > 4, asked_prompt_tokens=10,
-            prompt_tokens=15 if index != 6 else 19,
-        )  # fmt: skip
-        whole.add(one)
-        (first if index < 3 else second).add(one)
-    merge_counts(first, second)
-    assert first == whole
-    assert answer_quality(whole) == Answers(
-        checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375
-    )
-    assert prompt_lengths(whole) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
-    assert (answer_quality(AnswerTally()), prompt_lengths(AnswerTally())) == (None, None)

@@ -53,11 +53,6 @@ def test_a_model_that_cannot_be_pulled_is_explained(tmp_path: Path) -> None:
         assert double.models == []
 
 
-def test_nothing_is_pulled_when_it_is_said_to_be_there(tmp_path: Path) -> None:
-    with serving("ollama") as (url, _), pytest.raises(ServerError, match="model 'qwen3:latest' not found"):
-        ready(tmp_path, url, "qwen3", pull=False)
-
-
 def test_what_the_templates_say() -> None:
     given: dict[str, Any] = {
         "num_parallel": 10,

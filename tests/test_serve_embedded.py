@@ -145,14 +145,3 @@ def test_a_log_hides_secrets_and_the_engines_time_stamps(tmp_path: Path) -> None
     assert log.path.read_bytes() == stamp + b"token=***\n" + stamp + b"a\xffb\n"
     assert log.text() == "token=***\na\ufffdb"
     assert log.tail() == log.text()
-
-
-def test_a_broken_stream_of_the_log_is_said_in_it(tmp_path: Path) -> None:
-    def stream() -> Iterator[bytes]:
-        yield b"one\n"
-        raise OSError("the engine went away")
-
-    log = LogFile(tmp_path / "x.log")
-    log.follow(stream)
-    log.wait_for_end()
-    assert log.text() == "one\n\n[the log ends here: the engine went away]"

@@ -41,17 +41,6 @@ def test_what_was_started_before_a_reboot_has_no_owner(tmp_path: Path, monkeypat
     assert not process.owner_is_gone(earlier | {process.MACHINE: ""})
 
 
-@pytest.mark.parametrize("content", [None, "\n"])
-def test_without_a_machine_id_an_earlier_boot_may_be_another_machine_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
-) -> None:
-    monkeypatch.setattr(process, "MACHINE_ID", tmp_path / "machine-id")
-    if content is not None:
-        process.MACHINE_ID.write_text(content)
-    assert process.owner_labels()[process.MACHINE] == ""
-    assert not process.owner_is_gone(engine.make_labels("r", "c") | {process.BOOT: "another"})
-
-
 def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
     """As in a CI runner's container with `--network host`: same host name, same boot, other process ids."""
     inside = ["unshare", "--pid", "--fork", "--mount-proc", *([] if os.getuid() == 0 else ["--map-root-user"])]

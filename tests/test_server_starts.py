@@ -12,7 +12,7 @@ from harness.comparison.compare import compare_runs
 from harness.judge import comparable
 from harness.judge.comparable import run_differences
 from harness.reasons import sentences
-from harness.report.charts.timeline import observed_starts, startup_chart
+from harness.report.charts.timeline import observed_starts
 from harness.report.html import write_report
 from harness.report.markdown import render_comparison
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
@@ -141,18 +141,6 @@ def test_a_diff_of_two_runs_has_the_new_facts(tmp_path: Path) -> None:
     }
 
 
-def test_medians_over_starts_and_every_text_that_occurred() -> None:
-    starts: tuple[tuple[Any, int, float], ...] = (("cold", 10, 9.0), ("warm", 30, 1.5), ("warm", 20, 2.0))
-    served = [
-        served_by(
-            startup=Startup(compile_cache=cache, kv_cache_tokens=tokens), phases=[Phase(name="ready", seconds=seconds)]
-        )
-        for cache, tokens, seconds in starts
-    ]
-    found = {"startup.compile_cache": "cold, then warm", "startup.kv_cache_tokens": 20, "phases.ready": 2}
-    assert comparable.median_measurements(served) == found
-
-
 @pytest.mark.parametrize(
     ("key", "values", "noise"),
     [
@@ -167,20 +155,6 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
 )  # fmt: skip
 def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
     assert comparable.is_noise(key, values) == noise
-
-
-def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path) -> None:
-    plain = serving(phases=None, startup=None)
-    other = [Phase(name=name, seconds=1.0) for name in ("pull", "create", "port open", "health", "first answer")]
-    made = write_made_run(
-        tmp_path / "run", served=lambda cell: served_by(phases=other) if cell.server == "a" else plain(cell)
-    )
-    chart = startup_chart(made)
-    assert [trace["name"] for trace in chart.figure["data"]] == [
-        "pull", "create", "process", "weights", "compile", "ready", "port open", "health", "first answer",
-    ]  # fmt: skip
-    assert ["b", "compile", "15.00", "15.00", "15.00", "5"] in chart.body
-    assert chart.formula.split("; ")[1] == "process to warm-up by the server’s own log"
 
 
 def test_cells_that_share_a_start_count_once(tmp_path: Path) -> None:
