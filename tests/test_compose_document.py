@@ -14,7 +14,6 @@ from harness.job import Job, decode_job
 from harness.prepare.experiment import Experiment, prepare
 from harness.run.live import compose_file
 from harness.scenario import Gateway, Load, Scenario, Server, Warmup
-from harness.serve import template
 from tests.command import write
 from tests.load_runs import composed
 
@@ -200,13 +199,3 @@ def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both(
     assert raw["services"]["locust"]["command"][3:5] == ["--host", "http://gateway:4000"]
     head = ["# Locust: http://127.0.0.1:8089", "# gateway: http://127.0.0.1:4000", "# server: http://127.0.0.1:8000"]
     assert text.splitlines()[4:7] == head
-
-
-def test_the_document_says_that_no_group_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "find_device_groups", lambda: [])
-    told = "# group_add is empty: there is no /dev/kfd"
-    assert told in composed(scenario(Server(template="vllm-rocm")))
-    assert told not in composed(scenario(Server(template="vllm-rocm", variables={"groups": [44]})))
-    assert told not in composed(scenario(Server(template="simulated")))  # it is given no GPU
-    monkeypatch.setattr(template, "find_device_groups", lambda: [44, 992])
-    assert told not in composed(scenario(Server(template="vllm-rocm")))

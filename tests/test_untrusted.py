@@ -434,12 +434,12 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: lemonade.find_canonical_name(api, "m")
     yield lambda: find_running_model(url, "m", None)
     yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
-    yield lambda: LemonadeMonitor(api, "m", None, None).effective()
-    yield lambda: LemonadeMonitor(api, "m", None, None).fetch("/props")
-    yield lambda: LemonadeMonitor(api, "m", None, None).problems()
+    yield lambda: LemonadeMonitor(api, "m", None).effective()
+    yield lambda: LemonadeMonitor(api, "m", None).fetch("/props")
+    yield lambda: LemonadeMonitor(api, "m", None).problems()
     yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.parse(url))
     yield lambda: kept(url, "ollama", None)
-    yield lambda: kept(url, "llama-cpp", LemonadeMonitor(api, "m", None, None))
+    yield lambda: kept(url, "llama-cpp", LemonadeMonitor(api, "m", None))
     yield Scraper(url + "/metrics", "c", folder / "metrics.jsonl").scrape_now
 
 

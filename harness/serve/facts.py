@@ -194,12 +194,9 @@ def read_container_file(container: Container, path: str) -> str | None:
 
 
 def parse_versions(text: str) -> dict[str, str]:
-    """Return lines such as `TRITON_BRANCH: 57c693b6` as a dictionary; any other line gets the key `line N`."""
-    versions: dict[str, str] = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
-        name, colon, value = line.partition(": ")
-        versions[name if colon else f"line {len(versions) + 1}"] = value.strip() if colon else line
-    return versions
+    """Return lines such as `TRITON_BRANCH: 57c693b6` as a dictionary."""
+    pairs = (line.strip().partition(": ") for line in text.splitlines())
+    return {name: value.strip() for name, colon, value in pairs if colon}
 
 
 MAX_LOG_BYTES = 4_000_000  # from the start of a log; what an engine logs under load comes later

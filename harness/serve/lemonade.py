@@ -5,7 +5,6 @@ and its client sees one very slow success. So the process of the backend is comp
 The facts come from Lemonade's sources and from a server built from them; docs/lemonade.md has the sources.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar
@@ -23,7 +22,7 @@ from harness.files import UNDECODABLE
 from harness.serve import probe
 from harness.serve.compose_file import LemonadeSettings
 from harness.serve.container_commands import FETCH_S, Shell
-from harness.serve.containers import LogFile, advise_on_message, make_load_error
+from harness.serve.containers import advise_on_message, make_load_error
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.probe import PhaseTimer, StartupWatch, explain_connection_error
 from harness.summary import Reason, because
@@ -50,8 +49,6 @@ OFFLINE_FIX = (
 )
 LOG_ADVICE = "`journalctl -u lemond | harness explain -`, or what it printed where you started it."
 _INSTALLED = ("installed", "update_available")
-_UNAVAILABLE = re.compile(r"\(BackendWatchdog\).*marked unavailable: (?P<reason>.+)")
-_RESET = re.compile(r"has been reset by the backend watchdog")
 
 
 def bare_name(model: str) -> str:
@@ -114,6 +111,7 @@ class RunningModel(Struct, frozen=True):
     url: str | None = field(name="backend_url", default=None)  # such as http://127.0.0.1:8001/v1: inside the container
     command: list[str] = field(name="launch_command", default_factory=list)  # empty before v11.8.0
     watchdog_reset: bool = False
+    watchdog_reset_reason: str | None = None
 
     @property
     def port(self) -> int | None:
@@ -430,13 +428,12 @@ def _load_with_saved_options(api: Api, model: str) -> None:
 class LemonadeMonitor:
     """One model of one Lemonade. `container` is None if the harness cannot look inside."""
 
-    def __init__(self, api: Api, model: str, log: LogFile | None, container: Container | None) -> None:
-        self._api, self._model, self._log, self._container = api, model, log, container
+    def __init__(self, api: Api, model: str, container: Container | None) -> None:
+        self._api, self._model, self._container = api, model, container
         self._shell = None if container is None else Shell(container)
         self._running = self._find_running()
         self._engine_port = None if self._running is None else self._running.port
         self._is_own_engine: dict[str, bool] = {}  # by address: whether this Lemonade started the engine there
-        self._line_count = len(self._read_log())
 
     def metrics(self) -> str:
         """Return the metrics of the engine, then those of Lemonade. Raises OSError without both."""
@@ -482,16 +479,12 @@ class LemonadeMonitor:
         """Return why measurements since the last call, or since the start, cannot be trusted."""
         if self._shell is not None:
             self._shell.close()  # until the next load
-        before, now, lines = self._running, self._find_running(), self._read_log()
-        new_lines, self._line_count = lines[self._line_count :], len(lines)
-        reasons = [match["reason"].strip() for line in new_lines if (match := _UNAVAILABLE.search(line)) is not None]
-        is_reset = any(_RESET.search(line) for line in new_lines) or (now is not None and now.watchdog_reset)
+        before, now = self._running, self._find_running()
         problems = []
-        if reasons or is_reset:
-            problems.append(because("backend_reset", server=NAME, reason=reasons[0] if reasons else None))
+        if now is not None and now.watchdog_reset:
+            problems.append(because("backend_reset", server=NAME, reason=now.watchdog_reset_reason))
         elif before is not None and now is not None and before.pid != now.pid:
-            options = {"options": _format_options(now), "options_before": _format_options(before)}
-            problems.append(because("backend_restarted", server=NAME, before=before.pid, now=now.pid, **options))
+            problems.append(because("backend_restarted", server=NAME, before=before.pid, now=now.pid))
         elif before is not None and now is None:
             problems.append(because("backend_lost", server=NAME))
         self._running = now or self._running
@@ -501,9 +494,6 @@ class LemonadeMonitor:
     def _find_running(self, timeout_s: float = HEALTH_S) -> RunningModel | None:
         health = get_health(self._api, timeout_s)
         return None if health is None else health.find(self._model)
-
-    def _read_log(self) -> list[str]:
-        return [] if self._log is None else self._log.text().splitlines()
 
     def _check_own_engine(self, url: str) -> bool:
         """Check that this Lemonade's engine uses the port: another Lemonade or container may use the same number."""
@@ -516,12 +506,6 @@ class LemonadeMonitor:
             return self._model in parse_model_ids(_fetch_local(url + "/v1/models").encode())
         except (ValueError, KeyError, TypeError):
             return False
-
-
-def _format_options(running: RunningModel) -> str:
-    """Return the load options as text, without the pin, which does not change the speed."""
-    options = sorted(running.recipe_options.items())
-    return ", ".join(f"{name}={value}" for name, value in options if name != "pinned" and value != "")
 
 
 def _fetch_local(url: str, body: str | None = None) -> str:

@@ -38,9 +38,8 @@ from harness.serve.security import collect_secrets, make_access_notes, require_c
 from harness.serve.template import write_compose_file
 from harness.summary import Reason
 
-MAX_MISSES = 3  # failed checks in a row of a server that already ran ...
-_CHECK_INTERVAL_S = 2.0  # ... with this period ...
-_RETRY_INTERVAL_S = 0.3  # ... and sooner after a failed check
+_CHECK_INTERVAL_S = 2.0  # of a server that already ran
+MAX_MISSES, _RETRY_INTERVAL_S = 3, 0.3  # a full listen queue can refuse one connection of a server that lives
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
@@ -324,7 +323,7 @@ def _start_and_wait(start: ServerStart, cell: CellContainers, tunnels: contextli
     filled_start = replace(start, compose=replace(start.compose, serving=cell.compose.serving))
     ready = _wait_until_ready(filled_start, url, read_status, log)
     loaded = ready.loaded
-    monitor = None if loaded is None else LemonadeMonitor(Api(url, start.api_key), ready.model, log, container)
+    monitor = None if loaded is None else LemonadeMonitor(Api(url, start.api_key), ready.model, container)
     container.reload()
     served = replace(
         service.served,
@@ -382,30 +381,24 @@ def attach_to_server(
     served = probe.probe_running_server(url, model if loaded is None else loaded.model, api_key, key_name=key_name)
     parts = urlsplit(served.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    last, checked_s, misses = ServerStatus(), time.monotonic(), 0
+    last, checked_s = ServerStatus(), time.monotonic()
 
     def read_status(now: bool) -> ServerStatus:
-        nonlocal last, checked_s, misses
-        while last.death is None:
-            interval_s = _RETRY_INTERVAL_S if misses else _CHECK_INTERVAL_S
-            if not now and time.monotonic() - checked_s <= interval_s:
-                break
+        nonlocal last, checked_s
+        if last.death is None and (now or time.monotonic() - checked_s > _CHECK_INTERVAL_S):
             checked_s = time.monotonic()
-            # A full listen queue can refuse one connection of a server that lives.
-            misses = 0 if probe.accepts_connections(host, port) else misses + 1
-            if misses >= MAX_MISSES:  # several loads of a mix may check at the same time
-                last = ServerStatus(ServerDeath(how="closed", detail=served.url))
-            elif not now or not misses:
-                break
-            else:
+            for _ in range(MAX_MISSES):
+                if probe.accepts_connections(host, port):
+                    return last
                 time.sleep(_RETRY_INTERVAL_S)
+            last = ServerStatus(ServerDeath(how="closed", detail=served.url))
         return last
 
     own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key)
     if loaded is None:
         monitor, metrics_url = None, own_metrics_url
     else:
-        monitor = LemonadeMonitor(Api(served.url, api_key), loaded.model, None, None)
+        monitor = LemonadeMonitor(Api(served.url, api_key), loaded.model, None)
         served = replace(served, version=loaded.version, max_parallel=loaded.max_parallel)
     served = _mark_simulated(record_facts(served, metrics_url=own_metrics_url, api_key=api_key, monitor=monitor))
     return Endpoint(url=served.url, started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)

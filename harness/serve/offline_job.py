@@ -43,11 +43,8 @@ def main() -> None:
 def parse_engine_arguments(words: list[str]) -> dict[str, Any]:
     """Return the keywords of vllm.LLM, read by vLLM's own parser, with statistics, which have each request's times."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # of 0.12 and later
 
-    try:
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError:  # before 0.12
-        from vllm.utils import FlexibleArgumentParser
     parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words)
     return {**vars(parsed), "disable_log_stats": False}
 

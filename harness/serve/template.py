@@ -362,13 +362,7 @@ def add_services(compose: str, added: dict[str, Any]) -> str:
 
 def _merge_yaml(compose: dict[str, Any], added: dict[str, Any]) -> str:
     for part, entries in added.items():
-        merged = compose.setdefault(part, {})
-        for name in entries.keys() & merged.keys():
-            raise HarnessError(
-                f"the templates of the server and of its gateway both have $.{part}.{name}",
-                next_step="Rename it in one of the two templates in compose/.",
-            )
-        merged.update(entries)
+        compose.setdefault(part, {}).update(entries)
     return yaml.dump(compose, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -210,7 +210,7 @@ def test_a_reset_in_mid_load_makes_the_run_invalid(variables: Variables, tmp_pat
         problems: list[Reason] = []
         while not problems and time.monotonic() < deadline:
             problems = endpoint.problems()
-        assert [problem.code for problem in problems] == ["backend_reset"]
+        assert [problem.code for problem in problems] == ["backend_restarted"]
         assert "may have been sent twice without a trace" in sentence(problems[0])
         source = endpoint.metrics_source
         assert source is not None and not isinstance(source, str)
