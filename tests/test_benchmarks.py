@@ -51,21 +51,6 @@ def test_the_clients_times_are_held_against_the_servers_request_by_request() -> 
     assert reading.itl_p99_ms == pytest.approx(2, abs=0.01)
 
 
-def test_the_load_is_that_of_the_schedule_and_of_the_steady_part_where_ends_are_spread() -> None:
-    e2e_s = SHORT.e2e_s
-    back_to_back = {str(n): Sent(n * e2e_s, n * e2e_s + np.array([0.05, 0.07, 0.09, 0.11])) for n in range(10)}
-    assert Truth(back_to_back, 0, 0).load(1, SHORT) == pytest.approx(1)
-    half = {name: one for name, one in back_to_back.items() if int(name) % 2 == 0 or name == "9"}
-    assert Truth(half, 0, 0).load(1, SHORT) == pytest.approx(0.6)
-    steady = Truth(half, 0, 0).load(1, SHORT._replace(spread=True))
-    assert steady == pytest.approx(0.5), "without the first answer's time, and up to the last request"
-
-
-def test_a_short_first_answer_is_not_counted() -> None:
-    records = [request(chunks_s=[9.0], output_tokens=1), request(chunks_s=[0.05] * 4, output_tokens=4)]
-    assert Said(records).whole(4) == records[1:]
-
-
 @pytest.mark.skipif(shutil.which("cc") is None and "CI" not in os.environ, reason="there is no C compiler")
 def test_the_server_keeps_its_schedule_and_the_c_client_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

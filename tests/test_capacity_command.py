@@ -15,18 +15,18 @@ from harness.capacity.result import (
     read_capacity,
 )
 from harness.capacity.search import SloCapacity
-from harness.capacity.slo import FLUSH_S, BlockCutter, LoadPace, parse_slos, scenario_slos
+from harness.capacity.slo import FLUSH_S, BlockCutter, LoadBlock, LoadPace, parse_slos, scenario_slos
 from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
 from harness.reasons import sentence
 from harness.report.capacity import answer_reasons, capacity_lines, crossover_reason
 from harness.run.capacity import define_search, drift_of, in_flight, wait_until_idle
 from harness.rundir.manifest import read_run
-from harness.scenario import Arrivals, Load
+from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.file import load_scenario
 from harness.serve.lifecycle import attach_to_server
 from harness.simulated import spawned
-from tests.command import Done, going, harness, only_run, server, until, write
+from tests.command import Done, called, going, harness, only_run, server, until, write
 from tests.made_runs import request
 
 EASY, HARD = "ttft_p50<=20s", "ttft_p50<=0.001ms"  # a median is decided by fewer blocks than a p95
@@ -175,17 +175,14 @@ def test_wrong_input_is_named(tmp_path: Path, given: dict[str, Any], scenario: d
     assert said in caught.value.what
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_a_wrong_command_line_is_named(tmp_path: Path) -> None:
+    write(tmp_path, **QUICK)
+    for options, problem in (
         (["small.yaml", "--user", "chat"], "--user: the scenario has its own users"),
         (["--user", "chat"], "no scenario, and not both of --url and --user"),
-    ],
-)
-def test_a_wrong_command_line_is_named(tmp_path: Path, options: list[str], said: str) -> None:
-    write(tmp_path, **QUICK)
-    done = harness("capacity", *options, "--slo", EASY, cwd=tmp_path)
-    assert (done.code, done.out) == (1, "") and said in done.err
+    ):
+        done = called("capacity", *options, "--slo", EASY, cwd=tmp_path)
+        assert (done.code, done.out) == (1, "") and problem in done.err
 
 
 def test_slos_are_quantiles_of_latencies(tmp_path: Path) -> None:
@@ -241,24 +238,25 @@ def test_a_growing_queue_does_not_make_blocks_longer() -> None:
     assert closed.answer_s == opened.answer_s == 30.5
 
 
-def test_levels_of_an_open_loop_are_tenths_of_its_rate() -> None:
+def test_levels_are_tenths_of_a_rate_or_of_the_speed_of_a_trace() -> None:
     load = Load(user="chat", users=4, requests=5, arrivals=Arrivals(rate=0.5))
     assert level_step(load) == 0.05
-    found = load_at(load, 30 * level_step(load), 60.0)
-    assert found.arrivals is not None and (found.arrivals.rate, found.duration_s, found.requests) == (1.5, 60.0, None)
-    assert found.users == 180, "a queue must not lose arrivals"
+    scaled = load_at(load, 30 * level_step(load), 60.0)
+    assert scaled.arrivals is not None
+    assert (scaled.arrivals.rate, scaled.duration_s, scaled.requests) == (1.5, 60.0, None)
+    assert scaled.users == 180, "a queue must not lose arrivals"
     assert load_at(Load(user="chat", users=4, processes=3, requests=5), 2, 9.0).processes == 2
+    replay = Load(user="batch", users=9, trace=Trace(file="t.csv", speed=2.0))
+    scaled = load_at(replay, 20 * level_step(replay), 9.0)
+    assert scaled.trace is not None and (scaled.trace.speed, scaled.users) == (4.0, 18)
 
 
 def test_drift_is_noticed_beyond_chance() -> None:
-    def blocks(*e2e_s: float) -> list[Any]:
+    def blocks(*e2e_s: float) -> list[LoadBlock]:
         cutter = BlockCutter([], {None: LoadPace(min_s=1.0)})
-        found = []
         for number, value in enumerate(e2e_s):
             cutter.add([request(sent_s=float(number), ended_s=value, chunks_s=[0.1, value])] * 3)
-        found = cutter.cut(100.0)
-        assert len(found) == len(e2e_s)
-        return found
+        return cutter.cut(100.0)
 
     first = blocks(0.10, 0.11, 0.10, 0.11, 0.10)
     same, slower = drift_of(1, first, first), drift_of(1, first, blocks(0.12, 0.13, 0.12, 0.13, 0.12))
@@ -267,22 +265,16 @@ def test_drift_is_noticed_beyond_chance() -> None:
     assert drift_of(1, first[:1], first) is None
 
 
-@pytest.mark.parametrize(
-    ("slo", "said"),
-    [
-        (SloCapacity(kind="found", level=23, low=21, high=26, above=27, broken="ttft_p95<=2s"),
-         "s: holds 23 users, 95 % interval 21 to 26; at 27 ttft_p95<=2s is broken"),
-        (SloCapacity(kind="unresolved", level=None, low=8, high=15),
-         "s: unresolved: at least 8 users; at most 15 users; all probes were made, and the levels in "
-         "between are too close to the SLOs"),
-    ],
-)  # fmt: skip
-def test_sentences(slo: SloCapacity, said: str) -> None:
-    whole = CapacityReport(
+def test_an_unresolved_search_says_what_is_known() -> None:
+    slo = SloCapacity(kind="unresolved", level=None, low=8, high=15)
+    report = CapacityReport(
         run="r", load="people", unit="users", step=1.0, max_level=256, slos=["ttft_p95<=2s"], shares=[0.95],
         budget_s=60.0, servers=[ServerCapacity(server="s", slo=slo)],
     )  # fmt: skip
-    assert capacity_lines(whole) == [said]
+    assert capacity_lines(report) == [
+        "s: unresolved: at least 8 users; at most 15 users; all probes were made, and the levels in between are too "
+        "close to the SLOs"
+    ]
 
 
 def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:
@@ -318,12 +310,12 @@ def test_pairs_of_two_loads_of_a_mix_are_searched(tmp_path: Path) -> None:
     """Each load has the SLOs of its own checks; here no pair can meet that of `job`."""
     done = capacity(tmp_path, "--load", "both", "--max-users", "2", **MIX)
     assert done.code == 0, done.out + done.err
-    found = report_of(tmp_path)
-    assert found.slos == ["people: ttft_p50 <= 30s", "job: ttft_p50 <= 0.001ms"]
-    (one,) = found.servers
+    report = report_of(tmp_path)
+    assert report.slos == ["people: ttft_p50 <= 30s", "job: ttft_p50 <= 0.001ms"]
+    (one,) = report.servers
     assert one.frontier is not None and one.frontier.complete and one.frontier.largest == [None, None]
     assert [(probe.level, probe.second, probe.state) for probe in one.probes] == [(1, 2, "fail"), (1, 1, "fail")]
-    assert capacity_lines(found) == ["one (embedded engine, no real server): holds no job next to 1 people user"]
+    assert capacity_lines(report) == ["one (embedded engine, no real server): holds no job next to 1 people user"]
     run = read_run(only_run(tmp_path / "runs"))
     assert run.status == "valid" and run.order == [f"r1-one-both-1x{n}.{load}" for n in (2, 1) for load in MIX["loads"]]
     page = (tmp_path / "runs" / run.id / "report.html").read_text()
@@ -334,21 +326,9 @@ def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one(tmp_path: Path) -> No
     options = ("--load", "both", "--fix", "people=3", "--max-users", "1", "--slo", f"people: {HARD}")
     done = capacity(tmp_path, *options, **MIX)
     assert done.code == 0, done.out + done.err
-    found = report_of(tmp_path)
-    assert sentence(answer_reasons(found, found.servers[0])[0]) == (
+    report = report_of(tmp_path)
+    assert sentence(answer_reasons(report, report.servers[0])[0]) == (
         f"does not hold even 1 job user next to 3 people users: people: {HARD} is broken"
     )
     loads = read_run(only_run(tmp_path / "runs")).scenario.loads
     assert (loads["both-1.people"].users, loads["both-1.job"].users) == (3, 1)
-
-
-def test_a_trace_is_scaled(tmp_path: Path) -> None:
-    rows = "".join(f"{second / 200:.3f},ChatGPT,10,4,14,Conversation log\n" for second in range(1500))
-    head = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-    (tmp_path / "trace.csv").write_text(head + rows)
-    loads = {"replay": {"user": "batch", "users": 9, "trace": {"file": "trace.csv"}}}
-    done = capacity(tmp_path, "--slo", HARD, "--max-users", "1", **(QUICK | {"loads": loads}))
-    assert done.code == 0, done.out + done.err
-    assert f"does not hold even 0.1 times the trace: {HARD} is broken" in done.out
-    trace = read_run(only_run(tmp_path / "runs")).scenario.loads["replay@1"].trace
-    assert trace is not None and trace.speed == 0.1

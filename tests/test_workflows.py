@@ -18,7 +18,7 @@ from junitparser import JUnitXml
 from harness.cli import app
 from harness.files import ROOT
 from harness.rundir.records import read_marks
-from tests.command import called, only_run, server, write
+from tests.command import called, only_run, write
 from tests.made_runs import write_lines
 
 BIN = Path(sys.executable).parent
@@ -159,16 +159,3 @@ def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path) -> Non
     (suite,) = runner.junit("compare.xml")
     assert (suite.tests, suite.failures) == (1, 1)
     assert "slower" in runner.summary.read_text()
-
-
-def test_the_gate_closes(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    runner = Runner(tmp_path, scenario=path.name, checks="wall <= 1 ms", relative_checks="", about="")
-    assert runner.step("Find the last published run") == 0
-    assert runner.step("Measure") == 4, runner.output
-    assert runner.junit("run.xml").failures == 1
-    assert runner.step("Show") == 0, "the step before has failed"
-    assert "**FAILED**: `wall <= 1 ms`" in runner.summary.read_text()
-    write(tmp_path, servers={"one": server("--no-such-option")})
-    assert runner.step("Measure") == 2, runner.output
-    assert runner.junit("run.xml").errors == 1

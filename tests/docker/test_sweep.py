@@ -67,9 +67,7 @@ def test_kill_minus_nine_then_sweep_leaves_nothing(
     assert "Application startup complete" in (tmp_path / "logs/c.server.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @fault("harness", "SIGTERM, SIGINT or SIGHUP while a container runs", seen="container and network are taken down")
 def test_every_way_of_stopping_takes_everything_down(
     owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path, number: signal.Signals
