@@ -71,16 +71,6 @@ def test_declared_and_used_variables_are_the_same(template: str) -> None:
     assert set(read_variables(template)) <= used
 
 
-@pytest.mark.parametrize("template", [*NAMES, "locust"])
-def test_every_variable_is_explained_its_default_fits_and_every_port_has_limits(template: str) -> None:
-    for name, variable in read_variables(template).items():
-        assert variable.doc, name
-        assert not name.endswith("port") or (variable.min, variable.max) == (1, 65535), name
-    if template != "locust":
-        given = {name: v.default for name, v in read_variables(template).items() if not v.required}
-        assert parse_compose(rendered(template, given)) == parse_compose(rendered(template))
-
-
 @pytest.mark.parametrize("template", NAMES)
 def test_no_text_can_inject_yaml(template: str) -> None:
     variables = {name: v for name, v in read_variables(template).items() if v.choices is None and name != "model"}
@@ -257,13 +247,6 @@ def test_a_value_of_the_wrong_shape_and_an_unknown_key_are_refused(place: str, k
     with pytest.raises(HarnessError) as caught:
         parse_compose(yaml.safe_dump(raw))
     assert f"$.{place}.{key} (line " in caught.value.what
-
-
-def test_only_one_service_is_a_server() -> None:
-    raw = yaml.safe_load(rendered("simulated"))
-    raw["services"]["two"] = raw["services"]["server"]
-    with pytest.raises(HarnessError, match="the harness starts 'server'"):
-        parse_compose(yaml.safe_dump(raw))
 
 
 def test_vllm_rocm_is_started_as_amd_asks_for() -> None:
@@ -501,19 +484,6 @@ def test_the_gateway_passes_on_to_the_server_and_takes_the_load() -> None:
     assert told["model_list"][0]["litellm_params"]["api_base"] == "http://server:8000/v1"
     with_locust = yaml.safe_load(composed(with_front()))
     assert "http://gateway:4000" in with_locust["services"]["locust"]["command"]
-
-
-def test_problems_of_a_gateway_say_where() -> None:
-    assert server_problems_of(with_front(prot=1, port="x"), {}) == [
-        "$.servers.s.gateway.variables.prot: unknown variable; did you mean 'port'?",
-        "$.servers.s.gateway.variables.port: a whole number is expected, got 'x'",
-    ]
-    wrong = Server(template="simulated", gateway=Gateway(template="litelm"))
-    load = Load(user="chat", requests=1)
-    other = Scenario(version=1, question="q", model="m", servers={"s": wrong}, loads={"l": load})
-    assert server_problems_of(other, {}) == [
-        "$.servers.s.gateway.template: there is no gateway 'litelm'; did you mean 'litellm'?"
-    ]
 
 
 @pytest.mark.parametrize("text", ["yes", "012", "1e3", "~", "a: b", "two\nlines", "1:30"])

@@ -122,12 +122,6 @@ def test_logs_of_servers_that_were_stopped(name: str) -> None:
     assert "No failure that the table knows" not in said and "It started well" not in said
 
 
-def test_an_engine_that_lemonade_unloads_has_not_crashed_and_lemonade_goes_on() -> None:
-    lines = (STOPPED / "lemonade-vllm.txt").read_text().splitlines(keepends=True)
-    found = explained("".join([*lines[:7], *lines[10:-2]]))
-    assert (found["stopped"], found["started"], found["findings"]) == (False, True, [])
-
-
 def test_a_crash_before_the_stop_is_a_crash() -> None:
     """A killed engine makes vLLM's API server shut down as in order, even with exit code 0."""
     found = explained(STOPPED / "vllm-killed.txt")
@@ -147,15 +141,6 @@ def test_a_crash_of_the_next_start_is_one(start: str) -> None:
         found = explained(f"{text}{again}{crash}\n")
         assert (found["stopped"], found["recognised"]) == (False, True)
     assert explained(text + "torch.OutOfMemoryError: HIP out of memory.\n")["cause"]["id"] == "mem.hip_oom"
-
-
-def test_a_failure_after_a_good_start_is_no_good_start() -> None:
-    for failure, recognised in (("HIP out of memory\n", True), ("KeyError: 'x'\n", False)):
-        text = GOOD_STARTS["vLLM"] + failure
-        data, output = explained(text), shown(text)
-        assert (data["recognised"], data["started"]) == (recognised, False)
-        assert "started well" not in output
-    assert "it raised an exception that is not in the table: KeyError: 'x'" in output
 
 
 def test_what_is_no_log(tmp_path: Path) -> None:
@@ -201,9 +186,8 @@ def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
     manifest = read_run(run)
     assert [len(cell.problems) for cell in manifest.cells] == [1, 1]
     mistake = manifest.cells[0].problems[0]
-    assert (mistake.code, mistake.values["requests"], mistake.values["cause"]) == (
-        "scenario_mistake", 5, "a request does not fit into the server's context (of 2048 tokens, answer 5000)"
-    )  # fmt: skip
+    assert (mistake.code, mistake.values["requests"]) == ("scenario_mistake", 5)
+    assert mistake.values["cause"].startswith("a request does not fit into the server's context (of 2048 tokens")
     assert "Why requests failed" in done.out
     assert "(http): a request does not fit into the server's context" in " ".join(done.out.split())
     markdown = harness("report", run.name, "--runs", "runs", "--format", "markdown", cwd=tmp_path).out

@@ -112,13 +112,6 @@ def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
         assert (ready.loaded.model, loaded(server).command) == ("user.Tiny", [])
 
 
-def test_a_checkpoint_that_is_not_registered_is_by_its_download(tmp_path: Path) -> None:
-    with lemonade(tmp_path, user_models={}) as server:
-        ready = bring_up(server, model="user.New", checkpoint="org/new", recipe="vllm")
-        assert ready.model == "user.New"
-        assert "download" in [phase.name for phase in ready.phases]
-
-
 @pytest.mark.parametrize(
     ("behaviour", "defaults", "message", "advice"),
     [
@@ -288,18 +281,6 @@ def test_tokens_are_counted_by_the_engine_behind_lemonade(tiny: tuple[Spawned, R
     with pytest.raises(ServerError, match="tokens cannot be counted, the server does not do it"):
         make_token_counter(server.url, "user.Tiny")("one two")
     assert make_token_counter(server.url, "user.Tiny", None, endpoint.ask_engine)("one two three") == 3
-
-
-def test_an_engine_that_counts_as_llamacpp_does_is_asked_once_for_each_text_after_the_first() -> None:
-    asked: list[set[str]] = []
-
-    def ask(path: str, body: dict[str, Any]) -> str:
-        asked.append(set(body))
-        return '{"tokens": [1, 2]}' if "content" in body else '{"tokens": []}'  # as a real one answers vLLM's keys
-
-    count = make_token_counter("http://127.0.0.1:1", "user.Gguf", None, ask)
-    assert [count("a b") for _ in range(3)] == [2, 2, 2]
-    assert asked == [{"model", "prompt", "add_special_tokens"}] + 3 * [{"content", "add_special"}]
 
 
 def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tiny: tuple[Spawned, ReadyServer]) -> None:

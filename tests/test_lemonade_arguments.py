@@ -104,30 +104,11 @@ def test_a_checkpoint_is_registered_under_its_canonical_name(model: str) -> None
     assert found["recipe_options"] == {"user.Mine": {"ctx_size": 4096, "vllm_backend": "rocm"}}
 
 
-def test_a_path_is_used_as_it_is() -> None:
-    found = contents("Mine", checkpoint="/models/m.gguf", recipe="llamacpp")
-    assert found["user_models"]["Mine"]["source"] == "local_path"
-
-
 @pytest.mark.parametrize("name", ["checkpoint", "llamacpp_args"])
 def test_the_files_are_json_whatever_is_in_them(name: str) -> None:
     given = {"checkpoint": "org/m", "recipe": "llamacpp"} | {name: EVIL}
     found = contents("Mine", **given)
     assert EVIL in (found["user_models"]["Mine"]["checkpoint"], found["recipe_options"]["user.Mine"].get(name))
-
-
-def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
-    compose = parse_compose(server_document(scenario(watchdog=False, watchdog_grace_s=600), "s"))
-    assert compose.preparations == ["prepare"]
-    server, prepare = compose.server, compose.services["prepare"]
-    assert (server.user, prepare.user, server.init) == ("10001", "0", True)
-    assert server.volumes == prepare.volumes
-    environment = server.environment
-    assert environment["LEMONADE_BACKEND_WATCHDOG"] == "0"
-    assert environment["LEMONADE_BACKEND_WATCHDOG_GRACE_SECONDS"] == "600"
-    assert environment["TRITON_CACHE_DIR"].startswith("/opt/lemonade/.cache/lemonade/")
-    assert environment["VLLM_CACHE_ROOT"].startswith("/opt/lemonade/.cache/lemonade/")
-    assert [mount.target for mount in server.configs] == [environment["LEMONADE_DEFAULTS_PATH"]]
 
 
 def prepared(tmp_path: Path, **variables: Any) -> Path:
@@ -183,12 +164,6 @@ def test_the_load_by_hand_asks_for_the_name_that_vllm_knows(model: str, variable
     compose = yaml.safe_load(composed(scenario(model, **variables)))
     command = compose["services"]["locust"]["command"]
     assert decode_job(command[command.index("--job") + 1]).model == sent
-
-
-def test_a_folder_of_the_host_keeps_its_owner() -> None:
-    given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
-    command = parse_compose(server_document(given, "s")).services["prepare"].command
-    assert command is not None and "chown -R" not in command[0]
 
 
 @pytest.mark.parametrize("model", ["extra.Mine", "builtin.Mine"])

@@ -63,9 +63,6 @@ _TRACEBACK = "Traceback (most recent call last)"
 _EXCEPTION_WORDS = (_TRACEBACK.encode(), b"ERROR")
 _MAX_TRACEBACK_LINES = 1000
 _EXCEPTION = re.compile(r"(?P<what>(?:(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*|[A-Z]\w*)(?:: .*|:)?)$")
-_LOGGED_EXCEPTION = re.compile(
-    r"(?:(?:[A-Za-z_]\w*\.)+[A-Z]\w*[a-z]\w*: .|(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:$|: ))"
-)
 _HARMLESS_EXCEPTIONS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit", "CancelledError", "StopIteration")
 
 
@@ -236,7 +233,6 @@ class _LogSearch:
         self._is_stopping = False  # a process of the server was asked to stop
         self._server_name: str | None = None
         self._traceback_line: int | None = None  # the first line of the open traceback
-        self._logged_exception: tuple[str, int] | None = None  # the last one without a traceback: text and line
         self._previous_line = b""  # the last line of the previous block
         self._last_line = b""  # the last line that is not empty
 
@@ -311,9 +307,6 @@ class _LogSearch:
             self._track_exception(line, number)
             return
         self._traceback_line = None
-        if finding.severity == "wrapper" and self._logged_exception is not None:
-            self._add_finding(_unknown_exception(*self._logged_exception))
-            self._logged_exception = None
         key = self._add_finding(structs.replace(finding, hint=line.level == "warning"))
         if key is not None and self._counts[key] >= FREQUENT and finding.severity != "wrapper":
             self._frequent_shapes[shape] = key
@@ -335,7 +328,7 @@ class _LogSearch:
                     self._findings[key] = structs.replace(finding, recovered=True)
 
     def _track_exception(self, line: LogLine, number: int) -> None:
-        """Note the start of a traceback, its exception, or an exception that was logged without a traceback."""
+        """Note the start of a traceback, and its exception."""
         text = line.text
         if not text or text[0].isspace() or line.level in ("chatter", "warning"):
             return  # other processes write in between
@@ -345,8 +338,6 @@ class _LogSearch:
             if number - self._traceback_line < _MAX_TRACEBACK_LINES and _is_exception(text):
                 self._add_finding(_unknown_exception(text, number))
             self._traceback_line = None
-        elif line.level == "error" and _LOGGED_EXCEPTION.match(text) and _is_exception(text):
-            self._logged_exception = text, number
 
     def _add_finding(self, finding: Diagnosis) -> tuple[str, str] | None:
         """Add or count a finding. Return its key, or None if it is left out."""

@@ -302,12 +302,9 @@ def status_at_end(end: ExitState, log: LogFile, restarts: int = 0) -> ServerStat
 def make_death_error(status: ServerStatus, log: LogFile) -> ServerError:
     """Return the error for a server that ended, or became unreachable, before it was ready."""
     assert status.death is not None
-    sentence, has_ended = status.death.sentence(), status.death.how == "ended"
-    if status.death.how == "unreachable":
-        return ServerError(f"the server cannot be reached: {sentence}", next_step="Check the way to its machine.")
-    what = f"the server did not start; {sentence}"
-    if status.death.how in ("removed", "paused"):
-        return ServerError(what, next_step="Find what else uses the Docker Engine.")
+    what, has_ended = f"the server did not start; {status.death.sentence()}", status.death.how == "ended"
+    if status.death.how in ("unreachable", "removed", "paused"):
+        return ServerError(what, next_step="Check the Docker Engine, the way to its machine, and what else uses it.")
     failure = status.failure if has_ended else explain(log.path, ExitState(oom_killed=status.oom_killed))
     if failure is not None:
         return make_start_error(what, log, failure, f"To solve it: {failure.fix}.")

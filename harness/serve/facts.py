@@ -297,10 +297,10 @@ def split_phases(measured: Sequence[Phase], log: LogFacts, started_s: float | No
             inner.append(Phase(name=name, seconds=end_s - at_s))
             at_s = end_s
     excess_s = sum(phase.seconds for phase in inner) - total_s
-    if not inner or excess_s > _MAX_CLOCK_SHIFT_S or excess_s > inner[0].seconds:
+    if not inner or excess_s > min(_MAX_CLOCK_SHIFT_S, inner[0].seconds):
         return list(measured)
-    if excess_s > 0:  # the process had started before the call that started it returned
-        inner[0] = Phase(name=inner[0].name, seconds=inner[0].seconds - excess_s)
+    # The process may have started before the call that started it returned.
+    inner[0] = Phase(name=inner[0].name, seconds=inner[0].seconds - max(0.0, excess_s))
     first = measured.index(waits[0], begin)
     rest = Phase(name="ready", seconds=max(0.0, -excess_s))
     return [*measured[:first], *inner, rest, *measured[first + len(waits) :]]

@@ -141,17 +141,16 @@ _TUNNEL_OPTIONS = (
     # Print a line as soon as the port is open.
     "-o", "PermitLocalCommand=yes", "-o", "LocalCommand=echo open",
 )  # fmt: skip
-_sockets: dict[tuple[str, ...], "SshSocket"] = {}
-_sockets_lock = threading.Lock()
 
 
 def open_engine_socket(location: EngineLocation) -> "SshSocket":
     """Return the socket of an engine behind ssh, one for each engine in a process. Raises ServerError."""
-    command = engine_command(location)
-    with _sockets_lock:
-        if tuple(command) not in _sockets:
-            _sockets[tuple(command)] = SshSocket(command)
-        return _sockets[tuple(command)]
+    return _open_socket(tuple(engine_command(location)))
+
+
+@functools.cache
+def _open_socket(command: tuple[str, ...]) -> "SshSocket":
+    return SshSocket(list(command))
 
 
 def engine_command(location: EngineLocation) -> list[str]:

@@ -19,7 +19,7 @@ from tests.docker.conftest import checked_each_second, one_at_a_time
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.load_runs import composed
 from tests.real.conftest import Say
-from tests.real.parts import docker, harness, llamacpp, vllm, wait_for, write_scenario
+from tests.real.parts import docker, harness, llamacpp, wait_for, write_scenario
 
 GENERATOR = "amd-llm-load:local"
 MADE_HERE = "org.amd-llm-load.tests"
@@ -57,18 +57,6 @@ def generator() -> str:
         built = subprocess.run([*build, "--tag", GENERATOR, ROOT], capture_output=True, text=True, env=environment)
     assert built.returncode == 0, built.stderr[-3000:]
     return GENERATOR
-
-
-@pytest.mark.parametrize(
-    ("server", "model"), [(vllm(), "qwen3-100m"), (llamacpp(), "tiny")], ids=["vllm-cpu", "llamacpp"]
-)
-def test_docker_compose_accepts_what_is_printed(server: dict[str, Any], model: str, tmp_path: Path) -> None:
-    printed(tmp_path, server, model)
-    found = json.loads(compose(tmp_path, "config", "--format", "json"))
-    assert set(found["services"]) == {"server", "locust"}
-    assert found["services"]["server"]["entrypoint"] == server["variables"]["entrypoint"]
-    mounted = [f"{v['source']}:{v['target']}:ro" for v in found["services"]["server"]["volumes"] if v["type"] == "bind"]
-    assert mounted == server["variables"]["volumes"]
 
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)

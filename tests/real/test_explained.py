@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ExitCode
-from harness.failures.explain import Diagnosis, ExitState, explain, scan_text
+from harness.failures.explain import Diagnosis, explain
 from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, llamacpp, run, write_scenario
@@ -100,31 +100,3 @@ def test_requests_that_do_not_fit_a_real_server_end_the_load(tmp_path: Path, say
         "a request does not fit into the server's context (of 256 tokens, prompt "
     )
     assert left_behind(ran.folder) == []
-
-
-def test_a_port_that_llamacpp_cannot_have(say: Say) -> None:
-    from tests.engines.paths import LLAMA_SERVER, LLAMACPP_VENV, TINY_GGUF
-
-    inner = (
-        "import socket, subprocess, sys; s = socket.create_server(('127.0.0.1', 8123)); "
-        "sys.exit(subprocess.call(sys.argv[1:]))"
-    )
-    command = [
-        "docker", "run", "--rm", "--init", f"--volume={LLAMACPP_VENV}:{LLAMACPP_VENV}:ro",
-        f"--volume={TINY_GGUF}:/models/tiny.gguf:ro", BASE_IMAGE, "python3", "-c", inner,
-        str(LLAMA_SERVER), "-m", "/models/tiny.gguf", "--host", "127.0.0.1", "--port", "8123",
-    ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
-    assert done.returncode != 0
-    failure = explain(done.stdout, ExitState(exit_code=done.returncode))
-    assert failure is not None, done.stdout
-    say(f"{failure.id}: {failure.line}")
-    assert (failure.id, failure.cause) == ("net.port", "the port 8123 is in use already")
-
-
-def test_a_good_start_of_llamacpp_has_no_cause(tmp_path: Path) -> None:
-    loads = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 16}}
-    ran = run(write_scenario(tmp_path, "good", model="tiny", servers={"s": llamacpp()}, loads=loads))
-    assert ran.code == ExitCode.OK
-    scanned = scan_text(ran.folder / "logs" / "r1-s-bursts.server.log")
-    assert scanned.lines > 10 and scanned.cause() is None and scanned.ready is not None

@@ -13,11 +13,9 @@ import pytest
 from harness.errors import ExitCode
 from harness.failures.explain import scan_text
 from harness.reasons import sentences
-from tests.docker.conftest import one_at_a_time
 from tests.real.conftest import Say
 from tests.real.parts import (
     docker,
-    harness,
     left_behind,
     llamacpp,
     outcome,
@@ -37,18 +35,6 @@ LONG = {
 SHORTER = {**LONG["bursts"], "output_tokens": 16}
 NOT_STARTED = "error: the server did not start; it ended with exit code "
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {  # server, row of the table, sentence, solution
-    "vllm-bad-model-path": (
-        vllm(model_path="/models/absent"),
-        "hf.not_found",
-        "1: there is no model of that name on the hub, nor a folder of that name inside the container",
-        "for a local model mount its folder with `volumes`",
-    ),
-    "vllm-hub-offline": (
-        vllm(model_path="Qwen/Qwen3-0.6B"),
-        "hf.network",
-        "1: the model is not in the mounted cache and the hub cannot be reached",
-        "download the model into the cache first",
-    ),
     "llamacpp-unknown-flag": (
         llamacpp(extra_args=["--slots-of-memory", "5"]),
         "cli.unknown_flag",
@@ -64,9 +50,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {  # server, row of 
 }
 
 
-@pytest.mark.parametrize(  # what vLLM says is in test_explained.py, too
-    "case", [pytest.param(one, marks=pytest.mark.nightly) if one.startswith("vllm") else one for one in FAILURES]
-)
+@pytest.mark.parametrize("case", FAILURES)  # what vLLM says is in test_explained.py
 def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: Path, say: Say) -> None:
     server, row, sentence, solution = FAILURES[case]
     ran = run(write_scenario(tmp_path, case, model="some", servers={"s": server}, loads=LOADS), timeout_s=120)
@@ -142,46 +126,3 @@ def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Pat
     assert len(good) >= 10 and {record.output_tokens for record in good} == {16}
     assert cut and set(cut) <= {"disconnect", "connect", "unfinished", "http", "stream_error", "rejected"}
     assert left_behind(ran.folder) == []
-
-
-@one_at_a_time("leftovers")
-def test_kill_minus_nine_then_clean_leaves_nothing(tmp_path: Path, say: Say) -> None:
-    scenario = write_scenario(tmp_path, "killed", model="tiny", servers={"s": llamacpp()}, loads=LONG)
-    try:
-        with running(scenario) as process:
-            folder = records_are_there(scenario, 50, timeout_s=60)
-            process.kill()
-            process.wait()
-        name = f"amd-llm-load-{folder.name}-r1-s-bursts"
-        assert left_behind(folder) == [f"{name}-server", name]
-        generator_is_gone(folder)
-        clean = harness("clean")
-        say(clean.stdout)
-        assert (clean.returncode, clean.stderr) == (0, "")
-        assert {f"removed container {name}-server", f"removed network {name}"} <= set(clean.stdout.splitlines())
-        assert left_behind(folder) == []
-    finally:
-        harness("clean")
-    ran = outcome(scenario, process.returncode)
-    assert (ran.code, ran.manifest.status) == (-signal.SIGKILL, "running")
-    good = [record for record in ran.records if record.error is None]
-    assert len(good) >= 45
-    report = harness("report", folder)
-    say(report.stdout)
-    assert report.returncode == ExitCode.INVALID
-    assert "UNFINISHED" in report.stdout and "only 0 of 2 planned cells ran" in report.stdout
-
-
-def generator_is_gone(folder: Path) -> None:
-    """The load processes of a killed harness end by themselves."""
-    marks = (folder / "processes.jsonl").read_text()
-    (pid,) = set(re.findall(r'"process":(\d+)', marks))
-
-    def gone() -> bool | None:
-        try:
-            # Nobody may be there to collect the exit code of an orphan.
-            return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE or None
-        except psutil.NoSuchProcess:
-            return True
-
-    wait_for(f"load process {pid} to end", gone, timeout_s=15)

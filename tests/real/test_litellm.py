@@ -80,12 +80,3 @@ def test_what_stood_in_front_is_recorded_and_the_metrics_are_the_servers(ran: Ra
     assert grown == sum(record.output_tokens or 0 for record in of_cell)
     assert all(b"sk-of-a-test" not in file.read_bytes() for file in ran.folder.rglob("*") if file.is_file())
     assert left_behind(ran.folder) == []
-
-
-def test_the_tax_is_reported(ran: Ran, say: Say) -> None:
-    rows = {(row.server, row.load): row for row in ran.summary.rows}
-    for name, (_, number) in LOADS.items():
-        direct, through = (rows[server, name].wall_s[0] for server in ("direct", "through"))
-        assert direct is not None and through is not None and through > direct
-        say(f"LiteLLM, {name}: {through:.2f} s in place of {direct:.2f} s, "
-            f"{(through - direct) / number * 1000:.1f} ms a request more")  # fmt: skip
