@@ -7,12 +7,11 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.prepare.experiment import Experiment, Target, prepare
-from harness.prepare.machine_fit import predict_shares, resolve_auto
-from harness.reasons import sentence
+from harness.prepare.machine_fit import resolve_auto
 from harness.units import GIB
 from tests.command import harness, write
 from tests.load_runs import composed
-from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
+from tests.machines import gpu, host, strix_halo_carve_out
 from tests.test_memory import qwen3
 
 
@@ -42,15 +41,19 @@ def ignore(_line: str) -> None: ...
 
 
 def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
-    said: list[str] = []
-    found = resolve_auto(experiment(tmp_path, vllm=ROCM), said.append, strix_halo_carve_out(tmp_path / "root"))
-    assert utilizations(found) == {"vllm": 0.92}
+    lines: list[str] = []
+    filled = resolve_auto(experiment(tmp_path, vllm=ROCM), lines.append, strix_halo_carve_out(tmp_path / "root"))
+    assert utilizations(filled) == {"vllm": 0.92}
     why = "0.92 = (94.50 GiB free - 2.89 GiB reserve) / 96.00 GiB total = 0.9543, down to hundredths, at most 0.92"
-    (formula,) = found.computed.values()
-    assert list(found.computed) == ["servers.vllm.gpu_memory_utilization"] and formula.values["max_share"] == 0.92
-    assert f"0.92 = {sentence(formula)}" == f"{why} (the engine's default)"
-    assert said == [f"server 'vllm': gpu_memory_utilization {why} (the engine's default)"]
-    assert '"--gpu-memory-utilization"\n      - "0.92"' in composed(found.scenario, "vllm")
+    (formula,) = filled.computed.values()
+    assert list(filled.computed) == ["servers.vllm.gpu_memory_utilization"] and formula.values["max_share"] == 0.92
+    assert lines == [f"server 'vllm': gpu_memory_utilization {why} (the engine's default)"]
+    assert '"--gpu-memory-utilization"\n      - "0.92"' in composed(filled.scenario, "vllm")
+    # With a local model, the memory that is left for it is shown.
+    qwen3(tmp_path / "m")
+    with_model = experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m")))
+    resolve_auto(with_model, lines.append, tmp_path / "root")
+    assert "    KV cache size: 788,480 to 802,528 tokens" in lines
 
 
 def test_numbers_stay_and_a_running_server_is_not_checked(tmp_path: Path) -> None:
@@ -64,21 +67,13 @@ def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
     root = strix_halo_carve_out(tmp_path / "root")
     used = root / "sys/class/drm/renderD128/device/mem_info_vram_used"
 
-    def and_memory_moves(_line: str) -> None:
+    def fill_memory(_line: str) -> None:
         used.write_text(f"{60 * GIB}\n")
 
     elsewhere = rocm(devices=["/dev/kfd", "/dev/dri/renderD128"])
     servers = {"a": ROCM, "a-again": ROCM, "other-flags": rocm(max_num_seqs=8), "other": elsewhere}
-    found = resolve_auto(experiment(tmp_path, **servers), and_memory_moves, root)
-    assert utilizations(found) == {"a": 0.92, "a-again": 0.92, "other-flags": 0.92, "other": 0.35}
-
-
-def test_pages_of_the_host(tmp_path: Path) -> None:
-    said: list[str] = []
-    root = strix_halo_gtt(tmp_path / "root")
-    (root / "proc/meminfo").write_text(f"MemTotal: 130000000 kB\nMemAvailable: {80 * GIB // 1024} kB\n")
-    found = resolve_auto(experiment(tmp_path, vllm=ROCM), said.append, root)
-    assert utilizations(found) == {"vllm": 0.65}  # (80 - 4) / 116
+    filled = resolve_auto(experiment(tmp_path, **servers), fill_memory, root)
+    assert utilizations(filled) == {"a": 0.92, "a-again": 0.92, "other-flags": 0.92, "other": 0.35}
 
 
 @pytest.mark.parametrize(
@@ -93,16 +88,8 @@ def test_pages_of_the_host(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_gpus_of_the_server_count(tmp_path: Path, variables: dict[str, Any], expected: float) -> None:
-    found = resolve_auto(experiment(tmp_path, vllm=rocm(**variables)), ignore, four_gpus(tmp_path / "root"))
-    assert utilizations(found) == {"vllm": expected}
-
-
-def test_the_memory_left_for_a_local_model_is_shown(tmp_path: Path) -> None:
-    said: list[str] = []
-    qwen3(tmp_path / "m")
-    with_model = experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m")))
-    resolve_auto(with_model, said.append, strix_halo_carve_out(tmp_path / "root"))
-    assert "    KV cache size: 788,480 to 802,528 tokens" in said
+    filled = resolve_auto(experiment(tmp_path, vllm=rocm(**variables)), ignore, four_gpus(tmp_path / "root"))
+    assert utilizations(filled) == {"vllm": expected}
 
 
 @pytest.mark.parametrize(
@@ -116,9 +103,9 @@ def test_the_memory_left_for_a_local_model_is_shown(tmp_path: Path) -> None:
 def test_lemonade_has_the_number_in_its_arguments(tmp_path: Path, given: str, expected: str) -> None:
     server = {"template": "lemonade", "variables": {"vllm_args": given}}
     root = strix_halo_carve_out(tmp_path / "root")
-    found = resolve_auto(experiment(tmp_path, lemonade=server), ignore, root)
-    assert found.scenario.servers["lemonade"].variables == {"vllm_args": expected}
-    assert list(found.computed) == ([] if given == expected else ["servers.lemonade.vllm_args"])
+    filled = resolve_auto(experiment(tmp_path, lemonade=server), ignore, root)
+    assert filled.scenario.servers["lemonade"].variables == {"vllm_args": expected}
+    assert list(filled.computed) == ([] if given == expected else ["servers.lemonade.vllm_args"])
 
 
 def test_gpu_names_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
@@ -144,13 +131,6 @@ def test_without_a_gpu_auto_is_refused(tmp_path: Path) -> None:
     assert caught.value.next_step.startswith(
         "Set gpu_memory_utilization to a number such as 0.75. `harness memory --free"
     )
-    assert predict_shares(experiment(tmp_path, vllm=ROCM), tmp_path) == [
-        f"note: {caught.value.what}",
-        f"  next: {caught.value.next_step}",
-    ]
-
-
-def test_without_free_memory_auto_is_refused(tmp_path: Path) -> None:
     root = gpu(tmp_path / "root", 110501, vram_gib=96, gtt_gib=15, vram_used_gib=95)
     with pytest.raises(HarnessError, match="is auto, and no memory is left for vLLM"):
         resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail, root)
