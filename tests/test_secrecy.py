@@ -4,7 +4,6 @@ by what a server says of a request.
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from harness.serve.containers import LogFile
 from harness.serve.facts import record_facts
 from harness.serve.security import collect_secrets, find_open_secrets, find_open_secrets_in_text
 from tests.command import called
-from tests.fake_server import answering, load_process, one_record, read_request, serving, whole, work
+from tests.fake_server import answering, load_process, one_record, whole
 
 HUB = "hf_abcdefghijklmnopqrst"
 SCENARIO = """\
@@ -183,25 +182,6 @@ def test_a_secret_in_the_question_or_a_comment_is_refused_and_reported_once(tmp_
     assert not (tmp_path / "runs").exists()
 
 
-def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A_KEY", "sk-verysecret")
-    body = b'{"error":{"message":"Incorrect API key provided: sk-verysecret. %s","code":401}}' % (b"x" * 900)
-    seen: list[bytes] = []
-
-    def handler(connection: socket.socket, number: int) -> None:
-        seen.append(read_request(connection))
-        connection.sendall(whole(body, status=b"401 Unauthorized"))
-
-    with serving(handler) as url, load_process(tmp_path, url, api_key_env="A_KEY") as process:
-        client = process.create_client()
-        answer = process.send(client, work())
-        client.close()
-    assert b"Authorization: Bearer sk-verysecret\r\n" in seen[0]
-    assert answer.message is not None and len(answer.message) <= 300
-    assert answer.message.startswith("status 401: 401: Incorrect API key provided: ***. xxx")
-    assert b"verysecret" not in (tmp_path / "requests.jsonl").read_bytes()
-
-
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
@@ -215,7 +195,8 @@ def test_a_secret_of_the_server_is_in_no_message(
     monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '{"the-database-password": true}')
     body = json.dumps({"error": {"message": message, "code": 500}}).encode()
     record = one_record(tmp_path, answering(whole(body, status=b"500 Internal Server Error")))
-    assert record.message is not None and record.message.endswith(shown) and "the-database" not in record.message
+    assert record.message is not None and len(record.message) <= 300
+    assert record.message.endswith(shown) and "the-database" not in record.message
 
 
 @pytest.mark.parametrize("value", [None, "", "a\r\nX-Other: b"])

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from harness.capacity.knee import KneeAnswer
 from harness.capacity.levels import CapacityUnit
 from harness.capacity.search import MASS, Frontier, SloCapacity
-from harness.errors import HarnessError
 from harness.files import pretty_json, read_json, replace_file
 from harness.summary import Reason
 
@@ -165,14 +164,9 @@ def write_capacity(folder: Path, report: CapacityReport) -> None:
 
 
 def read_capacity(folder: Path) -> CapacityReport | None:
-    """Read capacity.json; None if the run is not a capacity search. Raises HarnessError for a damaged file."""
+    """Read capacity.json; None if the run is not a capacity search. Raises HarnessError for a damaged file, OSError."""
     path = folder / CAPACITY_FILE
-    if not path.exists():
-        return None
-    try:
-        return read_json(path, CapacityReport, CAPACITY_VERSION)
-    except OSError as error:
-        raise HarnessError(f"{path}: cannot be read ({error.strerror})") from None
+    return read_json(path, CapacityReport, CAPACITY_VERSION) if path.exists() else None
 
 
 def find_crossing(base: Mapping[int, Sequence[float]], side: Mapping[int, Sequence[float]]) -> CrossingAnswer:

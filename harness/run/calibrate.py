@@ -22,7 +22,7 @@ from rich.table import Table
 
 from harness.analysis.summarize import summarize
 from harness.columns import METRIC_WORDS
-from harness.errors import HarnessError, RunError
+from harness.errors import RunError
 from harness.files import LOCUSTFILES, pretty_json, read_bytes
 from harness.job import Job, write_job
 from harness.judge import stats
@@ -238,12 +238,7 @@ def noise(
             stored = read_noise(path)
         measured = measure_noise(manifest, summary, name)
         stored = measured if stored is None else join_noise(stored, measured)
-        try:
-            write_noise(path, stored)
-        except OSError as error:
-            raise HarnessError(
-                f"{path}: the noise cannot be stored ({error.strerror})", next_step="--results DIR chooses a folder."
-            ) from None
+        write_noise(path, stored)
     assert stored is not None
     return path, stored
 
