@@ -116,24 +116,18 @@ def add_form_checks(web_ui: WebUI, check: Callable[[Namespace], None]) -> None:
     def swarm() -> Any:
         if request.mimetype not in ("application/x-www-form-urlencoded", "multipart/form-data"):
             return _refuse_form("The values of a start are sent as a form.", environment.host, 415)
-        options_before, host_before = dict(options), environment.host
         try:
             _check_fields(web_ui, request.form)
             values = {key: text for key, text in request.form.items() if key in _option_fields(web_ui)}
             # As Locust reads the host.
             host = request.form["host"].replace("<", "").replace(">", "") if "host" in request.form else options["host"]
             check(Namespace(**{**options, **values, "host": host}))
-            response: Any = locust_swarm()
-            if response.get_json()["success"]:
-                return response
-            message = str(response.get_json()["message"])
+            return locust_swarm()
         except HarnessError as error:
             message = sentence(error)
         except ValueError as error:  # of an option of the user's own locustfile
             message = f"A value of the form cannot be used: {error}"
-        options.update(options_before)
-        environment.host = host_before
-        return _refuse_form(message, host_before)
+        return _refuse_form(message, environment.host)
 
     app.view_functions["locust.swarm"] = guarded(swarm)
 
