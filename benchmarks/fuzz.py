@@ -157,8 +157,8 @@ PARSERS: dict[str, tuple[Parse, list[bytes]]] = {
     ),
     "yaml": (lambda data: load_yaml(data.decode("utf-8", "replace"), []), [YAML]),
 }
-for name, seed in TRACES.items():
-    PARSERS[f"trace-{name}"] = (trace, [seed * 2, seed])
+for number, seed in enumerate(TRACES):
+    PARSERS[f"trace-{number}"] = (trace, [seed * 2, seed])
 for name in FORMATS:
     seeds = [short(path) for path in IMPORTS if name.partition("-")[0] in str(path.relative_to(ROOT))]
     PARSERS[f"import-{name}"] = (lambda data: read_file(at("results.json", data)), seeds)
