@@ -57,8 +57,7 @@ class ChartCounts(Struct):
     dots: list[Dot] = []  # measured requests; after `reduce` only a selection
     succeeded: int = 0  # measured requests
     failures: int = 0
-    # By name and bin of FINE_S: requests "sent" and "ended", "tokens"; of measured requests of an open loop, when they
-    # were "due" and "gone" (sent).
+    # By name and bin of FINE_S: requests "sent" and "ended", and "tokens".
     bins: Counter[tuple[str, int]] = field(default_factory=Counter)
     failed_s: Latencies = field(default_factory=Latencies)  # when measured requests failed, by kind of error
     first_measured_s: float = float("inf")
@@ -85,9 +84,6 @@ class ChartCounts(Struct):
         self.last_ended_s = max(ended, self.last_ended_s)
         if request.phase == "measured":
             self.first_measured_s = min(sent, self.first_measured_s)
-            if request.scheduled_s is not None:
-                self.bins["due", bin_index(sent + request.scheduled_s)] += 1
-                self.bins["gone", bin_index(sent)] += 1
         # Without streaming all tokens arrive at the end; tokens of a failed request are known by its chunks only.
         arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
         if request.output_tokens and arrivals:

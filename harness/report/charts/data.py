@@ -18,7 +18,6 @@ from harness.scenario.plan import plan
 
 MAX_BINS = 240  # points of a timeline's line
 MAX_POINTS = 200  # points of a distribution's line
-MIN_ARRIVALS = 10  # fine bins of a step of arrivals: a second
 MAX_GPUS = 8  # that are drawn: there are eight colours
 GAUGES = ("running", "waiting", "kv_usage")  # of the server, in the order in which they are drawn
 HEAT = ("heat", "prochot")
@@ -83,9 +82,6 @@ class Timeline(Struct, frozen=True, kw_only=True):
     at_s: list[float]  # middle of each step
     tok_s: list[float]
     in_flight: list[int]  # the maximum in each step
-    arrivals_at_s: list[float] = []  # of an open loop: middle of each step of the following two
-    due_per_s: list[float] = []
-    sent_per_s: list[float] = []
     server: ServerSamples
     machine: MachineSamples = field(default_factory=MachineSamples)
     failures: dict[str, ChartFailures]  # of measured requests by kind, the earliest first
@@ -149,19 +145,16 @@ def distribution_points(values: Iterable[float]) -> tuple[list[float], list[floa
 def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: MachineSamples) -> Timeline:
     start, zero = cell.first_sent_s, cell.start_s
     low, high = bin_index(start), bin_index(cell.last_ended_s) + 1
-    group = _bins_per_step(high - low)
-    edges, lengths, middles = _steps(low, high, group, zero)
+    group = max(1, -(-(high - low) // MAX_BINS))  # fine bins of a step
+    edges = np.arange(0, high - low, group)
+    lengths = np.diff(np.append(edges, high - low)) * FINE_S
     in_flight = np.cumsum(cell.bin_counts("sent", low, high) - cell.bin_counts("ended", low, high))
-    arrivals_at, due, sent = _arrival_rates(cell, low, high, zero)
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
-        at_s=middles,
+        at_s=[round(float(middle), 2) for middle in (low + edges) * FINE_S + lengths / 2 - zero],
         tok_s=[round(float(r), 1) for r in np.add.reduceat(cell.bin_counts("tokens", low, high), edges) / lengths],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)],
-        arrivals_at_s=arrivals_at,
-        due_per_s=due,
-        sent_per_s=sent,
         server=server,
         machine=machine,
         failures={
@@ -171,31 +164,6 @@ def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: Mach
         warmup_until_s=None if zero == start else round(start - zero, 2),
         ends_s=round(cell.last_ended_s - zero, 2),
     )
-
-
-def _arrival_rates(cell: ChartCounts, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
-    """The middles of steps, and the requests due and sent per second in each; empty for a closed loop."""
-    if not any(what == "due" for what, _ in cell.bins):
-        return [], [], []
-    group = max(MIN_ARRIVALS, _bins_per_step(high - low))
-    edges, lengths, middles = _steps(low, high, group, zero)
-    due, sent = (
-        [round(float(rate), 3) for rate in np.add.reduceat(cell.bin_counts(name, low, high), edges) / lengths]
-        for name in ("due", "gone")
-    )
-    return middles, due, sent
-
-
-def _steps(low: int, high: int, group: int, zero: float) -> tuple[NDArray[np.int64], Floats, list[float]]:
-    """Steps of `group` fine bins: their first bins counted from `low`, their lengths in seconds, their middles."""
-    edges = np.arange(0, high - low, group)
-    lengths = np.diff(np.append(edges, high - low)) * FINE_S
-    return edges, lengths, [round(float(t), 2) for t in (low + edges) * FINE_S + lengths / 2 - zero]
-
-
-def _bins_per_step(bins: int) -> int:
-    """How many fine bins make a step, so that a line keeps within MAX_BINS points."""
-    return max(1, -(-bins // MAX_BINS))
 
 
 def _sampling_step(samples: Sequence[object]) -> int:

@@ -78,8 +78,6 @@ def timeline_figure(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
     panels: list[tuple[str, int, list[Figure]]] = [
         ("", _STRIP, [_event_strip(events, line)]), ("requests", 170, _request_traces(line)), ("tok/s", 130, [tok_s]),
     ]  # fmt: skip
-    if line.due_per_s:
-        panels.append(("arrivals/s", _LOW, _arrival_traces(line)))
     if (cache := line.server.values.get("kv_usage")) is not None:
         panels.append((KV_CACHE[0], _LOW, [_panel_trace(KV_CACHE, line.server.at_s, cache)]))
     gpus = sorted({name for lines in line.machine.panels.values() for name in lines})
@@ -137,28 +135,16 @@ def _event_strip(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
     )  # fmt: skip
 
 
-def _area_trace(name: str, x: Sequence[float], y: Sequence[float], hover: str) -> Figure:
-    return scatter(name, x, y, hover, line={"shape": "hvh", "width": 0}, fill="tozeroy", fillcolor="@area")
-
-
 def _request_traces(line: Timeline) -> list[Figure]:
     hover = "%{y:,} %{fullData.name}<extra></extra>"
-    data = [_area_trace("in flight (client)", line.at_s, line.in_flight, hover)]
+    area: Figure = {"line": {"shape": "hvh", "width": 0}, "fill": "tozeroy", "fillcolor": "@area"}
+    data = [scatter("in flight (client)", line.at_s, line.in_flight, hover, **area)]
     for gauge, hue, dash in (("running", "s1", "solid"), ("waiting", "s2", "dash")):
         if gauge in line.server.values:
             x, style = line.server.at_s, {"color": f"@{hue}", "dash": dash, "width": 2}
             values = line.server.values[gauge]
             data.append(scatter(f"{gauge} (server)", x, values, hover, _trace_mode(x), line=style, marker={"size": 5}))
     return data
-
-
-def _arrival_traces(line: Timeline) -> list[Figure]:
-    """The target rate of the schedule as an area, and the actual rate as a line."""
-    hover, style = "%{y:,.2f}/s %{fullData.name}<extra></extra>", {"color": "@s2", "width": 1.6, "shape": "hvh"}
-    return [
-        _area_trace("asked", line.arrivals_at_s, line.due_per_s, hover),
-        scatter("sent", line.arrivals_at_s, line.sent_per_s, hover, line=style),
-    ]
 
 
 def _panel_trace(panel: tuple[str, float, str, str], at_s: Sequence[float], values: Values) -> Figure:
