@@ -223,7 +223,7 @@ def _gpu(gpu: int, at: float, busy: float, card: bool, hot: bool) -> GpuSample:
     )
 
 
-def one(wall_s: float, took_s: float | None = 0.001, **gpus: GpuSample) -> TelemetrySample:
+def telemetry_of(wall_s: float, took_s: float | None = 0.001, **gpus: GpuSample) -> TelemetrySample:
     """A sample with these GPUs and nothing else."""
     return TelemetrySample(wall_s=wall_s, cell="c", took_s=took_s, gpus=gpus)
 

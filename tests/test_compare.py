@@ -16,7 +16,6 @@ from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
 from harness.judge.verdicts import ComparedSides, compare_rows, decide_verdicts, work_metric
 from harness.reasons import verdict_sentence
-from harness.report import sentences
 from harness.rundir.manifest import Machine, Origin, ServedBy, UnlikeError, write_run
 from harness.rundir.records import read_requests
 from harness.scenario import Arrivals, Load, Scenario, Server
@@ -74,7 +73,7 @@ FEW = {"word": "inconclusive", "reason": "too_few"}
         (*THREE, 6, FEW | {"needed": 6}, ""),
         (scaled(1.1, WIDE), WIDE, 0, {"reason": "includes_one", "needed": None, "needed_for_same": None},
          "inconclusive: by wall time, the 95 % interval 0.74 to 1.64 includes 1; at this spread, more than 100 repeats "
-         "a side show a difference of this size, more than 100 repeats that there is none"),
+         "a side show a difference of this size"),
         # The correction for several comparisons takes a verdict away.
         (scaled(1.05), TIGHT, 5, {"word": "faster"}, ""),
         (scaled(1.05), TIGHT, 6, FEW | {"needed": 6},
@@ -156,11 +155,6 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
         "a / vectors: inconclusive: one makes text and the other embeddings, which have no output tokens."
     )
     assert [" by wall time (" in verdict_sentence(v) for v in found.verdicts].count(True) == 1
-    assert sentences.method_sentence(found).startswith(
-        "By output tok/s or wall time or prompt tok/s, as each line says; 5 comparisons"
-    )
-    alone = compare_rows([row for row in rows if row.load == "work"], {}, ("a", "work"), scenario)
-    assert alone is not None and alone.metric == "wall_s"
 
 
 def cell(server: str, load: str, repeat: int, open_loop: bool, **latencies: float) -> CellSummary:

@@ -4,7 +4,7 @@ import pytest
 
 from harness.rundir.samples import GpuSample, TelemetrySample, held_back_s, integral, machine_load, median_load
 from harness.summary import MachineLoad
-from tests.made_runs import one
+from tests.made_runs import telemetry_of
 
 
 def test_the_integral() -> None:
@@ -25,7 +25,7 @@ def test_the_edges_of_the_window() -> None:
 
 def test_a_cells_machine() -> None:
     samples = [
-        one(
+        telemetry_of(
             100.0 + t,
             renderD128=GpuSample(
                 busy_percent=90.0 + t, vram_used_bytes=1000 * t, gtt_used_bytes=10, power_w=200.0 + 10 * t,
@@ -54,7 +54,9 @@ def test_idle_gpus_are_left_out_of_the_totals() -> None:
         return GpuSample(busy_percent=80.0, power_w=watts, vram_used_bytes=5)
 
     idle = GpuSample(busy_percent=2.0, power_w=30.0, vram_used_bytes=7, held_back={"heat": 1.0})
-    samples = [one(float(t), renderD128=working(300), renderD129=idle, renderD130=working(200)) for t in range(7)]
+    samples = [
+        telemetry_of(float(t), renderD128=working(300), renderD129=idle, renderD130=working(200)) for t in range(7)
+    ]
     found = machine_load(samples, (0.0, 6.0), tokens=300)
     assert found is not None
     assert {name: gpu.used for name, gpu in found.gpus.items()} == {
@@ -80,10 +82,10 @@ def test_whose_energy_is_that_of_the_server() -> None:
 
 
 def test_time_held_back_is_clipped_to_the_window() -> None:
-    samples = [one(float(t), renderD128=GpuSample(held_back={"heat": 1.0})) for t in range(5)]
+    samples = [telemetry_of(float(t), renderD128=GpuSample(held_back={"heat": 1.0})) for t in range(5)]
     assert held_back_s(samples, (0.5, 2.25), "renderD128", ("heat",)) == 1.75
     assert held_back_s(samples, (0.5, 2.25), "renderD128", ("power",)) == 0.0
-    assert held_back_s([one(0.0), one(1.0)], (0.0, 1.0), "renderD128", ("heat",)) is None
+    assert held_back_s([telemetry_of(0.0), telemetry_of(1.0)], (0.0, 1.0), "renderD128", ("heat",)) is None
 
 
 def test_a_rows_machine_is_the_median_of_its_cells() -> None:

@@ -14,7 +14,7 @@ from harness.report.charts.timeline import TimelineEvent, timeline_events, timel
 from harness.report.table import machine_table
 from harness.rundir.manifest import read_run
 from harness.rundir.samples import GpuSample
-from tests.made_runs import one, watch
+from tests.made_runs import telemetry_of, watch
 from tests.report_runs import write_run_directory
 
 
@@ -43,7 +43,7 @@ def test_every_gpu_has_a_line_in_each_panel_and_one_entry_in_the_legend(watched:
 
 def test_idle_gpus_are_not_drawn() -> None:
     busy, idle = GpuSample(busy_percent=90.0), GpuSample(busy_percent=0.0)
-    samples = machine_samples([one(float(t), renderD128=busy, renderD129=idle) for t in range(6)], 0.0)
+    samples = machine_samples([telemetry_of(float(t), renderD128=busy, renderD129=idle) for t in range(6)], 0.0)
     assert {panel: list(lines) for panel, lines in samples.panels.items()} == {"busy": ["renderD128"]}
 
 

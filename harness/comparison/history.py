@@ -200,15 +200,8 @@ def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
     series = _make_series([*earlier, (run, summary)], set(keys))
     rows = [_gate_series(one_series, run.id, len(series)) for one_series in series]
     # A shift that several runs show together started with the first of them, so compare with the run before that one.
-    index_of = {other.id: index for index, (other, _) in enumerate(earlier)}
-    before_shift = [
-        index_of[one_series.points[-row.window - 1].run]
-        for row, one_series in zip(rows, series, strict=True)
-        if row.word in ("slower", "faster")
-    ]
-    sides = [run]
-    if earlier:
-        sides.insert(0, earlier[min(before_shift, default=-1)][0])
+    windows = [row.window for row in rows if row.word in ("slower", "faster")]
+    sides = [earlier[-max(windows, default=1)][0], run] if earlier else [run]
     facts = [collect_facts(side, [key for key in keys if _has_row(side, key)]) for side in sides]
     return Gate(
         run=run.id,
