@@ -30,9 +30,9 @@ def without_rights() -> None:
 # What is found before anything is started leaves no run directory.
 
 
-def refused(path: Path, done: Done, *said: str) -> None:
+def refused(path: Path, done: Done, *message: str) -> None:
     assert (done.code, done.out) == (1, "")
-    assert [line for line in said if line not in done.err.splitlines()] == [], done.err
+    assert [line for line in message if line not in done.err.splitlines()] == [], done.err
     assert done.err.startswith("error: ") and done.err.splitlines()[-1].startswith("next: ")
     assert not (path.parent / "runs").exists()
 
@@ -41,7 +41,7 @@ LENGTHS = {"user": "batch", "requests": 1, "output_tokens": {"file": "lengths.tx
 
 
 @pytest.mark.parametrize(
-    ("changes", "files", "said"),
+    ("changes", "files", "message"),
     [
         pytest.param(
             {"repeat": 3, "seed": -1, "loads": {"Burst": {"user": "bach", "requests": "many"}}}, {},
@@ -72,15 +72,17 @@ LENGTHS = {"user": "batch", "requests": 1, "output_tokens": {"file": "lengths.tx
         ),
     ],
 )  # fmt: skip
-def test_an_invalid_scenario(tmp_path: Path, changes: dict[str, Any], files: dict[str, str], said: list[str]) -> None:
+def test_an_invalid_scenario(
+    tmp_path: Path, changes: dict[str, Any], files: dict[str, str], message: list[str]
+) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     path = write(tmp_path, **changes)
-    refused(path, run(path), *said)
+    refused(path, run(path), *message)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         pytest.param(
             b"version: 1\nquestion: [a\nmodel: x\n",
@@ -100,28 +102,28 @@ def test_an_invalid_scenario(tmp_path: Path, changes: dict[str, Any], files: dic
         ),
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_a_scenario(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_file_that_is_not_a_scenario(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "small.yaml"
     path.write_bytes(content)
     done = run(path)
-    assert done.code == 1 and done.err.startswith("error: small.yaml: ") and said in done.err
+    assert done.code == 1 and done.err.startswith("error: small.yaml: ") and message in done.err
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("run", "first-lok"), "first-lok: there is no such scenario; did you mean 'first-look'?"),
         (("check", "."), ".: the scenario cannot be read (Is a directory)"),
         (("compare", "nothing", "other"), "nothing: neither a run directory nor the id of a run in runs"),
     ],
 )
-def test_missing_files_and_runs(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    refused(tmp_path / "none", harness(*arguments, cwd=tmp_path), f"error: {said}")
+def test_missing_files_and_runs(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    refused(tmp_path / "none", harness(*arguments, cwd=tmp_path), f"error: {message}")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("from locust import task\nclass X(:\n", ", line 2: the locustfile cannot be read: invalid syntax"),
         ('x = 1\n\ndef f():\n    raise ValueError("boom")\nf()\n',
@@ -134,10 +136,10 @@ def test_missing_files_and_runs(tmp_path: Path, arguments: tuple[str, ...], said
     ids=["syntax", "raises", "shape", "stock"],
 )  # fmt: skip
 @fault("input", "a locustfile with a mistake (4 cases)", seen="mine.py", code=1, kept="no run is begun")
-def test_locustfile(tmp_path: Path, text: str, said: str) -> None:
+def test_locustfile(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 2}})
-    refused(path, run(path), f"error: {tmp_path}/mine.py{said}")
+    refused(path, run(path), f"error: {tmp_path}/mine.py{message}")
 
 
 @pytest.mark.parametrize("value", [None, "  "])
@@ -229,8 +231,8 @@ class OfflineEngine(Handler):
             self.answer(200, json.dumps([]))
 
     def do_POST(self) -> None:
-        said = 'Get "https://registry-1.docker.io/v2/": dial tcp: lookup registry-1.docker.io: no such host'
-        self.answer(500, json.dumps({"message": said}))
+        message = 'Get "https://registry-1.docker.io/v2/": dial tcp: lookup registry-1.docker.io: no such host'
+        self.answer(500, json.dumps({"message": message}))
 
 
 @pytest.mark.parametrize(
@@ -270,8 +272,8 @@ def test_server_that_exits_at_once(tmp_path: Path) -> None:
 def test_server_that_is_never_ready(tmp_path: Path) -> None:
     one, port = server("--fault", "never-ready", startup_timeout_s=1.5), free_port()
     one["variables"]["host_port"] = port
-    said = f"the server did not become ready within 1.5 s; last seen at GET http://127.0.0.1:{port}/health: HTTP 503"
-    failed(write(tmp_path, servers={"one": one}), said)
+    message = f"the server did not become ready within 1.5 s; last seen at GET http://127.0.0.1:{port}/health: HTTP 503"
+    failed(write(tmp_path, servers={"one": one}), message)
 
 
 @fault("server", "the answers are HTML pages", code=2, kept="a run marked failed",

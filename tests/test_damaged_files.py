@@ -105,11 +105,11 @@ def test_a_damaged_run_is_one_line_in_the_list_and_an_error_elsewhere(tmp_path: 
     assert all("unreadable: run.json" in lines[name] for name in CASES)
     for name in CASES:
         begin = time.process_time()
-        with pytest.raises(HarnessError) as told:
+        with pytest.raises(HarnessError) as caught:
             read_run(tmp_path / "runs" / name)
         assert time.process_time() - begin < 2
-        assert told.value.what.startswith(f"{tmp_path / 'runs' / name / 'run.json'}:"), told.value.what
-        assert "\n" not in told.value.what
+        assert caught.value.what.startswith(f"{tmp_path / 'runs' / name / 'run.json'}:"), caught.value.what
+        assert "\n" not in caught.value.what
     with pytest.raises(HarnessError, match=r"the scenario has no load 'other' - at `\$\.cells\[1\]"):
         read_run(tmp_path / "runs" / "no-such-load")
     done = harness("report", "runs/no-servers", cwd=tmp_path)
@@ -201,9 +201,9 @@ def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, l
     whole.write_bytes(line)
     second.write_bytes(b'{"a": 1}\n' + line)
     for path in (whole, second):
-        with pytest.raises(HarnessError) as told:
+        with pytest.raises(HarnessError) as caught:
             read_file(path)
-        assert told.value.what.startswith(f"{path}: ") and "\n" not in told.value.what
+        assert caught.value.what.startswith(f"{path}: ") and "\n" not in caught.value.what
     assert decode_delta(b"\xd9\x01\xff") is None and decode_delta(b"\x91" * 100_000) is None
     with pytest.raises(BadRequest):
         parse_json(line)

@@ -24,13 +24,13 @@ COUNTERS = dict.fromkeys((CYCLES, PROCHOT, POWER, CHIP, REGULATOR, MEMORY), 0)
 
 def held(*tables: bytes) -> list[dict[str, float] | None]:
     before: GpuMetrics | None = None
-    found = []
+    shares = []
     for raw in tables:
         parsed = parse_gpu_metrics(raw)
         assert parsed is not None
-        found.append(compute_throttling(before, parsed))
+        shares.append(compute_throttling(before, parsed))
         before = parsed
-    return found
+    return shares
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_counters_of_an_instinct_and_an_apu() -> None:
     assert held(apu_table(), apu_table(power=3), apu_table(power=3, heat=1), apu_table(1, 3, 1)) == [
         None, {"power": 1.0}, {"heat": 1.0}, {"prochot": 1.0},
     ]  # fmt: skip
-    found = parse_gpu_metrics(instinct_table(1, energy_j=1234.5))
-    assert found is not None and found.energy_j == 1234.5
+    parsed = parse_gpu_metrics(instinct_table(1, energy_j=1234.5))
+    assert parsed is not None and parsed.energy_j == 1234.5
 
 
 def test_a_table_of_attributes() -> None:

@@ -51,19 +51,19 @@ def strix_halo(tmp_path: Path) -> Path:
 
 
 def test_memory_in_use_is_one_pool_on_an_apu_and_no_fact_of_the_machine(strix_halo: Path) -> None:
-    (found,) = read_gpu_memory(strix_halo)
-    assert found.render_node == "/dev/dri/renderD128"
-    assert (found.used_bytes, found.total_bytes) == (163840000 + 14680064, 536870912 + 133143986176)
+    (facts,) = read_gpu_memory(strix_halo)
+    assert facts.render_node == "/dev/dri/renderD128"
+    assert (facts.used_bytes, facts.total_bytes) == (163840000 + 14680064, 536870912 + 133143986176)
     before = read_machine(strix_halo)
     (strix_halo / "sys/class/drm/renderD128/device/mem_info_gtt_used").write_text("99999999\n")
     assert read_machine(strix_halo) == before
 
 
 def test_a_strix_halo(strix_halo: Path) -> None:
-    found = read_machine(strix_halo, docker="28.0")
-    assert (found.name, found.kernel, found.docker, found.rocm) == ("halo", "6.18.4", "28.0", "7.14.0-1")
-    assert (found.cpu, found.cores, found.ram_bytes) == ("AMD RYZEN AI MAX+ 395", 2, 130023648 * 1024)
-    assert found.gpus == [
+    facts = read_machine(strix_halo, docker="28.0")
+    assert (facts.name, facts.kernel, facts.docker, facts.rocm) == ("halo", "6.18.4", "28.0", "7.14.0-1")
+    assert (facts.cpu, facts.cores, facts.ram_bytes) == ("AMD RYZEN AI MAX+ 395", 2, 130023648 * 1024)
+    assert facts.gpus == [
         {
             "target": "gfx1151",
             "name": "ip discovery",
@@ -79,7 +79,7 @@ def test_a_strix_halo(strix_halo: Path) -> None:
             "cwsr_sizes_known": True,
         }
     ]
-    assert found.kernel_parameters == {
+    assert facts.kernel_parameters == {
         "amd_iommu": "off",
         "ttm.pages_limit": "32505856",
         "ttm.pages_limit (now)": "32505856",
@@ -94,9 +94,9 @@ def test_a_kernel_without_the_fix_and_a_card_of_its_own_are_seen(strix_halo: Pat
 
 
 def test_an_empty_machine_has_no_facts(tmp_path: Path) -> None:
-    found = read_machine(tmp_path)
-    assert (found.name, found.gpus, found.kernel_parameters) == ("unknown", [], {})
-    assert (found.kernel, found.cpu, found.cores, found.ram_bytes, found.docker) == (None, None, None, None, None)
+    facts = read_machine(tmp_path)
+    assert (facts.name, facts.gpus, facts.kernel_parameters) == ("unknown", [], {})
+    assert (facts.kernel, facts.cpu, facts.cores, facts.ram_bytes, facts.docker) == (None, None, None, None, None)
     assert find_device_groups(tmp_path) == []
 
 

@@ -22,8 +22,8 @@ from tests.machines import write
 
 
 def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
-    found = read_files(root, paths or find_files(root))
-    reading = HostReading(found.wall_s, clock_s, 0.0, found.files)
+    now = read_files(root, paths or find_files(root))
+    reading = HostReading(now.wall_s, clock_s, 0.0, now.files)
     gpus, machine, container = meter.sample(reading)
     return TelemetrySample(wall_s=1000 + clock_s, cell="c", gpus=gpus, host=machine, container=container)
 
@@ -84,11 +84,11 @@ def test_what_a_driver_refuses_is_missing_and_never_0(tmp_path: Path) -> None:
 
 
 def test_the_host(tmp_path: Path) -> None:
-    meter, found = Meter(), []
+    meter, hosts = Meter(), []
     for clock_s, busy, idle in ((0, 100, 300), (1, 150, 350), (1.05, 151, 350), (2, 175, 425)):  # no rate in an instant
         host(tmp_path, busy=busy, idle=idle)
-        found.append(sampled(meter, tmp_path, clock_s).host)
-    assert found == [
+        hosts.append(sampled(meter, tmp_path, clock_s).host)
+    assert hosts == [
         HostSample(cpu_busy=share, memory_available_bytes=4096 * 1024) for share in (None, 0.5, None, 0.25)
     ]
 

@@ -51,16 +51,16 @@ def test_known_cases(free: str, total: str, expected: str | None) -> None:
 @example(free=int(76.45 * GIB), total=96 * GIB)
 @example(free=2 * 1024 * GIB, total=100 * GIB)  # free above total
 def test_vllm_never_refuses_it(free: int, total: int) -> None:
-    found = safe(free, total)
-    if found is not None:
-        assert not refused_by_vllm(min(free, total), total, str(found))
-        assert Decimal("0.01") <= found <= VLLM_DEFAULT_UTILIZATION
+    share = safe(free, total)
+    if share is not None:
+        assert not refused_by_vllm(min(free, total), total, str(share))
+        assert Decimal("0.01") <= share <= VLLM_DEFAULT_UTILIZATION
 
 
 @given(free=SIZES, total=SIZES, reserve=st.integers(0, 8 * GIB))
 def test_the_next_hundredth_would_be_too_much(free: int, total: int, reserve: int) -> None:
-    found = safe_utilization(free, total, reserve=reserve)
-    more = (found or Decimal(0)) + Decimal("0.01")
+    share = safe_utilization(free, total, reserve=reserve)
+    more = (share or Decimal(0)) + Decimal("0.01")
     if more <= VLLM_DEFAULT_UTILIZATION:
         assert not vllm_accepts(min(free, total) - reserve, total, more)
 
@@ -68,16 +68,16 @@ def test_the_next_hundredth_would_be_too_much(free: int, total: int, reserve: in
 @given(free=SIZES, total=SIZES, available=SIZES, gpus=st.integers(1, 8))
 def test_shared_pages_and_several_gpus_only_make_it_smaller(free: int, total: int, available: int, gpus: int) -> None:
     alone = safe(free, total) or Decimal(0)
-    found = safe(free, total, gpus, available)
-    if found is not None:
-        assert found <= alone
-        assert not refused_by_vllm(min(free, available - HOST_RESERVE_BYTES), total, str(found))
+    share = safe(free, total, gpus, available)
+    if share is not None:
+        assert share <= alone
+        assert not refused_by_vllm(min(free, available - HOST_RESERVE_BYTES), total, str(share))
 
 
 @given(free=st.integers(1, 200_000), total=st.integers(1, 200_000), off=st.floats(-0.00499, 0.00499))
 def test_printed_numbers_are_as_safe_as_bytes(free: int, total: int, off: float) -> None:
     """Hundredths of a GiB, as printed; the true bytes may be anywhere that is rounded to them."""
-    found = safe_utilization_from_log(free / 100, total / 100)
-    if found is not None and free <= total:
+    share = safe_utilization_from_log(free / 100, total / 100)
+    if share is not None and free <= total:
         true_free, true_total = (int((size / 100 + off) * GIB) for size in (free, total))
-        assert not refused_by_vllm(true_free, true_total, str(found))
+        assert not refused_by_vllm(true_free, true_total, str(share))
