@@ -10,7 +10,7 @@ from typing import Any
 from harness.analysis.summarize import read_summary
 from harness.columns import LATENCIES, VALUES
 from harness.engines import engines, find_template
-from harness.failures.table import Rule, protected_flags, removed_flags, replacements, rules
+from harness.failures.table import Rule, protected_flags, removed_flags, removed_variables, rules
 from harness.files import ROOT
 from harness.machine.findings import TOPICS, finding_kinds
 from harness.machine.gpus import STANDING_LABELS, read_gfx_table, support_columns
@@ -111,7 +111,7 @@ def failures_tables() -> str:
         for flag, gone in removed_flags().items()
     ]
     parts.append("\n## Environment variables that vLLM no longer knows\n| variable | instead |\n|---|---|\n")
-    parts += [f"| `{name}` | {_cell(instead)} |\n" for name, instead in replacements().variables.items()]
+    parts += [f"| `{name}` | {_cell(instead)} |\n" for name, instead in removed_variables().items()]
     parts.append("\n## Arguments that Lemonade sets itself\n| argument | instead |\n|---|---|\n")
     parts += [f"| `{flag}` | {_cell(instead)} |\n" for flag, instead in protected_flags("vllm_args").items()]
     return "".join(parts)

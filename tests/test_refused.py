@@ -82,9 +82,6 @@ def test_a_model_that_can_be_none(model: str) -> None:
 
 
 def test_numbers_sizes_and_groups() -> None:
-    assert problems("vllm-rocm", max_num_seqs=10**30) == [
-        f"variables.max_num_seqs: {10**30} is larger than any server takes (2,147,483,647)"
-    ]
     assert problems("vllm-rocm", mem_limit="lots") == [
         "variables.mem_limit: 'lots' is not a size; write it like 16g or 512m"
     ]

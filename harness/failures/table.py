@@ -54,13 +54,6 @@ class Pattern(Struct, frozen=True):
     regex: re.Pattern[str]
 
 
-class Replacements(Struct, frozen=True, forbid_unknown_fields=True):
-    """gone.yaml: advice for arguments and variables that a server does not know."""
-
-    names: dict[str, str]
-    variables: dict[str, str]
-
-
 class RemovedFlag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A row of removed_flags.yaml."""
 
@@ -105,8 +98,9 @@ def patterns() -> tuple[Pattern, ...]:
 
 
 @cache
-def replacements() -> Replacements:
-    return msgspec.convert(_read_yaml("gone.yaml"), Replacements)
+def removed_variables() -> dict[str, str]:
+    """Return removed_variables.yaml: environment variables that vLLM no longer knows, each with what to do instead."""
+    return msgspec.convert(_read_yaml("removed_variables.yaml"), dict[str, str])
 
 
 @cache
@@ -151,14 +145,12 @@ def _compute_values(groups: Mapping[str, str]) -> dict[str, str]:
 
 def _find_replacements(groups: Mapping[str, str]) -> dict[str, str]:
     """Return advice for arguments and variables that a server does not know (any more), or sets itself."""
-    known, removed = replacements(), removed_flags()
+    removed = removed_flags()
     values: dict[str, str] = {}
     if "args" in groups:
         flags = dict.fromkeys(re.findall(r"--?[A-Za-z][\w-]*", groups["args"].replace("_", "-")))
-        advice = [f"{flag}: {removed[flag].advice}; " for flag in flags if flag in removed]
-        advice += [f"{flag} is no argument: {known.names[flag]}; " for flag in flags if flag in known.names]
-        values["gone"] = "".join(advice)
-    for group, table in (("variable", known.variables), ("flag", protected_flags("vllm_args"))):
+        values["gone"] = "".join(f"{flag}: {removed[flag].advice}; " for flag in flags if flag in removed)
+    for group, table in (("variable", removed_variables()), ("flag", protected_flags("vllm_args"))):
         if group in groups:
             instead = table.get(groups[group].partition("=")[0])
             values["instead"] = f"; {instead}" if instead else ""

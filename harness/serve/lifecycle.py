@@ -31,7 +31,7 @@ from harness.serve.containers import LogFile, ServerStatus, StatusReader
 from harness.serve.engine import connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
 from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model
-from harness.serve.location import EngineLocation, engine_location, is_this_machine, open_tunnel, resolve_host
+from harness.serve.location import EngineLocation, engine_location, is_this_machine, open_tunnel
 from harness.serve.probe import PhaseTimer, StartupWatch
 from harness.serve.ready import ReadyServer, wait_ready
 from harness.serve.security import collect_secrets, make_access_notes, require_consent
@@ -421,12 +421,12 @@ def find_reachable_address(location: EngineLocation, published_on: str) -> str |
     address = ip_address(published_on)
     if location.host is None:
         return published_on
-    if address.is_unspecified:
-        return resolve_host(location) if location.ssh else location.host
-    if not address.is_loopback:
+    if not address.is_loopback and not address.is_unspecified:
         return published_on
-    if location.ssh:
+    if location.ssh:  # only ssh may know the address behind the host's name
         return None
+    if address.is_unspecified:
+        return location.host
     raise HarnessError(
         f"the Docker Engine is on {location.host} and publishes the server's port on {published_on}, "
         "which cannot be reached from here",

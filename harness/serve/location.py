@@ -177,17 +177,6 @@ def open_tunnel(location: EngineLocation, address: str, port: int) -> Iterator[t
             process.stop(child)
 
 
-def resolve_host(location: EngineLocation) -> str:
-    """Return the address behind a name of ~/.ssh/config, which only `ssh` knows; else the name itself."""
-    command = _ssh_command(location, "-G")
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=MAX_CONNECT_S, errors="replace")
-    except subprocess.TimeoutExpired:
-        return str(location.host)
-    names = (line.removeprefix("hostname ") for line in result.stdout.splitlines() if line.startswith("hostname "))
-    return next(names, str(location.host))
-
-
 def _ssh_command(location: EngineLocation, *options: str) -> list[str]:
     if shutil.which("ssh") is None:
         raise ServerError(

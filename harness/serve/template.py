@@ -36,7 +36,6 @@ HARNESS_VARIABLES = ("model", "upstream")  # declared in the templates, filled i
 GATEWAYS = tuple(name for engine in engines() if engine.gateway for name in engine.templates)
 NOT_SERVERS = ("locust", "volumes", *GATEWAYS)  # and files that begin with `_`, which templates include
 _INCLUDED = re.compile(r'{% include "(_\w+)\.yaml\.j2" %}')
-_MAX_INTEGER = 2**31 - 1  # of a whole number without its own limit: 32 bits
 _TYPE_LABELS = {
     "string": "a text",
     "integer": "a whole number",
@@ -136,8 +135,6 @@ def _check_value(variable: Variable, value: Any) -> str | None:
     if variable.choices is not None and value not in variable.choices:
         return f"there is no '{value}'; {did_you_mean(str(value), variable.choices)}"
     minimum, maximum = variable.min, variable.max
-    if maximum is None and isinstance(value, int) and abs(value) > _MAX_INTEGER:
-        return f"{value} is larger than any server takes ({_MAX_INTEGER:,})"
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
         return f"a number {format_limits(variable)} is expected, got {value!r}"
     return None

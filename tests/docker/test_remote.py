@@ -140,14 +140,6 @@ def test_a_run_on_another_machine(machine: Machine, client: docker.DockerClient,
     ended(machine.clients)
 
 
-def test_a_published_port_needs_no_tunnel(served: Served, machine: Machine) -> None:
-    """Its address is the one that ssh knows behind the name."""
-    with served(publish="0.0.0.0", allow=["open-port"]) as endpoint:
-        assert endpoint.url.startswith("http://127.0.0.1:")
-        assert machine.clients(" -N ") == []
-        assert not endpoint.served_by.over_ssh
-
-
 @fault(
     "network",
     "the ssh tunnel to a remote Docker Engine breaks",

@@ -57,7 +57,7 @@ def system_info(router: Router) -> dict[str, Any]:
             action = "Visit https://lemonade-server.ai/gfx1151_linux.html"
             entry |= {"state": state, "message": "Linux kernel missing support", "action": action}
         elif recipe in router.installed:
-            entry |= {"state": "update_available" if behaviour.update_available else "installed", "message": ""}
+            entry |= {"state": "installed", "message": ""}
         elif fetched:
             entry |= {"state": "installable", "message": ""}
         else:

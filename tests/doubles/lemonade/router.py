@@ -52,8 +52,6 @@ class Router:
 
     def models(self) -> list[Model]:
         own = [_model(name, f"user.{name}", found) for name, found in self._registered.items()]
-        folder = self.settings.behaviour.extra_models
-        own += [_model(name, f"extra.{name}", found) for name, found in folder.items()]
         return own + [_model(name, f"builtin.{name}", found) for name, found in BUILT_IN.items()]
 
     def find(self, name: str) -> Model:

@@ -18,9 +18,7 @@ class Behaviour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     threads: int | None = None  # of its pool; None: by the processors, as Lemonade does
     kernel_fix: bool = True
     gpu: bool = True
-    extra_models: dict[str, dict[str, Any]] = {}  # found in extra_models_dir
     llamacpp_backend: str | None = None  # installed next to vulkan, the default
-    update_available: bool = False  # a newer backend exists than the one that is installed
     installed: bool = False  # the backends
     downloaded: bool = False  # the models
     hub: bool = True  # whether huggingface.co can be reached
