@@ -16,7 +16,7 @@ from harness.redact import masked, register_secrets
 from harness.rundir.records import read_requests
 from harness.serve import probe
 from harness.serve.lifecycle import attach_to_server
-from tests.command import harness, write
+from tests.command import harness, only_run, write
 from tests.fake_server import (
     CHUNKED,
     DONE,
@@ -294,6 +294,17 @@ def test_nothing_that_a_run_leaves_or_prints_has_the_key(tmp_path: Path) -> None
     outputs.append(harness("export", runs[0], "--to", "out.csv", "--runs", "runs", cwd=tmp_path))
     for done in outputs:
         assert leaked_part(f"{done.out}\n{done.err}") is None, done
+    search(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["the only model", "a redirect"])
+def test_nothing_that_a_failed_start_leaves_has_the_key(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, api_key_env=NAME)
+    with serving(leaking(SAID | STARTS[name], [GOOD])) as url:
+        done = harness("run", path.name, "--url", url, "--runs", "runs", "--junit", "j.xml", cwd=tmp_path)
+    assert done.code == 2
+    assert leaked_part(f"{done.out}\n{done.err}") is None
+    assert only_run(tmp_path / "runs")
     search(tmp_path)
 
 
