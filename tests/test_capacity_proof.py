@@ -23,10 +23,10 @@ from tests.virtual_probes import (
     run_probe,
     run_search,
     seeded_question,
+    seeded_server,
     truth,
     truths,
 )
-from tests.virtual_servers import seeded_server
 
 SEEDS = range(SERVERS) if NIGHTLY else range(0, SERVERS, 10)
 
@@ -39,20 +39,13 @@ class Proof(NamedTuple):
 
 @cache
 def proofs() -> list[Proof]:
-    found = []
-    for seed in SEEDS:
-        search = run_search(seeded_question(seed), seed)
-        found.append(Proof(search, search.answer(), truths()[seed]))
-    return found
+    searches = [(seed, run_search(seeded_question(seed), seed)) for seed in SEEDS]
+    return [Proof(search, search.answer(), truths()[seed]) for seed, search in searches]
 
 
 @pytest.mark.parametrize("seed", [1] if not NIGHTLY else range(0, SERVERS, 10))
 def test_the_stored_truth_is_what_is_measured(seed: int) -> None:
     assert truth(seed) == truths()[seed], "python -m tests.virtual_probes writes the truth of a changed engine"
-
-
-def requests(search: SloSearch) -> int:
-    return sum(probe.requests for probe in search.results)
 
 
 def test_the_reported_capacity_meets_its_slos() -> None:
@@ -69,21 +62,15 @@ def test_the_interval_covers_the_truth() -> None:
     assert covered >= 0.92 * len(proofs())
 
 
-def test_most_answers_are_clear_and_close() -> None:
-    found = [proof for proof in proofs() if proof.answer.kind == "found"]
-    assert sum(proof.answer.kind == "unresolved" for proof in proofs()) <= 0.05 * len(proofs())
-    shares = sorted((proof.answer.level or 0) / proof.truth.capacity for proof in found)
-    assert shares[len(shares) // 2] >= 0.85
-
-
-def test_a_search_takes_at_most_nine_probes() -> None:
+def test_most_answers_are_clear_and_close_after_few_probes_and_requests() -> None:
+    """All probes of a bisection with fixed samples take 40 blocks. It breaks its SLOs more often."""
     assert max(len(proof.search.results) for proof in proofs()) <= 9
-
-
-def test_it_takes_fewer_requests_than_a_bisection_with_fixed_samples() -> None:
-    """All probes of that bisection take 40 blocks. It breaks its SLOs more often, and confirms nothing."""
-    fixed = sum(proof.truth.fixed_requests for proof in proofs())
-    assert sum(requests(proof.search) for proof in proofs()) <= 0.5 * fixed
+    assert sum(proof.answer.kind == "unresolved" for proof in proofs()) <= 0.05 * len(proofs())
+    clear = [proof for proof in proofs() if proof.answer.kind == "found"]
+    shares = sorted((proof.answer.level or 0) / proof.truth.capacity for proof in clear)
+    assert shares[len(shares) // 2] >= 0.85
+    requests = sum(probe.requests for proof in proofs() for probe in proof.search.results)
+    assert requests <= 0.5 * sum(proof.truth.fixed_requests for proof in proofs())
 
 
 def test_error_rates_and_power_of_a_probe() -> None:

@@ -19,7 +19,7 @@ from harness.simulated.engine import EngineConfig
 from tests.made_runs import request
 from tests.nightly import NIGHTLY
 from tests.virtual import VirtualWork, concurrent_loads, poisson
-from tests.virtual_servers import seeded_server
+from tests.virtual_probes import seeded_server
 
 # One probe.
 

@@ -12,7 +12,7 @@ import pytest
 
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from tests.virtual import VirtualRequest, VirtualWork, closed_loop, concurrent_loads
-from tests.virtual_servers import seeded_server
+from tests.virtual_probes import seeded_server
 
 THINKING = VirtualWork(prompt_tokens=(20, 200), output_tokens=(1, 60), think_s=0.5)
 
