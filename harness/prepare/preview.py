@@ -71,7 +71,7 @@ def preview(experiment: Experiment) -> Preview:
     base, swept = baseline_of(scenario), scenario.swept or Sweep()
     starts = f"{ASSUMED_EMBEDDED_START_S:.0f} s per start of the embedded engine"
     if any(server.container for server in scenario.servers.values()):
-        starts = f"{ASSUMED_START_S:.0f} s per container start; a first one downloads, and vLLM compiles for minutes"
+        starts = f"{ASSUMED_START_S:.0f} s per container start; a first one downloads, and may compile for minutes"
     cpu_count = os.cpu_count() if engine_location().is_here else None
     return Preview(
         path=str(experiment.path),
