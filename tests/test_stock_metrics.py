@@ -99,20 +99,20 @@ def test_table_csv_and_report_have_the_same_numbers_and_escape_names() -> None:
 
 
 def test_prometheus_gets_exact_counts_and_sums() -> None:
-    found = samples_of(generate_latest(LoadSnapshot(numbers_of(*REQUESTS), 3, True, None, 0)).decode())
+    samples = samples_of(generate_latest(LoadSnapshot(numbers_of(*REQUESTS), 3, True, None, 0)).decode())
     prefix, ttft = "amd_llm_load_live", LATENCIES["ttft"][0]
-    outcomes = {name: found[f"{prefix}_requests_total", name, "Chat"] for name in ("succeeded", "failed", "cut")}
+    outcomes = {name: samples[f"{prefix}_requests_total", name, "Chat"] for name in ("succeeded", "failed", "cut")}
     assert outcomes == {"succeeded": 2, "failed": 1, "cut": 1}
-    assert found[f"{prefix}_errors_total", "timeout"] == 1
-    assert found[f"{prefix}_slo_met_requests_total", "Chat"] == 1
-    assert (found[f"{prefix}_users",], found[f"{prefix}_running",]) == (3, 1)
-    assert found[f"{prefix}_requests_in_flight", "Chat"] == 2
-    assert [found[f"{ttft}_bucket", bound, "Chat"] for bound in ("0.08", "0.25", "+Inf")] == [0, 2, 2]
-    assert found[f"{ttft}_count", "Chat"] == 2 and found[f"{ttft}_sum", "Chat"] == pytest.approx(0.3)
+    assert samples[f"{prefix}_errors_total", "timeout"] == 1
+    assert samples[f"{prefix}_slo_met_requests_total", "Chat"] == 1
+    assert (samples[f"{prefix}_users",], samples[f"{prefix}_running",]) == (3, 1)
+    assert samples[f"{prefix}_requests_in_flight", "Chat"] == 2
+    assert [samples[f"{ttft}_bucket", bound, "Chat"] for bound in ("0.08", "0.25", "+Inf")] == [0, 2, 2]
+    assert samples[f"{ttft}_count", "Chat"] == 2 and samples[f"{ttft}_sum", "Chat"] == pytest.approx(0.3)
     usage = "gen_ai_client_token_usage"
-    assert found[f"{usage}_sum", "input", "Chat"] == 33 and found[f"{usage}_sum", "output", "Chat"] == 22
-    assert found[f"{usage}_count", "input", "Chat"] == 2
-    assert (f"{prefix}_workers",) not in found  # a single process
+    assert samples[f"{usage}_sum", "input", "Chat"] == 33 and samples[f"{usage}_sum", "output", "Chat"] == 22
+    assert samples[f"{usage}_count", "input", "Chat"] == 2
+    assert (f"{prefix}_workers",) not in samples  # a single process
     without_slos = generate_latest(LoadSnapshot(numbers_of(*REQUESTS, slos=""), 3, True, None, 0)).decode()
     assert not [name for name, *_ in samples_of(without_slos) if "slo_met" in name]
 
@@ -211,12 +211,12 @@ def read(url: str) -> bytes:
 
 def test_metrics_have_a_port_of_their_own_without_a_web_ui(tmp_path: Path, engine: str) -> None:
     with loaded(tmp_path, engine, "--processes", "2") as url:
-        found = samples_of(read(url).decode())
-        ended = found["amd_llm_load_live_requests_total", "succeeded", "BatchAgent"]
-        assert ended >= 1 == found["amd_llm_load_live_running",]
-        assert found["amd_llm_load_live_slo_met_requests_total", "BatchAgent"] == ended
-        assert found["gen_ai_client_token_usage_sum", "output", "BatchAgent"] == 3 * ended
-        assert found["amd_llm_load_live_workers",] == 2
+        samples = samples_of(read(url).decode())
+        ended = samples["amd_llm_load_live_requests_total", "succeeded", "BatchAgent"]
+        assert ended >= 1 == samples["amd_llm_load_live_running",]
+        assert samples["amd_llm_load_live_slo_met_requests_total", "BatchAgent"] == ended
+        assert samples["gen_ai_client_token_usage_sum", "output", "BatchAgent"] == 3 * ended
+        assert samples["amd_llm_load_live_workers",] == 2
         name = ("amd_llm_load_live_requests_total", "succeeded", "BatchAgent")
         until(lambda: samples_of(read(url).decode())[name] > ended)
     assert "Traceback" not in log_of(tmp_path)

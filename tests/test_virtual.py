@@ -91,9 +91,9 @@ def test_a_request_that_never_fits_is_an_error() -> None:
 def test_concurrent_loads_share_the_engine() -> None:
     config = msgspec.structs.replace(seeded_server(0).config, step_per_sequence_s=0.001, max_model_len=1000)
     long = VirtualWork(prompt_tokens=(20, 20), output_tokens=(60, 60))
-    found = list(islice(concurrent_loads(config, [(4, THINKING), (2, long)], seed=1), 400))
-    assert {request.load for request in found} == {0, 1}
-    assert {request.output_tokens for request in found if request.load == 1} == {60}
+    both = list(islice(concurrent_loads(config, [(4, THINKING), (2, long)], seed=1), 400))
+    assert {request.load for request in both} == {0, 1}
+    assert {request.output_tokens for request in both if request.load == 1} == {60}
     alone = list(islice(closed_loop(config, 4, THINKING, seed=1), 300))
-    chat = [request for request in found if request.load == 0]
+    chat = [request for request in both if request.load == 0]
     assert statistics.fmean(r.e2e_s for r in chat) > statistics.fmean(r.e2e_s for r in alone)

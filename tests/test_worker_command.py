@@ -50,12 +50,12 @@ def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, e
     waits, begins, ended = f"waiting for a load from {address}", "load r1-running-l of run", "the load has ended"
     cut = "the load has ended, cut short because"
     gone = "the load process was ended by SIGKILL, as the kernel does when memory runs out"
-    for said, expected in (
+    for printed, expected in (
         (killed, [waits, begins, gone, waits, begins, ended, waits]),
         (other, [waits, begins, cut, waits, begins, ended, waits]),
         (third, [waits]),
     ):
-        lines = [line.rpartition("harness.load.worker: ")[2] for line in said]
+        lines = [line.rpartition("harness.load.worker: ")[2] for line in printed]
         assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
 
 

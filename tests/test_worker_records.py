@@ -33,7 +33,7 @@ def test_machines_are_named_or_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "bind", "loads", "said"),
+    ("given", "bind", "loads", "error"),
     [
         ("gen1", None, {"a": CHAT},
          "--workers needs --bind: the address of this machine at which the workers find it"),
@@ -44,10 +44,10 @@ def test_machines_are_named_or_counted() -> None:
          "--workers: the loads differ in 'processes', and a worker is started once for all of them"),
     ],
 )  # fmt: skip
-def test_invalid_options_are_refused(given: str, bind: str | None, loads: dict[str, Load], said: str) -> None:
+def test_invalid_options_are_refused(given: str, bind: str | None, loads: dict[str, Load], error: str) -> None:
     with pytest.raises(HarnessError) as caught:
         parse_workers(given, bind, loads)
-    assert caught.value.what == said
+    assert caught.value.what == error
 
 
 def test_each_part_of_a_mix_has_its_own_port() -> None:
@@ -112,13 +112,13 @@ def test_secrets_of_the_master_are_masked_in_records(tmp_path: Path, monkeypatch
     job = make_job(tmp_path, Load(user="batch"), api_key_env="KEY_OF_THIS_TEST")
     assert secrets_of(job) == {password: True, "sk-of-the-api": True}
     register_secrets(secrets_of(job))
-    told = [
+    messages = [
         "nothing of it",
         f"status 500: {password}, or {password}",
         f"key sk-of-the-api, {password[:9]}...",
         "sk-...",
     ]
-    records = [request(index=index, error="http", message=one) for index, one in enumerate(told)]
+    records = [request(index=index, error="http", message=one) for index, one in enumerate(messages)]
     sent = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
     source = tmp_path / "source"
     source.write_bytes(sent)

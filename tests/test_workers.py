@@ -181,9 +181,9 @@ def test_a_waiting_load_names_the_missing_workers(
             lambda: LocalChild([sys.executable, "-m", "locust", *arguments], log), monitor, log_path=log,
             progress=lambda: seen.append(monitor.missing_workers),
         )  # fmt: skip
-    said = "waiting for workers: 1 of 2 connected; missing: gen2"
-    assert seen[-2] == said
-    assert caught.value.what == f"cell r1-a-b: the load could not start: {said}"
+    waiting = "waiting for workers: 1 of 2 connected; missing: gen2"
+    assert seen[-2] == waiting
+    assert caught.value.what == f"cell r1-a-b: the load could not start: {waiting}"
 
 
 @fault("worker", "a worker of another version, and messages that make no sense",
@@ -211,8 +211,8 @@ def test_unexpected_workers_and_messages_are_rejected(tmp_path: Path, engine_pro
                 done = command.end()
                 assert worker.end().code == 0
     assert done.code == 0, done.out + done.err
-    said = f"worker {here} was rejected: it has version 0.0.1 of the harness, and the master {__version__}"
-    assert said in log.read_text()
+    rejection = f"worker {here} was rejected: it has version 0.0.1 of the harness, and the master {__version__}"
+    assert rejection in log.read_text()
     assert log.read_text().count("ignored a message to the master that is not from a worker") == 3
 
 

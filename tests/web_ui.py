@@ -56,9 +56,9 @@ class UI(NamedTuple):
     def swarm(self, **form: object) -> dict[str, Any]:
         """Start a load; the answer is a success, or HTTP 400."""
         answer = self.ask("/swarm", {"user_count": 1, "spawn_rate": 1, **form})
-        found: dict[str, Any] = json.loads(answer.text)
-        assert answer.status == (200 if found["success"] else 400)
-        return found
+        result: dict[str, Any] = json.loads(answer.text)
+        assert answer.status == (200 if result["success"] else 400)
+        return result
 
     def stop(self) -> None:
         assert self.ask("/stop", {}).status == 200
@@ -67,19 +67,19 @@ class UI(NamedTuple):
 @contextmanager
 def ui(folder: Path, server: str, *options: str, locustfile: Path | str = "chat") -> Iterator[UI]:
     """Stock Locust with its web UI. Chat users pause for a moment only."""
-    found = UI(free_port(), folder, server)
+    opened = UI(free_port(), folder, server)
 
     def up() -> bool:
         try:
-            return found.ask("/").status > 0
+            return opened.ask("/").status > 0
         except OSError:
             return False
 
     think = [] if locustfile == "batch" else ["--think", "0.2"]
-    child = start(folder, server, locustfile, "--web-port", str(found.port), *think, *options)
+    child = start(folder, server, locustfile, "--web-port", str(opened.port), *think, *options)
     try:
         until(up)
-        yield found
+        yield opened
     finally:
         child.terminate()
         end(child)
