@@ -43,15 +43,11 @@ def test_a_long_pause_is_cut() -> None:
     assert max_pause_s(None) == 0.0
 
 
-def test_random_decisions_do_not_change_between_versions() -> None:
-    assert [round(chance(42, "abandon", index), 6) for index in range(3)] == [0.773521, 0.491069, 0.893318]
-
-
-def test_the_share_of_users_that_leave() -> None:
-    how = Abandon(share=0.05, after_s=2.0)
-    left = [index for index in range(20_000) if abandon_of(how, 1, index)]
+def test_the_share_of_users_that_leave_and_the_numbers_of_all_versions() -> None:
+    abandon = Abandon(share=0.05, after_s=2.0)
+    left = [index for index in range(20_000) if abandon_of(abandon, 1, index)]
     assert len(left) / 20_000 == pytest.approx(0.05, rel=0.1)
-    assert abandon_of(None, 1, 0) is None
+    assert [round(chance(42, "abandon", index), 6) for index in range(3)] == [0.773521, 0.491069, 0.893318]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from harness.rundir.directory import RESERVE
 from harness.rundir.manifest import read_run
-from tests.command import HARNESS, SMALL, harness, write
+from tests.command import HARNESS, write
 from tests.faults import fault
 
 LOAD = {"user": "batch", "batch_size": 100, "requests": 100_000, "output_tokens": 50}
@@ -58,15 +57,3 @@ def test_a_disk_without_room_for_a_run(tmp_path: Path) -> None:
     assert (code, list(kept.iterdir())) == (1, [])
     assert err.startswith(f"error: {tmp_path / 'runs'}/")
     assert err.splitlines()[0].endswith(": the run directory cannot be written (No space left on device)")
-
-
-@fault("disk", "a limit of the size of files",
-       seen="the run directory cannot be written (File too large) (exit code 1)", kept="no run is begun")  # fmt: skip
-def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
-    path = write(tmp_path, **SMALL)
-    limit = 40_000  # of the manifest and the records of a few requests; the page is larger
-    given = ("run", str(path), "--runs", str(tmp_path / "runs"))
-    done = harness(*given, cwd=tmp_path, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert done.code == 1
-    assert "the run directory cannot be written (File too large)" in done.err
-    assert list((tmp_path / "runs").iterdir()) == []
