@@ -424,7 +424,7 @@ def test_the_limit_of_open_files_is_raised_and_named_when_it_is_hit(tmp_path: Pa
     assert done.code == 3
     sent = records(only_run(tmp_path / "runs"))
     ((error, message),) = {(request.error, request.message) for request in sent if request.error}
-    assert error == "client" and (message or "").startswith("too many open files (this load process may have 150): ")
+    assert error == "client" and (message or "").startswith("too many open files: raise the limit")
     assert sum(request.error is None for request in sent) > 60
 
 
