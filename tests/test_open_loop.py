@@ -138,7 +138,7 @@ def test_what_is_in_flight_at_the_end_counts(ran: tuple[Done, Path, dict[str, An
     assert numbers["schedule"]["asked_per_s"] == numbers["schedule"]["achieved_per_s"] == 10.0
     assert (numbers["schedule"]["planned"], numbers["schedule"]["never_sent"]) == (15, 0)
     assert [rows[name]["kind"] for name in ("open", "shut")] == ["open loop", "bursts"]
-    assert "open loop {rate: 10, " in " ".join(done.out.split())
+    assert "open loop, evenly, 10 a second" in " ".join(done.out.split())
 
 
 def test_what_the_drain_cuts_is_counted_as_unfinished(ran: tuple[Done, Path, dict[str, Any]]) -> None:
@@ -161,7 +161,7 @@ def test_too_few_users_make_a_row_invalid_and_say_what_to_do(
     assert numbers["schedule"]["never_sent"] > 10
     assert numbers["e2e_sched_s"]["max"] > numbers["e2e_s"]["max"]
     found = {line.row.load: line.texts for line in schedule_table(read_summary(folder), read_run(folder)).rows}
-    assert list(found) == ["open", "cut", "few"] and found["few"][0].startswith("open loop {rate: 10, ")
+    assert list(found) == ["open", "cut", "few"] and found["few"][0] == "open loop, evenly, 10 a second"
     assert found["few"][3] == f"{numbers['schedule']['never_sent']} of 15"
     table = csv.DictReader(called("report", str(folder), "--format", "csv", cwd=tmp_path).out.splitlines())
     kinds = {row["load"]: (row["kind"], row["planned"], row["asked_per_s"]) for row in table}

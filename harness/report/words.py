@@ -9,7 +9,7 @@ import msgspec
 from harness import units
 from harness.analysis.schedule import load_kind
 from harness.columns import RATES
-from harness.scenario import USERS, Load, max_concurrency
+from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
 from harness.summary import NEEDED, Distribution, Reason
 from harness.units import milliseconds
 
@@ -50,10 +50,33 @@ def describe_load(load: Load) -> str:
     return f"{load.user} user, {load_kind(load)}" + (f": {settings}" if settings else "")
 
 
+def describe_arrivals(arrivals: Arrivals) -> str:
+    """The rate of an open loop: "Poisson, 4 a second"."""
+    if arrivals.wave is not None:
+        wave = arrivals.wave
+        rate = f"{wave.min:g} to {wave.max:g} a second and back in {wave.period_s:g} s"
+    elif arrivals.points is not None:
+        rate = ", ".join(f"{rate:g} a second from {at:g} s" for at, rate in arrivals.points)
+    else:
+        rate = f"{arrivals.rate:g} a second"
+    spread = {"even": "evenly", "poisson": "Poisson", "gamma": f"in bursts ({arrivals.burstiness:g})"}
+    return f"{spread[arrivals.spacing]}, {rate}"
+
+
+def describe_trace(trace: Trace) -> str:
+    """The part of a trace that is replayed, and its speed: "day.csv from 600 s to 1200 s, at 2 times its speed"."""
+    window = [f"from {trace.from_s:g} s"] if trace.from_s else []
+    window += [f"to {trace.to_s:g} s"] if trace.to_s is not None else []
+    at_most = "" if trace.max_requests is None else f", {trace.max_requests:,} rows at most"
+    speed = "" if trace.speed == 1 else f", at {trace.speed:g} times its speed"
+    return f"{' '.join([trace.file, *window])}{at_most}{speed}"
+
+
 def describe_schedule(load: Load) -> str:
-    """The trace or the arrivals that decide when requests are sent, as the scenario has them."""
-    kind, schedule = ("open loop", load.arrivals) if load.trace is None else ("trace", load.trace)
-    return f"{kind} {format_setting(msgspec.to_builtins(schedule))}"
+    """The trace or the arrivals that decide when requests are sent; empty for a closed loop."""
+    if load.trace is not None:
+        return f"trace {describe_trace(load.trace)}"
+    return f"open loop, {describe_arrivals(load.arrivals)}" if load.arrivals is not None else ""
 
 
 def format_setting(value: Any) -> str:
