@@ -10,7 +10,15 @@ from msgspec import Struct, structs
 from harness.engines import HOST_RESERVE_BYTES, VLLM_DEFAULT_UTILIZATION, default_reserve, safe_utilization
 from harness.errors import HarnessError
 from harness.machine.gpus import Gpu, list_gpus, read_meminfo, read_number, select_serving_gpus
-from harness.machine.model import DTYPE_BYTES, Capacity, ModelShape, compute_capacity, measure_weights
+from harness.machine.model import (
+    DTYPE_BYTES,
+    Capacity,
+    Layout,
+    ModelShape,
+    compute_capacity,
+    make_layout,
+    measure_weights,
+)
 from harness.reasons import sentence
 from harness.summary import Reason, because
 from harness.units import GIB, gib
@@ -148,6 +156,7 @@ class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     max_model_len: int | None = None  # None: the model's own
     max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 8192
     tensor_parallel: int = 1
     kv_cache_dtype: str = "auto"
 
@@ -234,20 +243,15 @@ def estimate_fit(
         weights = -(-weights // settings.tensor_parallel)
     if model.longest is not None and length > model.longest:
         unknown.append(f"whether vLLM takes {length:,} tokens: the model's own limit is {model.longest:,}")
-    number_bytes = DTYPE_BYTES.get(settings.kv_cache_dtype) or model.kv_bytes
-    token_bytes = None
-    if settings.kv_cache_dtype not in DTYPE_BYTES:
-        unknown.append(f"the size of a number as {settings.kv_cache_dtype} in the KV cache")
-    elif model.kv is not None and number_bytes is not None:
-        token_bytes = model.kv.token_bytes(number_bytes, settings.tensor_parallel)
+    layout = _choose_layout(model, settings, unknown)
     kv_bytes: tuple[int, int] | None = None
     capacity: tuple[Capacity, Capacity] | None = None
     fits: bool | None = None
     if share is not None and weights is not None:
         rest = share.budget_bytes - weights
         kv_bytes = (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
-        if token_bytes is not None:
-            pessimistic, optimistic = (compute_capacity(token_bytes, size, length) for size in kv_bytes)
+        if layout is not None:
+            pessimistic, optimistic = (compute_capacity(layout, size, length) for size in kv_bytes)
             capacity = (pessimistic, optimistic)
             fits = True if pessimistic.fits else None if optimistic.fits else False
         if kv_bytes[1] <= 0:
@@ -258,14 +262,33 @@ def estimate_fit(
         max_model_len=length,
         max_num_seqs=settings.max_num_seqs,
         weights_bytes=weights,
-        token_bytes=token_bytes,
-        request_bytes=None if token_bytes is None else token_bytes * length,
+        token_bytes=None if layout is None else layout.token_bytes,
+        request_bytes=None if layout is None else layout.request_bytes(length),
         kv_bytes=kv_bytes,
         capacity=capacity,
         fits=fits,
         unknown=unknown,
     )
     return structs.replace(fit, advice=_list_advice(fit, model.longest or length))
+
+
+def _choose_layout(model: ModelShape, settings: ServerSettings, unknown: list[str]) -> Layout | None:
+    """Return the layout of the KV cache; None, with the reason in `unknown`, if it is not known."""
+    if settings.kv_cache_dtype not in DTYPE_BYTES:
+        unknown.append(f"the size of a number as {settings.kv_cache_dtype} in the KV cache")
+        return None
+    number_bytes = DTYPE_BYTES[settings.kv_cache_dtype] or model.kv_bytes
+    if model.geometry is None or number_bytes is None:
+        return None
+    if model.geometry.latent and number_bytes == 1:
+        unknown.append("the KV cache per token: a latent as fp8 also has scales, in a layout of its own")
+        return None
+    return make_layout(
+        model.geometry,
+        number_bytes,
+        tensor_parallel=settings.tensor_parallel,
+        in_flight=2 * settings.max_num_batched_tokens,  # one batch is computed while the next is prepared
+    )
 
 
 def _list_advice(fit: ModelFit, longest: int) -> list[str]:
@@ -312,9 +335,9 @@ def format_share(share: SafeShare) -> list[str]:
 def format_fit(fit: ModelFit) -> list[str]:
     """Return how the model fits, in lines."""
     lines = [f"{fit.model}{', on each GPU' if fit.gpus > 1 else ''}:", f"  weights: {_gib(fit.weights_bytes)}"]
-    if fit.token_bytes is not None:
-        request = f"{_gib(fit.request_bytes)} for a request of {fit.max_model_len:,} tokens"
-        lines.append(f"  KV cache: {fit.token_bytes:,} bytes a token, {request}")
+    if fit.request_bytes is not None:
+        each = f"{fit.token_bytes:,} bytes a token, " if fit.token_bytes is not None else ""
+        lines.append(f"  KV cache: {each}{_gib(fit.request_bytes)} for a request of {fit.max_model_len:,} tokens")
     if fit.kv_bytes is not None:
         lines.append(
             f"  left for the KV cache: {_format_range(_gib(max(0, size)) for size in fit.kv_bytes)} "

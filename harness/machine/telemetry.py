@@ -129,6 +129,8 @@ class _Layout(NamedTuple):
 
 _LAYOUTS = {  # by format, content, size of the table
     (1, 3, 120): _Layout(status=112),
+    (1, 4, 288): _Layout(energy=24),
+    (1, 5, 360): _Layout(energy=88),
     (1, 6, 384): _Layout(energy=88, cycles=104),
     (1, 6, 1664): _Layout(energy=16, cycles=32),
     (1, 7, 2208): _Layout(energy=24, cycles=40),

@@ -207,6 +207,8 @@ def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
         settings = ServerSettings(
             max_model_len=get_variable(server, "max_model_len") or get_variable(server, "ctx_size"),
             max_num_seqs=get_variable(server, "max_num_seqs"),
+            max_num_batched_tokens=get_variable(server, "max_num_batched_tokens")
+            or ServerSettings().max_num_batched_tokens,
             tensor_parallel=share.gpus,
             kv_cache_dtype=get_variable(server, "kv_cache_dtype") or ServerSettings().kv_cache_dtype,
         )

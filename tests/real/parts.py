@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from harness.machine.model import compute_capacity, read_model
+from harness.machine.model import compute_capacity, make_layout, read_model
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_requests
 from harness.summary import Summary
@@ -65,9 +65,9 @@ def llamacpp(**variables: Any) -> dict[str, Any]:
 
 def predicted(gib: float) -> tuple[int, float]:
     """Tokens and concurrency of a KV cache of so many GiB."""
-    shape = read_model(QWEN3_100M).kv
-    assert shape is not None
-    capacity = compute_capacity(shape.token_bytes(2), int(gib * GIB), MAX_MODEL_LEN, block=CPU_BLOCK)
+    geometry = read_model(QWEN3_100M).geometry
+    assert geometry is not None
+    capacity = compute_capacity(make_layout(geometry, 2, block=CPU_BLOCK), int(gib * GIB), MAX_MODEL_LEN)
     return capacity.tokens, capacity.concurrency
 
 
