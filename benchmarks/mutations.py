@@ -66,7 +66,7 @@ MUTATIONS = [
              "self.tokens_inside.append(float(request.output_tokens))", "summarize"),
     Mutation("numbers", "a percentile is shown with one request too few",
              "name: percentile_at(permille) if requests >= NEEDED[name] else None",
-             "name: percentile_at(permille) if requests >= NEEDED[name] - 1 else None", "summarize stats"),
+             "name: percentile_at(permille) if requests >= NEEDED[name] - 1 else None", "summarize stats pooled"),
     Mutation("numbers", "a percentile is one rank too low",
              "rank = -(-len(ordered) * permille // 1000)", "rank = len(ordered) * permille // 1000", "stats"),
     Mutation("numbers", "a percentile of chunk gaps is one rank too low",

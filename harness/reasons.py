@@ -293,12 +293,18 @@ def _why_inconclusive(verdict: Verdict, bounds: str) -> str:
 
 def _describe_needed_repeats(verdict: Verdict) -> str:
     """How many repeats or runs would decide an inconclusive verdict."""
-    needed = f"more than {MAX_REPEATS}" if verdict.needed is None else f"about {verdict.needed}"
-    what = f"that the sides are the same within ±{_format_percent(MARGIN)}"
-    if abs(math.log(verdict.ratio or 1.0)) > math.log1p(MARGIN):
-        what = "a difference of this size"
-    chance = f"with a probability of {POWER * 100:.0f} %"
-    return f"at this spread, {needed} {verdict.unit} a side show {what}, {chance}"
+
+    def format_needed(needed: int | None) -> str:
+        return f"more than {MAX_REPEATS} {verdict.unit}" if needed is None else f"about {needed} {verdict.unit}"
+
+    ratio, low, high = verdict.ratio or 1.0, verdict.low or 0.0, verdict.high or math.inf
+    beyond_margin = abs(math.log(ratio)) > math.log1p(MARGIN)
+    same = f"that the sides are the same within ±{_format_percent(MARGIN)}"
+    text = f"at this spread, {format_needed(verdict.needed)} a side show "
+    text += "a difference of this size" if beyond_margin else same
+    if beyond_margin and low <= 1 <= high:  # there may be no difference at all
+        text += f", {format_needed(verdict.needed_for_same)} that there is none"
+    return f"{text}, with a probability of {POWER * 100:.0f} %"
 
 
 def format_speedup(ratio: float, more: str = "faster", less: str = "slower") -> str:
