@@ -14,6 +14,7 @@ from harness.job import Job, decode_job
 from harness.prepare.experiment import Experiment, prepare
 from harness.run.live import compose_file
 from harness.scenario import Gateway, Load, Scenario, Server, Warmup
+from harness.serve import template
 from tests.command import write
 from tests.load_runs import composed
 
@@ -199,3 +200,14 @@ def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both(
     assert raw["services"]["locust"]["command"][3:5] == ["--host", "http://gateway:4000"]
     head = ["# Locust: http://127.0.0.1:8089", "# gateway: http://127.0.0.1:4000", "# server: http://127.0.0.1:8000"]
     assert text.splitlines()[4:7] == head
+
+
+def test_the_document_tells_that_no_group_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = "# group_add is empty: there is no /dev/kfd"
+    for groups, template_name, expected in (
+        ([], "vllm-rocm", True),
+        ([], "simulated", False),
+        ([44], "vllm-rocm", False),
+    ):
+        monkeypatch.setattr(template, "find_device_groups", lambda groups=groups: groups)
+        assert (note in composed(scenario(Server(template=template_name)))) is expected

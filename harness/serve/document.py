@@ -12,8 +12,14 @@ from harness.errors import HarnessError
 from harness.files import COMPOSE, read_text
 from harness.scenario import Scenario
 from harness.serve.compose_file import GATEWAY, SERVER, make_url, parse_compose, parse_port
+from harness.serve.engine import get_local_digests
 from harness.serve.lemonade import vllm_model_name
 from harness.serve.template import add_services, find_server, get_container_port, prepare_server, render_server
+
+_NO_GROUPS_NOTE = [
+    "group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. Put in what",
+    "`stat -c %g /dev/kfd /dev/dri/render*` prints on the GPU's machine, or set the server's variable `groups`.",
+]
 
 
 def server_document(scenario: Scenario, server_name: str) -> str:
@@ -56,7 +62,7 @@ def compose_document(
     """Return the Compose file for `docker compose up`, with a load generator in front of the server.
 
     `locust`: values for the variables of the template `locust`. `head`: comment lines for the top of the file; the
-    addresses of the server follow. `grafana`: with Prometheus and Grafana.
+    addresses of the server and the digests of the images follow. `grafana`: with Prometheus and Grafana.
     """
     server = find_server(scenario, server_name)
     text = render_server(server, scenario.model, port=get_container_port(server), locust=locust)
@@ -67,6 +73,10 @@ def compose_document(
         text = add_services(text, make_monitoring(target))
     ports = {name: parse_port(service.ports[0]) for name, service in compose.services.items() if service.ports}
     head = head + [f"{name}: {make_url(port.address, port.host)}" for name, port in sorted(ports.items())]
+    images = [locust["image"], *(service.image for service in compose.services.values())]
+    head += [f"image {name} is here: {digest}" for name, digest in get_local_digests(images).items()]
+    if compose.server.devices and not compose.server.group_add:
+        head += _NO_GROUPS_NOTE
     return "".join(f"# {line}\n" for line in head) + text
 
 

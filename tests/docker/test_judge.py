@@ -151,6 +151,7 @@ def test_compose_sends_a_load_and_ends_with_its_exit_code(
     options = ["--load", load, "--headless", "--records", "records"]
     printed = harness("compose", path.name, *options, cwd=tmp_path, env={"HARNESS_IMAGE": image})
     assert (printed.code, printed.err) == (0, "")
+    assert f"# image {image} is here: sha256:" in printed.out
     (tmp_path / "compose.yaml").write_text(checked_each_second(printed.out))
     command = ["docker", "compose", "--project-name", f"t{uuid.uuid4().hex[:8]}"]
     try:
