@@ -119,6 +119,25 @@ def test_a_container(tmp_path: Path) -> None:
     assert sampled(Meter(), tmp_path, 0) == TelemetrySample(wall_s=1000.0, cell="c")
 
 
+def test_a_container_of_a_host_with_control_groups_of_version_1(tmp_path: Path) -> None:
+    name, meter = "f00d" * 16, Meter()
+    scope = f"docker/{name}"
+    cpu, memory = f"sys/fs/cgroup/cpuacct/{scope}/cpuacct.usage", f"sys/fs/cgroup/memory/{scope}"
+    write(
+        tmp_path,
+        {
+            "proc/77/cgroup": f"5:cpu,cpuacct:/{scope}\n4:memory:/{scope}\n0::/elsewhere\n",
+            f"{memory}/memory.usage_in_bytes": "5000\n",
+            f"{memory}/memory.stat": "inactive_file 3\ntotal_inactive_file 1000\n",
+            cpu: "20000000000\n",
+        },
+    )
+    paths = find_files(tmp_path, cgroup_files(tmp_path, 77, name))
+    assert sampled(meter, tmp_path, 10, paths).container == ContainerSample(memory_bytes=4000)
+    write(tmp_path, {cpu: "23000000000\n"})
+    assert sampled(meter, tmp_path, 12, paths).container == ContainerSample(cpu_cores=1.5, memory_bytes=4000)
+
+
 def test_overflows_of_the_measured_time() -> None:
     def load(*counts: int | None) -> int | None:
         samples = [

@@ -36,7 +36,8 @@ SENSORS = (
     "power1_average", "power1_input", "freq1_input", "freq2_input", "energy1_input",
     *(f"temp{number}_{what}" for number in (1, 2, 3) for what in ("input", "label")),
 )  # fmt: skip
-CGROUP_FILES = ("cpu.stat", "memory.current", "memory.stat")  # of version 2
+# Of a control group, version 2 and 1. A host without systemd has version 1.
+CGROUP_FILES = ("cpu.stat", "memory.current", "cpuacct.usage", "memory.usage_in_bytes", "memory.stat")
 
 MAX_W = 10_000.0  # of one GPU or package; the largest Instinct takes 1,400
 MAX_BYTES = 1 << 50  # of one memory
@@ -68,16 +69,19 @@ def find_files(root: Path, container_files: list[str] | None = None) -> list[str
 
 
 def cgroup_files(root: Path, pid: int, container_id: str) -> list[str]:
-    """Return the files of a container's control group. `pid`: one of the container's processes.
+    """Return the files of a container's control group, version 1 or 2. `pid`: one of the container's processes.
 
     Empty if the process is not the container's: the engine is on another machine, or the harness is in a container.
     """
+    found: dict[str, str] = {}
     for line in (read_sysfs(root / f"proc/{pid}/cgroup") or "").splitlines():
-        path = line.split(":", 2)[2]
-        if container_id in path:
-            files = [f"sys/fs/cgroup{path}/{name}" for name in CGROUP_FILES]
-            return [file for file in files if (root / file).exists()]
-    return []
+        _, controllers, path = line.split(":", 2)
+        if container_id not in path:
+            continue
+        folders = ["", *(f"/{name}" for name in controllers.split(",") if name)]
+        paths = [f"sys/fs/cgroup{folder}{path}/{name}" for folder in folders for name in CGROUP_FILES]
+        found |= {Path(path).name: path for path in paths if (root / path).exists()}
+    return list(found.values())
 
 
 def read_periodically(read: Callable[[], HostReading | None], interval_s: float, stop: Event) -> Iterator[HostReading]:
@@ -243,7 +247,7 @@ class Meter:
         self._clock_s: float | None = None
         self._tables: dict[str, GpuMetrics] = {}
         self._cpu_ticks: tuple[int, int] | None = None  # all, busy
-        self._container_cpu_us: int | None = None
+        self._container_cpu_s: float | None = None
 
     def sample(self, reading: HostReading) -> tuple[dict[str, GpuSample], HostSample | None, ContainerSample | None]:
         """Return the samples of the GPUs by render node, of the host, and of the container if there is one."""
@@ -302,15 +306,19 @@ class Meter:
     def _sample_container(
         self, files: Mapping[str, bytes], passed_s: float | None, has_rates: bool
     ) -> ContainerSample | None:
-        usage_us = _find_field(files.get("cpu.stat", b""), b"usage_usec")
+        micro, nano = _find_field(files.get("cpu.stat", b""), b"usage_usec"), _parse_int(files.get("cpuacct.usage"))
+        cpu_s = micro * 1e-6 if micro is not None else None if nano is None else nano * 1e-9
         cores = None
         if has_rates:
-            if usage_us is not None and self._container_cpu_us is not None and passed_s:
-                cores = max(0.0, (usage_us - self._container_cpu_us) * 1e-6 / passed_s)
-            self._container_cpu_us = usage_us
-        memory = _parse_size(files.get("memory.current"))
+            if cpu_s is not None and self._container_cpu_s is not None and passed_s:
+                cores = max(0.0, (cpu_s - self._container_cpu_s) / passed_s)
+            self._container_cpu_s = cpu_s
+        memory = _parse_size(files.get("memory.current", files.get("memory.usage_in_bytes")))
         if memory is not None:
-            memory = max(0, memory - (_find_field(files.get("memory.stat", b""), b"inactive_file") or 0))
+            statistics = files.get("memory.stat", b"")
+            cache = _find_field(statistics, b"total_inactive_file")
+            cache = _find_field(statistics, b"inactive_file") if cache is None else cache
+            memory = max(0, memory - (cache or 0))
         overflows = _parse_listen_overflows(files.get("netstat", b""))
         if cores is None and memory is None and overflows is None:
             return None

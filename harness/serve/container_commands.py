@@ -109,16 +109,17 @@ for d in "$r"/sys/class/drm/renderD*/device; do
   [ -e "$d/gpu_metrics" ] && tables="$tables $d/gpu_metrics"
 done
 many="$r/proc/stat $r/proc/meminfo"
-for f in {cgroup}; do
-  f="$r/sys/fs/cgroup/$f"
-  [ -e "$f" ] || continue
-  case $f in *.stat) many="$many $f" ;; *) one="$one $f" ;; esac
+for d in "$r/sys/fs/cgroup" "$r/sys/fs/cgroup/memory" "$r/sys/fs/cgroup/cpuacct" "$r/sys/fs/cgroup/cpu,cpuacct"; do
+  for f in {cgroup}; do
+    [ -e "$d/$f" ] || continue
+    case $f in *.stat) many="$many $d/$f" ;; *) one="$one $d/$f" ;; esac
+  done
 done
 """
 # Of files with many lines, only those that are used. `grep` prints the names of files if there are several.
 READ_SCRIPT = (
     'grep -s "" /dev/null "$r/proc/uptime" $one; '
-    'grep -sE "^(cpu |MemAvailable:|usage_usec |inactive_file )" /dev/null $many; '
+    'grep -sE "^(cpu |MemAvailable:|usage_usec |inactive_file |total_inactive_file )" /dev/null $many; '
     'for t in $tables; do echo "table $t"; od -An -v -tx1 "$t" 2>/dev/null; done'
 )
 
