@@ -210,6 +210,48 @@ def test_the_estimate_counts_the_parts_of_a_mix_once(tmp_path: Path) -> None:
     assert estimated_s(tmp_path, loads, Warmup(duration_s=5)) == 2 * (3 + 5 + 60 + 3)
 
 
+X = {"user": "batch", "requests": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "places"),
+    [
+        ({"x": {**X, "duration_s": 2, "timeout_s": -1}}, {"x.timeout_s", "x.requests"}),
+        ({"x": {"user": "bach", "requests": "many"}}, {"x.requests", "x.user"}),
+        ({"x": {"user": "batch", "request": 20, "turns": 3, "think_s": [3, 1]}}, {"x.request", "x.turns", "x.think_s"}),
+        ({"x": {**X, "users": "ten", "processes": 4, "in_flight": 2, "batch_size": 2}}, {"x.users", "x.batch_size"}),
+        ({"x": {"user": "chat", "users": 2, "requests": 4, "duration_s": 5, "turns": 0, "arrivals": 4}},
+         {"x.turns", "x.arrivals", "x.requests"}),
+        ({"x": {**X, "output": "free", "answer": {"choice": ["a", "b"]}}}, {"x.output"}),
+        ({"x": {**X, "output": "natural", "answer": {"choice": "auto"}}, "prompts": {"kind": "fle"}}, {"prompts.kind"}),
+        ({"x": {"user": "batch", "stages": 5}}, {"x.stages"}),
+        ({"x": {"user": "batch", "trace": {"file": "none.csv", "speeed": 3}}}, {"x.trace.speeed"}),
+        ({"x": {"user": "batch", "stages": [{"users": 1, "for_s": 2}] * 2, "requests": 5, "drain_s": "no"},
+          "checks": ["a/x@1: wall < 1 s"]}, {"x.drain_s", "x.requests"}),
+        ({"x": {"user": 3, "requests": 1, "duration_s": 2}}, {"x.user"}),
+        ({"x": {"user": "chat", "vary": {"requests": [0, 1]}, "batch_size": 2},
+          "checks": ["a/x-requests-1: wall < 1s"]}, {"x.vary", "x.batch_size"}),
+        ({"X": {"user": "bach", "requests": 1}, "checks": ["wall < 1"]}, {"X", "X.user", "checks[0]"}),
+        ({"x": {**X, "batch_size": 0}, "checks": ["eror_rate == 0", "a/x: wall < 1s", "a/y: wall < 1s"],
+          "compare": [{"row": "a/x", "against": "z/x"}], "baseline": {"server": "c", "load": "x"}},
+         {"x.batch_size", "checks[0]", "checks[2]", "compare[0].against", "baseline.server"}),
+        ({"x": {**X, "batch_size": 0}, "mixes": {"m": ["x", "y"]},
+          "checks": ["a/m.one: wall < 1s", "a/n.x: wall < 1s"]}, {"x.batch_size", "mixes.m", "checks[1]"}),
+        ({"servers": {"a": {"template": "vllm", "container": False, "startup_timeout_s": 0}},
+          "checks": ["a/one: wall < 1s", "b/one: wall < 1s"]},
+         {"servers.a.startup_timeout_s", "servers.a.container", "checks[1]"}),
+        ({"servers": 5, "checks": ["a/one: wall < 1s", "a/two: wall < 1s"]}, {"servers", "checks[1]"}),
+    ],
+)  # fmt: skip
+def test_a_mistake_hides_no_other_one_and_makes_none(tmp_path: Path, changes: dict[str, Any], places: set[str]) -> None:
+    good = yaml.safe_load(GOOD)
+    loads = {name: changes[name] for name in ("x", "X") if name in changes}
+    others = {key: value for key, value in changes.items() if key not in loads}
+    problems = problems_of(tmp_path, yaml.safe_dump({**good, "loads": {**good["loads"], **loads}, **others}))
+    found = [problem.split()[0].removeprefix("$.").removeprefix("loads.") for problem in problems]
+    assert (set(found), len(found)) == (places, len(places)), problems
+
+
 def test_a_missing_and_a_too_large_scenario_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="the scenario cannot be read"):
         load_scenario(tmp_path / "nothing.yaml")

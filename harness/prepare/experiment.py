@@ -1,6 +1,7 @@
 """Prepare a scenario to run: check it against the templates, the environment, its files and locustfiles."""
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -88,8 +89,8 @@ def prepare(
         scenario = replace(scenario, repeats=repeats)
         too_many = size_problem(len(scenario.servers), len(scenario.loads), repeats)
         problems = [*problems, Problem("--repeats", too_many)] if too_many else problems
-    _raise_problems(path, problems, _file_checks(scenario, path.parent), read.lines)
-    validate_checks(checks, scenario.servers, scenario.loads)
+    of_options = ((f"--check '{text}'", partial(validate_checks, [text], read.servers, read.loads)) for text in checks)
+    _raise_problems(path, problems, itertools.chain(_file_checks(scenario, path.parent), of_options), read.lines)
     model = scenario.model if model is None else model
     scenario = replace(scenario, model=model, checks=[*scenario.checks, *checks])
     if target is not None:
@@ -151,7 +152,7 @@ def _raise_problems(
     if len(failed) == 1 and not problems:
         raise next(iter(failed.values()))[1]
     for place, failure in failed.values():
-        text = "; ".join([failure.what, *failure.detail.splitlines()])
+        text = "; ".join([failure.what.removeprefix(f"{place}: "), *failure.detail.splitlines()])
         problems = [*problems, Problem(place, text).located(lines)]
     if problems:
         raise ScenarioError(str(path), problems)

@@ -7,7 +7,8 @@ import itertools
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +17,33 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.errors import SHOWN_PROBLEMS, HarnessError, Problem, ScenarioError, did_you_mean, suggest_row
+from harness.errors import (
+    SHOWN_PROBLEMS,
+    HarnessError,
+    Problem,
+    ScenarioError,
+    closest_name,
+    did_you_mean,
+    suggest_row,
+)
 from harness.files import read_text
-from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Scenario, Trace, Warmup, size_problem
+from harness.scenario import (
+    SERVER_TOKENIZER,
+    USERS,
+    Arrivals,
+    Load,
+    Prompts,
+    Scenario,
+    Server,
+    Sweep,
+    SweepRow,
+    Trace,
+    Warmup,
+    size_problem,
+)
 from harness.scenario.behaviour import Structured, answer_problems, behaviour_problems, length_problems
 from harness.scenario.check_syntax import check_problem
-from harness.scenario.plan import expand_mixes, expand_stages, mix_problems, stage_problems
+from harness.scenario.plan import expand_mixes, expand_stages, mix_names, mix_problems, stage_problems
 from harness.scenario.sweep import expand
 
 T = TypeVar("T")
@@ -56,6 +78,19 @@ class ScenarioFile(Struct, frozen=True):
     scenario: Scenario  # where there are problems: only the parts that decode
     problems: list[Problem]
     lines: dict[str, int]  # line of each path
+    servers: Collection[str]  # names of all servers and loads, faulty ones included
+    loads: Collection[str]
+
+
+class _Names(list[str]):
+    """Known names, among them those of faulty servers or loads. A name with one of the prefixes may be right, too."""
+
+    def __init__(self, names: Iterable[str], faulty: Iterable[str], prefixes: Iterable[str]) -> None:
+        self.faulty, self.prefixes = tuple(faulty), tuple(prefixes)
+        super().__init__([*names, *self.faulty])
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or str(name).startswith(self.prefixes)
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -69,25 +104,38 @@ def load_scenario(path: Path) -> Scenario:
 def read_scenario(path: Path) -> ScenarioFile:
     """Return the scenario in a file with its problems. Raises HarnessError where nothing is left to check."""
     raw, lines, problems = _read_mapping(path)
-    decoded: Scenario = _Decoder(lines, problems).value(raw, Scenario, "$")
+    decoder = _Decoder(lines, problems)
+    decoded: Scenario = decoder.value(raw, Scenario, "$")
     scenario, found = expand(decoded, lambda load, problems: decode(load, Load, {}, problems))
     if "restart" not in raw and scenario.swept is not None:
         scenario = replace(scenario, restart=False)  # a sweep of loads needs one server start
     _add_lines_of_rows(lines, scenario)
-    written = scenario
-    is_complete = not found and not any(problem.path.startswith(("$.servers", "$.loads")) for problem in problems)
-    if is_complete:  # else what refers to a faulty server or load would be reported too
-        found += [*mix_problems(scenario), *stage_problems(scenario)]
-        is_complete = not found
-    if is_complete:
-        scenario = expand_stages(expand_mixes(scenario))
-        if too_many := size_problem(len(scenario.servers), len(scenario.loads), scenario.repeats):
-            found.append(Problem("$", too_many))
+    swept = scenario.swept or Sweep()
+    servers = _known_names(raw.get("servers"), scenario.servers, swept.servers)
+    loads = _known_names(raw.get("loads"), scenario.loads, swept.loads)
+    found += mix_problems(scenario, loads)
     found += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if raw.get(part) == {}]
-    found += _contradictions(written, path.parent)
-    found += _reference_problems(scenario) if is_complete else ()
+    faulty = decoder.faulty | {f"$.loads.{name}": load for name, load in decoded.loads.items() if name in loads.faulty}
+    wrong = _wrong_keys(problems + found)
+    found += _contradictions(scenario, faulty, wrong, path.parent)
+    parts, prefixes = mix_names(scenario), [f"{mix}." for mix in wrong["$.mixes"]]
+    scenario = expand_stages(expand_mixes(scenario))
+    loads = _Names([*scenario.loads, *parts], loads.faulty, [*loads.prefixes, *prefixes])
+    if too_many := size_problem(len(scenario.servers), len(scenario.loads), scenario.repeats):
+        found.append(Problem("$", too_many))
+    else:
+        found += _reference_problems(scenario, servers, loads)
     problems += drop_sweep_repeats([problem.located(lines) for problem in found], scenario)
-    return ScenarioFile(scenario, problems, lines)
+    return ScenarioFile(scenario, problems, lines, servers, loads)
+
+
+def _known_names(raw: object, decoded: Collection[str], rows: dict[str, SweepRow]) -> _Names:
+    """Return the names of all servers or loads. `raw`: as the file has them; `decoded`: those with a value."""
+    if not isinstance(raw, dict) or not raw:
+        return _Names(decoded, [], [""])
+    usable = {*decoded, *(row.of for row in rows.values())}
+    faulty = [name for name in raw if name not in usable]
+    return _Names(decoded, faulty, [f"{name}{sign}" for name in faulty for sign in "-@"])  # its rows and stages
 
 
 def _read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Problem]]:
@@ -217,14 +265,16 @@ def _plain_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], pro
 
 def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[Problem]) -> T | None:
     """Return `raw` as a `type_`. Adds what is wrong to `problems`, and then returns None."""
+    problem_count = len(problems)
     value: T | None = _Decoder(lines, problems).value(raw, type_, "$")
-    return value
+    return value if len(problems) == problem_count else None
 
 
 class _Decoder:
     def __init__(self, lines: dict[str, int], problems: list[Problem]) -> None:
         self.lines = lines
         self.problems = problems
+        self.faulty: dict[str, Load | Server] = {}  # by path: servers and loads, without what does not decode
 
     def wrong(self, path: str, text: str) -> None:
         self.problems.append(Problem(path, text).located(self.lines))
@@ -259,6 +309,8 @@ class _Decoder:
             value = self.value(raw_value, value_type, f"{path}.{key}")
             if len(self.problems) == problem_count:
                 decoded[key] = value
+            elif isinstance(value, Load | Server):
+                self.faulty[f"{path}.{key}"] = value
         return decoded
 
     def leaf(self, raw: Any, type_: Any, path: str) -> Any:
@@ -273,7 +325,7 @@ class _Decoder:
             self.wrong(path, f"{expected}{'' if hidden else f', got {_short_repr(raw)}'}{advice}")
 
     def struct(self, raw: dict[str, Any], type_: type[Struct], path: str) -> Any:
-        """Return the record; of a faulty scenario what decodes, of any other faulty record None."""
+        """Return the record; of a faulty scenario, server or load what decodes, of any other faulty record None."""
         hints = typing.get_type_hints(type_, include_extras=True)
         fields = {field.encode_name: field for field in msgspec.structs.fields(type_)}
         first_count = len(self.problems)
@@ -295,7 +347,8 @@ class _Decoder:
                 self.wrong(path, f"'{key}' is missing")
         if type_ is Scenario:
             return Scenario(**(_PLACEHOLDERS | values))
-        return type_(**values) if len(self.problems) == first_count else None
+        in_part = type_ in (Load, Server) and all(field.name in values for field in fields.values() if field.required)
+        return type_(**values) if in_part or len(self.problems) == first_count else None
 
 
 def _metas(type_: Any) -> list[msgspec.Meta]:
@@ -325,18 +378,18 @@ def _short_repr(value: Any) -> str:
 # --- Contradictions
 
 
-def _reference_problems(scenario: Scenario) -> Iterator[Problem]:
-    """Check the names of servers and loads in a scenario whose servers and loads are all known."""
-    servers, loads = list(scenario.servers), list(scenario.loads)
+def _reference_problems(scenario: Scenario, servers: Collection[str], loads: Collection[str]) -> Iterator[Problem]:
+    """Check where servers and loads are named. `servers`, `loads`: all names."""
     if (base := scenario.baseline) is not None:
         if base.server not in servers:
             yield Problem("$.baseline.server", f"'{base.server}' is not a server; {did_you_mean(base.server, servers)}")
         if base.load not in loads:
             yield Problem("$.baseline.load", f"'{base.load}' is not a load; {suggest_row(base.load, loads)}")
-    rows = [f"{server}/{load}" for server in servers for load in loads]
     for number, pair in enumerate(scenario.compare):
         for key, row in (("row", pair.row), ("against", pair.against)):
-            if row not in rows:
+            server, _, load = row.partition("/")
+            if server not in servers or load not in loads:
+                rows = [f"{server}/{load}" for server in servers for load in loads]
                 yield Problem(f"$.compare[{number}].{key}", f"'{row}' is not SERVER/LOAD; {suggest_row(row, rows)}")
         if pair.row == pair.against:
             yield Problem(f"$.compare[{number}]", f"'{pair.row}' is compared with itself")
@@ -345,17 +398,39 @@ def _reference_problems(scenario: Scenario) -> Iterator[Problem]:
             yield Problem(f"$.checks[{number}]", mistake)
 
 
-def _contradictions(scenario: Scenario, folder: Path) -> Iterator[Problem]:
-    """Check keys against each other."""
-    for name, load in scenario.loads.items():
-        yield from (problem.below(f"$.loads.{name}.") for problem in _load_problems(load, folder, scenario.prompts))
-    for name, server in scenario.servers.items():
-        if not server.container and (server.template != "simulated" or server.gateway is not None):
-            text = "only the template 'simulated', without a gateway, can run without a container"
-            yield Problem(f"$.servers.{name}.container", text)
+def _wrong_keys(problems: list[Problem]) -> defaultdict[str, set[str]]:
+    """Return the keys that have a problem by the path of their mapping, with those that a misspelled one may mean."""
+    wrong = defaultdict[str, set[str]](set)
+    for problem in problems[:SHOWN_PROBLEMS]:
+        words = re.split(r"[.[]", problem.path)[:4]
+        for number in range(1, len(words)):
+            wrong[".".join(words[:number])].add(words[number])
+    known = [*Load.__struct_fields__, *Server.__struct_fields__, "prompts"]
+    for keys in wrong.values():
+        keys |= {closest_name(key, known) or key for key in keys}
+    return wrong
+
+
+def _contradictions(
+    scenario: Scenario, faulty: dict[str, Load | Server], wrong: defaultdict[str, set[str]], folder: Path
+) -> Iterator[Problem]:
+    """Check keys against each other, but for what depends on keys that have a problem (`wrong`)."""
+    prompts = Prompts(kind="classification") if "prompts" in wrong["$"] else scenario.prompts  # goes with all answers
+    parts: dict[str, Load | Server] = {f"$.loads.{name}": load for name, load in scenario.loads.items()}
+    parts |= faulty | {f"$.servers.{name}": server for name, server in scenario.servers.items()}
+    for place, part in parts.items():
+        bad_keys = wrong[place] | ({"vary"} if part.vary else set())
+        for problem in _load_problems(part, folder, prompts) if isinstance(part, Load) else _server_problems(part):
+            if not bad_keys & {problem.path.partition(".")[0], *problem.keys}:
+                yield problem.below(f"{place}.")
     if scenario.warmup is not None:
         yield from warmup_problems(scenario.warmup)
     yield from _prompt_problems(scenario.prompts, folder)
+
+
+def _server_problems(server: Server) -> Iterator[Problem]:
+    if not server.container and (server.template != "simulated" or server.gateway is not None):
+        yield Problem("container", "only the template 'simulated', without a gateway, can run without a container")
 
 
 def warmup_problems(warmup: Warmup) -> Iterator[Problem]:
@@ -389,10 +464,12 @@ _KEYS_OF_USER = {
 def _load_problems(load: Load, folder: Path, prompts: Prompts) -> Iterator[Problem]:
     yield from _user_problems(load, folder)
     yield from load_problems(load, folder)
+    yield from stage_problems(load)
     if load.trace is not None:
         yield from _trace_problems(load, load.trace, folder)
     elif not load.stages and (load.requests is None) == (load.duration_s is None):
-        yield Problem("requests", "give exactly one of 'requests' and 'duration_s'")
+        keys = ("duration_s", "trace", "stages", "vary")
+        yield Problem("requests", "give exactly one of 'requests' and 'duration_s'", keys=keys)
     if load.answer is not None:
         yield from (problem.below("answer") for problem in _answer_problems(load.answer, load, prompts))
 
@@ -402,7 +479,8 @@ def _answer_problems(answer: Structured, load: Load, prompts: Prompts) -> Iterat
     if answer.choice == "auto" and prompts.kind != "classification":
         yield Problem(".choice", "'auto' are the labels of 'prompts.kind: classification'; list the choices")
     if load.output == "fixed":
-        yield Problem("", "an answer of a form ends where the form ends; add 'output: natural' to the load")
+        keys = ("output", "vary")
+        yield Problem("", "an answer of a form ends where the form ends; add 'output: natural' to the load", keys=keys)
 
 
 def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
@@ -413,7 +491,11 @@ def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
         yield Problem("abandon.after_tokens", "without 'stream' an answer comes all at once; use 'after_s'")
     users = min((stage.users for stage in load.stages), default=load.users)
     if load.processes > users:
-        yield Problem("processes", f"{load.processes} load processes for {users} users; use at most one per user")
+        yield Problem(
+            "processes",
+            f"{load.processes} load processes for {users} users; use at most one per user",
+            keys=("users", "stages", "vary"),
+        )
     if load.endpoint == "embeddings" and load.answer is not None:
         yield Problem("answer", "embeddings have no text to check; remove it")
     if load.in_flight is not None:

@@ -9,7 +9,7 @@ import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -149,13 +149,15 @@ def expand_stages(scenario: Scenario) -> Scenario:
     return replace(scenario, loads=loads)
 
 
-def mix_problems(scenario: Scenario) -> Iterator[Problem]:
-    """Check the mixes before they are expanded."""
+def mix_problems(scenario: Scenario, known: Collection[str]) -> Iterator[Problem]:
+    """Check the mixes before they are expanded, and the names of loads. `known`: all of them, faulty ones included."""
     for name in scenario.loads:
         if "." in name:
             yield Problem(f"$.loads.{name}", "a '.' is in the names of a mix's parts only")
+        if "@" in name:
+            yield Problem(f"$.loads.{name}", "an '@' is in the names of stages only")
     for mix, loads in scenario.mixes.items():
-        if text := _mix_problem(mix, loads, scenario.loads):
+        if text := _mix_problem(mix, loads, scenario.loads, known):
             yield Problem(f"$.mixes.{mix}", text)
     warmup = scenario.warmup
     if scenario.mixes and warmup is not None and 0 in (warmup.requests, warmup.duration_s):
@@ -163,14 +165,14 @@ def mix_problems(scenario: Scenario) -> Iterator[Problem]:
         yield Problem("$.warmup", f"{text}; give it a number above 0, or remove it")
 
 
-def _mix_problem(mix: str, loads: list[str], known: Mapping[str, Load]) -> str | None:
-    if mix in known:
+def _mix_problem(mix: str, loads: list[str], decoded: Mapping[str, Load], known: Collection[str]) -> str | None:
+    if mix in set(known):
         return "there is a load of that name"
     if len(loads) < 2 or len(set(loads)) != len(loads):
         return f"two or more different loads are expected, got {loads}"
     if missing := [load for load in loads if load not in known]:
         return f"{missing[0]!r} is not a load; parts are loads that are in the scenario by themselves, too"
-    parts = [known[load] for load in loads]
+    parts = [decoded[load] for load in loads if load in decoded]
     if any(part.stages or part.duration_s is None for part in parts):
         return "each part needs a 'duration_s', and cannot have stages: all parts are measured at the same time"
     if len({(part.duration_s, part.ramp_s) for part in parts}) > 1:
@@ -178,18 +180,15 @@ def _mix_problem(mix: str, loads: list[str], known: Mapping[str, Load]) -> str |
     return None
 
 
-def stage_problems(scenario: Scenario) -> Iterator[Problem]:
-    """Check the stages before they are expanded."""
-    for name, load in scenario.loads.items():
-        if "@" in name:
-            yield Problem(f"$.loads.{name}", "an '@' is in the names of stages only")
-        if len(load.stages) == 1:
-            yield Problem(f"$.loads.{name}.stages", "two or more are expected; else give 'users' and 'duration_s'")
-        for key in ("requests", "duration_s", "arrivals", "trace") if load.stages else ():
-            if getattr(load, key) is not None:
-                yield Problem(f"$.loads.{name}.{key}", "does not go with 'stages'; remove it")
-        if load.stages and load.users != 1:
-            yield Problem(f"$.loads.{name}.users", "each of the stages has its own; remove it")
+def stage_problems(load: Load) -> Iterator[Problem]:
+    """Check the stages of a load. Paths start below it."""
+    if len(load.stages) == 1:
+        yield Problem("stages", "two or more are expected; else give 'users' and 'duration_s'")
+    for key in ("requests", "duration_s", "arrivals", "trace") if load.stages else ():
+        if getattr(load, key) is not None:
+            yield Problem(key, "does not go with 'stages'; remove it")
+    if load.stages and load.users != 1:
+        yield Problem("users", "each of the stages has its own; remove it")
 
 
 # When a server is steady: the rule of the warm-up `until: steady`, see docs/method.md. It uses two numbers of each

@@ -52,6 +52,7 @@ def _expand_parts(
         wrong = [problem.below(f"$.{kind}.{name}.") for problem in _grid_problems(part)]
         grid = [] if wrong else list(_grid_rows(name, part, kind, wrong))
         rows: dict[str, Any] = {}
+        texts: dict[str, str] = {}  # each problem with the first row that has it
         for row, settings in [] if wrong else grid:
             found: list[Problem] = []
             if row in parts or row in swept or row in rows:
@@ -60,10 +61,9 @@ def _expand_parts(
                 rows[row] = _server_with(part, settings)
             else:
                 rows[row] = _load_with(part, settings, decode_load, found)
-            if found:  # the other rows may have the same problems
-                texts = [f"{problem} (of row '{row}')".removeprefix("$.") for problem in found]
-                wrong += [Problem(f"$.{kind}.{name}.vary", text) for text in texts]
-                break
+            for problem in found:
+                texts.setdefault(str(problem), f"{problem} (of row '{row}')".removeprefix("$."))
+        wrong += [Problem(f"$.{kind}.{name}.vary", text) for text in texts.values()]
         problems += wrong
         if not wrong:
             expanded |= rows
