@@ -8,7 +8,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from harness.capacity.result import CapacityReport
 from harness.report import markdown, sentences, terminal
+from harness.report.capacity import print_capacity
 from harness.report.table import format_errors, table_columns, table_lines
 from harness.rundir.manifest import CellRun, Machine, Run, ServedBy
 from harness.scenario import Load, Scenario, Server
@@ -24,6 +26,7 @@ from harness.summary import (
     Row,
     ServerLoad,
     Summary,
+    TimeSplit,
     Verdict,
     because,
 )
@@ -142,6 +145,33 @@ def test_a_narrow_terminal_has_two_tables_or_a_block_for_each_row() -> None:
     begin = text.index("vllm / one")
     assert text[begin : begin + 2] == ["vllm / one", "Wall time          13.07 s"]
     assert "Errors             2 of 25" in text[text.index("vllm / ten") :]
+
+
+def test_a_detail_table_too_wide_for_the_terminal_is_a_list() -> None:
+    time = TimeSplit(connect_s=0.001, queue_s=0.02, prefill_s=0.3, decode_s=4.0, e2e_s=5.0)
+    timed = summary()
+    timed = replace(timed, rows=[replace(row, time=time) for row in timed.rows])
+    wide, narrow = printed(timed, 170).splitlines(), printed(timed, 50).splitlines()
+    title = "Where the time goes, mean of each request"
+    assert "Connect, ms  Queue, ms  Prefill, ms  Decode, ms  E2E, ms" in wide[wide.index(title) + 1]
+    assert narrow[narrow.index(title) + 1 :][:2] == [
+        "- vllm / one: Connect, ms 1.00; Queue, ms 20.0;",
+        "  Prefill, ms 300; Decode, ms 4,000; E2E, ms 5,000",
+    ]
+
+
+def test_a_probe_that_the_load_generator_limited_is_named() -> None:
+    report = CapacityReport(
+        run="r", load="people", unit="users", step=1.0, max_level=256, slos=[], shares=[], budget_s=60.0
+    )
+    one, ten = summary().rows
+    out = io.StringIO()
+    limited = replace(summary(), rows=[one, replace(ten, client_limited=["ttft_s"])])
+    print_capacity(report, limited, Console(file=out, width=200))
+    assert out.getvalue() == (
+        "note: the load generator, not the server, was the limit of vllm / ten; "
+        "`harness report r` says of which numbers\n"
+    )
 
 
 @pytest.mark.parametrize(

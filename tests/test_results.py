@@ -136,12 +136,16 @@ def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> N
 
 
 def test_a_number_that_the_client_limited_is_marked_and_never_ranked(filed: Path) -> None:
+    unmarked = collect_board(filed, RESULTS)
     far = next(filed.glob("*/which/far"))
     summary = read_summary(far)
     limited = {"a": ["wall_s"], "b": ["wall_s", "ttft_s"]}
     rows = [replace(row, client_limited=limited[row.server]) for row in summary.rows]
     write_summary(far, replace(summary, rows=rows))
-    real, _ = collect_board(filed, RESULTS).groups
+    assert "‡" not in boards.board_page(unmarked) + boards.board_markdown(unmarked)
+    board = collect_board(filed, RESULTS)
+    assert all("‡ the load gen" in text for text in (boards.board_page(board), boards.board_markdown(board)))
+    real, _ = board.groups
     assert [(e.run, e.server, e.ranked, e.best) for e in real.entries] == [
         ("new", "b", True, True), ("old", "b", True, False), ("new", "a", True, False), ("old", "a", True, False),
         ("far", "b", False, False), ("far", "a", False, False),

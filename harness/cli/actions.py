@@ -152,6 +152,7 @@ def capacity(
     """
 
     from harness.analysis.forecast import read_duration
+    from harness.analysis.summarize import read_summary
     from harness.prepare import experiment as experiments
     from harness.report.capacity import print_capacity
     from harness.run import capacity as searching
@@ -168,7 +169,7 @@ def capacity(
     if as_json:
         cli.print_json(report)
     else:
-        print_capacity(report, cli.console())
+        print_capacity(report, read_summary(folder), cli.console())
         cli.console().print(f"{folder / 'report.html'}")
     cli.exit_after_capacity(folder, report)
 

@@ -43,9 +43,6 @@ RECORDS = "requests.jsonl"
 THIRD_PARTY = Path("reference") / "third-party.yaml"
 
 
-LIMITED_NOTE = f"{LIMITED} the load generator was the limit of this number, not the server."
-
-
 class Figure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A figure published by others, in reference/third-party.yaml."""
 
@@ -158,6 +155,12 @@ class Board(Struct, frozen=True, kw_only=True):
     groups: list[Group]
     figures: list[Figure]
     unreadable: list[str]
+
+    @property
+    def limited_note(self) -> str | None:
+        """The meaning of the mark of a limited number; None if no number has it."""
+        marked = any(text.endswith(LIMITED) for group in self.groups for row in group.rows for text in row.values())
+        return f"{LIMITED} the load generator was the limit of this number, not the server." if marked else None
 
 
 def collect_board(results: Path, shipped: Path) -> Board:
@@ -278,7 +281,6 @@ def board_page(board: Board) -> str:
         ranking=RANKING.replace("`", ""),
         apart=APART,
         empty=EMPTY.replace("`", ""),
-        limited=LIMITED_NOTE,
         origin=ORIGIN,
         figure_head=FIGURE_HEAD,
     )
@@ -288,7 +290,8 @@ def board_markdown(board: Board) -> str:
     """The leaderboard as GitHub Flavored Markdown."""
     parts = ["# Leaderboard"]
     if board.groups:
-        parts += [RANKING, _matrix_markdown(board), *map(_group_markdown, board.groups), LIMITED_NOTE]
+        parts += [RANKING, _matrix_markdown(board), *map(_group_markdown, board.groups)]
+        parts += [board.limited_note] if board.limited_note else []
     else:
         parts.append(EMPTY)
     if board.unreadable:

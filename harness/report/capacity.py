@@ -9,7 +9,7 @@ from rich.table import Table
 from harness.capacity.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
 from harness.capacity.search import Frontier
 from harness.reasons import format_amounts, sentence
-from harness.summary import Reason, because
+from harness.summary import Reason, Summary, because
 from harness.units import NOTHING, duration, significant
 
 PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}
@@ -23,7 +23,7 @@ STATES = {
 }
 
 
-def print_capacity(report: CapacityReport, console: Console) -> None:
+def print_capacity(report: CapacityReport, summary: Summary, console: Console) -> None:
     """Print the answers about each server, the notes on them, and a table of all probes."""
     if report.slos:
         console.print(f"SLOs: {', '.join(report.slos)}")
@@ -32,6 +32,9 @@ def print_capacity(report: CapacityReport, console: Console) -> None:
     for server in report.servers:
         for note in note_reasons(server):
             console.print(f"note: {server.server}: {sentence(note)}")
+    if limited := ", ".join(row.name for row in summary.rows if row.client_limited):
+        where = f"`harness report {report.run}` says of which numbers"
+        console.print(f"note: the load generator, not the server, was the limit of {limited}; {where}")
     rows = [probe_cells(report, server, probe) for server in report.servers for probe in server.probes]
     if rows:
         table = Table(box=None, pad_edge=False)

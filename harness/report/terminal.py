@@ -132,14 +132,19 @@ def _cell_style(column: TableColumn, line: TableLine) -> str:
 
 
 def _print_details(details: DetailTable, console: Console, *, explain: bool) -> None:
-    """Print a detail table; with `explain` what each number means."""
+    """Print a detail table, or a line for each row if it is too wide; with `explain` what each number means."""
     console.print()
     console.print(Text(details.title, "bold"))
-    head = ["", *(column.title for column in details.columns)]
-    table = simple_table(head, ([line.name, *map(words.one_line, line.texts)] for line in details.rows))
+    titles = [column.title for column in details.columns]
+    table = simple_table(["", *titles], ([line.name, *line.texts] for line in details.rows))
     for shown, column in zip(table.columns[1:], details.columns, strict=True):
         shown.justify = "left" if column.is_text else "right"
-    _print_trimmed(console, table)
+    if _fits(table, console.width):
+        _print_trimmed(console, table)
+    else:
+        for line in details.rows:
+            values = "; ".join(f"{title} {text}" for title, text in zip(titles, line.texts, strict=True))
+            _print_item(console, Text(f"{line.name}: ", "bold") + Text(words.one_line(values)))
     if explain and details.note:
         _print_item(console, Text(details.note))
     for column in details.columns if explain else ():

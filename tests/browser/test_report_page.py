@@ -111,6 +111,11 @@ STICKING_OUT = """
 """
 WIDER = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
 
+FLUSH = """
+    return [...document.querySelectorAll(".scroll .plain tr > :first-child")]
+        .filter((e) => !e.closest(".chart") && parseFloat(getComputedStyle(e).paddingLeft) < 10)
+        .map((e) => e.textContent);
+"""
 SHEET_SCROLLS = "const sheet = document.querySelector('.sheet'); return sheet.scrollWidth - sheet.clientWidth"
 
 
@@ -129,6 +134,7 @@ def test_all_charts_are_drawn_and_nothing_overlaps_or_sticks_out(
         assert size > 200, chart
     assert width == 320 or script(browser, OVERLAPS) == []
     assert script(browser, STICKING_OUT) == []
+    assert script(browser, FLUSH) == [], "a table has space to the edge of its card"
     assert script(browser, WIDER) == 0
     if width == 1280:
         assert script(browser, SHEET_SCROLLS) == 0, "the verdict is in view"
