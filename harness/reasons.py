@@ -348,7 +348,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "up": lambda value: f"{math.ceil(value):,}",
     "users_up": lambda value: count(math.ceil(value), "user"),
     "duration": duration,
-    "duration2": lambda seconds: duration(seconds) if seconds >= 10 else f"{seconds:.2g} s",
+    "duration_up": lambda s: duration(math.ceil(s)) if s >= 10 else f"{math.ceil(100 * s) / 100:g} s",
     "sha256": lambda files: ", ".join(f"{name} (sha256 {digest[:12]})" for name, digest in files.items()),
     "mark": lambda _: OTHERWISE,
     "counts": lambda numbers: ", ".join(f"{name} {number:,}" for name, number in numbers.items()),

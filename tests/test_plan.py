@@ -311,10 +311,10 @@ def test_wrong_input_is_named(tmp_path: Path) -> None:
     (tmp_path / "torn.jsonl").write_text('{"prompt_tokens": 1\n')
     (tmp_path / "nan.csv").write_text("prompt_tokens,output_tokens\n1,2\nnan,3\n")
     for options, said in (
-        (["0"], "--items: a number of at least 1 is expected, got '0'"),
+        (["0"], "--items: Input should be greater than or equal to 1 (got '0')"),
         (["9", "--deadline", "soon"], "--deadline: a time above 0 with its unit is expected, got 'soon'"),
         (["9", "--price", "-1/kWh"], "--price: a price per kWh is expected, got '-1/kWh'"),
-        (["9", "--lengths", "none.csv"], "--lengths: none.csv: it cannot be read ("),
+        (["9", "--lengths", "none.csv"], "--lengths: none.csv: it cannot be read (No such file or directory)"),
         (["9", "--lengths", "empty.csv"], "--lengths: empty.csv has no rows"),
         (["9", "--lengths", "other.csv"], "other.csv:2: Object missing required field `prompt_tokens`"),
         (["9", "--lengths", "torn.jsonl"], "torn.jsonl:1: Input data was truncated"),

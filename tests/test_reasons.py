@@ -31,6 +31,11 @@ def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
     assert sentence(because("server_restarted", times=1)) == "the server was restarted 1 time"
     failed = because("error_rate", failed=1, sent=10, kinds={}, rate=0.1, max_rate=0.0)
     assert sentence(failed) == "1 of 10 requests failed: an error rate of 10.00%, and at most 0.00% is allowed"
+    short = [sentence(because("plan_too_short", needed_s=needed_s)) for needed_s in (2.911, 66.2)]
+    assert ["needs 2.92 s or more" in short[0], "needs 67 s or more" in short[1]] == [True, True], "rounded up"
+    spent = [sentence(because("capacity_budget", budget_s=60.0, servers=servers)) for servers in (None, 2)]
+    assert spent[0].startswith("its budget of 60 s was spent before")
+    assert spent[1].startswith("its budget of 60 s, shared by 2 servers, was spent before")
     assert sentence(Reason("not_run", cell="r1-a-x")) == "r1-a-x: it has not run"
     assert sentence(because("of_a_newer_harness", n=1)) == 'of_a_newer_harness {"n":1}'
     inner = {"code": "not_run", "cell": "r1-a-x"}

@@ -252,8 +252,9 @@ def test_where_nothing_answers() -> None:
         ("127.0.0.1:9", "connection refused, nothing"),
         ("http://no-such-host.invalid", "name is not k"),
     ):
-        with pytest.raises(ServerError, match=why):
+        with pytest.raises(ServerError, match=why) as caught:
             attach_to_server(address, "one")
+        assert caught.value.next_step == "Check the address and that the server runs."
 
 
 def test_however_the_address_is_written() -> None:

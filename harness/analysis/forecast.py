@@ -429,7 +429,8 @@ def read_lengths(path: Path) -> Array:
         is_json = text.lstrip().startswith("{")
         rows: list[Any] = text.splitlines() if is_json else list(csv.DictReader(io.StringIO(text)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise HarnessError(f"--lengths: {path}: it cannot be read ({error})", next_step=advice) from None
+        reason = getattr(error, "strerror", None) or error
+        raise HarnessError(f"--lengths: {path}: it cannot be read ({reason})", next_step=advice) from None
     items = []
     for number, row in enumerate(rows, start=1 if is_json else 2):
         try:

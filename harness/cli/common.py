@@ -111,7 +111,8 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
     if (renamed := _RENAMED.get(getattr(error, "option_name", ""))) is not None:
         text += f"; it is now {renamed}"
     path = "harness" if ctx is None else ctx.command_path
-    return HarnessError(text, next_step=f"`{path} --help` lists the options.")
+    listed = "commands" if text.startswith("no such command") else "options"
+    return HarnessError(text, next_step=f"`{path} --help` lists the {listed}.")
 
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Load testing of LLM servers on AMD hardware: from a scenario file to a verdict.",
     epilog="Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready; 3 the run is INVALID; "
-    "4 a check failed or a comparison found a regression; 5 a check is inconclusive; 130 interrupted.",
+    "4 a check failed or a comparison found a regression; 5 a check is inconclusive, or a capacity is unresolved; "
+    "130 interrupted.",
 )
 command = partial(app.command, cls=CliCommand)
 

@@ -127,7 +127,8 @@ def read_source(path: Path) -> Source:
     try:
         raw = read_bytes(path)
     except OSError as error:
-        raise HarnessError(f"{path}: cannot be read ({error.strerror or error})") from None
+        what = f"{path}: cannot be read ({error.strerror or error})"
+        raise HarnessError(what, next_step="Give the file of results that the tool wrote.") from None
     digest = hashlib.sha256(raw).hexdigest()
     try:
         return Source(path, digest, msgspec.json.decode(raw))

@@ -302,7 +302,6 @@ class ServerSearch:
         self.running = running
         self.name = name
         self.deadline_s = deadline_s
-        self.budget_s = max(0.0, deadline_s - time.monotonic())
         self.slos = whole.question.slos[name]
         max_level, is_frontier = whole.question.max_level, len(whole.question.varied) == 2
         self.slo = SloSearch(max_level) if self.slos and not is_frontier else None
@@ -422,7 +421,9 @@ class ServerSearch:
         else:
             self.reasons += problems
             if is_late and not problems and probe is not None:
-                self.reasons.append(because("capacity_budget", budget_s=self.budget_s))
+                servers, budget_s = len(self.whole.question.slos), self.whole.question.budget_s
+                shared_by = servers if servers > 1 else None
+                self.reasons.append(because("capacity_budget", budget_s=budget_s, servers=shared_by))
         self.whole.write(self.running.folder, self.result())
         return can_go_on
 
