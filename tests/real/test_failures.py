@@ -61,7 +61,8 @@ def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: 
     assert last.startswith("next: ") and solution in last
     assert evidence and all(line.startswith("  | ") for line in evidence)
     assert any(line.startswith("  | known from: ") and line.endswith(f" [{row}]") for line in evidence)
-    assert (ran.manifest.status, sentences(ran.manifest.reasons)) == ("failed", [first.removeprefix("error: ")])
+    reason = f"r1-s-bursts: {first.removeprefix('error: ')}"
+    assert (ran.manifest.status, sentences(ran.manifest.reasons)) == ("failed", [reason])
     assert ran.records == []
     scanned = scan_text(ran.folder / "logs" / "r1-s-bursts.server.log")
     cause = scanned.cause()
