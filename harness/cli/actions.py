@@ -288,7 +288,7 @@ def init(
     print(f"{file}: written ({about}). Next:\n  harness check {shlex.quote(str(file))}")
     print("\n".join(f"  {line.format(file=shlex.quote(str(file)))}" for line in drafts.COMMANDS[wanted]))
     if set(servers) != {"simulated"}:
-        print("If the server already runs, add: --url http://127.0.0.1:8000 --model NAME")
+        print("If the server already runs, add: --url http://127.0.0.1:PORT --model NAME")
 
 
 @cli.command(short_help="Check this machine for problems.")
