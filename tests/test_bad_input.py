@@ -204,15 +204,15 @@ def test_port_in_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("socket_mode", "sentence"),
     [
-        pytest.param(None, "[Errno 2] No such file or directory", marks=fault(
-            "engine", "there is no Docker Engine", seen="cannot be used: [Errno 2] No such file or directory", code=2,
+        pytest.param(None, "No such file or directory", marks=fault(
+            "engine", "there is no Docker Engine", seen="cannot be used: No such file or directory", code=2,
             kept="a run marked failed")),
-        pytest.param(0o600, "[Errno 111] Connection refused", marks=fault(
-            "engine", "the Docker Engine does not run", seen="cannot be used: [Errno 111] Connection refused", code=2,
+        pytest.param(0o600, "Connection refused", marks=fault(
+            "engine", "the Docker Engine does not run", seen="cannot be used: Connection refused", code=2,
             kept="a run marked failed")),
-        pytest.param(0, "[Errno 13] Permission denied", marks=fault(
+        pytest.param(0, "Permission denied", marks=fault(
             "engine", "no permission on the socket of the Docker Engine",
-            seen="cannot be used: [Errno 13] Permission denied", code=2, kept="a run marked failed")),
+            seen="cannot be used: Permission denied", code=2, kept="a run marked failed")),
     ],
 )  # fmt: skip
 def test_a_docker_engine_that_cannot_be_used(tmp_path: Path, socket_mode: int | None, sentence: str) -> None:

@@ -61,9 +61,9 @@ def connect() -> docker.DockerClient:
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
         if ssh_socket is None:
-            raise ServerError(
-                f"the Docker Engine at {location.address} cannot be used: {error}", next_step=_ENGINE_ADVICE
-            ) from None
+            why = getattr(error, "strerror", None) or error
+            what = f"the Docker Engine at {location.address} cannot be used: {why}"
+            raise ServerError(what, next_step=_ENGINE_ADVICE) from None
         reason = ssh_socket.last_error() or error
         raise ServerError(
             f"the Docker Engine at {location.address} cannot be reached over ssh: {reason}",

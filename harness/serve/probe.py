@@ -174,13 +174,10 @@ def _post(session: requests.Session, url: str, body: dict[str, Any]) -> requests
 
 
 def _make_connection_error(url: str, error: requests.RequestException) -> ServerError:
-    why = explain_connection_error(error)
-    return ServerError(
-        f"no answer from {url}: {why}",
-        next_step="Give the certificate of an authority of your own with --ca FILE; unverified ones are rejected."
-        if "certificate" in why or "TLS" in why
-        else "Check the address and that the server runs.",
-    )
+    next_step = "Check the address and that the server runs."
+    if _DISTRUST.search(str(error)) is not None:
+        next_step = "Give the certificate of an authority of your own with --ca FILE; unverified ones are rejected."
+    return ServerError(f"no answer from {url}: {explain_connection_error(error)}", next_step=next_step)
 
 
 def require_api(response: requests.Response, base: str, key_name: str | None) -> None:
