@@ -84,7 +84,7 @@ def attribute_table(*attributes: bytes, count: int | None = None) -> bytes:
 
 
 def attribute_counters(values: dict[int, int]) -> bytes:
-    """Revision 1.9 with these counters by id, between attributes that nobody reads."""
+    """Revision 1.9 with these counters by id, between attributes that are not read."""
     counters = [attribute(number, 0, 6 if number == 7 else 4, 1, value) for number, value in values.items()]
     return attribute_table(attribute(40, 10, 4, 8), *counters, attribute(500, 0, 7, 3, 1))
 

@@ -163,7 +163,7 @@ OPEN: dict[str, Any] = {"user": "chat", "duration_s": 5, "arrivals": {"rate": 1}
         ({"slos": [EASY]}, {"loads": {"p": OPEN | {"arrivals": {"points": [[0, 1], [5, 2]]}}}},
          "'p' has a rate that changes"),
         ({"given": "both", "fix": ["people=1.5"]}, MIX, "--fix 'people=1.5': not a load of a mix and its users"),
-        ({"given": "both", "fix": ["nobody=2"]}, MIX, "--fix 'nobody=2': not a load of a mix and its users"),
+        ({"given": "both", "fix": ["unknown=2"]}, MIX, "--fix 'unknown=2': not a load of a mix and its users"),
         ({"given": "both", "fix": ["people=1", "job=1"]}, MIX, "one or two must remain to be varied"),
         ({"given": "both", "knee": True}, MIX, "--knee: 'both' is a mix"),
     ],

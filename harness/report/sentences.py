@@ -321,9 +321,9 @@ def verdict_sentences(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     for verdict in _sort_for_report(verdicts):
         same_but_side[verdict.baseline, verdict_sentence(verdict, side="")].append(verdict)
     sentences = []
-    for (baseline, text), group in same_but_side.items():
+    for (baseline, _), group in same_but_side.items():
         side = ", ".join(dict.fromkeys(verdict.side for verdict in group))
-        if baseline != verdicts[0].baseline and baseline not in text:
+        if baseline != verdicts[0].baseline and group[0].word == "inconclusive":  # others name it
             side += f" against {baseline}"
         sentences.append((group[0].word, verdict_sentence(group[0], side=side)))
     return sentences
