@@ -47,6 +47,11 @@ class HarnessError(Exception):
         self.detail = detail  # evidence to show below the sentence, such as the last lines of a log
 
 
+def reason_of(error: Exception) -> str:
+    """What an error says, of the system's errors without number and file name."""
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
 class Problem(NamedTuple):
     path: str  # such as $.loads.chat.users; relative to another path: .users; "": the whole file
     text: str

@@ -259,7 +259,8 @@ def _describe_verdict(verdict: Verdict) -> str:
 
 def _describe_without_interval(verdict: Verdict, by: str) -> str:
     if verdict.reason == "too_few":
-        return f"{by}, too few repeats for a confidence interval; at least {verdict.needed} repeats a side can decide"
+        decide = f"at least {verdict.needed} repeats a side can decide" if verdict.needed else "compare fewer rows"
+        return f"{by}, too few repeats for a confidence interval; {decide}"
     if verdict.reason == "apart":
         return (
             f"{by}, {format_speedup(verdict.ratio or 1.0)}; the repeats of the two rows are not interleaved: "
@@ -272,7 +273,7 @@ def _describe_without_interval(verdict: Verdict, by: str) -> str:
     return (
         f"{by}, how far equal runs differ on this machine is not known, and {number} against {count(base, 'run')} "
         f"{'does' if base == 1 else 'do'} not show it; `harness noise SCENARIO --runs 5 --every 60` measures it, or "
-        f"compare {verdict.needed} or more runs a side"
+        f"compare at least {verdict.needed or MAX_REPEATS + 1} runs a side"
     )
 
 

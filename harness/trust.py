@@ -10,7 +10,7 @@ from typing import Any
 
 import requests
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, reason_of
 from harness.files import open_file
 from harness.redact import register_secrets
 
@@ -65,7 +65,7 @@ def trust_authority(ca: Path) -> None:
         ssl.create_default_context(cafile=str(ca))
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise HarnessError(
-            f"--ca: {ca} holds no certificate in PEM form ({getattr(error, 'strerror', None) or error})",
+            f"--ca: {ca} holds no certificate in PEM form ({reason_of(error)})",
             next_step="Give the certificate of the authority that signed the server's, in PEM form.",
         ) from None
     os.environ[CA_VARIABLE] = str(ca.resolve())

@@ -127,9 +127,9 @@ def going(
     try:
         yield command
     finally:
-        if command.process.poll() is None:
-            command.process.kill()
-            command.process.communicate()
+        command.process.kill()
+        with command.process:  # closes its pipes
+            pass
         for process in command.others():
             process.kill()
 

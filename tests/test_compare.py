@@ -80,6 +80,7 @@ FEW = {"word": "inconclusive", "reason": "too_few"}
          "5 against 5 repeats can never reach p < 0.05 in 7 comparisons"),
         ([1.06, 1.07, 1.08, 1.00, 1.02], [1.0, 1.01, 0.99, 1.005, 0.98], 3, {"reason": "p_too_large"}, ""),
         ([1.5], [1.0], 0, FEW | {"ratio": 1.5, "low": None, "high": None, "p": None, "needed": 4}, ""),
+        ([1.5], [1.0], 4, FEW | {"needed": 5}, "at least 5 repeats a side can decide"),
         ([], TIGHT, 1, {"ratio": None, "p": None, "n": (0, 5), "reason": "no_values"}, ""),
         # Servers without any spread.
         ([2.0] * 5, [1.0] * 5, 0, {"word": "faster"}, ""),
@@ -292,7 +293,7 @@ def test_one_run_against_one_says_what_would_settle_it(tmp_path: Path) -> None:
     write_made_run(tmp_path / "two", noisy(2))
     made = compare_runs([[tmp_path / "one"], [tmp_path / "slow"]])
     assert [(v.word, v.reason, v.low, v.needed) for v in made.verdicts] == [
-        ("inconclusive", "run_variation_unknown", None, 4)
+        ("inconclusive", "run_variation_unknown", None, 5)
     ] * 2
     assert made.verdicts[0].ratio == pytest.approx(1 / 1.5, rel=0.02)
     assert made.comparisons == 0

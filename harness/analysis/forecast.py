@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from harness.analysis.schedule import load_kind
 from harness.analysis.summarize import cell_contexts, summarize
 from harness.analysis.tally import Clock
-from harness.errors import HarnessError, RunError
+from harness.errors import HarnessError, RunError, reason_of
 from harness.files import DOCS, UNDECODABLE, read_lines, read_text
 from harness.judge import stats
 from harness.judge.noise_floors import known_noise
@@ -429,8 +429,7 @@ def read_lengths(path: Path) -> Array:
         is_json = text.lstrip().startswith("{")
         rows: list[Any] = text.splitlines() if is_json else list(csv.DictReader(io.StringIO(text)))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise HarnessError(f"--lengths: {path}: it cannot be read ({reason})", next_step=advice) from None
+        raise HarnessError(f"--lengths: {path}: it cannot be read ({reason_of(error)})", next_step=advice) from None
     items = []
     for number, row in enumerate(rows, start=1 if is_json else 2):
         try:

@@ -14,7 +14,7 @@ from harness.cli import results as results
 from harness.cli import tools as tools
 from harness.cli.common import app as app
 from harness.cli.common import mute_stdout, print_error, protect_terminal, usage_error
-from harness.errors import INTERRUPTED, ExitCode, HarnessError
+from harness.errors import INTERRUPTED, ExitCode, HarnessError, reason_of
 from harness.redact import masked
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             mute_stdout()  # what is left in its buffer would fail again
-        print_error(HarnessError(f"{error.filename or 'the output'}: {error.strerror or error}"))
+        print_error(HarnessError(f"{error.filename or 'the output'}: {reason_of(error)}"))
         code = ExitCode.USAGE
     except Exception as error:
         if os.environ.get("HARNESS_DEBUG"):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, reason_of
 from harness.files import DOCS, UNDECODABLE, describe_decode_error, read_bytes
 from harness.rundir.records import Request
 from harness.summary import NEEDED, Distribution, Numbers, Reason
@@ -127,7 +127,7 @@ def read_source(path: Path) -> Source:
     try:
         raw = read_bytes(path)
     except OSError as error:
-        what = f"{path}: cannot be read ({error.strerror or error})"
+        what = f"{path}: cannot be read ({reason_of(error)})"
         raise HarnessError(what, next_step="Give the file of results that the tool wrote.") from None
     digest = hashlib.sha256(raw).hexdigest()
     try:

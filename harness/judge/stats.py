@@ -276,10 +276,9 @@ def holm(ps: Sequence[float]) -> list[float]:
     return corrected
 
 
-def repeats_to_reach_p(comparisons: int) -> int:
-    """The fewest repeats a side that make a corrected p-value below ALPHA possible; MAX_REPEATS + 1: no number does."""
-    tried = range(2, MAX_REPEATS + 1)
-    return next((n for n in tried if smallest_p(n, n) * comparisons < ALPHA), MAX_REPEATS + 1)
+def repeats_to_reach_p(comparisons: int) -> int | None:
+    """The fewest repeats a side that make a corrected p-value below ALPHA possible; None: more than MAX_REPEATS."""
+    return next((n for n in range(2, MAX_REPEATS + 1) if smallest_p(n, n) * comparisons < ALPHA), None)
 
 
 def sample_size_to_settle(
@@ -305,7 +304,7 @@ def sample_size_to_settle(
         effect = effect._replace(freedom=effect.freedom + (freedom or 0))
         return _power(effect, level, differs=differs) >= _REQUIRED_POWER
 
-    sizes = range(max(known_size + 1, repeats_to_reach_p(1)), MAX_REPEATS + 1)
+    sizes = range(max(known_size + 1, repeats_to_reach_p(1) or 0), MAX_REPEATS + 1)
     index = bisect.bisect_left(sizes, True, key=has_power)
     return sizes[index] if index < len(sizes) else None
 

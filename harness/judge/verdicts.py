@@ -350,8 +350,9 @@ def decide_verdicts(pairs: Sequence[ComparedSides], noise: Noise | None = None) 
     found = [None if pair.refused or pair.apart else _effect_and_p(pair, noise) for pair in pairs]
     p_values = [p for _, p in filter(None, found)]
     corrected = iter(stats.holm(p_values))
+    testable = sum(not (pair.refused or pair.apart) and all(_independent_values(pair)) for pair in pairs)
     verdicts = [
-        _verdict_without_effect(pair, len(p_values))
+        _verdict_without_effect(pair, len(p_values), testable)
         if effect_and_p is None
         else _verdict_with_effect(pair, effect_and_p[0], next(corrected), len(p_values), noise)
         for pair, effect_and_p in zip(pairs, found, strict=True)
@@ -404,8 +405,11 @@ def _effect_and_p(pair: ComparedSides, noise: Noise) -> tuple[Effect, float] | N
     return max(effects, key=Effect.half_width), max(effect.p_value() for effect in effects)
 
 
-def _verdict_without_effect(pair: ComparedSides, comparisons: int) -> Verdict:
-    """The verdict on two sides without an interval: the ratio if there is one, and the repeats that would settle it."""
+def _verdict_without_effect(pair: ComparedSides, comparisons: int, testable: int) -> Verdict:
+    """The verdict on two sides without an interval: the ratio if there is one, and the repeats that can settle it.
+
+    `testable`: the number of comparisons once all have enough repeats for an interval.
+    """
     side, base = _independent_values(pair)
     if pair.refused:
         return _make_verdict(pair, "refused", comparisons)
@@ -415,7 +419,7 @@ def _verdict_without_effect(pair: ComparedSides, comparisons: int) -> Verdict:
     if pair.apart:
         return _make_verdict(pair, "apart", comparisons, ratio=ratio)
     reason: Inconclusive = "too_few" if pair.within_run else "run_variation_unknown"
-    return _make_verdict(pair, reason, comparisons, ratio=ratio, needed=stats.repeats_to_reach_p(1))
+    return _make_verdict(pair, reason, comparisons, ratio=ratio, needed=stats.repeats_to_reach_p(testable))
 
 
 def _verdict_with_effect(pair: ComparedSides, effect: Effect, p: float, comparisons: int, noise: Noise) -> Verdict:

@@ -21,7 +21,7 @@ import gevent
 import httptools
 from gevent import socket, ssl
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, reason_of
 from harness.load.exchange import Collector, Exchange, Failure
 from harness.load.reader import AnyInbox, Reader, UnstampedInbox, enable_stamps
 from harness.rundir.records import CLOSING_S
@@ -116,7 +116,7 @@ class Dialer:
         try:
             results = socket.getaddrinfo(self.target.host, self.target.port, type=socket.SOCK_STREAM)
         except UnicodeError as error:
-            return OSError(f"not a host name ({error})")
+            return OSError(f"not a host name ({reason_of(error)})")
         except OSError as error:
             return error
         finally:
@@ -390,4 +390,4 @@ def _error_text(error: OSError) -> str:
         return f"no connection within {CONNECT_TIMEOUT_S:g} s"
     if error.errno == errno.EADDRNOTAVAIL:
         return "no free local port (or no local address that it could be reached from)"
-    return str(error.strerror or error or type(error).__name__).lower()
+    return reason_of(error).lower()

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from harness.columns import LIVE
-from harness.errors import HarnessError
+from harness.errors import HarnessError, reason_of
 from harness.files import read_text
 from harness.load import live_metrics
 from harness.load.live_metrics import ALL, SHARES, TOKEN_TYPES, LiveNumbers, Numbers
@@ -291,7 +291,7 @@ def serve_metrics(options: Namespace, state: Callable[[], LoadSnapshot]) -> WSGI
         server.start()
     except (OSError, OverflowError, ValueError) as error:
         raise HarnessError(
-            f"--metrics-port: cannot listen on {host}:{port} ({error})",
+            f"--metrics-port: cannot listen on {host}:{port} ({reason_of(error)})",
             next_step="Give another port, or another address with --metrics-host.",
         ) from None
     return server

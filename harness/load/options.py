@@ -18,7 +18,7 @@ from locust.env import Environment
 from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner
 from locust.util.timespan import parse_timespan
 
-from harness.errors import HarnessError, Problem
+from harness.errors import HarnessError, Problem, reason_of
 from harness.files import UNDECODABLE
 from harness.job import Job, decode_job, read_job
 from harness.load.client import ApiAddress
@@ -245,7 +245,7 @@ def read_job_option(options: Namespace) -> Job | None:
     try:
         return decode_job(options.job) if options.job.startswith("{") else read_job(Path(options.job))
     except (OSError, *UNDECODABLE) as error:
-        raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({error})") from None
+        raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({reason_of(error)})") from None
 
 
 def apply_options(job: Job, options: Namespace) -> Job:

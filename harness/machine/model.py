@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness.errors import HarnessError, did_you_mean
+from harness.errors import HarnessError, did_you_mean, reason_of
 from harness.files import read_text
 
 # Their default head size is hidden_size / heads. Other architectures have defaults in their code.
@@ -186,8 +186,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise HarnessError(f"{path}: cannot be read ({reason})", next_step="Download it again.") from None
+        raise HarnessError(f"{path}: cannot be read ({reason_of(error)})", next_step="Download it again.") from None
     if not isinstance(config, dict):
         raise HarnessError(f"{path}: is not the configuration of a model", next_step="Download it again.")
     return config

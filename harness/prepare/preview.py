@@ -28,7 +28,7 @@ from harness.scenario.plan import (
 )
 from harness.serve.lint import list_notes
 from harness.serve.location import engine_location
-from harness.summary import ALPHA, MAX_REPEATS
+from harness.summary import ALPHA
 from harness.units import count
 from harness.workload.traces import Replay, cached_replay
 
@@ -132,11 +132,12 @@ def _plan_notes(experiment: Experiment) -> Iterator[str]:
     scenario = experiment.scenario
     base = baseline_of(scenario)
     comparisons = planned_comparisons(scenario, (base.server, base.load))
-    if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
+    needed = repeats_to_reach_p(comparisons)
+    if comparisons and (needed is None or scenario.repeats < needed):
         yield (
             f"with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
             f"p < {ALPHA:g}: no verdict will be 'faster' or 'slower'. "
-            + (f"{needed} repeats are the least that can decide." if needed <= MAX_REPEATS else "Compare fewer rows.")
+            + ("Compare fewer rows." if needed is None else f"{needed} repeats are the least that can decide.")
         )
     for name, load in scenario.loads.items():
         if load.trace is not None:

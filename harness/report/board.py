@@ -18,7 +18,7 @@ from harness import units
 from harness.analysis.summarize import read_summary, summarize
 from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.compare import refuse_invalid
-from harness.errors import HarnessError
+from harness.errors import HarnessError, reason_of
 from harness.files import open_file, pretty_json, read_text, replace_file
 from harness.judge.noise_floors import RESERVED, folder_name, format_date, is_noise_run, noise_path
 from harness.judge.verdicts import is_paced, metric_values, number_fields, work_metric
@@ -202,7 +202,9 @@ def read_figures(path: Path) -> list[Figure]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
+        raise HarnessError(
+            f"{path}: cannot be read ({reason_of(error)})", next_step="The file was changed or damaged."
+        ) from None
 
 
 def _make_group(members: Sequence[tuple[Run, Summary]]) -> Group:

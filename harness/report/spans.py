@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from harness.analysis import derive
-from harness.errors import HarnessError
+from harness.errors import HarnessError, reason_of
 from harness.report.export import Exported, dated_records
 from harness.rundir.manifest import CellRun, Run
 from harness.rundir.records import CUT, Request
@@ -60,7 +60,7 @@ def send_spans(folder: Path) -> Exported:
             sent += len(batch)
     except (OSError, ValueError) as error:  # of `requests`: both
         raise HarnessError(
-            f"{endpoint}: spans cannot be sent ({error}); {sent:,} were sent before",
+            f"{endpoint}: spans cannot be sent ({reason_of(error)}); {sent:,} were sent before",
             next_step="Is a receiver of OTLP over HTTP at this address? Then run the command again.",
         ) from None
     finally:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from harness.errors import BadLines, HarnessError, Problem
+from harness.errors import BadLines, HarnessError, Problem, reason_of
 from harness.files import read_text
 
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -115,7 +115,7 @@ def read_length_file(path: Path) -> list[tuple[int, int]]:
     try:
         lines = read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise HarnessError(f"{path}: the lengths cannot be read ({error})") from None
+        raise HarnessError(f"{path}: the lengths cannot be read ({reason_of(error)})") from None
     pairs: list[tuple[int, int]] = []
     bad = BadLines(path, _LENGTH_FILE_FORMAT)
     for number, line in enumerate(lines, start=1):

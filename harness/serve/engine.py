@@ -14,7 +14,7 @@ from docker.models.images import Image
 from docker.utils import parse_repository_tag
 from msgspec import structs
 
-from harness.errors import ServerError
+from harness.errors import ServerError, reason_of
 from harness.failures.explain import ExitState, explain
 from harness.machine.doctor import DockerEngine
 from harness.process import owner_is_gone, owner_labels
@@ -61,8 +61,7 @@ def connect() -> docker.DockerClient:
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
         if ssh_socket is None:
-            why = getattr(error, "strerror", None) or error
-            what = f"the Docker Engine at {location.address} cannot be used: {why}"
+            what = f"the Docker Engine at {location.address} cannot be used: {reason_of(error)}"
             raise ServerError(what, next_step=_ENGINE_ADVICE) from None
         reason = ssh_socket.last_error() or error
         raise ServerError(

@@ -72,13 +72,17 @@ def test_chunks_carry_the_kernels_time(on_vllm: Timed) -> None:
         assert record.chunks_s[-1] <= record.ended_s
 
 
-def test_at_once_is_faster_than_one_at_a_time(on_vllm: Timed, say: Say) -> None:
+def test_answers_of_a_burst_grow_together(on_vllm: Timed, say: Say) -> None:
+    """How much faster that is depends on what else this machine does, so the speedup is only printed."""
     each_s = {load: wall_s(on_vllm.ran, f"r1-vllm-{load}") / requests for load, (_, requests) in BATCHES.items()}
     one, four, ten = each_s.values()
     say(f"real vLLM: {one:.3f} s a request one at a time, {one / four:.2f} x as fast four at a time, "
         f"{one / ten:.2f} x ten at a time")  # fmt: skip
-    assert one / four > 1.2
-    assert one / ten > 1.2
+    for name, (size, _) in BATCHES.items():
+        records = measured(on_vllm.ran, f"r1-vllm-{name}")
+        answers = [(r.sent_s + r.chunks_s[0], r.sent_s + r.chunks_s[-1]) for r in records]
+        growing = [sum(begun <= first < ended for begun, ended in answers) for first, _ in answers]
+        assert max(growing) >= min(size, SEQUENCES)
     row = next(row for row in on_vllm.ran.summary.rows if row.load == "ten-at-a-time")
     assert row.wall_s == [wall_s(on_vllm.ran, "r1-vllm-ten-at-a-time")]
 
