@@ -24,7 +24,7 @@ OTHER_FILES = 64  # open files of a load process in addition to its connections
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or ssh lost its connection
 
 
-def refuse_too_few_files(connections: int) -> None:
+def refuse_too_few_files(connections: int, fewer: str = "fewer users") -> None:
     """Raise the limit of open files. Raises HarnessError when one process still cannot have this many connections."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS refuses a limit above that of its kernel
@@ -35,7 +35,7 @@ def refuse_too_few_files(connections: int) -> None:
             f"{connections:,} requests at once in one load process need {connections + OTHER_FILES:,} open files, "
             f"and the system allows it {limit:,} (RLIMIT_NOFILE)",
             next_step="Raise the hard limit (`ulimit -Hn` shows it; `--ulimit nofile=65535` in a container), or use "
-            "more 'processes' or fewer users.",
+            f"more 'processes' or {fewer}.",
         )
 
 

@@ -222,6 +222,7 @@ def test_other_lengths_are_scaled_by_the_cost_of_their_tokens(tmp_path: Path) ->
         ("500,90", LOAD, lambda: (500, 60), "the run measured 60 to 60"),
         ("5000,60", LOAD, None, "5,000 prompt tokens on average"),
         ("500,60", replace(LOAD, in_flight=None, batch_size=2), None, "a burst waits for its slowest answer"),
+        ("500,60", replace(LOAD, requests=30), None, "how an item's lengths change its time; each repeat needs"),
     ],
 )
 def test_lengths_that_the_run_cannot_tell_are_refused(
@@ -302,6 +303,9 @@ def test_runs_that_show_no_rate_are_refused(tmp_path: Path) -> None:
     assert "measured for too short a time" in error.value.detail
     write_run_of(tmp_path / "three", server_of(), load=short, repeats=3)
     assert "plan_no_blocks" in [note.code for note in only_row(forecast(tmp_path / "three", 100)).notes]
+    with pytest.raises(RunError) as error:
+        forecast(tmp_path / "three", IN_FLIGHT - 1)
+    assert "its rate is that of 8 items at once, and 7 are fewer" in error.value.detail
 
 
 def test_wrong_input_is_named(tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def test_the_commands(tmp_path: Path) -> None:
     published = called("publish", "one", "--records", cwd=tmp_path)
     names = "run.json, summary.json, report.md, requests.jsonl.gz"
     assert published == (0, f"results/strix/which/one: {names}\n", "")
+    shown = called("report", "results/strix/which/one", cwd=tmp_path)
+    assert shown.err == "results/strix/which/one: requests.jsonl is missing; this is the stored summary\n"
     assert called("leaderboard", cwd=tmp_path).out == "results/leaderboard.html\nresults/leaderboard.md\n"
     (tmp_path / "file").touch()
     for given, reason in (

@@ -404,12 +404,16 @@ def files_allowed(soft: int, hard: int) -> None:
        kept="no run is begun")  # fmt: skip
 def test_more_connections_than_the_process_may_open_are_refused_before_anything_starts(tmp_path: Path) -> None:
     path = write(tmp_path, loads={"many": {"user": "batch", "users": 200, "requests": 400, "output_tokens": 5}})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=partial(files_allowed, 150, 150))
-    assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(
-        "error: 200 requests at once in one load process need 264 open files, and the system allows it 150 "
-        "(RLIMIT_NOFILE)\n"
-    )
+    search = ("capacity", "--slo", "e2e_p90 <= 2s", "--max-users", "200")
+    for arguments, remedy in ((("run",), "or fewer users.\n"), (search, "or a smaller --max-users.\n")):
+        command = (*arguments, path.name, "--runs", "runs")
+        done = harness(*command, cwd=tmp_path, before=partial(files_allowed, 150, 150))
+        assert (done.code, done.out) == (1, "")
+        assert done.err.startswith(
+            "error: 200 requests at once in one load process need 264 open files, and the system allows it 150 "
+            "(RLIMIT_NOFILE)\n"
+        )
+        assert done.err.endswith(remedy)
     assert not list(tmp_path.glob("runs/*"))
 
 

@@ -29,7 +29,7 @@ from harness.judge.stats import Array, Variation
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import CUT, group_by_cell, read_marks
-from harness.scenario import Load
+from harness.scenario import Load, max_concurrency
 from harness.summary import CellSummary, Reason, Row, because
 
 COVERAGE = 0.90  # of the intervals
@@ -254,7 +254,7 @@ def length_factor(
     if load is not None and (load.batch_size or 1) > 1:
         return because("plan_lengths_bursts")
     if blocks is None:
-        return because("plan_too_short", needed_s=max(progress.needed_s for progress in work))
+        return because("plan_lengths_too_short", needed_s=max(progress.needed_s for progress in work))
     if any(np.isnan(progress.lengths).any() for progress in work):
         return because("plan_lengths_unknown")
     measured, mean_lengths = np.concatenate([progress.lengths for progress in work]), lengths.mean(axis=0)
@@ -358,7 +358,7 @@ def forecast(
         load = run.scenario.loads.get(row.load)
         row_noise = noise.get(("wall_s", row.load)) or noise.get(("output_tok_s", row.load))
         row_cells, progress = [cells[name] for name in row.cells], [work.get(name) for name in row.cells]
-        result = _refusal_of_row(row, load, cells) or _forecast_row(
+        result = _refusal_of_row(row, load, cells, items) or _forecast_row(
             row, row_cells, progress, items, load, row_noise, item_lengths
         )
         if isinstance(result, Reason):
@@ -442,8 +442,8 @@ def read_lengths(path: Path) -> Array:
     return np.array(items)
 
 
-def _refusal_of_row(row: Row, load: Load | None, cells: dict[str, CellSummary]) -> Reason | None:
-    """Why the rate of a row does not predict work on items; None where it does."""
+def _refusal_of_row(row: Row, load: Load | None, cells: dict[str, CellSummary], items: int) -> Reason | None:
+    """Why the rate of a row does not predict work on so many items; None where it does."""
     if row.invalid is not None:
         return because("plan_invalid", why=row.invalid)
     if load is None or row.definitions or row.missing:
@@ -456,6 +456,8 @@ def _refusal_of_row(row: Row, load: Load | None, cells: dict[str, CellSummary]) 
         return because("plan_mixed")
     if {"wall_s", "output_tok_s", "requests_per_s"} & set(row.client_limited):
         return because("plan_client_limited")
+    if items < (concurrency := max_concurrency(load)):
+        return because("plan_too_few_items", items=items, concurrency=concurrency)
     return None
 
 

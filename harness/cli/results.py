@@ -54,6 +54,8 @@ def report(
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
     checked_anew = bool(checks) or reference is not None
     alone = has_only_summary(folder) and not checked_anew  # a published run
+    if alone:
+        print(f"{folder}: requests.jsonl is missing; this is the stored summary", file=sys.stderr)
     charted = output in ("terminal", "html")
     counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=charted)
     summary = read_summary(folder) if counts is None else counts.summary

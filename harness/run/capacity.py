@@ -142,7 +142,8 @@ def define_search(
     )
     if scenario.generator == "process":
         for settings in (loads[part] for part in question.varied):
-            refuse_too_few_files(connections_per_process(load_at(settings, max_level * level_step(settings), 1.0)))
+            largest = load_at(settings, max_level * level_step(settings), 1.0)
+            refuse_too_few_files(connections_per_process(largest), "a smaller --max-users")
     # A failed request misses every SLO, so failures are part of the answer.
     limits = {"restart": False, "repeats": 1, "max_error_rate": 1.0}
     scenario = replace(scenario, loads=loads, mixes={}, baseline=None, compare=[], checks=[], **limits)
