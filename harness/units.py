@@ -39,8 +39,8 @@ def milliseconds(value_s: float | None) -> str:
 def duration(seconds: float) -> str:
     """Seconds as "0.2 s", "45 s", "3 min 20 s" or "2 h 5 min"."""
     whole = round(seconds)
-    if 0 < seconds < 0.5:
-        return f"{seconds:.1g} s"
+    if 0.05 <= seconds < 0.5:
+        return f"{seconds:.1f} s"
     if whole < 90:
         return f"{whole} s"
     if whole < 3600:

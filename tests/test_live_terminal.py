@@ -155,5 +155,5 @@ def test_the_progress_of_a_warm_up_of_unknown_length(tmp_path: Path, monkeypatch
 
 
 def test_durations() -> None:
-    texts = {0.4: "0 s", 89: "89 s", 90: "1 min 30 s", 200: "3 min 20 s", 7500: "2 h 5 min"}
+    texts = {0.04: "0 s", 0.4: "0.4 s", 89: "89 s", 90: "1 min 30 s", 200: "3 min 20 s", 7500: "2 h 5 min"}
     assert {seconds: duration(seconds) for seconds in texts} == texts
