@@ -57,11 +57,11 @@ def test_nothing_new_is_sent_after_the_run_time_and_the_start_does_not_shorten_i
     assert len(by_hand(tmp_path, engine, "chat", *options, run_time="1s")) >= 2
     assert "Not all users finished" not in log_of(tmp_path)
 
-    def at(words: str) -> datetime.datetime:
+    def logged_at(words: str) -> datetime.datetime:
         (line,) = [line for line in log_of(tmp_path).splitlines() if words in line]
         return datetime.datetime.strptime(line[1:24], "%Y-%m-%d %H:%M:%S,%f")
 
-    assert (at("--run-time limit reached") - at("Run time limit set")).total_seconds() > 0.98
+    assert (logged_at("--run-time limit reached") - logged_at("Run time limit set")).total_seconds() > 0.98
 
 
 @pytest.mark.parametrize(

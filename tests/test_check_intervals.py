@@ -86,12 +86,12 @@ def test_the_number_of_requests_that_a_check_suggests_decides_it(factor: float) 
 def of_share(n: int, true: float, text: str = "attainment(ttft<=1s) >= 0.95") -> Shares:
     dice = np.random.default_rng(n)
 
-    def one() -> CheckResult:
+    def check_once() -> CheckResult:
         met = int(dice.binomial(n, true))
         slos = {"ttft<=1s": SloAttainment(met=met, attainment=met / n)}
         return evaluate([text], [row(Distribution(n=n), slos=slos)], None)[0]
 
-    return shares(one() for _ in range(TRIALS))
+    return shares(check_once() for _ in range(TRIALS))
 
 
 @pytest.mark.parametrize("n", [130, 2000])
@@ -104,12 +104,12 @@ def against(n: int, factor: float, metric: str = "ttft_p95", trials: int = TRIAL
     """Results of `metric <= 1.1 * baseline` where the true ratio is `factor`, n requests on each side."""
     dice, permille = np.random.default_rng(n), int(metric[-2:]) * 10
 
-    def one() -> CheckResult:
+    def check_once() -> CheckResult:
         before = Reference(run="before", rows=[latencies(dice, n, permille, 1.0)])
         now = latencies(dice, n, permille, factor)
         return evaluate([f"{metric} <= 1.1 * baseline"], [now], None, before)[0]
 
-    return shares(one() for _ in range(trials))
+    return shares(check_once() for _ in range(trials))
 
 
 @pytest.mark.parametrize("n", [130, 2000])

@@ -20,7 +20,7 @@ from tests.command import HARNESS, called, going, harness, only_run, until, writ
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder_with_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one run below runs/."""
     folder = tmp_path_factory.mktemp("made")
     path = write(folder)
@@ -118,39 +118,41 @@ def test_compose(tmp_path: Path) -> None:
     assert done.err == "error: --server: small.yaml has no server 'c'; known: a, b\n"
 
 
-def test_runs(made: Path, tmp_path: Path) -> None:
+def test_runs(folder_with_run: Path, tmp_path: Path) -> None:
     done = called("runs", "--runs", "nowhere", cwd=tmp_path)
     assert (done.code, done.err) == (0, "") and done.out.startswith("no runs in nowhere; ")
-    by_option = called("runs", "--runs", str(made / "runs"), cwd=tmp_path)
-    by_variable = called("runs", cwd=tmp_path, env={"HARNESS_RUNS": str(made / "runs")})
+    by_option = called("runs", "--runs", str(folder_with_run / "runs"), cwd=tmp_path)
+    by_variable = called("runs", cwd=tmp_path, env={"HARNESS_RUNS": str(folder_with_run / "runs")})
     assert by_option == by_variable
     heading, line = by_option.out.splitlines()
     assert heading.split() == ["run", "started", "cells", "status"]
-    assert line.split()[0] == only_run(made / "runs").name
+    assert line.split()[0] == only_run(folder_with_run / "runs").name
     # Where other tests have the cores, it may have been limited.
     assert re.search(r" 1/1 +valid(, CLIENT-LIMITED)? \(simulated\)$", line)
-    narrow = called("runs", "--runs", str(made / "runs"), cwd=tmp_path, env={"COLUMNS": "80"}).out.splitlines()
-    assert narrow[1].split()[0] == only_run(made / "runs").name and max(map(len, narrow)) <= 80
+    narrow = called(
+        "runs", "--runs", str(folder_with_run / "runs"), cwd=tmp_path, env={"COLUMNS": "80"}
+    ).out.splitlines()
+    assert narrow[1].split()[0] == only_run(folder_with_run / "runs").name and max(map(len, narrow)) <= 80
 
 
-def test_report_writes_summary_and_page_anew(made: Path) -> None:
-    run = only_run(made / "runs")
+def test_report_writes_summary_and_page_anew(folder_with_run: Path) -> None:
+    run = only_run(folder_with_run / "runs")
     (run / "summary.json").unlink()
     (run / "report.html").unlink()
-    terminal = called("report", run.name, cwd=made)
+    terminal = called("report", run.name, cwd=folder_with_run)
     assert (terminal.code, terminal.err, (run / "report.html").is_file()) == (0, "", True)
     assert re.search(r"\bVALID(: all conditions of a trustworthy|, CLIENT-LIMITED: )", terminal.out)
-    explained = called("report", f"runs/{run.name}", "--explain", cwd=made)
+    explained = called("report", f"runs/{run.name}", "--explain", cwd=folder_with_run)
     assert explained.code == 0 and len(explained.out) > len(terminal.out)
-    text = called("report", run.name, "--format", "json", cwd=made)
+    text = called("report", run.name, "--format", "json", cwd=folder_with_run)
     assert json.loads(text.out) == json.loads((run / "summary.json").read_text())
-    html = called("report", run.name, "--format", "html", cwd=made)
+    html = called("report", run.name, "--format", "html", cwd=folder_with_run)
     assert (html.code, html.out, html.err) == (0, f"runs/{run.name}/report.html\n", "")
 
 
-def test_a_misspelt_run(made: Path) -> None:
-    run = only_run(made / "runs").name
-    done = called("report", f"{run[:-1]}x", cwd=made)
+def test_a_misspelt_run(folder_with_run: Path) -> None:
+    run = only_run(folder_with_run / "runs").name
+    done = called("report", f"{run[:-1]}x", cwd=folder_with_run)
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines()[0].endswith(f"nor the id of a run in runs; did you mean '{run}'?")
 
@@ -164,25 +166,25 @@ def without_reader(start: Any, arguments: list[str], **options: Any) -> tuple[in
     return pipe.wait(20), said
 
 
-def test_a_reader_that_has_seen_enough_hides_no_failure(made: Path) -> None:
-    run = only_run(made / "runs").name
+def test_a_reader_that_has_seen_enough_hides_no_failure(folder_with_run: Path) -> None:
+    run = only_run(folder_with_run / "runs").name
     for arguments in (["report", run], ["report", run, "--format", "json"], ["--help"]):
-        assert without_reader(prefork.Popen, arguments, cwd=made) == (0, b""), arguments
+        assert without_reader(prefork.Popen, arguments, cwd=folder_with_run) == (0, b""), arguments
     arguments = ["report", "gone", "--format", "junit"]
-    error = called(*arguments, cwd=made).err.encode()
-    assert without_reader(subprocess.Popen, arguments, cwd=made) == (1, error)
+    error = called(*arguments, cwd=folder_with_run).err.encode()
+    assert without_reader(subprocess.Popen, arguments, cwd=folder_with_run) == (1, error)
 
 
-def test_an_output_that_is_full(made: Path) -> None:
+def test_an_output_that_is_full(folder_with_run: Path) -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([HARNESS, "runs"], cwd=made, stdout=full, stderr=subprocess.PIPE, timeout=20)
+        done = subprocess.run([HARNESS, "runs"], cwd=folder_with_run, stdout=full, stderr=subprocess.PIPE, timeout=20)
     assert (done.returncode, done.stderr) == (1, b"error: the output: No space left on device\n")
 
 
-def test_a_terminal_that_is_not_in_utf_8_gets_the_table(made: Path) -> None:
-    run = only_run(made / "runs").name
-    in_ascii = harness("report", run, cwd=made, env={"PYTHONIOENCODING": "ascii"}).out
-    assert in_ascii == harness("report", run, cwd=made).out.encode("ascii", "backslashreplace").decode()
+def test_a_terminal_that_is_not_in_utf_8_gets_the_table(folder_with_run: Path) -> None:
+    run = only_run(folder_with_run / "runs").name
+    in_ascii = harness("report", run, cwd=folder_with_run, env={"PYTHONIOENCODING": "ascii"}).out
+    assert in_ascii == harness("report", run, cwd=folder_with_run).out.encode("ascii", "backslashreplace").decode()
 
 
 def test_run_with_the_web_ui_is_a_live_load(tmp_path: Path) -> None:

@@ -161,12 +161,12 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
 def cell(server: str, load: str, repeat: int, open_loop: bool, **latencies: float) -> CellSummary:
     """A cell of 200 requests whose latencies are given; from schedule they are 0.1 s longer."""
 
-    def of(value: float) -> Distribution:
+    def distribution(value: float) -> Distribution:
         return Distribution(n=200, p50=value, p90=2 * value, p95=3 * value)
 
-    samples: dict[str, Any] = {f"{name}_s": of(value) for name, value in latencies.items()}
+    samples: dict[str, Any] = {f"{name}_s": distribution(value) for name, value in latencies.items()}
     if open_loop:
-        samples |= {f"{name}_sched_s": of(value + 0.1) for name, value in latencies.items() if name != "tpot"}
+        samples |= {f"{name}_sched_s": distribution(value + 0.1) for name, value in latencies.items() if name != "tpot"}
     numbers = Numbers(sent=200, succeeded=200, failed=0, unfinished=0, **samples)
     return CellSummary(
         id=f"r{repeat}-{server}-{load}", server=server, load=load, repeat=repeat, numbers=numbers,

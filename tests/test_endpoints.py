@@ -38,7 +38,7 @@ def post(server: Spawned, path: str, body: dict[str, Any], fault: str = "") -> A
         return json.loads(response.read())
 
 
-def said(server: Spawned, fault: str = "", **more: Any) -> str:
+def answer_text(server: Spawned, fault: str = "", **more: Any) -> str:
     messages = [{"role": "user", "content": "one two three"}]
     answer = post(server, CHAT, {"messages": messages, "max_tokens": 20, **more}, fault)
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -48,13 +48,15 @@ def said(server: Spawned, fault: str = "", **more: Any) -> str:
 def test_the_embedded_engine_answers_in_the_form_that_is_asked_for(server: Spawned) -> None:
     schema = {"type": "object", "properties": {"label": {"enum": ["a", "b"]}, "n": {"type": "integer", "minimum": 3}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    value = json.loads(said(server, response_format=form))
+    value = json.loads(answer_text(server, response_format=form))
     assert value["label"] in ("a", "b") and value["n"] == 3
-    chosen = said(server, structured_outputs={"choice": ["yes", "no"]})
+    chosen = answer_text(server, structured_outputs={"choice": ["yes", "no"]})
     assert chosen in ("yes", "no")
-    assert said(server, "wrong", structured_outputs={"choice": ["yes", "no"]}) == {"yes": "no", "no": "yes"}[chosen]
-    assert said(server, grammar='root ::= "yes" | "no"') == chosen
-    assert said(server, "invalid", structured_outputs={"choice": ["yes", "no"]}) == "none of these"
+    assert (
+        answer_text(server, "wrong", structured_outputs={"choice": ["yes", "no"]}) == {"yes": "no", "no": "yes"}[chosen]
+    )
+    assert answer_text(server, grammar='root ::= "yes" | "no"') == chosen
+    assert answer_text(server, "invalid", structured_outputs={"choice": ["yes", "no"]}) == "none of these"
 
 
 def run(folder: Path, **keys: Any) -> tuple[Path, Summary, list[Request]]:

@@ -34,7 +34,7 @@ def explained(log: str | Path) -> dict[str, Any]:
     return explanation_data("some.log", scan_text(log))
 
 
-def shown(log: str | Path) -> str:
+def explained_text(log: str | Path) -> str:
     """What `harness explain` prints of a log, without line breaks."""
     console = Console(width=200)
     with console.capture() as capture:
@@ -92,7 +92,7 @@ GOOD_STARTS = {
 @pytest.mark.parametrize("server_name", GOOD_STARTS)
 def test_a_good_start_is_said_to_be_one(server_name: str) -> None:
     text = GOOD_STARTS[server_name]
-    said = shown(text)
+    said = explained_text(text)
     ready = 3 if server_name == "vLLM" else 2
     assert f"It started well, and the log names no failure after that. line {ready} it says that it is ready" in said
     assert "No failure that the table knows" not in said and "DEBUG" not in said
@@ -116,7 +116,7 @@ STOPS = {"vllm": 6, "vllm-busy": 7, "llamacpp": 20, "lemonade-vllm": 8, "ollama"
 
 @pytest.mark.parametrize("name", STOPS)
 def test_logs_of_servers_that_were_stopped(name: str) -> None:
-    found, said = explained(STOPPED / f"{name}.txt"), shown(STOPPED / f"{name}.txt")
+    found, said = explained(STOPPED / f"{name}.txt"), explained_text(STOPPED / f"{name}.txt")
     assert (found["stopped"], found["cause"], found["findings"], found["recognised"]) == (True, None, [], False)
     assert f"It stopped normally. line {STOPS[name]} it began to stop" in said
     assert "No failure that the table knows" not in said and "It started well" not in said

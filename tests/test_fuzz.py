@@ -94,7 +94,7 @@ def write_changed(path: Path, data: bytes, rng: random.Random) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "made"
     write_made_run(folder, made_of=scenario(repeats=1))
     return folder
@@ -102,17 +102,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(seed=SEEDS)
 @FUZZ
-def test_run_directories(made: Path, seed: int) -> None:
+def test_run_directories(run_folder: Path, seed: int) -> None:
     rng = random.Random(seed)
-    path = made / rng.choice(("run.json", "requests.jsonl", "processes.jsonl", "metrics.jsonl"))
+    path = run_folder / rng.choice(("run.json", "requests.jsonl", "processes.jsonl", "metrics.jsonl"))
     good = path.read_bytes()
     try:
         write_changed(path, good, rng)
-        survives(lambda: read_run(made))
-        survives(lambda: list(read_requests(made / "requests.jsonl")))
-        survives(lambda: read_marks(made / "processes.jsonl"))
-        survives(lambda: read_metrics(made / "metrics.jsonl"))
-        survives(lambda: summarize(made))
+        survives(lambda: read_run(run_folder))
+        survives(lambda: list(read_requests(run_folder / "requests.jsonl")))
+        survives(lambda: read_marks(run_folder / "processes.jsonl"))
+        survives(lambda: read_metrics(run_folder / "metrics.jsonl"))
+        survives(lambda: summarize(run_folder))
     finally:
         path.write_bytes(good)
 

@@ -118,7 +118,7 @@ ONE = scenario(servers={"a": Server(template="vllm-cpu")}, repeats=1)
 SPREAD = (1.0, 1.004, 0.996, 1.002, 0.998)
 
 
-def made(
+def history_run(
     folder: Path, number: int, wall_s: float, *, digest: str = "sha256:1111", made_of: Scenario = ONE, **manifest: Any
 ) -> Run:
     """Run `number` of a history, an hour after the one before it."""
@@ -133,7 +133,7 @@ def stepped(tmp_path: Path) -> Path:
     """Eight runs, and four of an image that is 10 % slower."""
     for number in range(12):
         new = number >= 8
-        made(tmp_path / "runs", number, 11.0 if new else 10.0, digest="sha256:2222" if new else "sha256:1111")
+        history_run(tmp_path / "runs", number, 11.0 if new else 10.0, digest="sha256:2222" if new else "sha256:1111")
     return tmp_path
 
 
@@ -162,7 +162,9 @@ def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
     """The first run of the slower image happens to be fast, so that the change point is one run late."""
     for number in range(12):
         new = number >= 7
-        made(tmp_path / "runs", number, 11.0 if number >= 8 else 10.0, digest="sha256:2222" if new else "sha256:1111")
+        history_run(
+            tmp_path / "runs", number, 11.0 if number >= 8 else 10.0, digest="sha256:2222" if new else "sha256:1111"
+        )
     (change,) = history_of("which", tmp_path / "runs", tmp_path / "results").change_points
     assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-06", "run-09"))
     assert [one.key for one in change.differences] == ["servers.a.image_digest"]
@@ -171,16 +173,16 @@ def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
 def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     runs, results = tmp_path / "runs", tmp_path / "results"
     for number in range(3):
-        made(runs, number, 10.0)
+        history_run(runs, number, 10.0)
     publish(runs / "run-01", results)
     publish(runs / "run-02", results)
-    made(runs, 3, 10.0, workload_sha256="cd" * 32)
-    made(runs, 4, 10.0, status="invalid")
-    made(runs, 5, 10.0, made_of=scenario(servers=ONE.servers, repeats=1, model="other"))
-    made(runs, 6, 10.0, machine=Machine(name="other"))
-    made(runs, 7, 10.0, scenario_name="another")
-    made(runs, 8, 10.0, made_of=scenario(servers={"a": Server(template="simulated")}, repeats=1))
-    made(runs, 9, 10.0)
+    history_run(runs, 3, 10.0, workload_sha256="cd" * 32)
+    history_run(runs, 4, 10.0, status="invalid")
+    history_run(runs, 5, 10.0, made_of=scenario(servers=ONE.servers, repeats=1, model="other"))
+    history_run(runs, 6, 10.0, machine=Machine(name="other"))
+    history_run(runs, 7, 10.0, scenario_name="another")
+    history_run(runs, 8, 10.0, made_of=scenario(servers={"a": Server(template="simulated")}, repeats=1))
+    history_run(runs, 9, 10.0)
     (runs / "run-10").mkdir()
     (runs / "run-10" / "run.json").write_text("{")
     with pytest.raises(HarnessError) as refused:
@@ -208,7 +210,7 @@ def test_the_chart_of_one_run_has_a_range(tmp_path: Path) -> None:
         history = history_of("which", tmp_path / "runs", tmp_path / "results")
         return [_series_chart("series", series, history).figure["layout"] for series in history.series]
 
-    made(tmp_path / "runs", 0, 10.0)
+    history_run(tmp_path / "runs", 0, 10.0)
     for layout in layouts():
         low, high = layout["yaxis"]["range"]
         assert high - low > 0.05 * high, "a dot in the middle and rounded ticks"
@@ -220,7 +222,9 @@ def test_the_chart_of_one_run_has_a_range(tmp_path: Path) -> None:
 def test_rows_come_and_go(tmp_path: Path) -> None:
     both = scenario(repeats=1)
     for number in range(16):
-        made(tmp_path / "runs", number, 11.0 if number >= 12 else 10.0, made_of=both if 4 <= number != 9 else ONE)
+        history_run(
+            tmp_path / "runs", number, 11.0 if number >= 12 else 10.0, made_of=both if 4 <= number != 9 else ONE
+        )
     found = history_of("which", tmp_path / "runs", tmp_path / "results")
     a, b = found.series
     assert (a.server, len(a.points), a.left_out) == ("a", 16, [])

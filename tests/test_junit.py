@@ -48,7 +48,7 @@ def properties_of(text: str) -> dict[str, str]:
     return {each.name: each.value for each in suite.properties()}  # type: ignore[no-untyped-call]
 
 
-def made(folder: Path, **changes: Any) -> tuple[Summary, str]:
+def junit_of(folder: Path, **changes: Any) -> tuple[Summary, str]:
     made_of = scenario(checks=["error_rate == 0", "wall <= 9 s", "ttft_p95 <= 2s"])
 
     def wall_s(cell: Cell) -> float:
@@ -60,7 +60,7 @@ def made(folder: Path, **changes: Any) -> tuple[Summary, str]:
 
 
 def test_a_run(tmp_path: Path) -> None:
-    summary, text = made(tmp_path / "run")
+    summary, text = junit_of(tmp_path / "run")
     outcomes = {name.removeprefix("amd-llm-load.which."): value for name, value in cases(text).items()}
     assert {name: word for name, (word, _) in outcomes.items()} == {
         "validity | the run is VALID": "passed",
@@ -84,13 +84,13 @@ def test_a_run(tmp_path: Path) -> None:
 
 
 def test_an_invalid_or_unfinished_run_is_an_error(tmp_path: Path) -> None:
-    _, text = made(tmp_path / "run", served=lambda cell: served_by(exit_code=139 if cell.id == "r1-a-x" else None))
+    _, text = junit_of(tmp_path / "run", served=lambda cell: served_by(exit_code=139 if cell.id == "r1-a-x" else None))
     validity, *_, verdict = cases(text).values()
     assert validity[0] == "error" and "r1-a-x: the server died with exit code 139" in validity[1].splitlines()
     assert verdict[0] == "skipped" and "a / x has a cell that is not valid (r1-a-x: the server died" in verdict[1]
     for status in ("running", "failed", "interrupted"):
         reasons = [because("text", text="why")] if status != "running" else []
-        _, text = made(tmp_path / status, status=status, reasons=reasons)
+        _, text = junit_of(tmp_path / status, status=status, reasons=reasons)
         assert next(iter(cases(text).values()))[0] == "error"
 
 

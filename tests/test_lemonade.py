@@ -70,7 +70,7 @@ def loaded(server: Spawned) -> Any:
     return found.loaded[0]
 
 
-def shown(server: Spawned) -> Any:
+def loaded_model(server: Spawned) -> Any:
     return requests.get(server.url + "/api/v1/health", timeout=30).json()["all_models_loaded"][0]
 
 
@@ -79,7 +79,7 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     options = {"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"}
     with lemonade(tmp_path, installed=False) as server:
         ready = bring_up(server, told.append, model=BUILT_IN, options=options)
-        running = shown(server)
+        running = loaded_model(server)
     assert [phase.name for phase in ready.phases] == [
         "port open", "health", "install", "download", "load", "first answer"]  # fmt: skip
     assert ready.model == BUILT_IN
@@ -228,7 +228,7 @@ def test_a_lemonade_that_runs_already(tmp_path: Path) -> None:
     with lemonade(tmp_path, recipe_options=saved) as server:
         found = find_running_model(server.url, "Tiny", None)
         assert found is not None and (found.model, found.max_parallel) == ("user.Tiny", 32)
-        assert shown(server)["recipe_options"] == saved["user.Tiny"]
+        assert loaded_model(server)["recipe_options"] == saved["user.Tiny"]
         endpoint = attach_to_server(server.url, "Tiny")
         assert endpoint.started.model == "user.Tiny"
         assert endpoint.started.simulated  # no page takes the double's numbers for a machine's
@@ -306,12 +306,12 @@ def test_a_backend_that_ends_at_once_is_not_called_slow_and_an_attached_lemonade
 def test_a_backend_that_died_unused_is_loaded_again_with_the_saved_options(tmp_path: Path) -> None:
     with lemonade(tmp_path, recipe_options={"user.Tiny": {"ctx_size": 2048}}) as server:
         bring_up(server, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
-        watch, before = monitor(server), shown(server)
+        watch, before = monitor(server), loaded_model(server)
         os.kill(before["pid"], signal.SIGKILL)
         while get_health(Api(server.url)).loaded:  # type: ignore[union-attr]  # until Lemonade knows
             time.sleep(0.05)
         assert chat(server, "user.Tiny").status_code == 200
-        after = shown(server)
+        after = loaded_model(server)
         (problem,) = watch.problems()
     assert (before["pinned"], after["pinned"]) == (True, False)
     assert after["recipe_options"] == {"ctx_size": 2048} and after["pid"] != before["pid"]

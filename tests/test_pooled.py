@@ -42,11 +42,11 @@ def latencies(spread: float, effect: float = 1.0) -> NDArray[np.float64]:
     dice = np.random.default_rng(20260921)
     logs = dice.normal(0.0, WITHIN, (PAIRS, 2, RUNS, REQUESTS)) + dice.normal(0.0, spread, (PAIRS, 2, RUNS, 1))
     logs[:, 1] -= np.log(effect)
-    found: NDArray[np.float64] = np.exp(logs)
-    return found
+    values: NDArray[np.float64] = np.exp(logs)
+    return values
 
 
-def found(spread: float, effect: float = 1.0) -> Rates:
+def found_rates(spread: float, effect: float = 1.0) -> Rates:
     seen = latencies(spread, effect)
     pooled = seen.reshape(PAIRS, 2, RUNS * REQUESTS)
     welch = scipy_stats.ttest_ind(pooled[:, 0], pooled[:, 1], axis=1, equal_var=False).pvalue
@@ -68,7 +68,7 @@ def test_false_alarms_are_those_of_the_page() -> None:
     shown = {int(row[0]) / 100: Rates(*(float(value) / 100 for value in row[1:])) for row in rows}
     assert list(shown) == [0.0, 0.01, 0.02, 0.05]
     for spread, expected in shown.items():
-        rates = found(spread)
+        rates = found_rates(spread)
         assert rates == pytest.approx(expected, abs=0.002)
         assert rates.over_runs <= ALPHA
         if spread:
@@ -77,4 +77,4 @@ def test_false_alarms_are_those_of_the_page() -> None:
 
 def test_power() -> None:
     """What ours gives up for that: nothing at a spread of 2 %."""
-    assert found(0.02, effect=1.10).over_runs > 0.99
+    assert found_rates(0.02, effect=1.10).over_runs > 0.99

@@ -120,7 +120,7 @@ def test_prompts_and_answers_have_the_lengths_of_their_law() -> None:
     assert Workload(Prompts(kind="classification"), load, 7).prompt_tokens(0) is None
 
 
-def made(tmp_path: Path, load: dict[str, object], prompts: dict[str, object]) -> str:
+def workload_checksum(tmp_path: Path, load: dict[str, object], prompts: dict[str, object]) -> str:
     loads = {"l": {"user": "batch", "requests": 10, **load}}
     return workload_sha256(load_scenario(write(tmp_path, loads=loads, prompts=prompts)), tmp_path)
 
@@ -130,16 +130,16 @@ def test_the_workload_hash_has_every_length_in_it(tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text("5 5\n6 7\n")
     plain: dict[str, object] = {"tokens": 8}
     hashes = [
-        made(tmp_path, {}, plain),
+        workload_checksum(tmp_path, {}, plain),
         *(
-            made(tmp_path, {"output_tokens": tokens}, plain)
+            workload_checksum(tmp_path, {"output_tokens": tokens}, plain)
             for tokens in ({"uniform": [1, 9]}, {"uniform": [1, 10]}, {"file": "one.txt"}, {"file": "two.txt"})
         ),
-        made(tmp_path, {}, {"tokens": {"uniform": [7, 9]}}),
-        made(tmp_path, {}, {"tokens": 8, "tokenizer": "server"}),
-        made(tmp_path, {"endpoint": "completions"}, plain),
-        made(tmp_path, {"output": "natural"}, plain),
-        made(tmp_path, {"output": "natural", "answer": {"choice": ["a", "b"]}}, plain),
+        workload_checksum(tmp_path, {}, {"tokens": {"uniform": [7, 9]}}),
+        workload_checksum(tmp_path, {}, {"tokens": 8, "tokenizer": "server"}),
+        workload_checksum(tmp_path, {"endpoint": "completions"}, plain),
+        workload_checksum(tmp_path, {"output": "natural"}, plain),
+        workload_checksum(tmp_path, {"output": "natural", "answer": {"choice": ["a", "b"]}}, plain),
     ]
     assert len(set(hashes)) == len(hashes)
 

@@ -98,7 +98,7 @@ class Loaded(NamedTuple):
 def at_once(folder: Path, url: str, loads: dict[str, Loaded]) -> dict[str, tuple[list[str], list[Request]]]:
     """What is wrong with each of these loads, and its records. They mostly wait, so they run at the same time."""
 
-    def one(name: str) -> tuple[list[str], list[Request]]:
+    def run_load(name: str) -> tuple[list[str], list[Request]]:
         own, load = folder / name, loads[name]
         own.mkdir()
         file = None if load.locustfile is None else own / "mine.py"
@@ -108,7 +108,7 @@ def at_once(folder: Path, url: str, loads: dict[str, Loaded]) -> dict[str, tuple
         return driven(own, url, job, file), records_of(own)
 
     with ThreadPoolExecutor(len(loads)) as threads:
-        return dict(zip(loads, threads.map(one, loads), strict=True))
+        return dict(zip(loads, threads.map(run_load, loads), strict=True))
 
 
 def test_loads_that_are_quiet_by_schedule_go_on(tmp_path: Path, engine: str) -> None:

@@ -26,7 +26,7 @@ loads: {l: {user: batch, requests: 12, output_tokens: 11, VARY}}
 BATCHES = "vary: {batch_size: [1, 2, 4]}"
 
 
-def made(folder: Path, seqs: str, vary: str, slow: dict[str, float]) -> tuple[Run, Summary]:
+def made_sweep(folder: Path, seqs: str, vary: str, slow: dict[str, float]) -> tuple[Run, Summary]:
     """A run whose cells take 10 s, or what `slow` says of a part of their id; the last server did not start."""
     path = folder.with_suffix(".yaml")
     path.write_text(TEXT.replace("SEQS", seqs).replace(", VARY", f", {vary}" if vary else ""))
@@ -49,7 +49,7 @@ def drawn(run: Run, summary: Summary) -> dict[str, Any]:
 
 
 def test_two_settings_are_a_heat_map(tmp_path: Path) -> None:
-    run, summary = made(tmp_path / "run", "[8, 2, 4]", BATCHES, {"seqs-8-l-batch-size-4": 5.0})
+    run, summary = made_sweep(tmp_path / "run", "[8, 2, 4]", BATCHES, {"seqs-8-l-batch-size-4": 5.0})
     charts = drawn(run, summary)
     assert list(charts) == ["heat-rate", "heat-ttft"]
     figure = charts["heat-rate"].figure
@@ -66,13 +66,13 @@ def test_two_settings_are_a_heat_map(tmp_path: Path) -> None:
 
 
 def test_one_setting_is_a_line_for_each_load(tmp_path: Path) -> None:
-    run, summary = made(tmp_path / "run", "{from: 1, to: 64, factor: 4}", "", {"seqs-16": 5.0})
+    run, summary = made_sweep(tmp_path / "run", "{from: 1, to: 64, factor: 4}", "", {"seqs-16": 5.0})
     charts = drawn(run, summary)
     assert list(charts) == ["lines-rate", "lines-ttft"]
     (line,) = charts["lines-rate"].figure["data"]
     assert (line["x"], [round(y, 1) for y in line["y"]]) == ([0, 1, 2], [13.2, 13.2, 26.4]), "64 failed"
     assert charts["lines-rate"].figure["layout"]["xaxis"]["ticktext"] == ["1", "4", "16", "64"]
-    run, summary = made(tmp_path / "users", "[4]", BATCHES, {})
+    run, summary = made_sweep(tmp_path / "users", "[4]", BATCHES, {})
     assert drawn(run, summary) == {}, "concurrency is drawn elsewhere"
 
 
@@ -82,7 +82,7 @@ def test_the_pareto_front() -> None:
 
 
 def test_the_front_is_in_the_chart_of_latency_over_throughput(tmp_path: Path) -> None:
-    run, summary = made(tmp_path / "run", "[2, 4]", BATCHES, {"l-batch-size-4": 5.0})
+    run, summary = made_sweep(tmp_path / "run", "[2, 4]", BATCHES, {"l-batch-size-4": 5.0})
     chart = figures.tradeoff_chart(summary, run)
     line = next(trace for trace in chart.figure["data"] if trace["name"] == "Pareto front")
     assert len(line["x"]) == 1, "twice as fast, and half the wait"

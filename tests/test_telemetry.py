@@ -273,10 +273,10 @@ def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytes
 
 
 def test_whose_telemetry_can_be_had() -> None:
-    def at(url: str) -> Endpoint:
+    def endpoint(url: str) -> Endpoint:
         return Endpoint(url=url, started=ServedBy(url=url), read_status=lambda now: ServerStatus())
 
     for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
-        assert find_telemetry_source(at(url)) is not None
+        assert find_telemetry_source(endpoint(url)) is not None
     for url in ("http://gpu-box:8000", "https://10.0.0.7"):
-        assert find_telemetry_source(at(url)) is None
+        assert find_telemetry_source(endpoint(url)) is None

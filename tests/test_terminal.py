@@ -18,7 +18,7 @@ from tests.made_runs import write_made_run
 EVIL = "\x1b]0;title\x07\x1b[2J\x1b[31mred\x9b31m\x85\u202e\r"
 
 
-def shown(*args: str, cwd: Path) -> str:
+def terminal_output(*args: str, cwd: Path) -> str:
     """What a command prints to a terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen([HARNESS, *args], stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd) as process:
@@ -47,7 +47,7 @@ def test_what_a_server_says(tmp_path: Path) -> None:
         connection.sendall(whole(body, status=b"400 Bad Request"))
 
     with serving(handler) as url:
-        text = shown("run", write(tmp_path).name, "--url", url, cwd=tmp_path)
+        text = terminal_output("run", write(tmp_path).name, "--url", url, cwd=tmp_path)
     assert "no model " in text and "redhere" in text
     assert control_in(text) == []
 
@@ -55,5 +55,5 @@ def test_what_a_server_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["terminal", "markdown"])
 def test_what_a_run_holds(tmp_path: Path, form: str) -> None:
     write_made_run(tmp_path / "made", scenario_name=f"which {EVIL}one")
-    text = shown("report", "made", "--format", form, cwd=tmp_path)
+    text = terminal_output("report", "made", "--format", form, cwd=tmp_path)
     assert control_in(text) == [] and "redone" in text

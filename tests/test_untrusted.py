@@ -438,12 +438,12 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: LemonadeMonitor(api, "m", None).fetch("/props")
     yield lambda: LemonadeMonitor(api, "m", None).problems()
     yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.parse(url))
-    yield lambda: kept(url, "ollama", None)
-    yield lambda: kept(url, "llama-cpp", LemonadeMonitor(api, "m", None))
+    yield lambda: assert_facts_can_be_stored(url, "ollama", None)
+    yield lambda: assert_facts_can_be_stored(url, "llama-cpp", LemonadeMonitor(api, "m", None))
     yield Scraper(url + "/metrics", "c", folder / "metrics.jsonl").scrape_now
 
 
-def kept(url: str, template: str, behind: LemonadeMonitor | None) -> None:
+def assert_facts_can_be_stored(url: str, template: str, behind: LemonadeMonitor | None) -> None:
     """What is found out of a server is in a manifest that can be read."""
     served = served_by(url=url, template=template, version=None, model="m")
     found = record_facts(served, metrics_url=url + "/metrics", monitor=behind)

@@ -79,7 +79,7 @@ def assert_found(reasons: Sequence[Reason], expected: Expected) -> None:
         assert {name: reason.values.get(name) for name in values} == values
 
 
-def seen(**changes: Any) -> MachineLoad:
+def machine(**changes: Any) -> MachineLoad:
     return MachineLoad(**({"samples": 9, "gap_max_s": 1.4, "took_max_s": 0.1} | changes))
 
 
@@ -191,16 +191,17 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
          [("listen_queue", {"retried": 3, "overflows": 0, "open_loop": False})]),
         ({"records": four(connect_s=0.9, connect_retries=0)}, [], []),
         # Behind Docker's proxy the client's own connections do not wait.
-        ({"machine": seen(listen_overflows=52)}, [], [("listen_queue", {"retried": 0, "overflows": 52})]),
-        ({"machine": seen(listen_overflows=0)}, [], []),
+        ({"machine": machine(listen_overflows=52)}, [], [("listen_queue", {"retried": 0, "overflows": 52})]),
+        ({"machine": machine(listen_overflows=0)}, [], []),
         # The machine.
-        ({"machine": seen()}, [], []),
-        ({"machine": seen(energy_j=1000.0, counted_energy_j=930.0)}, [], []),
-        ({"machine": seen(energy_j=1000.0, counted_energy_j=800.0)}, [],
+        ({"machine": machine()}, [], []),
+        ({"machine": machine(energy_j=1000.0, counted_energy_j=930.0)}, [], []),
+        ({"machine": machine(energy_j=1000.0, counted_energy_j=800.0)}, [],
          [("energy_differs", {"power_j": 1000.0, "counter_j": 800.0, "max_share": 0.1})]),
-        ({"machine": seen(gap_max_s=7.25, took_max_s=6.2)}, [], [("telemetry_gap", {"gap_s": 7.25, "took_s": 6.2})]),
-        ({"machine": seen(gpus={"g": GpuLoad(used=True, heat_s=0.049 * 1.5)})}, [], [("gpu_throttled", {"gpu": "g"})]),
-        ({"machine": seen(gpus={"g": GpuLoad(used=True, heat_s=0.051 * 1.5)})},
+        ({"machine": machine(gap_max_s=7.25, took_max_s=6.2)}, [], [("telemetry_gap", {"gap_s": 7.25, "took_s": 6.2})]),
+        ({"machine": machine(gpus={"g": GpuLoad(used=True, heat_s=0.049 * 1.5)})}, [],
+         [("gpu_throttled", {"gpu": "g"})]),
+        ({"machine": machine(gpus={"g": GpuLoad(used=True, heat_s=0.051 * 1.5)})},
          [("gpu_throttled", {"window_s": 1.5, "max_share": 0.05})], []),
         # Times may be as far apart as clocks are joined; without streaming there are no chunks.
         ({"records": four(chunks_s=[0.5, 0.4991, *(0.7 + 0.1 * i for i in range(9))], ended_s=1.4991)}, [], []),

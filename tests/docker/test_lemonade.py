@@ -51,12 +51,12 @@ def variables(double: str, client: docker.DockerClient, tmp_path: Path) -> Itera
     """Variables of the template for the double, with volumes of its own that are removed afterwards."""
     names = [f"{tmp_path.name}-{part}" for part in ("models", "lemonade")]
 
-    def given(behaviour: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def make_variables(behaviour: dict[str, Any], **more: Any) -> dict[str, Any]:
         environment = {"LEMONADE_DOUBLE": json.dumps({"installed": True, **behaviour}), **more.pop("environment", {})}
         volumes = {"huggingface_cache": names[0], "lemonade_cache": names[1]}
         return {"image": double, "devices": [], "groups": [], "environment": environment, **volumes, **more}
 
-    yield given
+    yield make_variables
     left = remains(client, tmp_path.name)
     remove_leftovers(client, tmp_path.name, everything=True)
     for name in names:

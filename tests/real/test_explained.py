@@ -18,7 +18,7 @@ LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 2000, "output_
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, str]:
+def vllm_outputs() -> dict[str, str]:
     """What the real vLLM says of each case. About 20 s of CPU time, most of it for one import."""
     # One stream for both: Docker hands two on without their order.
     both = ["sh", "-c", 'exec "$0" "$@" 2>&1']
@@ -42,8 +42,8 @@ def cause_of(text: str, say: Say) -> Diagnosis:
 
 
 @pytest.mark.timeout(300)
-def test_memory_fraction_too_high(said: dict[str, str], say: Say) -> None:
-    failure = cause_of(said["fraction"], say)
+def test_memory_fraction_too_high(vllm_outputs: dict[str, str], say: Say) -> None:
+    failure = cause_of(vllm_outputs["fraction"], say)
     assert failure.id == "mem.free_lt_util"
     free, total = map(float, re.findall(r"\(([\d.]+)/([\d.]+) GiB\)", failure.line)[0])
     (safe,) = re.findall(r"\(to ([\d.]+) or less\)", failure.fix)
@@ -52,8 +52,8 @@ def test_memory_fraction_too_high(said: dict[str, str], say: Say) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_kv_cache_too_small(said: dict[str, str], say: Say) -> None:
-    failure = cause_of(said["kv-cache"], say)
+def test_kv_cache_too_small(vllm_outputs: dict[str, str], say: Say) -> None:
+    failure = cause_of(vllm_outputs["kv-cache"], say)
     assert failure.id == "mem.kv_lt_one_request"
     (maximum,) = re.findall(r"estimated maximum model length is (\d+)", failure.line)
     assert 0 < int(maximum) < 4096
@@ -62,9 +62,9 @@ def test_kv_cache_too_small(said: dict[str, str], say: Say) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_removed_flags(said: dict[str, str], say: Say) -> None:
-    assert "exit code 2" in said["flags"]
-    failure = cause_of(said["flags"], say)
+def test_removed_flags(vllm_outputs: dict[str, str], say: Say) -> None:
+    assert "exit code 2" in vllm_outputs["flags"]
+    failure = cause_of(vllm_outputs["flags"], say)
     assert failure.id == "cli.unknown_flag"
     assert failure.cause == "the server does not know the argument: --swap-space 16 --disable-log-requests"
     assert failure.fix.startswith("--swap-space: vLLM does not know it any more since 0.18.0: leave it out")
@@ -72,16 +72,16 @@ def test_removed_flags(said: dict[str, str], say: Say) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_model_that_is_on_the_hub_only(said: dict[str, str], say: Say) -> None:
-    failure = cause_of(said["hub"], say)
+def test_a_model_that_is_on_the_hub_only(vllm_outputs: dict[str, str], say: Say) -> None:
+    failure = cause_of(vllm_outputs["hub"], say)
     assert failure.id == "hf.network"
     assert failure.cause == "the model is not in the mounted cache and the hub cannot be reached"
     assert "download the model into the cache first" in failure.fix
 
 
 @pytest.mark.timeout(300)
-def test_context_above_the_model(said: dict[str, str], say: Say) -> None:
-    failure = cause_of(said["context"], say)
+def test_context_above_the_model(vllm_outputs: dict[str, str], say: Say) -> None:
+    failure = cause_of(vllm_outputs["context"], say)
     assert failure.id == "cli.maxlen"
     assert failure.fix == "set max_model_len (ctx_size behind Lemonade) to 4096 or less"
     assert failure.wrapper is not None and "1 validation error for ModelConfig" in failure.wrapper
