@@ -93,7 +93,7 @@ def format_amount(amount: float, unit: str, load: str | None = None) -> str:
     """A number of users, requests/s, or times a trace; with the name of the load if it is one of a mix."""
     if unit == "users":
         return count(round(amount), "user" if load is None else f"{load} user")
-    return f"{amount:.3g} {unit}" + ("" if load is None else f" of {load}")
+    return f"{figures(amount, 3)} {unit}" + ("" if load is None else f" of {load}")
 
 
 def format_amounts(loads: Iterable[Mapping[str, Any]]) -> str:
@@ -103,7 +103,7 @@ def format_amounts(loads: Iterable[Mapping[str, Any]]) -> str:
 
 def _format_number(amount: float, unit: str, **_: Any) -> str:
     """An amount without its unit."""
-    return f"{round(amount):,}" if unit == "users" else f"{amount:.3g}"
+    return f"{round(amount):,}" if unit == "users" else figures(amount, 3)
 
 
 def _format_shares(shares: Sequence[Sequence[int]]) -> str:
@@ -146,6 +146,19 @@ def _server_log(line: str, failure: str | None = None, number: int | None = None
     where = "its log ends with" if number is None else f"line {number} of its log says"
     shown = line[:_MAX_LOG_CHARS] + ("..." if len(line) > _MAX_LOG_CHARS else "")
     return f"{where}: {shown or 'nothing'}; to solve it: {fix}"
+
+
+def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_share: float) -> str:
+    """The tokens that the server and the client counted; how far they may differ."""
+    client = f"{min_tokens:,}"
+    if max_tokens is None:
+        client = f"at least {client}"
+    elif max_tokens != min_tokens:
+        client = f"{client} to {max_tokens:,}"
+    return (
+        f"the server counted {server:,.0f} generated tokens and the client {client}, warm-up included: they differ by "
+        f"more than {max_share:.0%}"
+    )
 
 
 def _capacity_frontier(
@@ -212,7 +225,8 @@ def _format_check_value(value: float, unit: str) -> str:
 
 COMPOSED: dict[str, Callable[..., str]] = {
     "server_death": _server_death, "server_died": _server_died, "server_unreachable": _server_unreachable,
-    "server_log": _server_log, "capacity_frontier": _capacity_frontier, "check_value": _check_value,
+    "server_log": _server_log, "tokens_differ": _tokens_differ, "capacity_frontier": _capacity_frontier,
+    "check_value": _check_value,
 }  # fmt: skip
 
 

@@ -14,18 +14,28 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from harness import plan
-from harness.analysis.forecast import Blocks, Forecast, forecast, rate_trend, read_progress
+from harness.analysis.forecast import (
+    Blocks,
+    Forecast,
+    Prediction,
+    RowForecast,
+    forecast,
+    rate_trend,
+    read_progress,
+)
 from harness.errors import RunError
 from harness.files import ROOT
 from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
-from harness.report.terminal import deadline_sentence, forecast_headline
+from harness.report.terminal import deadline_sentence, forecast_headline, print_forecast
 from harness.rundir.manifest import Run
 from harness.rundir.records import Request
 from harness.rundir.samples import GpuSample, TelemetrySample
 from harness.scenario import Load, Server
 from harness.scenario.plan import Cell
+from harness.summary import because
 from tests.command import called
 from tests.made_runs import WALL_S, request, scenario, write_lines, write_made_run
 from tests.nightly import draws, room
@@ -272,6 +282,29 @@ def test_energy_cost_and_machines_follow_from_power_price_and_deadline(tmp_path:
     inside = only_row(plan(tmp_path / "run", 100_000, deadline_s=row.time_s.value))
     assert (inside.deadline, inside.machines) == ("inconclusive", 2)
     assert only_row(plan(tmp_path / "run", 100_000, deadline_s=row.time_s.high + 1)).deadline == "met"
+
+
+def test_a_note_of_all_rows_is_printed_once_and_no_number_has_an_exponent() -> None:
+    few, trend = because("plan_repeats_only", repeats=3), because("plan_trend", change=0.02)
+    time_s = Prediction(value=90.0, low=80.0, high=99.0)
+    small, large = (Prediction(value=kwh, low=kwh, high=kwh) for kwh in (0.00028, 1234.0))
+    start = {"server": "a", "repeats": 3, "start_s": 1.0, "tail_s": 1.0, "time_s": time_s}
+    rows = [
+        RowForecast(load="x", items_per_s=1500.0, energy_kwh=small, notes=[few], **start),
+        RowForecast(load="y", items_per_s=7.0, energy_kwh=large, notes=[few, trend], **start),
+    ]
+    made = Forecast(
+        run="r", machine="m", simulated=False, items=9, deadline_s=None, price_per_kwh=None, rows=rows, refused=[],
+        assumptions=[],
+    )  # fmt: skip
+    console = Console(width=200)
+    with console.capture() as capture:
+        print_forecast(made, console)
+    energy, _, first, second, all_rows, one_row, _ = capture.get().splitlines()[1:]
+    assert energy == "Energy 0.00028 kWh (0.00028 to 0.00028 kWh)."
+    assert (first.split()[3], first.split()[-1]) == ("1,500", "0.00028")
+    assert (second.split()[3], second.split()[-1]) == ("7.00", "1,234")
+    assert all_rows.startswith("note: run-to-run variation") and one_row.startswith("note: a / y: ")
 
 
 def test_the_command_answers_first_and_ends_by_the_deadline(tmp_path: Path) -> None:

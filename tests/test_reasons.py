@@ -33,6 +33,9 @@ def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
     assert sentence(failed) == "1 of 10 requests failed: an error rate of 10.00%, and at most 0.00% is allowed"
     short = [sentence(because("plan_too_short", needed_s=needed_s)) for needed_s in (2.911, 66.2)]
     assert ["needs 2.92 s or more" in short[0], "needs 67 s or more" in short[1]] == [True, True], "rounded up"
+    counts = {"server": 200.0, "min_tokens": 190, "max_share": 0.01}
+    tokens = [sentence(because("tokens_differ", max_tokens=high, **counts)) for high in (190, 195, None)]
+    assert [text.split(" client ")[1].split(",")[0] for text in tokens] == ["190", "190 to 195", "at least 190"]
     spent = [sentence(because("capacity_budget", budget_s=60.0, servers=servers)) for servers in (None, 2)]
     assert spent[0].startswith("its budget of 60 s was spent before")
     assert spent[1].startswith("its budget of 60 s, shared by 2 servers, was spent before")

@@ -10,7 +10,7 @@ from harness.capacity.result import CapacityReport, Crossover, MeasuredProbe, Se
 from harness.capacity.search import Frontier
 from harness.reasons import format_amounts, sentence
 from harness.summary import Reason, Summary, because
-from harness.units import NOTHING, duration, significant
+from harness.units import NOTHING, duration, figures, significant
 
 PURPOSES = {"slo": "", "knee": "knee", "drift": "drift check"}
 STATES = {
@@ -152,7 +152,7 @@ def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredP
         *(NOTHING if share is None else f"{100 * share:.1f} %" for share in shares),
         f"{probe.answers:,}",
         duration(probe.seconds),
-        NOTHING if probe.answer_s is None else f"{probe.answer_s:.3g} s",
+        NOTHING if probe.answer_s is None else f"{figures(probe.answer_s, 3)} s",
         significant(probe.tok_s),
         STATES[probe.state],
         PURPOSES[probe.purpose],
@@ -164,7 +164,7 @@ def format_level(report: CapacityReport, level: int, which: int = 0) -> str:
     unit, step = (
         (report.varied[which].unit, report.varied[which].step) if report.members else (report.unit, report.step)
     )
-    return f"{level:,}" if unit == "users" else f"{level * step:.3g}"
+    return f"{level:,}" if unit == "users" else figures(level * step, 3)
 
 
 def format_loads(report: CapacityReport, levels: Sequence[int]) -> str:

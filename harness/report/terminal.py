@@ -1,5 +1,6 @@
 """What the terminal prints: the report of a run, a comparison, an explained log, a prediction."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -339,9 +340,13 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     console.print(table)
     for refused in forecast.refused:
         console.print(f"no prediction for {refused.server} / {refused.load}: {sentence(refused.reason)}")
+    names_by_note: dict[str, list[str]] = defaultdict(list)
     for row in forecast.rows:
         for note in row.notes:
-            console.print(f"note: {row.name}: {sentence(note)}")
+            names_by_note[sentence(note)].append(row.name)
+    for text, names in names_by_note.items():
+        rows_of = "" if len(names) == len(forecast.rows) else f"{', '.join(names)}: "
+        console.print(f"note: {rows_of}{text}")
     console.print("Assumptions:")
     for assumption in forecast.assumptions:
         console.print(f"- {sentence(assumption)}")
@@ -352,12 +357,12 @@ def _forecast_cells(row: RowForecast) -> list[str]:
     time, low, high = format_prediction(row.time_s)
     return [
         row.name,
-        f"{row.items_per_s:.3g}",
+        _three_digits(row.items_per_s),
         start,
         time,
         f"{low} to {high}",
         NOTHING if row.machines is None else f"{row.machines:,}",
-        NOTHING if row.energy_kwh is None else f"{row.energy_kwh.value:.3g}",
+        NOTHING if row.energy_kwh is None else _three_digits(row.energy_kwh.value),
         NOTHING if row.cost is None else f"{row.cost.value:.2f}",
     ]
 
@@ -393,7 +398,9 @@ def format_prediction(time: Prediction) -> tuple[str, str, str]:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits, and no exponent."""
+    """Two or three significant digits."""
+    if value < 0.1:
+        return f"{value:.2g}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
