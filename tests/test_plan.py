@@ -288,7 +288,7 @@ def test_a_note_of_all_rows_is_printed_once_and_no_number_has_an_exponent() -> N
     few, trend = because("plan_repeats_only", repeats=3), because("plan_trend", change=0.02)
     time_s = Prediction(value=90.0, low=80.0, high=99.0)
     small, large = (Prediction(value=kwh, low=kwh, high=kwh) for kwh in (0.00028, 1234.0))
-    start = {"server": "a", "repeats": 3, "start_s": 1.0, "tail_s": 1.0, "time_s": time_s}
+    start: dict[str, Any] = {"server": "a", "repeats": 3, "start_s": 1.0, "tail_s": 1.0, "time_s": time_s}
     rows = [
         RowForecast(load="x", items_per_s=1500.0, energy_kwh=small, notes=[few], **start),
         RowForecast(load="y", items_per_s=7.0, energy_kwh=large, notes=[few, trend], **start),
