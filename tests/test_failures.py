@@ -245,6 +245,7 @@ def test_messages_that_mean_the_same_are_one_group() -> None:
 LEMONADE = """\
 2026-08-20 10:00:00.100 [Info] (vLLM) Starting vllm-server on port 8001...
 2026-08-20 10:00:00.200 [Info] (WrappedServer) Waiting for vllm-server to be ready (timeout: 600s)...
+2026-08-20 10:00:01.300 [Info] (Process) Lemonade warning: unable to disable vLLM NVML probe: No module named 'vllm'
 2026-08-20 10:01:00.300 [Info] (Process) (EngineCore pid=9) ERROR 08-20 10:01:00 [a.py:1] ValueError: Free memory on \
 device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory utilization (0.92, 88.32 GiB). Decrease
 2026-08-20 10:01:10.300 [Info] (Process) RuntimeError: Engine core initialization failed. See root cause above.
@@ -257,7 +258,7 @@ device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory utiliz
 def test_lemonade_s_words_do_not_hide_what_its_vllm_said() -> None:
     failure = explain(LEMONADE)
     assert failure is not None
-    assert (failure.id, failure.number, failure.wrapper_number) == ("mem.free_lt_util", 3, 7)
+    assert (failure.id, failure.number, failure.wrapper_number) == ("mem.free_lt_util", 4, 8)
     assert failure.wrapper == "Retry also failed: vllm-server failed to start"
     said = "Failed to load model 'user.X': vllm-server failed to start within timeout"
     through_the_api = explain(LEMONADE, ExitState(error=said))
