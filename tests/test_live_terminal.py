@@ -133,8 +133,8 @@ def test_a_terminal_shows_live_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     assert "TTFT p50" in shown and "meanwhile" in shown
     if width == 120:
         assert "[1/2] [one] / burst, repeat 1: 1 s of waiting for workers: 1 of 2 connected; missing: b" in shown
-        assert "[1/2] [one] / burst, repeat 1: 3 of 5 requests, 1 of them warm-up, 2 s" in shown  # [one] is no markup
-        assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 2 s" in shown
+        assert "[1/2] [one] / burst, repeat 1: 3 of 5 requests (1 for warm-up), 2 s" in shown  # [one] is no markup
+        assert "burst, repeat 1: 3 of 34 requests (30 for warm-up), 1 FAILED, 2 s" in shown
 
 
 def test_the_progress_of_a_warm_up_of_unknown_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class Progress:
             self._read_s = now_s
             self._numbers = describe_numbers(monitor)
         total = "" if monitor.total is None else f" of {monitor.total}"
-        warmup = f", {monitor.warmup} of them warm-up" if monitor.warmup else ""
+        warmup = f" ({monitor.warmup} for warm-up)" if monitor.warmup else ""
         failed = f", {monitor.failed} FAILED" if monitor.failed else ""
         simulated = " (SIMULATED)" if monitor.job.simulated else ""
         text = f"{self.head}{simulated}: {monitor.recorded}{total} requests{warmup}{failed}, {monitor.elapsed_s:.0f} s"
