@@ -299,7 +299,9 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
     formulas: int = 1  # version of the formulas of `pooled`
     definitions: dict[str, str] = {}  # in an imported run: by field of Numbers, if it is defined otherwise
-    missing: dict[str, str] = {}  # in an imported run: by field of Numbers, why it is not known
+    missing: dict[
+        str, str
+    ] = {}  # in an imported run: by field of Numbers or percentile (ttft_p95), why it is not known
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # closed loop, bursts, open loop or trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells

@@ -13,7 +13,7 @@ from harness.analysis.summarize import summarize
 from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
 from harness.files import ROOT
-from harness.imports import Source, lemonade
+from harness.imports import Source, lemonade, llama_bench
 from harness.imports.write import FORMATS, import_file, read_file
 from harness.reasons import evidence, sentences, verdict_sentence
 from harness.report import export, junit, markdown
@@ -393,3 +393,218 @@ def test_a_comparison_says_which_runs_are_not_checked(tmp_path: Path) -> None:
     second = import_file(changed("vllm-plain.json", tmp_path / "vllm-plain.json", earlier), tmp_path / "b")
     notes = compare_runs([[first], [second]]).notes
     assert [(note.code, note.values["runs"]) for note in notes] == [("runs_unchecked", [first.name, second.name])]
+
+
+# A result of vllm bench serve without --save-detailed, as versions of 2026 write it.
+RESULT: dict[str, Any] = {
+    "date": "20260830-203806", "endpoint_type": "openai", "backend": "openai", "model_id": "llama-3b",
+    "num_prompts": 300, "request_rate": 10.0, "burstiness": 1.0, "max_concurrency": None, "duration": 36.0,
+    "completed": 300, "failed": 0, "total_input_tokens": 299700, "total_output_tokens": 81000,
+    "request_throughput": 8.33, "output_throughput": 2250.0, "mean_ttft_ms": 54.5, "median_ttft_ms": 53.0,
+    "p99_ttft_ms": 89.7, "mean_tpot_ms": 13.6, "median_tpot_ms": 13.5, "p99_tpot_ms": 17.6,
+}  # fmt: skip
+
+
+def import_text(text: str, folder: Path, name: str = "x.json") -> tuple[Run, Summary]:
+    path = folder / name
+    path.write_text(text)
+    run = import_file(path, folder / "runs")
+    return read_run(run), summarize(run)
+
+
+def unknown_fields(summary: Summary) -> dict[str, list[str]]:
+    """The fields that are not known, by the reason."""
+    return {note.values["why"]: note.values["fields"] for note in summary.notes if note.code == "import_unknown"}
+
+
+def test_vllm_files_of_2025_are_read_without_keys_that_they_do_not_have(tmp_path: Path) -> None:
+    old = {key: value for key, value in RESULT.items() if key not in ("endpoint_type", "failed", "burstiness")}
+    _, summary = import_text(json.dumps(old), tmp_path)
+    numbers = pooled(summary, "rate-10")
+    assert (numbers.sent, numbers.succeeded, numbers.output_tokens, numbers.wall_s) == (300, 300, 81000, 36.0)
+    assert (numbers.output_tok_s, numbers.ttft_s.p50, numbers.tpot_s.p50) == (2250.0, 0.053, 0.0135)
+    least = {"model_id": "m", "num_prompts": 4, "completed": 3, "total_input_tokens": 40, "duration": 2.0}
+    _, summary = import_text(json.dumps(least | {"total_output_tokens": 30}), tmp_path, "least.json")
+    numbers = pooled(summary, "vllm")
+    assert (numbers.sent, numbers.failed, numbers.output_tokens, numbers.output_tok_s) == (4, 1, 30, None)
+    assert "import_file_time" in [note.code for note in summary.notes]
+    assert {"output_tok_s", "requests_per_s", "ttft_s", "e2e_s"} <= set(summary.rows[0].missing)
+
+
+@pytest.mark.parametrize("form", ["lines", "list"])
+def test_a_vllm_file_of_several_results_has_a_load_for_each(form: str, tmp_path: Path) -> None:
+    results = [
+        RESULT,
+        RESULT | {"request_rate": 30.0, "duration": 40.0, "output_throughput": 5900.0},
+        RESULT | {"request_rate": "inf", "duration": 20.0, "output_throughput": 11400.0},
+    ]
+    text = json.dumps(results) if form == "list" else "".join(json.dumps(result) + "\n" for result in results)
+    _, summary = import_text(text, tmp_path)
+    assert [row.load for row in summary.rows] == ["rate-10", "rate-30", "all-at-once"]
+    assert [row.pooled.output_tok_s for row in summary.rows] == [2250.0, 5900.0, 11400.0]
+
+
+def test_results_of_a_vllm_sweep_with_equal_settings_are_repeats(tmp_path: Path) -> None:
+    results = [
+        RESULT | {"output_throughput": speed, "run_number": number, "max_num_seqs": seqs}
+        for seqs, speeds in ((8, (1000.0, 1010.0, 990.0)), (64, (2000.0, 2010.0, 1990.0)))
+        for number, speed in enumerate(speeds)
+    ]
+    run, summary = import_text(json.dumps(results), tmp_path)
+    assert [(row.load, row.output_tok_s) for row in summary.rows] == [
+        ("rate-10-max-num-seqs-8", [1000.0, 1010.0, 990.0]),
+        ("rate-10-max-num-seqs-64", [2000.0, 2010.0, 1990.0]),
+    ]
+    first = summary.rows[0].pooled
+    assert (first.sent, first.output_tok_s, first.ttft_s.n, first.ttft_s.p50) == (900, 1000.0, 900, 0.053)
+    assert run.scenario.repeats == 3 and run.status == "unchecked"
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ([1], r"\$\[1\]: not a result of vllm bench serve"),
+        ({"hello": 1}, r"\$\[1\]: not a result of vllm bench serve"),
+        (RESULT | {"duration": "x"}, r"\$\[1\]\.duration: Expected `float`"),
+        (RESULT | {"model_id": "other"}, "results of 2 models; import a file of one model each"),
+        (RESULT | {"output_throughput": None, "total_output_tokens": None}, "a benchmark of embeddings"),
+    ],
+)
+def test_a_faulty_result_among_several_is_named(second: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match=text):
+        import_text(json.dumps([RESULT, second]), tmp_path)
+
+
+def test_a_number_that_cannot_be_is_missing_with_its_reason(tmp_path: Path) -> None:
+    zeros = {"median_ttft_ms": 0.0, "total_input_tokens": 0, "output_throughput": 0.0}
+    run, summary = import_text(json.dumps(RESULT | zeros), tmp_path)
+    (row,) = summary.rows
+    assert (row.pooled.ttft_s.n, row.pooled.ttft_s.mean, row.pooled.prompt_tokens) == (0, None, None)
+    assert row.pooled.output_tok_s is None and row.pooled.tpot_s.p50 == 0.0135
+    assert {"ttft_s", "prompt_tokens", "output_tok_s"} <= set(row.missing)
+    assert summarize(tmp_path / "runs" / run.id, ["ttft_p50 <= 1s"]).checks[0].code == "no_value"
+    # NaN, which Python's json module writes, is no number either.
+    _, summary = import_text(json.dumps(RESULT | {"median_tpot_ms": float("nan")}), tmp_path, "nan.json")
+    assert (summary.rows[0].pooled.tpot_s.p50, summary.rows[0].pooled.tpot_s.mean) == (None, 0.0136)
+
+
+def test_a_percentile_that_is_not_in_the_file_does_not_need_more_requests(tmp_path: Path) -> None:
+    run, summary = import_text(json.dumps(RESULT), tmp_path)
+    fields = unknown_fields(summary)
+    (absent,) = [names for why, names in fields.items() if "--metric-percentiles" in why]
+    assert absent == ["ttft_p90", "ttft_p95", "tpot_p90", "tpot_p95"]
+    assert ["e2e_s"] in fields.values()
+    checks = summarize(tmp_path / "runs" / run.id, ["ttft_p95 <= 1s", "e2e_p50 <= 1s"]).checks
+    assert [check.code for check in checks] == ["no_value", "no_value"]
+    assert [check.evidence[0].values["why"]["code"] for check in checks] == ["tool_unknown", "tool_unknown"]
+    table = markdown.render(summary, run)
+    assert "| n/a |" in table and "needs" not in table
+    _, few = import_text(json.dumps(RESULT | {"num_prompts": 100, "completed": 100}), tmp_path, "few.json")
+    assert "n/a (needs 130)" in markdown.render(few, run)
+
+
+def test_details_without_start_times_are_numbers_from_the_lists(tmp_path: Path) -> None:
+    """Files with --save-detailed before January 2026."""
+    lists = {
+        "ttfts": [0.1, 0.2, 0.0, 0.3], "itls": [[0.01, 0.01], [0.02, 0.02], [], []], "input_lens": [5, 6, 7, 8],
+        "output_lens": [3, 3, 0, 1], "errors": ["", "", "Bad Gateway", ""],
+    }  # fmt: skip
+    old = RESULT | {"num_prompts": 4, "completed": 3, "failed": 1, "total_output_tokens": 7} | lists
+    _, summary = import_text(json.dumps(old), tmp_path)
+    numbers = pooled(summary, "rate-10")
+    assert (numbers.sent, numbers.failed, numbers.ttft_s.n) == (4, 1, 3)
+    assert numbers.ttft_s.mean == pytest.approx(0.2) and numbers.ttft_s.max == 0.3
+    assert numbers.e2e_s.max == 0.3 and numbers.tpot_s.mean == pytest.approx(0.015)
+    # Older ones had no text for some errors, or counted an answer without tokens as good.
+    _, summary = import_text(json.dumps(old | {"errors": [""] * 4}), tmp_path, "silent.json")
+    assert pooled(summary, "rate-10").ttft_s.n == 3
+    counted = old | {"errors": [""] * 4, "completed": 4, "failed": 0}
+    _, summary = import_text(json.dumps(counted), tmp_path, "counted.json")
+    assert pooled(summary, "rate-10").ttft_s.n == 0 and "ttft_s" in summary.rows[0].missing
+
+
+def test_an_answer_without_a_token_has_no_ttft_of_zero(tmp_path: Path) -> None:
+    def empty(raw: dict[str, Any]) -> None:
+        raw["ttfts"][2], raw["itls"][2] = 0.0, []
+
+    run = import_file(changed("vllm-chat.json", tmp_path / "x.json", empty), tmp_path / "runs")
+    numbers = summarize(run).rows[0].pooled
+    assert (numbers.errors, numbers.ttft_s.n) == ({"empty": 1}, 11)
+    assert numbers.ttft_s.min is not None and numbers.ttft_s.min > 0
+
+
+def llama_result(**values: Any) -> dict[str, Any]:
+    return {
+        "build_commit": "8cf427ff", "build_number": 5163, "backends": "ROCm", "model_filename": "/models/m.gguf",
+        "n_batch": 2048, "flash_attn": True, "n_depth": 0, "test_time": "2026-07-14T10:00:00Z", "avg_ns": 1,
+        "stddev_ns": 1, "stddev_ts": 1.0,
+    } | values  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl"])
+def test_llama_bench_has_a_load_for_each_test_and_a_repeat_for_each_sample(form: str, tmp_path: Path) -> None:
+    tests = [
+        llama_result(n_prompt=512, n_gen=0, avg_ts=1300.0, samples_ts=[1290.0, 1300.0, 1310.0], samples_ns=[1, 1, 1]),
+        llama_result(n_prompt=0, n_gen=128, avg_ts=75.0, samples_ts=[74.0, 75.0, 76.0], samples_ns=[1, 1, 1]),
+        llama_result(n_prompt=300, n_gen=100, avg_ts=200.0, samples_ts=[200.0], samples_ns=[2_000_000_000]),
+        llama_result(n_prompt=0, n_gen=128, n_depth=4096, avg_ts=0.0),
+    ]
+    text = json.dumps(tests) if form == "json" else "\n".join(map(json.dumps, tests))
+    run, summary = import_text(text, tmp_path, f"bench.{form}")
+    rows = {row.load: row for row in summary.rows}
+    assert list(rows) == ["pp512", "tg128", "pp300-tg100", "tg128-d4096"]
+    assert {row.server for row in summary.rows} == {"rocm"}
+    assert rows["pp512"].input_tok_s == [1290.0, 1300.0, 1310.0] and rows["pp512"].pooled.output_tok_s is None
+    assert rows["tg128"].output_tok_s == [74.0, 75.0, 76.0] and rows["tg128"].pooled.tpot_s.n == 3
+    assert rows["tg128"].pooled.tpot_s.max == pytest.approx(1 / 74)
+    both = rows["pp300-tg100"].pooled
+    assert (both.input_tok_s, both.output_tok_s, both.e2e_s.mean) == (150.0, 50.0, 2.0)
+    assert rows["tg128-d4096"].pooled.output_tok_s is None, "a speed of 0 cannot be"
+    assert run.scenario.model == "/models/m.gguf" and run.cells[0].served_by.version == "llama.cpp b5163 (8cf427ff)"
+    assert "flash_attn=True" in run.cells[0].served_by.arguments
+
+
+TABLE = """\
+ggml_cuda_init: found 1 ROCm devices:
+| model               |      size | params | backend | ngl | fa |          test |            t/s |
+| ------------------- | --------: | -----: | ------- | --: | -: | ------------: | -------------: |
+| gpt-oss 20B MXFP4   | 11.27 GiB | 20.9 B | ROCm    |  99 |  0 |         pp512 | 1012.80 ± 3.10 |
+| gpt-oss 20B MXFP4   | 11.27 GiB | 20.9 B | ROCm    |  99 |  0 |        tg 128 |   65.30 ± 0.10 |
+| gpt-oss 20B MXFP4   | 11.27 GiB | 20.9 B | ROCm    |  99 |  1 |         pp512 | 1312.80 ± 3.10 |
+| gpt-oss 20B MXFP4   | 11.27 GiB | 20.9 B | ROCm    |  99 |  1 | tg128 @ d4096 |   60.00 ± 0.20 |
+
+build: 8cf427ff (5163)
+"""
+
+
+def test_llama_bench_tables_are_read_with_what_differs_between_their_rows(tmp_path: Path) -> None:
+    run, summary = import_text(TABLE, tmp_path, "bench.md")
+    assert [(row.server, row.load) for row in summary.rows] == [
+        ("rocm-fa-0", "pp512"), ("rocm-fa-0", "tg128"), ("rocm-fa-1", "pp512"), ("rocm-fa-1", "tg128-d4096"),
+    ]  # fmt: skip
+    rates = [(row.pooled.input_tok_s, row.pooled.output_tok_s) for row in summary.rows]
+    assert rates == [(1012.8, None), (None, 65.3), (1312.8, None), (None, 60.0)]
+    deviations = [note.values["deviation"] for note in summary.notes if note.code == "import_deviation"]
+    assert deviations == [3.1, 0.1, 3.1, 0.2]
+    assert run.scenario.model == "gpt-oss 20B MXFP4" and run.versions == {"llama-bench": "b5163 (8cf427ff)"}
+    # A prompt's speed is compared with a prompt's speed only.
+    assert summary.comparison is not None
+    (verdict,) = summary.comparison.verdicts
+    assert (verdict.side, verdict.baseline, verdict.metric) == (
+        "rocm-fa-1 / pp512", "rocm-fa-0 / pp512", "input_tok_s",
+    )  # fmt: skip
+    assert verdict.ratio == pytest.approx(1312.8 / 1012.8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "| test | t/s |\n|---|---|\n| pp512 | fast |\n",
+        "| a | b |\n|---|---|\n| 1 | 2 |\n",
+        "| test | t/s |\n| @ d5 | 1 ± 1 |",
+    ],
+)
+def test_a_table_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    assert llama_bench.read_tables(text) == []
+    with pytest.raises(HarnessError, match="neither JSON nor JSON Lines"):
+        import_text(text, tmp_path)

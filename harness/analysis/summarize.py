@@ -12,7 +12,7 @@ from harness.analysis import validity
 from harness.analysis.count import CellContext, count_cells
 from harness.analysis.limits import common_limit, limited_by, limited_fields, mean_split, time_split
 from harness.analysis.schedule import first_arrival_s, load_kind, schedule_kept
-from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers
+from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers, pool_numbers
 from harness.columns import NUMBER_WORDS, WORK
 from harness.errors import HarnessError
 from harness.failures.explain import ErrorMessages, group_failures
@@ -385,8 +385,9 @@ def _summarize_rows(
             time=mean_split([cell.time for cell in row_cells]),
             limited_by=common_limit([cell.limited_by for cell in row_cells]),
         )
-        if run.origin is not None:  # an import has one repeat, so the numbers of its row are those of its cell
+        if run.origin is not None:
             origin = run.origin.of_row(server, load)
-            row = replace(row, pooled=row_cells[0].numbers, definitions=origin.definitions, missing=origin.missing)
+            numbers = [cell.numbers for cell in row_cells]
+            row = replace(row, pooled=pool_numbers(numbers), definitions=origin.definitions, missing=origin.missing)
         rows.append(row)
     return rows

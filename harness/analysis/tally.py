@@ -404,6 +404,52 @@ def _known_percentiles(requests: int, percentile_at: Callable[[int], float]) -> 
     }
 
 
+def pool_distributions(samples: Sequence[Distribution]) -> Distribution:
+    """Pool statistics without their values. A percentile is the median of those of the samples."""
+    known = [sample for sample in samples if sample.n]
+    if len(known) < 2:
+        return known[0] if known else NO_SAMPLE
+    n = sum(sample.n for sample in known)
+    percentiles: dict[str, Any] = {name: median_of_known(getattr(sample, name) for sample in known) for name in NEEDED}
+    return Distribution(
+        n=n,
+        mean=None if any(s.mean is None for s in known) else sum(s.n * (s.mean or 0.0) for s in known) / n,
+        min=min((s.min for s in known if s.min is not None), default=None),
+        max=max((s.max for s in known if s.max is not None), default=None),
+        **percentiles,
+    )
+
+
+def pool_numbers(cells: Sequence[Numbers]) -> Numbers:
+    """The numbers of a row of an import, whose cells may have no records: sums, and medians of times and rates."""
+    if len(cells) == 1:
+        return cells[0]
+
+    def total(name: str) -> int | None:
+        values = [getattr(cell, name) for cell in cells]
+        return None if None in values else sum(values)
+
+    fields: dict[str, Any] = {
+        name: pool_distributions([getattr(cell, name) for cell in cells])
+        for name in Numbers.__struct_fields__
+        if isinstance(getattr(cells[0], name), Distribution)
+    }
+    for name in ("wall_s", "window_s", "output_tok_s", "input_tok_s", "requests_per_s"):
+        fields[name] = median_of_known(getattr(cell, name) for cell in cells)
+    for name in ("prompt_tokens", "output_tokens", "cached_tokens"):
+        fields[name] = total(name)
+    return Numbers(
+        sent=sum(cell.sent for cell in cells),
+        succeeded=sum(cell.succeeded for cell in cells),
+        failed=sum(cell.failed for cell in cells),
+        unfinished=sum(cell.unfinished for cell in cells),
+        abandoned=sum(cell.abandoned for cell in cells),
+        errors=dict(sum((Counter(cell.errors) for cell in cells), Counter())),
+        window=cells[0].window,
+        **fields,
+    )
+
+
 def compute_numbers(tallies: Sequence[CellCounts], cells: Sequence[Numbers] = ()) -> Numbers:
     """The numbers of one cell, or of several pooled: then times and rates are medians over `cells`."""
     total = _sum_counts(tallies)

@@ -5,10 +5,11 @@ This module reads a file and gives strict access to its values: a number is read
 
 import datetime
 import hashlib
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -77,6 +78,8 @@ class ImportedPart(Struct, frozen=True, kw_only=True):
 
     server: str = "running"
     load: str
+    repeat: int = 1
+    endpoint: Literal["chat", "embeddings"] = "chat"  # embeddings: only prompts are processed
     at_once: int | None = None  # requested maximum in flight; None: the file does not say
     planned: int  # measured requests that were to be sent
     records: list[Request] = []
@@ -84,7 +87,7 @@ class ImportedPart(Struct, frozen=True, kw_only=True):
     started_wall_s: float
     ended_wall_s: float
     definitions: dict[str, str] = {}  # by field of Numbers, if it differs from that of the other parts
-    missing: dict[str, str] = {}  # by field of Numbers: why it is not known
+    missing: dict[str, str] = {}  # by field of Numbers, or percentile such as "ttft_p95": why it is not known
 
 
 class Imported(Struct, frozen=True, kw_only=True):
@@ -96,6 +99,7 @@ class Imported(Struct, frozen=True, kw_only=True):
     url: str | None = None
     arguments: dict[str, list[str]] = {}  # by server, if known
     versions: dict[str, str] = {}  # by server, if known
+    models: dict[str, str] = {}  # by server, if they differ
     parts: list[ImportedPart]
     work: Any  # identifies the work: equal values in two files mean the same work, as far as they can show
     definitions: dict[str, str] = {}  # by field of Numbers, if it differs from the definition of this suite
@@ -123,7 +127,11 @@ def _value_at_path(value: Any, path: str) -> Any:
     return value
 
 
-def read_source(path: Path) -> Source:
+def read_source(path: Path, read_text: Callable[[str], list[Any]] = lambda _: []) -> Source:
+    """Read JSON or JSON Lines. `read_text` returns the documents of a file that is neither, or none.
+
+    Raises HarnessError for a file that cannot be read or decoded.
+    """
     try:
         raw = read_bytes(path)
     except OSError as error:
@@ -131,9 +139,23 @@ def read_source(path: Path) -> Source:
         raise HarnessError(what, next_step="Give the file of results that the tool wrote.") from None
     digest = hashlib.sha256(raw).hexdigest()
     try:
-        return Source(path, digest, msgspec.json.decode(raw))
+        return Source(path, digest, _decode(raw))
     except UNDECODABLE as error:
-        return Source(path, digest, _decode_lines(path, raw, error))
+        documents = read_text(raw.decode(errors="replace"))
+        return Source(path, digest, documents or _decode_lines(path, raw, error))
+
+
+def _decode(raw: bytes) -> Any:
+    """Decode a document. NaN and Infinity, which Python's json module writes, are missing."""
+    try:
+        return msgspec.json.decode(raw)
+    except UNDECODABLE as error:
+        if b"NaN" not in raw and b"Infinity" not in raw:
+            raise
+        try:
+            return json.loads(raw, parse_constant=lambda _: None)
+        except (ValueError, RecursionError):
+            raise error from None
 
 
 def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
@@ -144,7 +166,7 @@ def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
     documents: list[Any] = []
     for number, line in lines:
         try:
-            documents.append(msgspec.json.decode(line))
+            documents.append(_decode(line))
         except UNDECODABLE as error:
             mistake = f"line {number} of {lines[-1][0]} is not JSON ({describe_decode_error(error)})"
             if not documents or not isinstance(documents[0], dict):
@@ -171,6 +193,14 @@ class LatencyStats(Struct, frozen=True, kw_only=True):
     p90: Duration | None = None
     p95: Duration | None = None
     p99: Duration | None = None
+
+    def zeros(self) -> list[str]:
+        """Return the names of the statistics that are 0, which no latency can be."""
+        return [name for name, ms in msgspec.structs.asdict(self).items() if ms == 0]
+
+    def absent(self, n: int) -> list[str]:
+        """Return the names of the percentiles that `n` requests can carry and the file does not have."""
+        return [name for name, needed in NEEDED.items() if n >= needed and getattr(self, name) is None]
 
     def distribution(self, n: int) -> Distribution:
         """Return the statistics in seconds, without percentiles that `n` requests cannot carry."""

@@ -149,6 +149,12 @@ def _make_part(
         ttft_s=_distribution(scenario.ttft_ms, n),
         e2e_s=_distribution(scenario.duration_ms, n),
     )
+    missing = {"output_tok_s": UNTOLD} if n and not meaning else {}
+    for latency, stats in (("ttft", scenario.ttft_ms), ("e2e", scenario.duration_ms)):
+        if n and (stats is None or stats.min <= 0):
+            missing[f"{latency}_s"] = "the server reported none, or the file has a 0, which no latency can be"
+        elif stats is not None:
+            missing |= {f"{latency}_{name}": "the file has no such percentile" for name in stats.absent(n)}
     return ImportedPart(
         server=server,
         load=scenario.name,
@@ -158,7 +164,7 @@ def _make_part(
         started_wall_s=wall_s,
         ended_wall_s=wall_s,
         definitions={"output_tok_s": meaning} if meaning else {},
-        missing={"output_tok_s": UNTOLD} if n and not meaning else {},
+        missing=missing,
     )
 
 

@@ -1,10 +1,18 @@
-"""`vllm bench serve --save-result`, with and without --save-detailed. Read against vLLM 0.32."""
+"""`vllm bench serve --save-result`, with and without --save-detailed. Read against vLLM 0.32.
 
+Files of --append-result and of `vllm bench sweep serve` have several results. Files of benchmark_serving.py before
+vLLM 0.10 have no `endpoint_type` and no `failed`, files before January 2026 no `start_times`.
+"""
+
+from array import array
+from collections import Counter
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from harness.analysis.tally import distribution
 from harness.errors import HarnessError
 from harness.imports import (
     Count,
@@ -42,21 +50,23 @@ AGGREGATE = {
     "percentiles": "interpolated between neighbouring values (numpy.percentile)",
 }
 _WORK = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
+_NO_PERCENTILE = "the file has no such percentile (--metric-percentiles 50,90,95,99 writes them)"
+_NO_DETAIL = "the file was saved without --save-detailed, or before January 2026, so it has no line for each request"
 
 
 class VllmResult(Struct, frozen=True, kw_only=True):
-    date: str
+    date: str | None = None
     model_id: str
     duration: Duration  # seconds
     num_prompts: Count
-    request_rate: float | Literal["inf"]
+    request_rate: float | Literal["inf"] | None = None
     max_concurrency: Count | None = None
     completed: Count
     failed: Count | None = None
     total_input_tokens: Count
-    total_output_tokens: Count
-    output_throughput: float
-    request_throughput: float
+    total_output_tokens: Count | None = None
+    output_throughput: Duration | None = None  # tokens a second
+    request_throughput: Duration | None = None
     input_lens: list[Count] | None = None
 
 
@@ -67,53 +77,113 @@ class VllmDetail(Struct, frozen=True, kw_only=True):
     itls: list[list[Duration]]
     input_lens: list[Count]
     output_lens: list[Count]
-    start_times: list[float]
+    start_times: list[float] | None = None  # since January 2026
     errors: list[str]
 
 
 def read(source: Source) -> Imported:
-    """Raise HarnessError for a file that lacks what is needed, such as one of an embedding benchmark."""
-    if source.value.get("output_throughput") is None:
-        raise HarnessError(f"{source.path}: a benchmark of embeddings has no generated tokens to measure")
-    result = source.read(VllmResult)
-    records = _records(source, source.read(VllmDetail)) if "ttfts" in source.value else []
-    _refuse_contradictions(source, result, records)
-    ended = source.parse_time("$.date", result.date, "%Y%m%d-%H%M%S", "20260131-235959")  # written at the end
-    rate = None if result.request_rate == "inf" else result.request_rate
-    part = ImportedPart(
-        load=load_name(rate, result.max_concurrency, "all-at-once"),
-        at_once=result.max_concurrency,
-        planned=result.num_prompts,
-        records=records,
-        numbers=None if records else _summary_numbers(source, result),
-        started_wall_s=ended - result.duration,
-        ended_wall_s=ended,
-    )
-    notes = [because("import_time_zone")]
-    if any(record.error for record in records):
+    """Return one load for each result of the file. Raise HarnessError if one lacks what is needed."""
+    documents = source.value if isinstance(source.value, list) else [source.value]
+    places = [f"$[{i}]" for i in range(len(documents))] if isinstance(source.value, list) else ["$"]
+    parts = [_make_part(source, value, place) for value, place in zip(documents, places, strict=True)]
+    models = list(dict.fromkeys(value["model_id"] for value in documents))
+    if len(models) > 1:
+        raise source.error_at("$[*].model_id", f"results of {len(models)} models; import a file of one model each")
+    with_records = all(part.records for part in parts)
+    notes = [because("import_time_zone" if all("date" in value for value in documents) else "import_file_time")]
+    if any(record.error for part in parts for record in part.records):
         notes.append(because("import_failed_end"))
-    none = "the file was saved without --save-detailed, so it has no line for each request"
+    works = [
+        {key: value.get(key) for key in _WORK} | {"input_lens": sorted(value.get("input_lens") or [])}
+        for value in documents
+    ]
     return Imported(
         tool="vllm bench serve",
         version=None,  # the file does not carry it
-        model=result.model_id,
-        parts=[part],
-        work={key: source.value.get(key) for key in _WORK} | {"input_lens": sorted(result.input_lens or [])},
-        definitions=DEFINITIONS if records else DEFINITIONS | AGGREGATE,
-        missing={} if records else {"chunk_gap_s": none, "tokens_per_chunk": none},
+        model=models[0],
+        parts=_number_repeats(parts),
+        work=works[0] if len(works) == 1 else works,
+        definitions=DEFINITIONS if with_records else DEFINITIONS | AGGREGATE,
+        missing={} if with_records else {"chunk_gap_s": _NO_DETAIL, "tokens_per_chunk": _NO_DETAIL},
         notes=notes,
     )
 
 
-def _records(source: Source, detail: VllmDetail) -> list[Request]:
-    lengths = {name: len(getattr(detail, name)) for name in detail.__struct_fields__}
+def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
+    if not isinstance(value, dict) or not FORMAT.matches(value):
+        raise source.error_at(place, "not a result of vllm bench serve, as the first of the file is")
+    if value.get("output_throughput") is None and value.get("total_output_tokens") is None:
+        raise HarnessError(f"{source.path}: {place}: a benchmark of embeddings has no generated tokens to measure")
+    result = source.read(VllmResult, value, place)
+    detail = source.read(VllmDetail, value, place) if "ttfts" in value else None
+    if detail is not None:
+        _refuse_unequal_lists(source, place, detail)
+    _refuse_contradictions(source, place, result, detail)
+    records = [] if detail is None or detail.start_times is None else _records(detail, detail.start_times)
+    missing: dict[str, str] = {}
+    numbers = None if records else _summary_numbers(source, value, place, result, detail, missing)
+    ended = (
+        source.path.stat().st_mtime
+        if result.date is None
+        else source.parse_time(f"{place}.date", result.date, "%Y%m%d-%H%M%S", "20260131-235959")  # written at the end
+    )
+    rate = result.request_rate if isinstance(result.request_rate, float) else None
+    default = "all-at-once" if result.request_rate == "inf" else "vllm"
+    return ImportedPart(
+        load="-".join([load_name(rate, result.max_concurrency, default), *_swept(value)]),
+        at_once=result.max_concurrency,
+        planned=result.num_prompts,
+        records=records,
+        numbers=numbers,
+        started_wall_s=ended - result.duration,
+        ended_wall_s=ended,
+        missing=missing,
+    )
+
+
+def _swept(value: dict[str, Any]) -> list[str]:
+    """The settings of a result of `vllm bench sweep serve`, which writes them after its `run_number`."""
+    keys = list(value)
+    settings = keys[keys.index("run_number") + 1 :] if "run_number" in keys else []
+    return [f"{key}-{value[key]}" for key in settings if isinstance(value[key], str | int | float)]
+
+
+def _number_repeats(parts: list[ImportedPart]) -> list[ImportedPart]:
+    """Results of equal settings are repeats of one load."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for part in parts:
+        seen[part.load] += 1
+        numbered.append(replace(part, repeat=seen[part.load]))
+    return numbered
+
+
+def _failed(detail: VllmDetail, completed: int) -> list[bool]:
+    """Which requests failed. Old versions wrote no error for some of them, and neither a TTFT nor tokens."""
+    failed = [bool(error) for error in detail.errors]
+    if failed.count(False) == completed:
+        return failed
+    return [
+        error or (ttft == 0 and tokens == 0)
+        for error, ttft, tokens in zip(failed, detail.ttfts, detail.output_lens, strict=True)
+    ]
+
+
+def _refuse_unequal_lists(source: Source, place: str, detail: VllmDetail) -> None:
+    lists = {name: getattr(detail, name) for name in detail.__struct_fields__}
+    lengths = {name: len(values) for name, values in lists.items() if values is not None}
     if len(set(lengths.values())) != 1:
         sizes = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise HarnessError(f"{source.path}: the lists are not equally long: {sizes}")
-    zero = min(detail.start_times, default=0.0)
+        raise HarnessError(f"{source.path}: {place}: the lists are not equally long: {sizes}")
+
+
+def _records(detail: VllmDetail, start_times: list[float]) -> list[Request]:
+    zero = min(start_times, default=0.0)
     records = []
-    for index, (start, error, ttft) in enumerate(zip(detail.start_times, detail.errors, detail.ttfts, strict=True)):
-        chunks = list(accumulate(detail.itls[index], initial=ttft)) if not error or ttft > 0 else []
+    for index, (start, error, ttft) in enumerate(zip(start_times, detail.errors, detail.ttfts, strict=True)):
+        chunks = list(accumulate(detail.itls[index], initial=ttft)) if ttft > 0 else []
+        # Old versions counted an answer without any token as a success with a TTFT of 0.
+        empty = not error and not chunks
         records.append(
             imported_request(
                 id=str(index),
@@ -122,61 +192,114 @@ def _records(source: Source, detail: VllmDetail) -> list[Request]:
                 sent_s=start - zero,
                 ended_s=chunks[-1] if chunks else 0.0,
                 chunks_s=chunks,
-                prompt_tokens=None if error else detail.input_lens[index],
-                output_tokens=None if error else detail.output_lens[index],
-                error="unknown" if error else None,
+                prompt_tokens=None if error else detail.input_lens[index] or None,
+                output_tokens=None if error else detail.output_lens[index] or None,
+                error="unknown" if error else "empty" if empty else None,
                 message=last_line(error) or None,
             )
         )
     return records
 
 
-def _refuse_contradictions(source: Source, result: VllmResult, records: list[Request]) -> None:
+def _refuse_contradictions(source: Source, place: str, result: VllmResult, detail: VllmDetail | None) -> None:
     """Raise HarnessError where the file's totals are not those of its own list, or not of each other."""
-    if records:
-        good = [record for record in records if record.error is None]
-        tokens = sum(record.output_tokens or 0 for record in good)
-        source.require_equal("$.completed", result.completed, len(good), "requests listed without an error are")
-        source.require_equal("$.total_output_tokens", result.total_output_tokens, tokens, "those of its list come to")
+    if detail is not None:
+        failed = _failed(detail, result.completed)
+        good = [tokens for tokens, lost in zip(detail.output_lens, failed, strict=True) if not lost]
+        source.require_equal(f"{place}.completed", result.completed, len(good), "requests listed without an error are")
+        if result.total_output_tokens is not None:
+            total = result.total_output_tokens
+            source.require_equal(f"{place}.total_output_tokens", total, sum(good), "those of its list come to")
     elif result.failed is not None:
         ended = result.completed + result.failed
-        source.require_equal("$.num_prompts", result.num_prompts, ended, "completed and failed together are")
+        source.require_equal(f"{place}.num_prompts", result.num_prompts, ended, "completed and failed together are")
     elif result.completed > result.num_prompts:
-        raise source.error_at("$.completed", f"at most the {result.num_prompts} of num_prompts are expected")
+        raise source.error_at(f"{place}.completed", f"at most the {result.num_prompts} of num_prompts are expected")
 
 
-def _summary_numbers(source: Source, result: VllmResult) -> Numbers:
+def _summary_numbers(
+    source: Source, value: Any, place: str, result: VllmResult, detail: VllmDetail | None, missing: dict[str, str]
+) -> Numbers:
+    """The numbers of a result without a record for each request. `missing` receives why a number is not known."""
     lost = result.num_prompts - result.completed if result.failed is None else result.failed
+    if detail is not None:
+        samples: dict[str, Any] = dict(_listed_distributions(detail, result.completed, missing))
+    else:
+        samples = {
+            f"{ours}_s": _distribution(source, value, place, ours, name, result.completed, missing)
+            for ours, name in (("ttft", "ttft"), ("tpot", "tpot"), ("e2e", "e2el"))
+        }
+
+    def positive(field: str, name: str, number: Any) -> Any:
+        """A number that cannot be 0 where requests succeeded."""
+        if not number and result.completed:
+            missing[field] = f"{name} is {'not in the file' if number is None else '0, which cannot be'}"
+            return None
+        return number
+
     return Numbers(
         sent=result.completed + lost,
         succeeded=result.completed,
         failed=lost,
         unfinished=0,
         errors={"unknown": lost} if lost else {},
-        prompt_tokens=result.total_input_tokens,
-        output_tokens=result.total_output_tokens,
-        wall_s=result.duration,
+        prompt_tokens=positive("prompt_tokens", "total_input_tokens", result.total_input_tokens),
+        output_tokens=positive("output_tokens", "total_output_tokens", result.total_output_tokens),
+        wall_s=positive("wall_s", "duration", result.duration),
         window="wall",
-        window_s=result.duration,
-        output_tok_s=result.output_throughput,
-        requests_per_s=result.request_throughput,
-        ttft_s=_distribution(source, "ttft", result.completed),
-        tpot_s=_distribution(source, "tpot", result.completed),
-        e2e_s=_distribution(source, "e2el", result.completed),
+        window_s=result.duration or None,
+        output_tok_s=positive("output_tok_s", "output_throughput", result.output_throughput),
+        requests_per_s=positive("requests_per_s", "request_throughput", result.request_throughput),
+        **samples,
     )
 
 
-def _distribution(source: Source, name: str, n: int) -> Distribution:
+def _listed_distributions(detail: VllmDetail, completed: int, missing: dict[str, str]) -> dict[str, Distribution]:
+    """The latencies of --save-detailed before January 2026, when the file had no `start_times`."""
+    ttft, tpot, e2e, without = array("d"), array("d"), array("d"), 0
+    failed = _failed(detail, completed)
+    for first, gaps, tokens, lost in zip(detail.ttfts, detail.itls, detail.output_lens, failed, strict=True):
+        if lost:
+            continue
+        if first <= 0:
+            without += 1
+            continue
+        ttft.append(first)
+        e2e.append(first + sum(gaps))
+        if tokens > 1 and gaps:
+            tpot.append(sum(gaps) / (tokens - 1))
+    if without:
+        why = f"{without} successful requests have a TTFT of 0: they got no token"
+        missing |= dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), why)
+        return {}
+    return {"ttft_s": distribution([ttft]), "tpot_s": distribution([tpot]), "e2e_s": distribution([e2e])}
+
+
+def _distribution(
+    source: Source, value: Any, place: str, ours: str, name: str, n: int, missing: dict[str, str]
+) -> Distribution:
     """The mean and the percentiles that n requests can carry."""
-    if source.value.get(f"mean_{name}_ms") is None or not n:
-        return NO_SAMPLE
     prefixes = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
-    stats = {key: source.value.get(f"{prefix}_{name}_ms") for key, prefix in prefixes.items()}
-    return source.read(LatencyStats, stats, f"$.*_{name}_ms").distribution(n)
+    given = {key: value.get(f"{prefix}_{name}_ms") for key, prefix in prefixes.items()}
+    if given["p50"] is None:  # --metric-percentiles 50
+        given["p50"] = value.get(f"p50_{name}_ms")
+    if given["mean"] is None or not n:
+        if n:
+            missing[f"{ours}_s"] = f"the file has no {name} (--percentile-metrics ttft,tpot,itl,e2el writes it)"
+        return NO_SAMPLE
+    stats = source.read(LatencyStats, given, f"{place}.*_{name}_ms")
+    if zeros := stats.zeros():
+        keys = ", ".join(f"{prefixes[key]}_{name}_ms" for key in zeros)
+        missing[f"{ours}_s"] = (
+            f"{keys} is 0, which no latency can be: requests without one were counted, so the others are wrong, too"
+        )
+        return NO_SAMPLE
+    missing |= {f"{ours}_{key}": _NO_PERCENTILE for key in stats.absent(n)}
+    return stats.distribution(n)
 
 
 FORMAT = Format(
     "vllm bench serve --save-result [--save-detailed]",
-    ("model_id", "num_prompts", "request_throughput", "total_input_tokens", "endpoint_type"),
+    ("model_id", "num_prompts", "completed", "total_input_tokens"),
     read,
 )

@@ -23,6 +23,7 @@ from harness.imports import (
     guidellm,
     last_end_s,
     lemonade,
+    llama_bench,
     read_source,
     vllm,
 )
@@ -77,6 +78,7 @@ FORMATS = {
     "aiperf": aiperf.FORMAT,
     "genai-bench": genai_bench.FORMAT,
     "lemonade": lemonade.FORMAT,
+    "llama-bench": llama_bench.FORMAT,
     "records": Format(
         "locust -f locustfiles/chat.py --records FILE", ("cell", "user_class", "phase", "sent_s"), _read_records
     ),
@@ -90,7 +92,7 @@ def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
     """
     if given is not None and given not in FORMATS:
         raise HarnessError(f"--format: there is no format '{given}'; {did_you_mean(given, FORMATS)}")
-    source = read_source(path)
+    source = read_source(path, llama_bench.read_tables)
     matching = [name for name, form in FORMATS.items() if form.matches(source.value)]
     if given is not None and given not in matching:
         hint = f"; it looks like {matching[0]}" if matching else ""
@@ -128,14 +130,18 @@ def import_file(
             f"{path}: was imported before, as {run_id}",
             next_step=f"`harness report {run_id}` shows it; remove it first.",
         )
+    by_server = {
+        field: {_valid_name(server): value for server, value in getattr(imported, field).items()}
+        for field in ("arguments", "versions", "models")
+    }
+    imported = replace(imported, **by_server)
     cells: dict[str, ImportedPart] = {}
     for part in imported.parts:
         part = replace(part, server=_valid_name(part.server), load=_valid_name(part.load))
-        cell = f"r1-{part.server}-{part.load}"
-        if cell in cells:
-            raise HarnessError(
-                f"{path}: two of its loads have the same name: {cell}", next_step="Import a file of one run each."
-            )
+        cell = f"r{part.repeat}-{part.server}-{part.load}"
+        if cell in cells:  # two names that are equal in their first 40 characters
+            part = replace(part, load=f"{part.load[:36].strip('-')}-{len(cells)}")
+            cell = f"r{part.repeat}-{part.server}-{part.load}"
         cells[cell] = part
     run = _make_run(run_id, name, source, imported, cells, machine)
     folder.mkdir(parents=True)
@@ -159,6 +165,10 @@ def _make_run(
 ) -> Run:
     tool = f"{imported.tool} {imported.version}" if imported.version else imported.tool
     servers = dict.fromkeys(part.server for part in cells.values())
+    rows: dict[tuple[str, str], ImportedPart] = {}
+    for part in cells.values():
+        first = rows.setdefault((part.server, part.load), part)
+        rows[part.server, part.load] = replace(first, missing=first.missing | part.missing)
     return Run(
         id=run_id,
         status="running",
@@ -173,11 +183,15 @@ def _make_run(
             loads={
                 # Never fixed: no file says that every answer had to have a certain length.
                 part.load: Load(
-                    user="imported", users=_max_in_flight(part), requests=max(part.planned, 1), output="natural"
+                    user="imported",
+                    users=_max_in_flight(part),
+                    requests=max(part.planned, 1),
+                    output="natural",
+                    endpoint=part.endpoint,
                 )
                 for part in cells.values()
             },
-            repeats=1,
+            repeats=max(part.repeat for part in cells.values()),
             warmup=Warmup(requests=0),
         ),
         workload_sha256=hashlib.sha256(msgspec.json.encode([imported.tool, imported.work], order="sorted")).hexdigest(),
@@ -187,12 +201,12 @@ def _make_run(
                 id=cell,
                 server=part.server,
                 load=part.load,
-                repeat=1,
+                repeat=part.repeat,
                 started_wall_s=part.started_wall_s,
                 ended_wall_s=part.ended_wall_s,
                 served_by=ServedBy(
                     url=imported.url or UNKNOWN,
-                    model=imported.model,
+                    model=imported.models.get(part.server, imported.model),
                     version=imported.versions.get(part.server),
                     arguments=imported.arguments.get(part.server, []),
                 ),
@@ -212,7 +226,7 @@ def _make_run(
             notes=imported.notes,
             rows=[
                 RowOrigin(server=part.server, load=part.load, definitions=part.definitions, missing=part.missing)
-                for part in cells.values()
+                for part in rows.values()
                 if part.definitions or part.missing
             ],
         ),

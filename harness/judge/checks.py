@@ -285,23 +285,28 @@ def _row_value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
         return _speedup_value(row, comparison)
     if metric in ANSWER_SHARES and row.pooled.answers is None:
         return _missing_value("no_answer_checked")
-    if metric == "output_tok_s" and "output_tok_s" in row.missing:
-        missing = because("tool_unknown", why=row.missing["output_tok_s"])
-    else:
-        missing = because(_VALUES[metric].missing)
+    missing = _tool_unknown(row, _VALUES[metric].field) or because(_VALUES[metric].missing)
     return _Value(value=_VALUES[metric].value_of(row.pooled), missing=missing)
+
+
+def _tool_unknown(row: Row, *names: str) -> Reason | None:
+    """Why an imported file has no such number; None if the file is not the reason."""
+    why = next((row.missing[name] for name in names if name in row.missing), None)
+    return None if why is None else because("tool_unknown", why=why)
 
 
 def _latency_value(row: Row, latency: str, statistic: str) -> _Value:
     column = LATENCIES[latency]
     sample: Distribution = getattr(row.pooled, column.field)
     only = {"only": column.only} if not sample.n and column.only else {}
+    unknown = _tool_unknown(row, f"{column.name}_{statistic}", column.field)
     if statistic == "mean":
-        return _Value(value=sample.mean, missing=because("latency_missing", latency=latency, needed=1, **only))
+        few = because("latency_missing", latency=latency, needed=1, **only)
+        return _Value(value=sample.mean, missing=unknown or few)
     needed = NEEDED[statistic]
     return _Value(
         value=getattr(sample, statistic),
-        missing=because("latency_missing", latency=latency, needed=needed, there=sample.n, **only),
+        missing=unknown or because("latency_missing", latency=latency, needed=needed, there=sample.n, **only),
         interval=sample.intervals.get(statistic),
         n=min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.n,
         needed=needed,

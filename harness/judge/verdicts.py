@@ -254,6 +254,9 @@ def _default_baseline(row: Row, base: Row, named: Mapping[str, Row], scenario: S
     if mix_of(row.load) is not None:
         return named.get(f"{row.server}/{load_of_part(row.load)}") or base
     load, base_load = scenario.loads[row.load], scenario.loads[base.load]
+    if load.endpoint != base_load.endpoint and load.user == "imported":
+        same_load = named.get(f"{base.server}/{row.load}")
+        return None if same_load is row else same_load
     same_pacing = (is_paced(load), is_open_loop(load)) == (is_paced(base_load), is_open_loop(base_load))
     if (same_pacing and not scenario.mixes) or without_concurrency(load) == without_concurrency(base_load):
         return base
@@ -334,6 +337,7 @@ def work_metric(loads: Sequence[Load]) -> str:
         )
     if len(work) == 1 and all(
         load.requests is not None
+        and load.user != "imported"
         and (load.output == "fixed" or load.endpoint == "embeddings" or load.answer is not None)
         for load in loads
     ):

@@ -166,10 +166,10 @@ def _latency_column(column: LatencyColumn, at: str) -> TableColumn:
     def text(line: TableLine) -> str:
         numbers = line.row.pooled
         sample = getattr(numbers, column.field)
-        if longest or (numbers.e2e_s.n and not sample.n):
+        if longest or (numbers.e2e_s.n and not sample.n and column.field not in line.row.missing):
             # Vectors and answers in one piece have no first token: a dash, not the number of requests needed.
             return units.milliseconds(sample.max)
-        return words.format_percentile(sample, at)
+        return words.format_percentile(line.row, column.field, at)
 
     meaning = "the longest of all" if longest else f"{_SHARES[at]} requests {column.outcome}"
     condition = "" if longest else "; printed only when there are enough of them"
@@ -268,7 +268,7 @@ def table_columns(summary: Summary) -> tuple[TableColumn, ...]:
     answers = [row.answers for row in numbers if row.answers is not None]
     applies = {
         "wall": not numbers or any(row.window != "timed" for row in numbers),  # not to loads of a fixed duration
-        "input_rate": vectors,
+        "input_rate": vectors or any(row.input_tok_s and not row.output_tok_s for row in numbers),
         "valid": bool(answers),
         "right": any(form.labelled for form in answers),
     }

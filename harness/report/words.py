@@ -10,17 +10,24 @@ from harness import units
 from harness.analysis.schedule import load_kind
 from harness.columns import RATES
 from harness.scenario import USERS, Arrivals, Load, Trace, max_concurrency
-from harness.summary import NEEDED, Distribution, Reason
+from harness.summary import NEEDED, Distribution, Reason, Row
 from harness.units import milliseconds
 
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
 
 
-def format_percentile(sample: Distribution, name: str) -> str:
-    """A percentile of times in milliseconds, or the number of requests that it needs."""
+def format_percentile(row: Row, field: str, name: str) -> str:
+    """A percentile of times in milliseconds, or the number of requests that it needs.
+
+    Only "n/a" where an imported file does not have it; a note has the reason.
+    """
+    sample: Distribution = getattr(row.pooled, field)
     value: float | None = getattr(sample, name)
-    return f"n/a (needs {NEEDED[name]})" if value is None else milliseconds(value)
+    if value is not None:
+        return milliseconds(value)
+    few = sample.n < NEEDED[name] and field not in row.missing
+    return f"n/a (needs {NEEDED[name]})" if few else "n/a"
 
 
 def format_metric(value: float, metric: str) -> str:

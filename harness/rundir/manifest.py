@@ -178,7 +178,7 @@ class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server: str
     load: str
     definitions: dict[str, str] = {}  # by field of Numbers
-    missing: dict[str, str] = {}  # by field of Numbers: why it is not known
+    missing: dict[str, str] = {}  # by field of Numbers, or percentile such as "ttft_p95": why it is not known
 
 
 class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -190,7 +190,7 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     imported_wall_s: WallSeconds
     importer: str  # version of the harness that read them
     definitions: dict[str, str] = {}  # by field of Numbers, if it is not that of this suite
-    missing: dict[str, str] = {}  # by field of Numbers: why it is not known
+    missing: dict[str, str] = {}  # by field of Numbers, or percentile such as "ttft_p95": why it is not known
     notes: list[Reason] = []
     rows: list[RowOrigin] = []  # rows that differ from the above
 
@@ -374,7 +374,9 @@ def without_unknown_numbers(numbers: Numbers, origin: Origin | None) -> Numbers:
     if origin is None:
         return numbers
     unknown: dict[str, Distribution | None] = {
-        field: NO_SAMPLE if isinstance(getattr(numbers, field), Distribution) else None for field in origin.missing
+        field: NO_SAMPLE if isinstance(getattr(numbers, field), Distribution) else None
+        for field in origin.missing
+        if field in numbers.__struct_fields__
     }
     return replace(numbers, **unknown)
 
@@ -395,11 +397,16 @@ def origin_notes(origin: Origin | None) -> list[Reason]:
         for kind, texts in (("import_defined", row.definitions), ("import_unknown", row.missing)):
             for field, text in texts.items():
                 rows_of[kind, field, text].append(f"{row.server} / {row.load}")
-    first: dict[str, str] = {}
-    for (kind, field, text), rows in sorted(rows_of.items(), key=lambda item: item[0][0]):
+    shared: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for (kind, field, text), rows in rows_of.items():
         if kind == "import_unknown":
-            notes.append(because(kind, why=text, fields=[field], rows=rows))
-        else:
+            shared[text, tuple(rows)].append(field)
+    first: dict[str, str] = {}
+    for (kind, field, text), rows in rows_of.items():
+        if kind == "import_defined":
             other = first.setdefault(field, text) != text
             notes.append(because(kind, field=field, meaning=text, rows=rows, other=other))
+    notes += [
+        because("import_unknown", why=why, fields=fields, rows=list(names)) for (why, names), fields in shared.items()
+    ]
     return notes

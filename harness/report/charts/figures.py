@@ -178,7 +178,7 @@ def first_token_chart(summary: Summary, run: Run) -> Chart:
 
 def _percentile_cells(row: Row, field: str) -> list[str]:
     sample = getattr(row.pooled, field)
-    return [words.format_percentile(sample, "p50"), words.format_percentile(sample, "p95"), f"{sample.n:,}"]
+    return [words.format_percentile(row, field, name) for name in ("p50", "p95")] + [f"{sample.n:,}"]
 
 
 def tradeoff_chart(summary: Summary, run: Run) -> Chart:
@@ -232,7 +232,7 @@ def distribution_chart(summary: Summary, observed: ChartData, column: LatencyCol
         hover = f"%{{y:.1%}} within <b>%{{x:,.1f}} ms</b>{NAME}"
         curves.append(scatter(row.name, [round(value, 3) for value in values], shares, hover, line=line, meta=i))
         pooled = getattr(row.pooled, column.field)
-        percentiles = [words.format_percentile(pooled, name) for name in ("p50", "p90", "p95", "p99")]
+        percentiles = [words.format_percentile(row, column.field, name) for name in ("p50", "p90", "p95", "p99")]
         minimum, maximum = units.milliseconds(pooled.min), units.milliseconds(pooled.max)
         body.append([row.server, row.load, f"{pooled.n:,}", minimum, *percentiles, maximum])
     ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]

@@ -1,0 +1,221 @@
+"""llama-bench's JSON, JSON Lines and Markdown. Read against the README and output code of llama.cpp, 2024 to 2026.
+
+A test processes a prompt (pp), generates tokens (tg) or does both (pg), one at a time and without a server. Each
+repetition is a repeat. A Markdown table has only the mean and the standard deviation.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from msgspec import Struct
+
+from harness.imports import Count, Duration, Format, Imported, ImportedPart, Source
+from harness.summary import Distribution, Numbers, because
+
+DEFINITIONS = {
+    "output_tok_s": "tokens / time of the generation alone: one sequence, without a server, sampling or a tokenizer",
+    "input_tok_s": "prompt tokens / time of the prompt alone: one sequence, without a server or a tokenizer",
+    "ttft_s": "the time of the prompt alone, without a server, a tokenizer or the first token's sampling",
+    "tpot_s": "time of the generation / generated tokens, the first included",
+    "e2e_s": "the time of prompt and generation, without a server or a tokenizer",
+}
+_NO_RECORDS = "llama-bench sends no requests"
+_NO_TOKENS = "the test generates no tokens"
+_MISSING = {
+    "wall_s": "the file has the time of each test, not that of all",
+    "requests_per_s": _NO_RECORDS,
+    "chunk_gap_s": _NO_RECORDS,
+    "tokens_per_chunk": _NO_RECORDS,
+    "ttfo_s": _NO_RECORDS,
+}
+# What a test measures and which build measured it; all other fields of a result are settings.
+_NO_SETTINGS = (
+    "build_commit", "build_number", "build", "cpu_info", "gpu_info", "model_type", "model_size", "model_n_params",
+    "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns",
+    "samples_ts", "size", "params", "test", "t/s",
+)  # fmt: skip
+_MODEL = ("model_filename", "model")
+_TEST = re.compile(r"(?:pp ?(?P<pp>\d{1,9}))?\+?(?:tg ?(?P<tg>\d{1,9}))?(?: ?@ ?d ?(?P<depth>\d{1,9}))?")
+_SPEED = re.compile(r"(?P<mean>\d{1,9}(?:\.\d{1,9})?) *(?:±|\+-|\+/-) *(?P<deviation>\d{1,9}(?:\.\d{1,9})?)")
+_BUILD = re.compile(r"build: (?P<commit>[0-9a-f]{4,40}) \((?P<number>\d{1,9})\)")
+_SHORT = 12  # characters of a setting's name and value in a server's name
+
+
+class LlamaBenchTest(Struct, frozen=True, kw_only=True):
+    n_prompt: Count
+    n_gen: Count
+    n_depth: Count = 0
+    avg_ts: Duration  # tokens a second
+    stddev_ts: Duration | None = None
+    samples_ts: list[Duration] = []
+    samples_ns: list[Duration] = []
+    test_time: str | None = None
+    build_commit: str | None = None
+    build_number: Count | None = None
+    backends: str | None = None
+    backend: str | None = None  # of a Markdown table
+
+    @property
+    def name(self) -> str:
+        parts = [f"pp{self.n_prompt}"] if self.n_prompt else []
+        parts += [f"tg{self.n_gen}"] if self.n_gen else []
+        return "-".join([*parts, *([f"d{self.n_depth}"] if self.n_depth else [])])
+
+
+def read_tables(text: str) -> list[dict[str, Any]]:
+    """Return the tests of all Markdown tables of llama-bench in a text, in the form of its JSON."""
+    build = _BUILD.search(text)
+    about = {} if build is None else {"build_commit": build["commit"], "build_number": int(build["number"])}
+    tests, head = [], list[str]()
+    for line in text.splitlines():
+        if not line.lstrip().startswith("|"):
+            head = []
+            continue
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if {"test", "t/s"} <= set(cells):
+            head = cells
+        elif len(cells) == len(head):
+            row = dict(zip(head, cells, strict=True))
+            test, speed = _TEST.fullmatch(row["test"]), _SPEED.fullmatch(row["t/s"])
+            if test is not None and speed is not None and (test["pp"] or test["tg"]):
+                lengths = {
+                    name: int(test[part] or 0)
+                    for name, part in (("n_prompt", "pp"), ("n_gen", "tg"), ("n_depth", "depth"))
+                }
+                speeds = {"avg_ts": float(speed["mean"]), "stddev_ts": float(speed["deviation"])}
+                tests.append(row | lengths | speeds | about)
+    return tests
+
+
+def read(source: Source) -> Imported:
+    """Return one server for each combination of settings, and one load for each test."""
+    results = source.value if isinstance(source.value, list) else [source.value]
+    tests = [source.read(LlamaBenchTest, value, f"$[{i}]") for i, value in enumerate(results)]
+    servers = _name_servers(results, tests)
+    parts: list[ImportedPart] = []
+    for i, (test, server) in enumerate(zip(tests, servers, strict=True)):
+        if not test.n_prompt and not test.n_gen:
+            raise source.error_at(f"$[{i}]", "a test without a prompt and without generated tokens")
+        parts += _make_parts(source, f"$[{i}]", test, server, parts)
+    models = {server: str(next((v for key in _MODEL if (v := value.get(key))), "unknown"))
+              for server, value in zip(servers, results, strict=True)}  # fmt: skip
+    build = tests[0]
+    version = build.build_commit and f"b{build.build_number} ({build.build_commit})"
+    return Imported(
+        tool="llama-bench",
+        version=version,
+        model=", ".join(dict.fromkeys(models.values())),
+        versions=dict.fromkeys(servers, f"llama.cpp {version}") if version else {},
+        models=models,
+        arguments={server: _settings(value) for server, value in zip(servers, results, strict=True)},
+        parts=parts,
+        work=sorted({part.load for part in parts}),
+        definitions=DEFINITIONS,
+        missing=_MISSING,
+        notes=[
+            because("import_one_user"),
+            *([because("import_file_time")] if any(test.test_time is None for test in tests) else []),
+            *_deviation_notes(tests, servers),
+        ],
+    )
+
+
+def _deviation_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[Any]:
+    for test, server in zip(tests, servers, strict=True):
+        if not test.samples_ts and test.stddev_ts is not None:
+            yield because("import_deviation", row=f"{server} / {test.name}", mean=test.avg_ts, deviation=test.stddev_ts)
+
+
+def _settings(value: dict[str, Any]) -> list[str]:
+    return [
+        f"{key}={value[key]}" for key in value if key not in _NO_SETTINGS and isinstance(value[key], str | int | float)
+    ]
+
+
+def _name_servers(results: list[Any], tests: list[LlamaBenchTest]) -> list[str]:
+    """The name of each result's server: its backend, and the settings that differ between the results."""
+    settings = [dict(setting.split("=", 1) for setting in _settings(value)) for value in results]
+    keys = dict.fromkeys(key for one in settings for key in one if key not in ("backends", "backend"))
+    differing = [key for key in keys if len({one[key] for one in settings if key in one}) > 1]
+    backends = [test.backends or test.backend for test in tests]
+    default = next((backend for backend in backends if backend), "llama-bench")
+    names = []
+    for backend, one in zip(backends, settings, strict=True):
+        words = [backend or default]
+        words += [_short(key, one[key]) for key in differing if key in one]
+        names.append("-".join(words))
+    return names
+
+
+def _short(key: str, value: str) -> str:
+    """A setting in a server's name, such as "fa-1" of flash_attn; of a model the file's name."""
+    if key in _MODEL:
+        return value.rpartition("/")[2].removesuffix(".gguf")[-2 * _SHORT :]
+    return f"{key.removeprefix('n_')[:_SHORT]}-{value[:_SHORT]}"
+
+
+def _make_parts(
+    source: Source, place: str, test: LlamaBenchTest, server: str, before: list[ImportedPart]
+) -> list[ImportedPart]:
+    """A part for each repetition, or one with the mean where the file has no samples."""
+    if test.samples_ns and len(test.samples_ns) != len(test.samples_ts):
+        lengths = f"samples_ns {len(test.samples_ns)}, samples_ts {len(test.samples_ts)}"
+        raise source.error_at(place, f"the lists are not equally long: {lengths}")
+    if test.test_time is None:
+        wall_s = source.path.stat().st_mtime
+    else:
+        wall_s = source.parse_time(f"{place}.test_time", test.test_time, "%Y-%m-%dT%H:%M:%SZ", "2026-01-31T23:59:59Z")
+    first = 1 + sum(part.server == server and part.load == test.name for part in before)
+    missing = {"e2e_s": "only a test of prompt and generation has both"}
+    if not test.n_gen:
+        missing |= {"output_tok_s": _NO_TOKENS, "tpot_s": _NO_TOKENS}
+    elif test.n_prompt:
+        missing = dict.fromkeys(("ttft_s", "tpot_s"), "prompt and generation are timed together")
+    else:
+        missing |= dict.fromkeys(("input_tok_s", "ttft_s"), "the test processes no prompt")
+    return [
+        ImportedPart(
+            server=server,
+            load=test.name,
+            repeat=repeat,
+            endpoint="chat" if test.n_gen else "embeddings",
+            at_once=1,
+            planned=1,
+            numbers=_numbers(test, speed),
+            started_wall_s=wall_s,
+            ended_wall_s=wall_s,
+            missing=missing,
+        )
+        for repeat, speed in zip(count(first), test.samples_ts or [test.avg_ts])
+    ]
+
+
+def _numbers(test: LlamaBenchTest, speed: float) -> Numbers:
+    """The numbers of a repetition from its speed in tokens a second; a speed of 0 cannot be, so it is missing."""
+    tokens = test.n_prompt + test.n_gen
+    took_s = tokens / speed if speed > 0 else None
+
+    def sample(value: float | None) -> Distribution:
+        return Distribution(n=0) if value is None else Distribution(n=1, mean=value, min=value, max=value)
+
+    both = test.n_prompt > 0 and test.n_gen > 0
+    return Numbers(
+        sent=1,
+        succeeded=1,
+        failed=0,
+        unfinished=0,
+        prompt_tokens=test.n_prompt or None,
+        output_tokens=test.n_gen or None,
+        window="timed",
+        window_s=took_s,
+        input_tok_s=speed * test.n_prompt / tokens or None,
+        output_tok_s=speed * test.n_gen / tokens or None,
+        ttft_s=sample(took_s if not test.n_gen else None),
+        tpot_s=sample(took_s / test.n_gen if took_s and not both and test.n_gen else None),
+        e2e_s=sample(took_s if both else None),
+    )
+
+
+FORMAT = Format("llama-bench -o json, jsonl or md", ("n_prompt", "n_gen", "avg_ts"), read)
