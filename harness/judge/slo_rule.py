@@ -1,0 +1,259 @@
+"""The rule of SLOs: is a share of the requests within a bound? One function decides checks and capacity probes.
+
+A latency may be missing because it was bad, so each request has a value and a state (docs/method.md, "Censoring"):
+
+- OBSERVED: the value is the latency.
+- AT_LEAST: the latency did not end; the value is the age at which it was cut. For a bound b, age >= b is a miss.
+- AT_MOST: the latency is known to be at most the value.
+- UNKNOWN: nothing is known, such as TTFT of an answer that was not streamed.
+- FAILED: the request has no latency. It is a miss in attainment, and in no percentile.
+
+Every decision is computed twice, with unknown requests as met and as missed, and decides only if both agree. All
+functions are pure: arrays in, values out. Times are in seconds.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.summary import ALPHA, POWER
+
+OBSERVED, AT_LEAST, AT_MOST, UNKNOWN, FAILED = range(5)
+BLOCK_ANSWER_TIMES = 5.0  # a block is at least this long, so that blocks hardly depend on each other
+MIN_BLOCKS = 8  # with fewer blocks the effect is assumed
+MAX_BLOCKS = 32
+ASSUMED_EFFECT = 10.0
+MAX_REQUESTS = 100_000  # no larger number of requests is suggested
+_MAX_CORRELATION = 0.99  # of neighbouring requests: an effect of 199
+
+Floats = NDArray[np.float64]
+Decision = Literal["pass", "fail", "inconclusive"]
+
+
+class LatencySample(NamedTuple):
+    """One latency of the requests of one repeat, in any order. Requests to which it does not apply are left out."""
+
+    sent_s: Floats
+    value_s: Floats  # NaN where the state is UNKNOWN or FAILED
+    state: NDArray[np.int8]
+
+    def of_state(self, *states: int) -> Floats:
+        """The values of the requests in one of the states."""
+        chosen: Floats = self.value_s[np.isin(self.state, states)]
+        return chosen
+
+
+class DesignEffect(NamedTuple):
+    """How many dependent requests count as one."""
+
+    effect: float  # at least 1
+    freedom: float  # degrees of freedom of the estimate; infinite where the effect is assumed
+    blocks: int  # of all repeats
+
+    def inflation(self, alpha: float = ALPHA) -> float:
+        """The effect for intervals at this level: an estimate from few blocks widens them by Student's t."""
+        if math.isinf(self.freedom):
+            return self.effect
+        from scipy.special import ndtri, stdtrit
+
+        return self.effect * float(stdtrit(self.freedom, 1 - alpha / 2) / ndtri(1 - alpha / 2)) ** 2
+
+
+class KnownPercentile(NamedTuple):
+    """A Kaplan-Meier percentile. Exactly one field is set: where it is not reached, it is larger than `above_s`."""
+
+    value_s: float | None
+    above_s: float | None
+
+
+def percentiles(samples: Sequence[LatencySample], permilles: Sequence[int]) -> list[KnownPercentile]:
+    """The Kaplan-Meier percentiles of all repeats together. Raises ValueError without an observed or censored value.
+
+    Without censored requests they are the exact percentiles: the smallest value that at least so many per mille do not
+    exceed.
+    """
+    events = np.sort(np.concatenate([sample.of_state(OBSERVED) for sample in samples]))
+    ages = np.sort(np.concatenate([sample.of_state(AT_LEAST) for sample in samples]))
+    if not len(events) and not len(ages):
+        raise ValueError("no values")
+    largest = float(max([*events[-1:], *ages[-1:]]))
+    if not len(ages):
+        ranks = [max(1, -(-len(events) * permille // 1000)) for permille in permilles]
+        return [KnownPercentile(float(events[rank - 1]), None) for rank in ranks]
+    times, counts = np.unique(events, return_counts=True)
+    at_risk = len(events) - np.searchsorted(events, times) + len(ages) - np.searchsorted(ages, times)
+    survival = np.cumprod(1 - counts / at_risk)
+    found = []
+    for permille in permilles:
+        index = int(np.searchsorted(-survival, -(1 - permille / 1000 + 1e-12)))
+        is_reached = index < len(times)
+        found.append(KnownPercentile(float(times[index]) if is_reached else None, None if is_reached else largest))
+    return found
+
+
+def design_effect(samples: Sequence[LatencySample], answer_s: float | None) -> DesignEffect:
+    """Estimate the design effect from the ranks of a latency in the order of sending, one sample a repeat.
+
+    It is the largest of three ratios to independent requests: the variance of the means of blocks, the variance of the
+    means of repeats, and the one that follows from the correlation of neighbours, which short blocks underestimate.
+    `answer_s`: the mean time of an answer; a block is at least BLOCK_ANSWER_TIMES as long. With fewer than MIN_BLOCKS
+    blocks the effect is ASSUMED_EFFECT or the estimate, whichever is larger.
+    """
+    repeats = _ranks_in_order(samples)
+    n = sum(map(len, repeats))
+    everything = np.concatenate(repeats) if n else np.empty(0)
+    variance = float(everything.var()) if n else 0.0
+    squares, freedom, blocks = 0.0, 0, 0
+    for sample, ranks in zip(samples, repeats, strict=True):
+        size = _block_requests(sample.sent_s, len(ranks), answer_s)
+        count = len(ranks) // size
+        if count >= 2:
+            means = ranks[: count * size].reshape(count, size).mean(axis=1)
+            squares += size * float(((means - means.mean()) ** 2).sum())
+            freedom += count - 1
+        blocks += count
+    estimates = [1.0]
+    if variance > 1e-12:
+        if freedom:
+            estimates.append(squares / freedom / variance)
+        estimates += [_correlation_effect(repeats), _between_effect(repeats) / variance]
+    effect = max(estimates)
+    if blocks < MIN_BLOCKS or not freedom:
+        return DesignEffect(max(effect, ASSUMED_EFFECT), math.inf, blocks)
+    return DesignEffect(effect, freedom, blocks)
+
+
+def _ranks_in_order(samples: Sequence[LatencySample]) -> list[Floats]:
+    """The ranks (0 to 1) of all repeats together, in the order of sending; ties have the same rank.
+
+    A failed request ranks last, a cut one by its age. Unknown ones have no rank.
+    """
+    ordered = []
+    for sample in samples:
+        known = sample.state != UNKNOWN
+        order = np.argsort(sample.sent_s[known], kind="stable")
+        values = np.where(sample.state[known] == FAILED, np.inf, sample.value_s[known])
+        ordered.append(values[order])
+    if not any(map(len, ordered)):
+        return ordered
+    _, place, counts = np.unique(np.concatenate(ordered), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2)[place.ravel()] / counts.sum()
+    ends = np.cumsum([len(values) for values in ordered])[:-1]
+    return list(np.split(ranks, ends))
+
+
+def _block_requests(sent_s: Floats, n: int, answer_s: float | None) -> int:
+    """The number of requests in a block."""
+    size = max(math.ceil(BLOCK_ANSWER_TIMES), -(-n // MAX_BLOCKS))
+    span_s = float(sent_s.max() - sent_s.min()) if n else 0.0
+    if answer_s and n > 1:
+        answers = n if span_s <= 0 else min(n, math.ceil(BLOCK_ANSWER_TIMES * answer_s * (n - 1) / span_s))
+        size = max(size, answers)
+    return size
+
+
+def _correlation_effect(repeats: Sequence[Floats]) -> float:
+    """The effect of an autoregressive series with the correlation of neighbouring ranks, corrected for its bias."""
+    centered = [ranks - ranks.mean() for ranks in repeats if len(ranks) > 1]
+    squares = sum(float(ranks @ ranks) for ranks in centered)
+    if squares <= 0:
+        return 1.0
+    n = sum(map(len, centered))
+    correlation = sum(float(ranks[1:] @ ranks[:-1]) for ranks in centered) / squares
+    correlation = min(max(correlation + (1 + 3 * correlation) / n, 0.0), _MAX_CORRELATION)
+    return (1 + correlation) / (1 - correlation)
+
+
+def _between_effect(repeats: Sequence[Floats]) -> float:
+    """The mean square between repeats; 0 for one repeat."""
+    parts = [ranks for ranks in repeats if len(ranks)]
+    if len(parts) < 2:
+        return 0.0
+    mean = np.concatenate(parts).mean()
+    return sum(len(ranks) * float(ranks.mean() - mean) ** 2 for ranks in parts) / (len(parts) - 1)
+
+
+def share_interval(met: float, n: int, effect: float, alpha: float = ALPHA) -> tuple[float, float]:
+    """The Clopper-Pearson interval of a share, `met` of n requests, with n / effect effective requests."""
+    from scipy.special import betaincinv
+
+    size, count = n / effect, met / effect
+    low = float(betaincinv(count, size - count + 1, alpha / 2)) if count > 0 else 0.0
+    high = float(betaincinv(count + 1, size - count, 1 - alpha / 2)) if count < size else 1.0
+    return low, high
+
+
+def interval_counts(n: int, share: float, effect: float, alpha: float = ALPHA) -> tuple[int, int]:
+    """The numbers of met requests that decide: so many or fewer fail, so many or more pass. -1 and n + 1: none do."""
+    from scipy.special import betainc
+
+    size = n / effect
+
+    def below(count: int) -> float:  # a share of at least `share` has so many or fewer met
+        return 1 - float(betainc(count / effect + 1, size - count / effect, share)) if count < n else 1.0
+
+    def above(count: int) -> float:
+        return -float(betainc(count / effect, size - count / effect + 1, share)) if count else -1.0
+
+    return (
+        bisect_left(range(n + 1), True, key=lambda count: below(count) > alpha / 2) - 1,
+        bisect_left(range(n + 1), -alpha / 2, key=above),
+    )
+
+
+def percentile_interval(
+    samples: Sequence[LatencySample], permille: int, effect: float
+) -> tuple[float | None, float | None]:
+    """The interval of a percentile: for which bounds `decide` neither passes nor fails. None: no bound on that side.
+
+    A bound b at or above the second value passes, one below the first fails.
+    """
+    states, values = (
+        np.concatenate(parts) for parts in zip(*((one.state, one.value_s) for one in samples), strict=True)
+    )
+    chosen = states != FAILED
+    states, values = states[chosen], values[chosen]
+    n = len(states)
+    fails, passes = interval_counts(n, permille / 1000, effect)
+    low_s = high_s = None
+    if fails >= 0:
+        at_best = np.where(states == OBSERVED, values, 0.0)
+        cut = states == AT_LEAST
+        at_best[cut] = np.nextafter(values[cut], math.inf)  # a bound that equals the age is missed
+        low_s = float(np.partition(at_best, fails)[fails]) or None
+    if 0 < passes <= n:
+        at_worst = np.where((states == OBSERVED) | (states == AT_MOST), values, math.inf)
+        worst = float(np.partition(at_worst, passes - 1)[passes - 1])
+        high_s = worst if math.isfinite(worst) else None
+    return low_s, high_s
+
+
+def decide(met: int, unknown: int, n: int, share: float, effect: float, alpha: float = ALPHA) -> Decision:
+    """Whether at least `share` (0 to 1) of n requests are within a bound: both with the unknown ones met and missed."""
+    fails, passes = interval_counts(n, share, effect, alpha)
+    if met >= passes:
+        return "pass"
+    return "fail" if met + unknown <= fails else "inconclusive"
+
+
+def requests_to_decide(share: float, seen: float, effect: float = 1.0) -> int | None:
+    """About how many requests decide with POWER whether a share exceeds `share`, if the true share is `seen`.
+
+    None: more than MAX_REQUESTS.
+    """
+    from scipy.special import bdtr
+
+    if seen < share:
+        share, seen = 1 - share, 1 - seen
+
+    def power(n: int) -> float:
+        return 1 - float(bdtr(interval_counts(n, share, 1.0)[1] - 1, n, seen))
+
+    sizes = range(1, MAX_REQUESTS + 1)
+    index = bisect_left(sizes, POWER, key=power) if seen > share else len(sizes)
+    needed = None if index >= len(sizes) else math.ceil(sizes[index] * effect)
+    return None if needed is None or needed > MAX_REQUESTS else needed
