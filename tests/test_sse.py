@@ -37,7 +37,12 @@ def parse(*pieces: bytes) -> list[Event]:
         (b": ping\n\ndata: a\n\n", [("message", b"a")]),
         (b": ping\ndata: a\n: pong\n\n", [("message", b"a")]),
         (b"event: error\ndata: a\n\ndata: b\n\n", [("error", b"a"), ("message", b"b")]),
-        (b"event: error\n\ndata: b\n\n", [("message", b"b")]),
+        # Two deviations: errors that servers report so.
+        (b"event: error\n\ndata: b\n\n", [("error", b""), ("message", b"b")]),
+        (
+            b'data: a\n\nerror: {"code":500}\n\ndata: b\n\n',
+            [("message", b"a"), ("error", b'{"code":500}'), ("message", b"b")],
+        ),
         (b"id: 1\nretry: 5\nnonsense\ndata: a\n\n", [("message", b"a")]),
         (b"data: a\n\ndata: b\n\ndata: c\n\n", [("message", b"a"), ("message", b"b"), ("message", b"c")]),
         (b"data: a\n\ndata: cut", [("message", b"a")]),

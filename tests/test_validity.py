@@ -172,6 +172,8 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         *(({"records": shared(late)}, [], [("shared_reads", {"share": 1 / 11})]) for late in (0, None)),
         # What servers count.
         ({"records": four(output_tokens=None)}, [], [("tokens_unknown", {"answers": 1, "requests": 4})]),
+        ({"records": four(finish="eos_token")}, [],
+         [("unknown_finish", {"answers": 1, "requests": 4, "finishes": {"eos_token": 1}})]),
         ({"records": four(**FEW)}, [], [("tokens_too_few", {"answers": 1, "requests": 4})]),
         ({"records": four(**FEW, reasoning_chunks=3)}, [], [("tokens_too_few", {}), ("reasoning_share", {})]),
         # A tool call may come in more pieces than tokens; one token may end the reasoning and begin the answer.

@@ -30,7 +30,7 @@ from harness.analysis.gaps import Gaps
 from harness.analysis.schedule import ScheduleTally, pool_schedules
 from harness.failures.explain import ErrorMessages
 from harness.judge.stats import Array, percentile, percentile_interval
-from harness.rundir.records import CUT, ProcessMark, Request
+from harness.rundir.records import CUT, KNOWN_FINISHES, ProcessMark, Request
 from harness.scenario.check_syntax import Slo
 from harness.summary import (
     NEEDED,
@@ -45,6 +45,7 @@ from harness.summary import (
 )
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # errors after which the server generated nothing
+_MAX_FINISHES = 10  # different unknown finish reasons that are counted
 _FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
 _OF_SUCCESSES = derive.FORMULAS.keys() - {"send_lag_s", *_FROM_SCHEDULE}
 _CONSTANT = ("clock", "window_s", "open_loop", "measured_start_s", "in_mix")  # fields of CellCounts set before counting
@@ -190,6 +191,9 @@ class CellCounts(Struct, kw_only=True):
     answers: AnswerTally = field(default_factory=AnswerTally)
     wrong_length: int = 0
     read_clock: int = 0  # streams without the kernel's receive times
+    unknown_finishes: Counter[str] = field(
+        default_factory=Counter
+    )  # answers by finish reason, of unknown ones
     fewer_tokens: int = 0  # answers with fewer tokens than chunks of text
     contradicting_times: int = 0  # answers whose times contradict each other
     chunks: int = 0
@@ -296,6 +300,9 @@ class CellCounts(Struct, kw_only=True):
     def _add_success(self, request: Request) -> None:
         self.latencies.add(request, _OF_SUCCESSES)
         self.chunk_gap_s.add([] if derive.arrived_in_one_read(request) else request.chunks_s)
+        if request.finish is not None and request.finish not in KNOWN_FINISHES:
+            kept = request.finish in self.unknown_finishes or len(self.unknown_finishes) < _MAX_FINISHES
+            self.unknown_finishes[request.finish if kept else "others"] += 1
         self.fewer_tokens += derive.has_fewer_tokens(request)
         self.contradicting_times += derive.has_contradicting_times(request)
         self.chunks += len(request.chunks_s)

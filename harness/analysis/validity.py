@@ -312,6 +312,10 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
         yield because("retry_after", requests=numbers.retry_after, total_s=total_s, open_loop=is_open_loop(load))
     if tally.without_output_tokens and load.endpoint != "embeddings":
         yield because("tokens_unknown", answers=tally.without_output_tokens, requests=succeeded)
+    if finishes := tally.unknown_finishes:
+        yield because(
+            "unknown_finish", answers=finishes.total(), requests=succeeded, finishes=dict(finishes.most_common())
+        )
     if tally.fewer_tokens and not evidence.imported:
         yield because("tokens_too_few", answers=tally.fewer_tokens, requests=succeeded)
     if numbers.reasoning_tokens and numbers.output_tokens:

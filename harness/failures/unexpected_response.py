@@ -1,5 +1,10 @@
-"""Check that a response comes from an OpenAI-compatible API, and explain one that does not."""
+"""Check that a response comes from an OpenAI-compatible API, and explain one that does not.
 
+Recognizes an error in a decoded response or stream event, whatever its form: the OpenAI API defines one, and servers,
+frameworks and proxies have a dozen others.
+"""
+
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -58,6 +63,189 @@ def parse_model_ids(raw: bytes) -> list[str]:
 
 
 Advice = tuple[str, str]  # the problem, and what to do
+
+
+JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}  # others are numbers
+_MAX_DEPTH = 4  # of the words of an error, in objects inside of it
+_MAX_LISTED = 5  # errors of a list
+_SEARCHED_TEXT_CHARS = 200  # a text that is an error says so at its start
+_ERROR_NAME = re.compile(r"(?i)error|exception|(?:^|[\W_])(?:fail|fatal|abort|err(?:$|[_-]?(?:msg|code|type)))")
+_FAILED_FINISH = re.compile(r"(?i)error|exception|fail|abort|cancel|timeout|insufficient|unavailable")
+_ERROR_TEXT = re.compile(
+    r"(?i)error|exception|\b(?:fail(?:ed|ure)?|fatal|abort(?:ed)?|panic|crashed|died|dead|unavailable|overload(?:ed)?"
+    r"|denied|refused|exceed(?:s|ed)|out of memory|time(?:d )?out|bad gateway|too many requests|unauthorized|forbidden"
+    r"|invalid|unsupported|cannot|could not|unable to|not found|traceback)\b"
+)
+_TEXT_KEYS = (
+    "message", "msg", "detail", "details", "error", "errors", "error_message", "errorMessage", "errmsg", "exception",
+    "reason", "description", "error_description", "text", "title", "response",
+)  # fmt: skip
+_KIND_KEYS = ("type", "code")
+_OTHER_KIND_KEYS = ("status", "status_code", "statusCode", "error_type", "error_code", "errorCode", "err_type")
+_NUMBER_KEYS = ("code", "status", "status_code", "statusCode", "error_code")
+_GOOD_CODES = ("ok", "success", "succeeded")
+_HARMLESS_NAMES = re.compile(r"(?i)\W*(?:ping|pong|heart-?_?beat|keep-?_?alive|noop|no-?_?op)\W*")
+# What an event may have that carries no token: the fields of OpenAI's chunks, and those that llama.cpp adds.
+_KNOWN_KEYS = {
+    "choices", "usage", "id", "object", "created", "model", "provider", "system_fingerprint", "service_tier", "timings",
+    "prompt_progress", "x_groq",
+}  # fmt: skip
+
+
+def is_error_name(name: str) -> bool:
+    """Whether a name, such as the type of an event, is that of an error."""
+    return _ERROR_NAME.search(name[:_SEARCHED_TEXT_CHARS]) is not None
+
+
+def is_failed_finish(reason: str) -> bool:
+    """Whether a finish reason says that the server gave the answer up."""
+    return _FAILED_FINISH.search(reason) is not None
+
+
+def is_harmless_name(name: str) -> bool:
+    """Whether a name, such as the type of an event, is that of a ping."""
+    return _HARMLESS_NAMES.fullmatch(name[:_SEARCHED_TEXT_CHARS]) is not None
+
+
+def is_error_text(text: str) -> bool:
+    """Whether a text that is not JSON reports an error. Text in JSON may be generated, so it reports none."""
+    start = text[:_SEARCHED_TEXT_CHARS].strip()
+    if re.match(r"""\{\s*["']error["']\s*:\s*(?!null|None|false|False)""", start):
+        return True  # it is cut, or printed by Python
+    return not start.startswith(("{", '["', "[{")) and _ERROR_TEXT.search(start) is not None
+
+
+def find_error(value: Any) -> str | None:
+    """Return the words of the error that a decoded response or event reports, in any form; None if it reports none."""
+    if isinstance(value, list):
+        objects = [one for one in value[:_MAX_LISTED] if isinstance(one, dict)]
+        return next((text for one in objects if (text := find_error(one)) is not None), None)
+    if isinstance(value, str):
+        return value if is_error_text(value) else None
+    if not isinstance(value, dict):
+        return None
+    choices = value.get("choices")
+    if value.get("error") or value.get("object") == "error":
+        return error_words(value) or "error: no message"
+    if isinstance(choices, list) and choices:
+        return _find_error_of_choice(choices[0])
+    return error_words(value) or "error: no message" if _reports_error(value) else None
+
+
+def _find_error_of_choice(choice: Any) -> str | None:
+    """Return the words of an error inside of a choice, next to its text or in place of it."""
+    if not isinstance(choice, dict):
+        return None
+    for part in (choice, choice.get("delta"), choice.get("message")):
+        if isinstance(part, dict) and part.get("error"):
+            return error_words({"error": part["error"]}) or "error: no message"
+    finish = choice.get("finish_reason")  # an object in some versions of SGLang
+    if isinstance(finish, dict) and isinstance(kind := finish.get("type"), str):
+        return error_words(finish) or kind if is_error_name(kind) else None
+    return None
+
+
+def _reports_error(body: dict[str, Any]) -> bool:
+    """Whether an object without choices and without `error` reports an error all the same."""
+    words = _words_of(body)
+    names = [body.get(key) for key in ("object", "event", "level", *_KIND_KEYS, *_OTHER_KIND_KEYS)]
+    if any(isinstance(name, str) and is_error_name(name) for name in names):
+        return True
+    if any(value and is_error_name(key) and not _is_measure(key, value) for key, value in body.items()):
+        return True
+    if body.get("detail") or body.get("success") is False or body.get("ok") is False:  # FastAPI's form; others'
+        return True
+    code = body.get("code")
+    if words is not None and isinstance(code, str) and code.strip() and not code.isdigit():
+        return code.lower() not in _GOOD_CODES
+    if any(_is_error_number(body.get(key), has_words=words is not None) for key in _NUMBER_KEYS):
+        return True
+    return words is not None and is_error_text(words)
+
+
+def _is_measure(key: str, value: Any) -> bool:
+    """Whether a field with a name such as `error_rate` is a number, and not the code of an error."""
+    return isinstance(value, int | float) and value is not True and not key.lower().endswith("code")
+
+
+def _is_error_number(code: Any, *, has_words: bool) -> bool:
+    if isinstance(code, str) and code.isascii() and code.isdigit():
+        code = int(code[:10])
+    if not isinstance(code, int) or isinstance(code, bool):
+        return False
+    return 400 <= code <= 599 or (has_words and code != 0 and not 200 <= code <= 299)
+
+
+def error_words(body: dict[str, Any]) -> str | None:
+    """Return the message of an error body with its type and code; None without any.
+
+    Never a mapping as a whole, which may hold the model's output.
+    """
+    error = body.get("error")
+    error = error if error and error is not True else body
+    if isinstance(error, dict):
+        message = _words_of(error) or (_words_of(body) if error is not body else None)
+        kinds = [text for key in _KIND_KEYS if (text := _kind(error.get(key)))]
+        kinds = kinds or [text for key in _OTHER_KIND_KEYS if (text := _kind(error.get(key)))]
+        is_error_object = error is not body or body.get("object") == "error"
+        if not kinds and (not is_error_object or message is None):
+            return message if message is not None or not is_error_object else "error: no message"
+        return f"{' '.join(kinds) or 'error'}: {message or 'no message'}"
+    return _words_of({"error": error})
+
+
+def _kind(value: Any) -> str | None:
+    return to_text(value) if value and isinstance(value, str | int) and not isinstance(value, bool) else None
+
+
+def _words_of(value: Any, depth: int = 0) -> str | None:
+    """Return the first text in the fields of an error that hold its words."""
+    if isinstance(value, str):
+        return value.strip() or None
+    if isinstance(value, list):
+        found = [text for one in value[:_MAX_LISTED] if depth < _MAX_DEPTH and (text := _words_of(one, depth + 1))]
+        return "; ".join(found) or None
+    if not isinstance(value, dict):
+        return to_text(value) if value and not isinstance(value, bool) else None
+    if depth >= _MAX_DEPTH:
+        return None
+    for key in (*_TEXT_KEYS, *(key for key in value if is_error_name(key) and not key.lower().endswith("code"))):
+        inner = value.get(key)
+        if key in ("message", "text", "response") and isinstance(inner, dict) and "error" not in inner:
+            continue  # of a model
+        if inner and (text := _words_of(inner, depth + 1)):
+            place = value.get("loc") if key in ("msg", "message") else None  # of pydantic: the field that is refused
+            return f"{'.'.join(map(to_text, place))}: {text}" if isinstance(place, list) and place else text
+    return None
+
+
+def describe_unknown(value: Any) -> str | None:
+    """Describe a decoded event that has no known form: with its words, else with its keys. None for any other.
+
+    An event of a known form may carry nothing, as a ping does, and null.
+    """
+    if not value:
+        return None
+    if isinstance(value, str):
+        return None if is_harmless_name(value) else "a string"
+    if not isinstance(value, dict):
+        return f"a JSON {JSON_TYPES.get(type(value), 'number')}"
+    unknown = sorted(key for key, one in value.items() if one and one is not True and key not in _KNOWN_KEYS)
+    kinds = [value.get(key) for key in ("type", "event", "status", "message")]
+    is_known = "choices" in value or "usage" in value
+    if is_known or not unknown or any(isinstance(kind, str) and is_harmless_name(kind) for kind in kinds):
+        return None
+    names = ", ".join(unknown[:5])
+    words = next((text for key in _TEXT_KEYS[:4] if isinstance(text := value.get(key), str) and text), None)
+    return f"it has {names}" if words is None else f"{words} (it has {names})"
+
+
+def to_text(value: Any) -> str:
+    """Return `str(value)`; for a value that has none, the name of its JSON type."""
+    try:
+        return str(value)
+    except (RecursionError, ValueError):  # nested too deeply; a number of more than 4,300 digits
+        return JSON_TYPES.get(type(value), "number")
 
 
 def explain_response(response: HttpResponse, base: str, key: SentKey) -> Advice | None:

@@ -6,12 +6,14 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import gevent
 import httptools
 
+from harness.failures.unexpected_response import error_words, to_text
 from harness.load import openai_api
 from harness.load.openai_api import Answer
 from harness.load.reader import AnyInbox, ReadTimes
@@ -132,14 +134,12 @@ class Exchange:
     def _note_event(self, event: Event, read: int) -> None:
         answer = self.answer
         data = event.data.strip()
-        if not data:  # a ping of some gateways
-            return
-        self._event_count += 1
-        if answer.done:
-            return
+        self._event_count += bool(data)  # some gateways send empty events as pings
         if data == b"[DONE]":
-            answer.done = True
-            self._done_read = read
+            self._note_done(read)
+            return
+        if answer.done:
+            openai_api.note_error(event, answer)
             return
         token = openai_api.note_event(event, self._event_count + self.template.events, answer)
         if token == "text":
@@ -148,6 +148,11 @@ class Exchange:
                 self._first_visible_read = read
         elif token == "no text":
             self._textless_events[self.chunk_count] += 1
+
+    def _note_done(self, read: int) -> None:
+        if not self.answer.done:
+            self.answer.done = True
+            self._done_read = read
 
     def finish_answer(self) -> Answer:
         """Return the answer, when the exchange is complete or has failed. `add_times` adds its times."""
@@ -170,16 +175,28 @@ class Exchange:
         self.process()
         answer = self.answer
         answer.textless = sum(self._textless_events[chunks] for chunks in {0, self.chunk_count})
+        self._note_last_event()
         openai_api.note_stray_text(self._parser.stray_text(), answer)
         if not self.complete and not answer.done:
             return  # the failure of the connection is more specific
         events = self._event_count + self.template.events
         if not events and (encoding := openai_api.describe_encoding(self.headers)):
             answer.fail("not_api", f"status {self.status} with {encoding} in place of an API answer")
+        if answer.unknown_event is not None and answer.finish is None:
+            answer.fail("stream_error", f"no finish reason, and an event of no known form: {answer.unknown_event}")
         if not answer.done and answer.finish is None:
             answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
         if not answer.generated:
             answer.fail("empty", f"a complete stream without any generated text; {openai_api.usage_text(answer)}")
+
+    def _note_last_event(self) -> None:
+        """Note the end or the error in a last event that no blank line closed. Its token is not counted."""
+        with suppress(EventTooLong):
+            for event in self._parser.finish():
+                if event.data.strip() == b"[DONE]":
+                    self._note_done(self.read_count - 1)
+                else:
+                    openai_api.note_error(event, self.answer)
 
     def _note_error_status(self, status: int) -> None:
         raw = self.unprocessed_body()
@@ -190,7 +207,7 @@ class Exchange:
         if 300 <= status < 400:
             message = f"redirect to {self.headers.get('location', 'nowhere')}, which a load test does not follow"
         elif isinstance(body, dict):
-            message = openai_api.error_message(body) or openai_api.to_text(body)
+            message = error_words(body) or to_text(body)
         else:
             message = openai_api.describe_body(self.headers, raw)
         rejected = status in (429, 503)

@@ -13,10 +13,21 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from harness.failures.unexpected_response import decode_json
+from harness.failures.unexpected_response import (
+    JSON_TYPES,
+    decode_json,
+    describe_unknown,
+    error_words,
+    find_error,
+    is_error_name,
+    is_error_text,
+    is_failed_finish,
+    is_harmless_name,
+    to_text,
+)
 from harness.load.sse import Event
 from harness.redact import masked
-from harness.rundir.records import TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
+from harness.rundir.records import KNOWN_FINISHES, TEMPLATE_TOKENS, BadField, ErrorKind, find_impossible_counts
 from harness.scenario import Load
 from harness.workload import Message
 
@@ -165,7 +176,6 @@ Clock = Literal["kernel", "read"]
 
 _MESSAGE_CHARS = 300
 _MASKED_CHARS = 4096  # of a message, checked for secrets before it is shortened
-_KNOWN_FINISHES = {"stop", "length", "tool_calls", "function_call", "content_filter", "abort", "error"}  # not masked
 _MAX_FINISH_CHARS = 64
 _CHANNELS: dict[str, type] = {  # fields that hold generated tokens, with their JSON types
     "content": str, "reasoning_content": str, "reasoning": str, "refusal": str, "tool_calls": list,
@@ -179,7 +189,7 @@ _TOKEN_COUNTS = {  # names in a record, and paths in a response
     "cached_tokens": "usage.prompt_tokens_details.cached_tokens",
     "reasoning_tokens": "usage.completion_tokens_details.reasoning_tokens",
 }
-_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}  # others are numbers
+_NOT_JSON = object()
 
 
 @dataclass(slots=True, eq=False)
@@ -214,6 +224,7 @@ class Answer:
     texts: list[str] = field(default_factory=list)  # visible content, for the next turn; in no record
     done: bool = False  # [DONE] was seen, or the response is complete in one piece
     generated: bool = False  # there was at least one token, in any channel
+    unknown_event: str | None = None  # the first event of no known form; an error, unless a finish reason comes
 
     @property
     def text(self) -> str:
@@ -242,7 +253,12 @@ class Answer:
         return None
 
     def note_wrong_type(self, name: str, value: Any) -> None:
-        self.bad[name] = BadField(name, "type", _TYPES.get(type(value), "number"))
+        self.bad[name] = BadField(name, "type", JSON_TYPES.get(type(value), "number"))
+
+    def note_unknown(self, event_type: str, description: str | None) -> None:
+        """Note an event of no known form; None for one that carries nothing."""
+        if description is not None and self.unknown_event is None and not is_harmless_name(event_type):
+            self.unknown_event = description if event_type == "message" else f"{event_type!r}, {description}"
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         """Note an error. Only the first one counts."""
@@ -253,34 +269,68 @@ class Answer:
 
 
 def note_stray_text(raw: bytes, answer: Answer) -> None:
-    """Note an error object outside of events: Lemonade before 11.6 sends its errors without `data:`."""
-    if not raw.startswith(b"{"):
-        return
+    """Note an error outside of events: Lemonade before 11.6 sends its errors without `data:`, Python its tracebacks."""
+    lines = [line for line in raw.splitlines() if line.startswith(b"{")]
+    text = next((text for one in (*lines, raw) if (text := _error_text(one)) is not None), None)
+    if text is not None:
+        answer.fail("stream_error", f"{text} (sent outside of an event)")
+    elif raw:
+        answer.unknown_event = answer.unknown_event or "text outside of events"
+
+
+def note_error(event: Event, answer: Answer) -> bool:
+    """Note the error that an event reports, whatever its form. Return whether it reports one."""
+    if is_error_name(event.type):
+        body = _decoded(event.data)
+        text = (error_words(body) if isinstance(body, dict) else None) or _plain_text(body, event.data)
+        answer.fail("stream_error", text or "an error event without a message")
+        return True
+    text = _error_text(event.data)
+    if text is not None:
+        answer.fail("stream_error", text)
+    return text is not None
+
+
+def _error_text(raw: bytes) -> str | None:
+    """Return the words of the error that an event's data, or a text outside of events, reports; None for no error."""
+    body = _decoded(raw)
+    if body is not _NOT_JSON:
+        return find_error(body)
+    text = raw[:_MASKED_CHARS].decode("utf-8", "replace").strip()
+    return text if is_error_text(text) else None
+
+
+def _plain_text(body: Any, raw: bytes) -> str:
+    if body is _NOT_JSON:
+        return raw[:_MASKED_CHARS].decode("utf-8", "replace").strip()
+    return "" if isinstance(body, dict) else to_text(body or "")
+
+
+def _decoded(raw: bytes) -> Any:
     try:
-        body = decode_lenient(raw)
+        return decode_lenient(raw)
     except ValueError:
-        return
-    message = error_message(body) if isinstance(body, dict) and not _first_choice(body, answer) else None
-    if message:
-        answer.fail("stream_error", f"{message} (sent outside of an event)")
+        return _NOT_JSON
 
 
 def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no text"] | None:
     """Note one event. Return whether its token has text; None: it has no token."""
-    if event.type == "error":
-        answer.fail("stream_error", _error_event_text(event.data) or "an error event without a message")
+    if not event.data.strip() or is_error_name(event.type):
+        note_error(event, answer)
         return None
     try:
         body = decode_lenient(event.data)
     except ValueError as error:
-        answer.fail("malformed", f"event {number} is not JSON: {error}")
+        if not note_error(event, answer):
+            _note_text_event(event, f"event {number} is not JSON: {error}", answer)
         return None
-    if not isinstance(body, dict):
-        answer.fail("malformed", f"event {number} is not a JSON object")
-        return None
-    error_text = _error_object_text(body)
+    error_text = find_error(body)
     if error_text is not None:
         answer.fail("stream_error", error_text)
+        return None
+    if not isinstance(body, dict) or "choices" not in body:
+        answer.note_unknown(event.type, describe_unknown(body))
+    if not isinstance(body, dict):
         return None
     _note_usage(body, answer)
     choice = _first_choice(body, answer)
@@ -299,6 +349,14 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no
     # Without text there is a token if its text is held back or hidden, or if it is the end token.
     held_back = "role" not in part and any(part.get(channel) == "" for channel in _CHANNELS)
     return "no text" if (finish != "length" if finish else held_back) else None
+
+
+def _note_text_event(event: Event, problem: str, answer: Answer) -> None:
+    """Note an event that is neither JSON nor an error."""
+    if event.type != "message":
+        answer.note_unknown(event.type, "its data is not JSON")
+    elif not is_harmless_name(event.data[:_MASKED_CHARS].decode("utf-8", "replace")):
+        answer.fail("malformed", problem)
 
 
 def _filled_channels(part: dict[str, Any], answer: Answer) -> list[str]:
@@ -324,7 +382,7 @@ def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, 
     except ValueError:
         answer.fail("not_api", f"status {answer.status} with {describe_body(headers, raw)} in place of an API answer")
         return
-    error_text = _error_object_text(body) if isinstance(body, dict) else None
+    error_text = find_error(body)
     if error_text is not None:
         answer.fail("stream_error", error_text)
         return
@@ -380,46 +438,17 @@ def decode_lenient(raw: bytes) -> Any:
 
 def _note_finish(choice: dict[str, Any], answer: Answer) -> str | None:
     """Note the finish reason, and return it as the server sent it."""
+    reason = choice.get("finish_reason")
+    if isinstance(reason, dict):  # of some versions of SGLang
+        choice = {"finish_reason": reason.get("type")}
     finish = answer.get_field(choice, "finish_reason", str)
     if not finish:
         return None
-    answer.finish = finish if finish in _KNOWN_FINISHES else masked(finish, "sure")[:_MAX_FINISH_CHARS]
-    if finish in ("abort", "error"):
-        answer.fail("stream_error", f"the server ended the answer with finish reason {finish!r}")
+    known = finish in KNOWN_FINISHES
+    answer.finish = finish if known else masked(finish[:_MASKED_CHARS], "sure")[:_MAX_FINISH_CHARS]
+    if is_failed_finish(answer.finish):
+        answer.fail("stream_error", f"the server ended the answer with finish reason {answer.finish!r}")
     return finish
-
-
-def error_message(body: dict[str, Any]) -> str | None:
-    """Return the message of an error body, wherever servers put it. Never a mapping, which may hold model output."""
-    message = _error_object_text(body) or body.get("detail") or body.get("message")
-    return to_text(message) if message and not isinstance(message, dict) else None
-
-
-def _error_object_text(body: dict[str, Any]) -> str | None:
-    """Return the text of {"error": {...}}, {"error": "..."} or vLLM's older {"object": "error", ...}; else None."""
-    error = body.get("error") or (body if body.get("object") == "error" else None)
-    if not error:
-        return None
-    if not isinstance(error, dict):
-        return to_text(error)
-    kinds = [to_text(error[key]) for key in ("type", "code") if error.get(key)]
-    return f"{' '.join(kinds) or 'error'}: {to_text(error.get('message') or 'no message')}"
-
-
-def to_text(value: Any) -> str:
-    """Return `str(value)`; for a value that has none, the name of its JSON type."""
-    try:
-        return str(value)
-    except (RecursionError, ValueError):  # nested too deeply; a number of more than 4,300 digits
-        return _TYPES.get(type(value), "number")
-
-
-def _error_event_text(raw: bytes) -> str | None:
-    try:
-        body = decode_lenient(raw)
-    except ValueError:
-        return raw.decode("utf-8", "replace")
-    return error_message(body) if isinstance(body, dict) else to_text(body or "")
 
 
 def _first_choice(body: dict[str, Any], answer: Answer) -> dict[str, Any] | None:

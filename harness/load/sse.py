@@ -1,7 +1,8 @@
 """Parse server-sent events, by the WHATWG standard (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-The fields `id` and `retry` are ignored: this client never reconnects. Most events of one stream differ in their text
-only, so an event template recognizes them without decoding.
+The fields `id` and `retry` are ignored: this client never reconnects. Two things that the standard drops are events
+here, because servers report errors with them: a field named `error`, and an event that has a type but no data. Most
+events of one stream differ in their text only, so an event template recognizes them without decoding.
 """
 
 import re
@@ -13,6 +14,7 @@ import msgspec
 
 _BOM = b"\xef\xbb\xbf"
 _MAX_STRAY_BYTES = 4000
+_ERROR_FIELDS = (b"error", b"exception", b"fatal")  # llama.cpp sent `error: {...}`
 MAX_EVENT_BYTES = 8 << 20  # an endless event must not fill the memory
 
 
@@ -36,14 +38,18 @@ class Parser:
         self._type = b""  # of the incomplete event
         self._data: list[bytes] = []  # its lines
         self._data_bytes = 0
-        self._stray = b""
+        self._stray = bytearray()
         self.idle = True  # between two events
         self.has_data = False  # whether the last bytes had data, not only comments
 
     def stray_text(self) -> bytes:
-        """Return the start of the text outside of any field, such as an error in bare JSON. Call it at the end."""
-        rest = b"" if self._is_field(self._rest) else bytes(self._rest[:_MAX_STRAY_BYTES])
-        return (self._stray + rest)[:_MAX_STRAY_BYTES].strip()
+        """Return the end of the text outside of any field, such as an error in bare JSON. Call it at the end."""
+        rest = b"" if self._is_field(self._rest) else self._rest[-_MAX_STRAY_BYTES:]
+        return bytes(self._stray + rest)[-_MAX_STRAY_BYTES:].strip()
+
+    def finish(self) -> list[Event]:
+        """Return the last event, if no blank line closed it: it may be incomplete. Nothing can be fed afterwards."""
+        return self.feed(b"\n\n")
 
     def feed(self, data: bytes) -> list[Event]:
         """Return the events that these bytes complete. An event is complete with its closing blank line.
@@ -77,7 +83,7 @@ class Parser:
 
     def _parse_line(self, line: bytes, events: list[Event]) -> None:
         if not line:
-            if self._data:
+            if self._data or self._type:
                 events.append(Event(self._type.decode("utf-8", "replace") or "message", b"\n".join(self._data)))
             self._data = []
             self._data_bytes = 0
@@ -91,8 +97,12 @@ class Parser:
             self.has_data = True
         elif name == b"event":
             self._type = value
-        elif not self._is_field(line) and len(self._stray) < _MAX_STRAY_BYTES:
+        elif name.lower() in _ERROR_FIELDS:
+            events.append(Event("error", value))
+        elif not self._is_field(line):
             self._stray += line + b"\n"
+            if len(self._stray) > 2 * _MAX_STRAY_BYTES:
+                del self._stray[:-_MAX_STRAY_BYTES]
 
     @staticmethod
     def _is_field(line: bytes | bytearray) -> bool:

@@ -41,6 +41,7 @@ ErrorKind = Literal[
     "client",  # the load generator could not send it, or has a defect; see the message
     "unknown",  # imported, and the tool does not say which of these it was
 ]
+KNOWN_FINISHES = ("stop", "length", "tool_calls", "function_call", "content_filter")  # the reasons of the OpenAI API
 # Bounds of the values that are read: no measurement is beyond them, and arithmetic on larger values would overflow.
 Seconds = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]  # a duration, or a time on any clock
 Duration = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
