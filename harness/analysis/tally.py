@@ -191,9 +191,7 @@ class CellCounts(Struct, kw_only=True):
     answers: AnswerTally = field(default_factory=AnswerTally)
     wrong_length: int = 0
     read_clock: int = 0  # streams without the kernel's receive times
-    unknown_finishes: Counter[str] = field(
-        default_factory=Counter
-    )  # answers by finish reason, of unknown ones
+    unknown_finishes: Counter[str] = field(default_factory=Counter)  # answers by finish reason, of unknown ones
     fewer_tokens: int = 0  # answers with fewer tokens than chunks of text
     contradicting_times: int = 0  # answers whose times contradict each other
     chunks: int = 0

@@ -271,9 +271,9 @@ class Answer:
 def note_stray_text(raw: bytes, answer: Answer) -> None:
     """Note an error outside of events: Lemonade before 11.6 sends its errors without `data:`, Python its tracebacks."""
     lines = [line for line in raw.splitlines() if line.startswith(b"{")]
-    text = next((text for one in (*lines, raw) if (text := _error_text(one)) is not None), None)
-    if text is not None:
-        answer.fail("stream_error", f"{text} (sent outside of an event)")
+    texts = [text for one in (*lines, raw) if (text := _error_text(one)) is not None]
+    if texts:
+        answer.fail("stream_error", f"{texts[0]} (sent outside of an event)")
     elif raw:
         answer.unknown_event = answer.unknown_event or "text outside of events"
 
@@ -285,10 +285,10 @@ def note_error(event: Event, answer: Answer) -> bool:
         text = (error_words(body) if isinstance(body, dict) else None) or _plain_text(body, event.data)
         answer.fail("stream_error", text or "an error event without a message")
         return True
-    text = _error_text(event.data)
-    if text is not None:
-        answer.fail("stream_error", text)
-    return text is not None
+    words = _error_text(event.data)
+    if words is not None:
+        answer.fail("stream_error", words)
+    return words is not None
 
 
 def _error_text(raw: bytes) -> str | None:
