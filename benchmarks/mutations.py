@@ -166,9 +166,8 @@ MUTATIONS = [
              "list(accumulate(detail.itls[index], initial=ttft))",
              "list(accumulate(detail.itls[index], initial=0.0))", "imports"),
     # Security
-    Mutation("security", "a key that is told to the harness is shown in base64",
-             "coded = [*once, *_encode_at_each_offset(raw, 5)", "coded = [*_encode_at_each_offset(raw, 5)",
-             "secrecy untrusted leaks"),
+    Mutation("security", "the API key is shown in base64",
+             "yield from {text, text.translate(_URL_SAFE)}", "yield from ()", "secrecy untrusted leaks"),
     Mutation("security", "a table starts a formula in a spreadsheet",
              'return f"\'{text}" if text.lstrip().startswith(_FORMULA) else text', "return text", "export untrusted"),
     Mutation("security", "a proxy of the environment gets the API key",

@@ -14,13 +14,14 @@ import msgspec
 
 from harness.errors import HarnessError, sentence
 from harness.files import read_bytes
+from harness.redact import register_secrets
 from harness.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
 from harness.workload import Workload
 from harness.workload.prompt_file import PromptRow
 from harness.workload.traces import Replay
 
-# The environment variable of a load process with the texts that no record may contain, as JSON of `redact.know`. They
+# The environment variable of a load process with the texts that no record may contain, as JSON, see `redact`. They
 # are not in the job, because it is a file.
 SECRETS_ENV = "AMD_LLM_LOAD_SECRETS"
 
@@ -63,11 +64,33 @@ def workload_of(job: Job, rows: Sequence[PromptRow], replay: Replay | None = Non
     )
 
 
-def secrets_of(job: Job) -> dict[str, bool]:
-    """Return the texts that no record may contain: the API key, and the secrets that the server was started with."""
-    key = os.environ.get(job.api_key_env, "").strip() if job.api_key_env else None
-    served = msgspec.json.decode(os.environ.get(SECRETS_ENV, "{}"), type=dict[str, bool])
-    return served | ({key: True} if key else {})
+def secrets_of_server() -> dict[str, bool]:
+    """Return the secrets that the server was started with, for a load process."""
+    return msgspec.json.decode(os.environ.get(SECRETS_ENV, "{}"), type=dict[str, bool])
+
+
+def read_api_key(name: str | None) -> str | None:
+    """Return the API key in this environment variable, and mask it from now on; None without a name.
+
+    Raises HarnessError if there is no key, or if a header of HTTP cannot carry it.
+    """
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise HarnessError(
+            f"the environment variable {name}, which should hold the API key, is not set",
+            next_step=f"export {name}=... before the run; the key is never written anywhere.",
+        )
+    register_secrets({key: True})
+    unusable = [number for number, char in enumerate(key, start=1) if ord(char) > 255 or not char.isprintable()]
+    if unusable:
+        raise HarnessError(
+            f"the environment variable {name}: character {unusable[0]} of the API key cannot be sent in a header of "
+            "HTTP (it is a line end, a control character, or outside of latin-1)",
+            next_step=f"export {name} with the key alone, on one line.",
+        )
+    return key
 
 
 def warmup_done_file(counter_path: str) -> Path:

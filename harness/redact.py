@@ -1,29 +1,28 @@
 """Make text from outside safe for a log, a page or a terminal: no secrets, no control characters, no formulas.
 
-`masked` is the only function that masks secrets: those that this process knows (`register_secrets`), in every encoding,
-and text that has the form of a secret. Mask a text before it is shortened, stripped or stored.
+`mask_secrets` and `mask_forms` are pure functions on text, in time linear in its length. `masked` applies them to any
+value with the secrets that this process knows (`register_secrets`).
+
+A text may be cut before it is masked: each piece of PIECE_CHARS of a secret is masked, so a cut leaves fewer.
 """
 
-import json
 import re
-from base64 import b32encode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast
-from unicodedata import normalize
-from urllib.parse import quote
 
 T = TypeVar("T")
+Secrets = frozenset[tuple[str, bool]]  # the texts, and whether each is surely a secret
 
 HIDDEN = "***"
-MIN_SECRET_CHARS = 4  # a shorter secret is never masked: that would mask half of a text
+PIECE_CHARS = 8  # each piece of a secret that is this long is masked
+MIN_SECRET_CHARS = 4  # a shorter text that may be no secret is not masked: that would mask half of a text
+_MAX_SECRET_CHARS = 16_384  # the rest of a longer one is ignored, so that its pieces fit into memory
 _MAX_CACHED_CHARS = 5000  # of a text whose result is cached
-_MIN_STRONG_CHARS = 8  # a shorter secret is masked only literally and as a whole, like a word, a path or a sentence
-_MIN_DIVIDED_CHARS = 12  # parts of a longer secret are masked, too
-_PART_CHARS = (8, 12)  # minimum and maximum size of a masked part, which is otherwise a third of the secret
-_WORD_CHARS = 16  # fewer letters may be an everyday word
-_JOINTS = re.compile(r"[-_./]")  # between words
-_PATH = re.compile(r"[/~.]|[a-z]+://|.*\s", re.DOTALL)
+_MAX_DEPTH = 100  # of nested lists and dictionaries
+_NAME_PIECE_CHARS = 16  # of a secret that consists of words: a shorter piece may be part of a name
+_DIGITS = 12  # fewer digits may be a port, a count or a time
 _FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and their full-width forms
 _NAME = re.compile(  # of a secret variable or argument, but not MAX_TOKENS, PWD or SSL_KEYFILE
     r"(?:KEYS?|TOKEN|CREDS?|JWT|COOKIE|USERPWD|AUTHORIZATION)$"
@@ -48,7 +47,7 @@ _SHAPE = re.compile(
 )
 _QUOTE = r"""(?:\\?['"])?"""
 _ASSIGNMENT = re.compile(  # a flag, a variable, a dictionary's key or a header, up to the start of its value
-    rf"""(?:(?P<flag>(?<![\w-])--[\w.-]+)(?:{_QUOTE},\ ?|=|\ +)
+    rf"""(?:(?P<flag>(?<![\w.-])--[\w.-]+)(?:{_QUOTE},\ ?|=|\ +)
     |(?P<name>(?<![\w-])[A-Za-z_][\w-]*){_QUOTE}\ ?[:=]\ ?)
     \[?{_QUOTE}(?:(?:Bearer|Basic|Token)\ +)?""",
     re.VERBOSE,
@@ -58,11 +57,19 @@ _VALUE = re.compile(
 )
 _CONTROL = re.compile(
     r"[\x1b](?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])|\x9b[0-9;?]*[ -/]*[@-~]"
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"  # what moves a terminal's text
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]"  # moves a terminal's text
 )
-_BLANKS = re.compile(rf"{_CONTROL.pattern}|\s+")  # what a reader may take out of a text, as it may ...
-_TAGS = re.compile(r"<[^<>]*>")
-_JOINING = re.compile(r"0x|[\W_]+")  # between the parts of what was taken apart
+# Backslashes of a run belong to one match: its time would be quadratic.
+_ESCAPED = re.compile(
+    r"%(?:25)*(?P<url>[0-9a-f]{2})"
+    r"|(?<!\\)\\++(?:u(?P<json>[0-9a-f]{4})|u\{0{0,8}(?P<code>[0-9a-f]{1,6})\}|x(?P<byte>[0-9a-f]{2}))?"
+    r"|&\#x0{0,8}(?P<hex>[0-9a-f]{1,6});|&\#0{0,8}(?P<number>[0-9]{1,7});|&(?P<name>amp|lt|gt|quot|apos);"
+    rf"|{_CONTROL.pattern}",
+    re.IGNORECASE,
+)
+_ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
+_URL_SAFE = str.maketrans("+/", "-_")
+_WORDS = re.compile(r"[-_./~: ]*(?:(?:[A-Z]?[a-z]+|[A-Z]+)(?:[-_./~: ]+|$))*")
 
 
 def is_secret(name: str) -> bool:
@@ -76,187 +83,20 @@ def find_secret_form(text: str) -> str | None:
     return None if match is None else match[0]
 
 
-class _SecretForm(NamedTuple):
-    """One encoding of a secret, in lower case. Each part of at least `min_chars` contains one of the anchors."""
+def mask_secrets(text: str, secrets: Secrets, *, names: bool = False) -> str:
+    """Return `text` without the secrets, and without their pieces of PIECE_CHARS or more.
 
-    text: str
-    min_chars: int  # of a part that is masked
-    anchors: tuple[str, ...]
-    keeps_words: bool  # parts that may be everyday words are not masked
+    They are found in any case: plain, in base64 or hex, URL-encoded, and escaped as in JSON or HTML.
 
-
-class _Layer(NamedTuple):
-    """A decoded text, and where each of its characters starts and ends in the original text."""
-
-    text: str
-    starts: Sequence[int]
-    ends: Sequence[int]
-
-
-_secrets: dict[str, bool] = {}  # by text: whether it is surely a secret
-
-
-def register_secrets(secrets: Mapping[str, bool]) -> None:
-    """Mask these texts from now on in all that this process stores or shows.
-
-    By text, whether it is surely a secret. If not, it is masked only literally and as a whole.
+    A secret of fewer characters is masked as a whole word. A text that is not surely a secret is masked literally and
+    as a whole. `names`: words stay, because the text may be a name: short secrets, and pieces that consist of words.
     """
-    # As a whole, and line by line, as in a log.
-    texts = {text.strip(): sure for secret, sure in secrets.items() for text in (secret, *secret.splitlines())}
-    new = {
-        text: sure for text, sure in texts.items() if len(text) >= MIN_SECRET_CHARS and (sure or text not in _secrets)
-    }
-    if not new.items() <= _secrets.items():
-        _secrets.update(new)
-        _clear_caches()
-
-
-def forget_secrets() -> None:
-    _secrets.clear()
-    _clear_caches()
-
-
-def _clear_caches() -> None:
-    for function in (_mask_cached, _strong_forms, _literal_forms):
-        function.cache_clear()
-
-
-def registered_secrets() -> dict[str, bool]:
-    """Return the secrets that were registered, and whether each is surely one."""
-    return dict(_secrets)
-
-
-def _mask_texts(value: Any, mask: Callable[[str], str]) -> Any:
-    if isinstance(value, dict):
-        mask_key = partial(_mask_registered, words=False)
-        return {_mask_texts(key, mask_key): _mask_texts(item, mask) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mask_texts(item, mask) for item in value]
-    return mask(value) if isinstance(value, str) else value
-
-
-def _mask_registered(text: str, words: bool) -> str:
-    """Return `text` with the registered secrets masked; `words`: also those that may be everyday words."""
-    return (_mask_cached if len(text) < _MAX_CACHED_CHARS else _mask_cached.__wrapped__)(text, words)
-
-
-@lru_cache(512)  # a manifest that is written repeatedly, and a failing server, repeat the same texts
-def _mask_cached(text: str, words: bool) -> str:
-    if _strong_forms():
-        text = _mask_strong(text)
-    for literal in _literal_forms() if words else ():
-        text = text.replace(literal, HIDDEN)
-    return text
-
-
-def masked(value: T, which: Literal["all", "known", "sure"] = "all") -> T:
-    """Return `value`, a text or what JSON can hold, with its secrets masked. Numbers and None stay.
-
-    `sure`: registered secrets, except those that may be everyday words or paths: for names, which must stay readable.
-    `known`: all registered secrets. `all`: also text that has the form of a secret, or follows a secret's name or flag.
-    """
-    result: Any = value
-    if which != "all":
-        if _secrets:
-            result = _mask_texts(value, lambda text: _mask_registered(text, which == "known"))
-    elif isinstance(value, dict):
-        result = {
-            key: HIDDEN if is_secret(str(key)) and item not in (None, "", [], {}) else masked(item)
-            for key, item in value.items()
-        }
-        result = masked(result, "known")  # for its keys
-    elif isinstance(value, list):
-        follows_flag = False  # such as --api-key
-        result = []
-        for item in value:
-            result.append(HIDDEN if follows_flag and not str(item).startswith("--") else masked(item))
-            is_flag = isinstance(item, str) and item.startswith("-") and "=" not in item
-            follows_flag = is_flag and is_secret(item)
-    elif isinstance(value, str):
-        result = _mask_forms(_mask_registered(value, words=True))
-    return cast(T, result)
-
-
-def _mask_forms(text: str) -> str:
-    """Return `text` without what has the form of a secret or follows the name of one."""
-    parts, end = [], 0
-    for match in _ASSIGNMENT.finditer(text):
-        value = _VALUE.match(text, match.end()) if match.start() >= end and _names_secret(match) else None
-        if value is not None:
-            parts += [text[end : value.start()], HIDDEN]
-            end = value.end()
-    return _SHAPE.sub(lambda match: f"{match['kept'] or ''}{HIDDEN}", "".join([*parts, text[end:]]))
-
-
-def _is_strong(secret: str) -> bool:
-    """Check that an ordinary text is unlikely to contain the secret, in lower case or in part."""
-    if len(secret) < _MIN_STRONG_CHARS or _may_be_word(secret):
-        return False
-    return not (secret.isdigit() and len(secret) < _MIN_DIVIDED_CHARS) and _PATH.match(secret) is None
-
-
-def _may_be_word(text: str, max_chars: int = _WORD_CHARS) -> bool:
-    return text.isalpha() and len(text) < max_chars
-
-
-@lru_cache
-def _literal_forms() -> list[str]:
-    """Return the other secrets, the longest first: as they are, and as addresses and JSON contain them."""
-    weak = [secret for secret, sure in _secrets.items() if not (sure and _is_strong(secret))]
-    forms = {form for secret in weak for form in (secret, quote(secret, safe=""), json.dumps(secret)[1:-1])}
-    return sorted(forms, key=len, reverse=True)
-
-
-@lru_cache
-def _strong_forms() -> list[_SecretForm]:
-    """Return all encodings of the strong secrets."""
-    forms: dict[str, _SecretForm] = {}
-    for secret, sure in _secrets.items():
-        if not (sure and _is_strong(secret)):
-            continue
-        size = len(secret)
-        part = size if size < _MIN_DIVIDED_CHARS else min(_PART_CHARS[1], max(_PART_CHARS[0], size // 3))
-        keeps_words = not secret.isalpha()
-        raw = secret.encode()
-        texts = {secret, secret[::-1], *(layer.text for layer in _decode_step_by_step(secret))}
-        candidates = [(text, part, keeps_words) for text in texts]
-        candidates += [(raw.hex(), 2 * part, False), ("".join(map(str, raw)), 2 * part, False)]
-        once = list(_encode_at_each_offset(raw, 6))
-        coded = [*once, *_encode_at_each_offset(raw, 5), *_encode_at_each_offset(secret.encode("utf-16-le"), 6)]
-        for text in coded + [twice for code in once for twice in _encode_at_each_offset(code.encode(), 6)]:
-            min_chars = -(-part * len(text) // size)  # of an equally large part of the secret
-            candidates += [(text, min_chars, False), (text.translate(_URL_SAFE), min_chars, False)]
-        for text, min_chars, keeps in candidates:
-            text = text.lower()
-            step = max(1, (min_chars + 1) // 2)
-            anchors = [text[start : start + step] for start in range(0, len(text) - step + 1, step)]
-            forms.setdefault(text, _SecretForm(text, min_chars, tuple(dict.fromkeys(anchors)), keeps))
-    return list(forms.values())
-
-
-def _encode_at_each_offset(raw: bytes, bits: int) -> Iterator[str]:
-    """Yield `raw` in base64 (6 bits a character) or base32 (5) at each offset, without what depends on other bytes."""
-    encode, places = (b64encode, 3) if bits == 6 else (b32encode, 5)
-    for before in range(places):
-        yield encode(bytes(before) + raw).decode()[-(-before * 8 // bits) : (before + len(raw)) * 8 // bits]
-
-
-_URL_SAFE = str.maketrans("+/", "-_")
-_ESCAPED = re.compile(
-    r"%(?P<url>[0-9a-f]{2})|\\+(?:u00|u\{0*|x)(?P<hex>[0-9a-f]{2})\}?|&\#x0*(?P<html>[0-9a-f]{2});"
-    r"|&\#0*(?P<number>[0-9]{2,3});|&(?P<name>amp|lt|gt|quot|apos);|\\+(?P<octal>[01][0-7]{2})|=(?P<quoted>[0-9a-f]{2})"
-    r"|\\+(?=[/\"'])",
-    re.IGNORECASE,
-)
-_ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
-_MAX_DECODING_STEPS = 3  # of nested encodings
-
-
-def _mask_strong(text: str) -> str:
-    """Return `text` without the strong secrets and their parts, in any encoding."""
+    needles = _needles(secrets, names)
+    if not any(needles):
+        return text
     spans = []
-    for number, layer in enumerate(_decode_step_by_step(text)):
-        for start, end in _find_parts(layer.text, is_decoded=number > 0):
+    for layer in _layers(text):
+        for start, end in _find(layer.text, needles):
             spans.append((layer.starts[start], layer.ends[end - 1]))
     parts: list[str] = []
     done = 0
@@ -267,78 +107,229 @@ def _mask_strong(text: str) -> str:
     return "".join([*parts, text[done:]])
 
 
-def _decode_step_by_step(text: str) -> list[_Layer]:
-    """Return `text` in lower case; then decoded step by step; then without blanks and control characters; then without
-    tags; then only its letters and digits.
+def mask_forms(text: str) -> str:
+    """Return `text` without what has the form of a secret or follows the name of one."""
+    parts, end = [], 0
+    for match in _ASSIGNMENT.finditer(text):
+        value = _VALUE.match(text, match.end()) if match.start() >= end and _names_secret(match) else None
+        if value is not None:
+            parts += [text[end : value.start()], HIDDEN]
+            end = value.end()
+    return _SHAPE.sub(lambda match: f"{match['kept'] or ''}{HIDDEN}", "".join([*parts, text[end:]]))
+
+
+_secrets: dict[str, bool] = {}  # of this process
+
+
+def register_secrets(secrets: Mapping[str, bool]) -> None:
+    """Mask these texts from now on in all that this process stores or shows.
+
+    By text, whether it is surely a secret. If not, it is masked only literally and as a whole.
     """
-    layer = _Layer(_lower(text), range(len(text)), range(1, len(text) + 1))
-    layers = [layer]
-    if text.isalnum():
-        return layers
-    for pattern in [_ESCAPED] * _MAX_DECODING_STEPS + [_BLANKS, _TAGS, _JOINING]:
-        if pattern.search(layer.text) is None:
+    for secret, sure in secrets.items():
+        for text in (secret, *_CONTROL.split(secret), *secret.splitlines()):  # a log has it line by line
+            text = text.strip()[:_MAX_SECRET_CHARS]
+            if text and (sure or len(text) >= MIN_SECRET_CHARS):
+                _secrets[text] = sure or _secrets.get(text, False)
+
+
+def forget_secrets() -> None:
+    _secrets.clear()
+
+
+def registered_secrets() -> dict[str, bool]:
+    """Return the secrets that were registered, and whether each is surely one."""
+    return dict(_secrets)
+
+
+def masked(value: T, which: Literal["all", "known", "sure"] = "all") -> T:
+    """Return `value`, a text or what JSON can hold, with its secrets masked. Numbers and None stay.
+
+    `sure`: registered secrets, except those that may be everyday words: for names, which must stay readable.
+    `known`: all registered secrets. `all`: also text that has the form of a secret, or follows a secret's name or flag.
+    """
+    secrets = frozenset(_secrets.items())
+
+    def mask(text: str) -> str:
+        text = _mask(text, secrets, which == "sure")
+        return mask_forms(text) if which == "all" else text
+
+    def mask_key(key: Any) -> Any:
+        return _mask(key, secrets, True) if isinstance(key, str) else key
+
+    return cast(T, _walk(value, mask, mask_key, with_names=which == "all"))
+
+
+def _mask(text: str, secrets: Secrets, names: bool) -> str:
+    if len(text) > _MAX_CACHED_CHARS:
+        return mask_secrets(text, secrets, names=names)
+    return _mask_cached(text, secrets, names)
+
+
+@lru_cache(512)  # a manifest that is written repeatedly, and a failing server, repeat the same texts
+def _mask_cached(text: str, secrets: Secrets, names: bool) -> str:
+    return mask_secrets(text, secrets, names=names)
+
+
+def _walk(
+    value: Any, mask: Callable[[str], str], mask_key: Callable[[Any], Any], *, with_names: bool, depth: int = 0
+) -> Any:
+    """Return `value` with its texts masked; `with_names`: also what follows the name or flag of a secret."""
+    if isinstance(value, str):
+        return mask(value)
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if depth == _MAX_DEPTH:
+        return HIDDEN
+
+    def inner(item: Any, name: str) -> Any:
+        if with_names and is_secret(name) and item not in (None, "", [], {}) and not str(item).startswith(("--", "${")):
+            return HIDDEN
+        return _walk(item, mask, mask_key, with_names=with_names, depth=depth + 1)
+
+    if isinstance(value, dict):
+        return {mask_key(key): inner(item, str(key)) for key, item in value.items()}
+    flags = [item if isinstance(item, str) and item.startswith("-") and "=" not in item else "" for item in value]
+    return [inner(item, flag) for item, flag in zip(value, ["", *flags], strict=False)]
+
+
+class _Needles(NamedTuple):
+    """What is searched for in a text. All but `literals` are in lower case."""
+
+    grams: tuple[tuple[int, frozenset[str]], ...]  # by length
+    words: tuple[str, ...]  # not as a part of a longer word
+    literals: tuple[str, ...]
+
+
+class _Layer(NamedTuple):
+    """A text, plain or decoded, and where each of its characters starts and ends in the original text."""
+
+    text: str
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+
+@lru_cache(8)
+def _needles(secrets: Secrets, names: bool) -> _Needles:
+    grams: dict[int, set[str]] = {}
+    words, literals = set[str](), set[str]()
+
+    def add(text: str, size: int, leave: re.Pattern[str] | None = None) -> None:
+        low, pieces = _lower(text), grams.setdefault(size, set())
+        for start in range(len(text) - size + 1):
+            if leave is None or not leave.fullmatch(text[start : start + size]):
+                pieces.add(low[start : start + size])
+
+    for secret, sure in secrets:
+        # As it is, with the plus of an address for a blank, and decoded.
+        plain = (secret, secret.replace(" ", "+"), _decode(secret).text)
+        forms = {form for text in plain for form in (text, *_misread(text)) if form}
+        if not sure:
+            literals |= set() if names else forms
             continue
-        chars: list[str] = []
-        starts: list[int] = []
-        ends: list[int] = []
-        done = 0
-        for match in [*pattern.finditer(layer.text), None]:
-            start = len(layer.text) if match is None else match.start()
-            chars.append(layer.text[done:start])
-            starts += layer.starts[done:start]
-            ends += layer.ends[done:start]
-            if match is not None:
-                done = match.end()
-                if char := _lower(_decode_char(match)) if pattern is _ESCAPED else "":
-                    chars.append(char)
-                    starts.append(layer.starts[start])
-                    ends.append(layer.ends[done - 1])
-        layer = _Layer("".join(chars), starts, ends)
-        layers.append(layer)
-    return layers
+        if names and _may_be_name(secret):
+            continue
+        for form in forms:
+            if len(form) < PIECE_CHARS:
+                words |= set() if names else {_lower(form)}
+                continue
+            add(form, PIECE_CHARS, _WORDS if names else None)
+            if names:
+                add(form, min(len(form), _NAME_PIECE_CHARS))
+        for text in _encodings(secret) if len(secret) >= MIN_SECRET_CHARS else ():
+            add(text, min(len(text), PIECE_CHARS))
+    return _Needles(
+        tuple((size, frozenset(pieces)) for size, pieces in sorted(grams.items()) if pieces),
+        tuple(sorted(words)),
+        tuple(sorted(literals)),
+    )
 
 
-def _lower(text: str) -> str:
-    """Return `text` in lower case and without forms such as full-width. It keeps its length, so that places stay."""
-    return text.lower() if text.isascii() else "".join(map(_lower_char, text))
+def _may_be_name(secret: str) -> bool:
+    is_word = secret.isalpha() and len(secret) < _NAME_PIECE_CHARS and _WORDS.fullmatch(secret) is not None
+    return len(secret) < PIECE_CHARS or is_word or (secret.isdigit() and len(secret) < _DIGITS)
 
 
-@lru_cache(4096)
-def _lower_char(char: str) -> str:
-    lower = normalize("NFKC", char).lower()
-    return lower if len(lower) == 1 else char
+def _is_latin(text: str) -> bool:
+    return max(text, default="") <= "\xff"
+
+
+def _misread(text: str) -> Iterator[str]:
+    """Yield a text in UTF-8 that was read as latin-1, and one in latin-1 that was read as UTF-8."""
+    yield text.encode(errors="surrogatepass").decode("latin-1")
+    if _is_latin(text):
+        yield text.encode("latin-1").decode(errors="replace")
+
+
+def _encodings(secret: str) -> Iterator[str]:
+    """Yield a secret in hex, and in base64 at each offset without the characters that depend on other bytes."""
+    for raw in {secret.encode(errors="surrogatepass"), *({secret.encode("latin-1")} if _is_latin(secret) else ())}:
+        yield raw.hex()
+        for before in range(3):
+            text = b64encode(bytes(before) + raw).decode()[-(-before * 8 // 6) : (before + len(raw)) * 8 // 6]
+            yield from {text, text.translate(_URL_SAFE)}
+
+
+def _find(text: str, needles: _Needles) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each needle in `text`."""
+    low = _lower(text)
+    for size, pieces in needles.grams:
+        for start in range(len(low) - size + 1):
+            if low[start : start + size] in pieces:
+                yield start, start + size
+    for word in needles.words:
+        for start, end in _find_all(low, word):
+            if not (low[start - 1 : start].isalnum() or low[end : end + 1].isalnum()):
+                yield start, end
+    for literal in needles.literals:
+        yield from _find_all(text, literal)
+
+
+def _find_all(text: str, part: str) -> Iterator[tuple[int, int]]:
+    start = text.find(part)
+    while start >= 0:
+        yield start, start + len(part)
+        start = text.find(part, start + len(part))
+
+
+def _layers(text: str) -> Iterable[_Layer]:
+    layer = _Layer(text, range(len(text)), range(1, len(text) + 1))
+    return (layer,) if text.isalnum() or _ESCAPED.search(text) is None else (layer, _decode(text))
+
+
+def _decode(text: str) -> _Layer:
+    """Return `text` with its escapes decoded, and without backslashes and control characters."""
+    chars: list[str] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    done = 0
+    for match in [*_ESCAPED.finditer(text), None]:
+        start = len(text) if match is None else match.start()
+        chars.append(text[done:start])
+        starts += range(done, start)
+        ends += range(done + 1, start + 1)
+        if match is not None:
+            done = match.end()
+            if char := _decode_char(match):
+                chars.append(char)
+                starts.append(start)
+                ends.append(done)
+    return _Layer("".join(chars), starts, ends)
 
 
 def _decode_char(match: re.Match[str]) -> str:
-    if code := match["url"] or match["hex"] or match["html"] or match["quoted"]:
-        return chr(int(code, 16))
-    if match["octal"]:
-        return chr(int(match["octal"], 8))
-    return chr(int(match["number"])) if match["number"] else _ENTITIES.get((match["name"] or "").lower(), "")
+    if match["name"]:
+        return _ENTITIES[match["name"].lower()]
+    digits = match["url"] or match["json"] or match["code"] or match["byte"] or match["hex"]
+    code = int(digits, 16) if digits else int(match["number"] or 0)
+    char = chr(code) if code <= 0x10FFFF else ""
+    return "" if char == "\\" or _CONTROL.match(char) else char
 
 
-def _find_parts(text: str, is_decoded: bool) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each part of a secret that is long enough.
-
-    A part of letters alone that may be an everyday word is left out; in a decoded text, words may have been joined.
-    """
-    for form in _strong_forms():
-        for number, anchor in enumerate(form.anchors):
-            found = text.find(anchor)
-            while found >= 0:
-                # Extend the match to both sides, in the text and in the form.
-                start, end, first = found, found + len(anchor), number * len(anchor)
-                last = first + len(anchor)
-                while start > 0 and first > 0 and text[start - 1] == form.text[first - 1]:
-                    start, first = start - 1, first - 1
-                while end < len(text) and last < len(form.text) and text[end] == form.text[last]:
-                    end, last = end + 1, last + 1
-                part, is_long = text[start:end], end - start >= form.min_chars
-                word_chars = len(part) + 1 if is_decoded else _MIN_DIVIDED_CHARS
-                is_word = form.keeps_words and part != form.text and _may_be_word(_JOINTS.sub("", part), word_chars)
-                if is_long and not is_word:
-                    yield start, end
-                found = text.find(anchor, max(found + 1, end if is_long else 0))
+def _lower(text: str) -> str:
+    """Return `text` in lower case. It keeps its length, so that places stay."""
+    low = text.lower()
+    return low if len(low) == len(text) else "".join(char.lower() if len(char.lower()) == 1 else char for char in text)
 
 
 def printable(text: str) -> str:

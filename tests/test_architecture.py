@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "serve": {"engines", "failures", "job", "machine", "process", "rundir", "scenario", "trust", "units"},
     "prepare": {
-        "engines", "failures", "judge", "machine", "report", "scenario", "serve", "units", "workers",
+        "engines", "failures", "job", "judge", "machine", "report", "scenario", "serve", "units", "workers",
         "workload",
     },
     "run": {

@@ -153,12 +153,28 @@ def test_locustfile(tmp_path: Path, text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "  "])
-@fault("input", "the API key is not set", seen="the environment variable MY_TEST_KEY is not set", code=1,
+@fault("input", "the API key is not set",
+       seen="the environment variable MY_TEST_KEY, which should hold the API key, is not set", code=1,
        kept="no run is begun")  # fmt: skip
 def test_api_key_not_set(tmp_path: Path, value: str | None) -> None:
     path = write(tmp_path, api_key_env="MY_TEST_KEY")
     done = run(path, env={} if value is None else {"MY_TEST_KEY": value})
-    refused(path, done, "error: the environment variable MY_TEST_KEY is not set, which api_key_env names")
+    refused(path, done, "error: the environment variable MY_TEST_KEY, which should hold the API key, is not set")
+
+
+@pytest.mark.parametrize("value", ["sk-\u0142-key", "two\nlines", "key\r\nX-Other: b", "key\x7fy"])
+@fault("input", "the API key has a line end or a character outside of latin-1",
+       seen="character 4 of the API key cannot be sent in a header of HTTP", code=1,
+       kept="no run is begun")  # fmt: skip
+def test_an_api_key_that_no_header_carries(tmp_path: Path, value: str) -> None:
+    path = write(tmp_path, api_key_env="MY_TEST_KEY")
+    done = run(path, "--url", "http://127.0.0.1:9", env={"MY_TEST_KEY": value})
+    what = (
+        "character 4 of the API key cannot be sent in a header of HTTP (it is a line end, a control character, or "
+        "outside of latin-1)"
+    )
+    refused(path, done, f"error: the environment variable MY_TEST_KEY: {what}")
+    assert value not in done.err
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://a b"])

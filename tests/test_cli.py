@@ -78,7 +78,10 @@ def test_all_mistakes_of_a_scenario_are_reported(tmp_path: Path) -> None:
     assert [line.split(": ")[:2] for line in done.err.splitlines()[:-1]] == [
         ["error", "small.yaml"],
         ["$.repeat (line 21)", "unknown key; did you mean 'repeats'?"],
-        ["$.api_key_env (line 22)", "the environment variable NOT_SET_AT_ALL is not set, which api_key_env names"],
+        [
+            "$.api_key_env (line 22)",
+            "the environment variable NOT_SET_AT_ALL, which should hold the API key, is not set",
+        ],
     ]
 
 

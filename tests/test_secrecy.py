@@ -4,6 +4,7 @@ by what a server says of a request.
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from harness.errors import HarnessError
 from harness.failures.explain import explain
 from harness.redact import is_secret, masked, register_secrets
 from harness.rundir.manifest import ServedBy
+from harness.rundir.records import read_requests
 from harness.serve.containers import LogFile
 from harness.serve.facts import record_facts
 from harness.serve.security import collect_secrets, find_open_secrets, find_open_secrets_in_text
 from tests.command import called
-from tests.fake_server import answering, load_process, one_record, whole
+from tests.fake_server import answering, load_process, one_record, read_request, serving, whole, work
 
 HUB = "hf_abcdefghijklmnopqrst"
 SCENARIO = """\
@@ -142,7 +144,7 @@ def test_every_value_from_the_environment_is_hidden_whatever_it_is_called() -> N
     }  # fmt: skip
     register_secrets(secrets)
     text = "first%20line%0Asecond%20line first line\\nsecond line an%20odd%20value mything-value second line a%2Fb%20c"
-    assert masked(f"{text} pass level 64 true abc", "known") == "*** *** *** *** *** *** *** level 64 true abc"
+    assert masked(f"{text} pass level 64 true abc", "known") == "*** ***\\n*** *** *** *** *** *** level 64 true abc"
 
 
 def test_the_log_has_none_of_them(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_the_log_has_none_of_them(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "a.log")
     log.follow(lambda: [b"got pass", b"word1, and pass\nabc ", b"password1"])
     log.wait_for_end()
-    assert (tmp_path / "a.log").read_text() == "got ***, and ***\nabc ***\n"
+    assert (tmp_path / "a.log").read_text() == "got ***, and ***\n*** ***\n"
 
 
 def test_the_manifest_has_none_of_them_and_keeps_the_names() -> None:
@@ -207,3 +209,23 @@ def test_an_api_key_that_cannot_be_one(tmp_path: Path, monkeypatch: pytest.Monke
     starting = load_process(tmp_path, "http://127.0.0.1:1", api_key_env="A_KEY")
     with pytest.raises(HarnessError, match="the environment variable A_KEY"), starting:
         pass
+
+
+def test_a_key_in_latin_1_is_sent_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record has neither the key nor a piece of it, as UTF-8 or as latin-1."""
+    key = "sch\u00fcssel f\u00fcr 2 T\u00fcren"
+    monkeypatch.setenv("A_KEY", f" {key}\n")
+    heads: list[bytes] = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        heads.append(read_request(connection))
+        sent = heads[0].split(b"Bearer ")[1].split(b"\r\n")[0]
+        connection.sendall(whole(b"no " + sent + b" " + key.encode(), b"text/plain", b"500 x"))
+
+    with serving(handler) as url, load_process(tmp_path, url, api_key_env="A_KEY") as process:
+        client = process.create_client()
+        process.send(client, work())
+        client.close()
+    assert f"Authorization: Bearer {key}\r\n".encode("latin-1") in heads[0]
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert record.message is not None and record.message.count("***") == 2 and "ssel" not in record.message

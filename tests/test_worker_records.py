@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from harness.errors import HarnessError
-from harness.job import SECRETS_ENV, secrets_of
+from harness.job import SECRETS_ENV, read_api_key, secrets_of_server
 from harness.load import recorder as recorder_module
 from harness.load.recorder import RecordReceiver, RecordSender
 from harness.process import free_port
@@ -17,7 +17,6 @@ from harness.rundir.records import Request, read_requests
 from harness.scenario import Load
 from harness.workers import Workers, parse_workers
 from tests.faults import fault
-from tests.load_runs import make_job
 from tests.made_runs import request
 
 CHAT = Load(user="chat", users=4, requests=8)
@@ -109,9 +108,9 @@ def test_secrets_of_the_master_are_masked_in_records(tmp_path: Path, monkeypatch
     password = 'the-"database\\-password'
     monkeypatch.setenv(SECRETS_ENV, json.dumps({password: True}))
     monkeypatch.setenv("KEY_OF_THIS_TEST", " sk-of-the-api\n")
-    job = make_job(tmp_path, Load(user="batch"), api_key_env="KEY_OF_THIS_TEST")
-    assert secrets_of(job) == {password: True, "sk-of-the-api": True}
-    register_secrets(secrets_of(job))
+    assert secrets_of_server() == {password: True}
+    register_secrets(secrets_of_server())
+    assert read_api_key("KEY_OF_THIS_TEST") == "sk-of-the-api"
     messages = [
         "nothing of it",
         f"status 500: {password}, or {password}",

@@ -70,7 +70,7 @@ def main() -> None:
         code = ExitCode.USAGE
     except Exception as error:
         if os.environ.get("HARNESS_DEBUG"):
-            print(masked(traceback.format_exc(), "sure"), file=sys.stderr)
+            print(masked(traceback.format_exc(), "known"), file=sys.stderr)
         print(
             f"error: a defect of the harness itself: {type(error).__name__}: {masked(str(error), 'sure')}\n"
             "next: please report it, with what HARNESS_DEBUG=1 prints in addition.",

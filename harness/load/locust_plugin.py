@@ -202,9 +202,9 @@ def _set_up(environment: Environment, runner: Runner) -> None:
 
 def _mask_log_record(record: logging.LogRecord) -> bool:
     """Mask secrets that a server has quoted in a line of Locust's log and its traceback."""
-    record.msg, record.args = masked(record.getMessage(), "sure"), ()
+    record.msg, record.args = masked(record.getMessage(), "known"), ()
     if record.exc_info:
-        record.exc_text = masked(logging.Formatter().formatException(record.exc_info), "sure")
+        record.exc_text = masked(logging.Formatter().formatException(record.exc_info), "known")
     return True
 
 

@@ -8,6 +8,7 @@ do not belong to the run.
 """
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from locust.runners import STATE_MISSING, MasterRunner
 from harness import __version__
 from harness.errors import HarnessError
 from harness.files import read_bytes
-from harness.job import Job, WaitsForWorkers, idle_file, report_status, secrets_of
+from harness.job import Job, WaitsForWorkers, idle_file, report_status, secrets_of_server
 from harness.load.recorder import FILES, RecordReceiver
 from harness.load.sequencer import POLL_S, report_warm, wait_until
 from harness.redact import register_secrets
@@ -101,7 +102,8 @@ class Master:
         self._environment = environment
         self._runner = runner
         self._job = job
-        register_secrets(secrets_of(job))  # workers have the API key, but no data of the server
+        # A worker has the API key, but no data of the server.
+        register_secrets(secrets_of_server() | {os.environ.get(job.api_key_env or "", ""): True})
         self._workers = workers
         self._stages = [job, *job.then]
         self._machines: dict[str, _Machine] = {}  # of this run, by client id

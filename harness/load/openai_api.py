@@ -175,7 +175,7 @@ T = TypeVar("T")
 Clock = Literal["kernel", "read"]
 
 _MESSAGE_CHARS = 300
-_MASKED_CHARS = 4096  # of a message, checked for secrets before it is shortened
+_MASKED_CHARS = 4096  # of a text of a server, masked before it is shortened
 _MAX_FINISH_CHARS = 64
 _CHANNELS: dict[str, type] = {  # fields that hold generated tokens, with their JSON types
     "content": str, "reasoning_content": str, "reasoning": str, "refusal": str, "tool_calls": list,
@@ -445,7 +445,7 @@ def _note_finish(choice: dict[str, Any], answer: Answer) -> str | None:
     if not finish:
         return None
     known = finish in KNOWN_FINISHES
-    answer.finish = finish if known else masked(finish[:_MASKED_CHARS], "sure")[:_MAX_FINISH_CHARS]
+    answer.finish = finish if known else masked(finish[:_MASKED_CHARS], "known")[:_MAX_FINISH_CHARS]
     if is_failed_finish(answer.finish):
         answer.fail("stream_error", f"the server ended the answer with finish reason {answer.finish!r}")
     return finish

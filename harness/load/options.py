@@ -20,9 +20,9 @@ from locust.util.timespan import parse_timespan
 
 from harness.errors import HarnessError, Problem, reason_of
 from harness.files import UNDECODABLE
-from harness.job import Job, decode_job, read_job
+from harness.job import Job, decode_job, read_api_key, read_job
 from harness.load.client import ApiAddress
-from harness.load.process import api_key, first_model, load_inputs
+from harness.load.process import first_model, load_inputs
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
 from harness.scenario.behaviour import Agent, Rag, length_problems
 from harness.scenario.check_syntax import Slo, parse_check
@@ -354,7 +354,7 @@ def check_server(environment: Environment, planned: Job | None) -> None:
     """Check in a master what its load processes need: the options, the API key, a model. Raises HarnessError."""
     job = job_of_options(environment, planned)
     if not _has_remote_workers(environment):
-        api_key(job.api_key_env)
+        read_api_key(job.api_key_env)
         if not job.model:
             first_model(job, ApiAddress.parse(host_of(environment, environment.host)))
 

@@ -17,7 +17,7 @@ from gevent.lock import Semaphore
 from harness.errors import HarnessError
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
-from harness.job import Job, secrets_of, workload_of
+from harness.job import Job, read_api_key, secrets_of_server, workload_of
 from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Abandoned, Exchange, Failure
 from harness.load.openai_api import PATHS, Answer, Tools, encode_request
@@ -157,7 +157,7 @@ class LoadProcess:
         self.is_stock = not job.load_name
         self._target, rows, replay, self._secret = load_inputs(job, host)
         self._workloads = [workload_of(stage, rows, replay) for stage in self._stages]
-        register_secrets(secrets_of(job))
+        register_secrets(secrets_of_server())
         self._model = job.model
         self._model_error: HarnessError | None = None
         self._model_lock = Semaphore()
@@ -402,7 +402,7 @@ def _block_size(job: Job) -> int:
 
 def first_model(job: Job, target: ApiAddress) -> str:
     """Ask the server for its models and return the first one. Raises HarnessError."""
-    secret, exchange = api_key(job.api_key_env), Exchange(id="models")
+    secret, exchange = read_api_key(job.api_key_env), Exchange(id="models")
     reader = Reader(IdleQueue())
     client = Client(Dialer(target), reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
     client.send("/models", None, exchange)
@@ -444,23 +444,7 @@ def load_inputs(job: Job, host: str) -> tuple[ApiAddress, list[PromptRow], Repla
     refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
     target = ApiAddress.parse(host)
     rows = read_rows(job.prompt_file) if job.prompt_file else []
-    return target, rows, load_replay(job), api_key(job.api_key_env)
-
-
-def api_key(name: str | None) -> str | None:
-    """Return the key in this environment variable; None without a name. Raises HarnessError."""
-    if name is None:
-        return None
-    value = os.environ.get(name, "").strip()
-    if not value:
-        raise HarnessError(
-            f"the environment variable {name}, which should hold the API key, is not set",
-            next_step=f"export {name}=... and start again.",
-        )
-    if not value.isascii() or not value.isprintable():
-        raise HarnessError(f"the environment variable {name} holds characters that no API key has")
-    register_secrets({value: True})
-    return value
+    return target, rows, load_replay(job), read_api_key(job.api_key_env)
 
 
 def key_header(secret: str | None) -> dict[str, str]:

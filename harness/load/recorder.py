@@ -362,7 +362,7 @@ class RecordReceiver:
         if not isinstance(record, Request) or (record.message is None and record.finish in _KNOWN_FINISHES):
             return line
         masked_record = msgspec.structs.replace(
-            record, message=masked(record.message, "known"), finish=masked(record.finish, "sure")
+            record, message=masked(record.message, "known"), finish=masked(record.finish, "known")
         )
         return line if masked_record == record else msgspec.json.encode(masked_record) + b"\n"
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError, Problem, ScenarioError, suggest_row
 from harness.files import DOCS, LOCUSTFILES, read_bytes, read_text
+from harness.job import read_api_key
 from harness.redact import register_secrets
 from harness.scenario import (
     SERVER_TOKENIZER,
@@ -132,7 +133,7 @@ def _file_checks(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callab
             # A container has packages of its own, so an import on this host proves nothing.
             try_import = scenario.generator == "process"
             yield f"$.loads.{name}.user", partial(check_locustfile, locustfile_of(load, folder), try_import=try_import)
-    yield "$.api_key_env", partial(_check_api_key, scenario.api_key_env)
+    yield "$.api_key_env", partial(read_api_key, scenario.api_key_env)
 
 
 def _raise_problems(
@@ -156,14 +157,6 @@ def _raise_problems(
         problems = [*problems, Problem(place, text).located(lines)]
     if problems:
         raise ScenarioError(str(path), problems)
-
-
-def _check_api_key(name: str | None) -> None:
-    if name and not os.environ.get(name, "").strip():
-        raise HarnessError(
-            f"the environment variable {name} is not set, which api_key_env names",
-            next_step=f"export {name}=... before the run; the key is never written anywhere.",
-        )
 
 
 def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import hashlib
 import importlib.metadata
-import os
 import platform
 import re
 import secrets
@@ -22,6 +21,7 @@ from harness import __version__, files
 from harness.analysis.summarize import Summarized, summarize_with_counts, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
+from harness.job import read_api_key
 from harness.machine.gpus import read_machine
 from harness.prepare.experiment import Experiment, input_files, locustfile_sources
 from harness.process import owner_labels
@@ -139,8 +139,7 @@ class Running(msgspec.Struct, frozen=True):
 
     @property
     def api_key(self) -> str | None:
-        name = self.scenario.api_key_env
-        return os.environ.get(name) if name else None
+        return read_api_key(self.scenario.api_key_env)
 
     @property
     def is_out_of_time(self) -> bool:

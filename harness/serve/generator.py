@@ -1,7 +1,6 @@
 """The load generator in a container: the project's image, in the server's network, writing into the run directory."""
 
 import contextlib
-import json
 import os
 import socket
 from pathlib import Path
@@ -12,9 +11,8 @@ from docker.types import Mount
 
 from harness.errors import ServerError
 from harness.files import LOCUSTFILES
-from harness.job import SECRETS_ENV, Job
+from harness.job import Job
 from harness.process import signals_ignored
-from harness.redact import registered_secrets
 from harness.serve.containers import LogFile, follow_log
 from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
 from harness.serve.location import engine_location
@@ -84,9 +82,9 @@ class ContainerChild:
             "mounts": mounts,
             # The records must belong to the user who started the harness, as the run directory does.
             "user": f"{os.getuid()}:{os.getgid()}",
+            # `docker inspect` shows it, so it has the one secret that it needs.
             "environment": {
                 "HOME": "/tmp",
-                SECRETS_ENV: json.dumps(registered_secrets()),
                 **({key: os.environ[key]} if key else {}),
             },
             # It may write only into the run directory.

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from harness import process, redact
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import ExitState
+from harness.job import read_api_key
 from harness.machine.telemetry import Source, cgroup_files, local_source, telemetry_root
 from harness.process import is_port_free, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
@@ -151,9 +152,9 @@ def prepare_start(
     prepared = write_compose_file(scenario, server_name, run_folder)
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     key_name = scenario.api_key_env
-    api_key = os.environ.get(key_name) if key_name else None
+    api_key = read_api_key(key_name)
     # A server may repeat what it got from the environment, in its log or in an error.
-    redact.register_secrets(collect_secrets(msgspec.to_builtins(prepared.file), os.environ) | {api_key or "": True})
+    redact.register_secrets(collect_secrets(msgspec.to_builtins(prepared.file), os.environ))
     return ServerStart(prepared.server, prepared.file, scenario.model, SERVER, log_path, api_key, key_name, on_progress)
 
 
