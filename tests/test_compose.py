@@ -28,7 +28,7 @@ from harness.serve.compose_file import (
     parse_volume,
 )
 from harness.serve.document import server_document
-from harness.serve.lint import list_notes
+from harness.serve.lint import get_option, list_notes
 from harness.serve.security import collect_secrets, find_exposures, require_consent
 from harness.serve.template import add_gateway, read_variables, render, templates
 from tests.load_runs import composed
@@ -247,6 +247,16 @@ def test_a_value_of_the_wrong_shape_and_an_unknown_key_are_refused(place: str, k
     with pytest.raises(HarnessError) as caught:
         parse_compose(yaml.safe_dump(raw))
     assert f"$.{place}.{key} (line " in caught.value.what
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_vllm_on_a_cpu_computes_in_what_its_cpu_knows(dtype: str) -> None:
+    def option(given: dict[str, Any]) -> str | None:
+        text = render("vllm-cpu", given, model="m", host_port=1, groups=[], cpu_dtype=dtype)
+        return get_option(parse_compose(text).server.command or [], "--dtype")
+
+    assert option({}) == option({"dtype": None}) == dtype
+    assert [option({"dtype": given}) for given in ("bfloat16", "auto")] == ["bfloat16", "auto"]
 
 
 def test_vllm_rocm_is_started_as_amd_asks_for() -> None:

@@ -85,7 +85,7 @@ def test_a_machine(tmp_path: Path, name: str) -> None:
     if "strix-halo" not in name:
         assert {"kernel.cwsr", "memory.half"}.isdisjoint(findings), "only gfx1151 needs it, only an APU shares memory"
     if name == "no-gpu":
-        assert {finding.topic for finding in findings.values()} == {"gpu", "docker", "processes"}
+        assert {finding.topic for finding in findings.values()} == {"gpu", "kernel", "docker", "processes"}
     if name == "strix-halo-half":
         assert findings["memory.half"].fix == (
             "boot with ttm.pages_limit=30408704 (116 GiB, leaves 8.5 GiB to the system; or `amd-ttm --set 116`), "
@@ -232,6 +232,14 @@ def test_every_finding_is_found_by_a_test_and_every_finding_and_target_is_on_the
     assert halo is not None and (halo.standing("lemonade-vllm"), halo.standing("vllm-rocm")) == ("validated", "code")
 
 
+@pytest.mark.parametrize(("flags", "dtype"), [("avx2 avx512f avx512_bf16", "bfloat16"), ("avx2", "float32")])
+def test_the_data_type_for_vllm_on_this_cpu(tmp_path: Path, flags: str, dtype: str) -> None:
+    (finding,) = (one for one in diagnose(write(tmp_path, {"proc/cpuinfo": f"flags\t: {flags}\n"}))
+                  if one.id == "kernel.bfloat16")  # fmt: skip
+    assert (finding.level, finding.fix) == ("ok", None)
+    assert finding.fact.endswith(f"`vllm-cpu` uses {dtype}")
+
+
 @pytest.mark.parametrize("garbage", [b"", b"-1\n", b"\xff\x00 garbage\n", b"999999999999999999999999\n"])
 def test_whatever_a_driver_answers_there_is_a_finding_and_no_traceback(tmp_path: Path, garbage: bytes) -> None:
     assert [finding.id for finding in diagnose(tmp_path)] == ["gpu.present", "processes.engines"]
@@ -264,7 +272,7 @@ def test_the_page_of_a_terminal(tmp_path: Path) -> None:
         "  BLOCKER  the amdgpu driver of Linux 6.17.8 lacks the CWSR fix for gfx1151: ROCm crashes or hangs"
     )
     assert lines[start + 2].startswith("           fix: update to Linux 6.18.4 or newer")
-    assert lines[-1].startswith("1 blocker, 12 ok. What is blocked cannot run; ")
+    assert lines[-1].startswith("1 blocker, 13 ok. What is blocked cannot run; ")
 
 
 def test_the_command_reads_another_machines_files(tmp_path: Path) -> None:

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.gpus import find_device_groups, gfx_target, list_gpus, read_gpu_memory, read_machine
+from harness.machine.gpus import (
+    choose_cpu_dtype,
+    find_device_groups,
+    gfx_target,
+    list_gpus,
+    read_gpu_memory,
+    read_machine,
+)
 from tests.machines import CPU_NODE, NODES, write
 
 STRIX_HALO = """cpu_cores_count 0
@@ -48,6 +55,24 @@ def strix_halo(tmp_path: Path) -> Path:
             "sys/firmware/acpi/platform_profile": "performance\n",
         },
     )
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "dtype"),
+    [
+        ("flags\t\t: fpu sse4_2 avx2 fma avx512f avx512_bf16 amx_bf16\n", "bfloat16"),
+        ("flags\t\t: fpu avx2 amx_bf16\n", "bfloat16"),
+        ("Features\t: fp asimd sve i8mm bf16\n", "bfloat16"),
+        ("flags\t\t: fpu sse4_2 avx2 fma\n", "float32"),
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512_vnni\n", "float32"),  # emulated with AVX-512, too
+        ("model name\t: avx512_bf16\n", "float32"),
+        ("", "float32"),
+    ],
+)
+def test_the_data_type_that_a_cpu_computes_fastest(tmp_path: Path, cpuinfo: str, dtype: str) -> None:
+    assert choose_cpu_dtype(tmp_path) == "float32"
+    root = write(tmp_path, {"proc/cpuinfo": f"processor\t: 0\n{cpuinfo}"})
+    assert choose_cpu_dtype(root) == dtype
 
 
 def test_memory_in_use_is_one_pool_on_an_apu_and_no_fact_of_the_machine(strix_halo: Path) -> None:

@@ -17,6 +17,7 @@ from harness.serve.template import render_server
 from harness.units import GIB
 from tests.command import write
 from tests.machines import gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
+from tests.machines import write as files
 
 
 def experiment(folder: Path, template: str = "vllm-rocm", **variables: Any) -> Experiment:
@@ -157,6 +158,24 @@ def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path
     # vLLM on the CPU needs no GPU.
     on_cpu = experiment(tmp_path, "vllm-cpu", extra_args=["--kv-cache-dtype", "fp8", "-tp", "2"])
     check_all_gpus(on_cpu, radeon(tmp_path / "radeon", 110000, 24))
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "noted"),
+    [
+        ({}, "avx2", False),
+        ({"dtype": "float32"}, "avx2", False),
+        ({"dtype": "bfloat16"}, "avx2", True),
+        ({"dtype": "auto"}, "avx2 avx512f", True),
+        ({"dtype": "bfloat16"}, "avx512f avx512_bf16", False),
+    ],
+)
+def test_a_data_type_that_the_cpu_must_emulate_is_noted(
+    tmp_path: Path, variables: dict[str, Any], flags: str, noted: bool
+) -> None:
+    root = files(tmp_path / "root", {"proc/cpuinfo": f"flags\t: {flags}\n"})
+    notes = machine_notes(experiment(tmp_path, "vllm-cpu", **variables), root)
+    assert [note.startswith(f"note: server 's': dtype is {variables.get('dtype')}") for note in notes] == [True] * noted
 
 
 def test_fp8_as_vllm_knows_it() -> None:

@@ -164,6 +164,10 @@ def kernel_findings(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
     if profile and cards:
         level: Level = "ok" if profile == "performance" else "warning"
         yield make_finding("kernel.profile", level, f"the power profile is {profile}")
+    if (root / "proc/cpuinfo").is_file():
+        dtype = gpus.choose_cpu_dtype(root)
+        fact = f"the CPU has {'' if dtype == 'bfloat16' else 'no '}instructions for bfloat16: `vllm-cpu` uses {dtype}"
+        yield make_finding("kernel.bfloat16", "ok", fact)
 
 
 def check_cwsr(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:

@@ -103,6 +103,20 @@ def read_machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
     )
 
 
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of Linux for x86, and for ARM
+
+
+def choose_cpu_dtype(root: Path = Path("/")) -> str:
+    """Return the data type in which the CPU under `root` computes fastest: bfloat16 if it has instructions for it.
+
+    Otherwise float32, also for an unknown CPU. Without such instructions bfloat16 is emulated: a prompt of 60 tokens
+    took 4 times as long (vLLM 0.32, with AVX2 and with AVX-512).
+    """
+    cpuinfo = read_sysfs(root / "proc/cpuinfo") or ""
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return "bfloat16" if flags and _BFLOAT16_FLAGS.intersection(flags[1].split()) else "float32"
+
+
 def find_device_groups(root: Path = Path("/")) -> list[int]:
     """Return the ids of the groups that own /dev/kfd and the nodes in /dev/dri, without root's; empty without a GPU."""
     dri = root / "dev/dri"

@@ -19,6 +19,7 @@ from harness.machine.findings import Finding
 from harness.machine.gpus import (
     VISIBLE_DEVICES,
     Gpu,
+    choose_cpu_dtype,
     find_unsupported_targets,
     has_fp8,
     list_gpus,
@@ -279,8 +280,24 @@ def machine_notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         if lacking := find_unsupported_targets(service.image, targets):
             fact = f"is known to have no code for {' and '.join(lacking)} ({read_gfx_table().checked})"
             notes.append(f"server '{name}': its image {service.image} {fact}; {DOCS}/doctor.md has the table")
+    notes += [*_dtype_notes(experiment, root)]
     notes += [f"{error.what}\n  next: {error.next_step}" for error in memory_errors(experiment, root)]
     return [f"note: {note}" for note in notes]
+
+
+def _dtype_notes(experiment: Experiment, root: Path) -> Iterator[str]:
+    """Yield a note for each vLLM on a CPU that must emulate its data type."""
+    for server in local_servers(experiment):
+        template = find_template(server.server.template)
+        if template is None or template.utilization != "host" or choose_cpu_dtype(root) == "bfloat16":
+            continue
+        dtype = get_variable(server.server, "dtype")
+        if dtype in ("bfloat16", "auto"):
+            meaning = " (the model's type, usually bfloat16)" if dtype == "auto" else ""
+            yield (
+                f"server '{server.name}': dtype is {dtype}{meaning}, and this CPU has no instructions for bfloat16: "
+                "prompts take about 4 times as long as with float32. Remove `dtype`, or set it to float32."
+            )
 
 
 def _gpu_services(experiment: Experiment) -> dict[str, Service]:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from harness.engines import engines, find_template
 from harness.errors import HarnessError, Problem, ScenarioError, did_you_mean
 from harness.files import COMPOSE, read_text
-from harness.machine.gpus import find_device_groups
+from harness.machine.gpus import choose_cpu_dtype, find_device_groups
 from harness.process import free_port
 from harness.scenario import Gateway, Scenario, Server
 from harness.serve import compose_file
@@ -170,12 +170,13 @@ def render(
     model: str,
     host_port: int,
     groups: list[int],
+    cpu_dtype: str = "float32",
     upstream: str | None = None,
     locust: dict[str, Any] | None = None,
 ) -> str:
     """Return the Compose file of a server as text, in which secrets are still `${NAME}`.
 
-    `host_port` and `groups` (numeric ids of the device nodes) are used if the variables of that name are null.
+    `host_port`, `groups` (numeric ids of the device nodes) and `cpu_dtype` (for `dtype`) replace null variables.
     `upstream` is the address to which a gateway forwards requests, or that Locust loads; None: this server.
     `locust` adds the load generator's service, with values for the variables of the template `locust`.
     Raises ScenarioError with all bad variables.
@@ -190,7 +191,7 @@ def render(
         values["locust"] = _fill_defaults(declared_locust, locust)
     if problems:
         raise ScenarioError(f"server template '{template}'", problems)
-    for name, computed in (("host_port", host_port), ("groups", groups)):
+    for name, computed in (("host_port", host_port), ("groups", groups), ("dtype", cpu_dtype)):
         if name in declared and values[name] is None:
             values[name] = computed
     try:
@@ -322,6 +323,7 @@ def render_server(server: Server, model: str, port: int | None = None, locust: d
         model=model,
         host_port=port or 0,
         groups=find_device_groups() if engine_location().is_here else [],
+        cpu_dtype=choose_cpu_dtype() if engine_location().is_here else "float32",
         upstream=None if gateway is None else f"http://{GATEWAY}:{get_container_port(gateway)}",
         locust=locust,
     )
