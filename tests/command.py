@@ -17,12 +17,15 @@ import yaml
 
 from harness import cli
 from harness.process import free_port
+from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_requests
 from harness.simulated import Spawned
+from harness.summary import Reason
 from tests import prefork
 
 HARNESS = prefork.SCRIPT
 MARK = prefork.MARK
+PATIENCE_S = 600.0  # for what must end or come: only against hanging. No test depends on the speed of the machine.
 
 SMALL: dict[str, Any] = {
     "version": 1,
@@ -59,9 +62,9 @@ def descendants(mark: str, pid: int, word: str = "") -> list[psutil.Process]:
     return found
 
 
-def no_descendants(mark: str, pid: int, within_s: float = 10.0) -> None:
+def no_descendants(mark: str, pid: int) -> None:
     """Assert that no process that the command started is left, and end those that are."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + PATIENCE_S
     while (left := descendants(mark, pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     words = [" ".join(process.cmdline()) for process in left]
@@ -98,14 +101,14 @@ class Going:
         """The living processes that it started, with `word` in their command line."""
         return descendants(self._mark, self.process.pid, word)
 
-    def end(self, timeout_s: float = 120) -> Done:
-        out, err = self.process.communicate(timeout=timeout_s)
+    def end(self) -> Done:
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         assert "Reason(code=" not in f"{out}{err}"  # no command prints a code where a sentence belongs
         ENDED.append(Done(self.process.returncode, out, err))
         return ENDED[-1]
 
-    def nothing_left(self, within_s: float = 10.0) -> None:
-        no_descendants(self._mark, self.process.pid, within_s)
+    def nothing_left(self) -> None:
+        no_descendants(self._mark, self.process.pid)
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -139,11 +142,10 @@ def harness(
     cwd: Path,
     env: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
-    timeout_s: float = 120,
 ) -> Done:
     """Run a command to its end. No process of its own is left and no traceback is shown, whatever the command."""
     with going(*args, cwd=cwd, env=env, before=before) as command:
-        done = command.end(timeout_s)
+        done = command.end()
         command.nothing_left()
     assert "Traceback" not in done.out + done.err
     return done
@@ -183,8 +185,8 @@ def only_run(folder: Path) -> Path:
     return run
 
 
-def until(condition: Callable[[], Any], within_s: float = 60) -> Any:
-    deadline = time.monotonic() + within_s
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not come to that in time"
         time.sleep(0.05)
@@ -214,6 +216,11 @@ def run_with_workers(
 
 def records(folder: Path) -> list[Request]:
     return list(read_requests(only_run(folder) / "requests.jsonl"))
+
+
+def reasons_but_slowness(folder: Path) -> list[Reason]:
+    """Return why a run is INVALID, without the limits of the load generator that a busy machine causes."""
+    return [reason for reason in read_run(folder).reasons if not reason.code.startswith("client_")]
 
 
 def delivered(folder: Path) -> list[Request]:

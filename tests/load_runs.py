@@ -16,9 +16,9 @@ from harness.run.live import compose_file
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario import Load, Prompts, Scenario, Warmup
 from tests import prefork
+from tests.command import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-RUN_S = 60.0
 
 
 def make_job(folder: Path, load: Load, warmup: Warmup | None = None, **more: object) -> Job:
@@ -85,7 +85,7 @@ def by_hand(
 
 def end(process: "subprocess.Popen[str]") -> int:
     try:
-        return process.wait(RUN_S)
+        return process.wait(PATIENCE_S)
     finally:
         process.kill()
         process.wait()
@@ -113,7 +113,7 @@ def ends_of(folder: Path, processes: int) -> list[ProcessMark]:
 
 
 def wait_for_records(folder: Path, number: int) -> None:
-    deadline = time.monotonic() + RUN_S
+    deadline = time.monotonic() + PATIENCE_S
     while not (folder / "requests.jsonl").exists() or len(records_of(folder)) < number:
         assert time.monotonic() < deadline, log_of(folder)
         time.sleep(0.05)

@@ -29,7 +29,7 @@ SLOWER = engine("--slowdown", "1.1")
 def test_within_a_run(tmp_path: Path) -> None:
     servers = {"a": engine(), "a-again": engine("--seed", "7"), "ten-percent-slower": SLOWER}
     path = write(tmp_path, servers=servers, **WORK)
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=120)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     comparison = json.loads((only_run(tmp_path / "runs") / "summary.json").read_text())["comparison"]
     same, slower = comparison["verdicts"]

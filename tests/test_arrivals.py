@@ -129,8 +129,9 @@ def test_arrivals_are_on_time_when_the_server_is_too_slow(tmp_path: Path) -> Non
     assert [at - due[0] for at in due] == pytest.approx([number / 20 for number in range(40)], abs=1e-6)
     lags = [-(record.scheduled_s or 0.0) for record in records]
     assert all(lag >= 0 for lag in lags)
-    assert statistics.median(lags) < 0.25  # it is more than half a second where users wait for the server
-    assert records[-1].chunks_s[0] > 0.5 > records[0].chunks_s[0]
+    ttft_s = [record.chunks_s[0] for record in records]
+    assert statistics.median(lags) < statistics.median(ttft_s) / 2  # it is more where users wait for the server
+    assert statistics.median(ttft_s[-10:]) > 2 * statistics.median(ttft_s[:5])
 
 
 def test_a_conversation_arrives_once_and_its_later_turns_follow(tmp_path: Path, engine: str) -> None:

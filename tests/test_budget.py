@@ -97,7 +97,7 @@ def test_a_cell_that_is_cut_is_not_in_the_run(tmp_path: Path) -> None:
     short = {"user": "batch", "batch_size": 2, "requests": 6, "output_tokens": 5}
     servers = {"one": server("--step-base-s", "0.02")}
     path = write(tmp_path, servers=servers, loads={"short": short, "slow": slow}, repeats=2)
-    done = harness("run", path.name, "--runs", "runs", "--budget", "25s", cwd=tmp_path, timeout_s=120)
+    done = harness("run", path.name, "--runs", "runs", "--budget", "25s", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     run = only_run(tmp_path / "runs")
     assert read_run(run).order == ["r1-one-short"]

@@ -16,11 +16,10 @@ from harness.job import write_job
 from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.scenario.behaviour import Abandon, Pause
-from tests.command import until
+from tests.command import PATIENCE_S, until
 from tests.fake_server import answering, serving, whole
 from tests.load_runs import (
     ROOT,
-    RUN_S,
     by_hand,
     end,
     ends_of,
@@ -211,7 +210,7 @@ def test_a_pause_in_the_form_takes_the_place_of_the_scenarios(tmp_path: Path) ->
     load = Load(user="chat", think=Pause(mean_s=2.0), abandon=leaves, regenerate=0.03, endpoint="completions")
     write_job(make_job(tmp_path, load), tmp_path / "job.json")
     command = [sys.executable, "-c", FORM, str(tmp_path / "job.json")]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=RUN_S)
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert found.stdout.splitlines() == [
         "[1.0, 5.0] None",
         "None None",

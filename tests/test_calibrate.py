@@ -78,7 +78,6 @@ def test_it_measures_until_there_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(120)
 def test_the_command_measures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "harness", "calibrate", "--max-streams", "20", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

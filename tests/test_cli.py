@@ -16,7 +16,7 @@ from harness.process import free_port
 from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from tests import prefork
-from tests.command import HARNESS, called, going, harness, only_run, until, write
+from tests.command import HARNESS, PATIENCE_S, called, going, harness, only_run, until, write
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,9 @@ def test_a_reader_that_has_seen_enough_hides_no_failure(folder_with_run: Path) -
 
 def test_an_output_that_is_full(folder_with_run: Path) -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([HARNESS, "runs"], cwd=folder_with_run, stdout=full, stderr=subprocess.PIPE, timeout=20)
+        done = subprocess.run(
+            [HARNESS, "runs"], cwd=folder_with_run, stdout=full, stderr=subprocess.PIPE, timeout=PATIENCE_S
+        )
     assert (done.returncode, done.stderr) == (1, b"error: the output: No space left on device\n")
 
 
@@ -196,7 +198,7 @@ def test_run_with_the_web_ui_is_a_live_load(tmp_path: Path) -> None:
 
         def page() -> str:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S) as answer:
                     return str(answer.read().decode())
             except OSError:
                 return ""

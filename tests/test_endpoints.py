@@ -17,7 +17,7 @@ from harness.rundir.records import Request, read_requests
 from harness.scenario import Prompts
 from harness.simulated import Spawned, spawned
 from harness.summary import Answers, PromptLengths, Row, Summary
-from tests.command import SMALL, harness
+from tests.command import PATIENCE_S, SMALL, harness
 from tests.command import server as embedded
 from tests.made_runs import request
 from tests.test_summarize import one_cell
@@ -34,7 +34,7 @@ def server() -> Iterator[Spawned]:
 def post(server: Spawned, path: str, body: dict[str, Any], fault: str = "") -> Any:
     headers = {"Content-Type": "application/json", "X-Simulate-Fault": fault}
     asked = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked, timeout=10) as response:
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as response:
         return json.loads(response.read())
 
 

@@ -15,7 +15,7 @@ from harness.report.terminal import explanation_data, print_explanation
 from harness.run.drive import scenario_mistake
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_requests
-from tests.command import HARNESS, harness, only_run, server, write
+from tests.command import HARNESS, PATIENCE_S, harness, only_run, server, write
 
 FAILED = """\
 2026-11-21T09:15:01.0000Z (APIServer pid=1) WARNING 11-21 09:15:01 [system_utils.py:255] Found ulimit of 20000 and \
@@ -68,7 +68,9 @@ def test_for_programs_and_from_a_pipe(tmp_path: Path) -> None:
     stopped = harness("explain", "vllm.txt", "--json", cwd=STOPPED)
     assert (stopped.code, json.loads(stopped.out)["stopped"]) == (0, True)
     for place, name in (("-", "the standard input"), ("/dev/fd/0", "/dev/fd/0")):  # as <(docker logs vllm) in a shell
-        piped = subprocess.run([HARNESS, "explain", place], input=FAILED, capture_output=True, text=True, timeout=60)
+        piped = subprocess.run(
+            [HARNESS, "explain", place], input=FAILED, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert (piped.returncode, piped.stderr) == (0, "")
         assert piped.stdout.startswith(f"{name}: 6 lines\n")
 

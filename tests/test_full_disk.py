@@ -9,7 +9,7 @@ import pytest
 
 from harness.rundir.directory import RESERVE
 from harness.rundir.manifest import read_run
-from tests.command import HARNESS, write
+from tests.command import HARNESS, PATIENCE_S, write
 from tests.faults import fault
 
 LOAD = {"user": "batch", "batch_size": 100, "requests": 100_000, "output_tokens": 50}
@@ -25,7 +25,7 @@ def on_small_disk(tmp_path: Path, path: Path, size: str) -> tuple[int, str, Path
         f"mount -t tmpfs -o size={size} tmpfs {runs} || exit 99; {HARNESS} run {path} --runs {runs}; code=$?; "
         f"cp -r {runs} {kept}; exit $code"
     )
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     return done.returncode, done.stderr, kept
 
 

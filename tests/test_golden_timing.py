@@ -78,7 +78,6 @@ def test_tpot_is_the_time_between_two_tokens_that_were_sent(
 
 
 @pytest.mark.alone
-@pytest.mark.timeout(180)
 def test_chunk_times_agree_with_the_engines_own_log(tmp_path: Path) -> None:
     best_s = float("inf")
     for number in range(ATTEMPTS):

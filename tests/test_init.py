@@ -11,7 +11,7 @@ import pytest
 
 from harness.prepare import draft
 from harness.prepare.experiment import prepare
-from tests.command import HARNESS, harness
+from tests.command import HARNESS, PATIENCE_S, harness
 
 
 @pytest.mark.parametrize("question", draft.QUESTIONS)
@@ -73,7 +73,7 @@ def test_at_a_terminal_it_asks(tmp_path: Path) -> None:
     command = [HARNESS, "init", "mine.yaml"]
     with subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=subprocess.PIPE, text=True) as child:
         os.write(ours, b"nonsense\nclassifications\nsimulated\n")
-        out, _ = child.communicate(timeout=60)
+        out, _ = child.communicate(timeout=PATIENCE_S)
     os.close(ours)
     os.close(theirs)
     assert child.returncode == 0

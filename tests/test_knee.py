@@ -204,7 +204,6 @@ def test_simulated_servers() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
 def test_proof_on_200_simulated_servers() -> None:
     trials = tried(range(SERVERS))
     with_knee = [trial for trial in trials if trial.truth.level is not None]

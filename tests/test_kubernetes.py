@@ -13,6 +13,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import yaml
 
 from harness.files import LOCUSTFILES, ROOT
+from tests.command import PATIENCE_S
 
 FOLDER = ROOT / "docs" / "kubernetes"
 OPERATOR = json.loads((Path(__file__).parent / "data" / "locusttest-v1.schema.json").read_text())
@@ -36,7 +37,7 @@ def test_every_manifest_is_accepted() -> None:
 def locust(*arguments: str, **more: str) -> None:
     """Locust takes these arguments; nothing is sent."""
     command = [sys.executable, "-m", "locust", *arguments, "--list"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **more})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env={**os.environ, **more})
     assert (done.returncode, "ChatUser" in done.stdout) == (0, True), done.stderr
 
 

@@ -20,6 +20,7 @@ from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import StartupWatch, make_token_counter
 from harness.serve.ready import ReadyServer, wait_ready
 from harness.summary import because
+from tests.command import PATIENCE_S
 from tests.doubles.lemonade.spawn import Spawned, spawned
 
 MINE = {
@@ -61,7 +62,7 @@ def monitor(server: Spawned, model: str = "user.Tiny") -> LemonadeMonitor:
 
 def chat(server: Spawned, model: str, **more: Any) -> requests.Response:
     body = {"model": model, "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 3, **more}
-    return requests.post(server.url + "/v1/chat/completions", json=body, timeout=30)
+    return requests.post(server.url + "/v1/chat/completions", json=body, timeout=PATIENCE_S)
 
 
 def loaded(server: Spawned) -> Any:
@@ -71,7 +72,7 @@ def loaded(server: Spawned) -> Any:
 
 
 def loaded_model(server: Spawned) -> Any:
-    return requests.get(server.url + "/api/v1/health", timeout=30).json()["all_models_loaded"][0]
+    return requests.get(server.url + "/api/v1/health", timeout=PATIENCE_S).json()["all_models_loaded"][0]
 
 
 def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(t
         assert (problem.values["before"], problem.values["now"]) == (before.pid, after.pid)
         assert parse_metrics(watch.metrics())["generated_tokens"] == 3.0  # of the new one
         assert watch.problems() == []  # the next cell begins with it
-        assert requests.post(server.url + "/api/v1/unload", json={}, timeout=10).status_code == 200
+        assert requests.post(server.url + "/api/v1/unload", json={}, timeout=PATIENCE_S).status_code == 200
         assert watch.problems() == [because("backend_lost", server="Lemonade")]
 
 
@@ -213,7 +214,7 @@ def test_a_backend_that_the_watchdog_took_down_is_noticed(tmp_path: Path) -> Non
         watch = monitor(server)
         body = {"model": "user.Tiny", "stream": True, "max_tokens": 400, "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
-        with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
+        with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=PATIENCE_S) as answer:
             lines = answer.iter_lines()
             next(lines)
             os.kill(loaded(server).pid, signal.SIGKILL)

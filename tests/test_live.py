@@ -42,10 +42,10 @@ def test_page_table_and_records_of_two_load_processes_agree(engine: str, tmp_pat
             assert until(lambda: live.state()["in_flight_of"].get("BatchAgent")) <= 8
             assert list(running["whole"]) == [ALL, "BatchAgent"]
             live.stop()
-            until(lambda: (live.state()["state"], live.state()["in_flight"]) == ("stopped", 0), 25)
-            until(lambda: live.state()["workers"] == 2, 25)
+            until(lambda: (live.state()["state"], live.state()["in_flight"]) == ("stopped", 0))
+            until(lambda: live.state()["workers"] == 2)
             # Each start begins with zero.
-            counted, row = until(lambda: agreed(live, len(path.read_bytes().splitlines()) - earlier), 30)  # noqa: B023
+            counted, row = until(lambda: agreed(live, len(path.read_bytes().splitlines()) - earlier))  # noqa: B023
             earlier += counted
         records = [msgspec.json.decode(line, type=Request) for line in path.read_bytes().splitlines()]
         slowest = max(record.chunks_s[-1] for record in records) * 1000
@@ -86,7 +86,7 @@ def test_stop_is_no_failure(engine: str, tmp_path: Path) -> None:
         live.stop()
         until(lambda: live.state()["state"] == "stopped")
         wait_for_records(tmp_path, 8)
-        until(lambda: counts_of_the_tab(live) == counts_of_locust(live) == (8, 0), 15)
+        until(lambda: counts_of_the_tab(live) == counts_of_locust(live) == (8, 0))
         records = records_of(tmp_path)
         rows = live.json("/stats/requests")
         assert rows["errors"] == live.state()["failures"] == []

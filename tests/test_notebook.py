@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from harness.files import ROOT
+from tests.command import PATIENCE_S
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
@@ -25,13 +26,14 @@ def executed(to: Path) -> Any:
         "from nbclient import NotebookClient\n"
         "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
         "where = {'metadata': {'path': sys.argv[3]}}\n"
-        "NotebookClient(notebook, timeout=120, kernel_name='python3', resources=where, record_timing=False).execute()\n"
+        "options = {'timeout': None, 'kernel_name': 'python3', 'resources': where, 'record_timing': False}\n"
+        "NotebookClient(notebook, **options).execute()\n"
         "nbformat.write(notebook, sys.argv[2])\n"
     )
     ipython = Path(tempfile.gettempdir()) / "ipython-of-tests"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JUPYTER_PLATFORM_DIRS": "1", "IPYTHONDIR": str(ipython)}
     command = [sys.executable, "-c", code, str(NOTEBOOK), str(to), str(NOTEBOOK.parent)]
-    subprocess.run(command, check=True, env=env, timeout=180)
+    subprocess.run(command, check=True, env=env, timeout=PATIENCE_S)
     return json.loads(to.read_text())
 
 

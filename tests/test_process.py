@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from harness import process
+from tests.command import PATIENCE_S
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
 
 
 def start(code: str) -> "subprocess.Popen[bytes]":
@@ -22,8 +23,8 @@ def start(code: str) -> "subprocess.Popen[bytes]":
     return child
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + within_s
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return True
@@ -37,7 +38,7 @@ def close(child: "subprocess.Popen[bytes]") -> None:
 
 
 def test_a_child_that_ignores_sigterm_is_killed() -> None:
-    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(3600)"
     child = start(code)
     assert process.stop(child, grace_s=0.3) == -signal.SIGKILL
     close(child)
@@ -47,7 +48,7 @@ def test_grandchildren_end_with_the_child(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time\n"
         f"c = subprocess.Popen({SLEEP!r}); open({str(tmp_path / 'pid')!r}, 'w').write(str(c.pid))\n"
-        "print('up', flush=True); time.sleep(60)"
+        "print('up', flush=True); time.sleep(3600)"
     )
     child = start(code)
     process.stop(child)
@@ -62,7 +63,7 @@ def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
             "-c",
             "import subprocess, time; from harness import process\n"
             f"c = process.start({SLEEP!r}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
-            "print(c.pid, flush=True); time.sleep(60)",
+            "print(c.pid, flush=True); time.sleep(3600)",
         ],
         stdout=subprocess.PIPE,
     )
@@ -116,7 +117,7 @@ def test_a_closed_terminal_does_not_interrupt_the_teardown(tmp_path: Path) -> No
         "with signals_interrupt():\n"
         "    try:\n"
         "        print('begun', flush=True)\n"
-        "        time.sleep(60)\n"
+        "        time.sleep(3600)\n"
         "    except KeyboardInterrupt:\n"
         "        print('taking everything down', flush=True)\n"
         "        pathlib.Path(sys.argv[1]).touch()\n"

@@ -13,6 +13,7 @@ from harness.load.recorder import Health, Recorder, _CpuSample, this_host
 from harness.load.sequencer import Plan, Sequencer
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario import Load
+from tests.command import PATIENCE_S
 from tests.faults import fault
 from tests.load_runs import make_job
 
@@ -120,7 +121,7 @@ def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
 def test_processes_never_tear_each_others_lines(tmp_path: Path) -> None:
     writers = [start(WRITER, str(tmp_path), str(number)) for number in range(2)]
     for writer in writers:
-        writer.communicate(timeout=60)
+        writer.communicate(timeout=PATIENCE_S)
     damaged: list[int] = []
     ids = [record.id for record in read_requests(tmp_path / "requests.jsonl", damaged)]
     assert damaged == []
@@ -132,7 +133,7 @@ def test_processes_never_tear_each_others_lines(tmp_path: Path) -> None:
 def test_every_ticket_goes_to_exactly_one_process(tmp_path: Path) -> None:
     path = tmp_path / "counter"
     takers = [start(TAKER, str(path)) for _ in range(2)]
-    lines = [line for taker in takers for line in taker.communicate(timeout=60)[0].splitlines()]
+    lines = [line for taker in takers for line in taker.communicate(timeout=PATIENCE_S)[0].splitlines()]
     batches = [[int(word) for word in line.split()] for line in lines]
     assert sorted(batches) == sorted(
         [[-1 - i, -2 - i, -3 - i] for i in range(0, 12, 3)] + [[i, i + 1, i + 2] for i in range(0, 900, 3)]

@@ -57,20 +57,20 @@ def kill(command: Going) -> None:
     """Kill the harness alone, as the kernel or a user does; its children notice."""
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.communicate()
-    command.nothing_left(15)
+    command.nothing_left()
 
 
 def killed_after_a_cell(path: Path) -> Path:
     """A run that was killed when one of its cells had ended, or a few."""
     runs = path.parent / "runs"
     with going("run", path.name, "--runs", "runs", cwd=path.parent) as command:
-        until(lambda: any(read_run(file.parent).ran for file in runs.glob("*/run.json")), 60)
+        until(lambda: any(read_run(file.parent).ran for file in runs.glob("*/run.json")))
         kill(command)
     return only_run(runs)
 
 
 def resume(run: Path, *options: str) -> Done:
-    return harness("run", "--resume", run.name, *options, "--runs", "runs", cwd=run.parents[1], timeout_s=600)
+    return harness("run", "--resume", run.name, *options, "--runs", "runs", cwd=run.parents[1])
 
 
 @fault("harness", "kill -9, then `harness run --resume RUN`",

@@ -21,7 +21,7 @@ from harness.redact import register_secrets
 from harness.scenario import Load, Scenario, Server
 from harness.serve.containers import LogFile
 from harness.serve.lifecycle import Endpoint, serve
-from tests.command import until
+from tests.command import PATIENCE_S, until
 from tests.faults import fault
 
 
@@ -49,7 +49,7 @@ def test_the_engine_answers_and_goes(tmp_path: Path) -> None:
         assert engine.environ()["OF_THE_TEST"] == "yes"
         assert endpoint.url.startswith("http://127.0.0.1:")
         assert endpoint.metrics_url == endpoint.url + "/metrics"
-        assert "vllm:num_requests_running" in requests.get(endpoint.url + "/metrics", timeout=5).text
+        assert "vllm:num_requests_running" in requests.get(endpoint.url + "/metrics", timeout=PATIENCE_S).text
         assert endpoint.check_alive() is None
         served_by = endpoint.served_by
         assert (served_by.simulated, served_by.template, served_by.model) == (True, "simulated", "sim")
@@ -113,7 +113,7 @@ scenario = Scenario(version=1, question="q", model="sim", loads={"l": Load(user=
                     servers={"s": Server(template="simulated", container=False)})
 with serve(scenario, "s", run_id="r", cell_id="c", run_folder=Path(sys.argv[1])) as endpoint:
     print(endpoint.url, flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 
@@ -126,13 +126,13 @@ def test_the_engine_ends_with_its_owner(tmp_path: Path, number: signal.Signals) 
     ) as owner:
         assert owner.stdout is not None
         url = owner.stdout.readline().strip()
-        assert requests.get(url + "/health", timeout=5).status_code == 200
+        assert requests.get(url + "/health", timeout=PATIENCE_S).status_code == 200
         owner.send_signal(number)
-        owner.wait(10)
+        owner.wait(PATIENCE_S)
     begin = time.monotonic()
     with pytest.raises(requests.ConnectionError):
-        while time.monotonic() - begin < 60:
-            requests.get(url + "/health", timeout=5)
+        while time.monotonic() - begin < PATIENCE_S:
+            requests.get(url + "/health", timeout=PATIENCE_S)
             time.sleep(0.02)
 
 

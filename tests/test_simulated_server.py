@@ -18,7 +18,7 @@ import pytest
 
 from harness.simulated import Spawned, spawned
 from harness.simulated.answer import InjectedFault, active_faults, parse_fault
-from tests.command import until
+from tests.command import PATIENCE_S, until
 
 CHAT = "/v1/chat/completions"
 
@@ -36,7 +36,7 @@ def server(log_path: Path) -> Iterator[Spawned]:
 
 
 def ask(server: Spawned, path: str, body: object = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
     method, names = "GET" if data is None else "POST", {k.replace("_", "-"): v for k, v in headers.items()}
     try:
@@ -173,7 +173,7 @@ def test_metrics_agree_with_what_was_sent(server: Spawned) -> None:
 
 
 def test_a_client_that_disconnects_ends_its_request(server: Spawned, log_path: Path) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     connection.request("POST", CHAT, json.dumps(streamed(1500)), {"X-Request-Id": "leaver"})
     response = connection.getresponse()
     response.read1(10)
@@ -197,7 +197,7 @@ def test_steps_keep_their_absolute_schedule_at_fifty_streams(tmp_path: Path) -> 
 def test_sigterm_ends_a_busy_server_at_once(tmp_path: Path) -> None:
     log = tmp_path / "send.jsonl"
     with spawned("--preset", "instant", "--send-log", str(log)) as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
         connection.request("POST", CHAT, json.dumps(streamed(100_000)))
         connection.getresponse().read1(10)
         server.process.send_signal(signal.SIGTERM)
@@ -218,7 +218,7 @@ def test_sigterm_ends_a_busy_server_at_once(tmp_path: Path) -> None:
 def test_starts_that_fail_end_in_one_sentence(server: Spawned, flags: list[str], text: str) -> None:
     taken = str(server.port)
     command = [sys.executable, "-m", "harness.simulated", *(flag.replace("PORT", taken) for flag in flags)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 1
     assert text.replace("PORT", taken) in ended.stderr and "Traceback" not in ended.stderr
 

@@ -201,7 +201,7 @@ def test_an_interrupted_load_with_stages_keeps_its_results(tmp_path: Path) -> No
     path = write(tmp_path, text.replace("{users: 6, for_s: 1.2}", "{users: 6, for_s: 20}"))
     with going("run", str(path), "--runs", str(tmp_path), cwd=tmp_path) as run:
         files = partial(tmp_path.glob, "*/requests.jsonl")
-        until(lambda: any(users_at_once(of_cell(path, "r1-a-p@6")) for path in files()), within_s=30)
+        until(lambda: any(users_at_once(of_cell(path, "r1-a-p@6")) for path in files()))
         until(lambda: len(read_run(only_run(tmp_path)).ran) == 1)
         run.interrupt()
         assert run.end().code == 130

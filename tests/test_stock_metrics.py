@@ -47,7 +47,7 @@ from harness.serve.document import (
     make_monitoring,
     make_prometheus_config,
 )
-from tests.command import Done, called, until
+from tests.command import PATIENCE_S, Done, called, until
 from tests.load_runs import by_hand, composed, end, log_of, start
 from tests.test_live_numbers import Worker, delta, request
 
@@ -186,7 +186,7 @@ def loaded(folder: Path, engine: str, *more: str) -> Iterator[str]:
     child = start(folder, engine, "batch", *options, "--slos", "e2e<=3600s", *more)
     url = f"http://127.0.0.1:{port}/metrics"
     try:
-        until(lambda: child.poll() is not None or b"requests_total{" in read(url), 60)
+        until(lambda: child.poll() is not None or b"requests_total{" in read(url))
         assert child.poll() is None, log_of(folder)
         yield url
         child.send_signal(signal.SIGTERM)
@@ -198,7 +198,7 @@ def loaded(folder: Path, engine: str, *more: str) -> Iterator[str]:
 
 def read(url: str) -> bytes:
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
         if error.code != 503:  # a Prometheus that has just started
@@ -294,7 +294,7 @@ def test_a_real_prometheus_reads_them(tmp_path: Path, engine: str) -> None:
 
             ttft = LATENCIES["ttft"][0]
             rate = "sum(rate(amd_llm_load_live_requests_total[1m]))"
-            until(lambda: (value(rate) or 0) > 0, 90)
+            until(lambda: (value(rate) or 0) > 0)
             median = value(f"histogram_quantile(0.5, sum by (le) ({ttft}_bucket))")
             assert median is not None and median > 0
             assert value("sum(amd_llm_load_live_slo_met_requests_total) / sum(amd_llm_load_live_requests_total)") == 1
@@ -302,7 +302,7 @@ def test_a_real_prometheus_reads_them(tmp_path: Path, engine: str) -> None:
             assert [(one["health"], one["lastError"]) for one in targets] == [("up", "")] * 2
             queries = {query: legend for _, _, panel in list_panels() for legend, query in panel.items()}
             shown = [query for query, legend in queries.items() if legend != "{{error_type}}"]  # there are no errors
-            until(lambda: None not in [value(query) for query in shown], 60)
+            until(lambda: None not in [value(query) for query in shown])
             assert value(next(query for query, legend in queries.items() if legend == "{{error_type}}")) is None
         finally:
             child.terminate()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.files import COMPOSE, LOCUSTFILES, RESULTS, ROOT, SCENARIOS
-from tests.command import write
+from tests.command import PATIENCE_S, write
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(installed: Path, *args: str, cwd: Path) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([installed, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([installed, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -34,12 +34,12 @@ def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, e
     with ExitStack() as stack:
         lent = [stack.enter_context(going("worker", "--master", address, cwd=tmp_path, env=own)) for _ in range(2)]
         lost = stack.enter_context(going("run", str(long), *run, "--runs", str(first), cwd=tmp_path))
-        until(lambda: len({one.process for one in delivered(first)}) == 2, within_s=40)
+        until(lambda: len({one.process for one in delivered(first)}) == 2)
         for process in lent[0].others("locust"):
             process.kill()
         assert lost.end().code == 3
         whole = stack.enter_context(going("run", str(scenario), *run, "--runs", str(second), cwd=tmp_path))
-        until(lambda: len({one.process for one in delivered(second)}) == 2, within_s=40)
+        until(lambda: len({one.process for one in delivered(second)}) == 2)
         lent.append(stack.enter_context(going("worker", "--master", address, cwd=tmp_path, env=own)))
         done = whole.end()
         assert done.code == 0, done.out + done.err
@@ -62,7 +62,7 @@ def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, e
 def test_a_killed_load_process_is_not_followed_by_another_where_one_load_was_lent(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with going("worker", "--master", address, "--once", cwd=tmp_path) as worker:
-        until(lambda: bool(worker.others("locust")), within_s=20)
+        until(lambda: bool(worker.others("locust")))
         for process in worker.others("locust"):
             process.kill()
         done = worker.end()

@@ -29,7 +29,7 @@ from harness.rundir.records import ProcessMark, read_marks, read_requests
 from harness.scenario import Load
 from harness.simulated import Spawned
 from harness.workers import Workers
-from tests.command import delivered, going, only_run, records, run_with_workers, until, write
+from tests.command import delivered, going, only_run, reasons_but_slowness, records, run_with_workers, until, write
 from tests.faults import fault
 from tests.load_runs import make_job
 from tests.made_runs import request, write_lines
@@ -68,7 +68,7 @@ def test_the_parts_of_a_mix_are_sent_by_workers_at_the_same_time(tmp_path: Path,
     with ExitStack() as stack:
         for master in (port, port, port + 1, port + 1):
             stack.enter_context(going("worker", "--master", f"127.0.0.1:{master}", cwd=tmp_path))
-        done = stack.enter_context(going(*run, "--runs", str(tmp_path / "runs"), cwd=tmp_path)).end(timeout_s=120)
+        done = stack.enter_context(going(*run, "--runs", str(tmp_path / "runs"), cwd=tmp_path)).end()
     assert done.code == 0, done.out + done.err
     folder = only_run(tmp_path / "runs")
     assert summarize(folder).valid
@@ -85,7 +85,7 @@ def test_the_parts_of_a_mix_are_sent_by_workers_at_the_same_time(tmp_path: Path,
 def test_a_killed_worker_makes_the_run_invalid(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 600, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine_process, load) as (run, workers):
-        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2)
         for process in workers[0].others("locust"):
             process.kill()
         done = run.end()  # long before the load would
@@ -102,7 +102,7 @@ def test_a_killed_worker_makes_the_run_invalid(tmp_path: Path, engine_process: S
 def test_workers_end_when_the_master_is_gone(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 600, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine_process, load) as (run, workers):
-        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2)
         for process in run.others("locust"):
             process.kill()
         assert run.end().code == 3
@@ -127,7 +127,7 @@ def test_a_changed_wall_clock_does_not_end_a_load(tmp_path: Path, engine_process
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     env = {"PYTHONPATH": path, "CLOCK_IS_SET": str(tmp_path / "set")}
     with run_with_workers(tmp_path, engine_process, load, of_workers=env) as (run, workers):
-        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2)
         (tmp_path / "set").touch()
         done = run.end()
         assert done.code == 0, done.out + done.err
@@ -148,11 +148,11 @@ def test_workers_send_a_trace_of_two_machines_on_time(tmp_path: Path, engine_pro
     write_lines(tmp_path / "processes.jsonl", marks)
     load = {"user": "batch", "users": 4, "output_tokens": 3, "trace": {"file": "requests.jsonl"}}
     with run_with_workers(tmp_path, engine_process, load, warmup={"requests": 0}) as (run, workers):
-        done = run.end()
-        assert done.code == 0, done.out + done.err
+        run.end()
         for worker in workers:
             worker.end()
     folder = only_run(tmp_path)
+    assert reasons_but_slowness(folder) == []
     starts = {mark.process: mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "start"}
     due: dict[int, float] = {}
     for one in records(tmp_path):
@@ -197,7 +197,7 @@ def test_unexpected_workers_and_messages_are_rejected(tmp_path: Path, engine_pro
     bound = ["--workers", here, "--bind", f"127.0.0.1:{port}"]
     run = ["run", scenario, "--url", engine_process.url, *bound, "--runs", str(tmp_path)]
     with going(*run, cwd=tmp_path) as command:
-        until(lambda: not is_port_free(port), within_s=20)
+        until(lambda: not is_port_free(port))
         log = next(tmp_path.glob("*/logs/*locust*"))
         with strangers(port) as stranger:
             another = msgpack.dumps(["stats", None, "another"])
@@ -206,7 +206,7 @@ def test_unexpected_workers_and_messages_are_rejected(tmp_path: Path, engine_pro
             for data in (None, 7, {"__datetime__": True}):
                 stranger.send(msgpack.dumps(["client_ready", data, "stranger"]))
             stranger.send(msgpack.dumps(["llm-hello", {"name": here, "version": "0.0.1"}, "stranger"]))
-            until(lambda: "worker " in log.read_text(), within_s=10)
+            until(lambda: "worker " in log.read_text())
             with going("worker", "--master", f"127.0.0.1:{port}", "--once", cwd=tmp_path) as worker:
                 done = command.end()
                 assert worker.end().code == 0
@@ -257,7 +257,7 @@ def test_a_worker_without_the_key_is_named(
 def test_an_interrupted_run_has_all_records(tmp_path: Path, engine_process: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 600, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine_process, load) as (run, workers):
-        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2)
         run.interrupt()
         assert run.end().code == 130
         for worker in workers:

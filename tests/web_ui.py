@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import psutil
 
 from harness.process import free_port
-from tests.command import until
+from tests.command import PATIENCE_S, until
 from tests.load_runs import end, log_of, start
 
 
@@ -39,7 +39,7 @@ class UI(NamedTuple):
         body = urlencode(form) if isinstance(form, Mapping) else form
         if isinstance(form, Mapping):
             given.setdefault("Content-Type", "application/x-www-form-urlencoded")
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             connection.request(method or ("GET" if form is None else "POST"), path, body, given)  # type: ignore[arg-type]
             answer = connection.getresponse()

@@ -23,7 +23,7 @@ from harness.process import free_port
 from harness.simulated import spawned
 from tests import prefork
 from tests.browser.test_report_page import complaints, keep, script
-from tests.command import going, until, write
+from tests.command import PATIENCE_S, going, until, write
 from tests.fake_gpus import gpu, host
 from tests.fake_server import answering, serving, whole
 from tests.http_double import Handler, listening
@@ -38,7 +38,7 @@ CHARTS = [
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5):
+        with urllib.request.urlopen(url, timeout=PATIENCE_S):
             return True
     except OSError:
         return False

@@ -2,7 +2,6 @@
 
 import base64
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -288,15 +287,16 @@ def test_it_reads_without_javascript(browser: webdriver.Chrome, page: str) -> No
 
 
 @pytest.mark.nightly
-def test_a_large_run_opens_fast(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_a_large_run_shows_its_text_before_its_charts(browser: webdriver.Chrome, tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=16_667, chunks=8)
     page = write_report(tmp_path).as_uri()
-    start = time.perf_counter()
     show(browser, page)
-    drawn_s = script(browser, "return performance.getEntriesByName('charts')[0].startTime") / 1000
-    print(f"100,000 requests: drawn {drawn_s:.2f} s after the page was asked for")
+    begun_ms, drawn_ms = (
+        script(browser, f"return performance.getEntriesByName('{name}')[0].startTime")
+        for name in ("first-contentful-paint", "charts")
+    )
+    print(f"100,000 requests: text after {begun_ms:.0f} ms, charts after {drawn_ms:.0f} ms")
+    assert begun_ms < drawn_ms
     dots = "return document.getElementById('chart-dots-e2e').data.reduce((sum, trace) => sum + trace.x.length, 0)"
     assert script(browser, dots) <= MAX_CHART_DOTS
-    assert script(browser, "return performance.getEntriesByName('first-contentful-paint')[0].startTime") < 2000
-    assert time.perf_counter() - start < 10  # all charts, on a machine that does other things as well
     keep(browser, "large")

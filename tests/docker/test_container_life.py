@@ -16,7 +16,7 @@ from harness.errors import ServerError
 from harness.scenario import Server
 from harness.serve.lifecycle import Endpoint, serve
 from harness.summary import because
-from tests.command import harness, until, write
+from tests.command import PATIENCE_S, harness, until, write
 from tests.docker.conftest import Served, remains, scenario
 from tests.faults import fault
 
@@ -48,7 +48,7 @@ def test_a_server_comes_up_answers_and_goes(served: Served, client: docker.Docke
         assert asked == {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}]}  # the engine chooses
         assert output(container, "id -u") == "10000"
         assert endpoint.metrics_url is not None
-        assert "vllm:num_requests_running" in requests.get(endpoint.metrics_url, timeout=5).text
+        assert "vllm:num_requests_running" in requests.get(endpoint.metrics_url, timeout=PATIENCE_S).text
         assert endpoint.check_alive() is None
         assert endpoint.network_url == "http://server:8000"
         found = endpoint.served_by

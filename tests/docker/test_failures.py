@@ -10,6 +10,7 @@ from docker.errors import APIError
 
 from harness.failures.explain import Diagnosis, ExitState, explain
 from harness.serve.engine import CELL_LABEL, RUN_LABEL
+from tests.command import PATIENCE_S
 from tests.docker.conftest import BASE
 from tests.faults import fault
 
@@ -54,7 +55,7 @@ def ended(client: docker.DockerClient, program: str, **arguments: Any) -> tuple[
     """The state and the log of a container that ran to its end."""
     container = client.containers.run(BASE, ["python3", "-c", program], labels=OWNER, detach=True, **arguments)
     try:
-        container.wait(timeout=60)
+        container.wait(timeout=PATIENCE_S)
         container.reload()
         state: dict[str, Any] = container.attrs["State"]
         return state, container.logs().decode()
@@ -99,7 +100,7 @@ def test_a_kill_from_outside(client: docker.DockerClient) -> None:
     try:
         time.sleep(0.2)
         container.kill()
-        container.wait(timeout=20)
+        container.wait(timeout=PATIENCE_S)
         container.reload()
         state = container.attrs["State"]
     finally:

@@ -14,6 +14,7 @@ from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.serve import generator
+from tests.command import PATIENCE_S
 from tests.docker.conftest import remains
 from tests.faults import fault
 from tests.load_runs import make_job
@@ -47,7 +48,7 @@ def harness_run(folder: Path, locust: str, engine: str) -> "subprocess.Completed
     (folder / "own.py").write_text(OWN)
     command = [sys.executable, "-m", "harness", "run", str(folder / "scenario.yaml"), "--runs", str(folder / "runs")]
     environment = {**os.environ, "HARNESS_IMAGE": locust}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
 
 
 def test_a_run_with_the_generator_in_a_container(tmp_path: Path, image: str, client: docker.DockerClient) -> None:

@@ -18,7 +18,7 @@ from harness.scenario import Server
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.template import read_variables, templates
-from tests.command import harness, until, write
+from tests.command import PATIENCE_S, harness, until, write
 from tests.docker.conftest import checked_each_second, scenario
 from tests.load_runs import composed
 
@@ -106,7 +106,7 @@ def test_compose_brings_the_same_server_up(image: str, compose_environment: dict
             capture_output=True, text=True, env=compose_environment,
         )  # fmt: skip
         assert listing.stdout.strip() == "200", listing.stderr + logs
-        until(lambda: _answers(ui_port), within_s=30)
+        until(lambda: _answers(ui_port))
         assert _load_runs(ui_port)
     finally:
         subprocess.run([*command, "down", "--volumes", "--timeout", "3"], capture_output=True, env=compose_environment)
@@ -172,7 +172,7 @@ def test_compose_sends_a_load_and_ends_with_its_exit_code(
 
 def _answers(ui_port: int) -> bool:
     try:
-        return requests.get(f"http://127.0.0.1:{ui_port}/", timeout=10).status_code == 200
+        return requests.get(f"http://127.0.0.1:{ui_port}/", timeout=PATIENCE_S).status_code == 200
     except requests.ConnectionError:
         return False
 
@@ -180,10 +180,10 @@ def _answers(ui_port: int) -> bool:
 def _load_runs(ui_port: int) -> bool:
     """Press start in the web UI, as a person would, and see requests succeed."""
     url = f"http://127.0.0.1:{ui_port}"
-    assert requests.post(f"{url}/swarm", {"user_count": "1", "spawn_rate": "1"}, timeout=10).json()["success"]
+    assert requests.post(f"{url}/swarm", {"user_count": "1", "spawn_rate": "1"}, timeout=PATIENCE_S).json()["success"]
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        seen = requests.get(f"{url}/stats/requests", timeout=10).json()
+        seen = requests.get(f"{url}/stats/requests", timeout=PATIENCE_S).json()
         if any(entry["num_requests"] >= 10 and entry["num_failures"] == 0 for entry in seen["stats"]):
             return True
         time.sleep(0.3)

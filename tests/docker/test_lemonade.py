@@ -27,7 +27,7 @@ from harness.serve.lemonade import list_orphans
 from harness.serve.lifecycle import Endpoint, serve
 from harness.serve.probe import make_token_counter
 from harness.summary import Reason, because
-from tests.command import harness
+from tests.command import PATIENCE_S, harness
 from tests.docker.conftest import checked_each_second, remains
 
 DOUBLE = "amd-llm-load-test/lemonade:local"
@@ -106,7 +106,7 @@ def test_a_checkpoint_through_the_template(variables: Variables, client: docker.
         assert json.loads(output(endpoint, "cat /opt/lemonade/.cache/lemonade/recipe_options.json")) == {
             "user.Tiny": {"ctx_size": 8192, "vllm_args": "--max-num-seqs 8"}
         }
-        config = requests.get(endpoint.url + "/internal/config", timeout=5).json()
+        config = requests.get(endpoint.url + "/internal/config", timeout=PATIENCE_S).json()
         assert (config["global_timeout"], config["auto_check_model_updates"], config["ctx_size"]) == (120, False, 8192)
         # Its engine listens inside only, and is read there.
         source = endpoint.metrics_source
@@ -123,7 +123,9 @@ def test_settings_that_an_earlier_start_left_do_not_count(variables: Variables, 
     old = {"downloaded": True, "config_dir": False}  # writes config.json in full, which wins over the defaults
     for timeout in (111, 222):
         with served(scenario(variables(old, global_timeout=timeout, **given)), tmp_path) as endpoint:
-            assert requests.get(endpoint.url + "/internal/config", timeout=5).json()["global_timeout"] == timeout
+            assert (
+                requests.get(endpoint.url + "/internal/config", timeout=PATIENCE_S).json()["global_timeout"] == timeout
+            )
 
 
 def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_a_secret_key_reaches_lemonade_and_no_file(
         environment={"LEMONADE_API_KEY": "${LEMONADE_API_KEY}"},
     )
     with served(scenario(given, api_key_env="LEMONADE_API_KEY"), tmp_path) as endpoint:
-        assert requests.get(endpoint.url + "/api/v1/health", timeout=5).status_code == 401
+        assert requests.get(endpoint.url + "/api/v1/health", timeout=PATIENCE_S).status_code == 401
         source = endpoint.metrics_source
         assert source is not None and not isinstance(source, str) and "lemonade_server_up" in source()
     for path in tmp_path.rglob("*"):
@@ -172,7 +174,7 @@ def test_a_whole_run(variables: Variables, tmp_path: Path) -> None:
             }
         )
     )
-    done = harness("run", str(path), "--runs", "runs", cwd=tmp_path, timeout_s=120)
+    done = harness("run", str(path), "--runs", "runs", cwd=tmp_path)
     (folder,) = (tmp_path / "runs").iterdir()
     assert (done.code, done.err) == (0, ""), done.out
     run, summary = read_run(folder), read_summary(folder)
@@ -188,7 +190,7 @@ def test_a_reset_in_mid_load_makes_the_run_invalid(variables: Variables, tmp_pat
         {"downloaded": True, **SLOW}, checkpoint="org/tiny", recipe="vllm", ctx_size=2000, vllm_args="--max-num-seqs 8"
     )
     with served(scenario(given), tmp_path) as endpoint:
-        entry = requests.get(endpoint.url + "/api/v1/health", timeout=5).json()["all_models_loaded"][0]
+        entry = requests.get(endpoint.url + "/api/v1/health", timeout=PATIENCE_S).json()["all_models_loaded"][0]
         body: dict[str, Any] = {
             "model": "user.Tiny",
             "messages": [{"role": "user", "content": "Hi."}],
@@ -198,7 +200,9 @@ def test_a_reset_in_mid_load_makes_the_run_invalid(variables: Variables, tmp_pat
         answers: list[int] = []
 
         def ask() -> None:
-            answers.append(requests.post(endpoint.url + "/v1/chat/completions", json=body, timeout=60).status_code)
+            answers.append(
+                requests.post(endpoint.url + "/v1/chat/completions", json=body, timeout=PATIENCE_S).status_code
+            )
 
         user = threading.Thread(target=ask)
         user.start()
@@ -229,11 +233,11 @@ def test_compose_brings_the_same_up(variables: Variables, compose_environment: d
                             env=compose_environment)  # fmt: skip
         logs = subprocess.run([*command, "logs"], capture_output=True, text=True, env=compose_environment).stdout
         # It waits for `prepare` as well, which ends well: older versions of Compose call that a failure.
-        assert requests.get(url + "/live", timeout=10).json() == {"status": "ok"}, up.stderr + logs
-        assert requests.get(url + "/internal/config", timeout=10).json()["ctx_size"] == 4000
+        assert requests.get(url + "/live", timeout=PATIENCE_S).json() == {"status": "ok"}, up.stderr + logs
+        assert requests.get(url + "/internal/config", timeout=PATIENCE_S).json()["ctx_size"] == 4000
         body = {"model": "user.Tiny", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
-        assert requests.post(url + "/v1/chat/completions", json=body, timeout=60).status_code == 200
-        entry = requests.get(url + "/api/v1/health", timeout=10).json()["all_models_loaded"][0]
+        assert requests.post(url + "/v1/chat/completions", json=body, timeout=PATIENCE_S).status_code == 200
+        entry = requests.get(url + "/api/v1/health", timeout=PATIENCE_S).json()["all_models_loaded"][0]
         assert entry["recipe_options"] == {"ctx_size": 4000}
     finally:
         subprocess.run([*command, "down", "--timeout", "3"], capture_output=True, env=compose_environment)

@@ -40,7 +40,7 @@ BURSTS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_t
 def test_a_run_compares_serving_with_the_offline_bound(client: docker.DockerClient, tmp_path: Path) -> None:
     serving = {"template": "simulated", "container": False, "variables": {"preset": "instant"}}
     path = write(tmp_path, servers={"serving": serving, "offline": offline()}, loads=BURSTS, prompts={"tokens": 8})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=120)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
     folder = only_run(tmp_path / "runs")
     manifest = read_run(folder)
@@ -60,7 +60,7 @@ def test_a_run_compares_serving_with_the_offline_bound(client: docker.DockerClie
     assert [(mark.event, mark.sent, mark.recorded) for mark in marks] == [("start", None, None), ("end", 11, 11)]
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
     (row,) = (row for row in summary.rows if row.server == "offline")
-    assert row.wall_s[0] is not None and 0.05 < row.wall_s[0] < 2  # without the start of the engine
+    assert row.wall_s[0] == pytest.approx(max(ends), abs=0.01)  # without the start of the engine
     served = manifest.cells[1].served_by
     assert (served.template, served.version, served.url) == ("vllm-offline", "0.32.0", "none: offline")
     assert served.image_digest is not None and served.arguments[0] == "python3"
@@ -80,7 +80,7 @@ def test_a_job_that_fails_is_reported_and_leaves_nothing(
     client: docker.DockerClient, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     path = write(tmp_path, **({"servers": {"offline": offline()}, "loads": BURSTS} | changes))
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=120)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     assert done.code == ServerError.exit_code
     assert words in done.err
     folder = only_run(tmp_path / "runs")

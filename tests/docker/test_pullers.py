@@ -10,6 +10,7 @@ import requests
 from harness.files import ROOT
 from harness.scenario import Load, Scenario, Server
 from harness.serve.lifecycle import serve
+from tests.command import PATIENCE_S
 from tests.docker.conftest import BASE, remains
 
 DOUBLE = str(ROOT / "tests" / "doubles")
@@ -41,7 +42,7 @@ def test_a_container_gets_its_model_and_is_recorded(kind: str, client: docker.Do
         assert (found.model, found.template) == (MODEL[kind], kind)
         assert found.effective.get("gpu_bytes") == (750 if kind == "ollama" else None)
         body = {"model": MODEL[kind], "messages": [], "max_tokens": 3}
-        answer = requests.post(endpoint.url + "/v1/chat/completions", json=body, timeout=5).json()
+        answer = requests.post(endpoint.url + "/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
         assert answer["usage"]["completion_tokens"] == 3
         assert endpoint.metrics_url is None
     said = (tmp_path / "logs" / "c.server.log").read_text()

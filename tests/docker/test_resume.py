@@ -28,16 +28,16 @@ def test_orphans_of_the_run_are_removed_and_the_rest_is_measured(
     path = write(tmp_path, servers={"one": server}, loads={"work": load}, repeats=2)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         # The first cell has ended, and the second one's container is there.
-        until(lambda: any(read_run(one.parent).ran for one in tmp_path.glob("runs/*/run.json")), 120)
+        until(lambda: any(read_run(one.parent).ran for one in tmp_path.glob("runs/*/run.json")))
         run = only_run(tmp_path / "runs")
-        until(lambda: any("-r2-" in name for name in remains(client, run.name)), 60)
+        until(lambda: any("-r2-" in name for name in remains(client, run.name)))
         os.kill(command.process.pid, signal.SIGKILL)
         command.process.communicate()
-        command.nothing_left(15)
+        command.nothing_left()
     orphans = remains(client, run.name)
     other = client.networks.create(f"{run.name}-of-others")  # without a label
     try:
-        done = harness("run", "--resume", run.name, "--runs", "runs", cwd=tmp_path, timeout_s=180)
+        done = harness("run", "--resume", run.name, "--runs", "runs", cwd=tmp_path)
         assert (done.code, done.err) == (0, "")
         assert all(f"{name}, which the run left" in done.out for name in orphans)
         other.reload()

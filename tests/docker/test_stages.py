@@ -18,7 +18,7 @@ def scenario_of(folder: Path, image: str, **load: object) -> Path:
 def test_stages(image: str, client: docker.DockerClient, tmp_path: Path) -> None:
     stages = [{"users": 1, "for_s": 2}, {"users": 2, "for_s": 2}]
     path = scenario_of(tmp_path, image, stages=stages)
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=180)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     assert (done.code, done.err) == (0, ""), done.out
     run = only_run(tmp_path / "runs")
     assert list(read_run(run).ran) == ["r1-one-work@1", "r1-one-work@2"]

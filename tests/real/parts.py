@@ -11,17 +11,21 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
+from harness.machine.gpus import choose_cpu_dtype
 from harness.machine.model import compute_capacity, make_layout, read_model
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_requests
 from harness.summary import Summary
 from harness.units import GIB
 from tests import prefork
+from tests.command import PATIENCE_S
 from tests.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_100M, TINY_GGUF, VLLM_VENV
 
 T = TypeVar("T")
 MAX_MODEL_LEN = 2048
 CPU_BLOCK = 128  # tokens, of vLLM on a CPU
+DTYPE = choose_cpu_dtype()  # of weights, activations and KV cache, as the template chooses it
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}[DTYPE]
 
 
 def vllm(**variables: Any) -> dict[str, Any]:
@@ -67,7 +71,7 @@ def predicted(gib: float) -> tuple[int, float]:
     """Tokens and concurrency of a KV cache of so many GiB."""
     geometry = read_model(QWEN3_100M).geometry
     assert geometry is not None
-    capacity = compute_capacity(make_layout(geometry, 2, block=CPU_BLOCK), int(gib * GIB), MAX_MODEL_LEN)
+    capacity = compute_capacity(make_layout(geometry, DTYPE_BYTES, block=CPU_BLOCK), int(gib * GIB), MAX_MODEL_LEN)
     return capacity.tokens, capacity.concurrency
 
 
@@ -187,4 +191,4 @@ def left_behind(folder: Path) -> list[str]:
 
 def docker(*arguments: str) -> str:
     """What a command of the docker client prints."""
-    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout

@@ -27,7 +27,7 @@ if __name__ == "__main__":
             elif case == "hub":  # HF_HUB_OFFLINE is set, and there is no cache
                 LLM("Qwen/Qwen3-0.6B")
             else:
-                LLM(model, dtype="bfloat16", enforce_eager=True, max_num_seqs=4, **SETTINGS[case])
+                LLM(model, dtype="float32", enforce_eager=True, max_num_seqs=4, **SETTINGS[case])
         except SystemExit as end:
             print(f"exit code {end.code}")
         except Exception:

@@ -25,7 +25,6 @@ WORK: dict[str, Any] = {
 
 @pytest.mark.nightly  # half an hour for vLLM, ten minutes for llama.cpp, on a machine that does nothing else
 @pytest.mark.alone
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("server", "duration_s"), [(vllm(max_num_seqs=6), 10), (llamacpp(parallel=4), 4)], ids=["vllm", "llamacpp"]
 )

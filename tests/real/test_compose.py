@@ -15,6 +15,7 @@ from harness.files import ROOT, SCENARIOS
 from harness.process import free_port
 from harness.scenario.file import load_scenario
 from harness.serve.template import prepare_server
+from tests.command import PATIENCE_S
 from tests.docker.conftest import checked_each_second, one_at_a_time
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.load_runs import composed
@@ -96,14 +97,14 @@ def test_docker_compose_up_serves_and_loads(generator: str, tmp_path: Path, say:
         assert port["host_ip"] == "127.0.0.1"
         question = {"model": "tiny", "messages": [{"role": "user", "content": "Yes?"}], "max_tokens": 4}
         url = f"http://127.0.0.1:{port['published']}/v1/chat/completions"
-        answer = requests.post(url, json=question, timeout=30)
+        answer = requests.post(url, json=question, timeout=PATIENCE_S)
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
 
         wait_for("Locust's web UI", lambda: answers(ui), timeout_s=60)
-        swarm = requests.post(f"{ui}/swarm", data={"user_count": 2, "spawn_rate": 2}, timeout=10)
+        swarm = requests.post(f"{ui}/swarm", data={"user_count": 2, "spawn_rate": 2}, timeout=PATIENCE_S)
         assert (swarm.status_code, swarm.json()["success"]) == (200, True)
         done = wait_for("ten requests in Locust's statistics", lambda: enough(ui), timeout_s=60)
-        requests.get(f"{ui}/stop", timeout=10)
+        requests.get(f"{ui}/stop", timeout=PATIENCE_S)
         say(f"docker compose up: Locust's web UI counts {done['num_requests']} requests, {done['num_failures']} failed")
         assert done["num_failures"] == 0, compose(tmp_path, "logs", "locust")
     assert compose(tmp_path, "ps", "--all", "--quiet") == ""
@@ -111,13 +112,13 @@ def test_docker_compose_up_serves_and_loads(generator: str, tmp_path: Path, say:
 
 def answers(ui: str) -> bool | None:
     try:
-        return requests.get(ui, timeout=2).status_code == 200 or None
+        return requests.get(ui, timeout=PATIENCE_S).status_code == 200 or None
     except requests.ConnectionError:
         return None
 
 
 def enough(ui: str) -> dict[str, Any] | None:
     """Locust's totals, once they hold ten requests."""
-    stats = requests.get(f"{ui}/stats/requests", timeout=5).json()["stats"]
+    stats = requests.get(f"{ui}/stats/requests", timeout=PATIENCE_S).json()["stats"]
     total: dict[str, Any] = next(entry for entry in stats if entry["name"] == "Aggregated")
     return total if total["num_requests"] >= 10 else None

@@ -2,14 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
 from harness.summary import Row
 from tests.real.conftest import CHOICES, WORK, Say, Timed
 from tests.real.parts import Ran, llamacpp, run, write_scenario
-
-# The first test of vLLM waits for a start, which takes minutes on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 
 
 def rows(ran: Ran) -> dict[str, Row]:

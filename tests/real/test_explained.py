@@ -8,6 +8,7 @@ import pytest
 
 from harness.errors import ExitCode
 from harness.failures.explain import Diagnosis, explain
+from tests.command import PATIENCE_S
 from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, llamacpp, run, write_scenario
@@ -29,7 +30,7 @@ def vllm_outputs() -> dict[str, str]:
         "--env=VLLM_ENABLE_V1_MULTIPROCESSING=0", "--env=VLLM_LOGGING_COLOR=0", BASE_IMAGE, *both,
         str(VLLM_VENV / "bin" / "python"), "/tests/refused_starts.py", "/models/tiny", *CASES,
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     parts = re.split(r"^== (\S+)\n", done.stdout, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -41,7 +42,6 @@ def cause_of(text: str, say: Say) -> Diagnosis:
     return failure
 
 
-@pytest.mark.timeout(300)
 def test_memory_fraction_too_high(vllm_outputs: dict[str, str], say: Say) -> None:
     failure = cause_of(vllm_outputs["fraction"], say)
     assert failure.id == "mem.free_lt_util"
@@ -51,17 +51,15 @@ def test_memory_fraction_too_high(vllm_outputs: dict[str, str], say: Say) -> Non
     assert float(safe) == 0.92 or (float(safe) + 0.01) * total > min(free, total) - max(1.0, free / 50) - 0.1
 
 
-@pytest.mark.timeout(300)
 def test_kv_cache_too_small(vllm_outputs: dict[str, str], say: Say) -> None:
     failure = cause_of(vllm_outputs["kv-cache"], say)
     assert failure.id == "mem.kv_lt_one_request"
     (maximum,) = re.findall(r"estimated maximum model length is (\d+)", failure.line)
     assert 0 < int(maximum) < 4096
-    assert failure.cause.startswith("one request of max_model_len 4096 needs 0.01 GiB of KV cache")
+    assert failure.cause.startswith("one request of max_model_len 4096 needs 0.02 GiB of KV cache")
     assert failure.fix.startswith(f"set max_model_len (ctx_size behind Lemonade) to {maximum} or less")
 
 
-@pytest.mark.timeout(300)
 def test_removed_flags(vllm_outputs: dict[str, str], say: Say) -> None:
     assert "exit code 2" in vllm_outputs["flags"]
     failure = cause_of(vllm_outputs["flags"], say)
@@ -71,7 +69,6 @@ def test_removed_flags(vllm_outputs: dict[str, str], say: Say) -> None:
     assert "--disable-log-requests: vLLM does not know it any more since 0.17.0: leave it out" in failure.fix
 
 
-@pytest.mark.timeout(300)
 def test_a_model_that_is_on_the_hub_only(vllm_outputs: dict[str, str], say: Say) -> None:
     failure = cause_of(vllm_outputs["hub"], say)
     assert failure.id == "hf.network"
@@ -79,7 +76,6 @@ def test_a_model_that_is_on_the_hub_only(vllm_outputs: dict[str, str], say: Say)
     assert "download the model into the cache first" in failure.fix
 
 
-@pytest.mark.timeout(300)
 def test_context_above_the_model(vllm_outputs: dict[str, str], say: Say) -> None:
     failure = cause_of(vllm_outputs["context"], say)
     assert failure.id == "cli.maxlen"

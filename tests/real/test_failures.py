@@ -89,7 +89,6 @@ def records_are_there(scenario: Path, at_least: int, timeout_s: float) -> Path:
     return wait_for(f"{at_least} records", look, timeout_s)
 
 
-@pytest.mark.timeout(500)
 def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Path, say: Say) -> None:
     """As the kernel does when memory runs out: vLLM's engine process is killed inside the container, nothing else."""
     scenario = write_scenario(

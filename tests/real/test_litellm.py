@@ -12,7 +12,6 @@ from tests.engines.paths import BASE_IMAGE, LITELLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import Ran, left_behind, run, write_scenario
 
-pytestmark = pytest.mark.timeout(600)
 TOKENS = 16
 LOADS = {"one-at-a-time": (1, 20), "ten-at-a-time": (10, 40)}
 

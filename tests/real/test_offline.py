@@ -3,13 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engines.paths import BASE_IMAGE, QWEN3_100M, VLLM_VENV
 from tests.real.conftest import Say
-from tests.real.parts import left_behind, predicted, run, vllm, write_scenario
+from tests.real.parts import DTYPE, left_behind, predicted, run, vllm, write_scenario
 
-pytestmark = pytest.mark.timeout(600)
 REQUESTS, TOKENS = 20, 16
 
 
@@ -18,7 +15,7 @@ def offline(**variables: Any) -> dict[str, Any]:
         "image": BASE_IMAGE,
         "python": str(VLLM_VENV / "bin" / "python"),
         "model_path": "/models/qwen3-100m",
-        "dtype": "bfloat16",
+        "dtype": DTYPE,
         "max_model_len": 2048,
         "max_num_seqs": 10,
         "max_num_batched_tokens": 2048,

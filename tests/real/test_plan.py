@@ -12,7 +12,6 @@ REQUESTS = 60
 
 @pytest.mark.nightly  # some eight minutes, on a machine that does nothing else
 @pytest.mark.alone
-@pytest.mark.timeout(1800)
 def test_a_run_ten_times_as_long_takes_what_was_foretold(tmp_path_factory: pytest.TempPathFactory, say: Say) -> None:
     folder = tmp_path_factory.mktemp("plan")
     work = {

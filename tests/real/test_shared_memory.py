@@ -11,9 +11,10 @@ import requests
 from harness.scenario import Load, Scenario, Server
 from harness.serve.engine import connect
 from harness.serve.lifecycle import serve
+from tests.command import PATIENCE_S
 from tests.real.parts import vllm
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 
 def test_a_killed_engine_leaves_no_shared_memory_on_the_host(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_a_killed_engine_leaves_no_shared_memory_on_the_host(tmp_path: Path) -> 
     client: docker.DockerClient = connect()
     with serve(scenario, "s", run_id=tmp_path.name, cell_id="c", run_folder=tmp_path) as endpoint:
         body = {"model": "qwen3-100m", "prompt": "hi", "max_tokens": 8, "ignore_eos": True}
-        answer = requests.post(f"{endpoint.url}/v1/completions", json=body, timeout=120)
+        answer = requests.post(f"{endpoint.url}/v1/completions", json=body, timeout=PATIENCE_S)
         assert answer.json()["usage"]["completion_tokens"] == 8
         assert endpoint.container is not None
         code, names = endpoint.container.exec_run(["ls", "/dev/shm"])

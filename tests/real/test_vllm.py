@@ -9,10 +9,8 @@ from harness.rundir.records import Request, read_marks
 from harness.rundir.samples import MetricsSample, read_metrics
 from harness.summary import CellSummary
 from tests.real.conftest import BATCHES, LIMIT_GIB, SEQUENCES, SHARE, TOKENS, Say, Timed
-from tests.real.parts import MAX_MODEL_LEN, Ran, left_behind, predicted
+from tests.real.parts import DTYPE, MAX_MODEL_LEN, Ran, left_behind, predicted
 
-# The first test waits for a start, which takes minutes on a busy machine.
-pytestmark = pytest.mark.timeout(600)
 CELLS = {f"r1-vllm-{load}": sizes for load, sizes in BATCHES.items()}  # size of a batch, measured requests
 
 
@@ -168,7 +166,7 @@ def test_the_start_is_recorded_with_what_vllm_says(on_vllm: Timed, say: Say) -> 
     assert known.weights_s is not None and known.weights_s <= phases["weights"] + 0.1
     assert known.init_engine_s is not None and known.init_engine_s <= phases["warm-up"] + 0.1
     assert phases["process"] > phases["weights"]
-    assert (served.effective["enforce_eager"], served.effective["dtype"]) == (True, "bfloat16")
+    assert (served.effective["enforce_eager"], served.effective["dtype"]) == (True, DTYPE)
     assert served.effective["max_num_seqs"] == SEQUENCES
     say("start of real vLLM: " + ", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in served.phases))
 
