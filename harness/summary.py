@@ -255,7 +255,8 @@ class BadFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A field of the server's answers that had an impossible value in a cell, warm-up included."""
 
     field: str  # such as "usage.completion_tokens"
-    code: Literal["type", "below", "above"]  # another JSON type; less or more than `limit`: then the cell is INVALID
+    # another JSON type; 0 where something was counted; less or more than `limit`: then the cell is INVALID
+    code: Literal["type", "zero", "below", "above"]
     requests: int  # that had such a value
     got: str  # in the first of them: the JSON type, else the number
     limit: int | None = None  # in the first of them

@@ -8,6 +8,7 @@ import pytest
 
 from harness.load.exchange import Collector, Exchange
 from harness.load.openai_api import Answer
+from harness.rundir.records import BadField
 
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 
@@ -258,3 +259,37 @@ def test_an_error_in_an_answer_in_one_piece_is_a_failed_request(name: str) -> No
     assert outcome(answer_to(head + raw, ended=False)) == expected
     if expected[0] == "stream_error" and "choices" not in body:
         assert outcome(answer_to(head + raw, ended=False, embeddings=True)) == expected
+
+
+def text_of(model: str, text: str = "one") -> bytes:
+    return event(delta(content=text) | {"model": model})
+
+
+@pytest.mark.parametrize(
+    ("events", "model"),
+    [
+        ([text_of("m"), text_of("m"), STOP], "m"),
+        ([ROLE, text_of("other"), STOP], "other"),  # a router
+        ([text_of("m"), *[text_of("other")] * 5, text_of("m"), STOP], "m then other"),
+        ([text_of(""), STOP], None),
+        ([event({"choices": [{"index": 0, "delta": {"content": "one"}}]}), STOP], None),
+    ],
+)
+def test_the_model_of_an_answer_is_that_of_its_text(events: list[bytes], model: str | None) -> None:
+    assert answer_to(STREAM, *events, DONE).model == model
+
+
+def test_an_answer_in_one_piece_names_its_model() -> None:
+    raw = json.dumps({"model": "m", "choices": [{"message": {"content": "one"}, "finish_reason": "stop"}]}).encode()
+    assert answer_to(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw, ended=False).model == "m"
+
+
+def test_a_prompt_of_no_tokens_is_missing() -> None:
+    answer = answer_to(
+        STREAM, WORD, STOP, event({"choices": [], "usage": {"prompt_tokens": 0, "completion_tokens": 0}})
+    )
+    answer.drop_impossible_counts(4, 100)
+    assert (answer.prompt_tokens, answer.output_tokens) == (None, None)
+    assert list(answer.bad.values()) == [
+        BadField("usage.prompt_tokens", "zero", "0"), BadField("usage.completion_tokens", "zero", "0"),
+    ]  # fmt: skip

@@ -142,7 +142,7 @@ def test_a_count_of_another_type_is_a_note_and_the_record_is_readable(
         ({"completion_tokens": -5}, ("usage.completion_tokens", "below", "-5", 1)),
         ({"completion_tokens": 5}, ("usage.completion_tokens", "above", "5", ASKED)),
         ({"completion_tokens": 10**30}, ("usage.completion_tokens", "above", "more than 64 bits", ASKED)),
-        ({"prompt_tokens": -1}, ("usage.prompt_tokens", "below", "-1", 0)),
+        ({"prompt_tokens": -1}, ("usage.prompt_tokens", "below", "-1", 1)),
         ({"prompt_tokens": 16_485}, ("usage.prompt_tokens", "above", "16485", 16_484)),
         ({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 10}},
          ("usage.prompt_tokens_details.cached_tokens", "above", "10", 9)),

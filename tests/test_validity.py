@@ -184,6 +184,25 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"server": ServerLoad(generated_tokens=44.0)}, [], []),
         ({"records": four(output_tokens=None, bad_fields=[BadField("usage.completion_tokens", "type", "boolean")])}, [],
          [("value_of_other_type", {"requests": 1, "got": "boolean"}), ("tokens_unknown", {})]),
+        ({"records": four(output_tokens=None, bad_fields=[BadField("usage.prompt_tokens", "zero", "0")])}, [],
+         [("value_zero", {"field": "usage.prompt_tokens", "requests": 1}), ("tokens_unknown", {})]),
+        ({"records": four(asked_tokens=10, output_tokens=None, finish="length")},
+         [("more_pieces", {"answers": 1, "requests": 4})], [("tokens_unknown", {})]),
+        ({"records": four(asked_tokens=10, output_tokens=10)}, [("more_pieces", {})], [("tokens_too_few", {})]),
+        ({"records": four(asked_tokens=10, output_tokens=10, reasoning_chunks=3)}, [], [("reasoning_share", {})]),
+        ({"records": four(asked_tokens=10, output_tokens=10, tool_chunks=1)}, [], []),
+        ({"records": four(asked_prompt_tokens=27)},
+         [("prompts_short", {"short": 1, "planned": 27, "counted": 20, "min_share": 0.75})], []),
+        ({"records": four(asked_prompt_tokens=26)}, [], []),
+        ({"records": four(model="other")}, [], []),  # the others name none
+        ({"records": [request(index=i, model="m" if i else "other") for i in range(4)]},
+         [("model_changed", {"models": {"m": 3, "other": 1}})], []),
+        # Times outside of the life of the load process, from 0 s to 10 s.
+        ({"records": four(sent_s=999.99)}, [("times_outside", {"process": "7", "after_s": 0.0})], []),
+        ({"records": four(sent_s=1008.6)}, [("times_outside", {"before_s": 0.0})], []),
+        ({"records": four(sent_s=1008.499)}, [], []),
+        ({"records": four(process=8), "marks": [*MARKS[:1], *both_marks("c", 7, 0.0, 10.0, sent=3)[1:]]},
+         [("process_unknown", {"process": 8, "requests": 1})], []),
         # Connections.
         ({"records": four(connect_s=0.002)}, [], []),  # no more than are in flight at once
         ({"records": [request(index=i, connect_s=0.002 if i else 0.007) for i in range(7)],

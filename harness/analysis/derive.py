@@ -15,6 +15,8 @@ from harness.columns import LATENCIES
 from harness.rundir.records import SLACK_S, Request, find_impossible_counts
 from harness.scenario.check_syntax import Slo
 
+MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent words
+
 
 def drop_impossible_counts(request: Request) -> Request:
     """Replace impossible counts by None and list them in `bad_fields`. Other tools and older harnesses store them."""
@@ -66,6 +68,18 @@ def has_fewer_tokens(request: Request) -> bool:
     """
     pieces = len(request.chunks_s) - request.tool_chunks - bool(request.reasoning_chunks)
     return request.output_tokens is not None and request.output_tokens < pieces
+
+
+def has_more_pieces(request: Request) -> bool:
+    """Whether an answer has more pieces of text than its max_tokens. The exceptions are those of `has_fewer_tokens`."""
+    pieces = len(request.chunks_s) - request.tool_chunks - bool(request.reasoning_chunks)
+    return request.asked_tokens is not None and pieces > request.asked_tokens
+
+
+def has_short_prompt(request: Request) -> bool:
+    """Whether the server counted far fewer tokens than the prompt has words, each of which has at least one token."""
+    planned, counted = request.asked_prompt_tokens, request.prompt_tokens
+    return planned is not None and counted is not None and counted < MIN_PROMPT_SHARE * planned
 
 
 def has_contradicting_times(request: Request) -> bool:

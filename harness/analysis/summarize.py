@@ -92,6 +92,7 @@ def summarize_with_counts(
     metrics = read_metrics(folder / "metrics.jsonl")
     telemetry = read_telemetry(folder / "telemetry.jsonl")
     imported = read_numbers(folder, run)
+    models = _usual_models(cells, tallies)
     sessions = validity.number_sessions(run)
     summaries = [
         _summarize_cell(
@@ -103,6 +104,7 @@ def summarize_with_counts(
             telemetry.get(name, []),
             marks.get(name, []),
             imported.get(name),
+            models.get(cell.server),
         )
         for name, cell in cells.items()
     ]
@@ -157,6 +159,14 @@ def summarize_with_counts(
         checks=checks.evaluate(check_texts, working, comparison, reference),
     )
     return Summarized(summary, tallies, metrics, telemetry)
+
+
+def _usual_models(cells: dict[str, Cell], tallies: dict[str, CellCounts]) -> dict[str, str]:
+    """The model that most answers of each server name."""
+    models: dict[str, Counter[str]] = {}
+    for name, cell in cells.items():
+        models.setdefault(cell.server, Counter()).update(tallies[name].models)
+    return {server: counts.most_common(1)[0][0] for server, counts in models.items() if counts}
 
 
 def _invalid_rows(
@@ -295,6 +305,7 @@ def _summarize_cell(
     telemetry: list[TelemetrySample],
     marks: list[ProcessMark],
     imported: Numbers | None,
+    model: str | None,
 ) -> CellSummary:
     ran, (load, seed) = run.ran.get(cell.id), effective_load(run, cell)
     numbers = imported or without_unknown_numbers(compute_numbers([tally]), run.origin)
@@ -330,6 +341,7 @@ def _summarize_cell(
             machine_load=machine,
             marks=marks,
             warmup=warmup,
+            model=model,
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,
             imported=run.origin is not None,

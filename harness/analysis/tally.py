@@ -45,7 +45,7 @@ from harness.summary import (
 )
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # errors after which the server generated nothing
-_MAX_FINISHES = 10  # different unknown finish reasons that are counted
+_MAX_NAMES = 10  # different finish reasons or models that are counted by name
 _FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
 _OF_SUCCESSES = derive.FORMULAS.keys() - {"send_lag_s", *_FROM_SCHEDULE}
 _CONSTANT = ("clock", "window_s", "open_loop", "measured_start_s", "in_mix")  # fields of CellCounts set before counting
@@ -157,6 +157,24 @@ class AnswerTally(Struct, kw_only=True):
             self.excess_tokens[request.prompt_tokens - request.asked_prompt_tokens] += 1
 
 
+class ProcessTimes(Struct):
+    """When the first request of each load process was sent, and the last one ended, on the clock of the process."""
+
+    first_sent_s: dict[int, float] = {}
+    last_ended_s: dict[int, float] = {}
+
+    def add(self, request: Request) -> None:
+        self._add(request.process, request.sent_s, request.sent_s + request.ended_s)
+
+    def merge(self, other: "ProcessTimes") -> None:
+        for process, sent_s in other.first_sent_s.items():
+            self._add(process, sent_s, other.last_ended_s[process])
+
+    def _add(self, process: int, sent_s: float, ended_s: float) -> None:
+        self.first_sent_s[process] = min_known(self.first_sent_s.get(process), sent_s)
+        self.last_ended_s[process] = max_known(self.last_ended_s.get(process), ended_s)
+
+
 class CellCounts(Struct, kw_only=True):
     """The counts of one cell. Times are on the cell's axis, see Clock."""
 
@@ -192,6 +210,9 @@ class CellCounts(Struct, kw_only=True):
     wrong_length: int = 0
     read_clock: int = 0  # streams without the kernel's receive times
     unknown_finishes: Counter[str] = field(default_factory=Counter)  # answers by finish reason, of unknown ones
+    models: Counter[str] = field(default_factory=Counter)  # answers by the model that they name
+    more_pieces: int = 0  # answers with more pieces of text than their max_tokens
+    short_prompts: int = 0  # answers whose prompt has far fewer tokens than planned
     fewer_tokens: int = 0  # answers with fewer tokens than chunks of text
     contradicting_times: int = 0  # answers whose times contradict each other
     chunks: int = 0
@@ -214,6 +235,7 @@ class CellCounts(Struct, kw_only=True):
     last_any_s: float | None = None
     indices: "array[int]" = field(default_factory=lambda: array("q"))
     by_process: Counter[int] = field(default_factory=Counter)
+    process_times: ProcessTimes = field(default_factory=ProcessTimes)
     min_tokens: int = 0  # that the server generated, as far as the client knows;
     max_tokens: int | None = 0  # larger where requests were cut. None: no bound
     bad_fields: BadTally = field(default_factory=BadTally)
@@ -228,6 +250,7 @@ class CellCounts(Struct, kw_only=True):
         self.last_any_s = max_known(self.last_any_s, ended_s)
         self.indices.append(request.index)
         self.by_process[request.process] += 1
+        self.process_times.add(request)
         self.warmup += request.phase == "warmup"
         self._count_generated(request)
         if request.phase == "measured" or not self.open_loop:
@@ -298,9 +321,11 @@ class CellCounts(Struct, kw_only=True):
     def _add_success(self, request: Request) -> None:
         self.latencies.add(request, _OF_SUCCESSES)
         self.chunk_gap_s.add([] if derive.arrived_in_one_read(request) else request.chunks_s)
-        if request.finish is not None and request.finish not in KNOWN_FINISHES:
-            kept = request.finish in self.unknown_finishes or len(self.unknown_finishes) < _MAX_FINISHES
-            self.unknown_finishes[request.finish if kept else "others"] += 1
+        if request.finish not in KNOWN_FINISHES:
+            _count_name(self.unknown_finishes, request.finish)
+        _count_name(self.models, request.model)
+        self.more_pieces += derive.has_more_pieces(request)
+        self.short_prompts += derive.has_short_prompt(request)
         self.fewer_tokens += derive.has_fewer_tokens(request)
         self.contradicting_times += derive.has_contradicting_times(request)
         self.chunks += len(request.chunks_s)
@@ -362,6 +387,11 @@ class CellCounts(Struct, kw_only=True):
                 self.tokens_inside.append(request.output_tokens * share)
             elif request.error is not None:
                 self.cut_chunks_inside += round(len(request.chunks_s) * share)
+
+
+def _count_name(counts: Counter[str], name: str | None) -> None:
+    if name is not None:
+        counts[name if name in counts or len(counts) < _MAX_NAMES else "others"] += 1
 
 
 def distribution(parts: Sequence["array[float]"]) -> Distribution:

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harness.analysis.derive import MIN_PROMPT_SHARE
 from harness.analysis.limits import client_limits, killed_processes, process_name, users_remedy
 from harness.analysis.schedule import counts_arrivals
 from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
-from harness.rundir.records import CLOSING_S, MAX_CPU, ProcessMark
+from harness.rundir.records import CLOSING_S, MAX_CPU, SLACK_S, ProcessMark
 from harness.rundir.samples import MAX_GAP_S
 from harness.scenario import Load, is_open_loop, max_concurrency
 from harness.summary import (
@@ -63,6 +64,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     server_load: ServerLoad
     machine_load: MachineLoad | None = None
     marks: Sequence[ProcessMark]
+    model: str | None = None  # that most answers of the server name in this run
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     shared_server: bool = False  # the server served other loads at the same time
     warmup: WarmupResult | None = None
@@ -92,6 +94,7 @@ def check_cell(evidence: Evidence) -> Findings:
     reasons = [
         *_server_reasons(evidence),
         *(() if evidence.imported else (*_process_reasons(evidence), *_contradiction_reasons(evidence))),
+        *_model_reasons(evidence),
         *_work_reasons(evidence),
         *_count_reasons(evidence),
         *(reason for limit, reason in found if limit.invalid),
@@ -180,6 +183,31 @@ def _contradiction_reasons(evidence: Evidence) -> Iterator[Reason]:
         yield because("request_repeated", requests=len(repeated), indices=repeated[:5])
     if contradicting := evidence.tally.contradicting_times:
         yield because("times_contradict", answers=contradicting)
+    yield from _times_reasons(evidence)
+
+
+def _times_reasons(evidence: Evidence) -> Iterator[Reason]:
+    """Requests that were sent before the start of their load process, ended after its end, or have no such process."""
+    times = evidence.tally.process_times
+    starts = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "start"}
+    ends = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "end"}
+    for process, first_s in sorted(times.first_sent_s.items()):
+        start_s = starts.get(process)
+        if start_s is None:
+            yield because("process_unknown", process=process, requests=evidence.tally.by_process[process])
+            continue
+        before_s = start_s - first_s
+        after_s = times.last_ended_s[process] - ends.get(process, math.inf)
+        if max(before_s, after_s) > SLACK_S:
+            name = evidence.process_name(process)
+            yield because("times_outside", process=name, before_s=max(0.0, before_s), after_s=max(0.0, after_s))
+
+
+def _model_reasons(evidence: Evidence) -> Iterator[Reason]:
+    """Answers of another model than the others of this server."""
+    models = evidence.tally.models
+    if len(models) > 1 or (models and evidence.model is not None and evidence.model not in models):
+        yield because("model_changed", usual=evidence.model, models=dict(models.most_common()))
 
 
 def _missing_load_reasons(evidence: Evidence, ends: Mapping[int, ProcessMark]) -> Iterator[Reason]:
@@ -238,8 +266,14 @@ def _count_reasons(evidence: Evidence) -> Iterator[Reason]:
     # A chat template adds the same number of tokens to all prompts.
     if evidence.exact_prompts and prompts is not None and prompts.otherwise:
         yield because("prompt_lengths", otherwise=prompts.otherwise, prompts=prompts.requests, added=prompts.added)
+    if tally.short_prompts:
+        tokens = {"planned": tally.answers.planned_tokens, "counted": tally.answers.counted_tokens}
+        counts = {"short": tally.short_prompts, "prompts": tally.answers.excess_tokens.total()}
+        yield because("prompts_short", **counts, **tokens, min_share=MIN_PROMPT_SHARE)
+    if tally.more_pieces and not evidence.imported:
+        yield because("more_pieces", answers=tally.more_pieces, requests=evidence.numbers.succeeded)
     for bad in tally.bad_fields.by_field.values():
-        if bad.code != "type":
+        if bad.code in ("below", "above"):
             values = {"requests": bad.requests, "code": bad.code, "limit": bad.limit, "got": bad.got}
             yield because("value_out_of_bounds", field=bad.field, **values)
     # A cell that was cut already has a reason for its missing tokens.
@@ -293,6 +327,8 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
     for bad in tally.bad_fields.by_field.values():
         if bad.code == "type":
             yield because("value_of_other_type", field=bad.field, requests=bad.requests, got=bad.got)
+        elif bad.code == "zero":
+            yield because("value_zero", field=bad.field, requests=bad.requests)
     if tally.read_clock:
         yield because("read_clock", answers=tally.read_clock, requests=succeeded)
     joined = tally.coalesced - tally.coalesced_late

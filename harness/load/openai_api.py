@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -177,6 +178,8 @@ Clock = Literal["kernel", "read"]
 _MESSAGE_CHARS = 300
 _MASKED_CHARS = 4096  # of a text of a server, masked before it is shortened
 _MAX_FINISH_CHARS = 64
+_MAX_MODEL_CHARS = 300
+_MODEL_JOINT = " then "
 _CHANNELS: dict[str, type] = {  # fields that hold generated tokens, with their JSON types
     "content": str, "reasoning_content": str, "reasoning": str, "refusal": str, "tool_calls": list,
     "function_call": dict, "text": str,
@@ -221,6 +224,7 @@ class Answer:
     tool_chunks: int = 0  # chunks with a tool call only
     calls: list[Call] = field(default_factory=list)
     finish: str | None = None
+    model: str | None = None
     texts: list[str] = field(default_factory=list)  # visible content, for the next turn; in no record
     done: bool = False  # [DONE] was seen, or the response is complete in one piece
     generated: bool = False  # there was at least one token, in any channel
@@ -341,6 +345,7 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no
     part = choice if delta is None else delta  # completions have `text` next to the finish reason
     channels = _filled_channels(part, answer)
     if channels:
+        _note_model(body, answer)
         if not _add_output(part, channels, answer):
             reasoning = any(channel in channels for channel in _REASONING_CHANNELS)
             answer.reasoning_chunks += reasoning
@@ -394,6 +399,7 @@ def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, 
         answer.fail("not_api", f"status {answer.status} with JSON that has no choices")
         return
     _note_usage(body, answer)
+    _note_model(body, answer)
     answer.done = True
     _note_finish(choice, answer)
     message = answer.get_field(choice, "message", dict)
@@ -411,6 +417,7 @@ def _note_vectors(body: Any, answer: Answer) -> None:
         answer.fail("not_api", f"status {answer.status} with JSON that has no data")
         return
     _note_usage(body, answer)
+    _note_model(body, answer)
     answer.done, answer.output_tokens, answer.reasoning_tokens = True, None, None
     vectors = [item.get("embedding") if isinstance(item, dict) else None for item in data]
     answer.vectors = len(vectors)
@@ -472,6 +479,23 @@ def _note_usage(body: dict[str, Any], answer: Answer) -> None:
         value = answer.get_field(counts, key, int, path)
         if value is not None:
             setattr(answer, name, value)
+
+
+def _note_model(body: dict[str, Any], answer: Answer) -> None:
+    """Note the model of a text. Other events of routers name the model that was asked for, and none."""
+    name = body.get("model")
+    if not name or not isinstance(name, str):
+        return
+    name = _recorded_model(name[:_MASKED_CHARS])
+    if answer.model is None:
+        answer.model = name
+    elif answer.model != name and _MODEL_JOINT not in answer.model:
+        answer.model += _MODEL_JOINT + name
+
+
+@lru_cache(100)
+def _recorded_model(name: str) -> str:
+    return masked(name, "known")[:_MAX_MODEL_CHARS]
 
 
 def usage_text(answer: Answer) -> str:

@@ -20,7 +20,7 @@ from harness.job import Job
 from harness.load.reader import IdleQueue
 from harness.load.sequencer import Phase
 from harness.redact import masked
-from harness.rundir.records import ProcessMark, Request
+from harness.rundir.records import KNOWN_FINISHES, ProcessMark, Request
 from harness.workers import MACHINE
 
 TICK_S = 0.05
@@ -300,8 +300,6 @@ def this_host() -> str:
 
 _PIECE_BYTES = 262_144  # sent at once; more would delay Locust's messages
 
-_KNOWN_FINISHES = (None, "stop", "length", "tool_calls")  # without secrets
-
 FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}  # name and line type of transferred files
 
 
@@ -359,10 +357,13 @@ class RecordReceiver:
             return None
         if not line.endswith(b"\n"):
             return None
-        if not isinstance(record, Request) or (record.message is None and record.finish in _KNOWN_FINISHES):
+        if not isinstance(record, Request):
             return line
         masked_record = msgspec.structs.replace(
-            record, message=masked(record.message, "known"), finish=masked(record.finish, "known")
+            record,
+            message=masked(record.message, "known"),
+            finish=record.finish if record.finish in KNOWN_FINISHES else masked(record.finish, "known"),
+            model=masked(record.model, "known"),
         )
         return line if masked_record == record else msgspec.json.encode(masked_record) + b"\n"
 

@@ -55,7 +55,8 @@ CUT = ("unfinished", "abandoned")  # not ended by the server: no failures, and t
 
 class BadField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     field: str  # such as "usage.completion_tokens"
-    code: Literal["type", "below", "above"]  # another JSON type; less or more than `limit`
+    # another JSON type; 0 where something was counted, so the server does not count it; less or more than `limit`
+    code: Literal["type", "zero", "below", "above"]
     got: str  # the JSON type, else the number
     limit: int | None = None
 
@@ -81,11 +82,15 @@ def find_impossible_counts(
         if value is None or minimum <= value <= maximum:
             return value is not None
         got = str(value) if value.bit_length() <= 64 else "more than 64 bits"
-        code, limit = ("below", minimum) if value < minimum else ("above", maximum)
-        bad[name] = BadField(f"usage.{field}", code, got, limit)  # type: ignore[arg-type]  # a tuple of two literals
+        if value == 0:
+            bad[name] = BadField(f"usage.{field}", "zero", got)
+        elif value < minimum:
+            bad[name] = BadField(f"usage.{field}", "below", got, minimum)
+        else:
+            bad[name] = BadField(f"usage.{field}", "above", got, maximum)
         return False
 
-    if is_possible("prompt_tokens", "prompt_tokens", prompt, 0, prompt_max):
+    if is_possible("prompt_tokens", "prompt_tokens", prompt, 1, prompt_max):
         prompt_max = prompt or 0
     if is_possible("output_tokens", "completion_tokens", output, output_min, output_max):
         output_max = output or 0
@@ -143,6 +148,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     answer_valid: bool | None = None  # whether it has the form that was asked for; None: none was, or it failed
     answer_right: bool | None = None  # whether it is the label that is known to be right
     finish: str | None = None
+    model: str | None = None  # that the text of the answer is of, as the server says; "A then B" if it changed
     status: Annotated[int, msgspec.Meta(ge=0, le=999)] | None = None  # three digits, whatever they are
     # The wait before this user's next request that the server asked for (Retry-After of 429 and 503), at most 60 s; in
     # none of the times above. None: it asked for none, or for none that is valid.
