@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -20,6 +22,13 @@ from typing import IO, Any
 from harness.errors import HarnessError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+ORPHAN_GRACE_S = 10  # for a child to end by itself when this process has died
+OWNER_ENV = "AMD_LLM_LOAD_OWNER"  # process id and start of the process that started a child
+# A process that computes handles no signal, so a guard in its group kills it. The guard waits for the end of its input.
+_GUARD = f"""read -r _; n=0
+while kill -0 $PPID && [ $n -lt {ORPHAN_GRACE_S} ]; do sleep 1; n=$((n+1)); done
+sleep 2; kill -9 0"""
+_GUARDED = f"exec 3<&0 </dev/null; sh -c '{_GUARD}' <&3 >/dev/null 2>&1 & exec \"$@\" 3<&-"
 OTHER_FILES = 64  # open files of a load process in addition to its connections
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or ssh lost its connection
 
@@ -42,10 +51,32 @@ def refuse_too_few_files(connections: int, fewer: str = "fewer users") -> None:
 def start(
     command: Sequence[str], *, stdout: IO[bytes] | int, stderr: IO[bytes] | int, env: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a child in its own session, so that Ctrl-C does not reach it. It gets SIGTERM when this process dies."""
+    """Start a child in its own session, so that Ctrl-C does not reach it.
+
+    When this process dies, the child gets SIGTERM, and its group SIGKILL ORPHAN_GRACE_S later. Its standard input is
+    /dev/null. End it with `stop`. Raises OSError.
+    """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     return subprocess.Popen(
-        command, stdout=stdout, stderr=stderr, env=env, start_new_session=True, preexec_fn=_follow_parent()
+        ["sh", "-c", _GUARDED, "sh", *command],
+        stdin=subprocess.PIPE,  # its other end is closed when this process dies
+        stdout=stdout,
+        stderr=stderr,
+        env={**(os.environ if env is None else env), OWNER_ENV: _owner()},
+        start_new_session=True,
+        preexec_fn=_follow_parent(),
     )
+
+
+def _owner() -> str:
+    return f"{os.getpid()} {_start_time(os.getpid()) or ''}"
+
+
+def has_orphaned_us() -> bool:
+    """Check whether the process that started this one by `start` has ended."""
+    pid, _, started = os.environ.get(OWNER_ENV, "").partition(" ")
+    return pid.isdigit() and _start_time(int(pid)) != (started or None)
 
 
 def _follow_parent() -> Callable[[], None] | None:
@@ -71,6 +102,8 @@ def stop(child: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
         # The child's own children, such as Locust's load processes, are in its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
+        if child.stdin is not None:
+            child.stdin.close()
     return child.wait()
 
 

@@ -75,6 +75,47 @@ def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     assert gone(pid)
 
 
+def test_a_group_that_handles_no_signal_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    """As one that computes. It has a child of its own."""
+    deaf = (
+        "import signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN)\n"
+        f"c = subprocess.Popen({SLEEP!r}); print(c.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys, time; from harness import process\n"
+            f"c = process.start([sys.executable, '-c', {deaf!r}], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n"
+            "print(c.pid, c.stdout.readline().decode(), flush=True); time.sleep(600)",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    child, grandchild = map(int, parent.stdout.readline().split())
+    assert psutil.pid_exists(child) and psutil.pid_exists(grandchild)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert gone(child) and gone(grandchild)
+
+
+def test_what_cannot_be_started_is_an_error_of_the_system() -> None:
+    with pytest.raises(FileNotFoundError):
+        process.start(["no-such-program"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def test_a_child_has_no_input_and_keeps_its_arguments() -> None:
+    code = "import sys; print('up', flush=True); print(sys.stdin.read() == '', sys.argv[1:], flush=True)"
+    child = process.start(
+        [sys.executable, "-c", code, "a b", "$x", "'", ""], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert child.stdout is not None
+    assert child.stdout.read().decode() == f"up\nTrue {['a b', '$x', chr(39), '']}\n"  # the guard has not its output
+    assert process.stop(child) == 0
+    close(child)
+
+
 @pytest.mark.parametrize("number", process.STOP_SIGNALS)
 def test_signals_interrupt_unless_they_are_ignored(number: signal.Signals) -> None:
     before = signal.getsignal(number)

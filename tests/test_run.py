@@ -303,6 +303,43 @@ def test_killed(tmp_path: Path) -> None:
     assert re.search(r"0/1    killed(, CLIENT-LIMITED)? \(simulated\)", listed.out)
 
 
+SPINNING = """
+from pathlib import Path
+from locust import task
+from harness.load.user import LLMUser
+
+class Spinning(LLMUser):
+    uses = ("--batch-size",)
+    rounds = 0
+
+    @task
+    def work(self):
+        self.ask_all(self.take(self.load.batch_size))
+        self.rounds += 1
+        if self.rounds == 5:
+            Path(SPINS).touch()
+            while True:
+                pass
+"""
+
+
+@fault("harness", "kill -9 of the harness while a load process computes and handles no signal",
+       seen="only 0 of 1 planned cells ran", code=3, kept="all records", left="nothing, 15 s later")  # fmt: skip
+def test_killed_while_a_load_process_computes(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SPINNING.replace("SPINS", repr(str(tmp_path / "spins"))))
+    load = {"user": "mine.py", "users": 1, "batch_size": 8, "requests": 4000, "output_tokens": 5}
+    path = write(tmp_path, loads={"mine": load}, warmup={"requests": 0})
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path, forked=False) as command:
+        until(lambda: (tmp_path / "spins").exists())
+        command.process.kill()
+        assert command.end().code == -signal.SIGKILL
+        command.nothing_left()
+    run = only_run(tmp_path / "runs")
+    assert len(records(run)) == 40
+    shown = called("report", str(run), cwd=tmp_path)
+    assert (shown.code, shown.err) == (3, "")
+
+
 def kill_one(processes: list[psutil.Process]) -> int:
     """kill -9 of the youngest: with several load processes one that is not the master."""
     victim = max(processes, key=lambda process: (process.create_time(), process.pid))

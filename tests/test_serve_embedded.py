@@ -136,6 +136,19 @@ def test_the_engine_ends_with_its_owner(tmp_path: Path, number: signal.Signals) 
             time.sleep(0.02)
 
 
+def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
+    """A key lies across the cut: seven characters of it are left at most."""
+    register_secrets({"Zq7Lw2Xn9Rb4Tv6Y": True})
+    log = LogFile(tmp_path / "x.log")
+    head = b"y" * (65_536 - 7) + b"Zq7Lw2Xn9Rb4Tv6Y"
+    log.follow(lambda: iter([head, *[b"z" * 65_536] * 2000, b"\nnext\n"]))
+    assert log._thread is not None
+    log._thread.join()
+    first, second = log.path.read_bytes().splitlines()
+    assert first == b"y" * (65_536 - 7) + b"Zq7Lw2X [the rest of this line is left out]"
+    assert second == b"next"
+
+
 def test_a_log_hides_secrets_and_the_engines_time_stamps(tmp_path: Path) -> None:
     register_secrets({"hf_secret": True})
     log = LogFile(tmp_path / "x.log")

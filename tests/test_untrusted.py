@@ -16,7 +16,7 @@ from requests import RequestException
 
 from harness.errors import HarnessError
 from harness.files import read_lines
-from harness.load import sse
+from harness.load import openai_api, sse
 from harness.load.client import ApiAddress
 from harness.load.exchange import Collector, Exchange, Failure
 from harness.load.openai_api import Answer, Call, Tools
@@ -268,6 +268,50 @@ def test_a_server_that_never_ends_is_cut(tmp_path: Path, monkeypatch: pytest.Mon
         folder.mkdir()
         record = one_record(folder, endless, timeout_s=5)
         assert (record.error, " MiB" in (record.message or "")) == (error, True)
+
+
+LONG = 400_000
+LONG_TEXTS = {
+    "backslashes": "\\" * LONG,
+    "quotes": '\\"' * LONG,
+    "percent signs": "%25" * LONG,
+    "tags": "<" * LONG,
+    "flags": "--a." * LONG,
+    "colours": "\x1b]" * LONG,
+    "blanks": " " * LONG,
+}
+
+
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_a_long_text_takes_linear_time_wherever_it_is(tmp_path: Path, name: str) -> None:
+    """With a quadratic step, each of these takes hours."""
+    text = LONG_TEXTS[name]
+    finish = b"data: %s\n\n" % json.dumps({"choices": [{"delta": {}, "finish_reason": text}]}).encode()
+    error = json.dumps({"error": {"message": text, "type": text, "code": text}}).encode()
+    answers = [
+        UNTIL_CLOSED + TOKEN + finish + DONE,
+        UNTIL_CLOSED + b"data: " + error + b"\n\n",
+        UNTIL_CLOSED + b"event: error\ndata: " + text.encode() + b"\n\n",
+        whole(error, status=b"500 x"),
+        whole(text.encode(), b"text/html", b"500 x"),
+        whole(b"{}", status=b"429 x", more=b"Retry-After: " + b"9" * LONG + b"\r\n"),
+        whole(b"<x>", b"text/" + text.replace("\x1b", "x").encode(), b"500 x"),
+    ]
+    for number, answer in enumerate(answers):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        record = one_record(folder, once(answer), timeout_s=60)
+        assert len(record.message or "") <= 300 and len(record.finish or "") <= 64, number
+
+
+def test_many_tool_calls_take_linear_time() -> None:
+    calls: list[Call] = []
+    few = [{"index": 0, "id": "c", "function": {"name": "n", "arguments": "xxxx"}}]
+    for _ in range(100_000):
+        assert openai_api.add_tool_calls(calls, few)
+    assert len(calls) == 1 and len(calls[0].arguments) == openai_api._MAX_ARGUMENTS
+    assert not openai_api.add_tool_calls(calls, [{"index": n, "id": str(n), "function": {}} for n in range(100_000)])
+    assert len(calls) == openai_api._MAX_CALLS
 
 
 def test_a_trailer_changes_no_header() -> None:

@@ -16,6 +16,7 @@ from harness.redact import masked
 
 CHECK_ADDRESS = "Check that the address is that of an OpenAI-compatible server."
 _MAX_ID = 1000  # characters of a model's name
+_MAX_BODY_BYTES = 1 << 20  # the rest of a longer body is ignored
 _MAX_SEARCHED_CHARS = 65_536  # of a message, for secrets
 _REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -31,8 +32,9 @@ class HttpResponse(NamedTuple):
     @classmethod
     def of(cls, url: str, status: int, headers: Mapping[str, str], body: bytes) -> "HttpResponse":
         """Return the response without secrets: some servers repeat the API key."""
-        clean = {name.lower(): masked(value, "known") for name, value in headers.items()}
-        return cls(url, status, clean, masked(body.decode(errors="replace"), "known").encode())
+        clean = {name.lower(): masked(value[:_MAX_SEARCHED_CHARS], "known") for name, value in headers.items()}
+        text = body[:_MAX_BODY_BYTES].decode(errors="replace")
+        return cls(url, status, clean, masked(text, "known").encode())
 
 
 class SentKey(NamedTuple):

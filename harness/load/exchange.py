@@ -21,9 +21,12 @@ from harness.load.sse import MAX_EVENT_BYTES, Event, EventTemplate, EventTooLong
 from harness.rundir.records import LATE_READ_S, ErrorKind
 
 _MAX_RESPONSE_BYTES = 16 << 20  # of a response that is not a stream; embeddings of a long input are large
+_MAX_STREAM_BYTES = 256 << 20  # 100,000 tokens take 30 MiB
+_MAX_BLANKS = 64  # before the first event
 _EVENT_START = re.compile(rb"\s*(?:data|event|id|retry)?:")  # JSON and HTML never start like this
 MAX_RETRY_AFTER_S = 60.0
-_RETRY_AFTER_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # some servers send fractions, which RFC 9110 does not allow
+# Some servers send fractions, which RFC 9110 does not allow.
+_RETRY_AFTER_SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 
 class Failure(Exception):
@@ -95,7 +98,7 @@ class Exchange:
         if self.known_stream or self.headers.get("content-type", "").lower().startswith("text/event-stream"):
             return True
         # Some servers send no content type, or the wrong one.
-        return bool(self.body) and _EVENT_START.match(self.body[0][1]) is not None
+        return bool(self.body) and _EVENT_START.match(self.body[0][1][:_MAX_BLANKS]) is not None
 
     def unprocessed_body(self) -> bytes:
         return b"".join(data for _, data in self.body)
@@ -322,8 +325,10 @@ class Collector:
                 self.keep_alive = False
             self._between_chunks = self._between_chunks and data.endswith(b"\n")
             self._size += len(data)
-            if not exchange.known_stream and self._size > _MAX_RESPONSE_BYTES:
-                raise Failure("not_api", f"the response has more than {_MAX_RESPONSE_BYTES >> 20} MiB")
+            max_bytes = _MAX_STREAM_BYTES if exchange.known_stream else _MAX_RESPONSE_BYTES
+            if self._size > max_bytes:
+                kind: ErrorKind = "malformed" if exchange.known_stream else "not_api"
+                raise Failure(kind, f"the response has more than {max_bytes >> 20} MiB")
         elif self.is_open_ended and "chunked" not in exchange.headers.get("transfer-encoding", "").lower():
             exchange.complete = True
         else:

@@ -142,8 +142,15 @@ def tool_result_message(call: Call, result: str) -> ToolMessage:
     return {"role": "tool", "tool_call_id": call.id, "content": result}
 
 
+_MAX_CALLS = 128  # of one response
+_MAX_ARGUMENTS = 262_144  # characters of the arguments of one call
+
+
 def add_tool_calls(calls: list[Call], deltas: list[Any]) -> bool:
-    """Add the `tool_calls` of a delta, or of a whole message, to `calls`. Return whether all of them are calls."""
+    """Add the `tool_calls` of a delta, or of a whole message, to `calls`. Return whether all of them are calls.
+
+    What exceeds _MAX_CALLS or _MAX_ARGUMENTS is left out, so the time is linear in the length of the response.
+    """
     all_are_calls = True
     for place, delta in enumerate(deltas):
         index = delta.get("index", place) if isinstance(delta, dict) else None
@@ -157,6 +164,8 @@ def add_tool_calls(calls: list[Call], deltas: list[Any]) -> bool:
         call = next((call for call in reversed(calls) if call.index == index), None)
         # Some servers give all calls the same index: another id with a name starts another call.
         if call is None or (name and id and call.id and id != call.id):
+            if len(calls) == _MAX_CALLS:
+                return False
             call = Call(index=index)
             calls.append(call)
         call.id, call.name = call.id or id, call.name or name
@@ -164,7 +173,8 @@ def add_tool_calls(calls: list[Call], deltas: list[Any]) -> bool:
         if isinstance(arguments, dict):  # some servers send an object instead of its text
             with suppress(ValueError, RecursionError, OverflowError):
                 arguments = msgspec.json.encode(arguments).decode()
-        call.arguments += _text_or_empty(arguments)
+        if len(call.arguments) < _MAX_ARGUMENTS:
+            call.arguments += _text_or_empty(arguments)
     return all_are_calls
 
 
@@ -509,7 +519,7 @@ def describe_body(headers: Mapping[str, str], raw: bytes) -> str:
         return encoding
     kind = headers.get("content-type", "no content type").split(";")[0]
     page = masked(raw[:_MASKED_CHARS].decode("utf-8", "replace"))
-    text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
+    text = " ".join(re.sub(r"<[^<>]*>", " ", page).split())
     return f"{kind} ({text[:120]!r})"
 
 

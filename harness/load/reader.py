@@ -124,9 +124,12 @@ class IdleQueue:
 
     def finish(self) -> None:
         """Run all queued work now."""
+        self.run_all()
+        self._idle_watcher.stop()
+
+    def run_all(self) -> None:
         while self._queue:
             self._run_next()
-        self._idle_watcher.stop()
 
     def _run_slice(self) -> None:
         end_ns = time.monotonic_ns() + _SLICE_NS

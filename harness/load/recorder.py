@@ -14,11 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import gevent
 import msgspec
+from gevent.monkey import get_original
 
 from harness.files import UNDECODABLE, open_file
 from harness.job import Job
 from harness.load.reader import IdleQueue
 from harness.load.sequencer import Phase
+from harness.process import has_orphaned_us
 from harness.redact import masked
 from harness.rundir.records import KNOWN_FINISHES, ProcessMark, Request
 from harness.workers import MACHINE
@@ -137,6 +139,8 @@ def _percentile_s(values_us: Counter[int], share: float) -> float | None:
 
 _FLUSH_TICKS = 4
 _FLUSH_BYTES = 65_536
+_ORPHAN_CHECK_S = 0.5
+_ORPHAN_END_S = 3.0  # less than process.ORPHAN_GRACE_S
 _SAMPLE_S = 1.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -191,6 +195,7 @@ class Recorder:
         self._closed = False
         self._write_marks("start")
         self._flusher = gevent.spawn(self._flush_regularly)
+        get_original("_thread", "start_new_thread")(self._save_when_orphaned, ())
 
     @property
     def in_flight(self) -> int:
@@ -242,6 +247,21 @@ class Recorder:
         self._write_marks("end")
         os.close(self._requests)
         os.close(self._processes)
+
+    def _save_when_orphaned(self) -> None:
+        """Write all records when the harness is gone and this process computes, so that it handles no signal.
+
+        It runs in a thread of the system, because no greenlet runs then.
+        """
+        sleep = get_original("time", "sleep")
+        while not has_orphaned_us():
+            sleep(_ORPHAN_CHECK_S)
+            if self._closed:
+                return
+        sleep(_ORPHAN_END_S)  # to end in order
+        if not self._closed:
+            self.idle.run_all()
+            self.flush()
 
     def _flush_regularly(self) -> None:
         sampled_s = time.monotonic()

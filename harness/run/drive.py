@@ -37,6 +37,7 @@ STUCK_EXCEPTIONS = 3  # ... at least this many: the load is stuck
 MAX_SILENCE_S = 60.0  # after all time limits of the load: Locust itself hangs
 PROPOSED_RATE = 100.0  # users per second; Locust warns above it
 _MIN_RATE_SPAN_S = 1.0  # shorter spans have too few answers for a rate
+_MAX_EXCEPTION_CHARS = 300
 _MIN_REQUESTS = 3  # for an estimate of the remaining time
 
 
@@ -224,8 +225,9 @@ def drive(
     if code != 0 and not problems and (has_begun or stopped_s is None):  # else it was stopped before it handled signals
         if not has_begun:
             raise _start_failure(job, code, log_path)
-        last = next(reversed(exceptions_in(log_path)), None)
-        problems = [because("generator_exit", exit_code=code, exception=last)]
+        exceptions = ExceptionLog(log_path)
+        exceptions.update()
+        problems = [because("generator_exit", exit_code=code, exception=exceptions.last)]
     return Driven(started, time.time(), problems, stopped_s)
 
 
@@ -248,6 +250,7 @@ def _watch(
     monitor: Monitor,
 ) -> list[Reason]:
     """Watch a load generator until it ends or its watch is done; return why the cell is invalid, and must end."""
+    exceptions = ExceptionLog(log_path)
     exception_count = 0  # in the log when the last record came
     last_change = last_idle = last_process_check = time.monotonic()
     idle, idle_mtime_ns = idle_file(job.counter_path), 0
@@ -260,6 +263,7 @@ def _watch(
             return [reason]
         recorded = monitor.recorded
         monitor.update()
+        exceptions.update()
         now = time.monotonic()
         if isinstance(child, LocalChild) and now - last_process_check > PROCESS_CHECK_S:
             last_process_check = now
@@ -274,11 +278,9 @@ def _watch(
             if (mtime_ns := idle.stat().st_mtime_ns) != idle_mtime_ns:
                 idle_mtime_ns, last_idle = mtime_ns, now
         if monitor.recorded != recorded:
-            last_change, exception_count = now, len(exceptions_in(log_path))
-        elif now - last_change > MAX_STUCK_S:
-            exceptions = exceptions_in(log_path)
-            if len(exceptions) - exception_count >= STUCK_EXCEPTIONS:
-                return [because("generator_stuck", seconds=MAX_STUCK_S, exception=exceptions[-1])]
+            last_change, exception_count = now, exceptions.count
+        elif now - last_change > MAX_STUCK_S and exceptions.count - exception_count >= STUCK_EXCEPTIONS:
+            return [because("generator_stuck", seconds=MAX_STUCK_S, exception=exceptions.last)]
         progress()
         if (reason := monitor.mistake()) is not None:
             return [reason]
@@ -338,16 +340,22 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def exceptions_in(path: Path) -> list[str]:
-    """Return the exceptions of a log, such as `ValueError: boom`."""
-    exceptions, in_traceback = [], False
-    for line in _lines(path):
-        if line.startswith("Traceback "):
-            in_traceback = True
-        elif in_traceback and line and not line.startswith(" "):
-            exceptions.append(line.strip()[:300])
-            in_traceback = False
-    return exceptions
+class ExceptionLog:
+    """The exceptions of a growing log, such as `ValueError: boom`. Reads only what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.count = 0
+        self.last: str | None = None
+        self._tail = Tail(path, from_start=True)
+        self._in_traceback = False
+
+    def update(self) -> None:
+        for raw in self._tail.lines():
+            line = raw[:_MAX_EXCEPTION_CHARS].decode(errors="replace").rstrip()
+            if line.startswith("Traceback "):
+                self._in_traceback = True
+            elif self._in_traceback and line and not line.startswith(" "):
+                self.count, self.last, self._in_traceback = self.count + 1, line, False
 
 
 def start_errors(job: Job) -> str:

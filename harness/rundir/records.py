@@ -336,12 +336,15 @@ def group_by_cell(samples: Iterable[S]) -> dict[str, list[S]]:
 _FRESH_S = 6.0  # an older sample does not describe the present
 
 
+_MAX_TORN_BYTES = 16 << 20  # of an incomplete line; the rest of it is ignored
+
+
 class Tail:
     """Reads the whole lines that were appended to a file since the last call. A missing file has no lines."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_start: bool = False) -> None:
         self.path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._offset = path.stat().st_size if path.exists() and not from_start else 0
         self._torn = b""
 
     def lines(self) -> list[bytes]:
@@ -352,7 +355,8 @@ class Tail:
         except OSError:
             return []
         self._offset += len(new)
-        *whole, self._torn = (self._torn + new).split(b"\n")
+        *whole, torn = (self._torn + new).split(b"\n")
+        self._torn = torn[:_MAX_TORN_BYTES]
         return whole
 
 

@@ -36,6 +36,9 @@ MAX_LINE_CHARS = 100
 _TIME_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # of the Docker Engine
 
 
+_MAX_LINE_BYTES = 65_536  # the rest of a longer line is left out
+
+
 class LogFile:
     """Copies a stream of bytes to a file in its own thread, without known secrets."""
 
@@ -78,6 +81,7 @@ class LogFile:
             try:
                 for block in open_stream():
                     *lines, rest = (rest + block).split(b"\n")
+                    rest = rest[: _MAX_LINE_BYTES + 1]
                     file.writelines(self._mask(line) for line in lines)
                     file.flush()
             except Exception as error:
@@ -86,7 +90,9 @@ class LogFile:
                 file.write(self._mask(rest))
 
     def _mask(self, line: bytes) -> bytes:
-        return masked(line.decode(errors="surrogateescape"), "known").encode(errors="surrogateescape") + b"\n"
+        text = masked(line[:_MAX_LINE_BYTES].decode(errors="surrogateescape"), "known")
+        cut = b" [the rest of this line is left out]" if len(line) > _MAX_LINE_BYTES else b""
+        return text.encode(errors="surrogateescape") + cut + b"\n"
 
 
 class ServerStatus(Struct, frozen=True):
