@@ -130,9 +130,10 @@ def _failure_row(rule: Rule) -> str:
     shown = sample if len(sample) <= _SAMPLE_CHARS else f"{sample[:_SAMPLE_CHARS]}..."
     marks = " (scenario)" if rule.scenario else ""
     source = re.sub(r"https://\S+[^\s;,]", r"<\g<0>>", rule.source)
+    fix = "; ".join(text if server == "any" else f"*{server}*: {text}" for server, text in rule.fixes.items())
     return (
         f"| `{rule.id}`{marks} | <code>{_code(shown)}</code> | {_cell(_capitals(rule.cause))} "
-        f"| {_cell(_capitals(rule.fix))}. Source: {_cell(source)} |\n"
+        f"| {_cell(_capitals(fix))}. Source: {_cell(source)} |\n"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.engines import safe_utilization_from_log, vllm_accepts
+from harness.engines import engines, safe_utilization_from_log, vllm_accepts
 from harness.failures.explain import (
     BLOCK_BYTES,
     MAX_FINDINGS,
@@ -39,8 +39,9 @@ def test_each_sample_is_explained_by_its_own_row_among_all(rule: Rule, sample: s
     if rule.where == "http":
         found = explain_message(sample)
     else:
-        (found,) = scan_text(f"INFO starting\n{sample}\nINFO bye\n").findings
-        assert found.number == 2
+        repeated = f"{sample}\n" * rule.min_count
+        (found,) = scan_text(f"INFO starting\n{repeated}INFO bye\n").findings
+        assert (found.number, found.count) == (2, rule.min_count)
     assert found is not None
     assert (found.id, found.phase, found.severity) == (rule.id, rule.phase, rule.severity)
     assert found.cause and found.fix and found.source == rule.source
@@ -54,11 +55,14 @@ def test_rows_are_whole() -> None:
     assert len(set(names)) == len(names) > 100
     for rule in rules():
         assert re.fullmatch(r"[a-z]+\.[a-z0-9_]+", rule.id)
-        assert not re.search(r"[.;]$", rule.cause + rule.fix), f"{rule.id}: no full stop, words are joined"
+        texts = [rule.cause, *rule.fixes.values()]
+        assert not any(re.search(r"[.;]$", text) for text in texts), f"{rule.id}: no full stop, words are joined"
         assert rule.samples and rule.severity in RANKS
         known = {name for one in patterns() if one.rule is rule for name in one.regex.groupindex}
-        names_in_text = set(re.findall(r"(?<!\$)\{([a-z]+)\}", rule.cause + rule.fix))
-        assert names_in_text <= known | {"safe", "max", "gone", "instead"}, rule.id
+        known |= set(re.compile(rule.next or "").groupindex)
+        assert "any" in rule.fixes and set(rule.fixes) <= {"any", *(engine.name for engine in engines())}
+        names_in_text = set(re.findall(r"(?<!\$)\{([a-z]+)\}", " ".join(texts)))
+        assert names_in_text <= known | {"safe", "max", "gone", "instead", "signal"}, rule.id
 
 
 def required_words(tokens: Iterable[tuple[Any, Any]]) -> Iterator[str]:
@@ -83,6 +87,27 @@ def test_the_plain_words_of_an_expression_are_in_all_that_it_matches(pattern: Pa
     assert len(pattern.needle) >= 6, "else every line would be tried"
     parse = importlib.import_module("re._parser").parse
     assert pattern.needle in "".join(required_words(parse(pattern.regex.pattern)))
+
+
+def is_bounded(tokens: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether nothing is repeated without a limit, but for a last character class."""
+    listed = list(tokens)
+    for place, (op, value) in enumerate(listed):
+        parts = [value[-1]] if str(op) == "SUBPATTERN" else value[1] if str(op) == "BRANCH" else []
+        if not all(is_bounded(part) for part in parts):
+            return False
+        if str(op) in ("MAX_REPEAT", "MIN_REPEAT"):
+            is_endless = value[1] > 1000 and (place < len(listed) - 1 or len(value[2]) > 1)
+            if is_endless or not is_bounded(value[2]):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("pattern", patterns(), ids=lambda pattern: f"{pattern.rule.id}-{pattern.regex.pattern[:20]}")
+def test_an_expression_takes_linear_time(pattern: Pattern) -> None:
+    parse = importlib.import_module("re._parser").parse
+    tokens = list(parse(pattern.regex.pattern))
+    assert is_bounded(token for token in tokens if str(token[0]) != "AT")
 
 
 FREE = "ValueError: {} on startup is less than desired {} memory utilization ({} GiB)."

@@ -80,7 +80,9 @@ def of_failures() -> Iterator[str]:
     """Each known failure with its cause and its fix."""
     for rule in sorted(rules(), key=lambda rule: rule.id):
         yield f"{rule.id}: {rule.cause}"
-        yield f"{rule.id}: fix: {rule.fix}"
+        yield from (
+            f"{rule.id}: fix{'' if server == 'any' else f' for {server}'}: {fix}" for server, fix in rule.fixes.items()
+        )
 
 
 def of_doctor() -> Iterator[str]:

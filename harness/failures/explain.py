@@ -8,9 +8,10 @@ level INFO or below, except for rules that are logged there.
 import io
 import math
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
@@ -28,6 +29,8 @@ MAX_FINDINGS = 200  # different ones
 FREQUENT = 100  # after so many, lines that differ only in numbers are counted without examining them
 MAX_SHAPES = 20_000  # of lines without a failure that are remembered: at most 10 MB
 SHOWN_CHARS = 500
+NEXT_LINES = 12  # that may complete a finding
+LAST_LINES = 20  # that show how a log ends
 FIRST_REQUESTS = 5  # warm-up included
 MAX_MESSAGES = 100  # different ones of failed requests; the rest are counted as one
 _OTHER_MESSAGES = "other messages"
@@ -121,6 +124,9 @@ class ScannedLog(Struct, frozen=True, kw_only=True):
     last: str = ""  # the last line that is not empty
     ready: int | None = None  # the line that reports that the server became ready, of the last start
     stopping: int | None = None  # the line that reports that the server began to stop regularly, of the last start
+    bad_end: int | None = None  # the first line among the last ones that reports an error or a crash
+    bad_line: str = ""
+    detailed: bool = False  # the server already logs at the level DEBUG
     server: str | None = None  # the server type that seems to have written the log
 
     def cause(self) -> Diagnosis | None:
@@ -138,7 +144,8 @@ def select_root_cause(findings: Sequence[Diagnosis]) -> Diagnosis | None:
         return None
     first = min(causes, key=lambda finding: (_rank(finding), finding.number or math.inf))  # the log, then an API's text
     wrappers = [finding for finding in causes if finding.severity == "wrapper"]
-    if first.severity not in ("cause", "exception") or not wrappers:
+    wrappers = [finding for finding in wrappers if finding.number is None or finding.number != first.number]
+    if first.severity not in ("cause", "crash", "exception") or not wrappers:
         return first
     last = max(wrappers, key=lambda finding: finding.number or 0)
     return structs.replace(first, wrapper=last.line, wrapper_number=last.number)
@@ -159,7 +166,8 @@ def scan(file: BinaryIO) -> ScannedLog:
 
 def explain_message(message: str) -> Diagnosis | None:
     """Explain the error of a request; `message` is `KIND: text`, as in a record."""
-    return _match_line(strip_prefixes(message.replace("\n", " ").encode()), table.patterns(), None)
+    found = _find_pattern(strip_prefixes(message.replace("\n", " ").encode()), table.patterns())
+    return None if found is None else _make_diagnosis(*found, None)
 
 
 def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -218,12 +226,38 @@ def _is_exception(line: str) -> bool:
     return _EXCEPTION.match(line) is not None and not line.partition(":")[0].endswith(_HARMLESS_EXCEPTIONS)
 
 
+# Words of a process that crashes, or loses its GPU, in the lines that the table does not know.
+_BAD_END = re.compile(
+    r"(?i)\b(?:device|context|gpu|backend) (?:is |was )?(?:lost|hung|wedged)\b|Device_?Lost"
+    r"|\bcore dumped\b|\bsegfault\b|\bsegmentation (?:fault|violation)|\bSIG(?:ABRT|SEGV|BUS|ILL|KILL)\b|\babort(?:ed|ing)\b"
+    r"(?! request)|^Killed$|\bterminate called\b|\bfatal error\b|^panic: |\bunhandled exception\b|\bassertion\b.{0,200}\bfailed\b"
+)
+
+
+def _is_bad_end(raw: bytes) -> bool:
+    """Check whether one of the last lines of a log reports an error or a crash."""
+    line = parse_line(raw)
+    if _USER_TEXT.search(line.text) or line.level in ("chatter", "warning") or line.text.startswith(_TRACEBACK):
+        return False
+    return line.level == "error" or _BAD_END.search(line.text) is not None
+
+
+class _Incomplete(NamedTuple):
+    """A finding that one of the next lines may complete."""
+
+    key: tuple[str, str]
+    end: int  # the last of those lines
+
+
 class _LogSearch:
     """A search that continues from block to block."""
 
     def __init__(self) -> None:
         self._findings: dict[tuple[str, str], Diagnosis] = {}  # by rule and cause, without its numbers
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._groups: dict[tuple[str, str], dict[str, str | None]] = {}  # of the line of each finding
+        self._incomplete: _Incomplete | None = None
+        self._is_detailed = False
         # A shape is a line with zeros in place of its digits: those without a trigger word, and of frequent findings.
         self._plain_shapes: set[bytes] = set()
         self._frequent_shapes: dict[bytes, tuple[str, str]] = {}
@@ -234,7 +268,7 @@ class _LogSearch:
         self._server_name: str | None = None
         self._traceback_line: int | None = None  # the first line of the open traceback
         self._previous_line = b""  # the last line of the previous block
-        self._last_line = b""  # the last line that is not empty
+        self._last_lines: deque[tuple[int, bytes]] = deque(maxlen=LAST_LINES)  # that are not empty, with their numbers
 
     def feed(self, block: bytes) -> None:
         """Search a block of whole lines."""
@@ -244,15 +278,20 @@ class _LogSearch:
             lines.pop()
         shapes = block.translate(_ZERO_DIGITS).split(b"\n")
         triggering, words = self._find_triggers(set(shapes))
-        if triggering or self._traceback_line is not None:
+        self._is_detailed = self._is_detailed or b"DEBUG" in block
+        if triggering or self._traceback_line is not None or self._incomplete is not None:
             candidates = [pattern for pattern in table.patterns() if pattern.needle.encode() in words]
             for place, (raw, shape) in enumerate(zip(lines, shapes, strict=False)):
+                number = self._line_count + place + 1
+                if self._incomplete is not None:
+                    self._complete(raw, number)
                 if self._traceback_line is not None or shape in triggering:
                     previous = lines[place - 1] if place else self._previous_line
-                    self._examine(raw, shape, previous, self._line_count + place + 1, candidates)
+                    self._examine(raw, shape, previous, number, candidates)
+        last = list(islice(((place, line) for place, line in _from_the_end(lines) if line.strip()), LAST_LINES))
+        self._last_lines.extend((self._line_count + place + 1, line[:MAX_LINE_CHARS]) for place, line in reversed(last))
         self._line_count += len(lines)
         self._previous_line = lines[-1]
-        self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
 
     def _find_triggers(self, shapes: set[bytes]) -> tuple[set[bytes], set[bytes]]:
         """Return the shapes that contain a trigger word, and those words."""
@@ -271,21 +310,45 @@ class _LogSearch:
         self._plain_shapes.update(shape for shape in shapes if len(shape) <= SHOWN_CHARS)
 
     def result(self) -> ScannedLog:
-        names = next((engine.log.names for engine in engines() if engine.title == self._server_name), {})
+        engine = next((engine for engine in engines() if engine.title == self._server_name), None)
         findings = []
         for key, finding in self._findings.items():
-            fix = finding.fix
-            for name, own_name in names.items():
+            rule = table.rules_by_id()[finding.id]
+            if self._counts[key] < rule.min_count or (finding.recovered and rule.min_count > 1):
+                continue
+            cause, fix = table.format_cause_and_fix(rule, self._groups[key], None if engine is None else engine.name)
+            for name, own_name in ({} if engine is None else engine.log.names).items():
                 fix = re.sub(rf"\b{name}\b", own_name, fix)
-            findings.append(structs.replace(finding, count=self._counts[key], fix=fix))
+            findings.append(structs.replace(finding, count=self._counts[key], cause=cause, fix=fix))
+        ready = self._ready_line or 0
+        bad = [(number, raw) for number, raw in self._last_lines if number > ready and _is_bad_end(raw)]
         return ScannedLog(
             lines=self._line_count,
             findings=sorted(findings, key=lambda finding: finding.number or 0),
-            last=masked(strip_prefixes(self._last_line).strip())[:SHOWN_CHARS],
+            last=masked(strip_prefixes(self._last_lines[-1][1]).strip())[:SHOWN_CHARS] if self._last_lines else "",
             ready=self._ready_line,
             stopping=self._stop_line,
+            bad_end=bad[0][0] if bad else None,
+            bad_line=masked(strip_prefixes(bad[0][1]).strip())[:SHOWN_CHARS] if bad else "",
+            detailed=self._is_detailed,
             server=self._server_name,
         )
+
+    def _complete(self, raw: bytes, number: int) -> None:
+        """Add what a line says of the finding before it; a wrapper is shown by the line that has its reason."""
+        assert self._incomplete is not None
+        key, end = self._incomplete
+        finding = self._findings[key]
+        regex = table.next_line_regex(finding.id)
+        assert regex is not None
+        text = parse_line(raw).text
+        match = regex.search(text)
+        if match is not None:
+            self._groups[key] |= match.groupdict()
+            if finding.severity == "wrapper":
+                self._findings[key] = structs.replace(finding, line=shorten(masked(text)), number=number)
+        if match is not None or number >= end:
+            self._incomplete = None
 
     def _examine(self, raw: bytes, shape: bytes, previous: bytes, number: int, candidates: list[Pattern]) -> None:
         key = None if self._is_stopping else self._frequent_shapes.get(shape)
@@ -300,14 +363,15 @@ class _LogSearch:
         self._track_state(raw, number)
         if is_traceback_code(line.text, previous):
             return
-        finding = _match_line(line.text, candidates, number)
-        if finding is not None and line.level == "chatter" and finding.severity != "warning":
-            finding = finding if table.rules_by_id()[finding.id].chatter else None
-        if finding is None:
+        found = _find_pattern(line.text, candidates)
+        if found is not None and line.level == "chatter" and found[0].rule.severity != "warning":
+            found = found if found[0].rule.chatter else None
+        if found is None:
             self._track_exception(line, number)
             return
         self._traceback_line = None
-        key = self._add_finding(structs.replace(finding, hint=line.level == "warning"))
+        finding = structs.replace(_make_diagnosis(*found, number), hint=line.level == "warning")
+        key = self._add_finding(finding, found[1].groupdict())
         if key is not None and self._counts[key] >= FREQUENT and finding.severity != "wrapper":
             self._frequent_shapes[shape] = key
 
@@ -336,10 +400,10 @@ class _LogSearch:
             self._traceback_line = number
         elif self._traceback_line is not None:
             if number - self._traceback_line < _MAX_TRACEBACK_LINES and _is_exception(text):
-                self._add_finding(_unknown_exception(text, number))
+                self._add_finding(*_unknown_exception(text, number))
             self._traceback_line = None
 
-    def _add_finding(self, finding: Diagnosis) -> tuple[str, str] | None:
+    def _add_finding(self, finding: Diagnosis, groups: dict[str, str | None]) -> tuple[str, str] | None:
         """Add or count a finding. Return its key, or None if it is left out."""
         if self._is_stopping and finding.severity not in ("cause", "request", "warning"):
             return None  # a server that stops ends its processes, and reports that they are dead
@@ -350,45 +414,56 @@ class _LogSearch:
         # The last wrapper of a start counts; after a recovery the same finding counts anew.
         is_start_wrapper = finding.severity == "wrapper" and finding.phase == "start"
         if known is None or known.recovered or is_start_wrapper or (known.hint and not finding.hint):
-            self._findings[key] = finding
+            self._findings[key], self._groups[key] = finding, groups
+            if table.next_line_regex(finding.id) is not None:
+                self._incomplete = _Incomplete(key, (finding.number or 0) + NEXT_LINES)
         self._counts[key] += 1
         return key
 
 
-def _unknown_exception(line: str, number: int) -> Diagnosis:
+def _from_the_end(lines: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+    return ((place, lines[place]) for place in range(len(lines) - 1, -1, -1))
+
+
+def _unknown_exception(line: str, number: int) -> tuple[Diagnosis, dict[str, str | None]]:
     pattern = next(pattern for pattern in table.patterns() if pattern.rule.id == EXCEPTION_RULE)
     match = _EXCEPTION.match(line)
     assert match is not None
-    return _make_diagnosis(pattern, match, number)
+    return _make_diagnosis(pattern, match, number), match.groupdict()
 
 
-def _match_line(line: str, candidates: Sequence[Pattern], number: int | None) -> Diagnosis | None:
+def _find_pattern(line: str, candidates: Sequence[Pattern]) -> tuple[Pattern, re.Match[str]] | None:
     for pattern in candidates:
         if pattern.needle in line and (match := pattern.regex.search(line)) is not None:
-            return _make_diagnosis(pattern, match, number)
+            return pattern, match
     return None
 
 
 def _make_diagnosis(pattern: Pattern, match: re.Match[str], number: int | None) -> Diagnosis:
     rule = pattern.rule
-    cause, fix = table.format_cause_and_fix(rule, match)
+    cause, fix = table.format_cause_and_fix(rule, match.groupdict())
     line = masked(match.string)
-    shown = line.strip()
-    if len(shown) > SHOWN_CHARS:  # the part around the match
-        masked_match = pattern.regex.search(line)
-        start = max(0, min((masked_match.start() if masked_match else 0) - 60, len(line) - SHOWN_CHARS))
-        shown = ("..." if start else "") + line[start : start + SHOWN_CHARS].strip() + "..."
+    masked_match = pattern.regex.search(line) if len(line) > SHOWN_CHARS else None
     return Diagnosis(
         id=rule.id,
         phase=rule.phase,
         severity=rule.severity,
         cause=cause,
         fix=fix,
-        line=shown,
+        line=shorten(line, masked_match.start() if masked_match else 0),
         number=number,
         scenario=rule.scenario,
         source=rule.source,
     )
+
+
+def shorten(line: str, start: int = 0) -> str:
+    """Return a line, or the part of a long one around `start`."""
+    shown = line.strip()
+    if len(shown) <= SHOWN_CHARS:
+        return shown
+    start = max(0, min(start - 60, len(line) - SHOWN_CHARS))
+    return ("..." if start else "") + line[start : start + SHOWN_CHARS].strip() + "..."
 
 
 class ExitState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -15,11 +15,13 @@ from harness.engines import engines, safe_utilization_from_log
 from harness.redact import masked
 
 # Files in the order of preference for one line; within a file the first row that matches decides.
-FILES = ("docker", "memory", "gpu", "*", "host", "requests", "arguments", "exits", "engine")  # *: rows of the engines
+# *: rows of the engines. `kernel` comes before `gpu`: its lines name the GPU's fault exactly.
+FILES = ("docker", "memory", "kernel", "gpu", "*", "host", "requests", "arguments", "exits", "engine")
 Phase = Literal["create", "start", "load", "request", "stop"]
 Severity = Literal[  # the most specific first
     "cause",  # why it failed
     "signal",  # an exit code that names a signal: a cause in the log says more, an unknown exception less
+    "crash",  # a process crashed: its signal, or an error that it logged before, says more
     "exception",  # an exception that is not in the table
     "wrapper",  # says only that something failed; the reason is elsewhere in the log
     "end",  # any other exit code that says something
@@ -30,7 +32,7 @@ RANKS: tuple[Severity, ...] = get_args(Severity)
 
 
 class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A row. `cause` and `fix` contain {names}: named groups of `match`, or values that are computed from them."""
+    """A row. `cause` and `fix` contain {names}: named groups of `match` and `next`, or values computed from them."""
 
     id: str
     phase: Phase
@@ -40,10 +42,17 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fetching: bool = False  # of fetching the model: the server has recovered once the model is loaded
     chatter: bool = False  # logged at the level INFO, where other rows would only match quoted user text
     match: list[str | dict[str, str]]  # plain words, or {plain words that each matching line has: regular expression}
+    next: str | None = None  # a regular expression for one of the next lines, which has more groups
+    min_count: int = 1  # fewer such lines are no finding
     samples: list[str]  # real lines, each explained by this row
     cause: str
-    fix: str
+    fix: str | dict[str, str]  # by the name of the server that wrote the log; `any`: of every other log
     source: str
+
+    @property
+    def fixes(self) -> dict[str, str]:
+        """Return the fixes by server; `any` is always one of them."""
+        return self.fix if isinstance(self.fix, dict) else {"any": self.fix}
 
 
 class Pattern(Struct, frozen=True):
@@ -85,16 +94,39 @@ def rules_by_id() -> dict[str, Rule]:
 def patterns() -> tuple[Pattern, ...]:
     """Return all expressions in the order of preference: in "load failed: REASON", the reason explains the line."""
 
-    def compile_bounded(regex: str) -> re.Pattern[str]:
-        # An inner `.*` takes quadratic time on a line that repeats the words before it.
-        return re.compile(re.sub(r"(?<!\\)\.\*(?!\)?$)", ".{0,1000}", regex))
-
     return tuple(
-        Pattern(rule, needle, compile_bounded(regex))
+        Pattern(rule, needle, _compile_bounded(regex))
         for rule in sorted(rules(), key=lambda rule: rule.severity in ("wrapper", "exception"))
         for entry in rule.match
         for needle, regex in ([(entry, re.escape(entry))] if isinstance(entry, str) else entry.items())
     )
+
+
+@cache
+def next_line_regex(rule_id: str) -> re.Pattern[str] | None:
+    """Return the expression for the lines after a line of this row."""
+    text = rules_by_id()[rule_id].next
+    return None if text is None else _compile_bounded(text)
+
+
+_REPEATED = re.compile(r"(\\.|\[\^?(?:\\.|[^\]\\])+\]|.)([*+]?)")
+_MAX_REPEATS = {" ": 100, "\\": 100, "[": 400, ".": 1000}  # by the first character of what is repeated
+
+
+def _compile_bounded(regex: str) -> re.Pattern[str]:
+    """Compile a regular expression whose repeated characters are bounded, but for those at its end.
+
+    An inner `.*`, or a `\\w+` at the start, takes quadratic time on a line that repeats the words before it.
+    """
+
+    def bound(match: re.Match[str]) -> str:
+        what, repeated = match.groups()
+        is_last = re.fullmatch(r"[?)$]*", regex[match.end() :]) is not None
+        if not repeated or what[0] not in _MAX_REPEATS or is_last:
+            return match[0]
+        return f"{what}{{{int(repeated == '+')},{_MAX_REPEATS[what[0]]}}}"
+
+    return re.compile(_REPEATED.sub(bound, regex))
 
 
 @cache
@@ -123,18 +155,27 @@ MAX_VALUE_CHARS = 300
 MAX_NUMBER = 1e15  # a log can print anything
 
 
-def format_cause_and_fix(rule: Rule, match: re.Match[str]) -> tuple[str, str]:
-    """Return the cause and the fix of a row for a matching line."""
-    groups = {name: masked((value or "").strip()) for name, value in match.groupdict().items()}
+def format_cause_and_fix(rule: Rule, found: Mapping[str, str | None], server: str | None = None) -> tuple[str, str]:
+    """Return the cause and the fix of a row for the groups of a matching line. `server`: the name of its engine."""
+    groups = {name: masked((value or "").strip()) for name, value in found.items()}
     values = _compute_values(groups) | _find_replacements(groups)
     values |= {name: value[:MAX_VALUE_CHARS] for name, value in groups.items() if value}
-    return _fill_placeholders(rule.cause, values), _fill_placeholders(rule.fix, values)
+    fix = rule.fixes.get(server or "any") or rule.fixes["any"]
+    return _fill_placeholders(rule.cause, values), _fill_placeholders(fix, values)
+
+
+_SIGNALS = {
+    4: "illegal instruction", 6: "abort", 7: "bus error", 9: "killed, most often because memory ran out",
+    11: "segmentation fault", 15: "asked to end",
+}  # fmt: skip
 
 
 def _compute_values(groups: Mapping[str, str]) -> dict[str, str]:
     """Return values of a row's placeholders that are computed from the numbers of the line."""
     numbers = {name: float(value) for name, value in groups.items() if re.fullmatch(r"-?\d+(?:\.\d+)?", value)}
     numbers = {name: value for name, value in numbers.items() if abs(value) < MAX_NUMBER}
+    if "code" in numbers:
+        return {"signal": _SIGNALS.get(-int(numbers["code"]), "")}
     if {"free", "total", "util"} <= numbers.keys():
         return {"safe": f"{safe_utilization_from_log(groups['free'], groups['total']) or ''}"}
     if {"need", "have", "len"} <= numbers.keys() and numbers["need"] > 0:  # a KV cache grows with the length

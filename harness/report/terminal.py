@@ -225,13 +225,16 @@ def simple_table(head: Sequence[str], rows: Iterable[Sequence[str]], styles: Seq
 
 
 def is_recognised(scanned: ScannedLog) -> bool:
-    """Whether the log has a known failure from which the server did not recover."""
-    return _has_failure(scanned, ignored=("warning", "exception"))
+    """Whether the cause is a known failure, from which the server did not recover."""
+    cause = scanned.cause()
+    return cause is not None and cause.severity != "exception"
 
 
 def has_started(scanned: ScannedLog) -> bool:
-    """Whether the server became ready and did not fail after that."""
-    return scanned.ready is not None and not _has_failure(scanned, ignored=("warning",))
+    """Whether the server became ready, and the log has no failure after that and no error at its end."""
+    if scanned.ready is None or (scanned.bad_end is not None and scanned.stopping is None):
+        return False
+    return not _has_failure(scanned, ignored=("warning",))
 
 
 def was_stopped(scanned: ScannedLog) -> bool:
@@ -269,7 +272,8 @@ def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
         _print_finding(cause, "cause", console, "bold red")
     for finding in scanned.findings:
         is_cause = cause is not None and (finding.id, finding.cause) == (cause.id, cause.cause)
-        if finding.severity not in hidden and not is_cause:
+        is_same_line = cause is not None and finding.severity == "wrapper" and finding.number == cause.number
+        if finding.severity not in hidden and not is_cause and not is_same_line:
             console.print()
             # One that it got over: the server became ready, or loaded the model, afterwards.
             title = "got over" if finding.recovered else _FINDING_TITLES.get(finding.severity, "also")
@@ -277,7 +281,11 @@ def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
     if warnings:
         console.print("\nwarnings (also seen in healthy starts):", style="bold")
         for finding in warnings:
-            _print_row(console, Text(f"line {finding.number}"), Text(f"{finding.cause}; {finding.fix} [{finding.id}]"))
+            _print_row(
+                console,
+                Text(f"line {finding.number}"),
+                Text(f"{finding.cause}{_times(finding)}; {finding.fix} [{finding.id}]"),
+            )
     if was_stopped(scanned):
         console.print("\nIt stopped normally.", style="bold green")
         _print_row(console, Text(f"line {scanned.stopping}"), Text("it began to stop"))
@@ -295,12 +303,15 @@ _FINDING_TITLES = {"request": "requests", "wrapper": "so it says"}  # by severit
 
 def _print_finding(finding: Diagnosis, title: str, console: Console, style: str) -> None:
     _print_row(console, Text(title, style), Text(finding.cause, style))
-    times = f" [{finding.count:,} times]" if finding.count > 1 else ""
-    _print_row(console, Text(f"line {finding.number}"), Text(f"{finding.line}{times}"))
+    _print_row(console, Text(f"line {finding.number}"), Text(f"{finding.line}{_times(finding)}"))
     if finding.wrapper is not None:
         _print_row(console, Text("came through"), Text(f"line {finding.wrapper_number}: {finding.wrapper}"))
     _print_row(console, Text("fix", "bold green"), Text(finding.fix))
     _print_row(console, Text("known from", "dim"), Text(f"{finding.source} [{finding.id}, {finding.phase}]", "dim"))
+
+
+def _times(finding: Diagnosis) -> str:
+    return f" [{finding.count:,} times]" if finding.count > 1 else ""
 
 
 def _print_row(console: Console, title: Text, text: Text) -> None:
@@ -313,10 +324,12 @@ def _print_row(console: Console, title: Text, text: Text) -> None:
 
 def _print_next_steps(scanned: ScannedLog, console: Console) -> None:
     """The last line of a log that does not say why the server ended, and how to find out."""
+    if scanned.bad_end is not None and scanned.cause() is None:
+        _print_row(console, Text(f"line {scanned.bad_end}"), Text(scanned.bad_line))
     if scanned.last:
         _print_row(console, Text("last line"), Text(scanned.last))
     steps = list(UNKNOWN_END)
-    if scanned.server in MORE_LOG and not has_started(scanned):
+    if scanned.server in MORE_LOG and not scanned.detailed and not has_started(scanned):
         more = f"Have the server say more ({MORE_LOG[scanned.server]}) and start it again; switch that off before you"
         steps.insert(0, f"{more} measure: it slows the server down.")
     for step in steps:
