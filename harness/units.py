@@ -1,5 +1,6 @@
 """Numbers with their units, the same wherever people read them."""
 
+import math
 from datetime import UTC, datetime
 
 GIB = 1 << 30
@@ -7,13 +8,19 @@ NOTHING = "–"  # for a value that is not known
 
 
 def significant(value: float | None) -> str:
-    """A number with about three significant digits; a whole number with all of its digits."""
+    """A number with three significant digits or more, without an exponent; a whole number with all of its digits."""
     if value is None:
         return NOTHING
     size = abs(value)
     if size >= 100 or value == int(value):
         return f"{value:,.0f}" if size >= 1000 or value == int(value) else f"{value:,.1f}"
-    return f"{value:.1f}" if size >= 20 else f"{value:.2f}"
+    return f"{value:.1f}" if size >= 20 else _fixed(value)
+
+
+def _fixed(value: float) -> str:
+    """Two decimals, and below 1 as many as three significant digits take."""
+    decimals = 2 if not value or abs(value) >= 1 else min(2 - math.floor(math.log10(abs(value))), 15)
+    return f"{value:.{decimals}f}"
 
 
 def figures(value: float, number: int = 2) -> str:
@@ -25,7 +32,7 @@ def seconds(value: float | None) -> str:
     """A duration: "13.07 s", "308.7 s", "1,204 s"."""
     if value is None:
         return NOTHING
-    return f"{value:.2f} s" if value < 100 else f"{value:,.1f} s" if value < 1000 else f"{value:,.0f} s"
+    return f"{_fixed(value)} s" if value < 100 else f"{value:,.1f} s" if value < 1000 else f"{value:,.0f} s"
 
 
 def milliseconds(value_s: float | None) -> str:
@@ -33,19 +40,25 @@ def milliseconds(value_s: float | None) -> str:
     if value_s is None:
         return NOTHING
     value = value_s * 1000
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    return _fixed(value) if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "0.2 s", "45 s", "3 min 20 s" or "2 h 5 min"."""
+    """Seconds as "0.2 s", "1.6 s", "45 s", "3 min 20 s" or "2 h 5 min"."""
     whole = round(seconds)
-    if 0.05 <= seconds < 0.5:
-        return f"{seconds:.1f} s"
+    if 0 < seconds < 9.95:
+        return f"{_short(seconds)} s"
     if whole < 90:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _short(value: float) -> str:
+    """Two significant digits without trailing zeros: "0.023", "1.6", "3"."""
+    text = f"{value:.{max(1 - math.floor(math.log10(value)), 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def gib(size: float, digits: int = 1) -> str:

@@ -332,3 +332,29 @@ def test_one_load_of_a_mix_is_searched_next_to_a_fixed_one(tmp_path: Path) -> No
     )
     loads = read_run(only_run(tmp_path / "runs")).scenario.loads
     assert (loads["both-1.people"].users, loads["both-1.job"].users) == (3, 1)
+
+
+TOO_LONG: dict[str, Any] = {"servers": {"one": server("--max-model-len", "256")}, "prompts": {"tokens": 300}}
+
+
+@pytest.mark.parametrize("command", ["run", "capacity"])
+def test_a_load_of_which_no_request_fits_is_refused_before_it_is_sent(command: str, tmp_path: Path) -> None:
+    options = ["--slo", EASY, "--max-users", "2"] if command == "capacity" else []
+    path = write(tmp_path, **(QUICK | TOO_LONG))
+    done = harness(command, str(path), "--runs", "runs", *options, cwd=tmp_path)
+    assert done.code == 2 and "256 tokens for one request" in done.out + done.err
+    assert (only_run(tmp_path / "runs") / "requests.jsonl").read_text() == ""
+
+
+def test_failures_that_do_not_depend_on_the_load_are_no_limit_of_users(tmp_path: Path) -> None:
+    """A third of the requests never fits, also those of one user: a second probe shows it, and the answer says it."""
+    prompts = {"tokens": {"uniform": [100, 320]}}
+    done = capacity(
+        tmp_path, "--slo", "ttft_p90<=20s", "--max-users", "32", servers=TOO_LONG["servers"], prompts=prompts,
+        warmup={"requests": 1},
+    )  # fmt: skip
+    (one,) = report_of(tmp_path).servers
+    assert [probe.level for probe in one.probes if probe.purpose == "slo"][1:] == [1, 1], done.out
+    assert one.slo is not None and one.slo.kind == "none"
+    (always,) = {reason.values["message"] for reason in one.reasons if reason.code == "capacity_failures_always"}
+    assert "maximum context length is 256" in always

@@ -11,11 +11,13 @@ import yaml
 
 from harness.failures.table import protected_flags
 from harness.job import decode_job
+from harness.rundir.manifest import Startup
 from harness.scenario import Load, Prompts, Scenario, Server
+from harness.scenario.behaviour import Lengths
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.lemonade import count_server_threads
-from harness.serve.lint import list_notes
+from harness.serve.lint import context_problem, list_notes
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
@@ -185,18 +187,63 @@ def notes(template: str, load: Load, prompts: Prompts = Prompts(tokens=10), **va
 @pytest.mark.parametrize(
     ("template", "variables", "limit"),
     [
-        ("vllm-rocm", {"max_model_len": 1024}, "max_model_len leaves it 1,024: the server refuses such requests"),
-        ("llamacpp", {"ctx_size": 8192, "parallel": 10}, "ctx_size leaves it 819"),
+        ("vllm-rocm", {"max_model_len": 5999}, "max_model_len leaves it 5,999: the server refuses such requests"),
+        ("llamacpp", {"ctx_size": 40960, "parallel": 10}, "ctx_size leaves it 4,096"),
         ("llamacpp", {"ctx_size": 4096, "parallel": 10, "kv_unified": True}, "ctx_size leaves it 4,096"),
         ("ollama", {}, "context_length leaves it 4,096: Ollama cuts such prompts short"),
+        ("lemonade", {"recipe": "llamacpp", "ctx_size": 5000}, "ctx_size leaves it 5,000"),
+        ("lemonade", {"ctx_size": 20000, "llamacpp_args": "--threads 1 --parallel 4"}, "ctx_size leaves it 5,000"),
+        ("lemonade", {"ctx_size": 20000, "llamacpp_args": "-np 4"}, "ctx_size leaves it 5,000"),
+        ("lemonade", {"ctx_size": 5000, "llamacpp_args": "-np 4 -kvu"}, "ctx_size leaves it 5,000"),
     ],
 )
 def test_a_note_on_a_load_longer_than_the_context(template: str, variables: dict[str, Any], limit: str) -> None:
-    load, prompts = Load(user="batch", output_tokens=2000), Prompts(tokens=4000)
+    lengths = Lengths(uniform=(100, 4000))
+    load, prompts = Load(user="batch", output_tokens=Lengths(uniform=(10, 2000))), Prompts(tokens=lengths)
     (note,) = notes(template, load, prompts, **variables)
     assert f"up to 6,000 tokens, and {limit}" in note
     assert notes("vllm-rocm", load, prompts, max_model_len=6000) == []
     assert notes("vllm-rocm", load, prompts, max_model_len=None) == notes("simulated", load, prompts) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "fits"),
+    [
+        ("vllm-rocm", {"max_model_len": 5999}, False),  # refuses the prompt and the asked answer together
+        ("vllm-rocm", {"max_model_len": 6000}, True),
+        ("llamacpp", {"ctx_size": 16000, "parallel": 4}, True),  # ends such an answer early
+        ("llamacpp", {"ctx_size": 16000, "parallel": 5}, False),
+        ("lemonade", {"ctx_size": 8192, "llamacpp_args": "--parallel=4"}, False),
+        ("lemonade", {"ctx_size": 8192, "llamacpp_args": None}, True),
+    ],
+)
+def test_a_load_of_which_no_request_fits(template: str, variables: dict[str, Any], fits: bool) -> None:
+    load, prompts = Load(user="batch", output_tokens=2000), Prompts(tokens=4000)
+    made = Scenario(
+        version=1, question="q", model="m", servers={"s": Server(template=template, variables=variables)},
+        loads={"l": load}, prompts=prompts,
+    )  # fmt: skip
+    assert (context_problem(made, "s", "l", attached=False) is None) == fits
+    assert context_problem(made, "s", "l", attached=True) is None, "the variables are not those of a running server"
+    assert any("no request fits" in note for note in list_notes(made, 8)) != fits
+
+
+@pytest.mark.parametrize(
+    ("engine", "limit", "fits"),
+    [
+        ("vllm", 5999, False), ("vllm", 6000, True), ("llama.cpp", 4000, True), ("llama.cpp", 3999, False),
+        (None, 3999, False), (None, 5000, True), ("vllm", None, True),
+    ],
+)  # fmt: skip
+def test_a_running_server_reports_its_context(engine: str | None, limit: int | None, fits: bool) -> None:
+    load, prompts = Load(user="batch", output_tokens=2000), Prompts(tokens=4000)
+    made = Scenario(
+        version=1, question="q", model="m", servers={"s": Server(template="vllm-rocm")}, loads={"l": load},
+        prompts=prompts,
+    )  # fmt: skip
+    startup = Startup(engine=engine, max_model_len=limit)
+    for attached in (False, True):
+        assert (context_problem(made, "s", "l", attached=attached, startup=startup) is None) == fits
 
 
 def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu() -> None:

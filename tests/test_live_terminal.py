@@ -66,12 +66,12 @@ def test_the_numbers_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ttft_ms == pytest.approx([200, 400], rel=0.02)
     # The first was sent a second before it was seen to have ended.
     assert numbers[4:] == [
-        "tok/s 44", "req/s 5", "running 3", "waiting 2", "KV 25%", "renderD128 50 % 2.0 GiB 750 W", "failed: 1 timeout",
+        "tok/s 44", "req/s 4", "running 3", "waiting 2", "KV 25%", "renderD128 50 % 2.0 GiB 750 W", "failed: 1 timeout",
     ]  # fmt: skip
     assert monitor.left_s() == 3.0
     monkeypatch.setattr(time, "time", lambda: 1e12)
     now[0] = 130.0
-    assert describe_numbers(monitor)[4:] == ["tok/s 44", "req/s 5", "failed: 1 timeout"]  # what is old is not shown
+    assert describe_numbers(monitor)[4:] == ["tok/s 44", "req/s 4", "failed: 1 timeout"]  # what is old is not shown
 
 
 def test_unfinished_and_abandoned_requests_have_not_failed(tmp_path: Path) -> None:
@@ -155,5 +155,5 @@ def test_the_progress_of_a_warm_up_of_unknown_length(tmp_path: Path, monkeypatch
 
 
 def test_durations() -> None:
-    texts = {0.04: "0 s", 0.4: "0.4 s", 89: "89 s", 90: "1 min 30 s", 200: "3 min 20 s", 7500: "2 h 5 min"}
+    texts = {0.04: "0.04 s", 0.4: "0.4 s", 89: "89 s", 90: "1 min 30 s", 200: "3 min 20 s", 7500: "2 h 5 min"}
     assert {seconds: duration(seconds) for seconds in texts} == texts

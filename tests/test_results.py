@@ -164,7 +164,7 @@ def test_page_and_markdown_need_nothing_else_and_texts_stay_texts(filed: Path) -
     assert shown.index("which · m") < shown.index("Third-party figures")
     assert [line.partition(": b")[0] for line in text.splitlines()[4:8]] == [
         "| Scenario | &lt;script&gt;alert(1)&lt;/script&gt;\\|x | strix |", "| --- | --- | --- |",
-        "| which · m | 2.41 s", "| which · m (SIMULATED) | – | 0.80 s",
+        "| which · m | 2.41 s", "| which · m (SIMULATED) | – | 0.802 s",
     ]  # fmt: skip
 
 

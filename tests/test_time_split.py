@@ -1,8 +1,9 @@
 """Where the time goes, and what limited a row: the server's counters against the client's clock."""
 
+import msgspec
 import pytest
 
-from harness.analysis.limits import limited_by, time_split
+from harness.analysis.limits import limited_by, time_split, timed_others
 from harness.analysis.validity import host_cpu_notes
 from harness.reasons import sentence
 from harness.rundir.records import ProcessMark
@@ -66,6 +67,29 @@ def test_what_the_server_does_not_say_is_none() -> None:
     assert negative is not None and negative.api_s is None
     llama = time_split(numbers(), ServerLoad(prefill_s=1.0, decode_s=15.0))
     assert llama is not None and (llama.queue_s, llama.api_s, llama.decode_s) == (None, None, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("lost", "timed", "known"),
+    [
+        ({"abandoned": 20}, 40.0, False),  # the server timed the abandoned requests too, and they were shorter
+        ({"abandoned": 20}, 30.0, False),  # half of them
+        ({"abandoned": 20}, 20.0, True),  # it did not
+        ({"failed": 20}, 20.0, True),  # refused at once
+        ({"failed": 20}, 40.0, False),
+        ({"unfinished": 20}, 40.0, False),
+        ({"abandoned": 20}, None, False),  # llama.cpp: totals without a count
+        ({}, 25.0, True),  # a few of the warm-up
+    ],
+)
+def test_the_two_sides_are_of_the_same_requests(lost: dict[str, int], timed: float | None, known: bool) -> None:
+    measured = msgspec.structs.replace(numbers(), sent=20 + sum(lost.values()), **lost)
+    load = ServerLoad(queue_s=2.0, prefill_s=1.0, decode_s=15.0, timed_requests=timed)
+    found, why = time_split(measured, load), timed_others(measured, load)
+    assert (found is not None, why is None) == (known, known)
+    if why is not None:
+        abandoned = lost.get("abandoned", 0)
+        assert why.values["abandoned"] == abandoned and why.values["others"] == 20 - abandoned
 
 
 CLIENT = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=[])

@@ -22,6 +22,7 @@ MAX_LOST = 0.02  # of a request's time, between its answer and the next request:
 MAX_CORE_WAIT = 0.05  # of the time, waiting for a free core
 MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; outside, they are not the same
 KV_FULL = 0.95  # of the KV cache, while requests wait or are preempted
+MAX_OTHERS = 0.02  # of the requests: so many may be on one side only, the server's or the client's
 SHARE = 0.20  # of a request's time: from this share on, queueing or the API process is the limit
 
 _CHUNKS = ["chunk_gap_s"]
@@ -170,8 +171,29 @@ def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
     return because("remedy_processes", processes=load.processes)
 
 
+def timed_others(numbers: Numbers, load: ServerLoad) -> Reason | None:
+    """Return why the server's times and the client's are not of the same requests; None if they are, or are not known.
+
+    The client's mean is over the requests that succeeded. A server also times requests whose users left, up to then.
+    """
+    others = numbers.sent - numbers.succeeded
+    if all(total is None for total in (load.queue_s, load.prefill_s, load.decode_s)):
+        return None
+    # llama.cpp does not count the requests of its totals.
+    counted = numbers.sent if load.timed_requests is None else load.timed_requests
+    if not others or abs(counted - numbers.succeeded) <= MAX_OTHERS * numbers.succeeded:
+        return None
+    return because(
+        "timed_others",
+        counted=None if load.timed_requests is None else round(counted),
+        succeeded=numbers.succeeded,
+        abandoned=numbers.abandoned,
+        others=others - numbers.abandoned,
+    )
+
+
 def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> TimeSplit | None:
-    """Return the mean seconds of a request by stage; None where the server reports none of them.
+    """Return the mean seconds of a request by stage; None where the server reports none of them, or of other requests.
 
     `mixed`: other loads used the server at the same time, and its counters do not distinguish them.
     """
@@ -179,6 +201,8 @@ def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> Ti
     totals = (load.queue_s, load.prefill_s, load.decode_s)
     same_requests = MIN_COUNTED * numbers.succeeded <= counted <= MAX_COUNTED * numbers.sent
     if mixed or not e2e_s or not counted or not same_requests or all(total is None for total in totals):
+        return None
+    if timed_others(numbers, load) is not None:
         return None
     queue_s, prefill_s, decode_s = (None if total is None else total / counted for total in totals)
     api_s = None

@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 
 from harness.analysis import validity
 from harness.analysis.count import CellContext, count_cells
-from harness.analysis.limits import common_limit, limited_by, limited_fields, mean_split, time_split
+from harness.analysis.limits import common_limit, limited_by, limited_fields, mean_split, time_split, timed_others
 from harness.analysis.schedule import first_arrival_s, load_kind, schedule_kept
 from harness.analysis.tally import CellCounts, Clock, SloTally, compute_numbers, pool_numbers
 from harness.columns import NUMBER_WORDS, WORK
@@ -31,7 +31,7 @@ from harness.rundir.samples import (
     read_telemetry,
     server_load,
 )
-from harness.scenario import Load
+from harness.scenario import Load, request_tokens
 from harness.scenario.check_syntax import Slo, slo_sets
 from harness.scenario.plan import Cell, baseline_of, cell_of, plan
 from harness.summary import (
@@ -342,6 +342,7 @@ def _summarize_cell(
             marks=marks,
             warmup=warmup,
             model=model,
+            tokens=None if run.origin is not None else request_tokens(load, run.scenario.prompts),
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,
             imported=run.origin is not None,
@@ -350,6 +351,7 @@ def _summarize_cell(
     )
     phases = ran.served_by.phases if ran is not None else []
     split = time_split(numbers, server, mixed=cell.mix is not None)
+    others = timed_others(numbers, server) if cell.mix is None else None
     return CellSummary(
         **asdict(cell),
         session=session,
@@ -361,7 +363,7 @@ def _summarize_cell(
         bad_fields=list(tally.bad_fields.by_field.values()),
         failed=None if ran is None else ran.failed,
         problems=findings.reasons if ran is None or ran.failed is None else [replace(ran.failed, cell=cell.id)],
-        notes=findings.notes,
+        notes=findings.notes if others is None else [*findings.notes, others],
         limits=findings.limits,
         time=split,
         limited_by=limited_by(split, server, findings.limits),

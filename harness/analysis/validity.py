@@ -18,7 +18,7 @@ from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
 from harness.rundir.records import CLOSING_S, MAX_CPU, SLACK_S, ProcessMark
 from harness.rundir.samples import MAX_GAP_S
-from harness.scenario import Load, is_open_loop, max_concurrency
+from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 from harness.summary import (
     OPEN,
     CellSummary,
@@ -66,6 +66,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     marks: Sequence[ProcessMark]
     model: str | None = None  # that most answers of the server name in this run
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
+    tokens: RequestTokens | None = None  # of its requests
     shared_server: bool = False  # the server served other loads at the same time
     warmup: WarmupResult | None = None
     running: bool = False  # the run has not ended, as far as its files show
@@ -297,10 +298,13 @@ def _throttling_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason
             yield because("gpu_throttled", gpu=name, **times, invalid=invalid)
 
 
-def _gateway_notes(ran: CellRun, load: Load) -> Iterator[Reason]:
+def _gateway_notes(ran: CellRun, load: Load, tokens: RequestTokens | None) -> Iterator[Reason]:
     """Notes on the program in front of the engine, and whether it queues requests of this load."""
     served, in_flight = ran.served_by, max_concurrency(load)
     yield from served.notes
+    limit = None if served.startup is None else served.startup.max_model_len
+    if limit is not None and tokens is not None and tokens.prompt_max + tokens.output_max > limit:
+        yield because("context_short", needed=tokens.prompt_max + tokens.output_max, limit=limit)
     if served.max_parallel is not None and in_flight > served.max_parallel:
         yield because("own_queue", in_flight=in_flight, server=served.version, at_once=served.max_parallel)
 
@@ -321,7 +325,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
     if machine is not None:
         yield from _telemetry_notes(machine)
     if evidence.ran is not None:
-        yield from _gateway_notes(evidence.ran, load)
+        yield from _gateway_notes(evidence.ran, load, evidence.tokens)
     if (warmup := evidence.warmup) is not None and warmup.steady is not None:
         yield because("steady" if warmup.steady else "not_steady", requests=warmup.requests, seconds=warmup.seconds)
     for bad in tally.bad_fields.by_field.values():

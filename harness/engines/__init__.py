@@ -26,6 +26,8 @@ class Context(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     size: str
     slots: str | None = None  # a variable with the number of slots that share `size`
+    slots_in: str | None = None  # a variable with llama-server's arguments, which may have --parallel
+    output_counts: bool = False  # whether prompt and asked output together must fit; if not, answers end early
     too_long: str = "the server refuses such requests"
 
 

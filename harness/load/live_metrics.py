@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from harness.analysis import derive
-from harness.analysis.derive import meets_slos
+from harness.analysis.derive import meets_slos, missed_slo_before_leaving
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
 from harness.rundir.records import CUT, MAX_CPU, ErrorKind, Request, Samples
@@ -77,6 +77,11 @@ class Accumulator(msgspec.Struct, array_like=True):
     sums_s: dict[str, float] = msgspec.field(default_factory=lambda: {column.name: 0.0 for column in LIVE})
     token_sums: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))
     token_counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))  # of requests
+    left: int = 0  # of `cut`: the user left before an SLO was missed; in no attainment, as in reports
+
+    @property
+    def succeeded(self) -> int:
+        return self.ended - self.failed - self.cut
 
     @property
     def failed(self) -> int:
@@ -86,6 +91,7 @@ class Accumulator(msgspec.Struct, array_like=True):
         self.ended += 1
         if request.error in CUT:
             self.cut += 1
+            self.left += request.error == "abandoned" and not missed_slo_before_leaving(request, slos)
             return
         if request.error is not None:
             self.failures[request.error] = self.failures.get(request.error, 0) + 1
@@ -110,12 +116,17 @@ class Accumulator(msgspec.Struct, array_like=True):
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
     def numbers(self, span_s: float | None, *, with_slos: bool) -> Numbers:
-        """Return counts, rates over `span_s` seconds (None: unknown), SLO attainment, and latency percentiles."""
+        """Return counts, rates over `span_s` seconds (None: unknown), SLO attainment, and latency percentiles.
+
+        `req_s` counts successful requests and `attainment` leaves out users who left in time, as in a report.
+        """
         numbers: Numbers = {"ended": self.ended, "failed": self.failed, "tokens": self.tokens}
         met = self.met if with_slos and not self.unknown else None
-        for name, count in (("req_s", self.ended), ("tok_s", self.tokens), ("goodput_req_s", met)):
-            numbers[name] = round(count / span_s, 3) if span_s and count is not None else None
-        numbers["attainment"] = round(met / self.ended, 4) if met is not None and self.ended else None
+        rates = {"req_s": self.succeeded, "failed_s": self.failed, "tok_s": self.tokens, "goodput_req_s": met}
+        for name, count in rates.items():
+            numbers[name] = float(f"{count / span_s:.4g}") if span_s and count is not None else None
+        judged = self.ended - self.left
+        numbers["attainment"] = float(f"{met / judged:.4g}") if met is not None and judged else None
         for name, histogram in self.latencies.items():
             for share, value in zip(SHARES, percentiles(histogram, SHARES), strict=True):
                 numbers[f"{name}_p{share * 100:g}_s"] = None if value is None else float(f"{value:.4g}")

@@ -68,7 +68,7 @@ def table_rows(live: LiveNumbers, *, with_recent: bool = False) -> list[dict[str
 
 
 _CLASS_KEYS = (
-    *("ended", "failed", "tokens", "req_s", "tok_s", "goodput_req_s", "attainment"),
+    *("ended", "failed", "tokens", "req_s", "failed_s", "tok_s", "goodput_req_s", "attainment"),
     *(f"{column.name}_p{share * 100:g}_s" for column in LIVE for share in SHARES),
 )
 _HISTORY_HEADER = ("wall_s", "t_s", "user_class", *_CLASS_KEYS, "users", "in_flight")
@@ -111,7 +111,11 @@ def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
         lines.append(line + "".join(f" {text:>9}" for text in texts))
     if live.slos:
         share = live.whole_test()[ALL]["attainment"]
-        met = "no request has ended yet" if share is None else f"{share:.1%} of all requests that ended"
+        met = (
+            "not known yet"
+            if share is None
+            else f"{share:.1%} of the requests that ended; users who left in time not counted"
+        )
         lines.append(f"Goodput: requests that met {live.slos} ({met})")
     return lines
 
@@ -233,7 +237,7 @@ class LoadSnapshot(Collector):
         numbers, total = self.numbers, self.numbers.total
         outcomes: dict[tuple[str, ...], float] = {}
         for name, sums in total.items():
-            outcomes[name, "succeeded"] = sums.ended - sums.failed - sums.cut
+            outcomes[name, "succeeded"] = sums.succeeded
             outcomes[name, "failed"], outcomes[name, "cut"] = sums.failed, sums.cut
         met = {(name,): sums.met for name, sums in total.items() if numbers.slos and not sums.unknown}
         errors = {(kind,): count for kind, count in numbers.failures().items()}

@@ -37,10 +37,11 @@ from harness.prepare.experiment import Experiment, load_name
 from harness.process import pause, refuse_too_few_files
 from harness.report.capacity import format_loads
 from harness.run.drive import POLL_S
-from harness.run.orchestrator import endpoint_of, run_group, start_run
+from harness.run.orchestrator import endpoint_of, refuse_too_long, run_group, start_run
 from harness.run.progress import Progress
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
+from harness.rundir.records import CUT
 from harness.rundir.samples import fetch_metrics
 from harness.scenario import (
     MAX_USERS,
@@ -211,6 +212,10 @@ def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
     return text
 
 
+def is_failure(request: Any) -> bool:
+    return request.error is not None and request.error not in CUT
+
+
 class ProbeWatch:
     """Follows one probe by its records, until it is decided or its time is over.
 
@@ -221,6 +226,7 @@ class ProbeWatch:
         """`decide`: returns whether the probe is decided after its newest block. `deadline_s`: monotonic."""
         self.cutter = cutter
         self.blocks: list[LoadBlock] = []
+        self.failure: str | None = None  # the message of the first failed request
         self.decided = False
         self._decide = decide
         self._deadline_s = deadline_s
@@ -228,6 +234,7 @@ class ProbeWatch:
 
     def add_records(self, requests: list[Any]) -> None:
         with self._lock:
+            self.failure = self.failure or next((one.message for one in requests if is_failure(one)), None)
             self.cutter.add(requests)
 
     def is_done(self) -> bool:
@@ -315,15 +322,18 @@ class ServerSearch:
         self._blocks: list[list[LoadBlock]] = []  # of each probe
         self._answer_s: float | None = None  # duration of an answer at the last level
         self._waits = True  # for requests of the last probe
+        self._failures_decide = False  # in some probe so many requests failed that an SLO was broken by them alone
 
     def cells(self) -> Iterator[CellRun]:
         """Run probes until the searches have their answers, or the time is over. Restart a server that died."""
         for _ in range(MAX_RESTARTS + 1):
             if (task := self._next_probe()) is None:
                 return
-            first = self._cells_of(task[1])[0]
+            first, parts = self._cells_of(task[1])[0], self.whole.question.parts
             try:
+                refuse_too_long(self.running, self.name, parts)
                 with endpoint_of(self.running, first) as endpoint:
+                    refuse_too_long(self.running, self.name, parts, endpoint.served_by.startup)
                     self.started = True
                     if endpoint.served_by.simulated:
                         self.whole.report = replace(self.whole.report, simulated=True)
@@ -370,7 +380,9 @@ class ServerSearch:
         if self.frontier is not None and (pair := self.frontier.next_pair()) is not None:
             return "slo", pair
         if self.slo is not None and (level := self.slo.next_level()) is not None:
-            return "slo", (level,)
+            # Failures that are enough to break an SLO may not depend on the load; the lowest level shows it at once.
+            lowest_measured = any(probe.level == 1 for probe in self.probes)
+            return "slo", (1 if self._failures_decide and not lowest_measured else level,)
         can_repeat = self.slo is not None and len(self.probes) > 1 and time.monotonic() < self.deadline_s
         if can_repeat and all(probe.purpose == "slo" for probe in self.probes):
             return "drift", (self.probes[self._repeated_probe()].level,)
@@ -534,8 +546,12 @@ class ServerSearch:
         self.probes.append(probe)
         failed = sum(block.failed for block in blocks)
         if failed and state == "fail":
-            loads = self.whole.report.loads_at(levels)
-            self.reasons.append(because("capacity_failures", loads=loads, failed=failed, answers=probe.answers))
+            loads, at_lowest = self.whole.report.loads_at(levels), set(levels) == {1}
+            self._failures_decide |= any(failed > (1 - slo.share) * probe.answers for slo in self.slos)
+            code = "capacity_failures_always" if at_lowest else "capacity_failures"
+            message = last_line(watch.failure) if at_lowest and watch.failure else None
+            if not any(reason.code == "capacity_failures_always" for reason in self.reasons):
+                self.reasons.append(because(code, loads=loads, failed=failed, answers=probe.answers, message=message))
         self._blocks.append(blocks)
         text = format_loads(self.whole.report, levels) + (" once more" if purpose == "drift" else "")
         for slo, share in zip(self.slos, probe.met, strict=True):
@@ -546,6 +562,11 @@ class ServerSearch:
             f"{self.name}, probe {len(self.probes)}: {text}: {outcome} ({count(probe.answers, 'answer')} in "
             f"{duration(seconds)})"
         )
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
 
 
 def in_flight(endpoint: Endpoint, api_key: str | None) -> float | None:

@@ -26,13 +26,14 @@ from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_a
 from harness.run.progress import Progress
 from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, create_run
 from harness.rundir.directory import lock_folder, release_space
-from harness.rundir.manifest import CellRun, Run, ServedBy
+from harness.rundir.manifest import CellRun, Run, ServedBy, Startup
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import Scraper
 from harness.scenario import SERVER_TOKENIZER, Warmup, connections_per_process, locustfile_of, warmup_of, wave_size
 from harness.scenario.plan import Cell, grouped, load_of_part, plan, server_start_of
 from harness.serve.generator import ContainerChild, find_path_in_image
 from harness.serve.lifecycle import Endpoint, attach_to_server, find_telemetry_source, serve
+from harness.serve.lint import context_problem
 from harness.serve.offline import OfflineOutcome, run_offline
 from harness.serve.probe import make_token_counter
 from harness.serve.template import prepare_server
@@ -147,8 +148,11 @@ def run_cells(running: Running, cells: list[Cell]) -> Generator[CellRun, None, N
                 show(cell)
                 yield replace(_run_offline(running, cell), gpu_memory_before=memory)
             return
+        loads = list(dict.fromkeys(cell.load for cell in together))
+        refuse_too_long(running, first.server, loads)
         with endpoint_of(running, first) as endpoint:
             refuse_other_server(kept, first.server, endpoint)
+            refuse_too_long(running, first.server, loads, endpoint.served_by.startup)
             for group in grouped(together, lambda cell: cell.group):
                 if group[0] is not first:
                     if (reason := endpoint.check_alive()) is not None:
@@ -201,6 +205,23 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
         scenario, cell.server, run_id=running.id, cell_id=cell.id, run_folder=running.folder, on_progress=show_stage
     ) as endpoint:
         yield endpoint
+
+
+def refuse_too_long(running: Running, server: str, loads: Sequence[str], startup: Startup | None = None) -> None:
+    """Raise StartError if no request of one of the loads fits into the server's context; in a sweep, of all loads.
+
+    `startup`: what the running server reports; None before it starts, when only the scenario's settings are known.
+    """
+    scenario, attached = running.scenario, running.experiment.target is not None
+    names = loads if scenario.swept is None else list(scenario.loads)
+    found = [context_problem(scenario, server, name, attached=attached, startup=startup) for name in names]
+    problems = [problem for problem in found if problem is not None]
+    if problems and (scenario.swept is None or len(problems) == len(names)):
+        raise StartError(
+            problems[0],
+            next_step="Use shorter prompts (prompts.tokens, system_tokens) or answers (output_tokens), or raise "
+            "max_model_len of vLLM, ctx_size of Lemonade, or ctx_size of llama.cpp, which its slots share.",
+        )
 
 
 def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Watch | None = None) -> list[CellRun]:

@@ -17,6 +17,9 @@ from harness.scenario.behaviour import (
     Share,
     Structured,
     Tokens,
+    is_length_file,
+    max_length,
+    min_length,
 )
 
 MAX_NAME = 40
@@ -269,6 +272,39 @@ def max_concurrency(load: Load) -> int:
     if load.user == "agent":
         return load.users * max(1, (load.agent or Agent()).sub_agents)
     return load.users * ((load.in_flight or load.batch_size or 1) if load.user == "batch" else 1)
+
+
+class RequestTokens(Struct, frozen=True):
+    """The tokens of a load's first requests, without a chat template. Later turns of a conversation have more."""
+
+    prompt_min: int
+    prompt_max: int
+    output_min: int
+    output_max: int
+
+    def fit(self, limit: int, *, output_counts: bool) -> Literal["all", "some", "none"]:
+        """Return which requests fit into a context of `limit` tokens. `output_counts`: the server refuses a request
+        whose prompt and asked output exceed it together; if not, it ends such an answer early.
+        """
+        if self.prompt_min + (self.output_min if output_counts else 0) > limit:
+            return "none"
+        return "all" if self.prompt_max + self.output_max <= limit else "some"
+
+
+def request_tokens(load: Load, prompts: Prompts) -> RequestTokens | None:
+    """Return the tokens of a load's first requests; None where files or an own locustfile decide them."""
+    if load.user not in USERS or load.trace is not None or prompts.kind != "synthetic":
+        return None
+    if is_length_file(prompts.tokens) or is_length_file(load.output_tokens):
+        return None
+    output = (
+        (0, 0) if load.endpoint == "embeddings" else (min_length(load.output_tokens), max_length(load.output_tokens))
+    )
+    return RequestTokens(
+        prompts.system_tokens + min_length(prompts.tokens),
+        prompts.system_tokens + max_length(prompts.tokens, "prompt"),
+        *output,
+    )
 
 
 def connections_per_process(load: Load) -> int:

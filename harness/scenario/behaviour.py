@@ -99,6 +99,12 @@ def max_length(lengths: int | Lengths, what: str = "output", pairs: Pairs = ()) 
     return law.fixed or max(law.uniform or [pair[what == "output"] for pair in pairs], default=_MAX_LENGTH)
 
 
+def min_length(lengths: int | Lengths) -> int:
+    """Return the shortest possible length; 1 where it is not known."""
+    law = _as_lengths(lengths)
+    return law.fixed or min(law.uniform or [1])
+
+
 def is_length_file(lengths: int | Lengths) -> bool:
     return isinstance(lengths, Lengths) and lengths.file is not None
 

@@ -89,6 +89,8 @@ def _collect_facts(
             may_know = facts["engine"] in (None, name) or (engine is not None and engine.name == name)
             if source.path is not None and may_know:
                 facts, effective = _merge_answer(name, source, fetch_object(source.path), facts, effective)
+        if facts["max_model_len"] is None:  # vLLM and SGLang, also where their log is not known
+            facts["max_model_len"] = _find_model_limit(fetch_object("/v1/models"), served.model)
         if monitor is not None:
             effective |= monitor.effective()
             version = fetch_object("/version").get("version")
@@ -104,6 +106,16 @@ def _collect_facts(
         return msgspec.convert({name: value for name, value in facts.items() if is_storable(value)}, Startup), effective
     except msgspec.ValidationError:  # an answer of an unknown form
         return log.facts, effective
+
+
+def _find_model_limit(listed: dict[str, Any], model: str | None) -> int | None:
+    """Return `max_model_len` of a model in an answer of /v1/models; None if it is not there."""
+    entries = listed.get("data")
+    for entry in entries[:1000] if isinstance(entries, list) else []:
+        limit = entry.get("max_model_len") if isinstance(entry, dict) and entry.get("id") == model else None
+        if isinstance(limit, int) and not isinstance(limit, bool) and 0 < limit < 2**53:
+            return limit
+    return None
 
 
 def _merge_answer(

@@ -17,8 +17,8 @@ from harness.engines import engines, find_engine, find_template
 from harness.errors import Problem
 from harness.failures.table import protected_flags
 from harness.reasons import sentence
-from harness.scenario import Gateway, Load, Prompts, Scenario, Server, max_concurrency
-from harness.scenario.behaviour import is_length_file, max_length
+from harness.rundir.manifest import Startup
+from harness.scenario import Gateway, Load, Prompts, Scenario, Server, max_concurrency, request_tokens
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variable_names, interpolate
 from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count_server_threads
 from harness.serve.location import engine_location
@@ -258,20 +258,67 @@ def _note_queue(server: Server, load: Load, threads: int | None) -> str | None:
     )
 
 
-def _note_length(server: Server, load: Load, prompts: Prompts) -> str | None:
-    """Return a note for a load whose first request already exceeds the server's context, if both are known."""
+def context_limit(server: Server) -> tuple[int, str] | None:
+    """Return the tokens that the server's variables leave one request, and the variable; None if that is not known."""
     template = find_template(server.template)
     context = None if template is None else template.context
-    if context is None or load.user not in ("agent", "batch", "chat", "rag") or load.trace is not None:
+    size = None if context is None else get_variable(server, context.size)
+    if context is None or not isinstance(size, int) or not size:  # the model's own limit
         return None
-    if prompts.kind != "synthetic" or is_length_file(prompts.tokens) or is_length_file(load.output_tokens):
+    slots = get_variable(server, context.slots or "")
+    unified = get_variable(server, "kv_unified")
+    if context.slots_in is not None:  # one slot is the default of Lemonade since 2026; before, slots shared the context
+        arguments = get_variable(server, context.slots_in)
+        words = arguments.split() if isinstance(arguments, str) else []
+        given = get_option(words, "--parallel", "-np") or ""
+        slots, unified = (int(given) if given.isdigit() else None), "--kv-unified" in words or "-kvu" in words
+    return size // max(1, slots) if slots and not unified else size, context.size
+
+
+def _note_length(server: Server, load: Load, prompts: Prompts) -> str | None:
+    """Return a note for a load whose first request already exceeds the server's context, if both are known."""
+    tokens, limit = request_tokens(load, prompts), context_limit(server)
+    template = find_template(server.template)
+    if tokens is None or limit is None or template is None or template.context is None:
         return None
-    size, slots = get_variable(server, context.size), get_variable(server, context.slots or "")
-    if not isinstance(size, int) or not size:  # the model's own limit
+    (size, variable), needed = limit, tokens.prompt_max + tokens.output_max
+    fit = tokens.fit(size, output_counts=template.context.output_counts)
+    if fit == "all":
         return None
-    if slots is not None and not get_variable(server, "kv_unified"):
-        size //= slots
-    needed = prompts.system_tokens + max_length(prompts.tokens, "prompt") + max_length(load.output_tokens)
-    if needed <= size:
+    if fit == "none":
+        return (
+            f"no request fits: each has {tokens.prompt_min:,} prompt tokens or more and asks for {tokens.output_min:,} "
+            f"or more, and {variable} leaves it {size:,}: `harness run` refuses such a load"
+        )
+    return f"a request has up to {needed:,} tokens, and {variable} leaves it {size:,}: {template.context.too_long}"
+
+
+def context_problem(
+    scenario: Scenario, server: str, load: str, *, attached: bool, startup: Startup | None = None
+) -> str | None:
+    """Return why no request of a load fits into the server's context; None if some may.
+
+    `startup`: what the running server reports; None before its start, when only the scenario's variables are known.
+    `attached`: the server was not started by this scenario.
+    """
+    tokens = request_tokens(scenario.loads[load], scenario.prompts)
+    known, limit, counts = scenario.servers[server], None, False
+    if startup is not None:
+        limit = startup.max_model_len
+        contexts = [
+            each.context for engine in engines() if engine.name == startup.engine for each in engine.templates.values()
+        ]
+        counts = any(context is not None and context.output_counts for context in contexts)
+    elif not attached and (given := context_limit(known)) is not None:
+        template = find_template(known.template)
+        limit, counts = (
+            given[0],
+            template is not None and template.context is not None and template.context.output_counts,
+        )
+    if tokens is None or limit is None or tokens.fit(limit, output_counts=counts) != "none":
         return None
-    return f"a request has up to {needed:,} tokens, and {context.size} leaves it {size:,}: {context.too_long}"
+    asked = f" and asks for {tokens.output_min:,} or more" if counts else ""
+    return (
+        f"server '{server}' under {load}: no request fits into its context of {limit:,} tokens for one request: each "
+        f"has {tokens.prompt_min:,} prompt tokens or more{asked}"
+    )
