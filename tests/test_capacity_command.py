@@ -77,7 +77,7 @@ def test_json_of_servers_that_do_not_start_are_too_slow_or_fail(tmp_path: Path) 
     broken, one, busy = json.loads(done.out)["servers"]
     assert not broken["started"] and broken["reasons"][0]["code"] == "capacity_not_started"
     assert (one["slo"]["kind"], one["slo"]["broken"], one["reasons"]) == ("none", HARD, [])
-    failures = next(reason for reason in busy["reasons"] if reason["code"] == "capacity_failures")["values"]
+    failures = next(reason for reason in busy["reasons"] if reason["code"] == "capacity_failures_always")["values"]
     assert 0 < failures["failed"] < failures["answers"], "not the latency alone is the cause"
     assert "no memory left for it" in done.err, "progress goes to stderr"
     lines = capacity_lines(report_of(tmp_path))

@@ -88,7 +88,7 @@ def test_live_numbers_have_the_definitions_of_a_report(tmp_path: Path) -> None:
     """Requests a second and attainment of the same records, with failed, abandoned and unfinished ones."""
     text = "ttft<=150ms"
     slos = parse_check(f"attainment({text}) >= 0.5").slos
-    kinds: list[ErrorKind | None] = [None] * 7 + ["http", "timeout", "unfinished"]
+    kinds: list[ErrorKind | None] = [*[None] * 7, "http", "timeout", "unfinished"]
     changes: list[dict[str, Any]] = [{"error": kind} for kind in kinds]
     changes += [{"error": "abandoned", "ended_s": 0.1}, {"error": "abandoned", "ended_s": 0.5}]  # in time, too late
     changes[0] |= {"ttft": 0.2}

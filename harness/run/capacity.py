@@ -548,10 +548,12 @@ class ServerSearch:
         if failed and state == "fail":
             loads, at_lowest = self.whole.report.loads_at(levels), set(levels) == {1}
             self._failures_decide |= any(failed > (1 - slo.share) * probe.answers for slo in self.slos)
-            code = "capacity_failures_always" if at_lowest else "capacity_failures"
-            message = last_line(watch.failure) if at_lowest and watch.failure else None
-            if not any(reason.code == "capacity_failures_always" for reason in self.reasons):
-                self.reasons.append(because(code, loads=loads, failed=failed, answers=probe.answers, message=message))
+            values = {"loads": loads, "failed": failed, "answers": probe.answers}
+            if not at_lowest:
+                self.reasons.append(because("capacity_failures", **values))
+            elif not any(reason.code == "capacity_failures_always" for reason in self.reasons):
+                message = last_line(watch.failure) if watch.failure else None
+                self.reasons.append(because("capacity_failures_always", **values, message=message))
         self._blocks.append(blocks)
         text = format_loads(self.whole.report, levels) + (" once more" if purpose == "drift" else "")
         for slo, share in zip(self.slos, probe.met, strict=True):

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness.errors import HarnessError, RunError, ServerError, StartError
-from harness.files import open_file
+from harness.files import DOCS, open_file
 from harness.job import Job, warmup_done_file, workload_of, write_job
 from harness.machine.gpus import read_gpu_memory, wait_until_free
 from harness.machine.telemetry import Sampler
@@ -219,8 +219,8 @@ def refuse_too_long(running: Running, server: str, loads: Sequence[str], startup
     if problems and (scenario.swept is None or len(problems) == len(names)):
         raise StartError(
             problems[0],
-            next_step="Use shorter prompts (prompts.tokens, system_tokens) or answers (output_tokens), or raise "
-            "max_model_len of vLLM, ctx_size of Lemonade, or ctx_size of llama.cpp, which its slots share.",
+            next_step="Use shorter prompts (prompts.tokens, system_tokens) or answers (output_tokens), or give the "
+            f"server a longer context per request; {DOCS}/servers.md names the variable of each server.",
         )
 
 
