@@ -3,12 +3,17 @@
 The load processes use OpenSSL, which reads SSL_CERT_FILE; this module sets the same for `requests`.
 """
 
+import contextlib
 import os
+import socket
 import ssl
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import requests
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 
 from harness.errors import HarnessError, reason_of
 from harness.files import open_file
@@ -24,23 +29,83 @@ def find_authorities() -> str | bool:
     return paths.cafile or paths.capath or True
 
 
+def _note_sockets(pool: Any, sockets: "list[weakref.ref[socket.socket]]") -> Any:
+    """Return a class of pools whose connections add their sockets to `sockets`."""
+    base = pool.ConnectionCls
+
+    def connect(connection: Any) -> None:
+        base.connect(connection)
+        sockets.append(weakref.ref(connection.sock))
+
+    return type(pool.__name__, (pool,), {"ConnectionCls": type(base.__name__, (base,), {"connect": connect})})
+
+
+class _Adapter(requests.adapters.HTTPAdapter):
+    """Keeps the sockets that it opens."""
+
+    def __init__(self) -> None:
+        self._sockets: list[weakref.ref[socket.socket]] = []
+        super().__init__()
+
+    def init_poolmanager(self, *args: Any, **options: Any) -> None:
+        super().init_poolmanager(*args, **options)
+        self.poolmanager.pool_classes_by_scheme = {
+            "http": _note_sockets(HTTPConnectionPool, self._sockets),
+            "https": _note_sockets(HTTPSConnectionPool, self._sockets),
+        }
+
+    def shut_down(self) -> None:
+        """End what is read from the sockets, in any thread."""
+        for reference in self._sockets:
+            if (one := reference()) is not None:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(one, socket.SHUT_RDWR)  # not of SSLSocket, which another thread may read
+        self._sockets.clear()
+
+
 class _Session(requests.Session):
-    """Follows no redirect, and reads no whole answer of more than MAX_ANSWER_BYTES."""
+    """Follows no redirect, reads no whole answer of more than MAX_ANSWER_BYTES, and takes a timeout as the total time.
+
+    That of a streamed answer is the total time until its headers, and then the time until the next bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adapter = _Adapter()
+        for scheme in ("http://", "https://"):
+            self.mount(scheme, self._adapter)
 
     def get_redirect_target(self, resp: requests.Response) -> None:
         """Return None: requests raises ValueError for an invalid address, even of a redirect that is not followed."""
 
     def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
         """Raises requests.RequestException, also for an answer that is too long and was not to be streamed."""
-        response = super().send(request, **how | {"stream": True})
-        if not how.get("stream") or response.status_code != 200:
-            content = bytearray()
-            for piece in response.iter_content(65_536):
-                content += piece
-                if len(content) > MAX_ANSWER_BYTES:
-                    response.close()
-                    raise requests.RequestException(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
-            response._content = bytes(content)
+        expired = threading.Event()
+
+        def expire() -> None:
+            expired.set()
+            self._adapter.shut_down()
+
+        timer = threading.Timer(how["timeout"], expire)
+        timer.daemon = True
+        timer.start()
+        try:
+            response = super().send(request, **how | {"stream": True})
+            if not how.get("stream") or response.status_code != 200:
+                content = bytearray()
+                for piece in response.iter_content(65_536):
+                    content += piece
+                    if len(content) > MAX_ANSWER_BYTES:
+                        response.close()
+                        raise requests.RequestException(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+                response._content = bytes(content)
+        except requests.RequestException:
+            if not expired.is_set():
+                raise
+        finally:
+            timer.cancel()
+        if expired.is_set():
+            raise requests.ReadTimeout(f"no complete answer within {how['timeout']:g} s")
         return response
 
 

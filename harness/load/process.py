@@ -405,9 +405,17 @@ def first_model(job: Job, target: ApiAddress) -> str:
     secret, exchange = read_api_key(job.api_key_env), Exchange(id="models")
     reader = Reader(IdleQueue())
     client = Client(Dialer(target), reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
-    client.send("/models", None, exchange)
-    client.close()
-    reader.close()
+    timeout_s = job.load.timeout_s
+    try:
+        with gevent.Timeout(timeout_s) as timeout:  # in total
+            client.send("/models", None, exchange)
+    except gevent.Timeout as error:
+        if error is not timeout:
+            raise
+        exchange.failure = Failure("timeout", f"no complete answer within {timeout_s:g} s")
+    finally:
+        client.close()
+        reader.close()
     path = f"{target.prefix}/models"
     if exchange.failure is not None:
         raise HarnessError(

@@ -31,6 +31,7 @@ POLL_S = 0.2
 REPORT_EVERY_S = 1.0
 MAX_DEATH_DELAY_S = 1.0  # the connections of a process that dies break before its supervisor notices
 TOKENIZE_PATH, TOKENIZE_TIMEOUT_S = "/tokenize", 30.0
+MAX_TOKENIZE_S = 900.0  # of all counts; behind Lemonade each of a thousand starts a process
 _MAX_SPECIAL_TOKENS = 16  # that a tokenizer may put around a text
 _TOKENIZER_ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."
 _MAX_VERSION = 200  # characters
@@ -284,10 +285,15 @@ def make_token_counter(
                 return answer
         return {}
 
+    deadline_s = time.monotonic() + MAX_TOKENIZE_S
     is_llamacpp = False  # remembered: a word list takes a thousand counts, and behind Lemonade each starts a process
 
     def count_tokens(text: str) -> int:
         nonlocal is_llamacpp
+        if time.monotonic() > deadline_s:
+            raise ServerError(
+                f"{address}: counting tokens takes more than {MAX_TOKENIZE_S:g} s", next_step=_TOKENIZER_ADVICE
+            )
         # vLLM reads `prompt`, llama.cpp `content`; a server of several models reads `model`.
         count = None
         if not is_llamacpp:
