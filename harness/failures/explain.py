@@ -228,9 +228,10 @@ def _is_exception(line: str) -> bool:
 
 # Words of a process that crashes, or loses its GPU, in the lines that the table does not know.
 _BAD_END = re.compile(
-    r"(?i)\b(?:device|context|gpu|backend) (?:is |was )?(?:lost|hung|wedged)\b|Device_?Lost"
-    r"|\bcore dumped\b|\bsegfault\b|\bsegmentation (?:fault|violation)|\bSIG(?:ABRT|SEGV|BUS|ILL|KILL)\b|\babort(?:ed|ing)\b"
-    r"(?! request)|^Killed$|\bterminate called\b|\bfatal error\b|^panic: |\bunhandled exception\b|\bassertion\b.{0,200}\bfailed\b"
+    r"(?i)\b(?:device|context|gpu|backend) (?:is |was )?(?:lost|hung|wedged)\b|Device_?Lost|"
+    r"\bcore dumped\b|\bsegfault\b|\bsegmentation (?:fault|violation)|\bSIG(?:ABRT|SEGV|BUS|ILL|KILL)\b|"
+    r"\babort(?:ed|ing)\b(?! request)|^Killed$|\bterminate called\b|\bfatal error\b|^panic: |"
+    r"\bunhandled exception\b|\bassertion\b.{0,200}\bfailed\b"
 )
 
 
