@@ -61,7 +61,7 @@ MACHINES: dict[str, tuple[Callable[[Path], Path], dict[str, str], dict[str, str]
         "gpu.present": "gfx1100: Radeon RX 7900, PRO W7900, W7800",
         "memory.pool": "... 23.80 GiB of 24.00 GiB VRAM free",
     }),
-    "eight-instincts": (machines.mi300x_eight, {}, {
+    "eight-instincts": (machines.mi300x_eight, {"kernel.numa": "warning"}, {
         "gpu.present": "8 x gfx942: Instinct MI300 (MI300X, MI300A, MI325X)",
         "gpu.target": "...; prepared, cannot be installed yet: Lemonade with vLLM",
         "memory.pool": 8 * "... 191.78 GiB of 191.98 GiB VRAM free",
@@ -367,3 +367,49 @@ def test_when_nothing_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("DOCKER_HOST")
     monkeypatch.setenv(SWITCH, "off")
     assert blockers(experiment, root) == {}
+
+
+SHORT_TIMEOUT = {
+    # kernel, command line, loaded parameter: level
+    ("7.0.13", "quiet ttm.pages_limit=31457280", None): "warning",
+    ("7.0.0-31-generic", "", ""): "warning",
+    ("12.1", "", None): "warning",
+    ("7.0.13", "amdgpu.lockup_timeout=10000,60000,10000,10000", None): "ok",
+    ("7.0.13", "", "10000,60000,10000,10000"): "ok",
+    ("7.0.13", "amdgpu.lockup_timeout=20000", None): "ok",
+    ("7.0.13", "amdgpu.lockup_timeout=-1", None): "ok",
+    ("7.0.13", "amdgpu.lockup_timeout=10000,2000,10000,10000", None): "warning",
+    ("7.0.13", "amdgpu.lockup_timeout=0", None): "warning",
+    ("6.18.9", "", None): None,
+    ("6.18.9", "amdgpu.lockup_timeout=5000", None): "warning",
+    ("unknown", "", None): None,
+}
+
+
+@pytest.mark.parametrize("case", SHORT_TIMEOUT)
+def test_an_apu_whose_kernel_cuts_long_compute_jobs_off(tmp_path: Path, case: tuple[str, str, str | None]) -> None:
+    kernel, cmdline, loaded = case
+    root = machines.strix_halo_gtt(tmp_path)
+    write(root, {"proc/sys/kernel/osrelease": f"{kernel}\n", "proc/cmdline": f"{cmdline}\n"})
+    if loaded is not None:
+        write(root, {"sys/module/amdgpu/parameters/lockup_timeout": f"{loaded}\n"})
+    found = findings_of(root).get("kernel.lockup")
+    assert (None if found is None else found.level) == SHORT_TIMEOUT[case]
+    if found is not None and found.level == "warning":
+        assert "amdgpu.lockup_timeout=10000,60000,10000,10000" in (found.fix or "")
+
+
+def test_a_discrete_card_has_its_own_limits(tmp_path: Path) -> None:
+    root = machines.radeon(tmp_path, 110000, 24)
+    write(root, {"proc/sys/kernel/osrelease": "7.0.13\n"})
+    assert "kernel.lockup" not in findings_of(root)
+
+
+@pytest.mark.parametrize(("setting", "level"), [("0", "ok"), ("1", "warning")])
+def test_numa_balancing_matters_for_instinct(tmp_path: Path, setting: str, level: str) -> None:
+    root = machines.radeon(tmp_path / "card", 110000, 24)
+    write(root, {"proc/sys/kernel/numa_balancing": f"{setting}\n"})
+    assert "kernel.numa" not in findings_of(root)
+    root = machines.radeon(tmp_path / "instinct", 90402, 192)
+    write(root, {"proc/sys/kernel/numa_balancing": f"{setting}\n"})
+    assert findings_of(root)["kernel.numa"].level == level

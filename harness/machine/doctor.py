@@ -160,6 +160,8 @@ def kernel_findings(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
     versions = [gpu["firmware"].get("mes", "") for gpu in cards if gpu["target"] in ("gfx1150", "gfx1151")]
     if _BAD_MES in [int(version, 16) for version in versions if _HEX.fullmatch(version)]:
         yield make_finding("kernel.firmware", "warning", "MES firmware 0x83 is loaded, that of linux-firmware 20251125")
+    yield from check_lockup_timeout(root, cards)
+    yield from _check_numa_balancing(root, cards)
     profile = gpus.read_sysfs(root / "sys/firmware/acpi/platform_profile")
     if profile and cards:
         level: Level = "ok" if profile == "performance" else "warning"
@@ -179,6 +181,41 @@ def check_cwsr(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
         version = gpus.read_sysfs(root / "proc/sys/kernel/osrelease") or "of unknown version"
         fact = f"the amdgpu driver of Linux {version} lacks the CWSR fix for gfx1151: ROCm crashes or hangs"
         yield make_finding("kernel.cwsr", "blocker", fact)
+
+
+_LINUX_WITH_SHORT_TIMEOUT = 7  # from this version on amdgpu gives a compute job 2 s instead of 60
+_ENOUGH_MS = 10_000
+
+
+def check_lockup_timeout(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
+    """On an APU, check that a compute job of a long prompt has the time that it needs; Vulkan sends such jobs."""
+    release = gpus.read_sysfs(root / "proc/sys/kernel/osrelease") or ""
+    version = re.match(r"(\d{1,4})\.", release)
+    if version is None or not any(gpu["integrated"] for gpu in cards):
+        return
+    loaded = gpus.read_sysfs(root / "sys/module/amdgpu/parameters/lockup_timeout")
+    given = re.findall(r"(?:^|\s)amdgpu\.lockup_timeout=(\S*)", gpus.read_sysfs(root / "proc/cmdline") or "")
+    setting = loaded or (given[-1] if given else "")
+    numbers = [int(text) for text in setting.split(",") if re.fullmatch(r"-?\d{1,9}", text)]
+    compute = numbers[1] if len(numbers) > 1 else numbers[0] if numbers else 0  # 0: the driver's default; below: none
+    if compute >= _ENOUGH_MS or compute < 0:
+        yield make_finding("kernel.lockup", "ok", f"amdgpu.lockup_timeout is {setting}")
+    elif compute:
+        fact = f"amdgpu.lockup_timeout={setting} cuts compute jobs off after {compute / 1000:g} s"
+        yield make_finding("kernel.lockup", "warning", fact)
+    elif int(version[1]) >= _LINUX_WITH_SHORT_TIMEOUT:
+        fact = f"Linux {release} cuts compute jobs off after 2 s, since amdgpu.lockup_timeout is not set: "
+        fact += "llama.cpp and Ollama with Vulkan lose the GPU at long prompts"
+        yield make_finding("kernel.lockup", "warning", fact)
+
+
+def _check_numa_balancing(root: Path, cards: Sequence[Gpu]) -> Iterator[Finding]:
+    targets = [gpus.find_target(str(gpu["target"])) for gpu in cards]
+    is_instinct = any(row is not None and row.architecture.startswith("CDNA") for row in targets)
+    setting = gpus.read_sysfs(root / "proc/sys/kernel/numa_balancing")
+    if is_instinct and setting is not None:
+        fact = f"kernel.numa_balancing is {setting}"
+        yield make_finding("kernel.numa", "ok" if setting == "0" else "warning", fact)
 
 
 def process_findings(root: Path) -> Iterator[Finding]:
