@@ -8,7 +8,7 @@ LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generat
 IMAGE := amd-llm-load:local
 BASE ?= python:3.11-slim
 TEST_PROCESSES ?= 4
-WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/browser
+WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/lemonade --ignore tests/browser
 # First the tests that must run alone, then the others, several at once.
 PYTEST := $(BIN)/python -m pytest
 tests = $(PYTEST) $(1) $(PYTEST_ARGS) || status=$$?

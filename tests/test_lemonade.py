@@ -1,8 +1,5 @@
-"""Lemonade brought up, and watched: against the double of it, as a process."""
+"""Lemonade brought up: against the double of it, where no real one can be made to do the same (tests/lemonade)."""
 
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +9,16 @@ import pytest
 import requests
 
 from harness.errors import ServerError
-from harness.rundir.samples import parse_metrics
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
-from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model, get_health
-from harness.serve.lifecycle import attach_to_server
-from harness.serve.probe import StartupWatch, make_token_counter
+from harness.serve.lemonade import (
+    Api,
+    LemonadeState,
+    RunningModel,
+    find_changes,
+    get_health,
+)
+from harness.serve.probe import StartupWatch
 from harness.serve.ready import ReadyServer, wait_ready
 from harness.summary import because
 from tests.command import PATIENCE_S
@@ -49,22 +50,6 @@ def bring_up(server: Spawned, say: Callable[[str], None] = lambda line: None, **
     return wait_ready(server.url, serving, managed.model, waiting, api_key=key, key_name="K")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Spawned, ReadyServer]]:
-    """A model of the user, loaded."""
-    with lemonade(tmp_path_factory.mktemp("tiny")) as server:
-        yield server, bring_up(server)
-
-
-def monitor(server: Spawned, model: str = "user.Tiny") -> LemonadeMonitor:
-    return LemonadeMonitor(Api(server.url), model, None)
-
-
-def chat(server: Spawned, model: str, **more: Any) -> requests.Response:
-    body = {"model": model, "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 3, **more}
-    return requests.post(server.url + "/v1/chat/completions", json=body, timeout=PATIENCE_S)
-
-
 def loaded(server: Spawned) -> Any:
     found = get_health(Api(server.url))
     assert found is not None
@@ -94,15 +79,6 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     assert any(line.startswith("install after ") for line in told)
 
 
-def test_a_model_of_the_user_is_sent_by_its_canonical_name(tiny: tuple[Spawned, ReadyServer]) -> None:
-    server, ready = tiny
-    assert ready.model == "user.Tiny"
-    assert [phase.name for phase in ready.phases] == ["port open", "health", "load", "first answer"]
-    assert chat(server, "user.Tiny").status_code == 200
-    assert chat(server, "Tiny").status_code == 404  # accepted by Lemonade, unknown to its vLLM
-    assert "data: [DONE]" not in chat(server, "Tiny", stream=True).text
-
-
 def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
     cache = tmp_path / ".cache" / "lemonade"
     cache.mkdir(parents=True)
@@ -128,18 +104,6 @@ def test_a_backend_that_cannot_be_had(
     with lemonade(tmp_path, **given) as server, pytest.raises(ServerError) as caught:
         bring_up(server)
     assert message in str(caught.value) and advice in caught.value.next_step
-
-
-@pytest.mark.parametrize(("model", "meant"), [("Tny", "Did you mean 'Tiny'?"), ("user.Qwen3.5-0.8B-GUF", "-GGUF'?")])
-def test_a_model_that_lemonade_does_not_have_is_reported_with_the_one_that_may_be_meant(
-    tiny: tuple[Spawned, ReadyServer], model: str, meant: str
-) -> None:
-    server, _ = tiny
-    for act in (lambda: bring_up(server, model=model), lambda: attach_to_server(server.url, model)):
-        with pytest.raises(ServerError, match=f"Model '{model}' was not found. Available models") as caught:
-            act()
-        assert caught.value.next_step.endswith(meant)
-        assert caught.value.next_step.startswith(f"the server has no model named {model}; set `model` to ")
 
 
 @pytest.mark.parametrize(
@@ -178,142 +142,41 @@ def test_a_load_is_waited_for_longer_than_lemonades_two_attempts(tmp_path: Path)
     assert "HTTP 500: Failed to load model 'user.Tiny': vllm-server failed to start within timeout" in str(caught.value)
 
 
-def test_the_numbers_are_those_of_the_engine_behind_it(tiny: tuple[Spawned, ReadyServer]) -> None:
-    server, _ = tiny
-    watch = monitor(server)
-    text = watch.metrics()
-    before = parse_metrics(text)["generated_tokens"]
-    assert before >= 1  # the first answer's
-    assert "vllm:num_requests_running" in text and "lemonade_server_up 1" in text
-    chat(server, "user.Tiny")
-    assert parse_metrics(watch.metrics())["generated_tokens"] == before + 3
-    assert watch.problems() == []
-
-
-def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
-        bring_up(server)
-        watch = monitor(server)
-        before = loaded(server)
-        os.kill(before.pid, signal.SIGKILL)
-        answer = chat(server, "user.Tiny")
-        assert answer.status_code == 200  # the client sees one slow success
-        after = loaded(server)
-        (problem,) = watch.problems()
-        assert problem.code == "backend_restarted"
-        assert (problem.values["before"], problem.values["now"]) == (before.pid, after.pid)
-        assert parse_metrics(watch.metrics())["generated_tokens"] == 3.0  # of the new one
-        assert watch.problems() == []  # the next cell begins with it
-        assert requests.post(server.url + "/api/v1/unload", json={}, timeout=PATIENCE_S).status_code == 200
-        assert watch.problems() == [because("backend_lost", server="Lemonade")]
-
-
-def test_a_backend_that_the_watchdog_took_down_is_noticed(tmp_path: Path) -> None:
-    with lemonade(tmp_path, preset="strix-halo-qwen3.5-0.8b") as server:
-        bring_up(server, options={"ctx_size": 2000})
-        watch = monitor(server)
-        body = {"model": "user.Tiny", "stream": True, "max_tokens": 400, "ignore_eos": True,
-                "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
-        with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=PATIENCE_S) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            os.kill(loaded(server).pid, signal.SIGKILL)
-            rest = list(lines)
-        assert answer.status_code == 200 and b"data: [DONE]" not in rest
-        assert b"backend_watchdog_reset" in rest[-2]
-        assert watch.problems() == [because("backend_lost", server="Lemonade")]  # until the next request
-
-
-def test_a_lemonade_that_runs_already(tmp_path: Path) -> None:
-    saved = {"user.Tiny": {"ctx_size": 2048, "vllm_args": "--max-num-seqs 4"}}
-    with lemonade(tmp_path, recipe_options=saved) as server:
-        found = find_running_model(server.url, "Tiny", None)
-        assert found is not None and (found.model, found.max_parallel) == ("user.Tiny", 32)
-        assert loaded_model(server)["recipe_options"] == saved["user.Tiny"]
-        endpoint = attach_to_server(server.url, "Tiny")
-        assert endpoint.started.model == "user.Tiny"
-        assert endpoint.started.simulated  # no page takes the double's numbers for a machine's
-        assert endpoint.started.effective["launch_command"][-2:] == ["--max-num-seqs", "4"]
-        assert not isinstance(endpoint.metrics_source, str) and endpoint.metrics_source is not None
-        assert parse_metrics(endpoint.metrics_source())["generated_tokens"] >= 1
-        assert endpoint.problems() == []
-        assert attach_to_server(server.url, None).started.model == "user.Tiny"  # the only one that is loaded
+@pytest.mark.parametrize(
+    ("before", "now", "ran"),
+    [
+        (None, None, []),  # v11 has no jobs
+        ({}, {}, []),
+        ({"a": "completed"}, {"a": "completed"}, []),
+        ({"a": "running"}, {"a": "running"}, ["a"]),
+        ({"a": "running"}, {"a": "completed"}, ["a"]),
+        ({}, {"a": "completed", "b": "failed"}, ["a", "b"]),
+        ({"a": "queued"}, {"a": "queued", "b": "paused"}, []),
+        ({"a": "paused"}, {"a": "completed"}, ["a"]),
+        (None, {"a": "completed", "b": "running"}, ["b"]),  # the first answer was missed
+    ],
+)
+def test_a_job_delays_the_requests_of_others(
+    before: dict[str, str] | None, now: dict[str, str] | None, ran: list[str]
+) -> None:
+    model = RunningModel(name="A", pid=1)
+    found = find_changes(LemonadeState(model, jobs=before), LemonadeState(model, jobs=now))
+    expected = [because("exclusive_job", server="Lemonade", jobs=len(ran), job=ran[0])] if ran else []
+    assert found == expected
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "engine", "version"),
+    ("before", "now", "codes"),
     [
-        # system-info says vllm0.20.1-rocm7.12.0-gfx1151
-        ("user.Tiny", {}, "vllm:rocm", "0.32.0+simulated"),
-        # Two are installed. /health has a backend that was chosen, and not the default.
-        ("user.Gguf", {}, "llamacpp:vulkan", "b0-0.32.0+simulated"),
-        ("user.Gguf", {"llamacpp_backend": "rocm"}, "llamacpp:rocm", "b0-0.32.0+simulated"),
+        (LemonadeState(None, True), LemonadeState(None, True), []),  # nothing was ever loaded
+        (LemonadeState(RunningModel(pid=1)), LemonadeState(RunningModel(pid=1), True), ["backend_lost"]),
+        (LemonadeState(RunningModel(pid=1), True), LemonadeState(RunningModel(pid=2)), ["backend_restarted"]),
+        (LemonadeState(None, True), LemonadeState(RunningModel(pid=2)), []),
+        (LemonadeState(RunningModel(pid=1)), LemonadeState(RunningModel(pid=1, watchdog_reset=True)),
+         ["backend_reset"]),
+        (LemonadeState(RunningModel(pid=1, watchdog_reset=True)),
+         LemonadeState(RunningModel(pid=1, watchdog_reset=True)), []),  # in an earlier cell
     ],
-)
-def test_the_engine_itself_says_its_version_and_what_it_runs_with(
-    tmp_path: Path, model: str, options: dict[str, Any], engine: str, version: str
-) -> None:
-    with lemonade(tmp_path, llamacpp_backend="rocm") as server:
-        bring_up(server, model=model, options={"ctx_size": 4096, **options})
-        started = attach_to_server(server.url, model).started
-    assert started.version == f"Lemonade 11.7.0, {engine} {version}"
-    assert started.simulated and started.startup is not None
-    assert started.startup.version == version
-    assert started.effective["recipe"] == engine.partition(":")[0]
-    if model == "user.Tiny":
-        assert (started.startup.engine, started.startup.kv_cache_tokens) == ("vllm", 51200)
-        assert (started.startup.kv_cache_blocks, started.startup.max_concurrency) == (3200, 12.5)
-        assert started.effective["enable_prefix_caching"] is True
-    else:
-        assert (started.startup.engine, started.startup.max_model_len) == ("llama.cpp", 4096)
-        assert started.effective["recipe_options"] == {"ctx_size": 4096, **options, "pinned": True}
-        assert (started.effective["parallel"], started.effective["model_path"]) == (4, "/m.gguf")
-
-
-def test_an_unexpected_engine_on_the_same_port_is_not_believed(tiny: tuple[Spawned, ReadyServer]) -> None:
-    server, _ = tiny
-    assert monitor(server, "user.Other").fetch("/version") == ""  # nothing is loaded under that name
-    assert monitor(server, "Tiny").fetch("/version") == ""  # what answers there serves user.Tiny
-
-
-def test_tokens_are_counted_by_the_engine_behind_lemonade(tiny: tuple[Spawned, ReadyServer]) -> None:
-    server, _ = tiny
-    endpoint = attach_to_server(server.url, "Tiny")
-    with pytest.raises(ServerError, match="tokens cannot be counted, the server does not do it"):
-        make_token_counter(server.url, "user.Tiny")("one two")
-    assert make_token_counter(server.url, "user.Tiny", None, endpoint.ask_engine)("one two three") == 3
-
-
-def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tiny: tuple[Spawned, ReadyServer]) -> None:
-    server, _ = tiny
-    with pytest.raises(ServerError, match="All loaded models of type llm are pinned") as caught:
-        attach_to_server(server.url, "Gguf")
-    assert "unload or unpin the other model" in caught.value.next_step
-
-
-def test_a_backend_that_ends_at_once_is_not_called_slow_and_an_attached_lemonade_is_asked_for_its_log(
-    tmp_path: Path,
-) -> None:
-    with lemonade(tmp_path, die_at_start=4) as server:
-        for act, advice in (
-            (lambda: bring_up(server), "the vllm-server that Lemonade had started ended with exit code -9; "),
-            (lambda: attach_to_server(server.url, "Tiny"), "journalctl -u lemond | harness explain -"),
-        ):
-            with pytest.raises(ServerError, match="vllm-server failed to start within timeout") as caught:
-                act()
-            assert advice in caught.value.next_step
-
-
-def test_a_backend_that_died_unused_is_loaded_again_with_the_saved_options(tmp_path: Path) -> None:
-    with lemonade(tmp_path, recipe_options={"user.Tiny": {"ctx_size": 2048}}) as server:
-        bring_up(server, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
-        watch, before = monitor(server), loaded_model(server)
-        os.kill(before["pid"], signal.SIGKILL)
-        while get_health(Api(server.url)).loaded:  # type: ignore[union-attr]  # until Lemonade knows
-            time.sleep(0.05)
-        assert chat(server, "user.Tiny").status_code == 200
-        after = loaded_model(server)
-        (problem,) = watch.problems()
-    assert (before["pinned"], after["pinned"]) == (True, False)
-    assert after["recipe_options"] == {"ctx_size": 2048} and after["pid"] != before["pid"]
-    assert problem.code == "backend_restarted"
+)  # fmt: skip
+def test_what_changed_between_two_moments(before: LemonadeState, now: LemonadeState, codes: list[str]) -> None:
+    assert [reason.code for reason in find_changes(before, now)] == codes

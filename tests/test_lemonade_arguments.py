@@ -17,7 +17,7 @@ from harness.scenario.behaviour import Lengths
 from harness.serve.compose_file import parse_compose
 from harness.serve.document import server_document
 from harness.serve.lemonade import count_server_threads
-from harness.serve.lint import context_problem, list_notes
+from harness.serve.lint import context_problem, count_lemonade_slots, list_notes
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
 from tests.made_runs import server_problems_of
@@ -56,6 +56,8 @@ def test_the_protected_flags_are_those_of_lemonade() -> None:
         ({"checkpoint": "org/m"}, "recipe: belongs to 'checkpoint'"),
         ({"recipe": "vllm"}, "recipe: belongs to 'checkpoint'"),
         ({"checkpoint": "o/m", "recipe": "llamacpp", "vllm_args": "-tp 2"}, "has no effect with the recipe llamacpp"),
+        ({"checkpoint": "o/m", "recipe": "flm", "llamacpp_args": "-np 2"}, "has no effect with the recipe flm"),
+        ({"checkpoint": "o/m", "recipe": "vllm", "flm_args": "--pmode turbo"}, "has no effect with the recipe vllm"),
     ],
 )
 def test_what_would_fail_after_the_download_is_refused_before(variables: dict[str, Any], problem: str) -> None:
@@ -85,6 +87,8 @@ def test_a_model_that_lemonade_knows() -> None:
     assert found["recipe_options"] == {"builtin.Qwen-vLLM": asked.options}
     assert found["defaults"] == {
         "auto_check_model_updates": False,
+        "auto_evict": False,
+        "auto_update_models": False,
         "broadcast": False,
         "ctx_size": 8192,
         "global_timeout": 1800,
@@ -177,6 +181,17 @@ def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: s
     assert server_problems_of(scenario(model), {}) == []
 
 
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [("flm", {"flm_args": "--pmode performance"}), ("llamacpp-hrx", {"hrx_args": "--parallel 4"})],
+)
+def test_recipes_of_other_engines(recipe: str, options: dict[str, str]) -> None:
+    assert problems(checkpoint="o/m", recipe=recipe, **options) == []
+    found = contents(checkpoint="o/m", recipe=recipe, **options)
+    assert found["user_models"]["Tiny"]["recipe"] == recipe
+    assert found["recipe_options"] == {"user.Tiny": {"ctx_size": 8192, **options}}
+
+
 def notes(template: str, load: Load, prompts: Prompts = Prompts(tokens=10), **variables: Any) -> list[str]:  # noqa: B008
     server = Server(template=template, variables=variables)
     return list_notes(
@@ -251,6 +266,29 @@ def test_notes_on_lemonades_queue_and_on_an_override_of_the_gpu() -> None:
     assert "40 requests will be in flight, and Lemonade serves at most 32 at once" in note
     (note,) = notes("vllm-rocm", Load(user="batch"), environment={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"})
     assert note.startswith("server 's': HSA_OVERRIDE_GFX_VERSION overrides GPU detection")
+
+
+@pytest.mark.parametrize(
+    ("model", "variables", "slots"),
+    [
+        ("m", {"checkpoint": "o/m", "recipe": "llamacpp"}, 1),
+        ("Qwen3-0.6B-GGUF", {}, 1),
+        ("m", {"llamacpp_args": "--threads 8"}, 1),
+        ("m", {"llamacpp_args": "-np 4 --threads 8"}, 4),
+        ("m", {"llamacpp_args": "--parallel=6"}, 6),
+        ("m", {"llamacpp_args": "--parallel -1"}, None),  # llama-server chooses
+        ("m", {}, None),  # the engine is not known
+        ("Qwen3.5-0.8B-FP16-vLLM", {"vllm_args": "--max-num-seqs 8"}, None),
+        ("Some-GGUF", {"checkpoint": "o/m", "recipe": "vllm"}, None),
+    ],
+)
+def test_how_many_slots_llama_server_has_behind_lemonade(model: str, variables: dict[str, Any], slots: int) -> None:
+    server, load = Server(template="lemonade", variables=variables), Load(user="batch", batch_size=6, output_tokens=10)
+    assert count_lemonade_slots(server, model) == slots
+    given = Scenario(
+        version=1, question="q", model=model, servers={"s": server}, loads={"l": load}, prompts=Prompts(tokens=10)
+    )
+    assert [f'"--parallel {6}"' in note for note in list_notes(given, 8)] == ([True] if slots in (1, 4) else [])
 
 
 @pytest.mark.parametrize(("threads", "size"), [(2, 32), (8, 32), (32, 128), (64, 256), (192, 256)])

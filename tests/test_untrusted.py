@@ -480,7 +480,7 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
     yield lambda: LemonadeMonitor(api, "m", None).effective()
     yield lambda: LemonadeMonitor(api, "m", None).fetch("/props")
-    yield lambda: LemonadeMonitor(api, "m", None).problems()
+    yield lambda: LemonadeMonitor(api, "m", None).state()
     yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.parse(url))
     yield lambda: assert_facts_can_be_stored(url, "ollama", None)
     yield lambda: assert_facts_can_be_stored(url, "llama-cpp", LemonadeMonitor(api, "m", None))

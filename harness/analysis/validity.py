@@ -15,7 +15,7 @@ from harness.analysis.derive import MIN_PROMPT_SHARE
 from harness.analysis.limits import client_limits, killed_processes, process_name, users_remedy
 from harness.analysis.schedule import counts_arrivals
 from harness.analysis.tally import CellCounts
-from harness.rundir.manifest import CellRun, Run
+from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.rundir.records import CLOSING_S, MAX_CPU, SLACK_S, ProcessMark
 from harness.rundir.samples import MAX_GAP_S
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
@@ -298,13 +298,17 @@ def _throttling_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason
             yield because("gpu_throttled", gpu=name, **times, invalid=invalid)
 
 
-def _gateway_notes(ran: CellRun, load: Load, tokens: RequestTokens | None) -> Iterator[Reason]:
-    """Notes on the program in front of the engine, and whether it queues requests of this load."""
-    served, in_flight = ran.served_by, max_concurrency(load)
-    yield from served.notes
+def _context_note(served: ServedBy, tokens: RequestTokens | None) -> Iterator[Reason]:
     limit = None if served.startup is None else served.startup.max_model_len
     if limit is not None and tokens is not None and tokens.prompt_max + tokens.output_max > limit:
         yield because("context_short", needed=tokens.prompt_max + tokens.output_max, limit=limit)
+
+
+def queue_notes(served: ServedBy, load: Load) -> Iterator[Reason]:
+    """Yield a note if this load has more requests in flight than the server, or its engine, works on at once."""
+    in_flight, slots = max_concurrency(load), served.effective.get("parallel")
+    if isinstance(slots, int) and in_flight > slots:
+        yield because("engine_slots", in_flight=in_flight, slots=slots)
     if served.max_parallel is not None and in_flight > served.max_parallel:
         yield because("own_queue", in_flight=in_flight, server=served.version, at_once=served.max_parallel)
 
@@ -325,7 +329,9 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
     if machine is not None:
         yield from _telemetry_notes(machine)
     if evidence.ran is not None:
-        yield from _gateway_notes(evidence.ran, load, evidence.tokens)
+        yield from evidence.ran.served_by.notes
+        yield from _context_note(evidence.ran.served_by, evidence.tokens)
+        yield from queue_notes(evidence.ran.served_by, load)
     if (warmup := evidence.warmup) is not None and warmup.steady is not None:
         yield because("steady" if warmup.steady else "not_steady", requests=warmup.requests, seconds=warmup.seconds)
     for bad in tally.bad_fields.by_field.values():

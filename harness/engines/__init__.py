@@ -104,6 +104,7 @@ class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     wraps: bool = False  # its log also has the words of the engines that it runs
     prefixes: list[str] = []  # before the text of a line; a group named `level` holds its level
     starting: list[str] = []  # words of a start, which may follow a stop
+    loading: list[str] = []  # it was asked to load a model; it may have failed to load one before
     fetched: list[str] = []  # the model is complete
     ready: list[str] = []
     stopping: list[str] = []  # the server was asked to stop

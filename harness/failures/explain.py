@@ -77,6 +77,7 @@ def _log_words(key: str, *uvicorn: bytes) -> tuple[bytes, ...]:
 _READY_WORDS = _log_words("ready", b"Application startup complete")
 _FETCHED_WORDS = _log_words("fetched")
 _STARTING_WORDS = _log_words("starting")
+_LOADING_WORDS = _log_words("loading")
 _STOPPING_WORDS = _log_words("stopping", b":     Shutting down")
 _UNLOADING_WORDS = _log_words("unloading")
 _SERVER_WORDS = tuple(  # servers that run another engine come last, since their logs have its words, too
@@ -90,7 +91,7 @@ _SERVER_WORDS = tuple(  # servers that run another engine come last, since their
 def _trigger_words() -> dict[bytes, set[bytes]]:
     """Return the words of lines that must be examined, by their shape: with zeros in place of digits."""
     words = [pattern.needle.encode() for pattern in table.patterns()]
-    words += [*_READY_WORDS, *_FETCHED_WORDS, *_STARTING_WORDS, *_STOPPING_WORDS, *_UNLOADING_WORDS]
+    words += [*_READY_WORDS, *_FETCHED_WORDS, *_STARTING_WORDS, *_STOPPING_WORDS, *_UNLOADING_WORDS, *_LOADING_WORDS]
     by_shape: dict[bytes, set[bytes]] = {}
     for word in (*words, *_EXCEPTION_WORDS):
         by_shape.setdefault(word.translate(_ZERO_DIGITS), set()).add(word)
@@ -110,7 +111,8 @@ class Diagnosis(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     wrapper: str | None = None  # a line that says only that something failed
     wrapper_number: int | None = None
     count: int = 1
-    recovered: bool = False  # the server became ready afterwards, or loaded what it could not fetch at first
+    # The server became ready afterwards, loaded what it could not fetch at first, or failed at a later load.
+    recovered: bool = False
     hint: bool = False  # logged as a warning, so an error or exception counts more
     scenario: bool = False
     source: str
@@ -259,6 +261,7 @@ class _LogSearch:
         self._groups: dict[tuple[str, str], dict[str, str | None]] = {}  # of the line of each finding
         self._incomplete: _Incomplete | None = None
         self._is_detailed = False
+        self._loads_again = False  # a load failed, and a later one has begun
         # A shape is a line with zeros in place of its digits: those without a trigger word, and of frequent findings.
         self._plain_shapes: set[bytes] = set()
         self._frequent_shapes: dict[bytes, tuple[str, str]] = {}
@@ -385,8 +388,11 @@ class _LogSearch:
                 self._stop_line = number
             self._is_stopping = True
         is_ready = any(word in raw for word in _READY_WORDS)
+        if any(word in raw for word in _LOADING_WORDS):
+            failed = (finding for finding in self._findings.values() if not finding.recovered)
+            self._loads_again = any((finding.phase, finding.severity) == ("start", "wrapper") for finding in failed)
         if is_ready:
-            self._ready_line = number
+            self._ready_line, self._loads_again = number, False
         if is_ready or any(word in raw for word in _FETCHED_WORDS):
             for key, finding in self._findings.items():
                 if is_ready or table.rules_by_id()[finding.id].fetching:
@@ -408,6 +414,10 @@ class _LogSearch:
         """Add or count a finding. Return its key, or None if it is left out."""
         if self._is_stopping and finding.severity not in ("cause", "request", "warning"):
             return None  # a server that stops ends its processes, and reports that they are dead
+        if self._loads_again and not finding.hint and finding.severity not in ("request", "warning"):
+            # The newest load counts: users change a setting and try again.
+            self._loads_again = False
+            self._findings = {key: structs.replace(old, recovered=True) for key, old in self._findings.items()}
         key = (finding.id, _DIGITS.sub("#", finding.cause))
         known = self._findings.get(key)
         if known is None and len(self._findings) >= MAX_FINDINGS:

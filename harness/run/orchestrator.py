@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from harness.analysis.validity import queue_notes
 from harness.errors import HarnessError, RunError, ServerError, StartError
 from harness.files import DOCS, open_file
 from harness.job import Job, warmup_done_file, workload_of, write_job
@@ -278,7 +279,9 @@ def run_cell(
     concurrent_loads = [running.counter_path(other.id) for other in concurrent]
     job = replace(jobs[0], then=jobs[1:], concurrent_loads=concurrent_loads)
     start = prepare_generator(running, job, endpoint)
-    monitor = Monitor(job, watch)
+    monitor, before = Monitor(job, watch), endpoint.state()
+    for note in queue_notes(endpoint.started, job.load):
+        running.progress.note(cells[0].server, cells[0].load, sentence(note))
     if shown:
         running.progress.start_load(monitor)
     with watch_server(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
@@ -303,7 +306,7 @@ def run_cell(
     death = endpoint.death(now=True)
     of_death = [] if death is None else [death.problem(), death.evidence()]  # may be in `driven` already
     new = [reason for reason in of_death if reason is not None and reason not in driven.problems]
-    problems = [*driven.problems, *new, *endpoint.problems()]
+    problems = [*driven.problems, *new, *endpoint.problems(before)]
     times = driven.started_wall_s, driven.ended_wall_s
     cell_runs = [_cell_run(cell, endpoint.served_by, *times, problems) for cell in cells]
     if watch is None or driven.stopped_s is None:

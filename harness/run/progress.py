@@ -35,6 +35,7 @@ class Progress:
         self._monitor: Monitor | None = None
         self._numbers: list[str] | None = None  # of the monitor, in words
         self._read_s = 0.0
+        self._notes: set[tuple[str, str, str]] = set()  # printed ones
 
     @contextmanager
     def live(self) -> Iterator["Progress"]:
@@ -47,6 +48,12 @@ class Progress:
 
     def line(self, text: str) -> None:
         self.console.print(masked(text, "sure"), soft_wrap=True)
+
+    def note(self, server: str, load: str, text: str) -> None:
+        """Print a note on a row once, however often it is measured."""
+        if (server, load, text) not in self._notes:
+            self._notes.add((server, load, text))
+            self.line(f"note: {server} / {load}: {text}")
 
     def start_cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
         """Show the next cell. `left_s`: the estimated time for it and all later cells."""

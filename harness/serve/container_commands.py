@@ -61,12 +61,16 @@ class Shell:
                     if len(output) > MAX_ANSWER_BYTES:
                         raise ConnectionError("an answer without an end")
             except (OSError, *DOCKER_ERRORS):
-                self.close()
+                self._close()
                 return b""
         return output[:-1]
 
     def close(self) -> None:
-        """Close the shell's input, which ends it."""
+        """Close the shell's input, which ends it. Waits for a line that runs."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         stream, self._stream, self._socket = self._stream, None, None
         # The SDK attaches the response and the socket to the stream, so that they live as long.
         parts = [getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)]

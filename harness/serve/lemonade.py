@@ -40,6 +40,9 @@ HEALTH_S = 30.0  # /health waits for a lock, and for a thread when all of them a
 SYSTEM_INFO_S = 120.0  # the first call on a machine detects its hardware
 CLEANUP_S = 60.0  # after both attempts of a load: each may take 10 s to clean up
 MAX_SILENCE_S = 300.0  # between two events of a download; a hub may be slow
+LLAMACPP_LOAD_S = 600.0  # how long Lemonade waits for llama-server, whatever global_timeout is
+JOBS_S = 5.0
+MAX_JOB_CHARS = 80  # of a job's id in a reason
 OWN_METRICS_S = 1.0  # they wait when all threads are busy, and must not delay the metrics of the engine
 MAX_ATTACHED_LOAD_S = 3600.0  # of a Lemonade whose own limit is not known
 MAX_LISTED_MODELS = 5000  # in which a similar name is searched
@@ -262,7 +265,8 @@ def bring_up_model(
         progress = ["downloading the model"]
         run(lambda: download(api, pull, progress, deadline), progress)
         timer.finish("download")
-    limit_s = 2 * settings.global_timeout_s + CLEANUP_S  # Lemonade tries twice
+    attempt_s = settings.global_timeout_s if recipe == "vllm" else max(settings.global_timeout_s, LLAMACPP_LOAD_S)
+    limit_s = 2 * attempt_s + CLEANUP_S  # Lemonade tries twice
     load = {"model_name": settings.model, **settings.options, "pinned": True}
     # To give up before Lemonade does would hide its reason.
     load_deadline = max(deadline, time.monotonic() + limit_s)
@@ -425,6 +429,45 @@ def _load_with_saved_options(api: Api, model: str) -> None:
         raise ServerError(what, next_step=advise_on_message(message) + log)
 
 
+class _Job(Struct, frozen=True):
+    id: str
+    status: str = ""  # queued, running, paused, interrupted, completed, failed
+
+
+class _JobList(Struct, frozen=True):
+    jobs: list[_Job] = []
+
+
+class LemonadeState(Struct, frozen=True):
+    """A model and the jobs of a Lemonade at one moment."""
+
+    running: RunningModel | None  # as last seen
+    lost: bool = False  # Lemonade does not have it any more
+    jobs: dict[str, str] | None = None  # status by id; None: this Lemonade has no jobs API
+
+
+def find_changes(before: LemonadeState, now: LemonadeState) -> list[Reason]:
+    """Return why measurements between two moments cannot be trusted.
+
+    A job holds an exclusive slot while it loads models or chats: other requests wait for its end.
+    """
+    old, new, known = before.running, now.running, before.jobs or {}
+    reasons = []
+    if new is not None and now.lost:
+        reasons.append(because("backend_lost", server=NAME))
+    elif new is not None and new.watchdog_reset and (old is None or old.pid != new.pid or not old.watchdog_reset):
+        reasons.append(because("backend_reset", server=NAME, reason=new.watchdog_reset_reason))
+    elif old is not None and new is not None and old.pid != new.pid:
+        reasons.append(because("backend_restarted", server=NAME, before=old.pid, now=new.pid))
+    ran = [
+        name for name, status in (now.jobs or {}).items()
+        if status == "running" or (before.jobs is not None and status not in ("queued", "paused", known.get(name)))
+    ]  # fmt: skip
+    if ran:
+        reasons.append(because("exclusive_job", server=NAME, jobs=len(ran), job=ran[0][:MAX_JOB_CHARS]))
+    return reasons
+
+
 class LemonadeMonitor:
     """One model of one Lemonade. `container` is None if the harness cannot look inside."""
 
@@ -475,21 +518,19 @@ class LemonadeMonitor:
         }  # fmt: skip
         return {name: value for name, value in settings.items() if value}
 
-    def problems(self) -> list[Reason]:
-        """Return why measurements since the last call, or since the start, cannot be trusted."""
+    def state(self) -> LemonadeState:
+        """Return the model and the jobs now."""
+        found, listed = self._find_running(), self._api.read(f"{API_PREFIX}/jobs", _JobList, JOBS_S)
+        self._running = found or self._running
+        jobs = None if listed is None else {job.id: job.status for job in listed.jobs}
+        return LemonadeState(self._running, found is None, jobs)
+
+    def problems(self, before: LemonadeState) -> list[Reason]:
+        """Return why measurements since `before` cannot be trusted. Loads that run concurrently each have their own."""
         if self._shell is not None:
             self._shell.close()  # until the next load
-        before, now = self._running, self._find_running()
-        problems = []
-        if now is not None and now.watchdog_reset:
-            problems.append(because("backend_reset", server=NAME, reason=now.watchdog_reset_reason))
-        elif before is not None and now is not None and before.pid != now.pid:
-            problems.append(because("backend_restarted", server=NAME, before=before.pid, now=now.pid))
-        elif before is not None and now is None:
-            problems.append(because("backend_lost", server=NAME))
-        self._running = now or self._running
         orphans = [] if self._container is None else list_orphans(self._container)
-        return problems + [because("orphan_memory", name=name) for name in orphans]
+        return [*find_changes(before, self.state()), *(because("orphan_memory", name=name) for name in orphans)]
 
     def _find_running(self, timeout_s: float = HEALTH_S) -> RunningModel | None:
         health = get_health(self._api, timeout_s)

@@ -31,7 +31,7 @@ from harness.serve.container_commands import container_source, has_shell
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
 from harness.serve.engine import connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
-from harness.serve.lemonade import Api, LemonadeMonitor, find_running_model
+from harness.serve.lemonade import Api, LemonadeMonitor, LemonadeState, find_running_model
 from harness.serve.location import EngineLocation, engine_location, is_this_machine, open_tunnel
 from harness.serve.probe import PhaseTimer, StartupWatch
 from harness.serve.ready import ReadyServer, wait_ready
@@ -77,9 +77,15 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         """A function that posts to the engine behind Lemonade and returns its text, empty without an answer."""
         return None if self.monitor is None else self.monitor.fetch
 
-    def problems(self) -> list[Reason]:
-        """Return why measurements since the last call cannot be trusted; empty for a dead server."""
-        return [] if self.monitor is None or self.check_alive() is not None else self.monitor.problems()
+    def state(self) -> LemonadeState | None:
+        """Return what `problems` compares with; None for a server without a monitor."""
+        return None if self.monitor is None else self.monitor.state()
+
+    def problems(self, before: LemonadeState | None) -> list[Reason]:
+        """Return why measurements since `before` cannot be trusted; empty for a dead server."""
+        if self.monitor is None or before is None or self.check_alive() is not None:
+            return []
+        return self.monitor.problems(before)
 
     def death(self, now: bool = False) -> ServerDeath | None:
         return self.read_status(now).death

@@ -24,7 +24,13 @@ from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count
 from harness.serve.location import engine_location
 from harness.serve.security import find_missing_consent, make_access_notes
 from harness.serve.template import find_variable_problems, get_variable, prepare_server, read_variables
+from harness.units import count
 
+# Variables of the template `lemonade`, and the recipe that has them.
+LEMONADE_OPTIONS = {
+    "vllm_args": "vllm", "vllm_backend": "vllm", "llamacpp_args": "llamacpp", "llamacpp_backend": "llamacpp",
+    "hrx_args": "llamacpp-hrx", "flm_args": "flm",
+}  # fmt: skip
 _NEGATIVE_NUMBER = re.compile(r"-[\d.]")
 
 
@@ -167,8 +173,8 @@ def _check_lemonade(server: Server, model: str) -> Iterator[Problem]:
     for name in ("vllm_args", "llamacpp_args"):
         if isinstance(given.get(name), str):
             yield from (Problem(f".variables.{name}", text) for text in find_protected_flags(name, given[name]))
-    for name, engine in (("vllm_args", "vllm"), ("llamacpp_args", "llamacpp"), ("llamacpp_backend", "llamacpp")):
-        if name in given and recipe is not None and recipe != engine:
+    for name, own_recipe in LEMONADE_OPTIONS.items():
+        if name in given and recipe is not None and recipe != own_recipe:
             yield Problem(f".variables.{name}", f"has no effect with the recipe {recipe}; remove it")
     if ("checkpoint" in given) != (recipe is not None):
         text = "belongs to 'checkpoint': a model that Lemonade knows has its own, and any other model needs both"
@@ -240,7 +246,11 @@ def list_notes(scenario: Scenario, threads: int | None = None) -> list[str]:
         if "HSA_OVERRIDE_GFX_VERSION" in (server.variables.get("environment") or {}):
             notes.append(f"server '{name}': {_OVERRIDE_NOTE}")
         for load_name, load in scenario.loads.items():
-            load_notes = (_note_length(server, load, scenario.prompts), _note_queue(server, load, threads))
+            load_notes = (
+                _note_length(server, load, scenario.prompts),
+                _note_queue(server, load, threads),
+                _note_slots(server, load, scenario.model),
+            )
             notes += [f"server '{name}' under {load_name}: {note}" for note in load_notes if note is not None]
         compose = prepare_server(scenario, name).compose if server.allow else None
         if compose is not None:
@@ -255,6 +265,30 @@ def _note_queue(server: Server, load: Load, threads: int | None) -> str | None:
     return (
         f"{max_concurrency(load):,} requests will be in flight, and Lemonade serves at most {size} at once: "
         "above that its own queue is measured, not the engine's"
+    )
+
+
+def count_lemonade_slots(server: Server, model: str) -> int | None:
+    """Return how many requests llama-server behind Lemonade works on at once; None for another engine, or if unknown.
+
+    Lemonade starts it with one slot since version 2026 (lemonade-sdk/lemonade, pull request 3277).
+    """
+    words = str(get_variable(server, "llamacpp_args") or "").split()
+    recipe = get_variable(server, "recipe") or ("llamacpp" if words or "gguf" in model.lower() else None)
+    if server.template != "lemonade" or recipe != "llamacpp":
+        return None
+    value = get_option(words, "--parallel", "-np") or "1"
+    return int(value) if value.isdecimal() else None
+
+
+def _note_slots(server: Server, load: Load, model: str) -> str | None:
+    slots, in_flight = count_lemonade_slots(server, model), max_concurrency(load)
+    if slots is None or in_flight <= slots:
+        return None
+    return (
+        f"{in_flight:,} requests will be in flight, and llama-server gets {count(slots, 'slot')}: the others wait in "
+        f'its queue. For all at once write llamacpp_args: "--parallel {in_flight}", and a ctx_size for {in_flight:,} '
+        "requests together"
     )
 
 

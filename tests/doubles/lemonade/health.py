@@ -1,8 +1,6 @@
 """What the double says of itself: /health, /metrics, /system-info."""
 
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 from tests.doubles.lemonade.bodies import body
@@ -20,14 +18,11 @@ def health(router: Router) -> dict[str, Any]:
 
 def _entry(router: Router, loaded: Loaded) -> dict[str, Any]:
     backend, model = loaded.backend, loaded.model
-    busy = backend.busy > 0
     entry = {
         **body("health-vllm" if model.recipe == "vllm" else "health-llamacpp"),
         "backend_url": f"http://127.0.0.1:{backend.port}/v1",
-        "backend_health": "busy" if busy else "ready",
+        "backend_health": "ready",
         "checkpoint": model.checkpoint,
-        "is_busy": busy,
-        "is_streaming": busy,
         "last_use": int(time.monotonic() * 1000),
         "launch_command": backend.command,
         "model_name": model.name,
@@ -45,8 +40,7 @@ def system_info(router: Router) -> dict[str, Any]:
     found = body("system-info-gfx1151")
     behaviour, config = router.settings.behaviour, router.settings.config
     found["no_fetch_executables"] = config["no_fetch_executables"]
-    llamacpp = dict.fromkeys(filter(None, ("vulkan", behaviour.llamacpp_backend)))
-    for recipe, backend in [("vllm", "rocm"), *(("llamacpp", name) for name in llamacpp)]:
+    for recipe, backend in (("vllm", "rocm"), ("llamacpp", "vulkan")):
         entry = found["recipes"][recipe]["backends"][backend]
         fetched = not (config["no_fetch_executables"] or config["offline"])
         if recipe == "vllm" and not behaviour.gpu:
@@ -67,39 +61,3 @@ def system_info(router: Router) -> dict[str, Any]:
 
 def dry_run(asked: dict[str, Any]) -> dict[str, Any]:
     return {**body("install-dry-run"), "arch": asked.get("arch") or FAMILY, "recipe": asked.get("recipe")}
-
-
-def metrics(router: Router) -> str:
-    """The recorded text, with the labels and the counters of what is loaded."""
-    text = (Path(__file__).with_name("recorded") / "metrics.txt").read_text()
-    loaded = router.loaded
-    own = re.compile(r"^(?:# \w+ )?lemonade_(?:model|llamacpp)_.*\n", re.MULTILINE)
-    if loaded is None or not loaded.backend.alive:
-        return re.sub(r"lemonade_loaded_models \d+", "lemonade_loaded_models 0", own.sub("", text))
-    if loaded.model.recipe != "llamacpp":
-        text = re.sub(r"^(?:# \w+ )?lemonade_llamacpp_.*\n", "", text, flags=re.MULTILINE)
-    text = text.replace('model_name="TinyLocal",recipe="llamacpp"',
-                        f'model_name="{loaded.model.name}",recipe="{loaded.model.recipe}"')  # fmt: skip
-    return _with_counters(text, loaded) if loaded.model.recipe == "llamacpp" else text
-
-
-def _with_counters(text: str, loaded: Loaded) -> str:
-    """llama-server's own numbers under Lemonade's names."""
-    connection = loaded.backend.connect(2.0)
-    try:
-        connection.request("GET", "/metrics")
-        now = connection.getresponse().read().decode()
-    except OSError:
-        return text
-    finally:
-        connection.close()
-    for theirs, ours in (
-        ("vllm:num_requests_running", "requests_processing"),
-        ("vllm:num_requests_waiting", "requests_deferred"),
-        ("vllm:prompt_tokens_total", "prompt_tokens_total"),
-        ("vllm:generation_tokens_total", "tokens_predicted_total"),
-    ):
-        value = re.search(rf"^{theirs}\{{[^}}]*\}} (\S+)", now, re.MULTILINE)
-        if value is not None:
-            text = re.sub(rf"^(lemonade_llamacpp_{ours}\{{[^}}]*\}}) \S+", rf"\1 {value[1]}", text, flags=re.MULTILINE)
-    return text

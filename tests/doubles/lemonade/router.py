@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from tests.doubles.lemonade.arguments import BadArgument, llama_arguments, vllm_arguments
-from tests.doubles.lemonade.backend import Backend, NotReady, free_port, leave_orphan, log
+from tests.doubles.lemonade.backend import Backend, NotReady, free_port, log
 from tests.doubles.lemonade.bodies import body, error, load_error
 from tests.doubles.lemonade.settings import Settings
 
@@ -46,7 +46,6 @@ class Router:
         self.installed = {"vllm"} | {"llamacpp"} if settings.behaviour.installed else set()
         self.downloaded: set[str] = set()
         self.loads = 0  # started backends
-        self._reset: dict[str, Any] | None = None  # options of a backend that failed during a request
         self._registered: dict[str, dict[str, Any]] = dict(settings.user_models)
         self._lock = threading.RLock()
 
@@ -66,8 +65,7 @@ class Router:
         raise error("model_not_found", 404, message=text, requested_model=name)
 
     def is_downloaded(self, model: Model) -> bool:
-        local = model.checkpoint.startswith("/")
-        return local or self.settings.behaviour.downloaded or model.canonical in self.downloaded
+        return model.checkpoint.startswith("/") or model.canonical in self.downloaded
 
     def describe(self, model: Model) -> dict[str, Any]:
         """An entry of /models."""
@@ -161,20 +159,16 @@ class Router:
         if model.recipe == "vllm":
             self._probe_quantization(model)
             arguments = vllm_arguments(model.checkpoint, model.served, port, options, FAMILY)
-            backend = Backend("vllm-server", arguments, port, behaviour.preset)
+            backend = Backend("vllm-server", arguments, port)
         else:
-            backend = Backend("llama-server", llama_arguments(model.checkpoint, port, options), port, behaviour.preset)
+            backend = Backend("llama-server", llama_arguments(model.checkpoint, port, options), port)
         self.loads += 1
         never = self.loads <= behaviour.never_ready
-        if self.loads <= behaviour.die_at_start:
-            backend.kill()
         try:
-            backend.wait_ready(float(self.settings.config["global_timeout"]), behaviour.load_s, never)
+            backend.wait_ready(float(self.settings.config["global_timeout"]), never)
         except NotReady:
             if backend.alive:
                 backend.stop(behaviour.unload_s)
-                if behaviour.orphan:
-                    leave_orphan()
             raise
         self.loaded = Loaded(model, options, backend)
 
@@ -196,23 +190,13 @@ class Router:
             self.loaded = None
             return True
 
-    def reset(self, backend: Backend, reason: str) -> None:
-        """What the watchdog does to a backend that dies or hangs during a request: it is loaded again as it was."""
-        log(f"(BackendWatchdog) {backend.name} backend marked unavailable: {reason}")
-        if backend.alive:
-            backend.kill()
-        if self.loaded is not None and self.loaded.backend is backend:
-            self._reset = self.loaded.options
-
     def for_request(self, name: str, asked: dict[str, Any]) -> Loaded:
-        """The model of a chat request. One that is not loaded, or whose backend died unused, gets the saved options."""
+        """The model of a chat request. One that is not loaded gets the saved options."""
         with self._lock:
             model = self.find(name)
             now = self.loaded
             if now is None or now.model != model or not now.backend.alive:
-                again = self._reset if now is not None and now.model == model else None
-                self._reset = None
-                self.load(name, again or {"ctx_size": asked.get("ctx_size")})
+                self.load(name, {"ctx_size": asked.get("ctx_size")})
             assert self.loaded is not None
             return self.loaded
 

@@ -1,7 +1,6 @@
 """Requests of the double, under all the prefixes that Lemonade takes."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from tests.doubles.lemonade import chat, health
 from tests.doubles.lemonade.backend import NotReady
 from tests.doubles.lemonade.bodies import Refused, body
-from tests.doubles.lemonade.pool import REQUESTS_PER_CONNECTION
 from tests.doubles.lemonade.router import KERNEL_PAGE, Router
 
 PREFIXES = ("/api/v0", "/api/v1", "/v0", "/v1")
@@ -21,11 +19,6 @@ class Lemonade(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     router: Router
-
-    def setup(self) -> None:
-        self._served = 0
-        super().setup()
-        self.connection.settimeout(self.router.settings.behaviour.keep_alive_s)
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -40,12 +33,8 @@ class Lemonade(BaseHTTPRequestHandler):
         """Requests are not logged."""
 
     def _answer(self, respond: Callable[[str, bytes], None]) -> None:
-        self._served += 1
-        if self._served >= REQUESTS_PER_CONNECTION:
-            self.close_connection = True
         asked = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
-            self._let_in()
             respond(self.path.partition("?")[0], asked)
         except Refused as refused:
             self._json(refused.status, refused.body)
@@ -54,19 +43,10 @@ class Lemonade(BaseHTTPRequestHandler):
         except NotReady as problem:
             self._json(500, {"error": str(problem)})
 
-    def _let_in(self) -> None:
-        key = self.router.settings.api_key
-        if key is None or self.path == "/live":
-            return
-        if self.headers.get("Authorization") != f"Bearer {key}":
-            raise Refused(401, {"error": "Invalid or missing API key"})
-
     def _get(self, path: str, _asked: bytes) -> None:
         router = self.router
         if path == "/live":
             return self._json(200, {"status": "ok"})
-        if path == "/metrics":
-            return self._send(200, "text/plain; version=0.0.4", health.metrics(router).encode())
         if path == "/internal/config":
             return self._json(200, router.settings.config)
         name = _route(path)
@@ -146,10 +126,7 @@ class Lemonade(BaseHTTPRequestHandler):
         self._stream(_pull_events(progress))
 
     def _complete(self, path: str, asked: dict[str, Any]) -> None:
-        if asked.get("stream"):
-            self._stream(chat.stream(self.router, path, asked))
-        else:
-            self._json(200, chat.answer(self.router, path, asked))
+        self._send(200, *chat.answer(self.router, path, asked))
 
     def _stream(self, events: Iterator[bytes]) -> None:
         self._head(200, "text/event-stream", {"Transfer-Encoding": "chunked", "X-Accel-Buffering": "no"})
@@ -157,8 +134,6 @@ class Lemonade(BaseHTTPRequestHandler):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
             self.wfile.flush()
         self.wfile.write(b"0\r\n\r\n")
-        self.close_connection = True  # after each stream, whatever the headers said
-        time.sleep(self.router.settings.behaviour.close_s)
 
     def _json(self, status: int, found: Any) -> None:
         self._send(status, "application/json", json.dumps(found, sort_keys=True).encode())
@@ -171,12 +146,6 @@ class Lemonade(BaseHTTPRequestHandler):
     def _head(self, status: int, kind: str, more: dict[str, str]) -> None:
         self.send_response_only(status)
         self.send_header("Content-Type", kind)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        else:
-            keep_s = self.router.settings.behaviour.keep_alive_s
-            self.send_header("Connection", "keep-alive")
-            self.send_header("Keep-Alive", f"timeout={keep_s:g}, max={REQUESTS_PER_CONNECTION}")
         for name, value in more.items():
             self.send_header(name, value)
         self.end_headers()

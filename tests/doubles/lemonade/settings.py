@@ -15,23 +15,13 @@ from tests.doubles.lemonade.bodies import body
 class Behaviour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How it misbehaves: JSON in the environment variable LEMONADE_DOUBLE."""
 
-    threads: int | None = None  # of its pool; None: by the processors, as Lemonade does
     kernel_fix: bool = True
     gpu: bool = True
-    llamacpp_backend: str | None = None  # installed next to vulkan, the default
     installed: bool = False  # the backends
-    downloaded: bool = False  # the models
     hub: bool = True  # whether huggingface.co can be reached
-    load_s: float = 0.0  # how long the backend starts
     never_ready: int = 0  # so many starts of the backend never become ready
-    die_at_start: int = 0  # so many starts of the backend end at once
-    orphan: bool = False  # a start that times out leaves its EngineCore
-    pings: bool = True  # since v11.8.0
     config_dir: bool = True  # since v11.8.0: settings in $XDG_CONFIG_HOME, launch_command in /health
-    preset: str = "instant"  # of the embedded engine
     unload_s: float = 2.0
-    keep_alive_s: float = 5.0
-    close_s: float = 0.03  # from the end of a stream to that of its connection; 0 to 0.07 were seen
     version: str = "11.7.0"
 
 
@@ -42,16 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     user_models: dict[str, Any]
     saved_options: dict[str, Any]  # recipe_options.json
     behaviour: Behaviour
-    api_key: str | None
-    watchdog_grace_s: float | None  # None: the watchdog is off
-    watchdog_poll_s: float
-    watchdog_failures: int
     home: Path
-
-    def pool_size(self) -> int:
-        """Threads that serve connections: 4 per processor, between 32 and 256."""
-        processors = len(os.sched_getaffinity(0))
-        return self.behaviour.threads or min(256, max(32, 4 * processors))
 
 
 def read_settings(argv: list[str] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
@@ -72,7 +53,6 @@ def read_settings(argv: list[str] | None = None, environment: Mapping[str, str] 
     if not behaviour.config_dir:  # as before v11.8.0: written out in full, and from then on it wins
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-    grace_s = max(10.0, float(env.get("LEMONADE_BACKEND_WATCHDOG_GRACE_SECONDS") or 90))
     return Settings(
         host="127.0.0.1" if given.host == "localhost" else given.host,
         port=given.port,
@@ -80,10 +60,6 @@ def read_settings(argv: list[str] | None = None, environment: Mapping[str, str] 
         user_models=_json(folder / "user_models.json"),
         saved_options=_json(folder / "recipe_options.json"),
         behaviour=behaviour,
-        api_key=env.get("LEMONADE_API_KEY") or None,
-        watchdog_grace_s=None if env.get("LEMONADE_BACKEND_WATCHDOG") == "0" else grace_s,
-        watchdog_poll_s=float(env.get("LEMONADE_BACKEND_WATCHDOG_POLL_SECONDS") or 5),
-        watchdog_failures=int(env.get("LEMONADE_BACKEND_WATCHDOG_MAX_FAILURES") or 3),
         home=home,
     )
 

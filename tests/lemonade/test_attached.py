@@ -1,0 +1,183 @@
+"""A real Lemonade that already runs on this machine, with llama.cpp behind it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import yaml
+
+from harness.analysis.summarize import read_summary
+from harness.errors import ExitCode, ServerError
+from harness.failures.explain import scan_text
+from harness.rundir.manifest import read_run
+from harness.rundir.samples import parse_metrics
+from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model
+from harness.serve.lifecycle import attach_to_server
+from harness.serve.probe import make_token_counter
+from tests.command import PATIENCE_S, harness
+from tests.lemonade.parts import Lemond, lemond, versions
+from tests.real.conftest import Say
+from tests.real.parts import run_folder, wait_for
+
+SCENARIO: dict[str, Any] = {
+    "version": 1,
+    "question": "How does a Lemonade that already runs answer?",
+    "model": "Gguf",
+    "servers": {"s": {"template": "lemonade"}},
+    "loads": {"four": {"user": "batch", "batch_size": 4, "requests": 12, "output_tokens": 8}},
+    "prompts": {"tokens": 20},
+    "warmup": {"requests": 1},
+    "repeats": 1,
+    "restart": False,
+}
+
+
+@pytest.fixture
+def loaded(on_llamacpp: Lemond) -> Iterator[Lemond]:
+    on_llamacpp.load("user.Gguf")
+    yield on_llamacpp
+    on_llamacpp.unload()
+
+
+def write(folder: Path, **keys: Any) -> Path:
+    path = folder / "attached.yaml"
+    path.write_text(yaml.safe_dump(SCENARIO | keys))
+    return path
+
+
+def monitor(server: Lemond, model: str = "user.Gguf") -> LemonadeMonitor:
+    return LemonadeMonitor(server.api, model, None)
+
+
+def test_one_slot_by_default_is_said_in_a_run(loaded: Lemond, tmp_path: Path, say: Say) -> None:
+    done = harness("run", str(write(tmp_path)), "--url", loaded.url, "--runs", "runs", cwd=tmp_path)
+    say(done.out + done.err)
+    assert (done.code, done.err) == (0, "")
+    folder = run_folder(tmp_path / "attached.yaml")
+    assert folder is not None
+    (cell,) = read_run(folder).cells
+    assert (cell.served_by.effective["parallel"], cell.problems) == (1, [])
+    version = f"Lemonade {versions()['lemonade-server']}, llamacpp:system b"
+    assert (cell.served_by.version or "").startswith(version)
+    (note,) = [note for note in read_summary(folder).notes if note.code == "engine_slots"]
+    assert (note.values["in_flight"], note.values["slots"]) == (4, 1)
+
+
+def test_with_four_slots_there_is_no_note(on_llamacpp: Lemond, tmp_path: Path) -> None:
+    on_llamacpp.load("user.Gguf", llamacpp_args="--parallel 4", ctx_size=8192)
+    done = harness("run", str(write(tmp_path)), "--url", on_llamacpp.url, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    folder = run_folder(tmp_path / "attached.yaml")
+    assert folder is not None
+    assert read_run(folder).cells[0].served_by.effective["ctx_per_slot"] == 2048
+    assert [note for note in read_summary(folder).notes if note.code == "engine_slots"] == []
+    on_llamacpp.unload()
+
+
+def test_a_job_during_the_load_makes_the_run_invalid(loaded: Lemond, tmp_path: Path) -> None:
+    """A job holds an exclusive slot: chats that are sent meanwhile wait for it."""
+    step = {"id": "a", "op": "chat", "params": {"model": "user.Gguf", "max_tokens": 1500, "ignore_eos": True,
+            "messages": [{"role": "user", "content": "Hello."}]}}  # fmt: skip
+    watch = monitor(loaded)
+    state = watch.state()
+    assert state.jobs == {}
+    body = {"name": "tuning", "definition": {"steps": [step]}}
+    created = requests.post(loaded.url + "/api/v1/jobs", json=body, timeout=PATIENCE_S).json()["id"]
+    assert loaded.chat("user.Gguf").status_code == 200  # after the job
+    (problem,) = watch.problems(state)
+    assert (problem.code, problem.values["jobs"], problem.values["job"]) == ("exclusive_job", 1, created)
+    assert watch.problems(watch.state()) == []  # the next cell has none
+
+
+def test_a_model_is_loaded_with_its_saved_options_and_known_by_three_names(on_llamacpp: Lemond) -> None:
+    on_llamacpp.unload()
+    found = find_running_model(on_llamacpp.url, "Gguf", None)
+    assert found is not None and found.model == "Gguf"
+    assert found.max_parallel is not None and found.max_parallel >= 32
+    assert find_canonical_name(on_llamacpp.api, "Gguf") == "user.Gguf"
+    endpoint = attach_to_server(on_llamacpp.url, None)  # the only one that is loaded
+    assert endpoint.started.model == "Gguf" and not endpoint.started.simulated
+    assert endpoint.started.effective["checkpoint"].endswith("tiny.gguf")
+    assert callable(endpoint.metrics_source)
+    assert parse_metrics(endpoint.metrics_source())["generated_tokens"] >= 1
+    assert endpoint.problems(endpoint.state()) == []
+    assert make_token_counter(on_llamacpp.url, "Gguf", None, endpoint.ask_engine)("one two three") > 1
+    assert monitor(on_llamacpp, "user.Absent").fetch("/version") == ""  # nothing is loaded under that name
+    on_llamacpp.unload()
+
+
+def test_a_model_that_lemonade_does_not_have(on_llamacpp: Lemond) -> None:
+    with pytest.raises(ServerError, match="Model 'Ggf' was not found") as caught:
+        attach_to_server(on_llamacpp.url, "Ggf")
+    assert caught.value.next_step.endswith("Did you mean 'Gguf'?")
+
+
+def test_a_model_that_does_not_load_refers_to_the_log(on_llamacpp: Lemond) -> None:
+    with pytest.raises(ServerError, match="could not load 'Broken': .*llama-server failed to start") as caught:
+        attach_to_server(on_llamacpp.url, "Broken")
+    assert "journalctl -u lemond | harness explain -" in caught.value.next_step
+
+
+def test_a_second_model_next_to_a_pinned_one_is_refused(on_llamacpp: Lemond) -> None:
+    on_llamacpp.load("user.Gguf", pinned=True)
+    with pytest.raises(ServerError, match="pinned") as caught:
+        attach_to_server(on_llamacpp.url, "Other")
+    assert "unload or unpin the other model" in caught.value.next_step
+    on_llamacpp.unload()
+
+
+def test_a_backend_that_died_between_requests(on_llamacpp: Lemond) -> None:
+    before = on_llamacpp.load("user.Gguf", llamacpp_args="--parallel 3", ctx_size=3072, pinned=True)
+    watch = monitor(on_llamacpp)
+    parts = [watch.state(), watch.state()]
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    wait_for("that Lemonade knows", lambda: watch.state().lost or None, PATIENCE_S)
+    assert on_llamacpp.chat("user.Gguf").status_code == 200
+    after = on_llamacpp.running("user.Gguf")
+    assert [[problem.code for problem in watch.problems(part)] for part in parts] == [["backend_restarted"]] * 2
+    assert after.pid != before.pid
+    on_llamacpp.unload()
+
+
+def test_a_backend_that_is_killed_during_a_stream(on_llamacpp: Lemond) -> None:
+    running = on_llamacpp.load("user.Gguf", ctx_size=4096)
+    watch = monitor(on_llamacpp)
+    state = watch.state()
+    assert running.pid is not None
+    body = {"model": "user.Gguf", "stream": True, "max_tokens": 3000, "ignore_eos": True,
+            "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
+    with requests.post(on_llamacpp.url + "/v1/chat/completions", json=body, stream=True, timeout=PATIENCE_S) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(running.pid, signal.SIGKILL)
+        rest = b"\n".join(lines)
+    assert answer.status_code == 200 and b"backend_watchdog_reset" in rest and b"data: [DONE]" not in rest
+    assert [problem.code for problem in watch.problems(state)] in (["backend_lost"], ["backend_reset"])
+    # The engine died by itself: the watchdog has only noticed it.
+    found = [finding.id for finding in scan_text(on_llamacpp.log.read_text()).findings]
+    assert "lemonade.backend_died" in found and "lemonade.watchdog" not in found
+    on_llamacpp.unload()
+
+
+def test_of_several_failed_loads_the_newest_counts(on_llamacpp: Lemond) -> None:
+    start = on_llamacpp.log.stat().st_size
+    for options, rule in (({"llamacpp_args": "--no-such-flag"}, "cli.unknown_flag"), ({"ctx_size": 1024}, None)):
+        body = {"model_name": "user.Gguf", **options}
+        answer = requests.post(on_llamacpp.url + "/api/v1/load", json=body, timeout=PATIENCE_S)
+        assert (answer.status_code == 200) == (rule is None)
+        scanned = scan_text(on_llamacpp.log.read_bytes()[start:].decode())
+        cause = scanned.cause()
+        assert (None if cause is None else cause.id) == rule
+    on_llamacpp.unload()
+
+
+def test_a_wrong_key_is_refused_and_named(tmp_path: Path) -> None:
+    with lemond(tmp_path, api_key="sesame-of-the-test") as server:
+        done = harness("run", str(write(tmp_path)), "--url", server.url, "--runs", "runs", cwd=tmp_path)
+    assert done.code == ExitCode.SERVER
+    assert "401" in done.err and "sesame-of-the-test" not in done.err + done.out
