@@ -1,6 +1,7 @@
 """What a server, a proxy or a network can do to a request, on real sockets, and the one record that it leaves."""
 
 import gzip
+import json
 import socket
 import time
 from pathlib import Path
@@ -77,6 +78,29 @@ def test_the_request_that_goes_out(tmp_path: Path) -> None:
         b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":7,"temperature":0,"stream":true,'
         b'"stream_options":{"include_usage":true}}'
     )
+
+
+def test_a_field_that_the_server_refuses_can_be_left_out(tmp_path: Path) -> None:
+    bodies: list[dict[str, object]] = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        bodies.append(json.loads(read_request(connection).partition(b"\r\n\r\n")[2]))
+        refused = [name for name in ("stream_options", "temperature") if name in bodies[-1]]
+        body = json.dumps({"detail": [{"loc": ["body", name], "msg": "not permitted"} for name in refused]}).encode()
+        connection.sendall(
+            whole(body, status=b"422 Unprocessable Entity") if refused else GOOD.replace(chunk(USAGE), b"")
+        )
+
+    for number, omit in enumerate([["temperature"], ["temperature", "stream_options"]]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        record = one_record(folder, handler, omit=omit)
+        assert bodies[-1].keys() == {"model", "messages", "max_tokens", "stream", "ignore_eos"} | (
+            {"stream_options"} if number == 0 else set()
+        )
+        failed = ("http", "status 422: body.stream_options: not permitted")
+        assert (record.error, record.message) == (failed if number == 0 else (None, None))
+        assert record.output_tokens is None
 
 
 HTML = b"<html><head><title>Welcome to nginx!</title></head><body><h1>Hello</h1></body></html>"

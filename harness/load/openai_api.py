@@ -50,7 +50,10 @@ def encode_request(load: Load, model: str, messages: Sequence[Message], max_toke
         body["stream_options"] = {"include_usage": True}
     if load.output == "fixed":
         body["ignore_eos"] = True
-    return msgspec.json.encode(body | more)
+    body |= more
+    for name in load.omit:
+        body.pop(name, None)
+    return msgspec.json.encode(body)
 
 
 def join_messages(messages: Sequence[Message]) -> str:

@@ -143,6 +143,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         "fixed"  # fixed: ignore_eos, to compare engines; natural: stop at end-of-sequence
     )
     stream: bool = True
+    omit: list[Literal["stream_options", "temperature", "tool_choice"]] = []  # fields that requests do not have
     endpoint: Literal["chat", "completions", "embeddings"] = "chat"
     answer: Structured | None = None  # the form that answers must have; the share of valid answers is reported
     ramp_s: NotNegative = 0.0  # all users are spawned within this time

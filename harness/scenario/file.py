@@ -498,6 +498,8 @@ def load_problems(load: Load, folder: Path) -> Iterator[Problem]:
         )
     if load.endpoint == "embeddings" and load.answer is not None:
         yield Problem("answer", "embeddings have no text to check; remove it")
+    if load.endpoint == "embeddings" and load.omit:
+        yield Problem("omit", "requests for embeddings have none of these fields; remove it")
     if load.in_flight is not None:
         yield from _excluded(load, "in_flight", ("batch_size", "think", "think_s", "arrivals", "trace"))
     if load.arrivals is not None:
