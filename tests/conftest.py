@@ -15,7 +15,7 @@ from harness.errors import ServerError
 from harness.serve.engine import connect
 from harness.simulated import Spawned, spawned
 from tests.command import ENDED
-from tests.engines.paths import LEMONADE_ABSENT, missing
+from tests.engines.paths import LEMONADE, LEMONADE_ABSENT, missing
 from tests.faults import is_said
 from tests.nightly import NIGHTLY
 
@@ -113,6 +113,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if any(report.nodeid.startswith("tests/lemonade/") for report in terminalreporter.stats.get("passed", [])):
+        versions = (LEMONADE / "versions").read_text().splitlines()
+        terminalreporter.write_line(f"tests/lemonade: tested with {', '.join(versions)} of Debian sid")
     reports = terminalreporter.stats.get("skipped", [])
     reasons = {report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)}
     for reason in sorted(reasons):

@@ -321,6 +321,60 @@ def test_lemonade_s_words_do_not_hide_what_its_vllm_said() -> None:
 # What of a log is shown: no secret and no control character.
 
 
+MEMORY = (
+    "[Error] (Process) ValueError: Free memory on device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU "
+    "memory utilization (0.92, 88.32 GiB)."
+)
+FLAG = "[Error] (Process) api_server.py: error: unrecognized arguments: --no-such-flag"
+BEGUN = "[Info] (Server) Ensuring model loaded: user.Mini"
+
+
+def one_load(*attempts: str) -> list[str]:
+    """A load of Lemonade that failed at each attempt, with what the engine wrote; empty: nothing that is known."""
+    lines = [BEGUN]
+    for place, wrote in enumerate(attempts):
+        head = "Retry also failed" if place else "Backend load failed"
+        lines += [
+            "Waiting for vllm-server to be ready (timeout: 300s)...", wrote or "[Info] (Process) loading",
+            f"[Error] (Router) {head}: vllm-server failed to start within timeout",
+        ]  # fmt: skip
+    return [*lines, "[Info] (vLLM) Unloading model...", "[Error] (Server) Error 500: POST /api/v1/load"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "row", "number"),
+    [
+        (one_load(MEMORY, MEMORY), "mem.free_lt_util", 3),
+        (one_load(MEMORY, FLAG), "mem.free_lt_util", 3),  # two attempts of one load
+        (one_load(MEMORY, MEMORY) + one_load(FLAG, FLAG), "cli.unknown_flag", 12),
+        (one_load(FLAG, FLAG) + one_load(MEMORY, MEMORY), "mem.free_lt_util", 12),
+        (one_load(FLAG, FLAG) + one_load(FLAG, FLAG), "cli.unknown_flag", 12),  # the newest line
+        (one_load(FLAG, FLAG) + one_load("", ""), "lemonade.start_timeout", 16),  # the older cause is none of this one
+        (one_load(FLAG, FLAG) + [BEGUN], "cli.unknown_flag", 3),  # a load that goes on has not failed
+        (one_load(FLAG, FLAG) + [BEGUN, "[Info] (WrappedServer) vllm-server is ready!"], None, None),
+    ],
+)
+def test_of_several_failed_loads_the_newest_counts(lines: list[str], row: str | None, number: int | None) -> None:
+    cause = scan_text("".join(f"2026-11-26 20:11:03.000 {line}\n" for line in lines)).cause()
+    assert (None if cause is None else (cause.id, cause.number)) == (None if row is None else (row, number))
+
+
+@pytest.mark.parametrize(
+    ("reason", "row"),
+    [
+        ("no answer to 3 health probes", "lemonade.watchdog"),
+        ("backend stopped answering health checks during streaming request", "lemonade.watchdog"),
+        ("backend process exited during streaming request; reaped (exit_code=-11)", "lemonade.backend_died"),
+        ("backend connection failed during streaming request: CURL error", "lemonade.backend_died"),
+    ],
+)
+def test_an_engine_that_died_is_not_one_that_the_watchdog_ended(reason: str, row: str) -> None:
+    line = f"2026-11-26 19:56:32.695 [Error] (BackendWatchdog) llama-server backend marked unavailable: {reason}\n"
+    cause = scan_text(line).cause()
+    assert cause is not None and cause.id == row
+    assert ("(exit code -11)" in cause.cause) == ("exit_code" in reason)
+
+
 def test_no_part_of_a_failure_shows_a_secret() -> None:
     failure = explain(
         "vllm: error: unrecognized arguments: --swap-space 16 --api-key plainword --token hf_abcdefghijk12"

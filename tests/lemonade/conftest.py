@@ -5,18 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.docker.conftest import client, compose_environment
-from tests.lemonade.parts import Lemond, lemond, versions
+from tests.lemonade.parts import Lemond, lemond
 from tests.real.conftest import say
 
 __all__ = ["client", "compose_environment", "say"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _tested_versions(request: pytest.FixtureRequest) -> None:
-    """Print which Lemonade is tested: sid moves each day."""
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line("\ntested: " + ", ".join(f"{name} {version}" for name, version in versions().items()))
 
 
 @pytest.fixture(scope="module")
