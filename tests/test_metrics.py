@@ -10,6 +10,7 @@ import pytest
 
 from harness.rundir.samples import MetricsSample, Scraper, parse_metrics, read_metrics, server_load
 from harness.summary import ServerLoad
+from tests.command import until
 from tests.http_double import Handler, listening
 
 # From a vLLM 0.32 that served 86 requests, and what llama.cpp's server prints.
@@ -96,11 +97,11 @@ def test_the_scraper_reads_at_the_start_meanwhile_and_at_the_end(tmp_path: Path)
     counting = ((200, f"vllm:generation_tokens_total {number}\n") for number in itertools.count(1))
     with serving(counting) as url, Scraper(url, "r1-a-x", path, interval_s=0.05) as scraper:
         assert len(read_metrics(path)["r1-a-x"]) == 1  # before any load
-        time.sleep(0.3)
+        until(lambda: len(read_metrics(path)["r1-a-x"]) >= 3)
         during = len(read_metrics(path)["r1-a-x"])
     samples = read_metrics(path)["r1-a-x"]
     assert scraper.last_failure is None
-    assert 3 <= during < len(samples)
+    assert during < len(samples)
     assert [sample.values for sample in samples] == [{"generated_tokens": float(i + 1)} for i in range(len(samples))]
     walls = [sample.wall_s for sample in samples]
     assert walls == sorted(walls)

@@ -26,7 +26,7 @@ from tests import prefork
 from tests.command import until
 from tests.load_runs import ROOT, make_job, records_of, wait_for_records
 
-PATIENCE_S = 6.0  # of the watchdog; a fork of Locust has to start within it, on a busy machine as well
+SILENCE_S = 6.0  # of the watchdog; a fork of Locust has to start within it, on a busy machine as well
 QUIET_S = 7.0
 SILENT = "although each may take 0.5 s"
 
@@ -59,7 +59,7 @@ class Hangs(LLMUser):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `timeout_s` of 0.5 s."""
-    monkeypatch.setattr(driving, "MAX_SILENCE_S", PATIENCE_S - 1.5)
+    monkeypatch.setattr(driving, "MAX_SILENCE_S", SILENCE_S - 1.5)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
     monkeypatch.setattr(subprocess, "Popen", prefork.Popen)
 
@@ -127,7 +127,7 @@ def test_loads_that_are_quiet_by_schedule_go_on(tmp_path: Path, engine: str) -> 
     for name, (problems, records) in at_once(tmp_path, engine, loads).items():
         assert (problems, [one.error for one in records]) == ([], [None] * loads[name].sent), name
         times = sorted(one.sent_s for one in records)
-        assert max(after - before for before, after in pairwise(times)) > PATIENCE_S or loads[name].of.requests is None
+        assert max(after - before for before, after in pairwise(times)) > SILENCE_S or loads[name].of.requests is None
 
 
 def test_loads_that_hang_are_ended(

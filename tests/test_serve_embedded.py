@@ -26,7 +26,7 @@ from tests.faults import fault
 
 
 @contextlib.contextmanager
-def served(folder: Path, timeout_s: float = 20.0, **variables: Any) -> Iterator[Endpoint]:
+def served(folder: Path, timeout_s: float = PATIENCE_S, **variables: Any) -> Iterator[Endpoint]:
     server = Server(template="simulated", container=False, variables=variables, startup_timeout_s=timeout_s)
     scenario = Scenario(
         version=1, question="q", model="sim", servers={"s": server}, loads={"l": Load(user="chat", requests=1)}

@@ -69,7 +69,7 @@ def server(
 
 
 def waiting(
-    tmp_path: Path, dead: ServerError | None = None, timeout_s: float = 0.5, log: str = "last words"
+    tmp_path: Path, dead: ServerError | None = None, timeout_s: float = 10.0, log: str = "last words"
 ) -> StartupWatch:
     file = LogFile(tmp_path / "server.log")
     file.path.write_text(log)
@@ -116,7 +116,7 @@ def test_never_ready_ends_at_the_time_limit_with_the_last_lines(tmp_path: Path) 
     begin = time.monotonic()
     said = "did not become ready within 0.5 s; last seen at GET .*: connection refused"
     with pytest.raises(ServerError, match=said) as caught:
-        ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path))
+        ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path, timeout_s=0.5))
     assert time.monotonic() - begin >= 0.5
     assert caught.value.detail == "last words" and "startup_timeout_s" in caught.value.next_step
     log = "We couldn't connect to 'https://huggingface.co'"  # is read

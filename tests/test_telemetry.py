@@ -182,8 +182,8 @@ def test_files_that_change_while_they_are_sampled(tmp_path: Path, monkeypatch: p
         for watts in range(1, 8):
             (tmp_path / "new").write_text(f"{watts}000000\n")
             os.replace(tmp_path / "new", power)
-            seen, until_s = sampler.samples, time.monotonic() + 60
-            while sampler.samples < seen + 2 and time.monotonic() < until_s:
+            seen = sampler.samples
+            while sampler.samples < seen + 2:
                 time.sleep(0.005)
     values = [sample.gpus["renderD128"].power_w for sample in read_telemetry(path)["c"]]
     assert list(dict.fromkeys(values)) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]

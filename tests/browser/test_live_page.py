@@ -76,7 +76,7 @@ def screen(browser: webdriver.Chrome, *, width: int = 1280, scheme: str = "light
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-def wait(browser: webdriver.Chrome, text: str, timeout_s: float = 60) -> Any:
+def wait(browser: webdriver.Chrome, text: str, timeout_s: float = PATIENCE_S) -> Any:
     return WebDriverWait(browser, timeout_s).until(lambda b: script(b, text))
 
 
@@ -89,11 +89,11 @@ def start(browser: webdriver.Chrome, live: str) -> None:
     for _ in range(6):
         browser.get(live)
         with suppress(TimeoutException):
-            wait(browser, "return document.querySelector('input[name=userCount], [role=tab]') !== null", 10)
+            wait(browser, "return document.querySelector('input[name=userCount], [role=tab]') !== null", 30)
             if script(browser, "return document.querySelector('[role=tab]') === null"):
                 button = "[...document.querySelectorAll('button')].find((b) => /^start/i.test(b.textContent))"
                 script(browser, f"{button}.click()")
-            wait(browser, "return document.querySelector('[role=tab]') !== null", 10)
+            wait(browser, "return document.querySelector('[role=tab]') !== null", 30)
             return
     raise AssertionError("the page shows no load")
 

@@ -18,6 +18,7 @@ from harness.files import ROOT
 from harness.scenario import Consent, Load, Scenario, Server
 from harness.serve.engine import connect, remove_leftovers
 from harness.serve.lifecycle import Endpoint, serve
+from tests.command import PATIENCE_S
 
 BASE = "amd-llm-load-test/base:py311"
 IMAGE = "amd-llm-load-test/suite:local"
@@ -82,7 +83,7 @@ def served(image: str, tmp_path: Path, client: docker.DockerClient) -> Iterator[
     """`serve` with the embedded engine in a container; afterwards nothing of it may be left."""
 
     @contextlib.contextmanager
-    def start(timeout_s: float = 30.0, allow: Sequence[Consent] = (), **variables: Any) -> Iterator[Endpoint]:
+    def start(timeout_s: float = PATIENCE_S, allow: Sequence[Consent] = (), **variables: Any) -> Iterator[Endpoint]:
         given = {"image": image} | variables
         server = Server(template="simulated", variables=given, startup_timeout_s=timeout_s, allow=list(allow))
         with serve(scenario(server), "s", run_id=tmp_path.name, cell_id="c", run_folder=tmp_path) as endpoint:

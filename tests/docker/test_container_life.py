@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +209,7 @@ def test_a_death_in_mid_run_is_noticed(served: Served, client: docker.DockerClie
 def test_a_container_removed_from_outside_is_noticed(served: Served, client: docker.DockerClient) -> None:
     with served() as endpoint:
         container_of(client, endpoint).remove(force=True)
-        time.sleep(0.6)
+        until(lambda: endpoint.check_alive() is not None)
         assert endpoint.check_alive() == because("server_died", how="removed")
 
 

@@ -96,7 +96,7 @@ def test_a_full_shared_memory(client: docker.DockerClient) -> None:
 
 @fault("server", "kill -9 of the server in its container", seen="it was killed from outside, not for memory")
 def test_a_kill_from_outside(client: docker.DockerClient) -> None:
-    container = client.containers.run(BASE, ["python3", "-c", "import time; time.sleep(60)"], labels=OWNER, detach=True)
+    container = client.containers.run(BASE, ["sleep", "3600"], labels=OWNER, detach=True)
     try:
         time.sleep(0.2)
         container.kill()

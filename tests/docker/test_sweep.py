@@ -26,7 +26,7 @@ server = Server(template="simulated", variables={"image": image})
 scenario = Scenario(version=1, question="q", model="sim", servers={"s": server}, loads={"l": Load(user="chat")})
 with serve(scenario, "s", run_id=run, cell_id="c", run_folder=Path(folder)) as endpoint:
     print(endpoint.url, flush=True)
-    time.sleep(120)
+    time.sleep(3600)
 """
 
 
