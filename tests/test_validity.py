@@ -13,13 +13,17 @@ from harness.analysis.validity import Evidence, Findings, check_cell, missing_ce
 from harness.reasons import sentences
 from harness.rundir.manifest import CellRun, GpuMemory
 from harness.rundir.records import BadField, ProcessMark, Request
+from harness.rundir.samples import MetricsSample
 from harness.scenario import Arrivals, Load
 from harness.summary import GpuLoad, MachineLoad, Reason, ScheduleKept, ServerLoad, because
-from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
+from tests.made_runs import WALL_S, both_marks, request, scenario, served_by, write_made_run
 
+SILENT: dict[str, Any] = {"headers_s": None, "chunks_s": [], "output_tokens": None, "error": "timeout"}
+SAMPLE = MetricsSample(WALL_S + 2.0, "c", {"running": 3.0, "waiting": 0.0, "kv_usage": 0.5})
 LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
 TIMED = Load(user="batch", batch_size=2, duration_s=10.0, output_tokens=11)
 MARKS = both_marks("c", 7, 0.0, 10.0, sent=4)
+LONG = both_marks("c", 7, 0.0, 60.0, sent=4)
 Expected = list[tuple[str, dict[str, Any]]]  # codes, each with some of its values
 
 
@@ -48,13 +52,14 @@ def check(
     max_error_rate: float = 0.0,
     schedule: ScheduleKept | None = None,
     reached: bool = True,
+    sample: MetricsSample | None = None,
 ) -> Findings:
     tally = counted(four() if records is None else records, marks)
     numbers = replace(compute_numbers([tally]), schedule=schedule)
     return check_cell(
         Evidence(
             cell="c", ran=cell, was_reached=reached, load=load, max_error_rate=max_error_rate, tally=tally,
-            numbers=numbers, server_load=server, machine_load=machine, marks=marks,
+            numbers=numbers, server_load=server, machine_load=machine, marks=marks, last_sample=sample,
         )
     )  # fmt: skip
 
@@ -203,6 +208,15 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"records": four(sent_s=1008.499)}, [], []),
         ({"records": four(process=8), "marks": [*MARKS[:1], *both_marks("c", 7, 0.0, 10.0, sent=3)[1:]]},
          [("process_unknown", {"process": 8, "requests": 1})], []),
+        # A hang: the others had ended after 1.5 s.
+        ({"records": four(**SILENT, ended_s=33.0), "marks": LONG, "max_error_rate": 1.0},
+         [("server_hung", {"second": 1.5, "seconds": 31.5, "requests": 1, "without_metrics": False, "state": {}})], []),
+        ({"records": four(**SILENT, ended_s=33.0), "marks": LONG, "max_error_rate": 1.0, "sample": SAMPLE},
+         [("server_hung", {"second": 2.0, "seconds": 31.0, "without_metrics": True, "kv_usage": 0.5,
+                           "state": {"running": 3, "waiting": 0}})], []),
+        ({"records": four(**SILENT, ended_s=31.0), "marks": LONG, "max_error_rate": 1.0}, [], []),
+        ({"records": four(**SILENT, ended_s=31.0), "marks": LONG, "max_error_rate": 1.0, "sample": SAMPLE}, [],
+         [("server_hung", {"seconds": 29.0})]),
         # Connections.
         ({"records": four(connect_s=0.002)}, [], []),  # no more than are in flight at once
         ({"records": [request(index=i, connect_s=0.002 if i else 0.007) for i in range(7)],

@@ -342,6 +342,7 @@ def _summarize_cell(
             marks=marks,
             warmup=warmup,
             model=model,
+            last_sample=metrics[-1] if metrics else None,
             tokens=None if run.origin is not None else request_tokens(load, run.scenario.prompts),
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,

@@ -27,6 +27,7 @@ from harness.analysis.derive import (
     missed_slo_before_leaving,
 )
 from harness.analysis.gaps import Gaps
+from harness.analysis.hang import Signs
 from harness.analysis.schedule import ScheduleTally, pool_schedules
 from harness.failures.explain import ErrorMessages
 from harness.judge.stats import Array, percentile, percentile_interval
@@ -49,7 +50,7 @@ _MAX_NAMES = 10  # different finish reasons or models that are counted by name
 _FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
 _OF_SUCCESSES = derive.FORMULAS.keys() - {"send_lag_s", *_FROM_SCHEDULE}
 _CONSTANT = ("clock", "window_s", "open_loop", "measured_start_s", "in_mix")  # fields of CellCounts set before counting
-_PER_REQUEST = ("latencies", "chunk_gap_s", "indices", "tokens_inside", "error_messages", "chart")
+_PER_REQUEST = ("latencies", "chunk_gap_s", "indices", "tokens_inside", "error_messages", "chart", "signs")
 
 
 class Clock:
@@ -236,6 +237,7 @@ class CellCounts(Struct, kw_only=True):
     indices: "array[int]" = field(default_factory=lambda: array("q"))
     by_process: Counter[int] = field(default_factory=Counter)
     process_times: ProcessTimes = field(default_factory=ProcessTimes)
+    signs: Signs = field(default_factory=Signs)
     min_tokens: int = 0  # that the server generated, as far as the client knows;
     max_tokens: int | None = 0  # larger where requests were cut. None: no bound
     bad_fields: BadTally = field(default_factory=BadTally)
@@ -251,6 +253,7 @@ class CellCounts(Struct, kw_only=True):
         self.indices.append(request.index)
         self.by_process[request.process] += 1
         self.process_times.add(request)
+        self.signs.add(request, sent_s)
         self.warmup += request.phase == "warmup"
         self._count_generated(request)
         if request.phase == "measured" or not self.open_loop:

@@ -5,6 +5,7 @@ A reason makes a cell and its run INVALID. A note is what readers of a valid run
 
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -12,12 +13,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.analysis.derive import MIN_PROMPT_SHARE
+from harness.analysis.hang import Hang, find_hang
 from harness.analysis.limits import client_limits, killed_processes, process_name, users_remedy
 from harness.analysis.schedule import counts_arrivals
 from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.rundir.records import CLOSING_S, MAX_CPU, SLACK_S, ProcessMark
-from harness.rundir.samples import MAX_GAP_S
+from harness.rundir.samples import MAX_GAP_S, MetricsSample
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 from harness.summary import (
     OPEN,
@@ -41,6 +43,9 @@ MAX_OPENED = 0.10  # of the requests
 MAX_RESENT = 0.01  # of the requests
 MAX_HEAT = 0.05  # of the measured time, throttled by heat
 MAX_ENERGY_DIFFERENCE = 0.10  # between power readings and the GPU's energy counter
+MIN_HANG_S = 30.0  # a shorter silence is no hang, ...
+HANG_TIMES = 10.0  # ... nor is one below so many times the median TTFT
+NOTED_HANG_S = 5.0  # where the metrics are silent, too
 GAP_S = 3600.0  # after a pause this long, the machine may be warmer or busy
 HOST_CPU_FULL = 0.95  # of all cores, on average
 
@@ -64,6 +69,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     server_load: ServerLoad
     machine_load: MachineLoad | None = None
     marks: Sequence[ProcessMark]
+    last_sample: MetricsSample | None = None  # the last one of the server's metrics
     model: str | None = None  # that most answers of the server name in this run
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     tokens: RequestTokens | None = None  # of its requests
@@ -96,6 +102,7 @@ def check_cell(evidence: Evidence) -> Findings:
         *_server_reasons(evidence),
         *(() if evidence.imported else (*_process_reasons(evidence), *_contradiction_reasons(evidence))),
         *_model_reasons(evidence),
+        *_hang_reasons(evidence, invalid=True),
         *_work_reasons(evidence),
         *_count_reasons(evidence),
         *(reason for limit, reason in found if limit.invalid),
@@ -209,6 +216,32 @@ def _model_reasons(evidence: Evidence) -> Iterator[Reason]:
     models = evidence.tally.models
     if len(models) > 1 or (models and evidence.model is not None and evidence.model not in models):
         yield because("model_changed", usual=evidence.model, models=dict(models.most_common()))
+
+
+def _hang_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
+    """A server that hung until the end of the load: for long, or so shortly that it is only a note."""
+    tally, sample = evidence.tally, evidence.last_sample
+    last_sample_s = None if sample is None or tally.clock.anchor_s is None else sample.wall_s - tally.clock.anchor_s
+    hang = find_hang(tally.signs, last_sample_s, NOTED_HANG_S)
+    if hang is None or evidence.imported:
+        return
+    ttfts = tally.latencies["ttft_s"]
+    is_long = hang.seconds >= max(MIN_HANG_S, HANG_TIMES * (statistics.median(ttfts) if ttfts else 0.0))
+    if is_long == invalid and (invalid or hang.without_metrics):
+        yield _hang_reason(hang, tally.clock.start_s, sample)
+
+
+def _hang_reason(hang: Hang, start_s: float, sample: MetricsSample | None) -> Reason:
+    values = {} if sample is None else sample.values
+    return because(
+        "server_hung",
+        second=hang.begin_s - start_s,
+        seconds=hang.seconds,
+        requests=hang.requests,
+        without_metrics=hang.without_metrics,
+        state={key: int(values[key]) for key in ("running", "waiting") if key in values},
+        kv_usage=values.get("kv_usage"),
+    )
 
 
 def _missing_load_reasons(evidence: Evidence, ends: Mapping[int, ProcessMark]) -> Iterator[Reason]:
@@ -326,6 +359,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
     tally, numbers, load, machine = evidence.tally, evidence.numbers, evidence.load, evidence.machine_load
     succeeded, opened = numbers.succeeded, numbers.connect_s
     yield from _throttling_reasons(evidence, invalid=False)
+    yield from _hang_reasons(evidence, invalid=False)
     if machine is not None:
         yield from _telemetry_notes(machine)
     if evidence.ran is not None:
