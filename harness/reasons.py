@@ -372,6 +372,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "gib_number": lambda size: f"{size / GIB:.1f}",
     "amount": lambda load: format_amount(**load),
     "amounts": format_amounts,
+    "known": lambda levels: "; ".join(
+        f"{format_amounts(each['loads'])}: {each['met']:,} of {each['total']:,} met {each['slo']}" for each in levels
+    ),
     "number": lambda load: _format_number(**load),
     "list": lambda values: ", ".join(map(str, values)),
     "last_time": lambda times: date_time(times[-1]),

@@ -1,11 +1,14 @@
 """`harness capacity` on the embedded engine: answers, exit codes, what it leaves, and blocks cut from records."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from harness.analysis.derive import waited_in_listen_queue
 from harness.capacity.levels import level_step, load_at
 from harness.capacity.result import (
     CapacityReport,
@@ -20,7 +23,16 @@ from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
 from harness.reasons import sentence
 from harness.report.capacity import answer_reasons, capacity_lines, crossover_reason
-from harness.run.capacity import define_search, drift_of, in_flight, wait_until_idle
+from harness.run.capacity import (
+    CapacitySearch,
+    ProbeWatch,
+    ServerSearch,
+    define_search,
+    drift_of,
+    in_flight,
+    wait_until_idle,
+)
+from harness.run.progress import Progress
 from harness.rundir.manifest import read_run
 from harness.scenario import Arrivals, Load, Trace
 from harness.scenario.file import load_scenario
@@ -275,6 +287,84 @@ def test_an_unresolved_search_says_what_is_known() -> None:
         "s: unresolved: at least 8 users; at most 15 users; all probes were made, and the levels in between are too "
         "close to the SLOs"
     ]
+
+
+def test_what_a_stopped_search_measured_is_in_its_answer() -> None:
+    def probe(level: int, *counts: tuple[int, int], missed: int = 0, queued: int = 0) -> MeasuredProbe:
+        return MeasuredProbe(
+            cells=["c"], level=level, purpose="slo", state="stopped", blocks=1, answers=9, seconds=9.0, met=[None],
+            counts=list(counts), missed=missed, queued=queued, answer_s=40.0, tok_s=None,
+        )  # fmt: skip
+
+    probes = [probe(6, (1, 9), missed=8, queued=7), probe(3, (20, 20)), probe(3, (31, 31)), probe(4)]
+    report = CapacityReport(
+        run="r", load="people", unit="users", step=1.0, max_level=8, slos=["ttft_p95<=20s"], shares=[0.95],
+        budget_s=60.0, servers=[],
+    )  # fmt: skip
+    slo = SloCapacity(kind="unresolved", level=None, low=None, high=None, complete=False)
+    (answer,) = answer_reasons(report, ServerCapacity(server="s", slo=slo, probes=probes))
+    assert [(each["met"], each["total"], each["loads"][0]["amount"]) for each in answer.values["known"]] == [
+        (51, 51, 3.0), (1, 9, 6.0),
+    ]  # fmt: skip
+    assert sentence(answer) == (
+        "unresolved: the search was stopped early; 3 users: 51 of 51 met ttft_p95<=20s; 6 users: 1 of 9 met "
+        "ttft_p95<=20s; 7 of 8 misses waited in the server's listen queue"
+    )
+
+
+@pytest.mark.parametrize(
+    ("connect_s", "retries", "waited"),
+    [
+        (1.02, None, True), (3.1, None, True), (7.4, None, True), (0.4, None, False), (2.0, None, False),
+        (5.0, None, False), (0.1, 1, True), (1.1, 0, False), (None, None, False),
+    ],
+)  # fmt: skip
+def test_a_connection_whose_first_syn_was_lost(connect_s: float | None, retries: int | None, waited: bool) -> None:
+    record = request(connect_s=connect_s, connect_retries=retries)
+    assert waited_in_listen_queue(record) == waited
+
+
+def test_misses_and_their_connections_are_counted_while_a_probe_runs() -> None:
+    slos = parse_slos(["ttft_p95<=1s"])
+    watch = ProbeWatch(BlockCutter(slos), slos, lambda _: False, math.inf)
+    slow = {"chunks_s": [2.0, 3.0], "ended_s": 3.0}
+    watch.add_records(
+        [
+            request(),
+            request(**slow),
+            request(**slow, connect_s=3.0),
+            request(**slow, connect_s=3.0, phase="warmup"),
+            request(connect_s=3.0),
+            request(error="http", message="no", chunks_s=[]),
+            request(error="unfinished"),
+        ]  # fmt: skip
+    )
+    assert (watch.missed, watch.queued, watch.failure) == (3, 1, "no")
+
+
+def test_a_budget_too_short_for_one_probe_is_refused_with_the_time_needed(tmp_path: Path) -> None:
+    """A slow box: 2 s an answer. The first answers show that 30 s cannot decide anything."""
+    slow = {"one": server("--step-base-s", "0.5")}
+    loads = {"people": {"user": "batch", "requests": 6, "output_tokens": 4}}
+    done = capacity(tmp_path, "--slo", EASY, "--max-users", "8", "--budget", "25s", servers=slow, loads=loads)
+    assert done.code == 5, done.out + done.err
+    (one,) = report_of(tmp_path).servers
+    (reason,) = one.reasons
+    assert reason.code == "capacity_hopeless" and len(one.probes) == 1
+    values = reason.values
+    assert values["answer_s"] >= 2 and values["probe_s"] >= 25 and values["search_s"] > values["probe_s"]
+
+
+@pytest.mark.parametrize(("answer_s", "one_wave"), [(None, False), (0.5, False), (40.0, True)])
+def test_a_warm_up_of_a_slow_server_is_one_wave(tmp_path: Path, answer_s: float | None, one_wave: bool) -> None:
+    path = write(tmp_path, **QUICK | {"warmup": {"until": "steady"}})
+    experiment, question = define_search(prepare(path), None, [EASY], max_level=8, budget_s=60.0)
+    made = CapacitySearch(experiment, question, Progress(Console()))
+    search = ServerSearch(made, None, "one", 0.0)  # type: ignore[arg-type]  # it runs nothing
+    search._answer_s = answer_s
+    warmup = search._warmup(experiment.scenario.loads.values())
+    assert (warmup is None) == one_wave
+    assert warmup is None or (warmup.until == "steady" and warmup.max_s <= 60)
 
 
 def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:

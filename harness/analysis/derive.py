@@ -15,6 +15,8 @@ from harness.columns import LATENCIES
 from harness.rundir.records import SLACK_S, Request, find_impossible_counts
 from harness.scenario.check_syntax import Slo
 
+SYN_TIMES_S = (1.0, 3.0, 7.0)  # after which Linux sends a SYN again: 1 s, then twice as long each time
+SYN_SLACK_S = 0.5  # what the connection itself may take in addition
 MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent words
 
 
@@ -173,6 +175,16 @@ def missed_slo_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
         if value > slo.bound_s:
             return True
     return False
+
+
+def waited_in_listen_queue(request: Request) -> bool:
+    """Whether the server's full listen queue dropped the first SYN: the client's kernel sends it again after 1, 3 and
+    7 s (METHOD 3, "connect").
+    """
+    if request.connect_retries is not None:
+        return request.connect_retries > 0
+    connect_s = request.connect_s
+    return connect_s is not None and any(at <= connect_s < at + SYN_SLACK_S for at in SYN_TIMES_S)
 
 
 class Latencies(dict[str, "array[float]"]):

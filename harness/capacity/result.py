@@ -36,6 +36,9 @@ class MeasuredProbe(Struct, frozen=True, kw_only=True):
     answers: int
     seconds: float  # measured, without the warm-up
     met: list[float | None]  # for each SLO the share of requests that met it
+    counts: list[tuple[int, int]] = []  # for each SLO the requests that met it, and those that count
+    missed: int = 0  # measured requests that missed an SLO ...
+    queued: int = 0  # ... and of these, those whose connection waited in the server's listen queue
     answer_s: float | None  # mean end-to-end latency
     tok_s: float | None
 

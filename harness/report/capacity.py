@@ -76,9 +76,14 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
         levels |= {"max": report.max_level, "one": 1}
         if slo.kind == "unresolved" and slo.low is not None and slo.low == slo.high:  # known, but not confirmed
             levels |= {"likely": slo.low, "low": None, "high": None}
+        probes = [probe for probe in server.probes if probe.purpose == "slo"]
+        known = known_levels(report, probes) if slo.kind == "unresolved" and not server.frontier else []
         answers.append(
             because(
                 f"capacity_{slo.kind}",
+                known=known,
+                missed=sum(probe.missed for probe in probes),
+                queued=sum(probe.queued for probe in probes),
                 **{name: amount(level) for name, level in levels.items()},
                 broken="an SLO" if slo.kind == "found" and slo.broken is None else slo.broken,
                 next_to=[{"amount": fixed.amount, "unit": fixed.unit, "load": fixed.load} for fixed in report.fixed],
@@ -111,6 +116,18 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
             values["peak_tok_s"] = next(point.tok_s for point in knee.points if point.level == knee.peak_level)
         answers.append(because(f"capacity_knee_{knee.kind}", max=report.max_level, **values))
     return answers
+
+
+def known_levels(report: CapacityReport, probes: Sequence[MeasuredProbe]) -> list[dict[str, Any]]:
+    """For each level that was measured and each SLO: the amount, and how many of how many requests met the SLO."""
+    known = []
+    for level in sorted({probe.level for probe in probes}):
+        for slo, text in enumerate(report.slos):
+            counts = [probe.counts[slo] for probe in probes if probe.level == level and slo < len(probe.counts)]
+            met, total = sum(count[0] for count in counts), sum(count[1] for count in counts)
+            if total:
+                known.append({"loads": report.loads_at([level]), "met": met, "total": total, "slo": text})
+    return known
 
 
 def frontier_corners(frontier: Frontier) -> list[tuple[int, int | None]]:

@@ -16,6 +16,7 @@ import msgspec
 import requests
 from msgspec.structs import replace
 
+from harness.analysis.derive import meets_slos, waited_in_listen_queue
 from harness.capacity.evidence import BLOCK_ANSWERS, ERROR, MIN_BLOCKS, ProbeEvidence, block_limit
 from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
 from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit, pair_grid
@@ -52,20 +53,22 @@ from harness.scenario import (
     requests_per_task,
     wave_size,
 )
-from harness.scenario.plan import Cell, cell_of, load_of_stage
+from harness.scenario.plan import Cell, cell_of, load_of_part, load_of_stage
 from harness.serve.lifecycle import Endpoint
 from harness.summary import Reason, because
 from harness.units import count, duration
 
-FIRST_WARMUP_S = 120.0  # limit of the first warm-up, when the duration of an answer is unknown
-MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 600.0  # limits of later ones
-MIN_WARMUP_REQUESTS, WARMUP_WAVES = 200, 8  # a warm-up also ends after the larger of these requests and waves
+FIRST_WARMUP_S = 30.0  # limit of the first warm-up, when the duration of an answer is unknown
+MIN_WARMUP_S, MAX_WARMUP_S = 10.0, 300.0  # limits of later ones
+MIN_WARMUP_REQUESTS, WARMUP_WAVES = 100, 4  # a warm-up also ends after the larger of these requests and waves
+SLOW_ANSWER_S = 5.0  # from here on a warm-up is one wave: the search for a steady state would take minutes
 STEADY_WITHIN = 0.1
 MAX_RESTARTS = 2  # of a server that died under a probe
 _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 DRIFT_LIMIT = 0.05  # smaller drift is not reported
-WARMUP_BLOCKS = 6  # a warm-up takes about as long as this many blocks
+WARMUP_BLOCKS = 2  # a warm-up takes about as long as this many blocks
+TYPICAL_BLOCKS = 15  # of a probe that is neither far above nor far below the capacity
 MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
 
 
@@ -195,7 +198,7 @@ def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
     shares = [slo.share for slos in question.slos.values() for slo in slos]
     max_blocks = block_limit(shares or [0.5])
     shortest = BLOCK_ANSWERS * (MIN_BLOCKS + WARMUP_BLOCKS)
-    longest = BLOCK_ANSWERS * (max_blocks + 2 * WARMUP_BLOCKS)
+    longest = BLOCK_ANSWERS * (max_blocks + WARMUP_BLOCKS)
     probes = probe_limit(question.max_level)
     if len(question.varied) > 1:
         probes = FrontierSearch(*[pair_grid(question.max_level)] * 2).max_probes
@@ -216,15 +219,47 @@ def is_failure(request: Any) -> bool:
     return request.error is not None and request.error not in CUT
 
 
+def is_miss(request: Any, slos: Sequence[CapacitySlo]) -> bool:
+    """Whether a request failed, or missed one of the SLOs that count for it."""
+    if is_failure(request):
+        return True
+    load = load_of_part(request.load)
+    return any(meets_slos(request, slo.bounds) is False for slo in slos if slo.load in (None, load))
+
+
+def describe_search_s(max_level: int, answer_s: float) -> tuple[float, float]:
+    """Return the least seconds of a probe, and about the seconds of a whole search. `answer_s`: with its pause."""
+    block_s = BLOCK_ANSWERS * answer_s
+    return (
+        block_s * (MIN_BLOCKS + WARMUP_BLOCKS),
+        block_s * (TYPICAL_BLOCKS + WARMUP_BLOCKS) * (probe_limit(max_level) - 1),
+    )
+
+
 class ProbeWatch:
     """Follows one probe by its records, until it is decided or its time is over.
 
     The load generators of a mix, each with a thread, share it.
     """
 
-    def __init__(self, cutter: BlockCutter, decide: Callable[[list[LoadBlock]], bool], deadline_s: float) -> None:
-        """`decide`: returns whether the probe is decided after its newest block. `deadline_s`: monotonic."""
+    def __init__(
+        self,
+        cutter: BlockCutter,
+        slos: Sequence[CapacitySlo],
+        decide: Callable[[list[LoadBlock]], bool],
+        deadline_s: float,
+        least_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`decide`: returns whether the probe is decided after its newest block. `deadline_s`: monotonic. `least_s`:
+        returns the time that a decision takes at least, once the duration of an answer is known.
+        """
         self.cutter = cutter
+        self.hopeless = False  # the first answers show that no decision is possible before the deadline
+        self.missed = 0  # measured requests that missed an SLO ...
+        self.queued = 0  # ... and of these, those whose connection waited in the server's listen queue
+        self._slos = slos
+        self._least_s = least_s
+        self._began_s = time.monotonic()
         self.blocks: list[LoadBlock] = []
         self.failure: str | None = None  # the message of the first failed request
         self.decided = False
@@ -235,18 +270,23 @@ class ProbeWatch:
     def add_records(self, requests: list[Any]) -> None:
         with self._lock:
             self.failure = self.failure or next((one.message for one in requests if is_failure(one)), None)
+            missed = [one for one in requests if one.phase == "measured" and is_miss(one, self._slos)]
+            self.missed += len(missed)
+            self.queued += sum(map(waited_in_listen_queue, missed))
             self.cutter.add(requests)
 
     def is_done(self) -> bool:
         now_s = time.monotonic()
         with self._lock:
+            least_s = None if self.blocks else self._least_s()
+            self.hopeless = least_s is not None and self._began_s + least_s > self._deadline_s
             if not self.decided:
                 for block in self.cutter.cut(now_s):
                     self.blocks.append(block)
                     if self._decide(self.blocks):
                         self.decided = True
                         break
-        return self.decided or now_s > self._deadline_s
+        return self.decided or self.hopeless or now_s > self._deadline_s
 
     def measured_s(self, stopped_s: float) -> float:
         return 0.0 if self.cutter.begun_s is None else max(0.0, stopped_s - self.cutter.begun_s)
@@ -410,13 +450,13 @@ class ServerSearch:
                 return probe.add(KneeBlock(block.seconds, block.output_tokens)) != "open"
             return len(blocks) >= DRIFT_BLOCKS
 
-        watch = ProbeWatch(self._cutter(levels, purpose), decide, self.deadline_s)
+        watch = self._watch(levels, purpose, decide)
         cell_runs = self._measure(endpoint, levels, watch)
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
         death = because("capacity_died", loads=self.whole.report.loads_at(levels)) if died else None
         yield from (replace(cell_run, failed=death) for cell_run in cell_runs)
-        is_late = not watch.decided and time.monotonic() > self.deadline_s
+        is_late = not watch.decided and (watch.hopeless or time.monotonic() > self.deadline_s)
         if died and isinstance(probe, ProbeEvidence):  # all requests in flight are lost: none met the SLOs
             while probe.state == "open":
                 probe.add([(0, sum(levels))] * len(self.slos))
@@ -434,11 +474,40 @@ class ServerSearch:
         else:
             self.reasons += problems
             if is_late and not problems and probe is not None:
-                servers, budget_s = len(self.whole.question.slos), self.whole.question.budget_s
-                shared_by = servers if servers > 1 else None
-                self.reasons.append(because("capacity_budget", budget_s=budget_s, servers=shared_by))
+                self.reasons.append(self._budget_reason(levels, watch))
         self.whole.write(self.running.folder, self.result())
         return can_go_on
+
+    def _watch(
+        self, levels: tuple[int, ...], purpose: Purpose, decide: Callable[[list[LoadBlock]], bool]
+    ) -> ProbeWatch:
+        cutter = self._cutter(levels, purpose)
+
+        def least_s() -> float | None:
+            """Only of the first probe: what later ones can still measure is worth having."""
+            times = None if self.probes else self._search_s(cutter)
+            return None if times is None else times[0]
+
+        return ProbeWatch(cutter, [] if purpose == "knee" else self.slos, decide, self.deadline_s, least_s)
+
+    def _search_s(self, cutter: BlockCutter) -> tuple[float, float] | None:
+        """The least seconds of a probe, and about those of the search; None before the first answer."""
+        if cutter.typical_s is None:
+            return None
+        pause_s = max(load_pace(load, 1.0).pause_s for load in self.whole.loads.values())
+        return describe_search_s(self.whole.question.max_level, cutter.typical_s + pause_s)
+
+    def _budget_reason(self, levels: tuple[int, ...], watch: ProbeWatch) -> Reason:
+        """Why the time was too short, with the time that a search needs."""
+        budget_s, servers = self.whole.question.budget_s, len(self.whole.question.slos)
+        probe_s, search_s = self._search_s(watch.cutter) or (None, None)
+        needed_s = None if search_s is None else search_s * servers
+        if watch.hopeless:
+            loads, answer_s = self.whole.report.loads_at(levels), watch.cutter.typical_s
+            times = {"answer_s": answer_s, "probe_s": probe_s, "search_s": needed_s}
+            return because("capacity_hopeless", loads=loads, budget_s=budget_s, **times)
+        shared_by = servers if servers > 1 else None
+        return because("capacity_budget", budget_s=budget_s, servers=shared_by, search_s=needed_s)
 
     def _update_search(self, levels: tuple[int, ...], probe: ProbeEvidence | KneeProbe | None, died: bool) -> None:
         if probe is None:
@@ -466,16 +535,16 @@ class ServerSearch:
         flush_s = FLUSH_S + 2 * POLL_S if is_mix else FLUSH_S
         return BlockCutter(self.slos, paces, whole_tokens=purpose == "knee", flush_s=flush_s)
 
-    def _warmup(self, loads: Collection[Load]) -> Warmup:
-        """Return a warm-up until the server is steady, limited to the time of some conversations."""
+    def _warmup(self, loads: Collection[Load]) -> Warmup | None:
+        """Return a warm-up until the server is steady, limited to the time of some conversations; None: one wave."""
         given = self.whole.scenario.warmup
         if given is not None and given.requests == 0:
             return given
         max_s = FIRST_WARMUP_S
         if (answer_s := self._answer_s) is not None:
-            longest_s = max(
-                (2 * requests_per_task(load) + 4) * (answer_s + load_pace(load, 1.0).pause_s) for load in loads
-            )
+            if answer_s > SLOW_ANSWER_S:
+                return None
+            longest_s = max((requests_per_task(load) + 2) * (answer_s + load_pace(load, 1.0).pause_s) for load in loads)
             max_s = min(MAX_WARMUP_S, max(MIN_WARMUP_S, longest_s))
         max_requests = max(MIN_WARMUP_REQUESTS, *(WARMUP_WAVES * wave_size(load) for load in loads))
         return Warmup(until="steady", within=STEADY_WITHIN, max_s=max_s, max_requests=max_requests)
@@ -540,6 +609,9 @@ class ServerSearch:
             answers=sum(block.answers for block in blocks),
             seconds=seconds,
             met=shares_of(blocks, len(self.slos)),
+            counts=counts_of(blocks, len(self.slos)),
+            missed=watch.missed,
+            queued=watch.queued,
             answer_s=watch.cutter.answer_s,
             tok_s=sum(block.output_tokens for block in blocks) / seconds if seconds else None,
         )
@@ -590,13 +662,17 @@ def wait_until_idle(read: Callable[[], float | None], max_s: float, say: Callabl
     return number
 
 
+def counts_of(blocks: list[LoadBlock], slo_count: int) -> list[tuple[int, int]]:
+    """Return, for each SLO, the requests that met it and those that count."""
+    return [
+        (sum(block.counts[slo][0] for block in blocks), sum(block.counts[slo][1] for block in blocks))
+        for slo in range(slo_count)
+    ]
+
+
 def shares_of(blocks: list[LoadBlock], slo_count: int) -> list[float | None]:
     """Return, for each SLO, the share of requests that met it; None without a request."""
-    shares: list[float | None] = []
-    for slo in range(slo_count):
-        met, total = (sum(block.counts[slo][i] for block in blocks) for i in (0, 1))
-        shares.append(met / total if total else None)
-    return shares
+    return [met / total if total else None for met, total in counts_of(blocks, slo_count)]
 
 
 def drift_of(level: int, before: list[LoadBlock], after: list[LoadBlock]) -> CapacityDrift | None:
