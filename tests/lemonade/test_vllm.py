@@ -77,9 +77,11 @@ def test_an_engine_that_is_killed_under_load(loaded: Lemond, say: Say) -> None:
     assert [problem.code for problem in watch.problems(state)] in (["backend_lost"], ["backend_reset"])
     cause = scan_text(loaded.log.read_bytes()[start:].decode()).cause()
     say(f"{cause}")
-    assert cause is not None and (cause.id, "exit code 137" in cause.cause) == ("lemonade.backend_died", True)
+    # Its exit code is in the log only if Lemonade sees its end before the end of the connection.
+    assert cause is not None and cause.id == "lemonade.backend_died"
 
 
+@pytest.mark.nightly  # two starts of vLLM; llama.cpp in a container has the same test
 def test_an_unknown_flag_is_named(on_vllm: Lemond) -> None:
     start = on_vllm.log.stat().st_size
     body = {"model_name": "user.Tiny", "vllm_args": "--no-such-flag"}
