@@ -366,6 +366,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "duration_up": lambda s: duration(math.ceil(s)) if s >= 10 else f"{math.ceil(100 * s) / 100:g} s",
     "sha256": lambda files: ", ".join(f"{name} (sha256 {digest[:12]})" for name, digest in files.items()),
     "mark": lambda _: OTHERWISE,
+    "versions": lambda versions: ", ".join(f"{name} {version}" for name, version in versions.items()),
     "counts": lambda numbers: ", ".join(f"{name} {number:,}" for name, number in numbers.items()),
     "gib": gib,
     "gib2": lambda size: gib(size, 2),

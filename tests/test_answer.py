@@ -11,8 +11,9 @@ from rich.console import Console
 
 from harness.judge.checks import evaluate
 from harness.report import markdown, sentences, terminal
+from harness.rundir.manifest import Startup
 from harness.scenario import Load
-from harness.summary import Comparison, Distribution, Row, Summary, Verdict
+from harness.summary import Comparison, Difference, Distribution, Row, Summary, Verdict
 from tests.test_report_text import MANY, numbers, row, run, summary
 
 
@@ -131,3 +132,30 @@ def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> 
     assert "- 1 more: 1 same (--explain shows them)" in out.getvalue()
     page = markdown.render(of, run())
     assert "<details><summary>1 more: 1 same</summary>" in page
+
+
+def test_servers_with_different_versions_of_one_engine_are_named_in_the_answer() -> None:
+    of = compared(verdict("lemonade / one", "slower", 0.5))
+    first = run().cells[0]
+
+    def versions(*known: tuple[str, str, str | None]) -> str:
+        cells = [
+            replace(
+                first,
+                server=server,
+                served_by=replace(first.served_by, startup=Startup(engine=engine, version=version)),
+            )
+            for server, engine, version in known
+        ]
+        return sentences.run_answer(of, replace(run(), cells=cells))
+
+    named = versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", "0.20.1"))
+    plain = sentences.run_answer(of, run())
+    assert named.startswith(plain) and "different versions of vllm (vllm 0.31.0, lemonade 0.20.1)" in named
+    assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", "0.31.0")) == plain
+    assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "llama.cpp", "b9")) == plain
+    assert versions(("vllm", "vllm", "0.31.0"), ("lemonade", "vllm", None)) == plain
+    comparison = of.comparison
+    assert comparison is not None
+    differs = replace(comparison, differences=[Difference(key="servers.a.startup.version", values=["1", "2"])])
+    assert sentences.comparison_answer(differs).endswith("The engine's versions differ: 1, 2.")

@@ -69,6 +69,7 @@ def run(
     from harness.run.progress import Progress
     from harness.run.running import write_results
     from harness.rundir.manifest import read_run
+    from harness.serve.lint import removed_notes
 
     if ui and scenario is not None:
         live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
@@ -86,7 +87,7 @@ def run(
         experiment = experiments.prepare(scenario, target, model, repeats, checks or [])
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
-        for note in check_notes(experiment.scenario):
+        for note in [*check_notes(experiment.scenario), *removed_notes(experiment.scenario)]:
             cli.console().print(f"note: {note}")
         with cli.junit_until_finished(junit, scenario.stem):
             steps = None if budget_s is None else budget_steps(budget_s)

@@ -331,6 +331,16 @@ def start_notes(run: Run) -> list[Reason]:
     return notes
 
 
+def engine_versions(run: Run) -> dict[str, dict[str, str]]:
+    """Return the version of each server, by engine, for engines that the servers run in several versions."""
+    known: dict[str, dict[str, str]] = {}
+    for cell in run.served:
+        startup = cell.served_by.startup
+        if startup is not None and startup.engine and startup.version:
+            known.setdefault(startup.engine, {})[cell.server] = startup.version
+    return {engine: of for engine, of in known.items() if len(set(of.values())) > 1}
+
+
 def kv_cache_note(tokens: Mapping[str, int | None], **values: str) -> Reason | None:
     """A note that the KV caches of the sides have different sizes; None where they are equal or unknown."""
     known = {side: size for side, size in tokens.items() if size is not None}

@@ -377,7 +377,7 @@ def read_gfx_table() -> GfxTable:
 
 
 def find_unsupported_targets(image: str, targets: Iterable[str]) -> list[str]:
-    """Return the targets for which an image, such as vllm/vllm-openai-rocm:v0.25.0, is known to have no code."""
+    """Return the targets for which an image, such as vllm/vllm-openai-rocm:v0.31.0, is known to have no code."""
     for name, column in support_columns().items():
         for pattern, only in column.images.items():
             if fnmatchcase(image, pattern):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
@@ -199,6 +200,10 @@ def _compute_share(name: str, service: Service, ranks: int, root: Path) -> SafeS
         ) from None
 
 
+def _known_number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None  # `auto` is known to the server only
+
+
 def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
     """Return lines on the memory that is left for the model, where this machine has its files."""
     try:
@@ -206,7 +211,7 @@ def _model_room(server: Server, model: str, share: SafeShare) -> list[str]:
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
         name = str(get_variable(server, "model_path") or get_variable(server, "checkpoint") or model)
         settings = ServerSettings(
-            max_model_len=get_variable(server, "max_model_len") or get_variable(server, "ctx_size"),
+            max_model_len=_known_number(get_variable(server, "max_model_len") or get_variable(server, "ctx_size")),
             max_num_seqs=get_variable(server, "max_num_seqs"),
             max_num_batched_tokens=get_variable(server, "max_num_batched_tokens")
             or ServerSettings().max_num_batched_tokens,

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from harness.scenario.plan import (
     server_start_of,
     steadiness,
 )
-from harness.serve.lint import list_notes
+from harness.serve.lint import list_notes, pin_notes
 from harness.serve.location import engine_location
 from harness.summary import ALPHA
 from harness.units import count
@@ -93,7 +94,12 @@ def preview(experiment: Experiment) -> Preview:
         cold=scenario.restart,
         estimated_s=estimate_s(scenario, experiment.folder),
         assumed=f"{ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, {starts}",
-        notes=[*_plan_notes(experiment), *check_notes(scenario), *list_notes(scenario, cpu_count)],
+        notes=[
+            *_plan_notes(experiment),
+            *check_notes(scenario),
+            *list_notes(scenario, cpu_count),
+            *pin_notes(scenario, datetime.now(UTC).date()),
+        ],
     )
 
 

@@ -14,6 +14,7 @@ from harness import units
 from harness.columns import METRIC_WORDS, RATES, WORK
 from harness.errors import HarnessError
 from harness.judge.checks import evaluate
+from harness.judge.comparable import engine_versions
 from harness.judge.verdicts import without_concurrency
 from harness.reasons import evidence, format_speedup, number_names, sentence, verdict_sentence
 from harness.report import words
@@ -21,7 +22,7 @@ from harness.report.table import LIMITED
 from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
-from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
+from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict, because
 from harness.units import count
 
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
@@ -30,7 +31,15 @@ _BOUNDED = (*SLO_METRICS, "output_tok_s", "input_tok_s", "requests_per_s", "wall
 
 
 def run_answer(summary: Summary, run: Run) -> str:
-    """The answer of a run, or why it has no answer."""
+    """The answer of a run, or why it has no answer; with the versions if its servers have several of one engine."""
+    answer = _run_answer(summary, run)
+    if answer.startswith("No answer"):
+        return answer
+    versions = (because("engine_versions", engine=engine, versions=of) for engine, of in engine_versions(run).items())
+    return " ".join([answer, *(f"{sentence(note)}." for note in versions)])
+
+
+def _run_answer(summary: Summary, run: Run) -> str:
     if run.status in ("running", "interrupted", "failed"):
         return "No answer: the run did not come to its end."
     if summary.valid is False and run.status != "live":
@@ -48,7 +57,13 @@ def run_answer(summary: Summary, run: Run) -> str:
 
 
 def comparison_answer(comparison: Comparison) -> str:
-    """The answer of `harness compare`: whether a side is slower than the first."""
+    """The answer of `harness compare`: whether a side is slower than the first; and other versions of the engine."""
+    versions = [each for each in comparison.differences if each.key.endswith("startup.version")]
+    shown = [f"The engine's versions differ: {', '.join(each.values)}." for each in versions[:1]]
+    return " ".join([_comparison_answer(comparison), *shown])
+
+
+def _comparison_answer(comparison: Comparison) -> str:
     verdicts = comparison.verdicts
     slower = _largest_effect(verdicts, "slower")
     number = sum(verdict.word == "slower" for verdict in verdicts)

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import date
 from itertools import takewhile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import msgspec
 
 from harness.engines import engines, find_engine, find_template
 from harness.errors import Problem
-from harness.failures.table import protected_flags
+from harness.failures.table import protected_flags, removed_flags, removed_variables
 from harness.reasons import sentence
 from harness.rundir.manifest import Startup
 from harness.scenario import Gateway, Load, Prompts, Scenario, Server, max_concurrency, request_tokens
@@ -23,7 +24,7 @@ from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variab
 from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count_server_threads
 from harness.serve.location import engine_location
 from harness.serve.security import find_missing_consent, make_access_notes
-from harness.serve.template import find_variable_problems, get_variable, prepare_server, read_variables
+from harness.serve.template import find_pin, find_variable_problems, get_variable, prepare_server, read_variables
 from harness.units import count
 
 # Variables of the template `lemonade`, and the recipe that has them.
@@ -239,9 +240,69 @@ _OVERRIDE_NOTE = (
 )
 
 
+_MAX_PIN_DAYS = 120
+_VLLM_VERSION = re.compile(r"(?:vllm[_-]|[:-])v?(\d{1,3})\.(\d{1,3})(?:\.(\d{1,3}))?(?![\w.]*/)")
+_DEBUG_NOTE = "VLLM_LOGGING_LEVEL is DEBUG, which slows decoding down many times: leave it out of a measurement"
+
+
+def find_vllm_version(image: str) -> tuple[int, ...] | None:
+    """Return the version of vLLM that an image's tag names, as `:v0.31.0` and `vllm_0.23.0` do; None without one."""
+    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    found = list(_VLLM_VERSION.finditer(f":{tag}" if tag else ""))
+    named = [match for match in found if match[0].startswith("vllm")] or found[:1]
+    return tuple(int(number or 0) for number in named[0].groups()) if named else None
+
+
+def removed_notes(scenario: Scenario) -> list[str]:
+    """Return a note for each flag with which vLLM does not start any more, and each variable that it ignores."""
+    notes = []
+    for name, server in scenario.servers.items():
+        template, engine = find_template(server.template), find_engine(server.template)
+        is_vllm = engine is not None and engine.name == "vllm"
+        if not is_vllm and (template is None or template.arguments != "vllm_args"):
+            continue
+        version = find_vllm_version(str(get_variable(server, "image") or "")) if is_vllm else None
+        words = get_variable(server, "extra_args") if is_vllm else str(get_variable(server, "vllm_args") or "").split()
+        for flag in dict.fromkeys(parse_flag_names([str(word) for word in words or []])):
+            removed = removed_flags().get(flag)
+            if removed is None or (version and removed.gone_in and version < parse_version(removed.gone_in)):
+                continue
+            known = f"vLLM {'.'.join(map(str, version))}" if version else "a current vLLM"
+            since = f" (removed in {removed.gone_in})" if removed.gone_in else ""
+            notes.append(f"server '{name}': {known} does not start with {flag}{since}: {removed.instead}")
+        environment = server.variables.get("environment") or {}
+        for variable, instead in removed_variables().items():
+            if variable in environment:
+                notes.append(f"server '{name}': vLLM ignores {variable} in environment: {instead}")
+        if str(environment.get("VLLM_LOGGING_LEVEL", "")).upper() == "DEBUG":
+            notes.append(f"server '{name}': {_DEBUG_NOTE}")
+    return notes
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split("."))
+
+
+def pin_notes(scenario: Scenario, today: date) -> list[str]:
+    """Return a note for each server with a pinned image that is older than 120 days."""
+    notes = []
+    for name, server in scenario.servers.items():
+        for owner in (server, server.gateway):
+            if owner is None or not read_variables(owner.template)["image"].pinned:
+                continue
+            pin = find_pin(owner.template)
+            age = (today - pin.day).days
+            if get_variable(owner, "image") == pin.image and age > _MAX_PIN_DAYS:
+                notes.append(
+                    f"server '{name}': the pinned image {pin.image} is {age} days old ({pin.date}); for a current "
+                    "version set the variable 'image'"
+                )
+    return notes
+
+
 def list_notes(scenario: Scenario, threads: int | None = None) -> list[str]:
     """Return the notes for `harness check`. `threads`: of the servers' processor; None if unknown."""
-    notes = []
+    notes = removed_notes(scenario)
     for name, server in scenario.servers.items():
         if "HSA_OVERRIDE_GFX_VERSION" in (server.variables.get("environment") or {}):
             notes.append(f"server '{name}': {_OVERRIDE_NOTE}")

@@ -6,10 +6,12 @@ a default is required; a type that ends in "?" also takes null. The limits are t
 what the server would refuse at its start.
 """
 
+import datetime
 import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +32,7 @@ from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service
 from harness.serve.location import engine_location
 from harness.serve.security import find_open_secrets
 
-AUTO = "auto"  # of a variable with `auto`: the harness computes it before the first start
+AUTO = "auto"  # of a variable with `auto`
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
 HARNESS_VARIABLES = ("model", "upstream")  # declared in the templates, filled in by the harness
 GATEWAYS = tuple(name for engine in engines() if engine.gateway for name in engine.templates)
@@ -55,7 +57,8 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min: int | float | None = None
     max: int | float | None = None
     choices: list[str] | None = None
-    auto: bool = False  # it may also be AUTO, which `harness.prepare.machine_fit` replaces
+    auto: bool = False  # it may also be AUTO: of gpu_memory_utilization the harness replaces it, else the server does
+    pinned: bool = False  # its default is the image that compose/images.yaml pins for the template
 
     @property
     def required(self) -> bool:
@@ -64,6 +67,33 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Quoted(str):
     """Text that went through the quoting filter. The expressions of a template may print nothing else."""
+
+
+class Pin(Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of compose/images.yaml."""
+
+    image: str
+    templates: list[str]  # of which it is the default
+    version: str
+    date: str  # YYYY-MM-DD or YYYY-MM
+    source: str
+
+    @property
+    def day(self) -> datetime.date:
+        """Return the date; of a month its first day."""
+        return datetime.date.fromisoformat(self.date if len(self.date) > 7 else f"{self.date}-01")
+
+
+@cache
+def pins() -> tuple[Pin, ...]:
+    """Return compose/images.yaml."""
+    listed = yaml.load(read_text(COMPOSE / "images.yaml"), yaml.BaseLoader)  # every value is a text
+    return tuple(msgspec.convert(listed, list[Pin]))
+
+
+def find_pin(template: str) -> Pin:
+    """Return the pinned image of a template."""
+    return next(pin for pin in pins() if template in pin.templates)
 
 
 def templates() -> list[str]:
@@ -86,7 +116,11 @@ def read_variables(template: str) -> dict[str, Variable]:
     text, declared = read_text(path), dict[str, Any]()
     for part in (text, *(read_text(COMPOSE / f"{name}.yaml.j2") for name in _INCLUDED.findall(text))):
         declared = declared | yaml.safe_load(part.split("{#", 1)[-1].split("#}", 1)[0]) | declared
-    return msgspec.convert(declared, dict[str, Variable])
+    variables = msgspec.convert(declared, dict[str, Variable])
+    return {
+        name: msgspec.structs.replace(variable, default=find_pin(template).image) if variable.pinned else variable
+        for name, variable in variables.items()
+    }
 
 
 def get_variable(server: Server | Gateway, name: str) -> Any:
