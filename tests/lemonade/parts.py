@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +141,10 @@ def lemond(folder: Path, *, gpu: bool = False, api_key: str | None = None, **def
     finally:
         process.send_signal(signal.SIGTERM)  # it stops its engine
         try:
-            process.wait(30)
-        finally:
-            process.kill()
+            process.wait(PATIENCE_S)
+        finally:  # a killed engine leaves processes of its own
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _make_gpu(folder: Path) -> None:
