@@ -18,6 +18,8 @@ from harness.redact import masked
 INTERRUPTED = "interrupted; everything that was started has been torn down"
 SHOWN_PROBLEMS = 50  # of a scenario
 MAX_CHARACTERS = 1000  # of one problem
+_MAX_NAMES = 1000  # with which a misspelled word is compared
+_SHOWN_NAMES = 100  # of all that are known
 MAX_BAD_LINES = 5  # of one file; then reading stops
 
 
@@ -143,8 +145,11 @@ class BadLines:
 
 
 def closest_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like the word; None: none is like it."""
-    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)), None)
+    """Return the known name that is most like the word; None: none is like it, or there are too many to compare."""
+    names = sorted(known)
+    if len(names) > _MAX_NAMES or len(word) > MAX_CHARACTERS:
+        return None
+    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=0.6)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -152,7 +157,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if (close := closest_name(word, names)) is not None:
         return f"did you mean '{close}'?"
-    return "known: " + ", ".join(names) if names else "none are known"
+    more = [f"... {len(names) - _SHOWN_NAMES:,} more"] if len(names) > _SHOWN_NAMES else []
+    return "known: " + ", ".join([*names[:_SHOWN_NAMES], *more]) if names else "none are known"
 
 
 def suggest_row(name: str, known: Iterable[str]) -> str:

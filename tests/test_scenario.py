@@ -135,7 +135,7 @@ compare: [{row: a/whol, against: a/who}, {row: a/who, against: a/who}]
         ("seed: " + "9" * 5000, "$.seed (line 9): '9999999999999999999999999999999999999999' is not a plain whole"),
         ("repeats: 100000", "$.repeats (line 9): a whole number of at most 1000 is expected, got 100000"),
         ("metrics_interval_s: .inf",
-         "$.metrics_interval_s (line 9): a number of at most 10000000 is expected, got inf"),
+         "$.metrics_interval_s (line 9): a finite number is expected, got inf"),
         ("checks: &a [*a]", "its lists and mappings are nested too deeply, or an alias (*name) refers to what"),
         (
             "checks: [&a [x, x, x, x, x, x, x, x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a, *a], "

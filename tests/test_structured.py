@@ -67,7 +67,6 @@ def test_an_answer_is_checked(form: Structured, text: str, label: str | None, ex
         (None, {"type": ["string", "null"]}, True),
         ([1, 2], {"type": "array", "items": {"type": "integer"}, "maxItems": 2}, True),
         ([1, "a"], {"items": {"type": "integer"}}, False),
-        ("abc", {"pattern": "^a.c$"}, True),
         ("x", {"anyOf": [{"type": "integer"}, {"const": "x"}]}, True),
         ("y", {"anyOf": [{"type": "integer"}, {"const": "x"}]}, False),
         ({"a": 1}, {"additionalProperties": {"type": "string"}}, False),
@@ -84,7 +83,10 @@ def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: boo
         (Structured(choice=["a"]), ".choice: two or more different texts are expected, got ['a']"),
         (Structured(choice=["a", " b"]), ".choice: two or more different texts are expected, got ['a', ' b']"),
         (Structured(json_schema={"type": "text"}), ".json_schema.type: 'text' is not what this keyword takes"),
-        (Structured(json_schema={"pattern": "["}), ".json_schema.pattern: '[' is not what this keyword takes"),
+        # A pattern may take exponential time.
+        (Structured(json_schema={"pattern": "(a+)+$"}), ".json_schema.pattern: this keyword cannot be checked here; "
+         "known: additionalProperties, anyOf, const, enum, items, maxItems, maxLength, maximum, minItems, minLength, "
+         "minimum, properties, required, type"),
         (Structured(json_schema={"enum": 3}), ".json_schema.enum: 3 is not what this keyword takes"),
     ],
 )  # fmt: skip

@@ -102,9 +102,15 @@ def test_conditions(tmp_path: Path, condition: str, left: list[str]) -> None:
         ("port > \"a\"", "'port > \"a\"': '>' not supported between instances of 'int' and 'str'"),
         ("port / 0 > 1", "'port / 0 > 1': division by zero"),
         ("'a' * 999999999 > 1", "''a' * 999999999 > 1': 'a' * 999999999 is not computed here"),
-        ("'a'.center(999999999) > 1", "not safely callable"),
-        ("().__class__ > 1", "access to attribute '__class__' of 'tuple' object is unsafe."),
-        ("(" * 95 + "1" + ")" * 95 + " > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("'a'.center(999999999) > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("().__class__ > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("port.__class__ > 1", "'port.__class__ > 1': '__class__' is not set here"),
+        ("port ** port > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("[port for port in 'a'] > 1", "is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("9999999999 * 9999999999 * 9999999999 > 1", "99999999980000000001 * 9999999999 is not computed here"),
+        ("(" * 95 + "1" + ")" * 95 + " > 1", "it leaves out every combination"),
+        ("-" * 190 + "1 > 1", "it leaves out every combination"),
+        ("1" + " + 1" * 48, "compares nothing; write such as max_num_batched_tokens >= max_num_seqs"),
     ],
 )  # fmt: skip
 def test_invalid_conditions(tmp_path: Path, condition: str, problem: str) -> None:

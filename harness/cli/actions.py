@@ -364,7 +364,9 @@ def noise(
     count: Annotated[
         int, cli.option("N", "How many A/A runs; the folder of the runs is --runs-dir.", "--runs", min=1, max=1000)
     ] = 1,
-    every: Annotated[float, cli.option("MINUTES", "Pause between them: spread them over hours.", min=0)] = 0.0,
+    every: Annotated[
+        float, cli.option("MINUTES", "Pause between them: spread them over hours.", min=0, callback=cli.check_finite)
+    ] = 0.0,
     add: Annotated[bool, cli.flag("--add", "Keep the runs that were stored before.")] = False,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,

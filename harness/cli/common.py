@@ -1,6 +1,7 @@
 """Shared parts of the commands: the app, common options, the console, mistakes in the command line."""
 
 import difflib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +173,13 @@ def validate_model_name(param: typer.CallbackParam, given: str | None) -> str | 
             f"{param.opts[0]}: '{given}' is no model's name", next_step="Write it as the server knows it."
         )
     return given
+
+
+def check_finite(value: float | None) -> float | None:
+    """Refuse nan and inf, which no bound of an option does."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"a finite number is expected, got {value:g}")
+    return value
 
 
 def check_root(given: Path) -> Path:

@@ -81,8 +81,11 @@ def memory(
     max_num_seqs: Annotated[int | None, cli.option("N", "Requests that are to run at once.", min=1)] = None,
     tensor_parallel: Annotated[int, cli.option("N", "GPUs that share the model.", min=1)] = 1,
     kv_cache_dtype: Annotated[str, cli.option("TYPE", "As vLLM's: auto, bfloat16, float16, fp8.")] = "auto",
-    free: Annotated[float | None, cli.option("GIB", "Instead of this machine's: as vLLM's log has it.", min=0)] = None,
-    total: Annotated[float | None, cli.option("GIB", "Belongs to --free.", min=0)] = None,
+    free: Annotated[
+        float | None,
+        cli.option("GIB", "Instead of this machine's: as vLLM's log has it.", min=0, callback=cli.check_finite),
+    ] = None,
+    total: Annotated[float | None, cli.option("GIB", "Belongs to --free.", min=0, callback=cli.check_finite)] = None,
     as_json: cli.JsonOpt = False,
     root: Annotated[Path, cli.option("DIR", "Where /proc and /sys are.", callback=cli.check_root)] = Path("/"),
 ) -> None:

@@ -27,6 +27,7 @@ from harness.imports import (
     read_source,
     vllm,
 )
+from harness.redact import printable
 from harness.rundir.manifest import NUMBERS_FILE, CellRun, Machine, Origin, RowOrigin, Run, ServedBy, Status, write_run
 from harness.rundir.records import Request, read_marks
 from harness.scenario import Load, Scenario, Server, Warmup
@@ -178,7 +179,7 @@ def _make_run(
         scenario=Scenario(
             version=1,
             question=f"What did {tool} measure?",
-            model=imported.model or UNKNOWN,
+            model=" ".join(printable(imported.model or UNKNOWN).split())[:1000],
             servers={server: Server(template="running") for server in servers},
             loads={
                 # Never fixed: no file says that every answer had to have a certain length.

@@ -26,15 +26,17 @@ MAX_NAME = 40
 NAME = f"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}"
 LOAD_NAME = rf"{NAME}(?:\.{NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
 _NAME_RULE = f"lower-case letters, digits and '-', at most {MAX_NAME}"
-Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAME_RULE)]
-LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAME_RULE)]
+Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z", description=_NAME_RULE)]
+LoadName = Annotated[str, Meta(pattern=rf"\A{LOAD_NAME}\Z", description=_NAME_RULE)]
+# A name or path that reports and terminals print.
+Line = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]{0,1000}\Z")]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 MAX_USERS = 100_000  # of scenario, command line and web form; each takes 10 KiB and more
 Users = Annotated[int, Meta(ge=1, le=MAX_USERS)]
 VariableName = Annotated[
     str,
     Meta(
-        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
+        pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,200}\Z",
         description="expected the NAME of an environment variable, never the key itself",
         extra={"hidden": True},
     ),
@@ -45,13 +47,14 @@ SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the se
 TURNS = 4  # of a conversation, by default
 MAX_SERVERS = 200  # of a scenario: each is rendered, and its settings are checked
 MAX_CELLS = 100_000  # of a plan
+MAX_STAGES = 100  # of a load
 USERS = tuple(sorted(path.stem for path in LOCUSTFILES.glob("*.py")))  # the user classes that ship
 
 
 class Gateway(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A proxy between the users and a server, such as LiteLLM."""
 
-    template: str
+    template: Line
     variables: dict[str, Any] = {}
 
 
@@ -71,14 +74,14 @@ class Span(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A server to start: a Compose template of compose/ and values for its variables."""
 
-    template: str
+    template: Line
     variables: dict[str, Any] = {}
     container: bool = True  # false: the embedded engine as a process (template `simulated` only)
     startup_timeout_s: Positive = 1800.0  # a first start downloads, and compiles FP8 for 12 minutes on gfx1151
     allow: list[Consent] = []
     gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
     vary: dict[str, list[Any] | Span] = {}  # by variable, or argument of the engine; harness.scenario.sweep
-    where: list[str] = []  # conditions that leave out combinations
+    where: Annotated[list[str], Meta(max_length=20)] = []  # conditions that leave out combinations
 
 
 class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -86,14 +89,16 @@ class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     min: NotNegative
     max: Positive
-    period_s: Positive
+    period_s: Annotated[float, Meta(ge=0.001, le=1e7)]
 
 
 class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Open loop: users arrive by a schedule, whether or not the server keeps up. Exactly one of the first three."""
 
     rate: Positive | None = None  # arrivals a second
-    points: list[list[NotNegative]] | None = None  # [second, rate], ascending; the last rate stays until the end
+    points: Annotated[list[list[NotNegative]], Meta(max_length=10_000)] | None = (
+        None  # [second, rate], ascending; the last rate stays until the end
+    )
     wave: Wave | None = None
     between: Literal["steps", "ramps"] = "steps"  # how the rate goes from one point to the next
     spacing: Literal["poisson", "even", "gamma"] = "poisson"
@@ -103,14 +108,14 @@ class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Open loop by a trace of real traffic: a row has a time, a prompt length and an answer length; docs/traces.md."""
 
-    file: str  # relative to the scenario
+    file: Line  # relative to the scenario
     format: Literal["burstgpt", "mooncake", "azure", "requests"] | None = None  # None: detected by the first line
-    speed: Positive = 1.0  # 2: twice as many requests a second as the trace had
+    speed: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0  # 2: twice as many requests a second as the trace had
     from_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # window: seconds of the trace after its first row
     to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # exclusive; None: until the last row
     max_requests: Count | None = None  # at most this many rows of the window
     block_tokens: Tokens = 512  # format mooncake: tokens of one hash_id
-    cell: str | None = None  # format requests: the cell to replay, where the file has several
+    cell: Line | None = None  # format requests: the cell to replay, where the file has several
 
 
 class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -121,9 +126,11 @@ class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
-    user: str  # one of USERS, or the path of a locustfile of your own, relative to the scenario
+    user: Line  # one of USERS, or the path of a locustfile of your own, relative to the scenario
     users: Users = 1
-    stages: list[Stage] = []  # instead of `users`: a number that changes while the load runs; each is a row LOAD@USERS
+    stages: Annotated[
+        list[Stage], Meta(max_length=MAX_STAGES)
+    ] = []  # instead of `users`: a number that changes while the load runs; each is a row LOAD@USERS
     processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes
     requests: Count | None = None  # a fixed amount of work, in requests ...
     duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two
@@ -148,9 +155,11 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     answer: Structured | None = None  # the form that answers must have; the share of valid answers is reported
     ramp_s: NotNegative = 0.0  # all users are spawned within this time
     drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
-    timeout_s: Positive = 300.0  # a request has failed when nothing arrives for this time
+    timeout_s: Annotated[float, Meta(ge=0.001, le=1e7)] = (
+        300.0  # a request has failed when nothing arrives for this time
+    )
     vary: dict[str, list[Any] | Span] = {}  # by key of the load, such as users or arrivals.rate
-    where: list[str] = []
+    where: Annotated[list[str], Meta(max_length=20)] = []
 
 
 class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -159,8 +168,8 @@ class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kind: Literal["synthetic", "file", "classification"] = "synthetic"
     tokens: Tokens | Lengths = 256  # synthetic: length of each prompt, in words of about one token
     # synthetic: a local tokenizer.json, or `server`: the server's own. None: a word counts as a token
-    tokenizer: str | None = None
-    file: str | None = None  # file: JSONL, a line {"prompt": "..."} or {"messages": [...]}, relative to the scenario
+    tokenizer: Line | None = None
+    file: Line | None = None  # file: JSONL, a line {"prompt": "..."} or {"messages": [...]}, relative to the scenario
     system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # length of a system prompt that all requests share
     salt: bool = True  # start each prompt with words of the cell, so that no prefix cache of an earlier cell helps
 
@@ -213,7 +222,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     version: Literal[1]
     question: Annotated[str, Meta(max_length=10_000, description="a text of at most 10,000 characters is expected")]
-    model: str  # as the server knows it
+    model: Line  # as the server knows it
     servers: dict[Name, Server]
     loads: dict[LoadName, Load]
     mixes: dict[Name, list[str]] = {}  # loads that run at once: MIX: [LOAD, LOAD]; each is a row MIX.LOAD
@@ -223,10 +232,12 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     restart: bool = True  # a fresh server for each cell (cold); false: one per repeat and server (warm)
     warmup: Warmup | None = None  # None: one wave of requests, see `wave_size`
     baseline: Baseline | None = None  # default: the first server with the first load
-    compare: list[Pair] = []  # more comparisons; each makes all of them a little harder to decide
-    checks: list[str] = []  # such as "error_rate == 0" or "ttft_p95 <= 2s"
+    compare: Annotated[
+        list[Pair], Meta(max_length=200)
+    ] = []  # more comparisons; each makes all a little harder to decide
+    checks: Annotated[list[str], Meta(max_length=1000)] = []  # such as "error_rate == 0" or "ttft_p95 <= 2s"
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0  # a run with more is INVALID
-    metrics_interval_s: Positive = 1.0
+    metrics_interval_s: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0
     generator: Literal["process", "container"] = "process"
     api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
     swept: Sweep | None = None  # made from `vary` when the file is read; None: nothing is varied

@@ -43,6 +43,7 @@ UNITS: dict[str, dict[str, float]] = {
 SLO_METRICS = ("attainment", "goodput")
 ANSWER_SHARES = ("valid_share", "right_share")
 BASELINE = "baseline"
+MAX_CHECK = 1000  # characters
 MAX_DIGITS = 30  # of a bound
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 # Both match every text; a missing part is empty.
@@ -120,6 +121,8 @@ def parse_check(text: str) -> Check:
 
 
 def _parse(text: str) -> Check:
+    if len(text) > MAX_CHECK:
+        raise CheckError(f"a check has at most {MAX_CHECK:,} characters")
     match = _CHECK.fullmatch(text)
     assert match is not None, "every text matches"
     selection, metric, rest = match["selection"], match["metric"], match["rest"].strip()

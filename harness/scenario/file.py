@@ -4,13 +4,14 @@ msgspec stops at the first error. So `_Decoder` walks the records field by field
 """
 
 import itertools
+import math
 import re
 import types
 import typing
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import yaml
@@ -49,6 +50,12 @@ from harness.scenario.sweep import expand
 T = TypeVar("T")
 MAX_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
 MAX_VALUES = 50_000  # a few aliases of aliases make billions
+MAX_TEXT = 2**20  # characters of all texts, likewise
+MAX_DEPTH = 64  # of nested lists and mappings
+MAX_KEY = 200  # characters
+_MAX_ROWS = 1000  # with which a misspelled row is compared
+_TOO_DEEP = "its lists and mappings are nested too deeply, or an alias (*name) refers to what contains it"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,29})")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -200,42 +207,86 @@ def load_yaml(text: str, problems: list[Problem]) -> tuple[Any, dict[str, int]]:
     lines: dict[str, int] = {}
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        return (_plain_value(node, "$", lines, problems) if node is not None else None), lines
+        if node is None:
+            return None, lines
+        _refuse_large(node)
+        return _plain_value(node, "$", lines, problems), lines
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         wrong = f"not valid YAML{at}: {getattr(error, 'problem', None) or ' '.join(str(error).split())}"
     except RecursionError:
-        wrong = "its lists and mappings are nested too deeply, or an alias (*name) refers to what contains it"
+        wrong = _TOO_DEEP
     except _UnusableError as error:
         wrong = str(error)
     problems.append(Problem("", wrong))
     return None, {}
 
 
+def _refuse_large(root: yaml.Node) -> None:
+    """Raise _UnusableError for a document that is too large or too deep, counting what aliases repeat."""
+    values = characters = 0
+    nodes = [(root, 0)]
+    while nodes:
+        node, depth = nodes.pop()
+        values += 1
+        if depth > MAX_DEPTH:
+            raise _UnusableError(_TOO_DEEP)
+        if isinstance(node, yaml.ScalarNode):
+            characters += len(node.value)
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                nodes.append((value, depth + 1))
+                if isinstance(key, yaml.ScalarNode):
+                    _check_key(key)
+        else:
+            nodes += [(item, depth + 1) for item in node.value]
+        if values > MAX_VALUES or len(nodes) > MAX_VALUES:
+            raise _UnusableError(f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat")
+        if characters > MAX_TEXT:
+            raise _UnusableError(f"it has more than {MAX_TEXT:,} characters, counting what aliases (*name) repeat")
+
+
+def _check_key(key: yaml.ScalarNode) -> None:
+    line = key.start_mark.line + 1
+    if len(key.value) > MAX_KEY:
+        raise _UnusableError(f"line {line}: a key has at most {MAX_KEY} characters (got {len(key.value):,})")
+    if _CONTROL.search(key.value) or "\n" in key.value or "\t" in key.value:
+        raise _UnusableError(f"line {line}: a key has no line ends and no control characters (got {key.value!r})")
+
+
 def _plain_value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Problem]) -> Any:
     lines[path] = line = node.start_mark.line + 1
-    if len(lines) > MAX_VALUES:
-        raise _UnusableError(f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat")
     if isinstance(node, yaml.MappingNode):
         return _plain_mapping(node, path, lines, problems)
     if isinstance(node, yaml.SequenceNode):
         return [_plain_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
     _refuse_surrogates(node)
+    if _CONTROL.search(node.value):
+        problems.append(Problem(path, f"a text has no control characters (got {_short_repr(node.value)})", line))
+        return ""
     if node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):  # YAML 1.1: 010 is 8
         text = f"'{node.value[:40]}' is not a plain whole number of at most 30 digits; write it in digits"
         problems.append(Problem(path, text, line))
         return 1  # a number, so that no second problem follows
     if node.tag == "tag:yaml.org,2002:str" and not getattr(node, "style", None) and _EXPONENT.fullmatch(node.value):
-        return float(node.value)  # YAML 1.1 reads 1e3 as a text
+        return _finite(float(node.value), path, line, problems)  # YAML 1.1 reads 1e3 as a text
     constructor = yaml.SafeLoader("")
     try:
-        return constructor.construct_object(node)
+        value = constructor.construct_object(node)
+        return _finite(value, path, line, problems) if isinstance(value, float) else value
     except (yaml.YAMLError, ValueError) as error:
         problems.append(Problem(path, str(error), line))
         return None
     finally:
         constructor.dispose()
+
+
+def _finite(number: float, path: str, line: int, problems: list[Problem]) -> float:
+    if math.isfinite(number):
+        return number
+    problems.append(Problem(path, f"a finite number is expected, got {number:g}", line))
+    return 1.0  # a number, so that no second problem follows
 
 
 def _refuse_surrogates(node: yaml.Node) -> None:
@@ -291,6 +342,11 @@ class _Decoder:
             return self.struct(raw, type_, path)
         if origin is dict and isinstance(raw, dict) and args[1] is not Any:
             return self.mapping(raw, args[0], args[1], path)
+        if origin is Annotated and typing.get_origin(args[0]) is list and isinstance(raw, list):
+            most = max((meta.max_length for meta in _metas(type_) if meta.max_length is not None), default=len(raw))
+            if len(raw) > most:
+                return self.wrong(path, f"it has {len(raw):,} items; at most {most:,} are read")
+            return self.value(raw, args[0], path)
         if origin is list and isinstance(raw, list):
             return [self.value(item, args[0], f"{path}[{i}]") for i, item in enumerate(raw)]
         if origin is typing.Literal and raw not in args:
@@ -362,6 +418,8 @@ def _meta_description(type_: Any) -> str | None:
 def _expected_text(error: msgspec.ValidationError) -> str:
     """Return the expected type and bounds, in words for the author of a YAML file."""
     text = str(error).split(" - at ")[0].split(", got ")[0]
+    if "matching regex" in text:
+        return "a text of one line, without control characters, of at most 1,000 characters is expected"
     match = re.fullmatch(r"Expected `([\w| ]+)`(?: ([<>]=?) ([\d.]+))?", text)
     kinds = [kind for kind in match[1].split(" | ") if kind != "null"] if match else []
     if match is None or not set(kinds) <= set(_TYPE_NAMES):
@@ -389,7 +447,8 @@ def _reference_problems(scenario: Scenario, servers: Collection[str], loads: Col
         for key, row in (("row", pair.row), ("against", pair.against)):
             server, _, load = row.partition("/")
             if server not in servers or load not in loads:
-                rows = [f"{server}/{load}" for server in servers for load in loads]
+                is_small = len(servers) * len(loads) <= _MAX_ROWS
+                rows = [f"{server}/{load}" for server in servers for load in loads] if is_small else []
                 yield Problem(f"$.compare[{number}].{key}", f"'{row}' is not SERVER/LOAD; {suggest_row(row, rows)}")
         if pair.row == pair.against:
             yield Problem(f"$.compare[{number}]", f"'{pair.row}' is compared with itself")

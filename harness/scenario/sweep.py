@@ -3,16 +3,18 @@
 Then a scenario has ordinary servers and loads only; `Scenario.swept` has the varied settings of each row.
 """
 
+import ast
 import itertools
 import math
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import msgspec
-from jinja2 import StrictUndefined, TemplateError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec.structs import replace
 
 from harness.errors import Problem, did_you_mean
@@ -21,6 +23,7 @@ from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, Swee
 MAX_COMBINATIONS = 10_000  # of one server or load, before `where`
 MAX_VALUES = 1000  # of one setting
 MAX_CONDITION = 200  # characters
+MAX_STEPS = 1_000_000  # of the conditions of all combinations
 FLAG = "--"  # a setting with this prefix is an argument of the engine
 _FIXED_KEYS = ("stages", "vary", "where")
 
@@ -92,6 +95,9 @@ def _grid_problems(part: Server | Load) -> Iterator[Problem]:
         yield Problem("vary", "does not go with 'stages'; vary 'users' instead")
     if combinations > MAX_COMBINATIONS:
         yield Problem("vary", f"it has {combinations:,} combinations; at most {MAX_COMBINATIONS:,} are read")
+    elif (steps := combinations * _steps_of(part.where)) > MAX_STEPS:
+        text = f"its conditions take {steps:,} steps for {combinations:,} combinations; at most {MAX_STEPS:,} are done"
+        yield Problem("where", f"{text}. Vary fewer values, or write shorter conditions")
 
 
 def _span_problem(span: Span) -> str | None:
@@ -99,8 +105,10 @@ def _span_problem(span: Span) -> str | None:
         return "give exactly one of 'step' and 'factor'"
     if span.first > span.to or (span.step or 1) <= 0 or (span.factor or 2) <= 1 or (span.factor and span.first <= 0):
         return "expected: 'from' at most 'to', 'step' above 0; with 'factor', which is above 1, 'from' above 0"
-    ratio = math.log(span.to / span.first) / math.log(span.factor) if span.factor is not None else 0.0
-    steps = ratio if span.step is None else (span.to - span.first) / span.step
+    if span.factor is not None:
+        steps = (math.log(span.to) - math.log(span.first)) / math.log(span.factor)
+    else:
+        steps = (span.to - span.first) / (span.step or 1)
     return f"it has {steps + 1:,.0f} values; at most {MAX_VALUES:,} are read" if steps >= MAX_VALUES else None
 
 
@@ -111,12 +119,11 @@ def _values(values: list[Any] | Span) -> list[Any]:
     first, step, factor = values.first, values.step, values.factor or 2.0
     whole = all(float(number).is_integer() for number in (first, step or factor))
     numbers: list[int | float] = []
-    while True:
-        i = len(numbers)
-        number = first * factor**i if step is None else first + i * step
-        if number > values.to * (1 + 1e-9):
-            return numbers
+    number = first
+    while len(numbers) < MAX_VALUES and math.isfinite(number) and number <= values.to + 1e-9 * abs(values.to):
         numbers.append(int(round(number)) if whole else float(f"{number:.9g}"))
+        number = number * factor if step is None else first + len(numbers) * step
+    return numbers
 
 
 def _grid_rows(name: str, part: Server | Load, kind: str, wrong: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -206,27 +213,23 @@ def _set_key(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
 # --- Conditions
 
 
-class _Conditions(ImmutableSandboxedEnvironment):
-    """Expressions of names, numbers, texts, + - * / and comparisons. Anything that could take long is refused."""
-
-    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
-
-    def __init__(self) -> None:
-        super().__init__(undefined=StrictUndefined)
-        self.globals, self.filters, self.tests = {}, {}, {}
-
-    def is_safe_callable(self, obj: Any) -> bool:
-        return False
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        numbers = all(isinstance(value, int | float) and abs(value) < 1e15 for value in (left, right))
-        if operator not in ("+", "-", "*", "/") or not numbers:
-            raise ValueError(f"{left!r} {operator} {right!r} is not computed here")
-        return super().call_binop(context, operator, left, right)
-
-
-_CONDITIONS = _Conditions()
 _CONDITION_EXAMPLE = "such as max_num_batched_tokens >= max_num_seqs"
+_COMPUTED: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+}
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
+_CONSTANTS = {"true": True, "false": False, "none": None}
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def _condition_values(part: Server | Load, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,24 +243,107 @@ def _condition_values(part: Server | Load, settings: Mapping[str, Any]) -> dict[
 
 
 @cache
-def _compile_condition(condition: str) -> tuple[set[str], Callable[[Mapping[str, Any]], object]]:
-    """Return the names in a condition, and a function of their values. Raises ValueError."""
+def _parse_condition(condition: str) -> ast.expr:
+    """Return the expression of a condition: names, numbers, texts, + - * /, comparisons, and, or, not.
+
+    Raises ValueError.
+    """
     if len(condition) > MAX_CONDITION:
         raise ValueError(f"a condition has at most {MAX_CONDITION} characters (got {len(condition):,})")
     try:
-        names = meta.find_undeclared_variables(_CONDITIONS.parse(f"{{{{ ({condition}) }}}}"))
-        return names, _CONDITIONS.compile_expression(condition, undefined_to_none=False)
-    except (TemplateError, RecursionError):
+        with warnings.catch_warnings(action="ignore"):
+            body = ast.parse(condition.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"'{condition}' is not a condition {_CONDITION_EXAMPLE}") from None
+    for node in ast.walk(body):
+        match node:
+            case ast.Name() | ast.Attribute() | ast.expr_context() | ast.BoolOp() | ast.boolop():
+                pass
+            case ast.Constant(value=bool() | int() | float() | str() | None):
+                pass
+            case ast.UnaryOp(op=ast.Not() | ast.USub()) | ast.Not() | ast.USub():
+                pass
+            case ast.BinOp(op=op) if type(op) in _COMPUTED:
+                pass
+            case ast.Compare(ops=ops) if all(type(op) in _COMPARED for op in ops):
+                pass
+            case ast.operator() | ast.cmpop():
+                pass
+            case _:
+                raise ValueError(f"'{condition}' is not a condition {_CONDITION_EXAMPLE}")
+    return body
+
+
+def _steps_of(conditions: Iterable[str]) -> int:
+    """Return the number of steps to evaluate these conditions once. Faulty ones take none."""
+    steps = 0
+    for condition in conditions:
+        with suppress(ValueError):
+            steps += sum(1 for _ in ast.walk(_parse_condition(condition)))
+    return steps
+
+
+def _evaluate(node: ast.AST, known: Mapping[str, Any]) -> Any:
+    """Return the value of a part of a condition. Raises ValueError, TypeError, ArithmeticError."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return _plain(name, known[name] if name in known else _CONSTANTS[name])
+        case ast.Attribute(attr=name):
+            inner = _look_up(node, known)
+            return _plain(name, inner)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _evaluate(operand, known)
+        case ast.UnaryOp(operand=operand):
+            return _compute("-", operator.sub, 0, _evaluate(operand, known))
+        case ast.BinOp(left=left, op=op, right=right):
+            sign, function = _COMPUTED[type(op)]
+            return _compute(sign, function, _evaluate(left, known), _evaluate(right, known))
+        case ast.BoolOp(op=op, values=values):
+            results = (_evaluate(value, known) for value in values)
+            return all(results) if isinstance(op, ast.And) else any(results)
+        case ast.Compare(left=left, ops=ops, comparators=comparators):
+            values = [_evaluate(value, known) for value in (left, *comparators)]
+            pairs = zip(ops, itertools.pairwise(values), strict=True)
+            return all(_COMPARED[type(op)](first, second) for op, (first, second) in pairs)
+    raise ValueError("not a condition")
+
+
+def _look_up(node: ast.AST, known: Mapping[str, Any]) -> Any:
+    """Return the value of a name such as arrivals.rate, of any kind."""
+    if isinstance(node, ast.Name):
+        return known[node.id] if node.id in known else _CONSTANTS[node.id]
+    inner = _look_up(node.value, known) if isinstance(node, ast.Attribute) else None
+    if not isinstance(node, ast.Attribute) or not isinstance(inner, Mapping) or node.attr not in inner:
+        raise ValueError(f"'{getattr(node, 'attr', '?')}' is not set here")
+    return inner[node.attr]
+
+
+def _plain(name: str, value: Any) -> Any:
+    if not isinstance(value, _PLAIN) or (isinstance(value, str) and len(value) > MAX_CONDITION):
+        raise ValueError(f"'{name}' is not a number or a short text")
+    return value
+
+
+def _compute(sign: str, function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    if not all(isinstance(value, int | float) and abs(value) < 1e15 for value in (left, right)):
+        raise ValueError(f"{left!r} {sign} {right!r} is not computed here")
+    return function(left, right)
+
+
+@cache
+def _names_in(condition: str) -> set[str]:
+    return {node.id for node in ast.walk(_parse_condition(condition)) if isinstance(node, ast.Name)} - {*_CONSTANTS}
 
 
 def _meets(condition: str, known: Mapping[str, Any]) -> bool:
-    names, expression = _compile_condition(condition)
-    for name in sorted(names - known.keys()):
+    body = _parse_condition(condition)
+    for name in sorted(_names_in(condition) - known.keys()):
         raise ValueError(f"'{name}' is neither varied nor set here; {did_you_mean(name, known)}")
     try:
-        met = expression(known)
-    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        met = _evaluate(body, known)
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"'{condition}': {error}") from None
     if not isinstance(met, bool):
         raise ValueError(f"'{condition}' compares nothing; write {_CONDITION_EXAMPLE}")
