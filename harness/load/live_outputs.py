@@ -114,7 +114,7 @@ def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
         met = (
             "not known yet"
             if share is None
-            else f"{share:.1%} of the requests that ended; users who left in time not counted"
+            else f"{share:.1%} of the requests that ended, without users who left in time"
         )
         lines.append(f"Goodput: requests that met {live.slos} ({met})")
     return lines
