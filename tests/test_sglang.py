@@ -28,8 +28,8 @@ def test_one_that_runs_tells_its_version_and_settings(deprecated: bool) -> None:
         found = attach_to_server(url, None)
     assert (found.started.model, found.started.version) == ("tiny-sglang", "0.5.23")
     assert found.metrics_url == f"{url}/metrics"
-    if deprecated:  # settings are read from the newer path only
-        assert found.started.startup is None
+    if deprecated:  # settings are read from the newer path only, the context from the list of models
+        assert found.started.startup == Startup(max_model_len=2048)
         return
     assert found.started.startup == Startup(
         engine="sglang", version="0.5.23", max_model_len=2048, kv_cache_tokens=20000, kv_block_size=1
