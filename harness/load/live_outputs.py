@@ -110,12 +110,11 @@ def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
         line = f"{row['name']:<{width}} {row['ended']:>8} {row['failed']:>8} {row['inflight']:>10}"
         lines.append(line + "".join(f" {text:>9}" for text in texts))
     if live.slos:
-        share = live.whole_test()[ALL]["attainment"]
-        met = (
-            "not known yet"
-            if share is None
-            else f"{share:.1%} of the requests that ended, without users who left in time"
-        )
+        total = live.whole_test()[ALL]
+        share = total["attainment"]
+        met = "not known" if total["ended"] else "no request has ended yet"
+        if share is not None:
+            met = f"{share:.1%} of the requests that ended, without users who left in time"
         lines.append(f"Goodput: requests that met {live.slos} ({met})")
     return lines
 
