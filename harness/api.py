@@ -85,21 +85,29 @@ def compare(
     baseline: AnyRun | Sequence[AnyRun],
     *others: AnyRun | Sequence[AnyRun],
     about: str | None = None,
+    runs: str | os.PathLike[str] | None = None,
     results: str | os.PathLike[str] | None = None,
     checks: Sequence[str] = (),
+    provisional: bool = False,
 ) -> Comparison:
     """Compare runs of the same work with a baseline: a ratio with its interval and a verdict for each row.
 
-    Each side is a run or several equal runs. `about`: the only manifest key in which the sides may differ. `results`:
-    the folder of `harness noise`, with the variation between equal runs. Raises HarnessError for sides that are not
-    comparable, and RunError for a run that is not VALID.
+    Each side is a run or several equal runs. `about`: the only manifest key in which the sides may differ. `runs`,
+    `results`: folders whose equal runs, and noise, show how far equal runs differ. `provisional`: whether a provisional
+    `slower` fails. Raises HarnessError for sides that are not comparable, and RunError for a run that is not VALID.
     """
     groups = [[side] if isinstance(side, LoadedRun | str | os.PathLike) else side for side in (baseline, *others)]
-    runs = [[_loaded(run) for run in group] for group in groups]
-    for run in (run for group in runs[1:] for run in group):  # the checks are for their rows
+    loaded = [[_loaded(run) for run in group] for group in groups]
+    for run in (run for group in loaded[1:] for run in group):  # the checks are for their rows
         _refuse_wrong(checks, run.manifest)
-    sides = [[run.path for run in group] for group in runs]
-    return compare_runs(sides, about=about, results=None if results is None else Path(results), checks=checks)
+    return compare_runs(
+        [[run.path for run in group] for group in loaded],
+        about=about,
+        runs=None if runs is None else Path(runs),
+        results=None if results is None else Path(results),
+        checks=checks,
+        provisional=provisional,
+    )
 
 
 def plan(

@@ -14,7 +14,7 @@ import msgspec
 
 from harness.columns import METRIC_WORDS, NUMBER_WORDS
 from harness.files import PACKAGE, read_bytes
-from harness.summary import ALPHA, MARGIN, MAX_REPEATS, POWER, LimitedBy, Reason, Verdict
+from harness.summary import MARGIN, MAX_REPEATS, OPEN, POWER, LimitedBy, Reason, Verdict
 from harness.units import GIB, count, date_time, duration, figures, gib
 
 OTHERWISE = "†"  # next to a number of a row that means something else than in the first row; a note says what
@@ -233,81 +233,123 @@ COMPOSED: dict[str, Callable[..., str]] = {
 # Verdicts.
 
 
+WORDS = {"no_difference": "no difference seen"}  # others are shown as they are
+
+
+def verdict_word(verdict: Verdict) -> str:
+    """The word of a verdict, marked where it is provisional: "slower (provisional)"."""
+    word = WORDS.get(verdict.word, verdict.word)
+    return f"{word} (provisional)" if verdict.provisional else word
+
+
 def verdict_sentence(verdict: Verdict, *, side: str | None = None) -> str:
-    """A verdict as a sentence: its side, word, reason, and how many more repeats would decide.
+    """A verdict as a sentence: its side, ratio with interval, word, and what would settle or confirm it.
 
     `side` replaces the side, where several verdicts become one sentence.
     """
-    word = "inconclusive: " if verdict.word == "inconclusive" else ""
-    return f"{verdict.side if side is None else side}: {word}{_describe_verdict(verdict)}."
+    return f"{verdict.side if side is None else side}: {_describe_verdict(verdict)}."
 
 
 def _verdict_with_word(verdict: Mapping[str, Any]) -> str:
     """A verdict that is a value of a reason."""
-    known = msgspec.convert(verdict, Verdict)
-    return f"{known.word}: {_describe_verdict(known)}"
+    return _describe_verdict(msgspec.convert(verdict, Verdict))
 
 
 def _describe_verdict(verdict: Verdict) -> str:
-    """A verdict without its side and word."""
-    by = f"by {METRIC_WORDS[verdict.metric]}"
+    """A verdict without its side."""
     if verdict.refused is not None:
-        return sentence(verdict.refused)
+        return f"inconclusive: {sentence(verdict.refused)}"
     if verdict.reason == "no_values":
         sides = zip((verdict.side, verdict.baseline), verdict.n, strict=True)
         empty = " and ".join(name for name, number in sides if not number)
         why = "no valid repeat has one" if verdict.metric == "wall_s" else "no valid repeat reports it"
-        return f"there is no {METRIC_WORDS[verdict.metric]} of {empty}; {why}"
-    if verdict.ratio is None or verdict.low is None or verdict.high is None or verdict.p is None:
-        return _describe_without_interval(verdict, by)
-    bounds = f"95 % interval {_format_ratio(verdict.low)} to {_format_ratio(verdict.high)}"
+        return f"inconclusive: there is no {METRIC_WORDS[verdict.metric]} of {empty}; {why}"
+    if verdict.ratio is None:
+        return f"inconclusive by {METRIC_WORDS[verdict.metric]}"
+    parts = [describe_ratio(verdict)]
     if verdict.word == "same":
-        shown = f"{by} ({bounds}, p = {_format_p(verdict.p)})"
-        return f"the same within ±{_format_percent(MARGIN)} as {verdict.baseline} {shown}"
-    if verdict.word in ("faster", "slower"):
-        low, high = sorted(_invert(bound) if verdict.ratio < 1 else bound for bound in (verdict.low, verdict.high))
-        bounds = f"95 % interval {_format_ratio(low)}x to {_format_ratio(high)}x"
-        return f"{format_speedup(verdict.ratio)} than {verdict.baseline} {by} ({bounds}, p = {_format_p(verdict.p)})"
-    return f"{by}, {_why_inconclusive(verdict, bounds)}; {_describe_needed_repeats(verdict)}"
+        parts.append(f"the same within ±{_format_percent(MARGIN)}")
+    elif verdict.word == "no_difference":
+        parts.append(f"no difference seen (within ±{_format_percent(_widest(verdict))})")
+    elif verdict.word == "inconclusive":
+        parts.append(f"inconclusive: {_why_inconclusive(verdict)}")
+    elif verdict.p is not None and not verdict.provisional:
+        parts[0] = parts[0].removesuffix(")") + f", p {_format_p(verdict.p)})"
+    return "; ".join([*parts, *_what_confirms(verdict)])
 
 
-def _describe_without_interval(verdict: Verdict, by: str) -> str:
-    if verdict.reason == "too_few":
-        decide = f"at least {verdict.needed} repeats a side can decide" if verdict.needed else "compare fewer rows"
-        return f"{by}, too few repeats for a confidence interval; {decide}"
-    if verdict.reason == "apart":
-        return (
-            f"{by}, {format_speedup(verdict.ratio or 1.0)}; the repeats of the two rows are not interleaved: "
-            "the run was resumed or paused between them, so the ratio contains what changed on the machine meanwhile; "
-            "measure both in one run"
-        )
-    if verdict.reason != "run_variation_unknown":
-        return by
-    number, base = verdict.n
-    return (
-        f"{by}, how far equal runs differ on this machine is not known, and {number} against {count(base, 'run')} "
-        f"{'does' if base == 1 else 'do'} not show it; `harness noise SCENARIO --runs 5 --every 60` measures it, or "
-        f"compare at least {verdict.needed or MAX_REPEATS + 1} runs a side"
+def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:
+    """The ratio of a verdict with its interval: "1.25x slower than a / x by wall time (95 % interval ...)".
+
+    `baseline` replaces the name of the baseline.
+    """
+    ratio, low, high = verdict.ratio or 0.0, verdict.low, verdict.high
+    is_decided = verdict.word in ("faster", "slower")
+    if is_decided:
+        speed = f"{format_speedup(ratio)} than"
+        if low is not None and high is not None and ratio < 1:
+            low, high = _invert(high), _invert(low)
+    else:
+        speed = f"{_format_ratio(ratio)}x the speed of"
+    notes = [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
+    if notes and is_decided:
+        times = max(ratio, _invert(ratio))
+        shown = f"{times:.1f}" if times >= 1.2 else _format_ratio(times)
+        speed = f"about {shown}x {verdict.word} ({notes.pop()}) than"
+    known = low is not None and high is not None
+    interval = (
+        f"95 % interval {_format_ratio(low or 0.0)}x to {_format_ratio(high or 0.0)}x" if known else "no interval"
     )
+    return f"{speed} {baseline or verdict.baseline} by {METRIC_WORDS[verdict.metric]} ({', '.join([interval, *notes])})"
 
 
-def _why_inconclusive(verdict: Verdict, bounds: str) -> str:
-    number, base = verdict.n
-    if verdict.reason == "in_margin":
-        return (
-            f"the difference of {_format_percent(abs((verdict.ratio or 1) - 1))} is within the "
-            f"±{_format_percent(MARGIN)} that are treated as noise, but its {bounds} is not"
-        )
-    if verdict.reason == "too_few":
-        among = "" if verdict.comparisons == 1 else f" in {verdict.comparisons} comparisons"
-        return f"{number} against {count(base, verdict.unit[:-1])} can never reach p < {ALPHA:g}{among}"
-    if verdict.reason == "includes_one":
-        return f"the {bounds} includes 1"
-    return f"p = {_format_p(verdict.p or 0.0)} is not below {ALPHA:g}"
+_RUNS_OF_BASIS = {"one_run": "one run, not repeated", "apart": "not interleaved"}
 
 
-def _describe_needed_repeats(verdict: Verdict) -> str:
-    """How many repeats or runs would decide an inconclusive verdict."""
+def _widest(verdict: Verdict) -> float:
+    """How far the interval of a verdict is from 1, as a share of the speed."""
+    return max(verdict.high or 1.0, _invert(verdict.low or 1.0)) - 1
+
+
+def _why_inconclusive(verdict: Verdict) -> str:
+    alike = f"±{_format_percent(MARGIN)}"
+    why = {
+        "in_margin": f"the difference is within {alike}, its interval is not",
+        "includes_one": "the interval includes 1",
+        "not_beyond": f"the interval is not beyond {alike}",
+        "corrected": f"it does not count among {verdict.comparisons} comparisons, which are corrected by Holm's method",
+        "client": "the load generator was late, and the interval allows for that; without it there would be a verdict",
+    }
+    return why.get(verdict.reason or "", "too few repeats")
+
+
+def _what_confirms(verdict: Verdict) -> list[str]:
+    """What would settle an inconclusive verdict, or confirm a provisional one; and what a provisional one does."""
+    texts = []
+    if verdict.widened is not None and verdict.reason != "client":
+        share = max(verdict.widened) - 1
+        texts.append(f"the interval allows for {_format_percent(share)} of delay in the load generator")
+    if verdict.reason == "client":
+        texts.append("free a core for the load generator, or use more processes")
+    elif verdict.reason in OPEN or (verdict.word == "no_difference" and not verdict.provisional):
+        texts.append(_describe_needed(verdict))
+    if verdict.provisional:
+        texts.append(f"provisional: {_CONFIRMATION[verdict.basis]}")
+    if verdict.fails == "with_provisional":
+        texts.append("would fail with --provisional")
+    return texts
+
+
+_CONFIRMATION = {
+    "one_run": "confirm it with --repeats 5",
+    "apart": "confirm it in one run that is not interrupted, with --repeats 5",
+    "runs": "confirm it with 3 runs a side, or with `harness noise SCENARIO --runs 5`",
+    "repeats": "",
+}
+
+
+def _describe_needed(verdict: Verdict) -> str:
+    """How many repeats or runs would decide a verdict."""
 
     def format_needed(needed: int | None) -> str:
         return f"more than {MAX_REPEATS} {verdict.unit}" if needed is None else f"about {needed} {verdict.unit}"
@@ -342,7 +384,7 @@ def _format_percent(share: float) -> str:
 
 
 def _format_p(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.095 else f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
+    return f"= {value:.2f}" if value >= 0.095 else f"= {value:.3f}" if value >= 0.001 else "< 0.001"
 
 
 # How templates format a value: `{seconds:duration}`.

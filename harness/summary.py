@@ -14,6 +14,7 @@ FORMAT_VERSION = 2  # of run.json and summary.json; in version 1 reasons were se
 ALPHA = 0.05  # of tests and intervals
 POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
 MARGIN = 0.02  # smaller differences are treated as noise: "faster" and "slower" are larger, "same" is within it
+LARGE = 0.25  # a difference that a provisional verdict, and an error of the load generator that a result, cannot carry
 MAX_REPEATS = 100  # beyond which no number of repeats is suggested
 
 
@@ -239,8 +240,8 @@ class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     value: float
     allowed: float  # maximum
     unit: Literal["s", "ratio"]
-    numbers: list[str]  # fields of Numbers that it affects
-    invalid: bool = False  # whether it makes the run INVALID; if not, all other numbers are valid
+    numbers: list[str]  # fields of Numbers that it affects; `client_error` of the cell has by how much at most
+    invalid: bool = False  # whether that makes the run INVALID
 
 
 class WarmupResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -286,6 +287,11 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     limits: list[ClientLimit] = []  # each of them is a problem or a note as well
     time: TimeSplit | None = None  # None: the server does not report it; also `limited_by`
     limited_by: LimitedBy | None = None
+    # Of wall time and rates within this cell: the standard error of the logarithm, and the number of its blocks.
+    rate_error: float | None = None
+    rate_blocks: int | None = None
+    # By metric of verdicts, if the load generator was late: by which shares the true value is lower and higher at most.
+    client_error: dict[str, tuple[float, float]] = {}
 
 
 class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -306,6 +312,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # closed loop, bursts, open loop or trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
+    client_error: dict[str, tuple[float, float]] = {}  # the largest of its cells
     invalid: Reason | None = None  # the first reason why one of its cells is not valid; then it has no verdict
     failed: Reason | None = None  # in a sweep: why its setting failed; then it is not compared
     time: TimeSplit | None = None  # means over the cells with a known time
@@ -337,16 +344,16 @@ class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 Inconclusive = Literal[
     "refused",  # the two sides have no ratio, such as numbers of other definitions
     "no_values",
-    "too_few",  # for an interval, or for p < 0.05
-    "apart",  # the two sides have different sessions, so the ratio contains the drift of the machine
-    "run_variation_unknown",  # runs are compared, and the variation between equal runs on this machine is not known
     "in_margin",  # the difference is within the margin, but its interval is not
-    "includes_one",
-    "p_too_large",
-]
+    "includes_one",  # the interval includes 1
+    "not_beyond",  # the interval excludes 1, but not the margin
+    "corrected",  # the interval is beyond the margin, but does not count among so many comparisons
+    "client",  # the interval decides without what the load generator's delays add to it
+    "too_few", "apart", "run_variation_unknown", "p_too_large",  # of older versions
+]  # fmt: skip
 
 
-OPEN = ("too_few", "in_margin", "includes_one", "p_too_large")  # more repeats may decide these
+OPEN = ("in_margin", "includes_one", "not_beyond", "corrected")  # more repeats may decide these
 
 
 class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -370,6 +377,7 @@ class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             "unreadable",  # failed
             "too_close",  # inconclusive: the interval contains the bound
             "too_few_requests",  # inconclusive
+            "provisional",  # inconclusive: a provisional verdict breaks it; failed with --provisional
             "no_value",  # inconclusive: the row has no such number
             "no_baseline",  # inconclusive: there is no baseline with such a number, or it is not comparable
         ]
@@ -402,6 +410,14 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     checks: list[CheckResult] = []
 
 
+Basis = Literal[
+    "repeats",  # Welch's interval over the repeats of one run
+    "one_run",  # one repeat: blocks of its requests
+    "apart",  # repeats that are not interleaved; compared like runs
+    "runs",  # runs; the variation between equal ones is assumed until it is known
+]
+
+
 class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One side against the baseline side, for one metric."""
 
@@ -411,15 +427,21 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ratio: float | None  # of speed: above 1 if the side is faster than the baseline
     low: float | None  # 95 % interval of the ratio
     high: float | None
-    p: float | None  # two-sided, corrected for the number of comparisons
+    p: float | None  # two-sided, of a difference beyond the margin, corrected for the number of comparisons
     n: tuple[int, int]  # number of values of side and baseline: repeats of one run, or runs
-    word: str  # "faster", "slower", "same", "inconclusive"
+    word: str  # "faster", "slower", "same", "inconclusive"; "no_difference": the interval includes 1, and is wide
+    provisional: bool = False  # one repeat, or a variation between runs that is mostly assumed
+    basis: Basis = "repeats"
     reason: Inconclusive | None = None
     refused: Reason | None = None  # why the two sides have no ratio
     unit: Literal["repeats", "runs"] = "repeats"  # what the values are of
     comparisons: int = 1  # for which p is corrected
     needed: int | None = None  # values of each side that would decide the verdict; None: not known, or too many
     needed_for_same: int | None = None  # those that would show that there is no difference beyond the margin
+    widened: tuple[float, float] | None = None  # by which factors `low` and `high` are farther, see `client_error`
+    fails: Literal["yes", "with_provisional"] | None = (
+        None  # of a comparison of runs: its exit code, or that of the option
+    )
 
 
 class Difference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

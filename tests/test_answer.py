@@ -33,21 +33,28 @@ def compared(*verdicts: Verdict) -> Summary:
 def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() -> None:
     of = compared(verdict("vllm / ten", "slower", 0.42), verdict("vllm / five", "faster", 2.0))
     of = replace(of, rows=[*of.rows, row("five", numbers(6.5, MANY))])
-    text = "five is the fastest: 2.00x faster by wall time than one; ten is 2.38x slower by wall time."
+    text = (
+        "five is the fastest: 2.00x faster than one by wall time (95 % interval 1.98x to 2.02x); "
+        "ten is 2.38x slower than one by wall time (95 % interval 2.36x to 2.41x)."
+    )
     assert sentences.run_answer(of, run()) == text
 
 
 @pytest.mark.parametrize(
     ("verdicts", "answer"),
     [
-        ([verdict("vllm / ten", "slower", 0.5)], "ten is 2.00x slower by wall time than one."),
+        (
+            [verdict("vllm / ten", "slower", 0.5)],
+            "ten is 2.00x slower than one by wall time (95 % interval 1.98x to 2.02x).",
+        ),
         ([verdict("vllm / ten", "same", 1.0)], "No difference: ten and one are equally fast within ±2\u00a0%."),
         (
             [
-                verdict("vllm / ten", "inconclusive", 1.1, needed=8, reason="p_too_large"),
-                verdict("sglang / ten", "inconclusive", 1.1, needed=54, reason="p_too_large", baseline="vllm / ten"),
+                verdict("vllm / ten", "inconclusive", 1.1, needed=8, reason="includes_one"),
+                verdict("sglang / ten", "inconclusive", 1.1, needed=54, reason="includes_one", baseline="vllm / ten"),
             ],
-            "Inconclusive: 1 of 1 comparison with one cannot be decided. About 8 repeats a side would decide.",
+            "ten is 1.10x the speed of one by wall time (95 % interval 1.09x to 1.11x): inconclusive. "
+            "About 8 repeats a side would decide.",
         ),
     ],
 )
@@ -109,12 +116,16 @@ def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> N
 
 
 def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
-    slow, fast = verdict("b", "slower", 0.8), verdict("c", "faster", 1.5)
+    slow, fast = verdict("b", "slower", 0.8, fails="yes"), verdict("c", "faster", 1.5)
+    maybe = verdict("b", "slower", 0.8, fails="with_provisional", provisional=True, basis="runs")
     unknown = verdict("d", "inconclusive", None)
+    slower = "b is 1.25x slower than vllm / one by wall time (95 % interval 1.24x to 1.26x)"
+    faster = "c is 1.50x faster than vllm / one by wall time (95 % interval 1.48x to 1.52x)"
     for verdicts, answer in (
-        ([slow, fast, unknown], "Regression: 1 of 3 comparisons, b is 1.25x slower by wall time than vllm / one."),
-        ([fast], "No regression: none of 1 comparison is slower. The largest gain: c is 1.50x faster by wall time."),
-        ([fast, unknown], "Inconclusive: 1 of 2 comparisons cannot be decided, and none is slower."),
+        ([slow, fast, unknown], f"{slower}. Regression: 1 of 3 comparisons slower."),
+        ([maybe], f"{slower}. Possible regression: 1 of 1 comparison slower, would fail with --provisional."),
+        ([fast], f"{faster}. No regression: 1 faster of 1 comparison."),
+        ([fast, unknown], f"{faster}. Inconclusive: 1 of 2 comparisons cannot be decided, and none is slower."),
     ):
         comparison = compared(*verdicts).comparison
         assert comparison is not None

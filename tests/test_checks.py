@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -256,8 +257,13 @@ def test_speedup_is_that_of_the_comparison() -> None:
     assert evidence(close.evidence).endswith("; more repeats make the interval narrower")
     assert evidence(result_of("a/x: speedup >= 1", *rows, against=known).evidence) == "a / x: it is the baseline itself"
     assert evidence(result_of("speedup >= 1", *rows).evidence).startswith("a / x: nothing was compared")
-    single = comparison(against_a("b / x", 1.6, None))
-    assert outcome("speedup >= 1.5", *rows, against=single)[:2] == ("inconclusive", "no_value")
+    one_run = msgspec.structs.replace(against_a("b / x", 1.6, 1.5), provisional=True)
+    for bound, expected in (
+        (1.5, ("passed", "met")),
+        (1.8, ("inconclusive", "provisional")),
+        (2.2, ("failed", "broken")),
+    ):
+        assert outcome(f"speedup >= {bound}", *rows, against=comparison(one_run))[:2] == expected
 
 
 def row_meeting(met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200) -> Row:

@@ -13,11 +13,12 @@ from harness.comparison.compare import compare_runs
 from harness.judge.noise_floors import (
     StoredNoise,
     join_noise,
-    known_noise,
+    known_variations,
     measure_noise,
     noise_path,
     noise_source,
     read_noise,
+    usable_noise,
     write_noise,
 )
 from harness.reasons import sentences
@@ -58,7 +59,7 @@ def test_measured_stored_and_used(tmp_path: Path) -> None:
     one, other = sorted(folder.parent.name for folder in (tmp_path / "work").glob("*/run.json"))
     made = called("compare", f"work/{one}", f"work/{other}", "--format", "json", cwd=tmp_path, env=env)
     found = json.loads(made.out)
-    assert found["noise_source"] == [msgspec.to_builtins(noise_source(joint))]
+    assert msgspec.to_builtins(noise_source(joint)) in found["noise_source"]
     assert found["verdicts"][0]["p"] is not None
 
 
@@ -91,19 +92,26 @@ def two_runs(folder: Path, spread: float, **manifest: Any) -> tuple[Run, StoredN
     return run, join_noise(one, other)
 
 
-def test_stored_noise_decides_a_comparison_of_single_runs(tmp_path: Path) -> None:
+def test_stored_noise_confirms_a_comparison_of_single_runs(tmp_path: Path) -> None:
+    """Five A/A runs count as much as the assumption. They are of the server b, so they show nothing of a."""
     run, noise = two_runs(tmp_path, 0.001)
+    for seed in (5, 6, 7):
+        noise = join_noise(noise, aa_run(tmp_path / f"aa-{seed}", 0.001, seed)[1])
     write_made_run(tmp_path / "one", lambda cell: 10 + 0.01 * cell.repeat)
-    write_made_run(tmp_path / "two", lambda cell: 20 + 0.02 * cell.repeat)
+    write_made_run(tmp_path / "two", lambda cell: 11.5 + 0.02 * cell.repeat)
     groups, results = [[tmp_path / "one"], [tmp_path / "two"]], tmp_path / "results"
     before = compare_runs(groups, results=results)
-    assert (sentences(before.noise_source), [v.word for v in before.verdicts]) == (
-        ["not measured for which on strix"], ["inconclusive"] * 2,
-    )  # fmt: skip
+    assert sentences(before.noise_source) == ["4% assumed (counts as much as 5 runs)"]
+    assert [(v.word, v.provisional) for v in before.verdicts] == [("no_difference", True)] * 2
     write_noise(noise_path(results, run), noise)
     after = compare_runs(groups, results=results)
-    assert sentences(after.noise_source) == ["A/A on strix, 2 runs of 'b', 2027-01-15"]
-    assert [v.word for v in after.verdicts] == ["slower", "slower"]
+    assert sentences(after.noise_source)[1:] == ["A/A on strix, 5 runs of 'b', 2027-01-15"]
+    assert [(v.side, v.word, v.provisional) for v in after.verdicts] == [
+        ("a / x", "no_difference", True), ("b / x", "slower", False),
+    ]  # fmt: skip
+    other = msgspec.structs.replace(noise, image_digest="sha256:2222")
+    write_noise(noise_path(results, run), other)
+    assert [v.provisional for v in compare_runs(groups, results=results).verdicts] == [True, True], "of another image"
 
 
 @pytest.mark.parametrize(
@@ -113,23 +121,26 @@ def test_stored_noise_decides_a_comparison_of_single_runs(tmp_path: Path) -> Non
 def test_noise_of_other_conditions_is_not_used(tmp_path: Path, change: dict[str, object], why: str) -> None:
     run, noise = two_runs(tmp_path, 0.03)
     write_noise(noise_path(tmp_path, run), msgspec.structs.replace(noise, **change))
-    found = known_noise([run], tmp_path)
-    source = [because("noise_unknown", scenario="which", machine="strix", other=why)]
-    assert (found.rows, found.source) == ({}, source)
+    reason = because("noise_of_other_work", scenario="which", machine="strix", other=why)
+    assert usable_noise(run, tmp_path) == (None, reason)
+    assert known_variations(run, tmp_path) == {}
 
 
-def test_of_two_machines_the_wider_variation_counts(tmp_path: Path) -> None:
+def test_the_noise_of_two_machines_is_pooled(tmp_path: Path) -> None:
     results = tmp_path / "results"
     strix, wide = two_runs(tmp_path / "strix", 0.03)
     other, narrow = two_runs(tmp_path / "other", 0.004, machine=Machine(name="other"))
-    write_noise(noise_path(results, strix), wide)
-    assert known_noise([strix, other], results).source == [
-        because("noise_unknown", scenario="which", machine="other", other=None)
-    ]
-    write_noise(noise_path(results, other), narrow)
-    both = known_noise([strix, other], results)
-    assert both.rows["wall_s", "x"] == wide.rows[0].variation()
-    assert sentences(both.source) == [
+    for run, noise in ((strix, wide), (other, narrow)):
+        write_noise(noise_path(results, run), noise)
+    write_made_run(tmp_path / "one", lambda cell: 10.0)
+    write_made_run(tmp_path / "two", lambda cell: 10.0, machine=Machine(name="other"))
+    found = compare_runs([[tmp_path / "one"], [tmp_path / "two"]], about="machine", results=results)
+    assert sentences(found.noise_source)[1:] == [
         "A/A on strix, 2 runs of 'b', 2027-01-15",
         "A/A on other, 2 runs of 'b', 2027-01-15",
     ]
+    variations = [variation for noise in (wide, narrow) if (variation := noise.rows[0].variation()) is not None]
+    squares = sum(variation.run_variance(5) for variation in variations)  # one degree of freedom each
+    error = ((4 * 0.04**2 + squares) / 6 * 2) ** 0.5
+    (verdict,) = [one for one in found.verdicts if one.side == "b / x"]
+    assert verdict.high == pytest.approx(np.exp(2.4469 * error), rel=1e-4)

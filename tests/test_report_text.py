@@ -110,7 +110,7 @@ def test_a_wide_terminal_has_one_table() -> None:
     assert printed(summary(), 170).splitlines() == [
         "SIMULATED ENGINE: these numbers come from a model, not from hardware",
         "How much faster is the work in batches?",
-        "ten is 3.13x faster by wall time than one.",
+        "ten is 3.13x faster than one by wall time (95 % interval 3.05x to 3.21x).",
         "first-look, run 20260921-140000-first-look",
         "",
         "                 Wall  Completion  Aggregate                TTFT    TTFT            TPOT             TPOT"
@@ -220,7 +220,8 @@ def test_markdown() -> None:
     text = markdown.render(summary(), run())
     lines = text.split("<details>")[0].splitlines()
     assert lines[:5:2] == [
-        "## How much faster is the work in batches?", "**ten is 3.13x faster by wall time than one.**",
+        "## How much faster is the work in batches?",
+        "**ten is 3.13x faster than one by wall time (95 % interval 3.05x to 3.21x).**",
         "> **SIMULATED ENGINE: these numbers come from a model, not from hardware**",
     ]  # fmt: skip
     assert lines[7] == "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|"
@@ -251,8 +252,11 @@ def test_verdicts_that_differ_only_in_their_side_are_one_sentence() -> None:
         verdict("c / y", "ttft_p50", **refused),
         verdict("c / y", "e2e_p95", **refused),
     ])  # fmt: skip
-    assert [(word, text.partition(", how far")[0]) for word, text in texts] == [
-        ("inconclusive", "b / x, c / x: inconclusive: by wall time"),
+    assert texts == [
+        (
+            "inconclusive",
+            "b / x, c / x: 1.50x the speed of a / x by wall time (no interval); inconclusive: too few repeats.",
+        ),
         ("faster", "b / z: 2.00x faster than a / x by wall time (95 % interval 1.90x to 2.10x, p = 0.010)."),
         ("inconclusive", "c / y: inconclusive: this run is INVALID."),
     ]

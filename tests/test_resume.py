@@ -226,7 +226,7 @@ def false_alarms(trials: int, later: tuple[int, int], drift: float) -> float:
             within_run=True, apart=apart,
         )  # fmt: skip
         (verdict,) = decide_verdicts([pair]).verdicts
-        assert (verdict.reason == "apart") == apart
+        assert (verdict.basis, verdict.provisional) == (("apart", True) if apart else ("repeats", False))
         alarms += verdict.word in ("faster", "slower")
     return alarms / trials
 

@@ -8,7 +8,7 @@ from harness.analysis.validity import host_cpu_notes
 from harness.reasons import sentence
 from harness.rundir.records import ProcessMark
 from harness.rundir.samples import MetricsSample, parse_metrics, server_load
-from harness.summary import CellSummary, ClientLimit, Distribution, MachineLoad, Numbers, ServerLoad, TimeSplit
+from harness.summary import CellSummary, Distribution, MachineLoad, Numbers, ServerLoad, TimeSplit
 
 VLLM = """
 vllm:request_queue_time_seconds_bucket{le="0.3"} 1
@@ -92,27 +92,27 @@ def test_the_two_sides_are_of_the_same_requests(lost: dict[str, int], timed: flo
         assert why.values["abandoned"] == abandoned and why.values["others"] == 20 - abandoned
 
 
-CLIENT = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=[])
+LATE = {"wall_s": (0.2, 0.0)}
 FULL = ServerLoad(kv_usage_max=0.96, waiting_max=2.0)
 
 
 @pytest.mark.parametrize(
-    ("found", "load", "limits", "limit"),
+    ("found", "load", "client_error", "limit"),
     [
-        (split(queue_s=0.5), FULL, [CLIENT], "client"),
-        (split(queue_s=0.5), FULL, [], "kv_cache"),
-        (split(queue_s=0.2), ServerLoad(kv_usage_max=0.96), [], "queue"),  # full, and no request waited for it
-        (split(queue_s=0.2, api_s=0.4), ServerLoad(), [], "queue"),
-        (split(api_s=0.2), ServerLoad(), [], "api"),
-        (split(prefill_s=0.5, decode_s=0.4), ServerLoad(), [], "prefill"),
-        (split(), ServerLoad(), [], "decode"),
-        (split(queue_s=None, api_s=None), ServerLoad(), [], None),
+        (split(queue_s=0.5), FULL, LATE, "client"),
+        (split(queue_s=0.5), FULL, {"wall_s": (0.19, 0.0)}, "kv_cache"),
+        (split(queue_s=0.2), ServerLoad(kv_usage_max=0.96), {}, "queue"),  # full, and no request waited for it
+        (split(queue_s=0.2, api_s=0.4), ServerLoad(), {}, "queue"),
+        (split(api_s=0.2), ServerLoad(), {}, "api"),
+        (split(prefill_s=0.5, decode_s=0.4), ServerLoad(), {}, "prefill"),
+        (split(), ServerLoad(), {}, "decode"),
+        (split(queue_s=None, api_s=None), ServerLoad(), {}, None),
     ],
 )
 def test_what_limited_a_cell(
-    found: TimeSplit | None, load: ServerLoad, limits: list[ClientLimit], limit: str | None
+    found: TimeSplit | None, load: ServerLoad, client_error: dict[str, tuple[float, float]], limit: str | None
 ) -> None:
-    assert limited_by(found, load, limits) == limit
+    assert limited_by(found, load, client_error) == limit
 
 
 def cell(name: str, host_cpu_mean: float | None) -> CellSummary:

@@ -168,10 +168,10 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
           for given, code in (({"cell": None}, "not_ended"), ({"cell": DIED}, "server_died"),
                               ({"marks": MARKS[:1]}, "processes_killed"))),
         # The load generator.
-        ({"records": many(4, scheduled_s=-0.025)}, [("client_send_lag", {"lag_s": 0.025, "max_s": 0.01})], []),
+        ({"records": many(4, scheduled_s=-0.025)}, [], [("client_send_lag", {"lag_s": 0.025, "max_s": 0.01})]),
         ({"records": many(4, scheduled_s=-0.009)}, [], []),
         ({"marks": both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=9.5)},
-         [("client_cpu", {"process": "7", "share": 0.95, "max_share": 0.9})], []),
+         [], [("client_cpu", {"process": "7", "share": 0.95, "max_share": 0.9})]),
         ({"marks": both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=8.9)}, [], []),
         ({"records": four(clock="read")}, [], [("read_clock", {"answers": 1, "requests": 4})]),
         *(({"records": shared(late)}, [], [("shared_reads", {"share": 1 / 11})]) for late in (0, None)),
@@ -259,9 +259,8 @@ def test_a_killed_process_is_no_reason_for_more_users() -> None:
     load = Load(user="batch", duration_s=10.0, arrivals=Arrivals(rate=1.0, spacing="even"), output_tokens=11)
     late, schedule = many(4, scheduled_s=-0.5), ScheduleKept(planned=10, sent=4, never_sent=6)
     for marks, remedy in ((MARKS, "remedy_users"), ([*MARKS, replace(MARKS[0], process=8)], "remedy_run_again")):
-        reasons = {
-            reason.code: reason.values for reason in check(late, load=load, marks=marks, schedule=schedule).reasons
-        }
+        found = check(late, load=load, marks=marks, schedule=schedule)
+        reasons = {reason.code: reason.values for reason in (*found.reasons, *found.notes)}
         assert reasons["never_sent"]["never_sent"] == 6
         assert reasons["never_sent"]["remedy"]["code"] == reasons["client_send_lag"]["remedy"]["code"] == remedy
 

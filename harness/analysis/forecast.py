@@ -24,7 +24,7 @@ from harness.analysis.tally import Clock
 from harness.errors import HarnessError, RunError, reason_of
 from harness.files import DOCS, UNDECODABLE, read_lines, read_text
 from harness.judge import stats
-from harness.judge.noise_floors import known_noise
+from harness.judge.noise_floors import known_variations
 from harness.judge.stats import Array, Variation
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run
@@ -350,7 +350,7 @@ def forecast(
             f"{run.id}: no prediction from a run that is not complete: {why}",
             next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
         )
-    noise = known_noise([run], results).rows if results is not None else {}
+    noise = known_variations(run, results) if results is not None else {}
     work = read_progress(folder, run)
     cells = {cell.id: cell for cell in summary.cells}
     rows, refused = [], []

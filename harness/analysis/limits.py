@@ -1,16 +1,23 @@
 """Finds what limited a cell: the load generator (the self-check of docs/method.md), or a stage of the server.
 
+Where the load generator was late, `client_errors` bounds by how much it made the numbers wrong.
+
 The server's counters give the time that requests waited, were prefilled and decoded; the client's clock gives the time
 that they took. The difference was spent around the engine: in the API process, the network and the client.
 """
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from harness.analysis.gaps import PERMILLES
 from harness.analysis.tally import CellCounts
-from harness.rundir.records import MAX_CPU, ProcessMark
+from harness.judge.stats import Array, percentile
+from harness.rundir.records import MAX_CPU, SLACK_S, ProcessMark
 from harness.scenario import Load, is_open_loop
 from harness.summary import ClientLimit, LimitedBy, Numbers, Reason, ServerLoad, TimeSplit, because
 from harness.workers import MACHINE, Workers
@@ -23,13 +30,13 @@ MAX_CORE_WAIT = 0.05  # of the time, waiting for a free core
 MIN_COUNTED, MAX_COUNTED = 0.8, 1.5  # requests by the server's count / by the client's; outside, they are not the same
 KV_FULL = 0.95  # of the KV cache, while requests wait or are preempted
 MAX_OTHERS = 0.02  # of the requests: so many may be on one side only, the server's or the client's
-SHARE = 0.20  # of a request's time: from this share on, queueing or the API process is the limit
+SHARE = 0.20  # of a number or a request's time: from this share on, client, queueing or API process is the limit
 
 _CHUNKS = ["chunk_gap_s"]
 _FIRST_CHUNK = ["ttft_s", "ttfo_s", "tpot_s", "ttft_sched_s"]
 _RATES = ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"]
 _TIMES = [*_FIRST_CHUNK, "e2e_s", "e2e_sched_s", *_CHUNKS]
-_ALL = [*_RATES, *_TIMES]
+_FROM_SCHEDULE = ["ttft_sched_s", "e2e_sched_s"]
 
 
 class Limited(NamedTuple):
@@ -44,7 +51,7 @@ def client_limits(
 ) -> list[Limited]:
     """Return where the load generator limited a cell; empty where it did not, or left no marks."""
     limits = [
-        *_cpu_limits(load, numbers, marks, workers),
+        *_cpu_limits(load, tally, numbers, marks, workers),
         _send_lag_limit(load, tally, numbers, marks),
         _shared_read_limit(load, tally, numbers, marks),
         _read_clock_limit(load, tally, numbers, marks),
@@ -79,14 +86,15 @@ def _limited(
     found = {name: getattr(numbers, name) for name in affected}
     fields = [name for name, number in found.items() if number is not None and getattr(number, "n", 1) > 0]
     unit: Any = "ratio" if what in ("cpu", "shared_reads") else "s"
-    invalid = what in ("cpu", "send_lag")
-    limit = ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=fields, invalid=invalid)
+    limit = ClientLimit(what=what, value=value, allowed=allowed, unit=unit, numbers=fields)
     return Limited(limit, because(code, numbers=fields, **values))
 
 
 def _cpu_limits(
-    load: Load, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None
+    load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None
 ) -> Iterator[Limited]:
+    """Busy load processes: evidence for delays, which `client_errors` bounds."""
+    affected = ([] if is_open_loop(load) else _RATES) + (_TIMES if tally.read_clock else [])
     starts = {mark.process: mark.monotonic_s for mark in marks if mark.event == "start"}
     for mark in marks:
         if mark.event != "end" or mark.cpu_s is None or mark.process not in starts:
@@ -97,7 +105,7 @@ def _cpu_limits(
         if share > MAX_CPU:
             values = {"share": share, "max_share": MAX_CPU, "remedy": _remedy(load, [mark])}
             name = process_name(mark.process, marks, workers)
-            yield _limited("cpu", share, MAX_CPU, numbers, _ALL, "client_cpu", process=name, **values)
+            yield _limited("cpu", share, MAX_CPU, numbers, affected, "client_cpu", process=name, **values)
 
 
 def _send_lag_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
@@ -105,7 +113,7 @@ def _send_lag_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequ
     if lag_s is None or lag_s <= MAX_SEND_LAG_S:
         return None
     values = {"lag_s": lag_s, "max_s": MAX_SEND_LAG_S, "remedy": users_remedy(load, marks)}
-    return _limited("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _ALL, "client_send_lag", **values)
+    return _limited("send_lag", lag_s, MAX_SEND_LAG_S, numbers, _FROM_SCHEDULE, "client_send_lag", **values)
 
 
 def _shared_read_limit(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> Limited | None:
@@ -149,6 +157,107 @@ def _loop_lag_limit(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) 
         return None
     values = {"lag_s": lag_s, "share": lag_s / e2e_s, "max_s": allowed_s, "remedy": _remedy(load, marks)}
     return _limited("loop_lag", lag_s, allowed_s, numbers, _RATES, "client_loop_lag", **values)
+
+
+def client_errors(
+    load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark], limits: Sequence[ClientLimit]
+) -> dict[str, tuple[float, float]]:
+    """Bound the error of each metric that a limit of the load generator affects, by its name in verdicts.
+
+    The true value is at most the first share below the measured one, and at most the second share above it. Delays make
+    times longer and rates lower. Times with the kernel's stamps do not change with a late load process.
+    """
+    found = {limit.what for limit in limits}
+    errors: dict[str, tuple[float, float]] = {}
+    if found & {"loop_lag", "cpu"} and not is_open_loop(load):
+        errors |= _rate_errors(load, tally, numbers, marks)
+    late = tally.read_clock > 0 and bool(found & {"read_clock", "cpu"})
+    rooms_s = _first_chunk_rooms_s(tally, marks) if "shared_reads" in found else np.empty(0)
+    lags_s = np.sort(np.array(tally.latencies["send_lag_s"])) if "send_lag" in found else np.empty(0)
+    times_s = np.array(tally.latencies["ttft_s"])
+    earlier_s = np.sort(times_s - rooms_s) if len(rooms_s) == len(times_s) else np.zeros(max(1, len(times_s)))
+    times_s, rooms_s = np.sort(times_s), np.sort(rooms_s)
+    steps = max(1.0, tally.chunked_tokens / max(1, numbers.succeeded) - 1)  # token intervals of an answer
+    for latency in ("ttft", "ttfo", "tpot", "e2e", "ttft_sched", "e2e_sched"):
+        is_tpot = latency == "tpot"
+        first_shared = len(rooms_s) > 0 and not latency.startswith("e2e")
+        sent_late = len(lags_s) > 0 and latency.endswith("_sched")
+        for name, permille in PERMILLES.items():
+            value_s = getattr(getattr(numbers, f"{latency}_s"), name)
+            if not value_s or not (late or first_shared or sent_late):
+                continue
+            lag_s = (_loop_lag_s(marks, name) if late else 0.0) / (steps if is_tpot else 1.0)
+            below_s, above_s = lag_s, lag_s if is_tpot else 0.0
+            if first_shared and is_tpot:
+                above_s += percentile(rooms_s, permille) / steps
+            elif first_shared:
+                below_s += percentile(times_s, permille) - percentile(earlier_s, permille)
+            if sent_late:
+                below_s += max(0.0, percentile(lags_s, permille))
+            errors[f"{latency}_{name}"] = (min(1.0, below_s / value_s), above_s / value_s)
+    return errors
+
+
+def _rate_errors(
+    load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]
+) -> dict[str, tuple[float, float]]:
+    """The errors of wall time and rates: the time that users waited for the load generator."""
+    sent_s, ended_s, _, user = tally.spans.arrays()
+    pauses = load.think_s or load.think or load.agent or load.user not in ("batch", "chat") or numbers.retry_after
+    # A planned pause is no delay; what is late after it is the event loop.
+    longest_s = _max_known(marks, "loop_lag_mean_s") if pauses else None
+    order = np.argsort(user, kind="stable")
+    edges = np.flatnonzero(np.diff(user[order])) + 1
+    delays = [
+        send_delay_s(sent_s[of_user], ended_s[of_user], math.inf if longest_s is None else longest_s)
+        for of_user in np.split(order, edges)
+        if len(of_user)
+    ]
+    if not delays:
+        return {}
+    if numbers.wall_s:
+        share = max(delay_s for delay_s, _ in delays) / numbers.wall_s
+    else:
+        share = sum(delay_s for delay_s, _ in delays) / max(1e-9, sum(span_s for _, span_s in delays))
+    share = min(share, 0.999)
+    rates = {name: (0.0, share / (1 - share)) for name in ("output_tok_s", "input_tok_s", "requests_per_s")}
+    return {name: error for name, error in ({"wall_s": (share, 0.0)} | rates).items() if getattr(numbers, name)}
+
+
+def send_delay_s(sent_s: Array, ended_s: Array, longest_s: float = math.inf) -> tuple[float, float]:
+    """The delays of one user's requests on the path to the last answer, and the time that the path takes, in seconds.
+
+    From the last answer backwards: a request could be sent when the latest answer before it had ended (by clocks that
+    agree to SLACK_S). `longest_s` bounds each delay.
+    """
+    order = np.argsort(ended_s, kind="stable")
+    sent_s, ended_s = sent_s[order], ended_s[order]
+    at, delay_s, first_s = len(order) - 1, 0.0, float(sent_s.min())
+    while True:
+        before = min(int(np.searchsorted(ended_s, sent_s[at] + SLACK_S, side="right")) - 1, at - 1)
+        released_s = float(ended_s[before]) if before >= 0 else first_s
+        delay_s += min(longest_s, max(0.0, float(sent_s[at]) - released_s))
+        if before < 0:
+            return delay_s, float(ended_s[-1]) - first_s
+        at = before
+
+
+def _first_chunk_rooms_s(tally: CellCounts, marks: Sequence[ProcessMark]) -> Array:
+    """How much earlier the first chunk of each answer may have arrived: since the read before, at most as late as the
+    event loop was.
+    """
+    rooms_s = np.array(tally.first_room_s)
+    if (_max_known(marks, "loop_lag_p50_s") or 0.0) <= MAX_LOOP_LAG_S:
+        rooms_s = np.maximum(rooms_s, 0.0)  # negative: the server joined the chunks
+    longest_s = _max_known(marks, "loop_lag_max_s")
+    bounded: Array = np.minimum(np.abs(rooms_s), math.inf if longest_s is None else longest_s)
+    return bounded
+
+
+def _loop_lag_s(marks: Sequence[ProcessMark], percentile_name: str) -> float:
+    """The lag of the event loop at a percentile; above the median that of p99, below 5 s the longest one."""
+    names = ("loop_lag_p50_s",) if percentile_name == "p50" else ("loop_lag_p99_s", "loop_lag_max_s")
+    return next((lag_s for name in names if (lag_s := _max_known(marks, name)) is not None), 0.0)
 
 
 def _max_known(marks: Sequence[ProcessMark], name: str) -> float | None:
@@ -220,9 +329,11 @@ def time_split(numbers: Numbers, load: ServerLoad, *, mixed: bool = False) -> Ti
     )
 
 
-def limited_by(split: TimeSplit | None, load: ServerLoad, limits: Sequence[ClientLimit]) -> LimitedBy | None:
+def limited_by(
+    split: TimeSplit | None, load: ServerLoad, client_error: Mapping[str, tuple[float, float]]
+) -> LimitedBy | None:
     """Return what limited a cell; None where the server does not report enough to tell."""
-    if limits:
+    if any(max(error) >= SHARE for error in client_error.values()):
         return "client"
     if (load.kv_usage_max or 0.0) >= KV_FULL and (load.preemptions or load.waiting_max):
         return "kv_cache"

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from harness.errors import HarnessError
 from harness.failures.explain import ErrorMessages, group_failures
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, comparable
+from harness.judge.stats import rate_error
 from harness.judge.verdicts import compare_rows, drift_notes
 from harness.rundir.directory import no_records_error
 from harness.rundir.manifest import FORMULAS, Run, origin_notes, read_numbers, read_run, without_unknown_numbers
@@ -108,6 +109,7 @@ def summarize_with_counts(
         )
         for name, cell in cells.items()
     ]
+    summaries = _with_client_errors(run, summaries, check_texts)
     run_reasons, not_run = validity.run_reasons(run, damaged, unknown_cells), validity.missing_cells(run)
     failed = {cell.id for cell in summaries if cell.failed is not None}
     mix_reasons = _mix_overlap_reasons(run, cells, tallies)
@@ -167,6 +169,22 @@ def _usual_models(cells: dict[str, Cell], tallies: dict[str, CellCounts]) -> dic
     for name, cell in cells.items():
         models.setdefault(cell.server, Counter()).update(tallies[name].models)
     return {server: counts.most_common(1)[0][0] for server, counts in models.items() if counts}
+
+
+def _with_client_errors(run: Run, cells: Sequence[CellSummary], check_texts: Sequence[str]) -> list[CellSummary]:
+    """The cells, with a problem where the load generator's delays may have changed what a row decides."""
+    rows: dict[tuple[str, str], list[CellSummary]] = {}
+    for cell in cells:
+        rows.setdefault((cell.server, cell.load), []).append(cell)
+    found: dict[str, CellSummary] = {}
+    for (_, load), row in rows.items():
+        judged = checks.judged_metrics(run.scenario.loads[load]) if len(rows) > 1 else set()
+
+        def is_judged(metric: str, cell: CellSummary, judged: Collection[str] = frozenset(judged)) -> bool:
+            return metric in judged or checks.is_changed_by(cell, metric, cell.client_error[metric], check_texts)
+
+        found |= {cell.id: cell for cell in validity.with_client_errors(row, is_judged)}
+    return [found[cell.id] for cell in cells]
 
 
 def _invalid_rows(
@@ -353,6 +371,8 @@ def _summarize_cell(
     phases = ran.served_by.phases if ran is not None else []
     split = time_split(numbers, server, mixed=cell.mix is not None)
     others = timed_others(numbers, server) if cell.mix is None else None
+    sent_s, ended_s, work, _ = tally.spans.arrays()
+    error = rate_error(sent_s, ended_s, work)
     return CellSummary(
         **asdict(cell),
         session=session,
@@ -367,8 +387,24 @@ def _summarize_cell(
         notes=findings.notes if others is None else [*findings.notes, others],
         limits=findings.limits,
         time=split,
-        limited_by=limited_by(split, server, findings.limits),
+        limited_by=limited_by(split, server, findings.client_error),
+        rate_error=None if error is None else error[0],
+        rate_blocks=None if error is None else error[1],
+        client_error=findings.client_error,
     )
+
+
+def _largest_errors(cells: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """The largest error of each metric, in both directions."""
+    metrics = dict.fromkeys(metric for errors in cells for metric in errors)
+    none = (0.0, 0.0)
+    return {
+        metric: (
+            max(errors.get(metric, none)[0] for errors in cells),
+            max(errors.get(metric, none)[1] for errors in cells),
+        )
+        for metric in metrics
+    }
 
 
 def _summarize_rows(
@@ -395,6 +431,7 @@ def _summarize_rows(
             machine_load=median_load([cell.machine_load for cell in row_cells]),
             kind="" if run.origin else load_kind(run.scenario.loads[load]),
             client_limited=limited_fields(list(NUMBER_WORDS), [limit for cell in row_cells for limit in cell.limits]),
+            client_error=_largest_errors([cell.client_error for cell in row_cells]),
             invalid=invalid.get((server, load)),
             failed=next((cell.failed for cell in all_cells if cell.failed is not None), None),
             time=mean_split([cell.time for cell in row_cells]),

@@ -50,7 +50,17 @@ _MAX_NAMES = 10  # different finish reasons or models that are counted by name
 _FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
 _OF_SUCCESSES = derive.FORMULAS.keys() - {"send_lag_s", *_FROM_SCHEDULE}
 _CONSTANT = ("clock", "window_s", "open_loop", "measured_start_s", "in_mix")  # fields of CellCounts set before counting
-_PER_REQUEST = ("latencies", "chunk_gap_s", "indices", "tokens_inside", "error_messages", "chart", "signs")
+_PER_REQUEST = (
+    "latencies",
+    "spans",
+    "first_room_s",
+    "chunk_gap_s",
+    "indices",
+    "tokens_inside",
+    "error_messages",
+    "chart",
+    "signs",
+)
 
 
 class Clock:
@@ -176,6 +186,29 @@ class ProcessTimes(Struct):
         self.last_ended_s[process] = max_known(self.last_ended_s.get(process), ended_s)
 
 
+class Spans(Struct):
+    """When the measured requests of a closed loop were sent and ended, on the cell's axis, and by which user."""
+
+    sent_s: "array[float]" = field(default_factory=float_array)
+    ended_s: "array[float]" = field(default_factory=float_array)
+    work: "array[float]" = field(default_factory=float_array)  # tokens; 0 for a request that failed
+    user: "array[float]" = field(default_factory=float_array)  # unique within the cell
+
+    def add(self, request: Request, sent_s: float) -> None:
+        self.sent_s.append(sent_s)
+        self.ended_s.append(sent_s + request.ended_s)
+        tokens = request.output_tokens or request.prompt_tokens or 1
+        self.work.append(0.0 if request.error is not None else tokens)
+        self.user.append(hash((request.process, request.user)) % 2**53)
+
+    def arrays(self) -> tuple[Array, Array, Array, Array]:
+        """Sent, ended, work and user."""
+        sent_s, ended_s, work, user = (
+            np.array(values, dtype=np.float64) for values in (self.sent_s, self.ended_s, self.work, self.user)
+        )
+        return sent_s, ended_s, work, user
+
+
 class CellCounts(Struct, kw_only=True):
     """The counts of one cell. Times are on the cell's axis, see Clock."""
 
@@ -222,6 +255,10 @@ class CellCounts(Struct, kw_only=True):
     first_shared: int = 0  # streams whose first chunk shared a read with the second,
     first_shared_late: int = 0  # and those of them with a late read
     latencies: Latencies = field(default_factory=Latencies)
+    # Of each stream, how long the read before its first chunk was before it, if the chunk shared its read with the
+    # second one; negative where that read was not late; else 0.
+    first_room_s: "array[float]" = field(default_factory=float_array)
+    spans: Spans = field(default_factory=Spans)
     chunk_gap_s: Gaps = field(default_factory=Gaps)
     schedule: ScheduleTally = field(default_factory=ScheduleTally)
     # Requests of the warm-up and the measured time that were (partly) answered inside the window:
@@ -269,6 +306,8 @@ class CellCounts(Struct, kw_only=True):
         self.resent += request.resent
         self.connect_retried += bool(request.connect_retries)
         self.latencies.add(request, ["send_lag_s"])
+        if not self.open_loop:
+            self.spans.add(request, sent_s)
         if self.open_loop or request.scheduled_s is not None:  # requests of a trace also have scheduled times
             self.schedule.add(request, sent_s)
             if request.error is None:
@@ -334,9 +373,14 @@ class CellCounts(Struct, kw_only=True):
         self.chunks += len(request.chunks_s)
         self.coalesced += request.coalesced
         self.coalesced_late += request.coalesced_late or 0
+        room_s = 0.0
         if request.coalesced and request.chunks_s[0] == request.chunks_s[1]:
             self.first_shared += 1
             self.first_shared_late += bool(request.coalesced_late)
+            room_s = max(0.0, request.chunks_s[0] - (request.headers_s or 0.0))
+            room_s = room_s if request.coalesced_late else -room_s
+        if request.chunks_s:
+            self.first_room_s.append(room_s)
         self.wrong_length += derive.has_wrong_length(request)
         self.read_clock += bool(request.chunks_s) and request.clock == "read"
         self.without_prompt_tokens += request.prompt_tokens is None

@@ -7,21 +7,23 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.analysis.derive import MIN_PROMPT_SHARE
 from harness.analysis.hang import Hang, find_hang
-from harness.analysis.limits import client_limits, killed_processes, process_name, users_remedy
+from harness.analysis.limits import client_errors, client_limits, killed_processes, process_name, users_remedy
 from harness.analysis.schedule import counts_arrivals
 from harness.analysis.tally import CellCounts
+from harness.columns import WORK
 from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.rundir.records import CLOSING_S, MAX_CPU, SLACK_S, ProcessMark
 from harness.rundir.samples import MAX_GAP_S, MetricsSample
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 from harness.summary import (
+    LARGE,
     OPEN,
     CellSummary,
     ClientLimit,
@@ -53,7 +55,8 @@ HOST_CPU_FULL = 0.95  # of all cores, on average
 class Findings(Struct, frozen=True):
     reasons: list[Reason]
     notes: list[Reason]
-    limits: list[ClientLimit] = []  # of the load generator; each is also a reason or a note
+    limits: list[ClientLimit] = []  # of the load generator; each is also a note
+    client_error: dict[str, tuple[float, float]] = {}  # see CellSummary
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
@@ -98,6 +101,7 @@ def check_cell(evidence: Evidence) -> Findings:
     """The reasons why a cell is invalid, the notes on it, and where the load generator limited it."""
     found = client_limits(evidence.load, evidence.tally, evidence.numbers, evidence.marks, evidence.workers)
     limits = [limit for limit, _ in found]
+    errors = client_errors(evidence.load, evidence.tally, evidence.numbers, evidence.marks, limits)
     reasons = [
         *_server_reasons(evidence),
         *(() if evidence.imported else (*_process_reasons(evidence), *_contradiction_reasons(evidence))),
@@ -105,15 +109,47 @@ def check_cell(evidence: Evidence) -> Findings:
         *_hang_reasons(evidence, invalid=True),
         *_work_reasons(evidence),
         *_count_reasons(evidence),
-        *(reason for limit, reason in found if limit.invalid),
         *_throttling_reasons(evidence, invalid=True),
     ]
-    notes = [*(reason for limit, reason in found if not limit.invalid), *_notes(evidence, limits)]
+    notes = [*(reason for _, reason in found), *_notes(evidence, limits)]
     return Findings(
         reasons=[replace(reason, cell=evidence.cell) for reason in reasons],
         notes=[replace(note, cell=evidence.cell) for note in notes],
         limits=limits,
+        client_error=errors,
     )
+
+
+def with_client_errors(
+    cells: Sequence[CellSummary], is_judged: Callable[[str, CellSummary], bool]
+) -> list[CellSummary]:
+    """The cells of a row, with a problem where the load generator's delays are too large a part of what decides.
+
+    The value is that of the row, so the mean error of its cells counts. `is_judged`: whether a verdict or a check needs
+    the metric of a cell more exactly.
+    """
+    metrics = dict.fromkeys(metric for cell in cells for metric in cell.client_error)
+    shares = {
+        metric: statistics.fmean(max(cell.client_error.get(metric, (0.0,))) for cell in cells) for metric in metrics
+    }
+    found = []
+    for cell in cells:
+        too_large = [
+            metric
+            for metric, error in cell.client_error.items()
+            if min(shares[metric], max(error)) > LARGE and is_judged(metric, cell)
+        ]
+        if too_large:
+            worst = max(too_large, key=lambda metric: max(cell.client_error[metric]))
+            values = {"metric": worst, "share": max(cell.client_error[worst]), "max_share": LARGE}
+            fields = {metric if metric in WORK else f"{metric.rpartition('_')[0]}_s" for metric in too_large}
+            cell = replace(
+                cell,
+                problems=[*cell.problems, Reason("client_error", values, cell=cell.id)],
+                limits=[replace(limit, invalid=not fields.isdisjoint(limit.numbers)) for limit in cell.limits],
+            )
+        found.append(cell)
+    return found
 
 
 def ended_normally(ran: CellRun | None, marks: Sequence[ProcessMark]) -> bool:

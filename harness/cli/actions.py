@@ -37,6 +37,7 @@ def run(
     checks: cli.ChecksOpt = None,
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
+    provisional: cli.ProvisionalOpt = False,
     junit: Annotated[Path | None, cli.option("FILE", "Also write checks and verdicts as JUnit XML.")] = None,
     workers: Annotated[str | None, cli.option("NAMES", "With --url: machines that send the load, or how many.")] = None,
     bind: Annotated[
@@ -100,7 +101,7 @@ def run(
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
         junit_xml.write(junit, junit_xml.render(summary, manifest))
-    cli.exit_after_run(summary)
+    cli.exit_after_run(summary, provisional=provisional)
 
 
 @cli.command(short_help="Find how many users a server holds.")

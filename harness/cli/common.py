@@ -221,6 +221,7 @@ LoadOpt = Annotated[str | None, option("NAME", "Which of the scenario's loads (d
 RepeatsOpt = Annotated[int | None, option("N", "Override the scenario's repeats.", min=1)]
 JsonOpt = Annotated[bool, flag("--json", "Print JSON.")]
 BaselineOpt = Annotated[Path | None, option("RUN", "The run that checks call the baseline (default: the row).")]
+ProvisionalOpt = Annotated[bool, flag("--provisional", "A provisional result that is too slow fails (exit code 4).")]
 AboutOpt = Annotated[str | None, option("KEY", "The one manifest key in which the sides may differ.")]
 UrlOpt = Annotated[
     str | None, option("URL", "Use a server that already runs, such as http://127.0.0.1:8000.", callback=validate_url)
@@ -370,17 +371,20 @@ def exit_after_capacity(folder: Path, report: "CapacityReport") -> None:
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
-def exit_after_run(summary: "Summary") -> None:
+def exit_after_run(summary: "Summary", *, provisional: bool = False) -> None:
     """Exit with the code of a run. An import, whose validity cannot be checked, has the code of a VALID run."""
     if summary.valid is False:
         raise typer.Exit(ExitCode.INVALID)
-    exit_after_checks(summary.checks)
+    exit_after_checks(summary.checks, provisional=provisional)
 
 
-def exit_after_checks(checks: "Sequence[CheckResult]") -> None:
-    """Exit with the code of checks; a failed one comes before an inconclusive one."""
+def exit_after_checks(checks: "Sequence[CheckResult]", *, provisional: bool = False) -> None:
+    """Exit with the code of checks; a failed one comes before an inconclusive one.
+
+    `provisional`: checks that only a provisional verdict breaks have failed.
+    """
     statuses = {result.status for result in checks}
-    if "failed" in statuses:
+    if "failed" in statuses or (provisional and any(result.code == "provisional" for result in checks)):
         raise typer.Exit(ExitCode.FAILED)
     if "inconclusive" in statuses:
         raise typer.Exit(ExitCode.INCONCLUSIVE)

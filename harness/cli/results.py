@@ -108,13 +108,15 @@ def compare(
         list[str] | None,
         cli.option("CHECK", "What must hold of every side but the baseline; may be repeated.", "--check"),
     ] = None,
+    provisional: cli.ProvisionalOpt = False,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
-    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. With
-    --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
+    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. A
+    provisional "slower" counts with --provisional, or when its whole interval is beyond 25 %. With --history 4 when
+    the run is slower than its history and the shift exceeds the machine's own variation.
     """
     from harness.comparison.compare import compare_runs, group_by_machine
     from harness.prepare.experiment import validate_checks
@@ -136,7 +138,9 @@ def compare(
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
         validate_checks(checks or [], scenario.servers, scenario.loads)
     try:
-        comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
+        comparison = compare_runs(
+            groups, about=across or about, runs=runs, results=results, checks=checks or [], provisional=provisional
+        )
     except UnlikeError as error:
         if error.about is not None:
             command = shlex.join(["harness", *sys.argv[1:], "--about", error.about])
@@ -149,7 +153,7 @@ def compare(
         junit=lambda: junit.comparison_xml(comparison),
         markdown=lambda: render_comparison(comparison),
     )
-    if any(verdict.word == "slower" for verdict in comparison.verdicts):
+    if any(verdict.fails == "yes" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     cli.exit_after_checks(comparison.checks)
 

@@ -3,20 +3,20 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from harness.analysis.summarize import summary_of
+from harness.comparison.equal_runs import find_equal_runs
 from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
 from harness.judge import comparable
 from harness.judge.checks import evaluate
 from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
-from harness.judge.noise_floors import known_noise
 from harness.judge.verdicts import (
     Measured,
-    Noise,
     comparison_metrics,
     decide_verdicts,
     definition_difference,
@@ -24,7 +24,7 @@ from harness.judge.verdicts import (
 )
 from harness.reasons import sentences
 from harness.rundir.manifest import Run, UnlikeError, read_run
-from harness.summary import Answers, CheckResult, Comparison, Reason, Reference, Row, Summary, because
+from harness.summary import LARGE, Answers, CheckResult, Comparison, Reason, Reference, Row, Summary, Verdict, because
 
 
 class _Side(Struct, frozen=True):
@@ -60,14 +60,16 @@ def compare_runs(
     groups: Sequence[Sequence[Path]],
     *,
     about: str | None = None,
-    noise: Noise | None = None,
+    runs: Path | None = None,
     results: Path | None = None,
     checks: Sequence[str] = (),
+    provisional: bool = False,
 ) -> Comparison:
     """Compare each group of run directories with the first, row by row of the same server and load.
 
-    The sample is the run. The variation of equal runs is known from several runs a side, from `noise`, or from what
-    `harness noise` stored below `results`; else verdicts are inconclusive.
+    The sample is the run. The variation between equal runs is assumed until it is known: from several runs a side, from
+    earlier equal runs in the folders `runs` and `results`, and from what `harness noise` stored below `results`.
+    `provisional`: whether a provisional `slower` fails, see `Verdict.fails`.
     `about` is the one manifest key in which the groups may differ. `checks` are evaluated for the rows of every other
     group, with the first group as their baseline.
 
@@ -85,34 +87,59 @@ def compare_runs(
             "the runs have no row in common: none of their servers and loads have the same names",
             next_step="Give servers and loads that are to be compared the same names in both scenarios.",
         )
-    runs = [run for side in sides for run in side.runs]
-    _refuse_repeated(runs)
+    all_runs = [run for side in sides for run in side.runs]
+    _refuse_repeated(all_runs)
     base_side, *other_sides = sides
     several = len(other_sides) > 1
     compared = [
         (
+            number,
+            row,
             side.measured(row, f"{' / '.join(row)} ({side.name})" if several else " / ".join(row)),
             base_side.measured(row, f"{' / '.join(row)} ({base_side.name})"),
         )
-        for side in other_sides
+        for number, side in enumerate(other_sides, 1)
         for row in rows
     ]
-    for side, base in compared:
+    for _, _, side, base in compared:
         for metric in comparison_metrics(side, base):
             if (conflict := definition_difference(side, base, metric)) is not None:
                 raise UnlikeError(conflict, next_step="Compare runs of one tool, or measure both with `harness run`.")
-    refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
-    if noise is None and results is not None:
-        noise = known_noise(runs, results)
-    pairs = [pair for side, base in compared for pair in pair_by_metric(side, base, within_run=False)]
+    refuse_unlike(all_runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
+    equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
+    pairs = [
+        pair
+        for number, row, side, base in compared
+        for pair in pair_by_metric(
+            side,
+            base,
+            within_run=False,
+            known=equal.known(row, [(0, base_side.runs, base), (number, sides[number].runs, side)]),
+        )
+    ]
+    comparison = decide_verdicts(pairs, equal.source())
     return msgspec.structs.replace(
-        decide_verdicts(pairs, noise),
-        simulated=any(run.simulated for run in runs),
+        comparison,
+        verdicts=[with_exit(verdict, provisional=provisional) for verdict in comparison.verdicts],
+        simulated=any(run.simulated for run in all_runs),
         sides=[side.name for side in sides],
         differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
         checks=[result for side in other_sides for result in _evaluate_checks(checks, side, base_side, rows, several)],
         notes=list(_notes(sides, rows)),
     )
+
+
+def with_exit(verdict: Verdict, *, provisional: bool) -> Verdict:
+    """The verdict with its effect on the exit code. A provisional `slower` fails where `provisional` asks for that, or
+    where its whole interval is beyond LARGE.
+    """
+    if verdict.word != "slower":
+        return verdict
+    is_large = verdict.high is not None and verdict.high < 1 / (1 + LARGE)
+    fails: Literal["yes", "with_provisional"] = "yes"
+    if verdict.provisional and not provisional and not is_large:
+        fails = "with_provisional"
+    return msgspec.structs.replace(verdict, fails=fails)
 
 
 def _notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> Iterator[Reason]:

@@ -18,7 +18,14 @@ from harness.judge import stats
 from harness.judge.comparable import SHOWN_ONLY, collect_facts, find_differences
 from harness.judge.noise_floors import RESERVED, is_noise_run
 from harness.judge.stats import Shift, find_levels, find_shift
-from harness.judge.verdicts import Measured, comparison_metrics, metric_values, number_fields, to_speeds
+from harness.judge.verdicts import (
+    Measured,
+    comparison_metrics,
+    is_client_limited,
+    metric_values,
+    number_fields,
+    to_speeds,
+)
 from harness.rundir.manifest import Run, definition_conflict, read_run
 from harness.summary import Difference, Row, Summary
 
@@ -300,7 +307,7 @@ def _make_metric_series(metric: str, with_row: Sequence[tuple[Run, Summary, Row]
         speeds = to_speeds(metric, [value for value in values if value is not None])
         if definition_conflict(newest_row, row, number_fields(metric)):
             left_out["definition"].append(run.id)
-        elif set(number_fields(metric)) & set(row.client_limited):
+        elif is_client_limited(row, metric):
             left_out["client_limited"].append(run.id)
         elif not speeds or len(speeds) < len(values):
             left_out["no_value"].append(run.id)

@@ -14,11 +14,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.columns import VALUES, WORK
+from harness.errors import HarnessError
 from harness.judge import stats
 from harness.judge.stats import Estimate
-from harness.judge.verdicts import invalid_row_reason
+from harness.judge.verdicts import invalid_row_reason, is_paced, work_metric
 from harness.rundir.manifest import definition_conflict
-from harness.scenario import Scenario
+from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.check_syntax import (
     ANSWER_SHARES,
     LATENCIES,
@@ -30,7 +31,19 @@ from harness.scenario.check_syntax import (
     parse_check,
     slos_key,
 )
-from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reason, Reference, Row, Verdict, because
+from harness.summary import (
+    LARGE,
+    NEEDED,
+    CellSummary,
+    CheckResult,
+    Comparison,
+    Distribution,
+    Reason,
+    Reference,
+    Row,
+    Verdict,
+    because,
+)
 
 _VALUES = {column.check: column for column in VALUES}
 _MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
@@ -44,6 +57,7 @@ class _Value(Struct, frozen=True, kw_only=True):
     interval: tuple[float | None, float | None] | None = None  # None: the value is compared as it is
     n: int = 0  # requests that the value comes from
     needed: int = 0  # requests that the value needs
+    provisional: bool = False  # of a verdict that is provisional
 
     def estimate(self) -> Estimate:
         """A value without an interval counts as exact."""
@@ -78,6 +92,40 @@ def evaluate(
             why = because("check_unreadable", error=str(error))
             results.append(CheckResult(check=text, status="failed", code="unreadable", evidence=[why]))
     return results
+
+
+def judged_metrics(load: Load) -> set[str]:
+    """The metrics that the verdicts on a load use."""
+    if not is_paced(load):
+        return {work_metric([load])}
+    latencies = ["ttft_sched", "e2e_sched", "tpot"] if is_open_loop(load) else ["ttft", "e2e", "tpot"]
+    return {f"{latency}_{name}" for latency in latencies for name in NEEDED}
+
+
+def is_changed_by(cell: CellSummary, metric: str, error: tuple[float, float], texts: Sequence[str]) -> bool:
+    """Whether a check of a cell's metric may have another result, if the value is wrong by so much. See `client_error`.
+
+    A check against a baseline may: the baseline is another value.
+    """
+    latency, _, statistic = metric.rpartition("_")
+    numbers = cell.numbers
+    value = (
+        getattr(numbers, metric) if metric in WORK else getattr(getattr(numbers, f"{latency}_s", None), statistic, None)
+    )
+    for text in texts:
+        try:
+            check = parse_check(text)
+        except (ValueError, HarnessError):
+            continue
+        if metric != ("wall_s" if check.metric == "wall" else check.metric) or value is None:
+            continue
+        if check.server is not None and (check.server, check.load) != (cell.server, cell.load):
+            continue
+        holds = OPERATORS[check.operator]
+        ends = (value * (1 - error[0]), value * (1 + error[1]))
+        if check.relative or holds(ends[0], check.bound) != holds(ends[1], check.bound):
+            return True
+    return False
 
 
 def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
@@ -172,13 +220,23 @@ def _evaluate_row(
         shown["interval"] = [low, high]
         result = replace(result, low=low, high=high)
     if all(met) or not any(met):
-        status, code = ("passed", "met") if all(met) else ("failed", "broken")
-        result = replace(result, status=status, code=code)
+        if all(met):
+            result = replace(result, status="passed", code="met")
+        elif value.provisional and not _is_far(low, high, bound):
+            shown["decision"] = because("provisional")
+            result = replace(result, code="provisional")
+        else:
+            result = replace(result, status="failed", code="broken")
     else:
         more, shown["decision"] = _requests_to_decide(check, value, bound)
         result = replace(result, code="too_close", more_requests=more)
     evidence = because("check_value", **{key: value for key, value in shown.items() if value is not None})
     return replace(result, evidence=[evidence])
+
+
+def _is_far(low: float | None, high: float | None, bound: float) -> bool:
+    """Whether a whole interval of ratios is so far from a bound that a provisional verdict breaks it."""
+    return (high is not None and high * (1 + LARGE) < bound) or (low is not None and low > bound * (1 + LARGE))
 
 
 def _missing_evidence(row: Row, value: _Value) -> list[Reason]:
@@ -350,9 +408,7 @@ def _speedup_value(row: Row, comparison: Comparison | None) -> _Value:
         return _missing_value("paced_users")
     if verdict.ratio is None:
         return _missing_value("no_verdict", verdict=verdict)
-    if verdict.low is None:
-        return _missing_value("no_interval")
-    return _Value(value=verdict.ratio, interval=(verdict.low, verdict.high))
+    return _Value(value=verdict.ratio, interval=(verdict.low, verdict.high), provisional=verdict.provisional)
 
 
 def _uncompared_reason(row: Row, comparison: Comparison) -> Reason:

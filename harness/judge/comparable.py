@@ -63,7 +63,7 @@ def refuse_unlike(
     differing: dict[int, list[str]] = {}  # keys in which the first run of a side differs from the baseline
     for index in range(1, len(runs)):
         first = groups.index(groups[index])
-        keys = _differing_keys(facts[0 if index == first else first], facts[index])
+        keys = differing_keys(facts[0 if index == first else first], facts[index])
         if index == first:
             differing[index] = keys
         elif keys:
@@ -84,7 +84,7 @@ def refuse_unlike(
         )
 
 
-def _differing_keys(first: Facts, second: Facts) -> list[str]:
+def differing_keys(first: Facts, second: Facts) -> list[str]:
     """The keys in which two runs differ although they must be equal."""
     return [
         key

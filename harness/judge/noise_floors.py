@@ -3,7 +3,6 @@
 import datetime
 import hashlib
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from harness.errors import HarnessError
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import stats
 from harness.judge.stats import Variation
-from harness.judge.verdicts import Measured, Noise, comparison_metrics, to_speeds
+from harness.judge.verdicts import Measured, comparison_metrics, to_speeds
 from harness.rundir.manifest import Run
 from harness.summary import NEEDED, Reason, Summary, because
 
@@ -153,24 +152,21 @@ def noise_path(results: Path, run: Run) -> Path:
     return results / folder_name(run.machine.name) / folder_name(run.scenario_name) / "noise.json"
 
 
-def known_noise(runs: Sequence[Run], results: Path) -> Noise:
-    """The stored variation between runs for a comparison of these runs. Of several machines the largest one counts."""
-    rows: dict[tuple[str, str], Variation] = {}
-    source = []
-    for path, run in {noise_path(results, run): run for run in runs}.items():
-        noise = read_noise(path)
-        mismatch = None if noise is None else noise_mismatch(noise, run)
-        if noise is None or mismatch is not None:
-            names = {"scenario": run.scenario_name, "machine": run.machine.name}
-            return Noise(source=[because("noise_unknown", **names, other=mismatch)])
-        source.append(noise_source(noise))
-        for row in noise.rows:
-            variation, key, repeats = row.variation(), (row.metric, row.load), noise.repeats
-            if variation is not None and (
-                key not in rows or rows[key].run_variance(repeats) < variation.run_variance(repeats)
-            ):
-                rows[key] = variation
-    return Noise(rows, source)
+def usable_noise(run: Run, results: Path) -> tuple[StoredNoise | None, Reason | None]:
+    """The stored noise of a run's machine and scenario; where it is of other work None, and in what it differs."""
+    noise = read_noise(noise_path(results, run))
+    if noise is None:
+        return None, None
+    if (mismatch := noise_mismatch(noise, run)) is None:
+        return noise, None
+    return None, because("noise_of_other_work", scenario=run.scenario_name, machine=run.machine.name, other=mismatch)
+
+
+def known_variations(run: Run, results: Path) -> dict[tuple[str, str], Variation]:
+    """The stored variation between runs of a run's machine and scenario, by (metric, load)."""
+    noise, _ = usable_noise(run, results)
+    rows = [] if noise is None else noise.rows
+    return {(row.metric, row.load): variation for row in rows if (variation := row.variation()) is not None}
 
 
 def noise_source(noise: StoredNoise) -> Reason:

@@ -19,10 +19,11 @@ from harness.summary import ALPHA, MARGIN, MAX_REPEATS, POWER
 
 Array = NDArray[np.float64]
 
-MAX_ASSIGNMENTS = 200_000  # that an exact permutation test enumerates: at most ten against ten values
-_REQUIRED_POWER = POWER + 0.02  # by Student's t; the permutation test finds a little less
+ASSUMED_SD = 0.04  # of the logarithm of equal runs of a machine, until its runs show how far they differ;
+ASSUMED_FREEDOM = 4  # it counts as much as so many degrees of freedom
+BLOCK_ANSWERS = 5  # answer times of a block: neighbouring requests wait for each other, blocks hardly do
+MIN_BLOCKS, MAX_BLOCKS = 4, 40
 MAX_REQUESTS = 100_000  # no larger number of requests is suggested
-_DRAWS = 100_000
 MIN_LEVEL = 3  # runs of a level; fewer are outliers, or too new to decide
 MIN_HISTORY = 5  # runs that the gate needs before the newest ones
 LEVEL_ALPHA = 0.01  # of change points: a false one would leave the gate a history of extreme runs
@@ -182,6 +183,18 @@ class Effect(NamedTuple):
             return 1.0 if self.log_ratio == 0 else 0.0
         return 2 * float(stdtr(self.freedom, -abs(self.log_ratio) / self.error))
 
+    def p_beyond_margin(self, room: float = 0.0) -> float:
+        """The p-value of a difference beyond MARGIN: below ALPHA exactly where the interval is beyond the margin.
+
+        `room`: by how much the logarithm may be nearer to 0, because the load generator was late.
+        """
+        from scipy.special import stdtr
+
+        distance = abs(self.log_ratio) - room - _LOG_MARGIN
+        if self.error == 0:
+            return 0.0 if distance > 0 else 1.0
+        return min(1.0, 2 * float(stdtr(self.freedom, -distance / self.error)))
+
 
 class Variation(NamedTuple):
     """How far equal runs differ on a machine, as variances of logarithms."""
@@ -226,44 +239,53 @@ def welch_effect(side: Sequence[float], baseline: Sequence[float]) -> Effect | N
     return _welch(mean_log(side) - mean_log(baseline), var_log(side), len(side), var_log(baseline), len(baseline))
 
 
-def run_effects(side: Sequence[float], base: Sequence[float], variance: float, freedom: int) -> list[Effect]:
-    """Compare two samples of runs by the variance between runs that is known of the machine (of logarithms), and where
-    possible also by their own. A difference needs both: the known variance never makes an interval narrower.
+def pooled_effect(side: Sequence[float], base: Sequence[float], squares: float = 0.0, freedom: int = 0) -> Effect:
+    """Compare two samples of runs by the variance between equal runs, on logarithms.
+
+    The variance pools an assumption (ASSUMED_SD), the runs of each side, and what other equal runs show: their sum of
+    squares with its degrees of freedom.
     """
-    log_ratio = mean_log(side) - mean_log(base)
-    inverse_sizes = 1 / len(side) + 1 / len(base)
-    known = Effect(log_ratio, math.sqrt(variance * inverse_sizes), freedom)
-    own = welch_effect(side, base)
-    if own is None and max(len(side), len(base)) > 1:
-        larger = max(side, base, key=len)
-        own = Effect(log_ratio, math.sqrt(var_log(larger) * inverse_sizes), len(larger) - 1)
-    return [known] if own is None else [known, own]
+    for runs in (side, base):
+        if len(runs) > 1:
+            squares, freedom = squares + sum_of_squares(runs), freedom + len(runs) - 1
+    total = ASSUMED_FREEDOM + freedom
+    variance = (ASSUMED_FREEDOM * ASSUMED_SD**2 + squares) / total
+    return Effect(mean_log(side) - mean_log(base), math.sqrt(variance * (1 / len(side) + 1 / len(base))), total)
 
 
-def permutation_p(side: Sequence[float], base: Sequence[float]) -> float:
-    """The p-value of a two-sided permutation test of the difference of mean logarithms.
+def is_mostly_assumed(effect: Effect) -> bool:
+    """Whether the assumption weighs more than the runs in an effect of `pooled_effect`."""
+    return effect.freedom < 2 * ASSUMED_FREEDOM
 
-    It is exact with up to MAX_ASSIGNMENTS assignments of the values to the two sides. With more it uses a seeded random
-    sample of them, and counts so that p is never too small.
+
+def rate_error(sent_s: Array, ended_s: Array, work: Array) -> tuple[float, int] | None:
+    """The standard error of the logarithm of a rate within one run, and the number of blocks that it is from.
+
+    `sent_s`, `ended_s` and `work` (such as tokens) have a value for each request. A block lasts BLOCK_ANSWERS times the
+    mean answer; the work of a request is spread evenly over its time. None: fewer than MIN_BLOCKS.
     """
-    logs = np.log(np.concatenate([np.asarray(side, dtype=np.float64), np.asarray(base, dtype=np.float64)]))
-    n, total = len(side), float(logs.sum())
-    # The difference of means is a function of one side's sum, so the test compares distances of that from its mean.
-    expected = total * n / len(logs)
-    distance = abs(float(logs[:n].sum()) - expected)
-    is_exact = math.comb(len(logs), n) <= MAX_ASSIGNMENTS
-    sums = logs[_assignments(n, len(logs))].sum(axis=1) if is_exact else _drawn_sums(logs, n)
-    # Sums of the same values in another order differ in the last bits.
-    extreme = int(np.count_nonzero(np.abs(sums - expected) >= distance - 1e-9 * max(distance, 1e-3)))
-    return extreme / len(sums) if is_exact else (extreme + 1) / (len(sums) + 1)
+    if not len(sent_s):
+        return None
+    start, end, took = float(sent_s.min()), float(ended_s.max()), np.maximum(ended_s - sent_s, 1e-9)
+    blocks = min(MAX_BLOCKS, int((end - start) / (BLOCK_ANSWERS * float(took.mean()))))
+    if blocks < MIN_BLOCKS:
+        return None
+    edges = np.linspace(start, end, blocks + 1)
+    done = np.array([float(work @ np.clip((edge - sent_s) / took, 0.0, 1.0)) for edge in edges])
+    rates = np.diff(done)
+    if rates.mean() <= 0:
+        return None
+    return float(rates.std(ddof=1) / rates.mean()) / math.sqrt(blocks), blocks
 
 
-def smallest_p(n: int, m: int) -> float:
-    """The smallest result of `permutation_p` for n against m values: 0.008 for 5 and 5, 0.10 for 3 and 3."""
-    assignments = math.comb(n + m, n)
-    # With sides of equal size every assignment has a mirror image that is as extreme.
-    smallest = min(2 if n == m else 1, assignments) / assignments
-    return smallest if assignments <= MAX_ASSIGNMENTS else max(smallest, 1 / (_DRAWS + 1))
+def difference_of(log_ratio: float, errors: Sequence[tuple[float, float]]) -> Effect:
+    """An effect whose two sides have these standard errors, each with its degrees of freedom (Welch-Satterthwaite)."""
+    variances = [error**2 for error, _ in errors]
+    total = sum(variances)
+    if total == 0:
+        return Effect(log_ratio, 0.0, math.inf)
+    inverse = sum((variance / total) ** 2 / of for variance, (_, of) in zip(variances, errors, strict=True))
+    return Effect(log_ratio, math.sqrt(total), 1 / inverse if inverse else math.inf)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -276,53 +298,55 @@ def holm(ps: Sequence[float]) -> list[float]:
     return corrected
 
 
-def repeats_to_reach_p(comparisons: int) -> int | None:
-    """The fewest repeats a side that make a corrected p-value below ALPHA possible; None: more than MAX_REPEATS."""
-    return next((n for n in range(2, MAX_REPEATS + 1) if smallest_p(n, n) * comparisons < ALPHA), None)
-
-
 def sample_size_to_settle(
-    log_ratio: float, variances: tuple[float, float], known_size: int, comparisons: int, freedom: int | None = None
+    log_ratio: float, variances: tuple[float, float], known_size: int, comparisons: int, freedom: int = 0
 ) -> int | None:
     """How many values a side lead to a verdict with a probability of POWER, if effect and spread stay the same.
 
     `log_ratio` is the effect and `variances` are those of both sides, on logarithms. The result is larger than
-    `known_size`. `freedom`: degrees of freedom of a variance that is known from other runs; then Student's t decides
-    alone, otherwise together with the permutation test. None: more than MAX_REPEATS.
+    `known_size`. `freedom`: degrees of freedom of the variance besides those of the values. None: more than
+    MAX_REPEATS.
 
-    An effect beyond the margin needs a verdict of a difference: significant at the corrected level, with a ratio beyond
-    the margin. A smaller effect needs an interval within the margin.
+    An effect beyond the margin needs an interval beyond it, at the corrected level. A smaller one needs an interval
+    within the margin.
     """
     differs = abs(log_ratio) > _LOG_MARGIN
     level = ALPHA / comparisons if differs else ALPHA
 
     def has_power(n: int) -> bool:
-        # With few values the permutation test has few possible p-values; half the level leaves it room.
-        if differs and freedom is None and smallest_p(n, n) * comparisons > ALPHA / 2:
-            return False
-        effect = _welch(abs(log_ratio), variances[0], n, variances[1], n)
-        effect = effect._replace(freedom=effect.freedom + (freedom or 0))
-        return _power(effect, level, differs=differs) >= _REQUIRED_POWER
+        return _power(abs(log_ratio), variances, n, level, freedom, differs=differs) >= POWER
 
-    sizes = range(max(known_size + 1, repeats_to_reach_p(1) or 0), MAX_REPEATS + 1)
+    sizes = range(max(known_size + 1, 2), MAX_REPEATS + 1)
     index = bisect.bisect_left(sizes, True, key=has_power)
     return sizes[index] if index < len(sizes) else None
 
 
-def _power(true_effect: Effect, level: float, *, differs: bool) -> float:
-    """The probability that an experiment with this true effect and error finds a difference if it `differs`, or else
-    finds none. The estimate of the error, the root of a chi-squared variable, is integrated on a grid.
-    """
-    from scipy.special import chdtri, ndtr
+def _power(
+    log_ratio: float, variances: tuple[float, float], n: int, level: float, freedom: int, *, differs: bool
+) -> float:
+    """The probability that n values a side find a difference if it `differs`, or else find none.
 
-    log_ratio, error, freedom = true_effect
+    What the experiment estimates of both variances, chi-squared variables, is integrated on a grid. With a `freedom`,
+    the variance is one that is pooled.
+    """
+    from scipy.special import chdtri, ndtr, stdtrit
+
+    error = math.sqrt((variances[0] + variances[1]) / n)
     if error == 0:
         return 1.0
-    shares = (np.arange(200) + 0.5) / 200
-    estimated_error = error * (np.sqrt(chdtri(freedom, shares) / freedom) if freedom < 1e6 else 1.0)
-    half_width = t_quantile(1 - level / 2, freedom) * estimated_error
+    shares = (np.arange(40) + 0.5) / 40
+    if freedom:
+        freedom += 2 * (n - 1)
+        seen = chdtri(freedom, shares) / freedom * error**2
+        freedoms = np.full(len(seen), freedom)
+    else:
+        estimated = chdtri(n - 1, shares) / (n - 1) / n
+        one, other = np.meshgrid(variances[0] * estimated, variances[1] * estimated)
+        seen = one + other
+        freedoms = (n - 1) * seen**2 / np.maximum(one**2 + other**2, 1e-300)
+    half_width = stdtrit(freedoms, 1 - level / 2) * np.sqrt(seen)
     if differs:
-        return float(np.mean(ndtr((log_ratio - np.maximum(half_width, _LOG_MARGIN)) / error)))
+        return float(np.mean(ndtr((log_ratio - half_width - _LOG_MARGIN) / error)))
     room = np.maximum(_LOG_MARGIN - half_width, 0.0)
     return float(np.mean(ndtr((room - log_ratio) / error) - ndtr((-room - log_ratio) / error)))
 
@@ -346,6 +370,11 @@ def var_log(values: Sequence[float]) -> float:
     return statistics.variance([math.log(value) for value in values])
 
 
+def sum_of_squares(values: Sequence[float]) -> float:
+    """The sum of squared distances of the logarithms from their mean."""
+    return var_log(values) * (len(values) - 1)
+
+
 def _welch(log: float, var: float, n: int, base_var: float, m: int) -> Effect:
     """Welch's standard error and degrees of freedom for a difference of means."""
     a, b = var / n, base_var / m
@@ -358,22 +387,6 @@ def t_quantile(share: float, freedom: float) -> float:
     from scipy.special import stdtrit  # importing it takes 0.1 s, which most commands do not need
 
     return float(stdtrit(freedom, share))
-
-
-@functools.lru_cache(maxsize=16)
-def _assignments(n: int, total: int) -> NDArray[np.intp]:
-    """All ways to choose n of `total` indices, one in each row."""
-    count = math.comb(total, n)
-    flat = itertools.chain.from_iterable(itertools.combinations(range(total), n))
-    return np.fromiter(flat, dtype=np.intp, count=count * n).reshape(count, n)
-
-
-def _drawn_sums(logs: Array, n: int) -> Array:
-    """Sums of n randomly chosen values, _DRAWS times."""
-    generator = np.random.default_rng(20250917)
-    step = 10_000  # limits the memory
-    drawn = (generator.permuted(np.tile(logs, (step, 1)), axis=1)[:, :n] for _ in range(0, _DRAWS, step))
-    return np.concatenate([values.sum(axis=1) for values in drawn])
 
 
 class Levels(NamedTuple):

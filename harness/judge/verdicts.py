@@ -2,15 +2,15 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from harness.columns import RATES, WORK
 from harness.judge import stats
-from harness.judge.stats import Effect, Variation
+from harness.judge.stats import Effect
 from harness.rundir.manifest import definition_conflict
 from harness.scenario import Load, Scenario, is_open_loop
 from harness.scenario.plan import load_of_part, mix_of
@@ -18,6 +18,7 @@ from harness.summary import (
     ALPHA,
     MARGIN,
     NEEDED,
+    Basis,
     CellSummary,
     Comparison,
     Distribution,
@@ -33,13 +34,6 @@ _TAILS = ("p99", "p95", "p90")
 _NO_REQUESTS = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
 PRIOR_SD = 0.015  # expected standard deviation of the logarithm of a cell's speed, for the test of drift;
 PRIOR_PAIRS = 4  # it counts as much as so many pairs of cells
-
-
-class Noise(Struct, frozen=True):
-    """How far equal runs differ on the machines of a comparison, by (metric, load), and how that is known."""
-
-    rows: dict[tuple[str, str], Variation] = {}
-    source: list[Reason] = msgspec.field(default_factory=lambda: [because("noise_not_measured")])
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -60,6 +54,34 @@ class Measured(Struct, frozen=True, kw_only=True):
         by_run = zip(self.rows, self.cells, strict=True)
         return [cell for row, cells in by_run for name in row.cells if (cell := cells.get(name)) and not cell.problems]
 
+    def error_within(self, metric: str) -> tuple[float, float] | None:
+        """The standard error of the logarithm of a metric over the repeats, or within the only one, with its degrees
+        of freedom. None: the only repeat has too few requests.
+        """
+        speeds = [to_speeds(metric, [value for value in run if value is not None]) for run in self.values(metric)]
+        values = speeds[0] if speeds else []
+        if len(values) > 1:
+            return math.sqrt(stats.var_log(values) / len(values)), len(values) - 1
+        if len(self.valid_cells) != 1:
+            return None
+        (cell,) = self.valid_cells
+        if metric in WORK:
+            return None if cell.rate_error is None else (cell.rate_error, (cell.rate_blocks or 2) - 1)
+        sample, statistic = self.distributions(metric.rpartition("_")[0])[0], metric.rpartition("_")[2]
+        value, (low, high) = getattr(sample, statistic), sample.intervals.get(statistic, (None, None))
+        if not value or not low or high is None:
+            return None
+        return max(math.log(value / low), math.log(high / value)) / stats.t_quantile(1 - ALPHA / 2, math.inf), math.inf
+
+    def client_rooms(self, metric: str) -> tuple[float, float]:
+        """By how much the logarithm of the mean speed may be lower and higher, because the load generator was late."""
+        lower, higher = [], []
+        for cell in self.valid_cells:
+            below, above = (math.log1p(-min(share, 0.999)) for share in _as_shares(cell.client_error.get(metric)))
+            lower.append(-below if metric in RATES else -above)
+            higher.append(-above if metric in RATES else -below)
+        return (statistics.fmean(lower), statistics.fmean(higher)) if lower else (0.0, 0.0)
+
     def distributions(self, name: str) -> list[Distribution]:
         """The distributions of a latency in all valid cells."""
         return [getattr(cell.numbers, f"{name}_s") for cell in self.valid_cells]
@@ -77,10 +99,19 @@ class ComparedSides(Struct, frozen=True, kw_only=True):
     side_speeds: Sequence[Sequence[float]]
     baseline_speeds: Sequence[Sequence[float]]
     within_run: bool
-    load: str = ""  # of both sides, where they are of different runs
     refused: Reason | None = None  # why there is no ratio
     apart: bool = False  # the repeats of the sides were not interleaved, see `are_apart`
     parts: int = 1  # the level of the test is ALPHA / parts, see `level_parts`
+    errors: tuple[tuple[float, float] | None, tuple[float, float] | None] = (None, None)  # `error_within` of both sides
+    # By how much the logarithm of the ratio may be lower and higher, because the load generator was late.
+    rooms: tuple[float, float] = (0.0, 0.0)
+    known: tuple[float, int] = (0.0, 0)  # of other equal runs: the sum of squares of logarithms, degrees of freedom
+
+
+def _as_shares(error: tuple[float, float] | None) -> tuple[float, float]:
+    """An error of a cell as shares below: of the measured value, and of the true one that is above it."""
+    below, above = error or (0.0, 0.0)
+    return below, above / (1 + above)
 
 
 def metric_values(row: Row, cells: Mapping[str, CellSummary], metric: str) -> list[float | None]:
@@ -127,8 +158,15 @@ def comparison_metrics(side: Measured, base: Measured) -> list[str]:
     return metrics
 
 
-def pair_by_metric(side: Measured, base: Measured, *, within_run: bool, parts: int = 1) -> Iterator[ComparedSides]:
-    """The comparisons of two rows, one for each metric."""
+def pair_by_metric(
+    side: Measured,
+    base: Measured,
+    *,
+    within_run: bool,
+    parts: int = 1,
+    known: Callable[[str], tuple[float, int]] | None = None,
+) -> Iterator[ComparedSides]:
+    """The comparisons of two rows, one for each metric. `known`: what other equal runs show of a metric."""
     is_other_work = (side.load.endpoint == "embeddings") != (base.load.endpoint == "embeddings")
     for metric in comparison_metrics(side, base):
         values = [side.values(metric), base.values(metric)]
@@ -147,11 +185,18 @@ def pair_by_metric(side: Measured, base: Measured, *, within_run: bool, parts: i
             side_speeds=speeds[0],
             baseline_speeds=speeds[1],
             within_run=within_run,
-            load=side.load_name,
             parts=parts,
+            errors=(side.error_within(metric), base.error_within(metric)) if within_run else (None, None),
+            rooms=_client_rooms(side.client_rooms(metric), base.client_rooms(metric)),
+            known=known(metric) if known is not None else (0.0, 0),
             apart=within_run and are_apart(*([cell.session or 0 for cell in one.valid_cells] for one in (side, base))),
             refused=refused or _client_limit_reason(side, base, metric),
         )
+
+
+def _client_rooms(side: tuple[float, float], base: tuple[float, float]) -> tuple[float, float]:
+    """By how much the logarithm of the ratio of two sides may be lower and higher. Each side adds its own errors."""
+    return side[0] + base[1], side[1] + base[0]
 
 
 def are_apart(side_sessions: Sequence[int], base_sessions: Sequence[int]) -> bool:
@@ -290,13 +335,18 @@ def invalid_row_reason(*rows: Row) -> Reason | None:
     return None if row is None else because("row_not_valid", row=row.name, why=row.invalid)
 
 
+def is_client_limited(row: Row, metric: str) -> bool:
+    """Whether the load generator may have changed the metric of a row by more than MARGIN, or it is not known."""
+    return number_fields(metric)[0] in row.client_limited and max(row.client_error.get(metric, (1.0, 1.0))) > MARGIN
+
+
 def _client_limit_reason(side: Measured, base: Measured, metric: str) -> Reason | None:
-    """Why two rows have no ratio: the load generator limited the metric in some run."""
+    """Why two rows have no ratio: the load generator limited the metric in some run, and it is not known how much."""
     names = [
         measured.name if len(measured.rows) == 1 else f"{measured.name}, run {number} of it"
         for measured in (side, base)
         for number, row in enumerate(measured.rows, 1)
-        if number_fields(metric)[0] in row.client_limited
+        if number_fields(metric)[0] in row.client_limited and metric not in row.client_error
     ]
     return because("client_limited", metric=metric, names=names) if names else None
 
@@ -345,28 +395,26 @@ def work_metric(loads: Sequence[Load]) -> str:
     return "input_tok_s" if all(load.endpoint == "embeddings" for load in loads) else "output_tok_s"
 
 
-def decide_verdicts(pairs: Sequence[ComparedSides], noise: Noise | None = None) -> Comparison:
-    """The verdicts of a table of pairs, corrected for the number of comparisons.
+def decide_verdicts(pairs: Sequence[ComparedSides], source: Sequence[Reason] = ()) -> Comparison:
+    """The verdicts of a table of pairs, corrected for the number of comparisons by Holm's method.
 
-    `noise` is the variation of equal runs on the machine. Comparisons within one run do not need it.
+    `source`: how far equal runs differ, and how that is known. Comparisons within one run do not need it.
     """
-    noise = noise or Noise()
-    found = [None if pair.refused or pair.apart else _effect_and_p(pair, noise) for pair in pairs]
-    p_values = [p for _, p in filter(None, found)]
+    found = [None if pair.refused else _find_effect(pair) for pair in pairs]
+    p_values = [_p_value(pair, one.effect) for pair, one in zip(pairs, found, strict=True) if one is not None]
     corrected = iter(stats.holm(p_values))
-    testable = sum(not (pair.refused or pair.apart) and all(_independent_values(pair)) for pair in pairs)
     verdicts = [
-        _verdict_without_effect(pair, len(p_values), testable)
-        if effect_and_p is None
-        else _verdict_with_effect(pair, effect_and_p[0], next(corrected), len(p_values), noise)
-        for pair, effect_and_p in zip(pairs, found, strict=True)
+        _make_verdict(pair, "refused" if pair.refused else "no_values", len(p_values))
+        if one is None
+        else _decide(pair, one, next(corrected), len(p_values))
+        for pair, one in zip(pairs, found, strict=True)
     ]
     metrics = {pair.metric for pair in pairs}
     return Comparison(
         metric=metrics.pop() if len(metrics) == 1 else None,
         comparisons=len(p_values),
         noise_floor=MARGIN,
-        noise_source=[] if all(pair.within_run for pair in pairs) else noise.source,
+        noise_source=list(source),
         verdicts=verdicts,
     )
 
@@ -386,80 +434,101 @@ def _independent_values(pair: ComparedSides) -> tuple[list[float], list[float]]:
     return side, base
 
 
-def _known_variation(pair: ComparedSides, noise: Noise) -> Variation | None:
-    return None if pair.within_run else noise.rows.get((pair.metric, pair.load))
+class _Found(NamedTuple):
+    """The effect of a pair, and what it rests on."""
+
+    effect: Effect
+    basis: Basis
+    provisional: bool
 
 
-def _effect_and_p(pair: ComparedSides, noise: Noise) -> tuple[Effect, float] | None:
-    """The effect with its standard error, and its p-value; None where the error is unknown.
-
-    Repeats of one run, and runs without a known variation, are compared by their own spread: Welch's interval and an
-    exact permutation test. A known variation between runs can only widen the interval.
-    """
+def _find_effect(pair: ComparedSides) -> _Found | None:
+    """Compare two sides by the rule for their values; None where one side has none."""
     side, base = _independent_values(pair)
-    variation = _known_variation(pair, noise)
     if not side or not base:
         return None
-    if variation is None:
-        effect = stats.welch_effect(side, base)
-        return None if effect is None else (effect, min(1.0, pair.parts * stats.permutation_p(side, base)))
-    repeats = [len(run) for run in (*pair.side_speeds, *pair.baseline_speeds) if run]
-    variance = variation.run_variance(len(repeats) / sum(1 / n for n in repeats))
-    effects = stats.run_effects(side, base, variance, variation.freedom)
-    return max(effects, key=Effect.half_width), max(effect.p_value() for effect in effects)
-
-
-def _verdict_without_effect(pair: ComparedSides, comparisons: int, testable: int) -> Verdict:
-    """The verdict on two sides without an interval: the ratio if there is one, and the repeats that can settle it.
-
-    `testable`: the number of comparisons once all have enough repeats for an interval.
-    """
-    side, base = _independent_values(pair)
-    if pair.refused:
-        return _make_verdict(pair, "refused", comparisons)
-    if not side or not base:
-        return _make_verdict(pair, "no_values", comparisons)
-    ratio = stats.geometric_ratio(side, base)
+    if not pair.within_run:
+        effect = stats.pooled_effect(side, base, *pair.known)
+        return _Found(effect, "runs", stats.is_mostly_assumed(effect))
+    means = [math.exp(stats.mean_log(side))], [math.exp(stats.mean_log(base))]
     if pair.apart:
-        return _make_verdict(pair, "apart", comparisons, ratio=ratio)
-    reason: Inconclusive = "too_few" if pair.within_run else "run_variation_unknown"
-    return _make_verdict(pair, reason, comparisons, ratio=ratio, needed=stats.repeats_to_reach_p(testable))
+        return _Found(stats.pooled_effect(*means), "apart", provisional=True)
+    if (effect_of_repeats := stats.welch_effect(side, base)) is not None:
+        return _Found(effect_of_repeats, "repeats", provisional=False)
+    errors = [error for error in pair.errors if error is not None]
+    if len(errors) < 2:  # too few blocks
+        return _Found(stats.pooled_effect(*means), "one_run", provisional=True)
+    log_ratio = stats.mean_log(side) - stats.mean_log(base)
+    return _Found(stats.difference_of(log_ratio, errors), "one_run", provisional=True)
 
 
-def _verdict_with_effect(pair: ComparedSides, effect: Effect, p: float, comparisons: int, noise: Noise) -> Verdict:
+def _p_value(pair: ComparedSides, effect: Effect) -> float:
+    """The p-value of a difference beyond the margin, before the correction for several comparisons."""
+    return min(1.0, pair.parts * effect.p_beyond_margin(pair.rooms[0 if effect.log_ratio > 0 else 1]))
+
+
+def _decide(pair: ComparedSides, found: _Found, p: float, comparisons: int) -> Verdict:
     """The verdict on two sides with an interval. `p`: corrected for the number of comparisons."""
-    side, base = _independent_values(pair)
-    variation = _known_variation(pair, noise)
-    low, high = effect.interval(pair.parts)
+    effect, factors = found.effect, (math.exp(pair.rooms[0]), math.exp(pair.rooms[1]))
+    exact_low, exact_high = effect.interval(pair.parts)
+    low, high = exact_low / factors[0], exact_high * factors[1]
     margin = math.log1p(MARGIN)
-    is_large, includes_one = abs(effect.log_ratio) > margin, low <= 1 <= high
-    numbers = {"ratio": effect.ratio, "low": low, "high": high, "p": p}
-    if p < ALPHA and not includes_one and is_large:
+    numbers: dict[str, Any] = {
+        "ratio": effect.ratio, "low": low, "high": high, "p": p, "basis": found.basis, "provisional": found.provisional,
+        "widened": None if factors == (1.0, 1.0) else factors,
+    }  # fmt: skip
+    includes_one, is_beyond = low <= 1 <= high, _is_beyond(low, high)
+    if is_beyond and p < ALPHA:
         return _make_verdict(pair, "faster" if effect.log_ratio > 0 else "slower", comparisons, **numbers)
-    if -margin < math.log(low) and math.log(high) < margin:
+    if _is_inside(low, high):
         return _make_verdict(pair, "same", comparisons, **numbers)
-    if variation is None:
-        variances, freedom = (stats.var_log(side), stats.var_log(base)), None
-    else:
-        variances, freedom = (effect.error**2 / (1 / len(side) + 1 / len(base)),) * 2, int(effect.freedom)
-    tests = comparisons * pair.parts
-    needed = stats.sample_size_to_settle(effect.log_ratio, variances, max(len(side), len(base)), tests, freedom)
-    for_same = None
-    if is_large and includes_one:  # there may be no difference at all
-        for_same = stats.sample_size_to_settle(0.0, variances, 1, tests, freedom)
-    reason: Inconclusive = "p_too_large"
-    if not is_large:
+    side, base = _independent_values(pair)
+    numbers |= _needed_values(pair, found, comparisons, includes_one=includes_one, sizes=(len(side), len(base)))
+    if found.basis != "repeats" and exact_low <= 1 <= exact_high:
+        return _make_verdict(pair, "no_difference", comparisons, **numbers)
+    reason: Inconclusive = "not_beyond"
+    if is_beyond:
+        reason = "corrected"
+    elif numbers["widened"] and (_is_beyond(exact_low, exact_high) or _is_inside(exact_low, exact_high)):
+        reason = "client"
+    elif abs(effect.log_ratio) <= margin:
         reason = "in_margin"
-    elif variation is None and stats.smallest_p(len(side), len(base)) * tests >= ALPHA:
-        reason = "too_few"
     elif includes_one:
         reason = "includes_one"
-    return _make_verdict(pair, reason, comparisons, **numbers, needed=needed, needed_for_same=for_same)
+    return _make_verdict(pair, reason, comparisons, **numbers)
+
+
+def _is_beyond(low: float, high: float) -> bool:
+    return low > 1 + MARGIN or high < 1 / (1 + MARGIN)
+
+
+def _is_inside(low: float, high: float) -> bool:
+    return low > 1 / (1 + MARGIN) and high < 1 + MARGIN
+
+
+def _needed_values(
+    pair: ComparedSides, found: _Found, comparisons: int, *, includes_one: bool, sizes: tuple[int, int]
+) -> dict[str, int | None]:
+    """How many values a side would decide a pair: show a difference of this size, and show that there is none."""
+    if found.basis in ("one_run", "apart"):
+        return {}  # the spread of repeats is not known
+    side, base = _independent_values(pair)
+    effect, freedom = found.effect, 0
+    variances = stats.var_log(side) if len(side) > 1 else 0.0, stats.var_log(base) if len(base) > 1 else 0.0
+    if found.basis == "runs":
+        variance = effect.error**2 / (1 / len(side) + 1 / len(base))
+        variances, freedom = (variance, variance), int(effect.freedom)
+    tests = comparisons * pair.parts
+    needed = stats.sample_size_to_settle(effect.log_ratio, variances, max(sizes), tests, freedom)
+    for_same = None
+    if includes_one and abs(effect.log_ratio) > math.log1p(MARGIN):  # there may be no difference at all
+        for_same = stats.sample_size_to_settle(0.0, variances, 1, tests, freedom)
+    return {"needed": needed, "needed_for_same": for_same}
 
 
 def _make_verdict(pair: ComparedSides, result: str, comparisons: int, **numbers: Any) -> Verdict:
     """Make a verdict. `result` is its word, or the reason why it is inconclusive."""
-    is_decided = result in ("faster", "slower", "same")
+    is_decided = result in ("faster", "slower", "same", "no_difference")
     side, base = _independent_values(pair)
     return Verdict(
         side=pair.side,

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from harness import units
 from harness.judge.checks import undecidable_checks
-from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import planned_comparisons
 from harness.prepare.experiment import Experiment
 from harness.report import words
@@ -29,7 +28,6 @@ from harness.scenario.plan import (
 )
 from harness.serve.lint import list_notes, pin_notes
 from harness.serve.location import engine_location
-from harness.summary import ALPHA
 from harness.units import count
 from harness.workload.traces import Replay, cached_replay
 
@@ -138,13 +136,8 @@ def _plan_notes(experiment: Experiment) -> Iterator[str]:
     scenario = experiment.scenario
     base = baseline_of(scenario)
     comparisons = planned_comparisons(scenario, (base.server, base.load))
-    needed = repeats_to_reach_p(comparisons)
-    if comparisons and (needed is None or scenario.repeats < needed):
-        yield (
-            f"with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
-            f"p < {ALPHA:g}: no verdict will be 'faster' or 'slower'. "
-            + ("Compare fewer rows." if needed is None else f"{needed} repeats are the least that can decide.")
-        )
+    if comparisons and scenario.repeats == 1:
+        yield "one repeat: every verdict is provisional; 3 repeats or more (--repeats) show how far repeats differ"
     for name, load in scenario.loads.items():
         if load.trace is not None:
             replay = cached_replay(experiment.folder / load.trace.file, load.trace)

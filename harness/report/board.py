@@ -21,7 +21,7 @@ from harness.comparison.compare import refuse_invalid
 from harness.errors import HarnessError, reason_of
 from harness.files import open_file, pretty_json, read_text, replace_file
 from harness.judge.noise_floors import RESERVED, folder_name, format_date, is_noise_run, noise_path
-from harness.judge.verdicts import is_paced, metric_values, number_fields, work_metric
+from harness.judge.verdicts import is_client_limited, is_paced, metric_values, number_fields, work_metric
 from harness.report import words
 from harness.report.html import page_template, read_asset
 from harness.report.markdown import escape, grid, render
@@ -256,7 +256,7 @@ def _make_entry(run: Run, summary: Summary, row: Row, metric: str) -> Entry:
         version=served.version if served else None,
         valid=valid,
         client_limited=row.client_limited,
-        ranked=valid and bool(values) and number_fields(metric)[0] not in row.client_limited,
+        ranked=valid and bool(values) and not is_client_limited(row, metric),
     )
 
 

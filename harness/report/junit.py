@@ -22,7 +22,7 @@ from harness.errors import HarnessError
 from harness.reasons import evidence, sentence, verdict_sentence
 from harness.report import history, sentences, words
 from harness.rundir.manifest import Run
-from harness.summary import CheckResult, Comparison, Difference, Summary
+from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
 NAME = "amd-llm-load"
 # Characters that XML 1.0 does not allow at all, not even escaped.
@@ -134,12 +134,19 @@ def _check_case(result: CheckResult) -> Case:
     return Case(group="checks", name=result.check, outcome=outcome, kind=kind, message=text, evidence=text)
 
 
+def _verdict_outcome(verdict: Verdict, *, within: bool) -> Outcome:
+    """Within a run a slower side is a result. Between runs it is a failure, unless only --provisional counts it."""
+    if verdict.word == "slower" and (within or verdict.fails == "with_provisional"):
+        return "passed" if within else "skipped"
+    return OUTCOMES.get(verdict.word, "passed")
+
+
 def _verdict_cases(comparison: Comparison, *, within: bool) -> list[Case]:
     return [
         Case(
             group="comparison",
             name=f"{verdict.side} against {verdict.baseline}: {METRIC_WORDS[verdict.metric]}",
-            outcome="passed" if within and verdict.word == "slower" else OUTCOMES.get(verdict.word, "passed"),
+            outcome=_verdict_outcome(verdict, within=within),
             kind=verdict.word,
             message=verdict_sentence(verdict),
             evidence=f"{verdict_sentence(verdict)}\n{sentences.method_sentence(comparison)}",

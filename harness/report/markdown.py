@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from harness.columns import METRIC_WORDS
-from harness.reasons import evidence, sentence
+from harness.reasons import evidence, sentence, verdict_word
 from harness.report import sentences, words
 from harness.report.table import schedule_table, table_columns, table_lines, time_table
 from harness.rundir.manifest import Run
@@ -116,7 +116,7 @@ def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
         "n/a" if verdict.ratio is None else f"{verdict.ratio:.3f}×",
         f"{verdict.low:.3f} to {verdict.high:.3f}" if known else "n/a",
         "n/a" if verdict.p is None else f"{verdict.p:.3f}",
-        verdict.word,
+        verdict_word(verdict),
     )
 
 

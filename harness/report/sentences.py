@@ -16,7 +16,15 @@ from harness.errors import HarnessError
 from harness.judge.checks import evaluate
 from harness.judge.comparable import engine_versions
 from harness.judge.verdicts import without_concurrency
-from harness.reasons import evidence, format_speedup, number_names, sentence, verdict_sentence
+from harness.reasons import (
+    describe_ratio,
+    evidence,
+    format_speedup,
+    number_names,
+    sentence,
+    verdict_sentence,
+    verdict_word,
+)
 from harness.report import words
 from harness.report.table import LIMITED
 from harness.rundir.manifest import Run
@@ -25,6 +33,7 @@ from harness.scenario.plan import load_of_part, mix_of
 from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict, because
 from harness.units import count
 
+_OPEN_WORDS = ("inconclusive", "no_difference")
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
 _BOUNDED = (*SLO_METRICS, "output_tok_s", "input_tok_s", "requests_per_s", "wall")
@@ -65,18 +74,19 @@ def comparison_answer(comparison: Comparison) -> str:
 
 def _comparison_answer(comparison: Comparison) -> str:
     verdicts = comparison.verdicts
-    slower = _largest_effect(verdicts, "slower")
-    number = sum(verdict.word == "slower" for verdict in verdicts)
+    largest = _largest_effect(verdicts)
     total = count(len(verdicts), "comparison")
-    if slower is not None:
-        which = "the largest: " if number > 1 else ""
-        return f"Regression: {number} of {total}, {which}{_describe_speed(slower, named=True)} than {slower.baseline}."
-    unknown = sum(verdict.word == "inconclusive" for verdict in verdicts)
-    if unknown:
-        return f"Inconclusive: {unknown} of {total} cannot be decided, and none is slower."
-    faster = _largest_effect(verdicts, "faster")
-    better = "" if faster is None else f" The largest gain: {_describe_speed(faster, named=True)}."
-    return f"No regression: none of {total} is slower.{better}"
+    shown = "" if largest is None else f"{largest.side} is {describe_ratio(largest)}. "
+    counts = Counter(verdict_word(verdict) for verdict in verdicts)
+    parts = ", ".join(f"{number} {word}" for word, number in counts.items())
+    failing = sum(verdict.fails == "yes" for verdict in verdicts)
+    slower = sum(verdict.word == "slower" for verdict in verdicts)
+    if slower:
+        head = "Regression" if failing else "Possible regression"
+        return f"{shown}{head}: {slower} of {total} slower{'' if failing else ', would fail with --provisional'}."
+    if counts["inconclusive"]:
+        return f"{shown}Inconclusive: {counts['inconclusive']} of {total} cannot be decided, and none is slower."
+    return f"{shown}No regression: {parts} of {total}."
 
 
 def _parse_or_none(text: str) -> Check | None:
@@ -211,33 +221,43 @@ def _speedup_answer(comparison: Comparison, rows: Sequence[Row]) -> str:
     several = len({verdict.side for verdict in verdicts}) > 1
     if best is not None:
         fastest = "the fastest: " if several else ""
-        slowest = "" if worst is None else f"; {short.get(worst.side, worst.side)} is {_describe_speed(worst)}"
-        return f"{short.get(best.side, best.side)} is {fastest}{_describe_speed(best)} than {against}{slowest}."
+        slowest = "" if worst is None else f"; {short.get(worst.side, worst.side)} is {describe_ratio(worst, against)}"
+        return f"{short.get(best.side, best.side)} is {fastest}{describe_ratio(best, against)}{slowest}."
     if worst is not None:
         nothing = f"Nothing is faster than {against}: " if several else ""
-        return f"{nothing}{short.get(worst.side, worst.side)} is {_describe_speed(worst)} than {against}."
-    undecided = [verdict for verdict in verdicts if verdict.word == "inconclusive"]
-    if undecided:
-        needed = [verdict.needed for verdict in undecided if verdict.needed is not None]
-        remedy = (
-            f" About {max(needed)} {undecided[0].unit} a side would decide." if len(needed) == len(undecided) else ""
-        )
+        return f"{nothing}{short.get(worst.side, worst.side)} is {describe_ratio(worst, against)}."
+    largest, still_open = _largest_effect(verdicts), [verdict for verdict in verdicts if verdict.word in _OPEN_WORDS]
+    if largest is not None and largest.word in _OPEN_WORDS:
+        name = short.get(largest.side, largest.side)
+        likewise = f"; so are {len(still_open)} of {count(len(verdicts), 'comparison')}" if len(still_open) > 1 else ""
+        shown = f"{name} is {describe_ratio(largest, against)}: {verdict_word(largest)}"
+        return f"{shown}{likewise}.{_remedy(still_open)}"
+    if undecided := [verdict for verdict in verdicts if verdict.ratio is None]:
         total = count(len(verdicts), "comparison")
-        return f"Inconclusive: {len(undecided)} of {total} with {against} cannot be decided.{remedy}"
+        return f"Inconclusive: {len(undecided)} of {total} with {against} have no ratio."
     same = ", ".join(dict.fromkeys(short.get(verdict.side, verdict.side) for verdict in verdicts))
     floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
     return f"No difference: {same} and {against} are equally fast within {floor}."
 
 
-def _largest_effect(verdicts: Sequence[Verdict], word: str) -> Verdict | None:
-    """The verdict with that word whose ratio is the farthest from 1."""
-    known = [verdict for verdict in verdicts if verdict.word == word and verdict.ratio is not None]
-    return max(known, key=lambda verdict: max(verdict.ratio or 0, 1 / (verdict.ratio or 1)), default=None)
+def _remedy(verdicts: Sequence[Verdict]) -> str:
+    """What would decide open verdicts of a run."""
+    if any(verdict.basis == "one_run" for verdict in verdicts):
+        return " Use --repeats 5."
+    needed = [verdict.needed for verdict in verdicts if verdict.needed is not None]
+    return f" About {max(needed)} {verdicts[0].unit} a side would decide." if len(needed) == len(verdicts) else ""
 
 
-def _describe_speed(verdict: Verdict, *, named: bool = False) -> str:
-    side = f"{verdict.side} is " if named else ""
-    return f"{side}{format_speedup(verdict.ratio or 0.0)} by {METRIC_WORDS[verdict.metric]}"
+def _largest_effect(verdicts: Sequence[Verdict], word: str | None = None) -> Verdict | None:
+    """The verdict, with that word, whose ratio is the farthest from 1; slower and faster ones first."""
+    known = [verdict for verdict in verdicts if word in (None, verdict.word) and verdict.ratio is not None]
+    order = ("same", "no_difference", "inconclusive", "faster", "slower")
+
+    def rank(verdict: Verdict) -> tuple[int, float]:
+        ratio = verdict.ratio or 1.0
+        return order.index(verdict.word), max(ratio, 1 / ratio)
+
+    return max(known, key=rank, default=None)
 
 
 def _short_row_names(rows: Sequence[Row]) -> dict[str, str]:
@@ -318,16 +338,18 @@ def validity_style(summary: Summary, run: Run) -> Literal["good", "unsure", "bad
 
 
 def client_limit_sentence(summary: Summary) -> str:
-    """Which numbers of which rows the load generator limited; empty where none are."""
+    """Which numbers of which rows the load generator limited, and by how much at most; empty where none are."""
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            rows[number_names(row.client_limited)].append(row.name)
+            error = max((max(error) for error in row.client_error.values()), default=None)
+            by = "" if error is None else f" (by {units.figures(100 * error, 2)}\u00a0% at most)"
+            rows[number_names(row.client_limited)].append(f"{row.name}{by}")
     if not rows:
         return ""
     parts = "; ".join(f"{numbers} of {', '.join(names)}" for numbers, names in rows.items())
-    rest = "all other numbers are valid" if summary.valid else "the run is not compared with other runs"
-    return f"the load generator ({LIMITED}), not the server, was the limit of {parts}; {rest}"
+    rest = "verdicts allow for it" if summary.valid else "the run is not compared with other runs"
+    return f"the load generator ({LIMITED}) was late, which affects {parts}; {rest}"
 
 
 def verdict_sentences(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
@@ -338,7 +360,7 @@ def verdict_sentences(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     sentences = []
     for (baseline, _), group in same_but_side.items():
         side = ", ".join(dict.fromkeys(verdict.side for verdict in group))
-        if baseline != verdicts[0].baseline and group[0].word == "inconclusive":  # others name it
+        if baseline != verdicts[0].baseline and group[0].ratio is None:  # others name it
             side += f" against {baseline}"
         sentences.append((group[0].word, verdict_sentence(group[0], side=side)))
     return sentences
@@ -348,7 +370,7 @@ def _sort_for_report(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Verdicts in their order; if a report cannot show all, slower and faster first, the largest effect first."""
     if len(verdicts) <= SHOWN:
         return list(verdicts)
-    order = ("slower", "faster", "inconclusive", "same")
+    order = ("slower", "faster", "inconclusive", "no_difference", "same")
     return sorted(verdicts, key=lambda v: (order.index(v.word), -abs(math.log(v.ratio)) if v.ratio else 0.0))
 
 
@@ -394,7 +416,7 @@ def method_sentence(comparison: Comparison) -> str:
     by = " or ".join(metrics or ["no metric"]) + (", as each line says" if len(metrics) > 1 else "")
     number = comparison.comparisons
     few = {0: "no comparison could be made", 1: "one comparison"}
-    correction = few.get(number, f"{number} comparisons, p-values corrected for that")
+    correction = few.get(number, f"{number} comparisons, corrected for their number (Holm)")
     floor = units.figures(100 * comparison.noise_floor)
     text = f"By {by}; {correction}. Differences under {floor}\u00a0% are treated as noise."
     source = evidence(comparison.noise_source)

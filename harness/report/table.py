@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from harness import units
 from harness.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
-from harness.reasons import LIMIT_WORDS, OTHERWISE
+from harness.reasons import LIMIT_WORDS, OTHERWISE, verdict_word
 from harness.report import words
 from harness.rundir.manifest import Run
 from harness.scenario.plan import baseline_of
@@ -35,14 +35,18 @@ class TableLine(Struct, frozen=True, kw_only=True):
     def word(self) -> str:
         """The word of its verdicts; of several words the most important one."""
         verdict_words = [verdict.word for verdict in self.verdicts]
-        return next((word for word in ("slower", "inconclusive", "faster", "same") if word in verdict_words), "")
+        order = ("slower", "inconclusive", "faster", "no_difference", "same")
+        return next((word for word in order if word in verdict_words), "")
 
     @property
     def words(self) -> str:
         """The words of all its verdicts: "TTFT p50 faster, E2E p50 same"; equal ones only once."""
-        if len({verdict.word for verdict in self.verdicts}) < 2:
-            return self.word
-        return ", ".join(f"{METRIC_WORDS[verdict.metric]} {verdict.word}" for verdict in self.verdicts)
+        shown = [verdict_word(verdict) for verdict in self.verdicts]
+        if len(set(shown)) < 2:
+            return shown[0] if shown else ""
+        return ", ".join(
+            f"{METRIC_WORDS[verdict.metric]} {word}" for verdict, word in zip(self.verdicts, shown, strict=True)
+        )
 
     @property
     def metric(self) -> str:
@@ -250,8 +254,8 @@ _VERDICT_COLUMNS = (
     ),
     TableColumn(
         "verdict", "Verdict",
-        "Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect exceeds 2 %; "
-        "“same” only when the interval is within ±2 %; else “inconclusive”.",
+        "Faster or slower: the interval is beyond ±2 %, also after the correction for several comparisons. Same: it is "
+        "within ±2 %. Else inconclusive, with what would settle it. Provisional: one run, not repeated.",
         "exact permutation test on the values of the repeats, corrected for the number of comparisons",
         _format_verdict, "verdict",
     ),

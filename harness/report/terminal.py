@@ -32,7 +32,14 @@ from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary
 from harness.units import NOTHING, count
 
-STYLES = {"faster": "green", "slower": "red", "same": "cyan", "inconclusive": "yellow", "baseline": "dim"}
+STYLES = {
+    "faster": "green",
+    "slower": "red",
+    "same": "cyan",
+    "no_difference": "cyan",
+    "inconclusive": "yellow",
+    "baseline": "dim",
+}
 MORE_LOG = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
 UNKNOWN_END = (
     "Ask how it ended: docker inspect -f '{{json .State}}' CONTAINER | harness explain -",
