@@ -195,24 +195,33 @@ def _check_value(
     limited: bool = False,
     against: Mapping[str, Any] | None = None,
     interval: Sequence[float | None] | None = None,
+    above: float | None = None,
+    requests: int = 0,
+    censored: int = 0,
+    unknown: int = 0,
     decision: Mapping[str, Any] | None = None,
     rows: int = 1,
     **_: Any,  # of older versions
 ) -> str:
     """The value of a row, with its 95 % interval, the baseline's value and what would decide."""
     parts = []
-    if value is not None:
-        text = _format_check_value(value, unit)
+    shown = above if value is None else value
+    if shown is not None:
+        text = ("above " if value is None else "") + _format_check_value(shown, unit)
         text += " (client-limited)" if limited else ""
         if against is not None:
             base = against["value"]
-            factor = f", {figures(value / base, 3)} times as much" if base else ""
+            factor = f", {figures(shown / base, 3)} times as much" if base and value is not None else ""
             text += f" against {_format_check_value(base, unit)} of {against['name']}{factor}"
         parts.append(text)
     if interval is not None:
         low, high = (None if bound is None else _format_check_value(bound, unit) for bound in interval)
         bounds = f"up to {high}" if low is None else f"from {low}" if high is None else f"{low} to {high}"
         parts.append(f"95 % interval {bounds}")
+    known = [f"{censored:,} cut before it ended"] if censored else []
+    known += [f"{unknown:,} unknown"] if unknown else []
+    if known:
+        parts.append(f"{' and '.join(known)} of {count(requests, 'request')}")
     decided = "" if decision is None else f"; {_nested_sentence(decision)}"
     return f"{row}: {', '.join(parts)}{decided}" + (f" (worst of {rows} rows)" if rows > 1 else "")
 

@@ -54,9 +54,21 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     p90: float | None = None
     p95: float | None = None
     p99: float | None = None
-    # The 95 % interval of each percentile, from order statistics. A bound is None if the sample is too small for it.
-    # Without an entry: chunk gaps, numbers that another tool computed, and files of older versions.
+    # The 95 % interval of each percentile: bounds below it fail, bounds above it pass. None: no bound on that side.
+    # Also that of the mean where requests are censored or unknown. Without an entry: chunk gaps, numbers that another
+    # tool computed, and files of older versions.
     intervals: dict[str, tuple[float | None, float | None]] = {}
+    censored: int = 0  # requests that were cut before this latency ended; percentiles count them (Kaplan-Meier)
+    unknown: int = 0  # other requests without it, such as the TTFT of an answer that was not streamed
+    above: float | None = None  # age of the oldest cut request, if no value is larger: the maximum, and percentiles
+    # that are None although the sample carries them, are above it
+    effect: float | None = None  # so many dependent requests count as one in the intervals (design effect)
+    blocks: int | None = None  # from which it was estimated; fewer than 8: an effect of 10 is assumed
+
+    @property
+    def known(self) -> int:
+        """Requests that a percentile is of."""
+        return self.n + self.censored
 
 
 NO_SAMPLE = Distribution(n=0)
@@ -65,14 +77,12 @@ NO_SAMPLE = Distribution(n=0)
 class SloAttainment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The number of sent requests that met every SLO of a set.
 
-    Failed and unfinished requests did not, nor did abandoned ones that had missed an SLO when the user left. Other
-    abandoned requests do not count.
+    Failed requests did not, nor did unfinished and abandoned ones whose age reached a bound.
     """
 
     met: int
-    left: int = 0  # abandoned before an SLO was missed
-    unknown: int = 0  # successful, but a latency that an SLO bounds is unknown; then the following are unknown, too
-    attainment: float | None = None  # met / (sent - left)
+    unknown: int = 0  # cut before an SLO was met or missed, or without a latency that an SLO bounds
+    attainment: float | None = None  # met / (sent - unknown)
     goodput_req_s: float | None = None  # requests that met every SLO and ended inside the window / window
 
 
@@ -378,6 +388,7 @@ class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             "too_close",  # inconclusive: the interval contains the bound
             "too_few_requests",  # inconclusive
             "provisional",  # inconclusive: a provisional verdict breaks it; failed with --provisional
+            "unknown_requests",  # inconclusive: the others decide, but so many requests were cut or lack the latency
             "no_value",  # inconclusive: the row has no such number
             "no_baseline",  # inconclusive: there is no baseline with such a number, or it is not comparable
         ]

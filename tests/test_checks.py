@@ -266,10 +266,13 @@ def test_speedup_is_that_of_the_comparison() -> None:
         assert outcome(f"speedup >= {bound}", *rows, against=comparison(one_run))[:2] == expected
 
 
-def row_meeting(met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200) -> Row:
-    share = met / sent if sent and not unknown else None
+def row_meeting(
+    met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200, effect: float | None = 1.0
+) -> Row:
+    share = met / (sent - unknown) if sent > unknown else None
     one_set = SloAttainment(met=met, unknown=unknown, attainment=share, goodput_req_s=goodput)
-    return row(sent=sent, succeeded=sent, slos={SLOS: one_set})
+    ttft, tpot = Distribution(n=sent, effect=effect), Distribution(n=sent, effect=effect and 1.0)
+    return row(sent=sent, succeeded=sent, slos={SLOS: one_set}, ttft_s=ttft, tpot_s=tpot)
 
 
 def test_attainment_and_goodput() -> None:
@@ -284,7 +287,17 @@ def test_attainment_and_goodput() -> None:
     assert (few.status, few.code, few.more_requests) == ("inconclusive", "too_few_requests", 1)
     assert evidence(few.evidence) == "a / x: needs 130 requests; 129 were sent, of which 129 met every SLO"
     assert outcome(check, row_meeting(10, sent=20)) == ("failed", "broken", "a / x: 95 % interval 27.2 % to 72.8 %")
-    assert outcome(check, row_meeting(150, unknown=2))[:2] == ("inconclusive", "no_value")
+    assert outcome(check, row_meeting(150, unknown=2))[:2] == ("failed", "broken")
+    assert outcome(check, row_meeting(199, unknown=1))[:2] == ("passed", "met")
+    assert outcome(check, row_meeting(150, unknown=50)) == (
+        "inconclusive", "unknown_requests",
+        "a / x: 100 %, 95 % interval 68.4 % to 100 %, 50 unknown of 200 requests; "
+        "it is unknown whether enough requests are within the bound",
+    )  # fmt: skip
+    assert outcome(check, row_meeting(198, effect=3.0))[:2] == ("inconclusive", "too_close")
+    assert outcome(check, row_meeting(182, effect=None))[:2] == ("inconclusive", "too_close"), "an effect of 10"
+    assert outcome(f"attainment({SLOS}) == 1", row_meeting(199, unknown=1))[:2] == ("inconclusive", "no_value")
+    assert outcome(f"attainment({SLOS}) >= 1", row_meeting(199, unknown=1))[:2] == ("inconclusive", "unknown_requests")
     assert evidence(result_of(check, row()).evidence).startswith(
         "a / x: its summary does not say how many requests met"
     )
@@ -374,6 +387,10 @@ def test_checks_that_the_planned_requests_cannot_decide() -> None:
     assert planned("ttft_p95 <= 1s", repeats=7) == []
     assert planned("a/y: ttft_p95 <= 1.1 * baseline", "a/y: gap_p99 < 1s") == [("a / y", 150, 662)]
     assert planned(f"goodput({SLOS}) >= 0.95", f"attainment({SLOS}) >= 1") == [("a / x", 100, 130)]
+    # With 25 in flight a block is 125 requests, so eight of them are 1,000: an assumed effect of 10 needs fewer.
+    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=700, in_flight=25) == [("a / y", 700, 720)]
+    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=720, in_flight=25) == []
+    assert planned("a/y: ttft_p95 <= 1s", repeats=1, requests=159, in_flight=4) == [("a / y", 159, 160)]
     assert planned("a/y: ttft_p95 <= 1s", duration_s=10.0) == []  # how many it sends is not known
 
 

@@ -90,7 +90,9 @@ def test_live_numbers_have_the_definitions_of_a_report(tmp_path: Path) -> None:
     slos = parse_check(f"attainment({text}) >= 0.5").slos
     kinds: list[ErrorKind | None] = [*[None] * 7, "http", "timeout", "unfinished"]
     changes: list[dict[str, Any]] = [{"error": kind} for kind in kinds]
-    changes += [{"error": "abandoned", "ended_s": 0.1}, {"error": "abandoned", "ended_s": 0.5}]  # in time, too late
+    # In time, too late; and one whose first token had come in time.
+    changes += [{"error": "abandoned", "chunks_s": [], "ended_s": ended_s} for ended_s in (0.1, 0.5)]
+    changes.append({"error": "abandoned", "chunks_s": [0.1]})
     changes[0] |= {"ttft": 0.2}
     records = [request(index=i, id=str(i), cell="r1-a-x", load="x", **change) for i, change in enumerate(changes)]
     records = [msgspec.structs.replace(record, message=None, sent_s=float(i)) for i, record in enumerate(records)]
@@ -104,7 +106,7 @@ def test_live_numbers_have_the_definitions_of_a_report(tmp_path: Path) -> None:
     assert numbers["req_s"] == pytest.approx(report.requests_per_s, rel=1e-3)
     assert report.requests_per_s * report.window_s == pytest.approx(7)
     assert numbers["attainment"] == pytest.approx(report.slos[text].attainment, rel=1e-3)
-    assert (live.met, live.left, live.failed, live.cut) == (6, 1, 2, 3)
+    assert (live.met, live.cut_met, live.cut_unknown, live.failed, live.cut) == (6, 1, 1, 2, 4)
     assert numbers["failed_s"] == pytest.approx(2 / report.window_s, rel=1e-3)
 
 

@@ -91,7 +91,7 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
     for place in (CellContext(Clock([]), duration_s=10.0, first_due_s=0.0), CellContext(Clock([]))):
         (found,) = count_cells(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         open_loop = place.first_due_s is not None
-        assert sorted(found.latencies["ttft_sched_s"]) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
+        assert sorted(found.sample("ttft_sched_s").value_s) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
         assert found.schedule.sent == 1
 
 

@@ -56,7 +56,7 @@ def test_what_was_compared_with_stays_with_the_run(tmp_path: Path) -> None:
 def test_a_summary_by_an_older_formula_has_no_ratio_of_what_it_changed(tmp_path: Path) -> None:
     for name in ("old", "new"):
         write_made_run(
-            tmp_path / name, made_of=scenario(checks=["tpot_p50 <= 2 * baseline", "ttft_p50 <= 2 * baseline"])
+            tmp_path / name, made_of=scenario(checks=["tpot_mean <= 2 * baseline", "ttft_mean <= 2 * baseline"])
         )
     write_summary(tmp_path / "old", summarize(tmp_path / "old"))
     (tmp_path / "old" / "requests.jsonl").unlink()

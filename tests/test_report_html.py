@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from harness.analysis.summarize import read_summary
 from harness.files import ROOT
+from harness.judge.slo_rule import observed
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
 from harness.report.html import LIBRARY, write_report
 from harness.rundir.manifest import read_run, write_run
@@ -127,9 +129,12 @@ def test_the_library_is_the_published_one_and_can_draw_all_charts(folder: Path) 
 
 
 def test_a_distribution_keeps_its_ends_and_every_point_of_a_small_sample() -> None:
-    assert distribution_points([3.0, 1.0, 2.0]) == ([1.0, 2.0, 3.0], [0.33333, 0.66667, 1.0])
+    assert distribution_points([observed(np.array([3.0, 1.0])), observed(np.array([2.0]))]) == (
+        [1.0, 2.0, 3.0],
+        [0.33333, 0.66667, 1.0],
+    )
     assert distribution_points([]) == ([], [])
-    values, shares = distribution_points(float(i) for i in range(1, 100_001))
+    values, shares = distribution_points([observed(np.arange(1.0, 100_001.0))])
     assert (len(values), values[0], shares[0], values[-1], shares[-1]) == (MAX_POINTS, 1.0, 1e-5, 100_000.0, 1.0)
     assert all(abs(share - value / 100_000) < 1e-5 for value, share in zip(values, shares, strict=True))
 

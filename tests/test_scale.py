@@ -15,7 +15,7 @@ from harness.analysis.gaps import percentile_of
 from harness.analysis.summarize import summarize, write_summary
 from harness.analysis.tally import CellCounts
 from harness.errors import HarnessError
-from harness.judge.stats import percentile
+from harness.judge.slo_rule import observed, percentiles
 from harness.report.html import write_report
 from harness.rundir import records as blocks
 from harness.rundir.records import Lines, damaged_in_file, read_block, split_blocks
@@ -87,7 +87,7 @@ GAPS = st.lists(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0, 2.0, -0.001, 1e-9, 3e
 @settings(max_examples=300, deadline=None)
 @given(st.lists(GAPS, min_size=1, max_size=6), st.sampled_from([1, 500, 900, 950, 990]))
 def test_a_percentile_of_several_blocks_is_exact(blocks_of_gaps: list[list[float]], permille: int) -> None:
-    exact = percentile(np.sort(sum(blocks_of_gaps, [])), permille)
+    exact = percentiles([observed(np.array(sum(blocks_of_gaps, [])))], [permille])[0].value_s
     assert percentile_of([np.sort(gaps) for gaps in blocks_of_gaps], permille) == exact
 
 

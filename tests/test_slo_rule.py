@@ -11,12 +11,7 @@ from scipy.special import ndtri
 
 from harness.judge.slo_rule import (
     ASSUMED_EFFECT,
-    AT_LEAST,
-    AT_MOST,
-    FAILED,
     MIN_BLOCKS,
-    OBSERVED,
-    UNKNOWN,
     Floats,
     KnownPercentile,
     LatencySample,
@@ -28,6 +23,7 @@ from harness.judge.slo_rule import (
     requests_to_decide,
     share_interval,
 )
+from harness.rundir.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 from harness.simulated.engine import EngineConfig
 from harness.summary import POWER
 from tests.nightly import NIGHTLY, draws, room, scatter

@@ -1,7 +1,6 @@
 """Summaries of run directories whose every record is chosen."""
 
 import statistics
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.analysis.gaps import PERMILLES
+from harness.analysis.latencies import distribution, distribution_of
 from harness.analysis.summarize import summarize, write_summary
-from harness.analysis.tally import distribution
 from harness.errors import HarnessError
 from harness.files import pretty_json
-from harness.judge.stats import percentile_interval
+from harness.judge.slo_rule import observed
 from harness.reasons import evidence, sentence, sentences, verdict_sentence
 from harness.rundir.manifest import write_run
 from harness.rundir.records import Request, read_requests
@@ -46,9 +44,13 @@ def one_cell(folder: Path, records: list[Request], load: Load | None = None, sam
 
 def sample_of(*values: float) -> Distribution:
     """A sample of one value a request, too small for any percentile."""
-    ordered = np.sort(np.asarray(values))
-    intervals = {name: percentile_interval(ordered, permille) for name, permille in PERMILLES.items()}
-    return msgspec.structs.replace(gaps(*values), intervals=intervals)
+    return msgspec.structs.replace(distribution_of(values), blocks=0)
+
+
+def with_cut(sample: Distribution, low_s: float, censored: int, unknown: int, above: float | None) -> Distribution:
+    """The same with cut and unknown requests; at least `low_s` is the mean."""
+    intervals = sample.intervals | {"mean": (low_s, None)}
+    return msgspec.structs.replace(sample, intervals=intervals, censored=censored, unknown=unknown, above=above)
 
 
 def gaps(*values: float) -> Distribution:
@@ -96,16 +98,20 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
     ]  # fmt: skip
     failed = [
         request(index=2, sent_s=1000.5, chunks_s=[9.0], output_tokens=None, error="stream_error", ended_s=9.5),
-        request(index=3, sent_s=1000.5, chunks_s=[], output_tokens=None, error="unfinished", ended_s=1.0),
-    ]
+        request(index=3, sent_s=1000.5, chunks_s=[], output_tokens=None, error="unfinished", ended_s=1.0,
+                first_visible_s=None),
+    ]  # fmt: skip
     summary = one_cell(tmp_path / "run", good + failed, max_error_rate=0.5)
     assert sentences(summary.reasons) == ["r1-a-x: 1 request of the planned work did not finish"]
     # The wall time is from 1000 until the failed one ended; TPOT is 0.5 / 2 and 1.75 / 4.
     assert summary.cells[0].numbers == Numbers(
         sent=4, succeeded=2, failed=1, unfinished=1, errors={"stream_error": 1, "unfinished": 1}, prompt_tokens=40,
         output_tokens=8, cached_tokens=16, wall_s=10.0, window="wall", window_s=10.0, output_tok_s=0.8, input_tok_s=4.0,
-        requests_per_s=0.2, ttft_s=sample_of(0.5, 0.25), ttfo_s=sample_of(0.5), tpot_s=sample_of(0.25, 0.4375),
-        e2e_s=sample_of(1.0, 2.0), chunk_gap_s=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
+        requests_per_s=0.2, ttft_s=with_cut(sample_of(0.5, 0.25), 1.75 / 3, 1, 0, 1.0),
+        ttfo_s=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0),
+        tpot_s=with_cut(sample_of(0.25, 0.4375), 0.6875 / 3, 0, 1, None),
+        e2e_s=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None),
+        chunk_gap_s=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
     )  # fmt: skip
     assert summary.cells[0].numbers.error_rate == 0.25
     assert summary.rows[0].pooled == summary.cells[0].numbers
@@ -171,12 +177,12 @@ def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their
 
 
 def test_percentiles_only_where_the_sample_carries_them() -> None:
-    assert distribution([]) == NO_SAMPLE
-    ten, eleven, many = (array("d", range(number)) for number in (10, 11, 1000))
+    assert distribution([]) == distribution_of([]) == NO_SAMPLE
+    ten, eleven = (observed(np.arange(number, dtype=np.float64)) for number in (10, 11))
     assert [distribution(parts).p50 for parts in ([ten], [eleven], [ten, eleven])] == [None, 5.0, 5.0]
-    sample = distribution([array("d", range(1, 131))])
+    sample = distribution_of(range(1, 131))
     assert (sample.p50, sample.p90, sample.p95, sample.p99) == (65.0, 117.0, 124.0, None)
-    assert distribution([array("d", range(1, 663))]).p99 == 656.0
+    assert distribution_of(range(1, 663)).p99 == 656.0
 
 
 def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ def shared(coalesced_late: int | None) -> list[Request]:
 
 
 CUT: dict[str, Any] = {"error": "unfinished", "chunks_s": [], "output_tokens": None}
+HUNG: dict[str, Any] = {"load": TIMED, "marks": both_marks("c", 7, 0.0, 100.0, sent=4)}
+SLOW = [request(index=i, chunks_s=[5 + 0.1 * number for number in range(11)], ended_s=6.0) for i in range(3)]
 FEW: dict[str, Any] = {"output_tokens": 9, "fixed_length": False}
 DIED = ran([because("server_died", how="restarted")])
 GATEWAY = ran(max_parallel=32, version="Lemonade 11.9.0", notes=[because("load_retried", server="Lemonade")])
@@ -210,12 +212,14 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
          [("process_unknown", {"process": 8, "requests": 1})], []),
         # A hang: the others had ended after 1.5 s.
         ({"records": four(**SILENT, ended_s=33.0), "marks": LONG, "max_error_rate": 1.0},
-         [("server_hung", {"second": 1.5, "seconds": 31.5, "requests": 1, "without_metrics": False, "state": {}})], []),
+         [("server_hung", {"second": 1.5, "seconds": 31.5, "requests": 1, "without_metrics": False, "state": {}}),
+          ("requests_silent", {"requests": 1, "longest_s": 33.0})], []),
         ({"records": four(**SILENT, ended_s=33.0), "marks": LONG, "max_error_rate": 1.0, "sample": SAMPLE},
          [("server_hung", {"second": 2.0, "seconds": 31.0, "without_metrics": True, "kv_usage": 0.5,
-                           "state": {"running": 3, "waiting": 0}})], []),
-        ({"records": four(**SILENT, ended_s=31.0), "marks": LONG, "max_error_rate": 1.0}, [], []),
-        ({"records": four(**SILENT, ended_s=31.0), "marks": LONG, "max_error_rate": 1.0, "sample": SAMPLE}, [],
+                           "state": {"running": 3, "waiting": 0}}), ("requests_silent", {})], []),
+        ({"records": four(**SILENT, ended_s=30.0), "marks": LONG, "max_error_rate": 1.0}, [], []),
+        ({"records": four(**SILENT, ended_s=31.0), "marks": LONG, "max_error_rate": 1.0, "sample": SAMPLE},
+         [("requests_silent", {})],
          [("server_hung", {"seconds": 29.0})]),
         # Connections.
         ({"records": four(connect_s=0.002)}, [], []),  # no more than are in flight at once
@@ -240,11 +244,22 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
          [("gpu_throttled", {"window_s": 1.5, "max_share": 0.05})], []),
         # Times may be as far apart as clocks are joined; without streaming there are no chunks.
         ({"records": four(chunks_s=[0.5, 0.4991, *(0.7 + 0.1 * i for i in range(9))], ended_s=1.4991)}, [], []),
-        ({"records": four(chunks_s=[])}, [], []),
+        ({"records": four(chunks_s=[])}, [], [("latency_unknown", {"what": "TTFT", "requests": 1, "of": 4})]),
         *(({"records": four(**changes)}, [("times_contradict", {"answers": 1})], []) for changes in (
             {"chunks_s": [0.5, 0.3, *(0.6 + 0.1 * i for i in range(9))]}, {"ended_s": 1.4},
-            {"chunks_s": [], "textless": 0},
         )),
+        ({"records": four(chunks_s=[], textless=0)}, [("times_contradict", {"answers": 1})],
+         [("latency_unknown", {"requests": 1, "of": 4})]),
+        # Without a token for over 30 s is too long where others wait 0.5 s, and 49 s is not where they wait 5 s.
+        (HUNG | {"records": four(**CUT, ended_s=31.0)},
+         [("requests_silent", {"requests": 1, "sent": 4, "longest_s": 31.0, "first_s": 30.0, "next_s": 30.0})],
+         [("unfinished", {})]),
+        (HUNG | {"records": four(**CUT, ended_s=30.0)}, [], [("unfinished", {})]),
+        (HUNG | {"records": [*SLOW, request(index=3, **CUT, ended_s=49.0)]}, [], [("unfinished", {})]),
+        (HUNG | {"records": four(chunks_s=[0.5, *(31.5 + i for i in range(10))], ended_s=41.5)},
+         [("requests_silent", {"requests": 1, "longest_s": 31.0})], []),
+        (HUNG | {"records": four(error="abandoned", chunks_s=[0.5], output_tokens=None, ended_s=40.0)},
+         [("server_hung", {}), ("requests_silent", {"requests": 1, "longest_s": 39.5})], [("abandoned", {})]),
     ],
 )  # fmt: skip
 def test_a_rule(given: dict[str, Any], reasons: Expected, notes: Expected) -> None:

@@ -3,6 +3,7 @@
 Times are in seconds. All times of a record except `sent_s` are relative to the moment of sending.
 """
 
+import math
 import operator
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -12,7 +13,17 @@ import msgspec
 from msgspec import Struct
 
 from harness.columns import LATENCIES
-from harness.rundir.records import SLACK_S, Request, find_impossible_counts
+from harness.rundir.records import (
+    AT_LEAST,
+    AT_MOST,
+    CUT,
+    FAILED,
+    OBSERVED,
+    SLACK_S,
+    UNKNOWN,
+    Request,
+    find_impossible_counts,
+)
 from harness.scenario.check_syntax import Slo
 
 SYN_TIMES_S = (1.0, 3.0, 7.0)  # after which Linux sends a SYN again: 1 s, then twice as long each time
@@ -133,6 +144,7 @@ def _from_schedule(latency_s: Callable[[Request], float | None]) -> Callable[[Re
     return lambda request: None if (value := latency_s(request)) is None else value + (send_lag_s(request) or 0.0)
 
 
+FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
 # The formulas of the latencies in harness.columns, as distributions use them.
 FORMULAS: dict[str, Callable[[Request], float | None]] = {
     "ttft_s": ttft_s,
@@ -145,36 +157,82 @@ FORMULAS: dict[str, Callable[[Request], float | None]] = {
     "connect_s": lambda request: request.connect_s,
 }
 
-# An SLO is about each request, so its TPOT includes requests whose chunks arrived in one read.
-_SLO_FORMULAS = {column.check: FORMULAS[column.field] for column in LATENCIES if column.slo} | {"tpot": tpot_s}
+_FIELDS = {column.check: column.field for column in LATENCIES if column.slo}
+_CENSORED = (*CUT, "timeout")  # their latencies are at least their age
+State = tuple[float, int]  # seconds, and a state of harness.rundir.records
+
+
+def latency_state(request: Request, field: str) -> State | None:
+    """What is known of a latency: seconds (infinite: none) and the state.
+
+    None: the request has no such latency, as an answer of one token has no TPOT. Each latency is censored by itself: a
+    request that did not end has a TTFT if its first token came.
+    """
+    if request.error is not None and request.error not in _CENSORED:
+        return math.inf, FAILED
+    if field == "tpot_s":
+        return _tpot_state(request)
+    if (value := FORMULAS[field](request)) is not None:
+        return value, OBSERVED
+    if request.error is None:
+        return math.inf, UNKNOWN
+    return request.ended_s + ((send_lag_s(request) or 0.0) if field in FROM_SCHEDULE else 0.0), AT_LEAST
+
+
+def _tpot_state(request: Request) -> State | None:
+    chunks = request.chunks_s
+    if request.error is not None:
+        if request.asked_tokens is not None and request.asked_tokens < 2:
+            return None
+        if not chunks or request.asked_tokens is None:
+            return math.inf, UNKNOWN
+        until_s = chunks[-1] if len(chunks) >= request.asked_tokens else request.ended_s
+        return (until_s - chunks[0]) / (request.asked_tokens - 1), AT_LEAST  # the answer has at most so many tokens
+    if (value := tpot_s(request)) is None:
+        has_none = request.output_tokens == 1 or len(chunks) == 1 or request.vectors is not None
+        return None if has_none else (math.inf, UNKNOWN)
+    if arrived_in_one_read(request):
+        return chunks[-1] / ((carried_tokens(request) or 2) - 1), AT_MOST
+    return value, OBSERVED
 
 
 def meets_slos(request: Request, slos: Sequence[Slo]) -> bool | None:
-    """Whether a successful request met every SLO. None: it missed no SLO, but one of the latencies is unknown.
+    """Whether a request met every SLO. None: it missed no SLO, but it is unknown whether it met one.
 
-    An answer of one token or one chunk has no TPOT and meets every bound on it.
+    A failed request meets none. A request that was cut has missed a bound that its age reached. An answer of one token
+    or one chunk has no TPOT and meets every bound on it.
     """
+    if request.error is not None and request.error not in CUT:
+        return False
     known = True
     for slo in slos:
-        value = _SLO_FORMULAS[slo.latency](request)
-        if value is None:
-            known = known and slo.latency == "tpot" and (request.output_tokens == 1 or len(request.chunks_s) == 1)
-        elif not (operator.le if slo.operator == "<=" else operator.lt)(value, slo.bound_s):
+        state = latency_state(request, _FIELDS[slo.latency])
+        met = True if state is None else _is_within(*state, slo)
+        if met is False:
             return False
+        known = known and met is True
     return True if known else None
 
 
-def missed_slo_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
-    """Whether an abandoned request had missed an SLO when the user left."""
-    for slo in slos:
-        if slo.latency == "tpot":
-            continue  # the number of tokens until then is unknown
-        value = _SLO_FORMULAS[slo.latency](request)
-        if value is None:  # longer than the user waited
-            value = request.ended_s + ((send_lag_s(request) or 0.0) if slo.latency.endswith("_sched") else 0.0)
-        if value > slo.bound_s:
-            return True
-    return False
+def _is_within(value_s: float, state: int, slo: Slo) -> bool | None:
+    """Whether a latency is within the bound of an SLO; None: unknown."""
+    if state == AT_LEAST:
+        return False if value_s >= slo.bound_s else None
+    if state == UNKNOWN:
+        return None
+    is_met = (operator.le if slo.operator == "<=" else operator.lt)(value_s, slo.bound_s)
+    return is_met or (None if state == AT_MOST else False)
+
+
+def silences_s(request: Request) -> tuple[float, float]:
+    """How long a request waited for its first token, and the longest wait for a further one (0: none)."""
+    chunks = request.chunks_s
+    if not chunks:
+        return request.ended_s, 0.0
+    waits = [after - before for before, after in pairwise(chunks)]
+    if request.error is not None:
+        waits.append(request.ended_s - chunks[-1])
+    return chunks[0], max(waits, default=0.0)
 
 
 def waited_in_listen_queue(request: Request) -> bool:

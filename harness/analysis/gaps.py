@@ -49,7 +49,7 @@ class Gaps(msgspec.Struct):
 
 
 def percentile_of(blocks: Sequence[Array], permille: int) -> float:
-    """The exact percentile of the values of all blocks together, as `stats.percentile` defines it.
+    """The exact percentile of the values of all blocks together, the smallest that so many per mille do not exceed.
 
     It halves the interval around the percentile until no other float is in it. Raises ValueError without a value.
     """

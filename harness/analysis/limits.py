@@ -173,8 +173,8 @@ def client_errors(
         errors |= _rate_errors(load, tally, numbers, marks)
     late = tally.read_clock > 0 and bool(found & {"read_clock", "cpu"})
     rooms_s = _first_chunk_rooms_s(tally, marks) if "shared_reads" in found else np.empty(0)
-    lags_s = np.sort(np.array(tally.latencies["send_lag_s"])) if "send_lag" in found else np.empty(0)
-    times_s = np.array(tally.latencies["ttft_s"])
+    lags_s = np.sort(tally.sample("send_lag_s").value_s) if "send_lag" in found else np.empty(0)
+    times_s = tally.latencies.of_successes("ttft_s")
     earlier_s = np.sort(times_s - rooms_s) if len(rooms_s) == len(times_s) else np.zeros(max(1, len(times_s)))
     times_s, rooms_s = np.sort(times_s), np.sort(rooms_s)
     steps = max(1.0, tally.chunked_tokens / max(1, numbers.succeeded) - 1)  # token intervals of an answer

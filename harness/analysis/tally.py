@@ -7,8 +7,7 @@ import math
 import statistics
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,25 +16,17 @@ from msgspec.structs import replace
 
 from harness.analysis import derive, gaps
 from harness.analysis.charted import ChartCounts
-from harness.analysis.derive import (
-    Latencies,
-    float_array,
-    max_known,
-    meets_slos,
-    merge_counts,
-    min_known,
-    missed_slo_before_leaving,
-)
+from harness.analysis.derive import float_array, max_known, meets_slos, merge_counts, min_known
 from harness.analysis.gaps import Gaps
 from harness.analysis.hang import Signs
+from harness.analysis.latencies import LatencyColumns, distribution, gap_distribution, pool_distributions
 from harness.analysis.schedule import ScheduleTally, pool_schedules
 from harness.failures.explain import ErrorMessages
-from harness.judge.stats import Array, percentile, percentile_interval
-from harness.rundir.records import CUT, KNOWN_FINISHES, ProcessMark, Request
+from harness.judge.slo_rule import LatencySample
+from harness.judge.stats import Array
+from harness.rundir.records import AT_LEAST, CUT, KNOWN_FINISHES, OBSERVED, ProcessMark, Request
 from harness.scenario.check_syntax import Slo
 from harness.summary import (
-    NEEDED,
-    NO_SAMPLE,
     Answers,
     BadFields,
     Distribution,
@@ -47,8 +38,6 @@ from harness.summary import (
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # errors after which the server generated nothing
 _MAX_NAMES = 10  # different finish reasons or models that are counted by name
-_FROM_SCHEDULE = ("ttft_sched_s", "e2e_sched_s")
-_OF_SUCCESSES = derive.FORMULAS.keys() - {"send_lag_s", *_FROM_SCHEDULE}
 _CONSTANT = ("clock", "window_s", "open_loop", "measured_start_s", "in_mix")  # fields of CellCounts set before counting
 _PER_REQUEST = (
     "latencies",
@@ -118,12 +107,12 @@ class SloTally(Struct, kw_only=True):
 
     sets: Mapping[str, tuple[Slo, ...]] = {}
     met: Counter[str] = field(default_factory=Counter)
-    met_ended: Counter[str] = field(default_factory=Counter)  # and ended inside the window
+    met_ended: Counter[str] = field(default_factory=Counter)  # successful, and ended inside the window
     unknown: Counter[str] = field(default_factory=Counter)
-    left: Counter[str] = field(default_factory=Counter)  # abandoned before an SLO was missed
+    unknown_ended: Counter[str] = field(default_factory=Counter)  # likewise
 
     def add(self, request: Request) -> None:
-        """Count a successful measured request."""
+        """Count a measured request."""
         for name, slos in self.sets.items():
             met = meets_slos(request, slos)
             self.met[name] += met is True
@@ -132,11 +121,9 @@ class SloTally(Struct, kw_only=True):
     def add_ended(self, request: Request) -> None:
         """Count a successful request that ended inside the window, warm-up included."""
         for name, slos in self.sets.items():
-            self.met_ended[name] += meets_slos(request, slos) is True
-
-    def add_abandoned(self, request: Request) -> None:
-        for name, slos in self.sets.items():
-            self.left[name] += not missed_slo_before_leaving(request, slos)
+            met = meets_slos(request, slos)
+            self.met_ended[name] += met is True
+            self.unknown_ended[name] += met is None
 
     def merge(self, other: "SloTally") -> None:
         merge_counts(self, other, skipped=("sets",))
@@ -254,7 +241,7 @@ class CellCounts(Struct, kw_only=True):
     coalesced_late: int = 0  # and those of them whose read was late
     first_shared: int = 0  # streams whose first chunk shared a read with the second,
     first_shared_late: int = 0  # and those of them with a late read
-    latencies: Latencies = field(default_factory=Latencies)
+    latencies: LatencyColumns = field(default_factory=LatencyColumns)
     # Of each stream, how long the read before its first chunk was before it, if the chunk shared its read with the
     # second one; negative where that read was not late; else 0.
     first_room_s: "array[float]" = field(default_factory=float_array)
@@ -305,25 +292,21 @@ class CellCounts(Struct, kw_only=True):
         self.last_ended_s = max_known(self.last_ended_s, ended_s)
         self.resent += request.resent
         self.connect_retried += bool(request.connect_retries)
-        self.latencies.add(request, ["send_lag_s"])
+        self.latencies.add(request, sent_s)
+        self.slos.add(request)
         if not self.open_loop:
             self.spans.add(request, sent_s)
         if self.open_loop or request.scheduled_s is not None:  # requests of a trace also have scheduled times
             self.schedule.add(request, sent_s)
-            if request.error is None:
-                self.latencies.add(request, _FROM_SCHEDULE)
         if request.error is not None:
             self.errors[request.error] += 1
             if request.retry_after_s is not None:
                 self.retry_after += 1
                 self.retry_after_s += request.retry_after_s
-            if request.error == "abandoned":
-                self.slos.add_abandoned(request)
-            elif request.error != "unfinished":
+            if request.error not in CUT:
                 self.error_messages.add(request.error, request.message)
             return
         self.succeeded += 1
-        self.slos.add(request)
         self.answers.add(request)
         self._add_success(request)
 
@@ -358,10 +341,23 @@ class CellCounts(Struct, kw_only=True):
 
     def median_send_lag_s(self) -> float | None:
         """The median of all measured requests, however few: it is about the load generator, not the server."""
-        return statistics.median(lags) if (lags := self.latencies["send_lag_s"]) else None
+        lags = [lag_s for lag_s in self.latencies.lag_s if math.isfinite(lag_s)]
+        return statistics.median(lags) if lags else None
+
+    def median_waits_s(self) -> tuple[float | None, float | None]:
+        """The median wait for the first token (without streaming: for the answer), and for a further one."""
+        times = self.sample("ttft_s").of_state(OBSERVED)
+        if not len(times):
+            times = self.sample("e2e_s").of_state(OBSERVED)
+        self.chunk_gap_s.flush()
+        blocks = self.chunk_gap_s.blocks
+        return float(np.median(times)) if len(times) else None, gaps.percentile_of(blocks, 500) if blocks else None
+
+    def sample(self, name: str) -> LatencySample:
+        """The latency of the measured requests; see harness.columns for the names."""
+        return self.latencies.sample(name, open_loop=self.open_loop)
 
     def _add_success(self, request: Request) -> None:
-        self.latencies.add(request, _OF_SUCCESSES)
         self.chunk_gap_s.add([] if derive.arrived_in_one_read(request) else request.chunks_s)
         if request.finish not in KNOWN_FINISHES:
             _count_name(self.unknown_finishes, request.finish)
@@ -441,67 +437,6 @@ def _count_name(counts: Counter[str], name: str | None) -> None:
         counts[name if name in counts or len(counts) < _MAX_NAMES else "others"] += 1
 
 
-def distribution(parts: Sequence["array[float]"]) -> Distribution:
-    """Statistics of a sample of one value a request, given in parts."""
-    values: Array = np.sort(
-        np.concatenate([np.frombuffer(part, dtype=np.float64) for part in parts if len(part)] or [np.empty(0)])
-    )
-    n = len(values)
-    if n == 0:
-        return NO_SAMPLE
-    return Distribution(
-        n=n,
-        mean=float(values.mean()),
-        min=float(values[0]),
-        max=float(values[-1]),
-        **_known_percentiles(n, partial(percentile, values)),
-        intervals={name: percentile_interval(values, permille) for name, permille in gaps.PERMILLES.items()},
-    )
-
-
-def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
-    """Statistics of the chunk gaps of several cells together.
-
-    The gaps of a request are not independent: their percentiles need a number of requests and have no intervals.
-    """
-    for part in parts:
-        part.flush()
-    blocks = [block for part in parts for block in part.blocks]
-    if not blocks:
-        return NO_SAMPLE
-    n = sum(map(len, blocks))
-    return Distribution(
-        n=n,
-        mean=math.fsum(float(block.sum()) for block in blocks) / n,
-        min=min(float(block[0]) for block in blocks),
-        max=max(float(block[-1]) for block in blocks),
-        **_known_percentiles(sum(part.requests for part in parts), partial(gaps.percentile_of, blocks)),
-    )
-
-
-def _known_percentiles(requests: int, percentile_at: Callable[[int], float]) -> dict[str, Any]:
-    """Each percentile for which there are enough requests; None for the others."""
-    return {
-        name: percentile_at(permille) if requests >= NEEDED[name] else None for name, permille in gaps.PERMILLES.items()
-    }
-
-
-def pool_distributions(samples: Sequence[Distribution]) -> Distribution:
-    """Pool statistics without their values. A percentile is the median of those of the samples."""
-    known = [sample for sample in samples if sample.n]
-    if len(known) < 2:
-        return known[0] if known else NO_SAMPLE
-    n = sum(sample.n for sample in known)
-    percentiles: dict[str, Any] = {name: median_of_known(getattr(sample, name) for sample in known) for name in NEEDED}
-    return Distribution(
-        n=n,
-        mean=None if any(s.mean is None for s in known) else sum(s.n * (s.mean or 0.0) for s in known) / n,
-        min=min((s.min for s in known if s.min is not None), default=None),
-        max=max((s.max for s in known if s.max is not None), default=None),
-        **percentiles,
-    )
-
-
 def pool_numbers(cells: Sequence[Numbers]) -> Numbers:
     """The numbers of a row of an import, whose cells may have no records: sums, and medians of times and rates."""
     if len(cells) == 1:
@@ -542,7 +477,10 @@ def compute_numbers(tallies: Sequence[CellCounts], cells: Sequence[Numbers] = ()
         names = ("wall_s", "window_s", "output_tok_s", "input_tok_s", "requests_per_s")
         rates = {name: median_of_known(getattr(cell, name) for cell in cells) for name in names}
         rates["window"] = next((cell.window for cell in cells if cell.window is not None), None)
-    samples: dict[str, Any] = {name: distribution([t.latencies[name] for t in tallies]) for name in derive.FORMULAS}
+    answer_s = mean_answer_s(tallies)
+    samples: dict[str, Any] = {
+        name: distribution([one.sample(name) for one in tallies], answer_s) for name in derive.FORMULAS
+    }
     return Numbers(
         sent=total.sent,
         succeeded=total.succeeded,
@@ -571,6 +509,12 @@ def compute_numbers(tallies: Sequence[CellCounts], cells: Sequence[Numbers] = ()
         prompts=prompt_lengths(total.answers),
         slos=slo_attainment(total.slos, total.sent, rates.get("window_s"), cells),
     )
+
+
+def mean_answer_s(tallies: Sequence[CellCounts]) -> float | None:
+    """The mean time of an answer, of requests that did not end their age; None without any."""
+    times = np.concatenate([one.sample("e2e_s").of_state(OBSERVED, AT_LEAST) for one in tallies] or [np.empty(0)])
+    return float(times.mean()) if len(times) else None
 
 
 def _sum_counts(tallies: Sequence[CellCounts]) -> CellCounts:
@@ -614,17 +558,16 @@ def slo_attainment(
     """Attainment and goodput by set of SLOs, of one cell or several pooled: then goodput is the median over `cells`."""
     attained: dict[str, SloAttainment] = {}
     for name in counts.sets:
-        met, left, unknown = counts.met[name], counts.left[name], counts.unknown[name]
+        met, unknown = counts.met[name], counts.unknown[name]
         if cells:
             goodput = median_of_known(cell.slos[name].goodput_req_s for cell in cells if name in cell.slos)
         else:
             goodput = counts.met_ended[name] / window_s if window_s else None
         attained[name] = SloAttainment(
             met=met,
-            left=left,
             unknown=unknown,
-            attainment=met / (sent - left) if sent > left and not unknown else None,
-            goodput_req_s=None if unknown else goodput,
+            attainment=met / (sent - unknown) if sent > unknown else None,
+            goodput_req_s=None if counts.unknown_ended[name] else goodput,
         )
     return attained
 

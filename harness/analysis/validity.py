@@ -43,6 +43,9 @@ MAX_FOREIGN_MEMORY = 0.25  # of a GPU's memory; a desktop on an APU needs some
 MAX_COALESCED = 0.01
 MAX_OPENED = 0.10  # of the requests
 MAX_RESENT = 0.01  # of the requests
+MAX_SILENT = 0.01  # of the requests, each silent for longer than ...
+SILENT_S = 30.0  # ... this, and ...
+SILENT_TIMES = 10.0  # ... so many times the median wait for the first token, or for the next one
 MAX_HEAT = 0.05  # of the measured time, throttled by heat
 MAX_ENERGY_DIFFERENCE = 0.10  # between power readings and the GPU's energy counter
 MIN_HANG_S = 30.0  # a shorter silence is no hang, ...
@@ -261,8 +264,7 @@ def _hang_reasons(evidence: Evidence, *, invalid: bool) -> Iterator[Reason]:
     hang = find_hang(tally.signs, last_sample_s, NOTED_HANG_S)
     if hang is None or evidence.imported:
         return
-    ttfts = tally.latencies["ttft_s"]
-    is_long = hang.seconds >= max(MIN_HANG_S, HANG_TIMES * (statistics.median(ttfts) if ttfts else 0.0))
+    is_long = hang.seconds >= max(MIN_HANG_S, HANG_TIMES * (tally.median_waits_s()[0] or 0.0))
     if is_long == invalid and (invalid or hang.without_metrics):
         yield _hang_reason(hang, tally.clock.start_s, sample)
 
@@ -309,6 +311,8 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
         yield because("never_sent", **counts, remedy=users_remedy(load, evidence.marks))
     if load.requests is not None and numbers.unfinished:
         yield because("work_unfinished", requests=numbers.unfinished)
+    if evidence.stopped_after_s is None:
+        yield from _silent_reasons(evidence)
     rate, allowed = numbers.error_rate, evidence.max_error_rate
     if rate is not None and rate > allowed:
         kinds = {kind: n for kind, n in numbers.errors.items() if kind not in ("unfinished", "abandoned")}
@@ -323,6 +327,18 @@ def _work_reasons(evidence: Evidence) -> Iterator[Reason]:
     if wrong := evidence.tally.wrong_length:
         trace, tokens = load.trace is not None, load.output_tokens if isinstance(load.output_tokens, int) else None
         yield because("wrong_length", wrong=wrong, answers=numbers.succeeded, tokens=tokens, trace=trace)
+
+
+def _silent_reasons(evidence: Evidence) -> Iterator[Reason]:
+    """Requests that the server left without a token for much longer than others."""
+    tally, sent = evidence.tally, evidence.numbers.sent
+    if len(tally.latencies.waits_s) <= MAX_SILENT * sent:
+        return
+    first_s, next_s = (max(SILENT_S, SILENT_TIMES * (median_s or 0.0)) for median_s in tally.median_waits_s())
+    silent = [max(waits) for waits in tally.latencies.waits_s if waits[0] > first_s or waits[1] > next_s]
+    if len(silent) > MAX_SILENT * sent:
+        limits = {"first_s": first_s, "next_s": next_s, "max_share": MAX_SILENT}
+        yield because("requests_silent", requests=len(silent), sent=sent, longest_s=max(silent), **limits)
 
 
 def _resent_reason(numbers: Numbers, **values: float) -> Reason:
@@ -439,6 +455,9 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> Iterator[Reason
         yield because("reasoning_share", share=share, tokens=numbers.output_tokens)
     if numbers.tool_calls is not None:
         yield because("tool_calls", answers=succeeded, calls=numbers.tool_calls, valid=numbers.tool_calls_valid)
+    for sample, what in ((numbers.ttft_s, "TTFT"), (numbers.ttfo_s, "TTFO")):
+        if sample.unknown:
+            yield because("latency_unknown", what=what, requests=sample.unknown, of=sample.known + sample.unknown)
     if numbers.abandoned:
         yield because("abandoned", requests=numbers.abandoned)
     if load.requests is None and numbers.unfinished:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.analysis import derive
-from harness.analysis.derive import meets_slos, min_known, missed_slo_before_leaving
+from harness.analysis.derive import meets_slos, min_known
 from harness.capacity.evidence import BLOCK_ANSWERS
 from harness.errors import HarnessError
 from harness.rundir.records import Request
@@ -249,14 +249,6 @@ def _mean(values: Collection[float]) -> float | None:
 
 
 def _count_met(slo: CapacitySlo, requests: Sequence[Request]) -> tuple[int, int]:
-    """The numbers of requests that met the SLO, and that count."""
-    met = total = 0
-    for request in requests:
-        if request.error is None:
-            meets = meets_slos(request, slo.bounds)
-            met, total = met + (meets is True), total + (meets is not None)
-        elif request.error == "abandoned":
-            total += missed_slo_before_leaving(request, slo.bounds)
-        elif request.error != "unfinished":
-            total += 1
-    return met, total
+    """The numbers of requests that met the SLO, and of which it is known whether they did."""
+    known = [meets for request in requests if (meets := meets_slos(request, slo.bounds)) is not None]
+    return sum(known), len(known)

@@ -3,13 +3,12 @@
 It has latencies of every request but no times of day, so a run of it has numbers and no records.
 """
 
-from array import array
 from collections import Counter
 from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from harness.analysis.tally import distribution
+from harness.analysis.latencies import distribution_of
 from harness.imports import Count, Duration, Format, Imported, ImportedPart, Source
 from harness.summary import Distribution, Numbers, because
 
@@ -141,7 +140,7 @@ def _sum_or_none(requests: list[GenaiRequest], name: str) -> int | None:
 
 def _distribution(requests: list[GenaiRequest], name: str, scale: float) -> Distribution:
     values = [value * scale for request in requests if (value := getattr(request, name)) is not None]
-    return distribution([array("d", values)])
+    return distribution_of(values)
 
 
 FORMAT = Format(

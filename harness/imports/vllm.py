@@ -12,7 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.analysis.tally import distribution
+from harness.analysis.latencies import distribution_of
 from harness.errors import HarnessError
 from harness.imports import (
     Count,
@@ -272,7 +272,7 @@ def _listed_distributions(detail: VllmDetail, completed: int, missing: dict[str,
         why = f"{without} successful requests have a TTFT of 0: they got no token"
         missing |= dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), why)
         return {}
-    return {"ttft_s": distribution([ttft]), "tpot_s": distribution([tpot]), "e2e_s": distribution([e2e])}
+    return {"ttft_s": distribution_of(ttft), "tpot_s": distribution_of(tpot), "e2e_s": distribution_of(e2e)}
 
 
 def _distribution(

@@ -1,11 +1,12 @@
 """Evaluates checks against the rows of a summary. Their grammar: `harness.scenario.check_syntax`.
 
-A percentile and a share of requests that met SLOs (attainment) have a 95 % interval. Such a check passes when the
-whole interval meets the bound, fails when the whole interval breaks it, and is inconclusive otherwise. All other values
-are compared as they are; docs/method.md says which and why.
+A percentile and a share of requests that met SLOs (attainment) have a 95 % interval by `harness.judge.slo_rule`. Such a
+check passes when the whole interval meets the bound, fails when the whole interval breaks it, and is inconclusive
+otherwise. All other values are compared as they are; docs/method.md says which and why.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ from msgspec.structs import replace
 
 from harness.columns import VALUES, WORK
 from harness.errors import HarnessError
-from harness.judge import stats
+from harness.judge import slo_rule, stats
 from harness.judge.stats import Estimate
 from harness.judge.verdicts import invalid_row_reason, is_paced, work_metric
 from harness.rundir.manifest import definition_conflict
-from harness.scenario import Load, Scenario, is_open_loop
+from harness.scenario import Load, Scenario, is_open_loop, max_concurrency
 from harness.scenario.check_syntax import (
     ANSWER_SHARES,
     LATENCIES,
@@ -46,6 +47,7 @@ from harness.summary import (
 )
 
 _VALUES = {column.check: column for column in VALUES}
+_SHOWN_EFFECT = 1.5  # smaller design effects are not shown
 _MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
 
 
@@ -54,15 +56,23 @@ class _Value(Struct, frozen=True, kw_only=True):
 
     value: float | None = None
     missing: Reason | None = None
+    above: float | None = None  # the value is not known, but larger than this
     interval: tuple[float | None, float | None] | None = None  # None: the value is compared as it is
     n: int = 0  # requests that the value comes from
     needed: int = 0  # requests that the value needs
     provisional: bool = False  # of a verdict that is provisional
+    censored: int = 0  # requests that were cut before the latency ended
+    unknown: int = 0  # requests of which it is not known whether they meet the bound
+    effect: float = 1.0  # so many dependent requests count as one
+
+    @property
+    def known(self) -> float | None:
+        return self.above if self.value is None else self.value
 
     def estimate(self) -> Estimate:
         """A value without an interval counts as exact."""
-        assert self.value is not None
-        return Estimate(self.value, *(self.interval or (self.value, self.value)))
+        assert self.known is not None
+        return Estimate(self.known, *(self.interval or (self.known, self.known)))
 
 
 class Undecidable(NamedTuple):
@@ -135,17 +145,30 @@ def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
     """
     for text in scenario.checks:
         check = parse_check(text)
-        statistic = check.metric.rpartition("_")[2]
-        needed = requests_needed(check) if check.metric == "attainment" else NEEDED.get(statistic, 1)
         planned = [
-            (load.requests * scenario.repeats, f"{server} / {name}")
+            Undecidable(check.text, f"{server} / {name}", load.requests * scenario.repeats, needed)
             for server in scenario.servers
             for name, load in scenario.loads.items()
             if load.requests is not None and (check.server is None or (server, name) == (check.server, check.load))
+            for needed in [_planned_requests_needed(check, load, scenario.repeats)]
+            if load.requests * scenario.repeats < needed
         ]
-        fewest, row = min(planned, default=(needed, ""))
-        if fewest < needed:
-            yield Undecidable(check.text, row, fewest, needed)
+        if planned:
+            yield min(planned, key=lambda found: (found.planned, found.row))
+
+
+def _planned_requests_needed(check: Check, load: Load, repeats: int) -> int:
+    """How many requests of all repeats a check needs at least. Too few blocks have an assumed design effect."""
+    statistic = check.metric.rpartition("_")[2]
+    needed = requests_needed(check) if check.metric == "attainment" else NEEDED.get(statistic, 1)
+    share = check.bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
+    if check.relative or not 0 < share < 1 or needed == 1 or check.metric.startswith("gap_"):
+        return needed
+    block = math.ceil(slo_rule.BLOCK_ANSWER_TIMES) * max_concurrency(load)
+    sizes = range(1, slo_rule.MAX_REQUESTS)
+    passing = bisect_left(sizes, True, key=lambda n: slo_rule.interval_counts(n, share, 1.0)[1] <= n) + 1
+    in_blocks = -(-slo_rule.MIN_BLOCKS // repeats) * block * repeats
+    return max(needed, min(math.ceil(passing * slo_rule.ASSUMED_EFFECT), in_blocks))
 
 
 def _evaluate_check(
@@ -164,7 +187,7 @@ def _evaluate_check(
         # Rows without streamed answers, for example, have no TTFT.
         column = LATENCIES.get(check.metric.rpartition("_")[0])
         if column is not None:
-            has_latency = [row for row in chosen if not row.pooled.succeeded or getattr(row.pooled, column.field).n > 0]
+            has_latency = [row for row in chosen if not row.pooled.succeeded or getattr(row.pooled, column.field).known]
             chosen = has_latency or chosen
     if not chosen:
         return CheckResult(check=check.text, status="failed", code="no_row", evidence=[because("check_no_row")])
@@ -194,20 +217,20 @@ def _evaluate_row(
 ) -> CheckResult:
     value, bound, baseline = _row_value(check, row, comparison), check.bound, None
     result = CheckResult(check=check.text, row=row.name)
-    if check.relative and value.value is not None:
+    if check.relative and value.known is not None:
         base, name = _baseline_value(check, row, rows, comparison, reference)
         if base.value is None:
             return replace(result, code="no_baseline", evidence=_missing_evidence(row, base))
         bound, baseline = check.bound * base.value, {"value": base.value, "name": name}
         value = replace(value, interval=_relative_interval(value, base))
-    if check.operator == "==" or (check.relative and value.value is None):
+    if check.operator == "==" or (check.relative and value.known is None):
         value = replace(value, interval=None)
     if value.value is None and value.interval is None:
         return _without_value(result, row, value)
     low, high = value.interval or (value.value, value.value)
     holds = OPERATORS[check.operator]
     met = holds(-math.inf if low is None else low, bound), holds(math.inf if high is None else high, bound)
-    if value.value is None and any(met):
+    if value.known is None and any(met):
         return _without_value(result, row, value)
     units = UNITS[check.metric]
     unit = "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
@@ -215,6 +238,10 @@ def _evaluate_row(
     if value.value is not None:
         limited = bool(set(_number_fields(check)) & set(row.client_limited)) or None
         shown |= {"value": value.value, "against": baseline, "limited": limited}
+    elif value.above is not None:
+        shown |= {"above": value.above, "against": baseline}
+    if value.censored or value.unknown:
+        shown |= {"requests": value.n + value.unknown, "censored": value.censored, "unknown": value.unknown}
     result = replace(result, value=value.value, bound=bound)
     if value.interval is not None:
         shown["interval"] = [low, high]
@@ -229,7 +256,8 @@ def _evaluate_row(
             result = replace(result, status="failed", code="broken")
     else:
         more, shown["decision"] = _requests_to_decide(check, value, bound)
-        result = replace(result, code="too_close", more_requests=more)
+        is_unknown = shown["decision"].code == "requests_unknown"
+        result = replace(result, code="unknown_requests" if is_unknown else "too_close", more_requests=more)
     evidence = because("check_value", **{key: value for key, value in shown.items() if value is not None})
     return replace(result, evidence=[evidence])
 
@@ -256,7 +284,7 @@ def _without_value(result: CheckResult, row: Row, value: _Value) -> CheckResult:
 
 def _relative_interval(value: _Value, base: _Value) -> tuple[float | None, float | None] | None:
     """The interval of the ratio of two values, times the baseline's value. None: both are compared as they are."""
-    if (value.interval is None and base.interval is None) or not value.value or not base.value:
+    if (value.interval is None and base.interval is None) or not value.known or not base.value:
         return None
     ratio = stats.estimate_ratio(value.estimate(), base.estimate())
     return (
@@ -267,25 +295,44 @@ def _relative_interval(value: _Value, base: _Value) -> tuple[float | None, float
 
 def _requests_to_decide(check: Check, value: _Value, bound: float) -> tuple[int | None, Reason]:
     """How many more requests decide a check whose interval contains the bound, if value and spread stay the same."""
-    assert value.value is not None and value.interval is not None
+    assert value.interval is not None
     if check.metric == "speedup":
         return None, because("more_repeats")
+    statistic = check.metric.rpartition("_")[2]
+    share = bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else None
+    requests = value.n + value.unknown
+    if share is None or value.value is None or _is_open_by_unknown(check, value, share):
+        return None, because("requests_unknown")
+    effect = {} if value.effect < _SHOWN_EFFECT else {"effect": value.effect}
     if check.relative:
         times = stats.growth_to_decide(value.estimate(), bound)
-        more = None if times is None or times * value.n > stats.MAX_REQUESTS else math.ceil((times - 1) * value.n)
+        more = None if times is None or times * requests > slo_rule.MAX_REQUESTS else math.ceil((times - 1) * requests)
     else:
-        share, seen = check.bound, value.value
+        seen = value.value
         if check.metric != "attainment":  # the question is then the share of requests that meet the bound
-            share = float(check.metric.rpartition("_")[2].removeprefix("p")) / 100
-            ranks = stats.interval_ranks(value.n, share)
+            fails, passes = slo_rule.interval_counts(requests, share, value.effect)
             low, high = (value.value if end is None else end for end in value.interval)
-            seen = float(np.interp(bound, (low, value.value, high), (ranks[0] / value.n, share, ranks[1] / value.n)))
-        needed = stats.requests_to_decide(share, seen)
-        more = None if needed is None else max(1, needed - value.n)
+            shares = max(fails, 0) / requests, share, min(passes, requests) / requests
+            seen = float(np.interp(bound, (low, value.value, high), shares))
+        needed = slo_rule.requests_to_decide(share, seen, value.effect)
+        more = None if needed is None else max(1, needed - requests)
     if more is None:
-        return None, because("too_close", max_requests=stats.MAX_REQUESTS)
-    both = {"baseline_factor": 1 + more / value.n} if check.relative else {}
-    return more, because("more_requests", more=more, **both)
+        return None, because("too_close", max_requests=slo_rule.MAX_REQUESTS, **effect)
+    both = {"baseline_factor": 1 + more / requests} if check.relative else {}
+    return more, because("more_requests", more=more, **both, **effect)
+
+
+def _is_open_by_unknown(check: Check, value: _Value, share: float) -> bool:
+    """Whether no number of requests decides: with the unknown ones met, the share is on the other side than without."""
+    requests = value.n + value.unknown
+    if check.metric == "attainment":
+        met = (value.value or 0.0) * value.n
+        return met / requests < share <= (met + value.unknown) / requests
+    if value.unknown > (1 - share) * requests:
+        return True
+    # The sample is large enough for an upper bound, and has none: at worst too many requests miss every bound.
+    passes = slo_rule.interval_counts(requests, share, value.effect)[1]
+    return value.censored > 0 and value.interval is not None and value.interval[1] is None and passes <= requests
 
 
 def _baseline_value(
@@ -358,16 +405,25 @@ def _latency_value(row: Row, latency: str, statistic: str) -> _Value:
     sample: Distribution = getattr(row.pooled, column.field)
     only = {"only": column.only} if not sample.n and column.only else {}
     unknown = _tool_unknown(row, f"{column.name}_{statistic}", column.field)
+    counts: dict[str, Any] = {
+        "n": min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.known,
+        "interval": sample.intervals.get(statistic),
+        "censored": sample.censored,
+        "unknown": sample.unknown,
+    }
     if statistic == "mean":
         few = because("latency_missing", latency=latency, needed=1, **only)
-        return _Value(value=sample.mean, missing=unknown or few)
-    needed = NEEDED[statistic]
+        if "mean" not in sample.intervals:  # all are known
+            return _Value(value=sample.mean, missing=unknown or few)
+        return _Value(above=sample.intervals["mean"][0], missing=unknown or few, **counts)
+    needed, value = NEEDED[statistic], getattr(sample, statistic)
     return _Value(
-        value=getattr(sample, statistic),
-        missing=unknown or because("latency_missing", latency=latency, needed=needed, there=sample.n, **only),
-        interval=sample.intervals.get(statistic),
-        n=min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.n,
+        value=value,
+        above=sample.above if value is None and sample.known >= needed else None,
+        missing=unknown or because("latency_missing", latency=latency, needed=needed, there=sample.known, **only),
         needed=needed,
+        effect=sample.effect or 1.0,
+        **counts,
     )
 
 
@@ -376,19 +432,36 @@ def _slo_value(check: Check, row: Row) -> _Value:
     attained = row.pooled.slos.get(slos)
     if attained is None:
         return _missing_value("slos_uncounted", slos=slos)
-    if attained.unknown:
-        return _missing_value("slos_unknown", unknown=attained.unknown, requests=row.pooled.succeeded, slos=slos)
     if check.metric == "goodput":
-        return _Value(value=attained.goodput_req_s, missing=because("none_measured"))
-    needed, n = requests_needed(check), sent - attained.left
-    has_interval = n > 0 and (check.relative or 0 < check.bound < 1)  # bounds of 0 and 1 are about these requests only
+        unknown = because("slos_unknown", unknown=attained.unknown, requests=sent, slos=slos)
+        return _Value(value=attained.goodput_req_s, missing=unknown if attained.unknown else because("none_measured"))
+    needed, known = requests_needed(check), sent - attained.unknown
+    effect = _slos_effect(check, row)
+    interval = None
+    if sent and (check.relative or 0 < check.bound < 1):
+        interval = (
+            slo_rule.share_interval(attained.met, sent, effect)[0],
+            slo_rule.share_interval(attained.met + attained.unknown, sent, effect)[1],
+        )
+    elif attained.unknown:  # bounds of 0 and 1 are about these requests only
+        interval = attained.met / sent, (attained.met + attained.unknown) / sent
+    few = because("slos_too_few", needed=needed, sent=sent, met=attained.met)
+    is_open = check.operator == "==" and attained.unknown > 0 and attained.attainment == check.bound
     return _Value(
-        value=attained.attainment if sent >= needed else None,
-        missing=because("slos_too_few", needed=needed, sent=sent, met=attained.met) if sent else because("none_sent"),
-        interval=stats.share_interval(attained.met, n) if has_interval else None,
-        n=sent,
+        value=attained.attainment if sent >= needed and not is_open else None,
+        missing=because("none_sent") if not sent else few if sent < needed else because("requests_unknown"),
+        interval=interval,
+        n=known,
         needed=needed,
+        unknown=attained.unknown,
+        effect=effect,
     )
+
+
+def _slos_effect(check: Check, row: Row) -> float:
+    """The largest design effect of the latencies that the SLOs bound."""
+    samples = [getattr(row.pooled, LATENCIES[slo.latency].field) for slo in check.slos]
+    return max((sample.effect for sample in samples if sample.effect is not None), default=slo_rule.ASSUMED_EFFECT)
 
 
 def requests_needed(check: Check) -> int:

@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.rundir.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
 from harness.summary import ALPHA, POWER
 
-OBSERVED, AT_LEAST, AT_MOST, UNKNOWN, FAILED = range(5)
 BLOCK_ANSWER_TIMES = 5.0  # a block is at least this long, so that blocks hardly depend on each other
 MIN_BLOCKS = 8  # with fewer blocks the effect is assumed
 MAX_BLOCKS = 32
@@ -38,13 +38,20 @@ class LatencySample(NamedTuple):
     """One latency of the requests of one repeat, in any order. Requests to which it does not apply are left out."""
 
     sent_s: Floats
-    value_s: Floats  # NaN where the state is UNKNOWN or FAILED
+    value_s: Floats  # of no meaning where the state is UNKNOWN or FAILED
     state: NDArray[np.int8]
 
     def of_state(self, *states: int) -> Floats:
         """The values of the requests in one of the states."""
         chosen: Floats = self.value_s[np.isin(self.state, states)]
         return chosen
+
+
+def observed(values_s: Floats, sent_s: Floats | None = None) -> LatencySample:
+    """A sample of latencies that all ended; without times of sending they are in the order of sending."""
+    n = len(values_s)
+    order = np.arange(n, dtype=np.float64) if sent_s is None else sent_s
+    return LatencySample(order, np.asarray(values_s, dtype=np.float64), np.full(n, OBSERVED, dtype=np.int8))
 
 
 class DesignEffect(NamedTuple):
@@ -76,23 +83,25 @@ def percentiles(samples: Sequence[LatencySample], permilles: Sequence[int]) -> l
     Without censored requests they are the exact percentiles: the smallest value that at least so many per mille do not
     exceed.
     """
-    events = np.sort(np.concatenate([sample.of_state(OBSERVED) for sample in samples]))
-    ages = np.sort(np.concatenate([sample.of_state(AT_LEAST) for sample in samples]))
-    if not len(events) and not len(ages):
-        raise ValueError("no values")
-    largest = float(max([*events[-1:], *ages[-1:]]))
-    if not len(ages):
-        ranks = [max(1, -(-len(events) * permille // 1000)) for permille in permilles]
-        return [KnownPercentile(float(events[rank - 1]), None) for rank in ranks]
-    times, counts = np.unique(events, return_counts=True)
-    at_risk = len(events) - np.searchsorted(events, times) + len(ages) - np.searchsorted(ages, times)
-    survival = np.cumprod(1 - counts / at_risk)
+    largest = max(float(values.max()) for one in samples if len(values := one.of_state(OBSERVED, AT_LEAST)))
+    times, shares = kaplan_meier(samples)
     found = []
     for permille in permilles:
-        index = int(np.searchsorted(-survival, -(1 - permille / 1000 + 1e-12)))
+        index = int(np.searchsorted(shares, permille / 1000 - 1e-12))
         is_reached = index < len(times)
         found.append(KnownPercentile(float(times[index]) if is_reached else None, None if is_reached else largest))
     return found
+
+
+def kaplan_meier(samples: Sequence[LatencySample]) -> tuple[Floats, Floats]:
+    """The distribution function: the different values in rising order, and the share of the requests up to each."""
+    events = np.sort(np.concatenate([sample.of_state(OBSERVED) for sample in samples] or [np.empty(0)]))
+    ages = np.sort(np.concatenate([sample.of_state(AT_LEAST) for sample in samples] or [np.empty(0)]))
+    times, counts = np.unique(events, return_counts=True)
+    if not len(ages):
+        return times, np.cumsum(counts) / max(len(events), 1)
+    at_risk = len(events) - np.searchsorted(events, times) + len(ages) - np.searchsorted(ages, times)
+    return times, 1 - np.cumprod(1 - counts / at_risk)
 
 
 def design_effect(samples: Sequence[LatencySample], answer_s: float | None) -> DesignEffect:

@@ -5,7 +5,6 @@ clients, and it does not correct for the number of places and series (4 to 6 % f
 """
 
 import bisect
-import functools
 import itertools
 import math
 import statistics
@@ -23,7 +22,6 @@ ASSUMED_SD = 0.04  # of the logarithm of equal runs of a machine, until its runs
 ASSUMED_FREEDOM = 4  # it counts as much as so many degrees of freedom
 BLOCK_ANSWERS = 5  # answer times of a block: neighbouring requests wait for each other, blocks hardly do
 MIN_BLOCKS, MAX_BLOCKS = 4, 40
-MAX_REQUESTS = 100_000  # no larger number of requests is suggested
 MIN_LEVEL = 3  # runs of a level; fewer are outliers, or too new to decide
 MIN_HISTORY = 5  # runs that the gate needs before the newest ones
 LEVEL_ALPHA = 0.01  # of change points: a false one would leave the gate a history of extreme runs
@@ -54,61 +52,6 @@ def percentile(ordered: Array, permille: int) -> float:
     """The exact percentile of sorted values: the smallest one that at least so many per mille do not exceed."""
     rank = -(-len(ordered) * permille // 1000)
     return float(ordered[max(rank, 1) - 1])
-
-
-@functools.lru_cache(maxsize=4096)
-def interval_ranks(n: int, share: float) -> tuple[int, int]:
-    """The ranks (1 to n) of the 95 % interval of a quantile among n sorted values, exact by the binomial distribution.
-
-    Each bound is on the wrong side of the true quantile with a probability of at most 2.5 %. Ranks 0 and n + 1 mean
-    that the sample is too small for that bound.
-    """
-    from scipy.special import bdtr
-
-    def at_most(count: int) -> float:
-        return float(bdtr(count, n, share))
-
-    return (
-        bisect.bisect_right(range(n), ALPHA / 2, key=at_most),
-        bisect.bisect_left(range(n), 1 - ALPHA / 2, key=at_most) + 1,
-    )
-
-
-def percentile_interval(ordered: Array, permille: int) -> tuple[float | None, float | None]:
-    """The 95 % interval of a percentile of sorted, independent values. None: the sample is too small for that bound."""
-    low, high = interval_ranks(len(ordered), permille / 1000)
-    return (
-        float(ordered[low - 1]) if low >= 1 else None,
-        float(ordered[high - 1]) if high <= len(ordered) else None,
-    )
-
-
-def share_interval(count: int, n: int) -> tuple[float, float]:
-    """The exact 95 % interval (Clopper-Pearson) of a share, given `count` of n independent values."""
-    from scipy.special import betaincinv
-
-    low = float(betaincinv(count, n - count + 1, ALPHA / 2)) if count else 0.0
-    high = float(betaincinv(count + 1, n - count, 1 - ALPHA / 2)) if count < n else 1.0
-    return low, high
-
-
-def requests_to_decide(bound: float, seen: float) -> int | None:
-    """About how many requests decide with POWER whether a share exceeds `bound`, if the true share is `seen`.
-
-    A check of a p95 is the same question: do more than 95 % of all requests meet its bound? None: more than
-    MAX_REQUESTS.
-    """
-    from scipy.special import bdtr
-
-    if seen < bound:
-        bound, seen = 1 - bound, 1 - seen
-
-    def power(n: int) -> float:
-        return 1 - float(bdtr(interval_ranks(n, bound)[1] - 1, n, seen))
-
-    sizes = range(1, MAX_REQUESTS + 1)
-    index = bisect.bisect_left(sizes, POWER, key=power) if seen > bound else len(sizes)
-    return sizes[index] if index < len(sizes) else None
 
 
 class Estimate(NamedTuple):

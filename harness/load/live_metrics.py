@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from harness.analysis import derive
-from harness.analysis.derive import meets_slos, missed_slo_before_leaving
+from harness.analysis.derive import meets_slos
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
 from harness.rundir.records import CUT, MAX_CPU, ErrorKind, Request, Samples
@@ -74,10 +74,11 @@ class Accumulator(msgspec.Struct, array_like=True):
     unknown: int = 0  # requests that succeeded, but lack a number for an SLO
     latencies: dict[str, Histogram] = msgspec.field(default_factory=lambda: {column.name: {} for column in LIVE})
     cut: int = 0  # requests that ended with the load, or because the user left
+    cut_met: int = 0  # of these, those that had met every SLO
+    cut_unknown: int = 0  # and those that had neither met nor missed them
     sums_s: dict[str, float] = msgspec.field(default_factory=lambda: {column.name: 0.0 for column in LIVE})
     token_sums: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))
     token_counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))  # of requests
-    left: int = 0  # of `cut`: the user left before an SLO was missed; in no attainment, as in reports
 
     @property
     def succeeded(self) -> int:
@@ -89,9 +90,11 @@ class Accumulator(msgspec.Struct, array_like=True):
 
     def count(self, request: Request, slos: Sequence[Slo]) -> None:
         self.ended += 1
+        met = meets_slos(request, slos) if slos else None
         if request.error in CUT:
             self.cut += 1
-            self.left += request.error == "abandoned" and not missed_slo_before_leaving(request, slos)
+            self.cut_met += met is True
+            self.cut_unknown += met is None and bool(slos)
             return
         if request.error is not None:
             self.failures[request.error] = self.failures.get(request.error, 0) + 1
@@ -107,7 +110,6 @@ class Accumulator(msgspec.Struct, array_like=True):
                 histogram[bucket] = histogram.get(bucket, 0) + 1
                 self.sums_s[column.name] += value_s
         if slos:
-            met = meets_slos(request, slos)
             self.met += met is True
             self.unknown += met is None
 
@@ -118,15 +120,16 @@ class Accumulator(msgspec.Struct, array_like=True):
     def numbers(self, span_s: float | None, *, with_slos: bool) -> Numbers:
         """Return counts, rates over `span_s` seconds (None: unknown), SLO attainment, and latency percentiles.
 
-        `req_s` counts successful requests and `attainment` leaves out users who left in time, as in a report.
+        `req_s` counts successful requests and `attainment` leaves out requests of which it is unknown, as in a report.
         """
         numbers: Numbers = {"ended": self.ended, "failed": self.failed, "tokens": self.tokens}
         met = self.met if with_slos and not self.unknown else None
         rates = {"req_s": self.succeeded, "failed_s": self.failed, "tok_s": self.tokens, "goodput_req_s": met}
         for name, count in rates.items():
             numbers[name] = float(f"{count / span_s:.4g}") if span_s and count is not None else None
-        judged = self.ended - self.left
-        numbers["attainment"] = float(f"{met / judged:.4g}") if met is not None and judged else None
+        known = self.ended - self.unknown - self.cut_unknown
+        attained = self.met + self.cut_met
+        numbers["attainment"] = float(f"{attained / known:.4g}") if with_slos and known else None
         for name, histogram in self.latencies.items():
             for share, value in zip(SHARES, percentiles(histogram, SHARES), strict=True):
                 numbers[f"{name}_p{share * 100:g}_s"] = None if value is None else float(f"{value:.4g}")

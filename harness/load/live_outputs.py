@@ -114,7 +114,7 @@ def text_table(live: LiveNumbers, *, final: bool = False) -> list[str]:
         share = total["attainment"]
         met = "not known" if total["ended"] else "no request has ended yet"
         if share is not None:
-            met = f"{share:.1%} of the requests that ended, without users who left in time"
+            met = f"{share:.1%} of the requests that ended, without unknown ones"
         lines.append(f"Goodput: requests that met {live.slos} ({met})")
     return lines
 

@@ -224,12 +224,19 @@ def _csv_row(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | in
         if column.csv:
             sample = getattr(numbers, column.field)
             record |= {f"{column.name}_{statistic}_s": getattr(sample, statistic) for statistic in _CSV_STATISTICS}
+            if column.slo:
+                censored = {"censored": sample.censored, "unknown": sample.unknown, "above_s": sample.above}
+                record |= {f"{column.name}_{name}": value for name, value in censored.items()}
     record |= raw_schedule(row)
     record |= {name: field_or_none(row.machine_load, field) for name, field, *_ in MACHINE_VALUES}
     record |= {f"{stage}_mean_s": field_or_none(row.time, f"{stage}_s") for stage in STAGES if stage != "connect"}
     record["limited_by"] = row.limited_by
     for slos, attained in numbers.slos.items():
-        record |= {f"attainment({slos})": attained.attainment, f"goodput_req_s({slos})": attained.goodput_req_s}
+        record |= {
+            f"attainment({slos})": attained.attainment,
+            f"attainment_unknown({slos})": attained.unknown,
+            f"goodput_req_s({slos})": attained.goodput_req_s,
+        }
     record["baseline"] = int(line.baseline)
     record |= {name: field_or_none(line.verdict, field) for name, field in _CSV_VERDICT.items()}
     return record | {"verdict": line.words}
@@ -336,11 +343,26 @@ def _row_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
     ]  # fmt: skip
     yield _gauge("limited_by", "1: this was the limit of the row", "", limits)
     for column in LATENCIES:
-        about = f"{column.about} of successful requests"
+        about = f"{column.about}; quantiles by Kaplan-Meier, sum and count of requests that have it"
         family = Metric(f"{PREFIX}_{column.name}_seconds", about, "summary", "seconds")
         for labels, row in rows:
             _add_quantiles(family, labels, getattr(row.pooled, column.field))
         yield family
+    for name, about in (
+        ("censored", "Requests that were cut before it ended"),
+        ("unknown", "Other requests without it"),
+    ):
+        yield _gauge(
+            f"{name}_requests",
+            f"{about}, by latency",
+            "",
+            [
+                ({**labels, "latency": column.name}, getattr(getattr(row.pooled, column.field), name))
+                for labels, row in rows
+                for column in LATENCIES
+                if column.slo and getattr(row.pooled, column.field).known
+            ],
+        )
 
 
 def _add_quantiles(family: Metric, labels: Labels, sample: Distribution) -> None:

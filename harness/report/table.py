@@ -172,7 +172,7 @@ def _latency_column(column: LatencyColumn, at: str) -> TableColumn:
         sample = getattr(numbers, column.field)
         if longest or (numbers.e2e_s.n and not sample.n and column.field not in line.row.missing):
             # Vectors and answers in one piece have no first token: a dash, not the number of requests needed.
-            return units.milliseconds(sample.max)
+            return words.format_maximum(sample)
         return words.format_percentile(line.row, column.field, at)
 
     meaning = "the longest of all" if longest else f"{_SHARES[at]} requests {column.outcome}"
@@ -403,8 +403,8 @@ def _format_send_lag(row: Row) -> str:
 
 def _latency_from_schedule(latency: str, percentile: str) -> Callable[[Row], str]:
     def text(row: Row) -> str:
-        samples = (getattr(row.pooled, name) for name in (f"{latency}_s", f"{latency}_sched_s"))
-        sent, scheduled = (_format_ms(getattr(sample, percentile)) for sample in samples)
+        texts = (words.format_percentile(row, name, percentile) for name in (f"{latency}_s", f"{latency}_sched_s"))
+        sent, scheduled = ("n/a" if text.startswith("n/a") else text for text in texts)
         return "n/a" if sent == scheduled == "n/a" else f"{sent} → {scheduled} ms"
 
     return text

@@ -20,14 +20,22 @@ SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardwar
 def format_percentile(row: Row, field: str, name: str) -> str:
     """A percentile of times in milliseconds, or the number of requests that it needs.
 
-    Only "n/a" where an imported file does not have it; a note has the reason.
+    "> 25,300": so many requests were cut that only a lower bound is known. Only "n/a" where an imported file does not
+    have it; a note has the reason.
     """
     sample: Distribution = getattr(row.pooled, field)
     value: float | None = getattr(sample, name)
     if value is not None:
         return milliseconds(value)
-    few = sample.n < NEEDED[name] and field not in row.missing
+    if sample.known >= NEEDED[name] and sample.above is not None:
+        return f"> {milliseconds(sample.above)}"
+    few = sample.known < NEEDED[name] and field not in row.missing
     return f"n/a (needs {NEEDED[name]})" if few else "n/a"
+
+
+def format_maximum(sample: Distribution) -> str:
+    """The maximum in milliseconds; "> 25,300" where the oldest cut request is older."""
+    return units.milliseconds(sample.max) if sample.above is None else f"> {units.milliseconds(sample.above)}"
 
 
 def format_metric(value: float, metric: str) -> str:

@@ -51,6 +51,8 @@ Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 CUT = ("unfinished", "abandoned")  # not ended by the server: no failures, and their tokens count
+# What is known of a latency of a request; harness.judge.slo_rule has the meanings.
+OBSERVED, AT_LEAST, AT_MOST, UNKNOWN, FAILED = range(5)
 
 
 class BadField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

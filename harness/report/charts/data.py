@@ -1,6 +1,6 @@
 """The data of the charts: the latencies and dots of each row, and each cell over time."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from harness.analysis.charted import FINE_S, ChartCounts, Dot, bin_index, thin_dots
-from harness.analysis.derive import Latencies
 from harness.analysis.summarize import Summarized, has_only_summary, summarize_with_counts
 from harness.columns import LIVE
+from harness.judge.slo_rule import LatencySample, kaplan_meier
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.samples import GpuSample, MetricsSample, TelemetrySample, busy_gpus
 from harness.scenario.plan import plan
@@ -46,7 +46,7 @@ READINGS: dict[str, Callable[[GpuSample], float | None]] = {
 class RowData(Struct):
     """Measured requests of one row."""
 
-    latencies: Latencies = field(default_factory=Latencies)  # of the successful ones
+    latencies: dict[str, list[LatencySample]] = {}  # by field of Numbers, one sample a cell
     dots: list[Dot] = []
     count: int = 0  # successful ones with a known time of sending
     failures: int = 0  # failed ones likewise
@@ -120,7 +120,7 @@ def chart_data(run: Run, summarized_run: Summarized) -> ChartData:
         if cell.again is None:  # a cell that measures drift belongs to no row
             row = rows.setdefault((cell.server, cell.load), RowData())
             for column in LIVE:
-                row.latencies[column.field].extend(counted.latencies[column.field])
+                row.latencies.setdefault(column.field, []).append(counted.sample(column.field))
             dots = (dot._replace(sent_s=dot.sent_s - chart.first_measured_s) for dot in chart.dots)
             row.dots = thin_dots([*row.dots, *dots])
             row.count += chart.succeeded
@@ -128,18 +128,16 @@ def chart_data(run: Run, summarized_run: Summarized) -> ChartData:
     return ChartData(rows=rows, timelines=timelines)
 
 
-def distribution_points(values: Iterable[float]) -> tuple[list[float], list[float]]:
-    """The empirical distribution function: values in rising order and the share of the sample up to each.
+def distribution_points(samples: Sequence[LatencySample]) -> tuple[list[float], list[float]]:
+    """The distribution function (Kaplan-Meier): values in rising order and the share of the requests up to each.
 
     A large sample is thinned to MAX_POINTS points, the smallest and the largest included.
     """
-    ordered = np.sort(np.asarray(list(values), dtype=np.float64))
-    size = len(ordered)
-    places = np.arange(size)
-    if size > MAX_POINTS:
-        places = np.unique(np.linspace(0, size - 1, MAX_POINTS).round().astype(np.int64))
-    shares = (places + 1) / size if size else places
-    return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
+    times, shares = kaplan_meier(samples)
+    places = np.arange(len(times))
+    if len(times) > MAX_POINTS:
+        places = np.unique(np.linspace(0, len(times) - 1, MAX_POINTS).round().astype(np.int64))
+    return [float(v) for v in times[places]], [round(float(s), 5) for s in shares[places]]
 
 
 def _timeline(name: str, cell: ChartCounts, server: ServerSamples, machine: MachineSamples) -> Timeline:

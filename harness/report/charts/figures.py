@@ -225,22 +225,21 @@ def distribution_chart(summary: Summary, observed: ChartData, column: LatencyCol
     """The distribution function of a latency, with a line for each row."""
     curves, body = [], []
     for i, row in enumerate(summary.rows):
-        sample = observed.rows.get(row.key, RowData()).latencies[column.field]
-        values, shares = distribution_points(1000 * value for value in sample)
+        values, shares = distribution_points(observed.rows.get(row.key, RowData()).latencies.get(column.field, []))
         hue, dash = row_style(summary, row)
         line = {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2}
         hover = f"%{{y:.1%}} within <b>%{{x:,.1f}} ms</b>{NAME}"
-        curves.append(scatter(row.name, [round(value, 3) for value in values], shares, hover, line=line, meta=i))
+        curves.append(scatter(row.name, [round(1000 * value, 3) for value in values], shares, hover, line=line, meta=i))
         pooled = getattr(row.pooled, column.field)
         percentiles = [words.format_percentile(row, column.field, name) for name in ("p50", "p90", "p95", "p99")]
-        minimum, maximum = units.milliseconds(pooled.min), units.milliseconds(pooled.max)
-        body.append([row.server, row.load, f"{pooled.n:,}", minimum, *percentiles, maximum])
+        minimum, maximum = units.milliseconds(pooled.min), words.format_maximum(pooled)
+        body.append([row.server, row.load, f"{pooled.known:,}", minimum, *percentiles, maximum])
     ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
     return Chart(
         id=f"cdf-{column.name}",
         title=f"{column.about} ({column.title})",
         caption=f"Share of requests that {column.outcome}.",
-        formula=f"{column.formula}; share(t) = successful requests that took ≤ t ÷ successful requests",
+        formula=f"{column.formula}; share(t) = requests that took ≤ t ÷ requests (Kaplan-Meier)",
         figure={
             "data": curves,
             "layout": {
@@ -273,7 +272,7 @@ def request_chart(summary: Summary, observed: ChartData) -> Chart:
                 hover = f"sent at %{{x:.1f}} s, %{{text}} after <b>%{{y:,.1f}} ms</b>{NAME}"
                 data.append(scatter(row.name, x, y, hover, "markers", text=text, marker=marker, meta=i))
         requests = row_data.count + row_data.failures
-        slowest = units.milliseconds(row.pooled.e2e_s.max)
+        slowest = words.format_maximum(row.pooled.e2e_s)
         body.append([row.server, row.load, f"{requests:,}", f"{len(dots):,}", f"{row_data.failures:,}", slowest])
     return Chart(
         id="dots-e2e",
