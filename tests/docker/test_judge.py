@@ -156,7 +156,7 @@ def test_compose_sends_a_load_and_ends_with_its_exit_code(
     try:
         up = subprocess.run(
             [*command, "up", "--exit-code-from", "locust"],
-            cwd=tmp_path, capture_output=True, text=True, env=compose_environment, timeout=120,
+            cwd=tmp_path, capture_output=True, text=True, env=compose_environment, timeout=PATIENCE_S,
         )  # fmt: skip
         assert up.returncode == code, up.stdout + up.stderr
     finally:

@@ -18,10 +18,10 @@ from harness.rundir.samples import parse_metrics
 from harness.serve.lemonade import LemonadeMonitor, find_canonical_name, find_running_model
 from harness.serve.lifecycle import attach_to_server
 from harness.serve.probe import make_token_counter
-from tests.command import PATIENCE_S, harness
+from tests.command import PATIENCE_S, harness, until
 from tests.lemonade.parts import Lemond, lemond, versions
 from tests.real.conftest import Say
-from tests.real.parts import run_folder, wait_for
+from tests.real.parts import run_folder
 
 SCENARIO: dict[str, Any] = {
     "version": 1,
@@ -136,7 +136,7 @@ def test_a_backend_that_died_between_requests(on_llamacpp: Lemond) -> None:
     parts = [watch.state(), watch.state()]
     assert before.pid is not None
     os.kill(before.pid, signal.SIGKILL)
-    wait_for("that Lemonade knows", lambda: watch.state().lost or None, PATIENCE_S)
+    until(lambda: watch.state().lost)
     assert on_llamacpp.chat("user.Gguf").status_code == 200
     after = on_llamacpp.running("user.Gguf")
     assert [[problem.code for problem in watch.problems(part)] for part in parts] == [["backend_restarted"]] * 2

@@ -22,11 +22,11 @@ from harness.serve.lemonade import list_orphans
 from harness.serve.lifecycle import Endpoint, serve
 from harness.serve.probe import make_token_counter
 from harness.summary import because
-from tests.command import PATIENCE_S
+from tests.command import PATIENCE_S, until
 from tests.docker.conftest import checked_each_second, remains
 from tests.lemonade.parts import container_variables, versions
 from tests.real.conftest import Say
-from tests.real.parts import left_behind, run, wait_for, write_scenario
+from tests.real.parts import left_behind, run, write_scenario
 
 Variables = Callable[..., dict[str, Any]]
 
@@ -123,7 +123,7 @@ def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> No
         container = endpoint.container
         assert container is not None
         container.exec_run(["bash", "-c", "exec -a VLLM::EngineCore sleep 600"], detach=True)
-        (orphan,) = wait_for("the orphan", lambda: list_orphans(container) or None, PATIENCE_S)
+        (orphan,) = until(lambda: list_orphans(container))
         assert orphan.startswith("an orphaned VLLM::EngineCore (process ")
         assert endpoint.problems(endpoint.state()) == [because("orphan_memory", name=orphan)]
 

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.engines.paths import QWEN3_100M
 from tests.real.parts import Ran, llamacpp, run, vllm, write_scenario
 
 Say = Callable[[str], None]
 LIMIT_GIB, SHARE = 8, 0.4  # the memory of vLLM's container, and vLLM's share of it
 SEQUENCES = 4  # at once in vLLM: ten at a time must queue
-BATCHES = {"one-at-a-time": (1, 12), "four-at-a-time": (4, 20), "ten-at-a-time": (10, 20)}  # size, requests
+BATCHES = {"one-at-a-time": (1, 6), "four-at-a-time": (4, 12), "ten-at-a-time": (10, 20)}  # size, requests
 TOKENS = 16  # of every answer of these
 WORK: dict[str, Any] = {"user": "batch", "batch_size": 4, "requests": 12}
 CHOICES = ("response_format", "structured_outputs")  # ways to send them
@@ -53,9 +54,9 @@ def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Timed:
         "on-vllm",
         question="Does batching pay on this machine's CPU, and what does --max-num-seqs do to it?",
         model="qwen3-100m",
-        servers={"vllm": vllm(max_num_seqs=SEQUENCES, **memory)},
+        servers={"vllm": vllm(QWEN3_100M, max_num_seqs=SEQUENCES, **memory)},
         loads=loads,
-        prompts={"tokens": {"uniform": [20, 120]}, "tokenizer": "server", "system_tokens": 10},
+        prompts={"tokens": {"uniform": [20, 60]}, "tokenizer": "server", "system_tokens": 10},
     )
     began = time.time()
     return Timed(run(scenario), began)

@@ -2,8 +2,7 @@
 
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,21 +18,25 @@ from harness.summary import Summary
 from harness.units import GIB
 from tests import prefork
 from tests.command import PATIENCE_S
-from tests.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_100M, TINY_GGUF, VLLM_VENV
+from tests.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_4M, TINY_GGUF, VLLM_VENV
 
 T = TypeVar("T")
 MAX_MODEL_LEN = 2048
+RUN_S = 3000.0  # of a start, or of a run; against hanging only
 CPU_BLOCK = 128  # tokens, of vLLM on a CPU
 DTYPE = choose_cpu_dtype()  # of weights, activations and KV cache, as the template chooses it
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}[DTYPE]
 
 
-def vllm(**variables: Any) -> dict[str, Any]:
-    """A server of a scenario: vLLM on the CPU. It takes about 30 s to start, longer on a busy machine."""
+def vllm(model: Path = QWEN3_4M, **variables: Any) -> dict[str, Any]:
+    """A server of a scenario: vLLM on the CPU. It takes about 30 s to start, longer on a busy machine.
+
+    A lone answer of the default model arrives as a whole; QWEN3_100M streams like a real one.
+    """
     given = {
         "image": BASE_IMAGE,
         "entrypoint": [str(VLLM_VENV / "bin" / "vllm"), "serve"],
-        "model_path": "/models/qwen3-100m",
+        "model_path": f"/models/{model.name}",
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 10,
         "max_num_batched_tokens": 2048,
@@ -44,9 +47,9 @@ def vllm(**variables: Any) -> dict[str, Any]:
         "huggingface_cache": None,
         # The last: no process of its own for the worker, as on one GPU; each process imports vLLM for ten seconds.
         "environment": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_100M}:/models/qwen3-100m:ro"],
+        "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{model}:/models/{model.name}:ro"],
     }
-    return {"template": "vllm-cpu", "variables": given | variables, "startup_timeout_s": 300}
+    return {"template": "vllm-cpu", "variables": given | variables, "startup_timeout_s": RUN_S}
 
 
 def llamacpp(**variables: Any) -> dict[str, Any]:
@@ -64,12 +67,12 @@ def llamacpp(**variables: Any) -> dict[str, Any]:
         "extra_args": ["--threads", "1"],  # as for vLLM
         "volumes": [f"{LLAMACPP_VENV}:{LLAMACPP_VENV}:ro", f"{TINY_GGUF}:/models/tiny.gguf:ro"],
     }
-    return {"template": "llamacpp", "variables": given | variables, "startup_timeout_s": 60}
+    return {"template": "llamacpp", "variables": given | variables, "startup_timeout_s": RUN_S}
 
 
-def predicted(gib: float) -> tuple[int, float]:
+def predicted(model: Path, gib: float) -> tuple[int, float]:
     """Tokens and concurrency of a KV cache of so many GiB."""
-    geometry = read_model(QWEN3_100M).geometry
+    geometry = read_model(model).geometry
     assert geometry is not None
     capacity = compute_capacity(make_layout(geometry, DTYPE_BYTES, block=CPU_BLOCK), int(gib * GIB), MAX_MODEL_LEN)
     return capacity.tokens, capacity.concurrency
@@ -117,9 +120,9 @@ class Ran(NamedTuple):
         return msgspec.json.decode((self.folder / "summary.json").read_bytes(), type=Summary)
 
 
-def harness(*arguments: str | Path, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+def harness(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     """A command of the harness that ends by itself."""
-    return subprocess.run([prefork.SCRIPT, *arguments], capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run([prefork.SCRIPT, *arguments], capture_output=True, text=True, timeout=RUN_S)
 
 
 @contextmanager
@@ -144,14 +147,14 @@ def running(scenario: Path) -> Iterator["subprocess.Popen[bytes]"]:
                 process.wait()
 
 
-def run(scenario: Path, timeout_s: float = 540) -> Ran:
+def run(scenario: Path) -> Ran:
     """`harness run` to its end."""
     with running(scenario) as process:
         try:
-            process.wait(timeout_s)
+            process.wait(RUN_S)
         except subprocess.TimeoutExpired:
             said = scenario.with_suffix(".out").read_text()
-            raise AssertionError(f"harness run: not over within {timeout_s:g} s; it said:\n{said}") from None
+            raise AssertionError(f"harness run: not over within {RUN_S:g} s; it said:\n{said}") from None
     return outcome(scenario, process.returncode)
 
 
@@ -166,15 +169,6 @@ def outcome(scenario: Path, code: int) -> Ran:
 def run_folder(scenario: Path) -> Path | None:
     """The directory of a scenario's only run; None while there is none."""
     return next((scenario.parent / "runs").glob(f"*-{scenario.stem}-*"), None)
-
-
-def wait_for(what: str, found: Callable[[], T | None], timeout_s: float) -> T:
-    """What `found` finds, asked until it is there."""
-    deadline = time.monotonic() + timeout_s
-    while (result := found()) is None:
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.1)
-    return result
 
 
 def left_behind(folder: Path) -> list[str]:

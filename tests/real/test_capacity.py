@@ -9,6 +9,7 @@ import pytest
 
 from harness.capacity.levels import log_grid
 from harness.capacity.result import CapacityReport
+from tests.engines.paths import QWEN3_100M
 from tests.real.conftest import Say
 from tests.real.parts import harness, llamacpp, run, vllm, write_scenario
 
@@ -26,13 +27,15 @@ WORK: dict[str, Any] = {
 @pytest.mark.nightly  # half an hour for vLLM, ten minutes for llama.cpp, on a machine that does nothing else
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("server", "duration_s"), [(vllm(max_num_seqs=6), 10), (llamacpp(parallel=4), 4)], ids=["vllm", "llamacpp"]
+    ("server", "duration_s"),
+    [(vllm(QWEN3_100M, max_num_seqs=6), 10), (llamacpp(parallel=4), 4)],
+    ids=["vllm", "llamacpp"],
 )
 def test_the_answers_agree_with_a_full_grid(tmp_path: Path, server: dict[str, Any], duration_s: int, say: Say) -> None:
     """Against all levels, measured twice, in both directions: the capacity within a user, the knee within the noise."""
     work = WORK | {"servers": {"s": server}}
     loads = {f"u{level}": USER | {"users": level, "duration_s": duration_s} for level in LEVELS}
-    grid = run(write_scenario(tmp_path, "grid", loads=loads, repeats=2, **work), timeout_s=1200)
+    grid = run(write_scenario(tmp_path, "grid", loads=loads, repeats=2, **work))
     rows = {int(row.load[1:]): row for row in grid.summary.rows}
     tok_s = {level: mean(rows[level].output_tok_s) for level in LEVELS}
     # One level alone is noise where the curve is flat: the median with its neighbours.
@@ -46,7 +49,7 @@ def test_the_answers_agree_with_a_full_grid(tmp_path: Path, server: dict[str, An
     holds = max(level for level, value_s in known_s.items() if value_s <= bound_s)
     search = write_scenario(tmp_path, "search", loads={"l": USER | {"users": 4, "duration_s": 60}}, **work)
     options = ["--slo", f"e2e_p90 <= {1000 * bound_s:.0f}ms", "--knee", "--max-users", "16", "--budget", "20m"]
-    done = harness("capacity", search, *options, "--runs", tmp_path / "runs", "--json", timeout_s=1800)
+    done = harness("capacity", search, *options, "--runs", tmp_path / "runs", "--json")
     (found,) = msgspec.json.decode(done.stdout, type=CapacityReport).servers
     say(f"bound {bound_s:.3f} s, grid holds {holds}: {msgspec.json.encode(found).decode()[:6000]}")
     assert found.slo is not None and found.slo.low is not None and found.slo.high is not None

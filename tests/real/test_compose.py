@@ -15,23 +15,23 @@ from harness.files import ROOT, SCENARIOS
 from harness.process import free_port
 from harness.scenario.file import load_scenario
 from harness.serve.template import prepare_server
-from tests.command import PATIENCE_S
+from tests.command import PATIENCE_S, until
 from tests.docker.conftest import checked_each_second, one_at_a_time
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.load_runs import composed
 from tests.real.conftest import Say
-from tests.real.parts import docker, harness, llamacpp, wait_for, write_scenario
+from tests.real.parts import docker, harness, llamacpp, write_scenario
 
 GENERATOR = "amd-llm-load:local"
 MADE_HERE = "org.amd-llm-load.tests"
 LOADS = {"chat": {"user": "chat", "users": 2, "duration_s": 5, "think_s": [0, 0], "output_tokens": 8}}
 
 
-def compose(folder: Path, *arguments: str, timeout_s: float = 120) -> str:
+def compose(folder: Path, *arguments: str) -> str:
     """What Docker Compose prints for the file in a folder; it must succeed."""
     command = ["docker", "compose", "--project-name", f"real{os.getpid()}", "--file", str(folder / "compose.yaml")]
     environment = {**os.environ, "DOCKER_CONFIG": str(DOCKER_CONFIG)}
-    answer = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=timeout_s)
+    answer = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
@@ -81,7 +81,7 @@ def test_docker_compose_accepts_every_server_of_the_scenarios_that_ship(
 def up(folder: Path) -> Iterator[dict[str, Any]]:
     """`docker compose up --detach`, and `down` at the end; Compose's view of the file."""
     try:
-        compose(folder, "up", "--detach", timeout_s=150)
+        compose(folder, "up", "--detach")
         yield json.loads(compose(folder, "config", "--format", "json"))
     finally:
         compose(folder, "down", "--volumes", "--timeout", "5")
@@ -100,10 +100,10 @@ def test_docker_compose_up_serves_and_loads(generator: str, tmp_path: Path, say:
         answer = requests.post(url, json=question, timeout=PATIENCE_S)
         assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
 
-        wait_for("Locust's web UI", lambda: answers(ui), timeout_s=60)
+        until(lambda: answers(ui))
         swarm = requests.post(f"{ui}/swarm", data={"user_count": 2, "spawn_rate": 2}, timeout=PATIENCE_S)
         assert (swarm.status_code, swarm.json()["success"]) == (200, True)
-        done = wait_for("ten requests in Locust's statistics", lambda: enough(ui), timeout_s=60)
+        done = until(lambda: enough(ui))
         requests.get(f"{ui}/stop", timeout=PATIENCE_S)
         say(f"docker compose up: Locust's web UI counts {done['num_requests']} requests, {done['num_failures']} failed")
         assert done["num_failures"] == 0, compose(tmp_path, "logs", "locust")

@@ -8,10 +8,9 @@ import pytest
 
 from harness.errors import ExitCode
 from harness.failures.explain import Diagnosis, explain
-from tests.command import PATIENCE_S
 from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
-from tests.real.parts import left_behind, llamacpp, run, write_scenario
+from tests.real.parts import RUN_S, left_behind, llamacpp, run, write_scenario
 
 CASES = ("flags", "hub", "fraction", "kv-cache", "context")
 HERE = Path(__file__).parent
@@ -30,7 +29,7 @@ def vllm_outputs() -> dict[str, str]:
         "--env=VLLM_ENABLE_V1_MULTIPROCESSING=0", "--env=VLLM_LOGGING_COLOR=0", BASE_IMAGE, *both,
         str(VLLM_VENV / "bin" / "python"), "/tests/refused_starts.py", "/models/tiny", *CASES,
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RUN_S)
     parts = re.split(r"^== (\S+)\n", done.stdout, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from harness.errors import ExitCode
 from harness.failures.explain import scan_text
 from harness.reasons import sentences
+from tests.command import PATIENCE_S, until
 from tests.real.conftest import Say
 from tests.real.parts import (
     docker,
@@ -23,7 +25,6 @@ from tests.real.parts import (
     run_folder,
     running,
     vllm,
-    wait_for,
     write_scenario,
 )
 
@@ -53,7 +54,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {  # server, row of 
 @pytest.mark.parametrize("case", FAILURES)  # what vLLM says is in test_explained.py
 def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: Path, say: Say) -> None:
     server, row, sentence, solution = FAILURES[case]
-    ran = run(write_scenario(tmp_path, case, model="some", servers={"s": server}, loads=LOADS), timeout_s=120)
+    ran = run(write_scenario(tmp_path, case, model="some", servers={"s": server}, loads=LOADS))
     say(ran.error)
     first, *evidence, last = ran.error.splitlines()
     assert ran.code == ExitCode.SERVER
@@ -77,36 +78,37 @@ def engine_core(container: str) -> int:
     return pid
 
 
-def records_are_there(scenario: Path, at_least: int, timeout_s: float) -> Path:
-    """Wait until a run has so many records; its directory."""
+def records_are_there(process: "subprocess.Popen[bytes]", scenario: Path, at_least: int) -> Path:
+    """Wait until a run that goes on has so many records; its directory."""
 
     def look() -> Path | None:
+        assert process.poll() is None, scenario.with_suffix(".err").read_text()
         folder = run_folder(scenario)
         if folder is None or not (folder / "requests.jsonl").exists():
             return None
         return folder if (folder / "requests.jsonl").read_bytes().count(b"\n") >= at_least else None
 
-    return wait_for(f"{at_least} records", look, timeout_s)
+    folder: Path = until(look)
+    return folder
 
 
 def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Path, say: Say) -> None:
     """As the kernel does when memory runs out: vLLM's engine process is killed inside the container, nothing else."""
     scenario = write_scenario(
-        tmp_path, "dies", model="qwen3-100m", servers={"s": vllm()}, loads={**LONG, "bursts": SHORTER}
+        tmp_path, "dies", model="qwen3-4m", servers={"s": vllm()}, loads={**LONG, "bursts": SHORTER}
     )
     with running(scenario) as process:
-        folder = records_are_there(scenario, 10, timeout_s=350)
+        folder = records_are_there(process, scenario, 10)
         (name,) = docker("ps", "--filter", f"label=amd-llm-load.run={folder.name}", "--format", "{{.Names}}").split()
         killed_wall_s = time.time()
         os.kill(engine_core(name), signal.SIGKILL)
-        process.wait(60)
+        process.wait(PATIENCE_S)
         took = time.time() - killed_wall_s
     ran = outcome(scenario, process.returncode)
     (first,) = ran.manifest.cells  # what was to follow on the same server is not run
     noticed = (first.ended_wall_s or 0.0) - killed_wall_s
     say(f"{ran.said}\n{ran.error}\nnoticed and ended after {noticed:.1f} s, over after {took:.1f} s")
     assert (ran.code, ran.manifest.status) == (ExitCode.INVALID, "invalid")
-    assert noticed < 8
     assert first.served_by.exit_code is not None and not first.served_by.oom_killed
     died = "r1-s-bursts: the server died during the load: it ended with exit code "
     (reason,) = [reason for reason in sentences(ran.manifest.reasons) if reason.startswith(died)]

@@ -10,7 +10,7 @@ from harness.rundir.samples import read_metrics
 from tests.docker.conftest import build_image
 from tests.engines.paths import BASE_IMAGE, LITELLM_VENV
 from tests.real.conftest import Say
-from tests.real.parts import Ran, left_behind, run, write_scenario
+from tests.real.parts import RUN_S, Ran, left_behind, run, write_scenario
 
 TOKENS = 16
 LOADS = {"one-at-a-time": (1, 20), "ten-at-a-time": (10, 40)}
@@ -32,7 +32,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         model="my/model",
         servers={
             "direct": engine,
-            "through": engine | {"gateway": {"template": "litellm", "variables": litellm}, "startup_timeout_s": 240},
+            "through": engine | {"gateway": {"template": "litellm", "variables": litellm}, "startup_timeout_s": RUN_S},
         },
         loads={
             name: {"user": "batch", "batch_size": size, "requests": number, "output_tokens": TOKENS}

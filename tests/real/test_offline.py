@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from tests.engines.paths import BASE_IMAGE, QWEN3_100M, VLLM_VENV
+from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
-from tests.real.parts import DTYPE, left_behind, predicted, run, vllm, write_scenario
+from tests.real.parts import DTYPE, RUN_S, left_behind, predicted, run, vllm, write_scenario
 
 REQUESTS, TOKENS = 20, 16
 
@@ -14,7 +14,7 @@ def offline(**variables: Any) -> dict[str, Any]:
     given = {
         "image": BASE_IMAGE,
         "python": str(VLLM_VENV / "bin" / "python"),
-        "model_path": "/models/qwen3-100m",
+        "model_path": "/models/qwen3-4m",
         "dtype": DTYPE,
         "max_model_len": 2048,
         "max_num_seqs": 10,
@@ -33,9 +33,9 @@ def offline(**variables: Any) -> dict[str, Any]:
             "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: each imports vLLM, which takes ten seconds
         },
-        "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_100M}:/models/qwen3-100m:ro"],
+        "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_4M}:/models/qwen3-4m:ro"],
     }
-    return {"template": "vllm-offline", "variables": given | variables, "startup_timeout_s": 300}
+    return {"template": "vllm-offline", "variables": given | variables, "startup_timeout_s": RUN_S}
 
 
 def test_serving_and_the_offline_bound_in_one_table(tmp_path: Path, say: Say) -> None:
@@ -43,7 +43,7 @@ def test_serving_and_the_offline_bound_in_one_table(tmp_path: Path, say: Say) ->
         tmp_path,
         "bound",
         question="How near does serving come to the offline bound?",
-        model="qwen3-100m",
+        model="qwen3-4m",
         servers={"serving": vllm(), "offline": offline()},
         loads={"ten": {"user": "batch", "batch_size": 10, "requests": REQUESTS, "output_tokens": TOKENS}},
         prompts={"tokens": 40, "salt": False},  # each cell has other words, and so another number of tokens
@@ -68,7 +68,10 @@ def test_serving_and_the_offline_bound_in_one_table(tmp_path: Path, say: Say) ->
     by_id = {cell.id: cell.served_by for cell in ran.manifest.cells}
     known = by_id["r1-serving-ten"].startup
     assert known is not None
-    assert (known.kv_cache_gib, known.kv_cache_tokens, known.max_concurrency) == (1.0, *predicted(1))  # as foretold
+    assert (known.kv_cache_gib, known.kv_cache_tokens, known.max_concurrency) == (
+        1.0,
+        *predicted(QWEN3_4M, 1),
+    )  # as foretold
     by = by_id["r1-offline-ten"]
     assert (by.template, (by.version or "")[:6]) == ("vllm-offline", "0.32.0")
     assert [phase.name for phase in by.phases][:2] == ["pull", "create"]

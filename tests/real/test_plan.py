@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.engines.paths import QWEN3_100M
 from tests.real.conftest import Say
 from tests.real.parts import harness, run, vllm, write_scenario
 
@@ -16,7 +17,7 @@ def test_a_run_ten_times_as_long_takes_what_was_foretold(tmp_path_factory: pytes
     folder = tmp_path_factory.mktemp("plan")
     work = {
         "model": "qwen3-100m",
-        "servers": {"vllm": vllm()},
+        "servers": {"vllm": vllm(QWEN3_100M)},
         "prompts": {"tokens": {"uniform": [40, 200]}},
     }
     load = {"user": "batch", "in_flight": 4, "output_tokens": 16}

@@ -12,7 +12,8 @@ from harness.scenario import Load, Scenario, Server
 from harness.serve.engine import connect
 from harness.serve.lifecycle import serve
 from tests.command import PATIENCE_S
-from tests.real.parts import vllm
+from tests.engines.paths import QWEN3_100M
+from tests.real.parts import RUN_S, vllm
 
 pytestmark = pytest.mark.nightly
 
@@ -20,8 +21,14 @@ pytestmark = pytest.mark.nightly
 def test_a_killed_engine_leaves_no_shared_memory_on_the_host(tmp_path: Path) -> None:
     # Two ranks compile a part of the model, and this image has no compiler.
     environment = {"HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    given = vllm(shm_size=None, omp_threads="0|1", extra_args=["--tensor-parallel-size", "2"], environment=environment)
-    server = Server(template="vllm-cpu", variables=given["variables"], startup_timeout_s=400)
+    given = vllm(
+        QWEN3_100M,
+        shm_size=None,
+        omp_threads="0|1",
+        extra_args=["--tensor-parallel-size", "2"],
+        environment=environment,
+    )
+    server = Server(template="vllm-cpu", variables=given["variables"], startup_timeout_s=RUN_S)
     load = Load(user="batch", requests=1)
     scenario = Scenario(version=1, question="q", model="qwen3-100m", servers={"s": server}, loads={"l": load})
     before = set(os.listdir("/dev/shm"))

@@ -8,6 +8,7 @@ import pytest
 from harness.rundir.records import Request, read_marks
 from harness.rundir.samples import MetricsSample, read_metrics
 from harness.summary import CellSummary
+from tests.engines.paths import QWEN3_100M
 from tests.real.conftest import BATCHES, LIMIT_GIB, SEQUENCES, SHARE, TOKENS, Say, Timed
 from tests.real.parts import DTYPE, MAX_MODEL_LEN, Ran, left_behind, predicted
 
@@ -177,5 +178,5 @@ def test_vllm_made_of_its_share_of_the_memory_the_kv_cache_that_is_predicted(on_
         assert arguments[arguments.index("--gpu-memory-utilization") + 1] == str(SHARE)
         assert startup is not None and startup.kv_cache_gib is not None and startup.kv_cache_tokens is not None
         assert 0.5 * SHARE * LIMIT_GIB < startup.kv_cache_gib < SHARE * LIMIT_GIB  # the rest is weights and program
-        minimum, maximum = (predicted(startup.kv_cache_gib + off)[0] for off in (-0.005, 0.005))
+        minimum, maximum = (predicted(QWEN3_100M, startup.kv_cache_gib + off)[0] for off in (-0.005, 0.005))
         assert minimum <= startup.kv_cache_tokens <= maximum
