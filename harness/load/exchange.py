@@ -25,8 +25,8 @@ _MAX_STREAM_BYTES = 256 << 20  # 100,000 tokens take 30 MiB
 _MAX_BLANKS = 64  # before the first event
 _EVENT_START = re.compile(rb"\s*(?:data|event|id|retry)?:")  # JSON and HTML never start like this
 MAX_RETRY_AFTER_S = 60.0
-# Some servers send fractions, which RFC 9110 does not allow.
-_RETRY_AFTER_SECONDS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+# Some servers send fractions, which RFC 9110 does not allow. Possessive: the time stays linear.
+_RETRY_AFTER_SECONDS = re.compile(r"[0-9]++(?:\.[0-9]++)?")
 
 
 class Failure(Exception):
