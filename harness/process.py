@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from harness.errors import HarnessError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -71,6 +73,21 @@ def start(
 
 def _owner() -> str:
     return f"{os.getpid()} {_start_time(os.getpid()) or ''}"
+
+
+def orphans_of(labels: Mapping[str, str]) -> list[psutil.Process]:
+    """Return the processes that the process with these labels started by `start`, and their children.
+
+    They are known by its id and its start in their environment, which no other process has.
+    """
+    if labels.get(BOOT) != owner_labels()[BOOT] or not labels.get(PID):
+        return []
+    owner, orphans = f"{labels[PID]} {labels.get(PID_START, '')}", []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(OWNER_ENV) == owner and process.status() != psutil.STATUS_ZOMBIE:
+                orphans.append(process)
+    return orphans
 
 
 def has_orphaned_us() -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import urllib.request
@@ -138,19 +139,59 @@ def test_runs(folder_with_run: Path, tmp_path: Path) -> None:
     assert narrow[1].split()[0] == only_run(folder_with_run / "runs").name and max(map(len, narrow)) <= 80
 
 
-def test_report_writes_summary_and_page_anew(folder_with_run: Path) -> None:
+def state(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of each file and folder: of what is only read, none changes."""
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in [folder, *folder.rglob("*")]}
+
+
+READING = [
+    *(["report", "RUN", "--format", kind] for kind in ("markdown", "json", "html", "junit", "csv", "openmetrics")),
+    ["report", "RUN"],
+    ["report", "RUN", "--explain"],
+    ["report", "RUN", "--check", "error_rate == 0"],
+    ["report", "RUN", "--check", "error_rate == 0", "--format", "html"],
+    ["compare", "RUN", "RUN"],
+    ["diff", "RUN", "RUN"],
+    ["runs"],
+    ["history", "small"],
+    ["history", "small", "--format", "html"],
+    ["plan", "RUN"],
+    ["export", "RUN", "--to", "../out.csv"],
+    ["explain", "RUN"],
+    ["publish", "RUN", "--results", "../results"],
+]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_reading_never_writes(folder_with_run: Path, tmp_path: Path, is_whole: bool) -> None:
+    """A run directory may be read-only, also one of a killed run."""
+    folder = tmp_path / "a" / "runs"
+    shutil.copytree(folder_with_run / "runs", folder)
+    run = only_run(folder)
+    if not is_whole:
+        (run / "summary.json").unlink()
+        (run / "report.html").unlink()
+    before = state(folder)
+    for command in READING:
+        done = called(*(run.name if word == "RUN" else word for word in command), cwd=folder.parent)
+        assert done.code in (0, 1, 3) and "Traceback" not in done.err, (command, done)
+        assert done.code != 1 or command[0] in ("plan", "publish", "explain", "compare"), (command, done)
+        assert state(folder) == before, command
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["runs"]
+
+
+def test_report_shows_a_run_in_each_format(folder_with_run: Path) -> None:
     run = only_run(folder_with_run / "runs")
-    (run / "summary.json").unlink()
-    (run / "report.html").unlink()
     terminal = called("report", run.name, cwd=folder_with_run)
-    assert (terminal.code, terminal.err, (run / "report.html").is_file()) == (0, "", True)
+    assert (terminal.code, terminal.err) == (0, "")
     assert re.search(r"\bVALID(: all conditions of a trustworthy|, CLIENT-LIMITED: )", terminal.out)
     explained = called("report", f"runs/{run.name}", "--explain", cwd=folder_with_run)
     assert explained.code == 0 and len(explained.out) > len(terminal.out)
     text = called("report", run.name, "--format", "json", cwd=folder_with_run)
     assert json.loads(text.out) == json.loads((run / "summary.json").read_text())
     html = called("report", run.name, "--format", "html", cwd=folder_with_run)
-    assert (html.code, html.out, html.err) == (0, f"runs/{run.name}/report.html\n", "")
+    assert (html.code, html.err) == (0, "")
+    assert html.out == (run / "report.html").read_text()
 
 
 def test_a_misspelt_run(folder_with_run: Path) -> None:

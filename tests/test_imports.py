@@ -76,7 +76,8 @@ def test_every_sample_is_recognised_and_its_reports_say_where_the_run_is_from(na
         assert all(not record.chunks_s for record in records if record.error)
     text = " ".join(shown.out.split())
     assert "imported from" in text and "defined otherwise:" in text
-    assert "Imported: measured by" in (folder / "report.html").read_text()
+    page = called("report", folder.name, "--runs", str(tmp_path / "runs"), "--format", "html", cwd=tmp_path)
+    assert "Imported: measured by" in page.out
 
 
 def test_vllm_with_detail_has_records_with_the_files_own_times(tmp_path: Path) -> None:

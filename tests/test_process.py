@@ -100,6 +100,25 @@ def test_a_group_that_handles_no_signal_does_not_outlive_a_killed_parent(tmp_pat
     assert gone(child) and gone(grandchild)
 
 
+def test_orphans_are_known_by_their_owner_and_no_other_process_is(tmp_path: Path) -> None:
+    """Not by a word of their command line, which an editor or `tail` may have too."""
+    job = str(tmp_path / "jobs" / "a.json")
+    sleep = [*SLEEP, "--job", job]
+    child = process.start(sleep, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with subprocess.Popen(sleep) as other:
+        try:
+            ours = process.owner_labels()
+            assert child.pid in {one.pid for one in process.orphans_of(ours)}
+            assert other.pid not in {one.pid for one in process.orphans_of(ours)}
+            later = ours | {process.PID_START: "1"}  # another process with the same id
+            assert process.orphans_of(later) == process.orphans_of(ours | {process.BOOT: "x"}) == []
+            assert process.orphans_of({}) == []
+        finally:
+            other.kill()
+            process.stop(child)
+    assert child.pid not in {one.pid for one in process.orphans_of(ours)}
+
+
 def test_what_cannot_be_started_is_an_error_of_the_system() -> None:
     with pytest.raises(FileNotFoundError):
         process.start(["no-such-program"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

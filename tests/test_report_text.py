@@ -129,7 +129,7 @@ def test_a_wide_terminal_has_one_table() -> None:
         "",
         "- FAILED error_rate == 0: 2 of 50 failed",
         "",
-        "Report: none yet; `harness report runs/x` writes it",
+        "Report: `harness report runs/x --format html > report.html` writes it",
     ]
 
 

@@ -12,14 +12,18 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.failures.explain import explain
+from harness.files import LOCUSTFILES
 from harness.redact import is_secret, masked, register_secrets
 from harness.rundir.manifest import ServedBy
 from harness.rundir.records import read_requests
+from harness.scenario import Load
 from harness.serve.containers import LogFile
 from harness.serve.facts import record_facts
+from harness.serve.generator import ContainerChild
 from harness.serve.security import collect_secrets, find_open_secrets, find_open_secrets_in_text
 from tests.command import called
 from tests.fake_server import answering, load_process, one_record, read_request, serving, whole, work
+from tests.load_runs import make_job
 
 HUB = "hf_abcdefghijklmnopqrst"
 SCENARIO = """\
@@ -229,3 +233,15 @@ def test_a_key_in_latin_1_is_sent_as_it_is(tmp_path: Path, monkeypatch: pytest.M
     assert f"Authorization: Bearer {key}\r\n".encode("latin-1") in heads[0]
     (record,) = read_requests(tmp_path / "requests.jsonl")
     assert record.message is not None and record.message.count("***") == 2 and "ssel" not in record.message
+
+
+def test_a_load_container_has_the_one_key_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`docker inspect` shows its environment."""
+    monkeypatch.setenv("HF_TOKEN", HUB)
+    monkeypatch.setenv("A_KEY", "the-key-of-the-api")
+    register_secrets({HUB: True, "the-database-password": True, "the-key-of-the-api": True})
+    for key in ("A_KEY", None):
+        job = make_job(tmp_path, Load(user="batch"), api_key_env=key)
+        options = ContainerChild._options("20260101-000000-x-abcd", job, [], LOCUSTFILES / "batch.py", None)
+        assert options["environment"] == {"HOME": "/tmp", **({"A_KEY": "the-key-of-the-api"} if key else {})}
+        assert HUB not in str(options) and "the-database-password" not in str(options)

@@ -247,7 +247,9 @@ def read_summary(folder: Path) -> Summary:
     try:
         return read_json(path, Summary, FORMAT_VERSION, upgrade=upgrade_summary)
     except OSError:
-        raise HarnessError(f"{path}: there is no summary", next_step=f"`harness report {folder}` makes one.") from None
+        raise HarnessError(
+            f"{path}: there is no summary", next_step=f"`harness report {folder} --format json` prints one."
+        ) from None
 
 
 def has_only_summary(folder: Path) -> bool:

@@ -308,6 +308,9 @@ def print_as(output: str, value: Any, terminal: Callable[[], object], **texts: C
         terminal()
     elif output == "json":
         print_json(value)
+    elif output == "html":
+        sys.stdout.flush()
+        sys.stdout.buffer.write(texts[output]().encode())  # as it is: its scripts have checksums
     else:
         text = texts[output]()
         print(text, end="" if text.endswith("\n") else "\n")

@@ -33,41 +33,33 @@ def report(
     results: cli.ResultsDir = cli.RESULTS,
     explain: Annotated[bool, cli.flag("--explain", "Explain the columns below the table.")] = False,
 ) -> None:
-    """Show a run again, from its files: summary and HTML page are written anew.
+    """Show a run again, from its files, by the formulas of this version. Its directory stays as it is.
 
     RUN may be the file of `locust --records`, or a folder with its requests.jsonl: a run directory is made of it.
 
-    With --check or --baseline the run is checked by them once more, and its directory stays as it is.
+    With --check or --baseline the run is checked by them once more.
     """
-    from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, write_summary
+    from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts
     from harness.comparison.compare import make_reference
     from harness.prepare.experiment import validate_checks
     from harness.report import export, html, junit, markdown, terminal
     from harness.rundir.manifest import read_run
 
-    if output == "html" and (checks or baseline):
-        raise HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
     base = None if baseline is None else cli.find_baseline(baseline, runs)
     folder = _find_or_import_run(run_folder, runs)
     manifest = read_run(folder)
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
-    checked_anew = bool(checks) or reference is not None
-    alone = has_only_summary(folder) and not checked_anew  # a published run
+    alone = has_only_summary(folder) and not checks and reference is None  # a published run
     if alone:
         print(f"{folder}: requests.jsonl is missing; this is the stored summary", file=sys.stderr)
-    charted = output in ("terminal", "html")
-    counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=charted)
+    counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=output == "html")
     summary = read_summary(folder) if counts is None else counts.summary
-    if not alone and not checked_anew:
-        write_summary(folder, summary)
-    write_page = output == "html" or (output == "terminal" and not checked_anew)
-    page = html.write_report(folder, counts) if write_page else None
     cli.print_as(
         output,
         summary,
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
-        html=lambda: str(page),
+        html=lambda: html.render_run(folder, summary, counts),
         markdown=lambda: markdown.render(summary, manifest),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),

@@ -113,12 +113,17 @@ def write_report(folder: Path, summarized: Summarized | None = None) -> Path:
     `summarized`: the counts of which its summary was made; None: read the records for them. Raises HarnessError when
     run.json or summary.json cannot be read.
     """
+    summary = read_summary(folder) if summarized is None else summarized.summary
+    path = folder / "report.html"
+    replace_file(path, render_run(folder, summary, summarized).encode())
+    return path
+
+
+def render_run(folder: Path, summary: Summary, summarized: Summarized | None = None) -> str:
+    """Return the page of a run. `summarized`: as of `write_report`. Raises HarnessError."""
     run = read_run(folder)
     data = read_chart_data(folder) if summarized is None else chart_data(run, summarized)
-    page = render(read_summary(folder), run, data, read_capacity(folder))
-    path = folder / "report.html"
-    replace_file(path, page.encode())
-    return path
+    return render(summary, run, data, read_capacity(folder))
 
 
 def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport | None = None) -> str:

@@ -88,7 +88,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
             _print_item(console, check_line(check))
     console.print()
     page = folder / "report.html"
-    where = str(page) if page.exists() else f"none yet; `harness report {folder}` writes it"
+    where = str(page) if page.exists() else f"`harness report {folder} --format html > report.html` writes it"
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 

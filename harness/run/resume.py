@@ -1,7 +1,6 @@
 """Resume a run after any end: keep the complete and valid cells, and measure the others again."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from harness.files import read_json
 from harness.judge.comparable import ABSENT, flatten, format_values
 from harness.prepare.experiment import Experiment, Target, prepare_recorded
 from harness.prepare.machine_fit import preflight
-from harness.process import owner_labels
+from harness.process import ORPHAN_GRACE_S, orphans_of, owner_labels
 from harness.redact import HIDDEN
 from harness.run.budget import budget_steps
 from harness.run.orchestrator import run_cells, run_steps
@@ -40,7 +39,7 @@ from harness.serve.engine import connect, remove_leftovers
 from harness.units import count
 
 MAX_CHANGES = 10  # shown of what differs from the run
-ORPHANS_S = 15.0  # for load processes of a killed harness to write their last records
+ORPHANS_S = ORPHAN_GRACE_S + 5.0  # for load processes of a killed harness to write their last records
 
 
 def resume(
@@ -69,7 +68,7 @@ def resume(
                 next_step="Undo that and resume it again, or measure anew with `harness run SCENARIO`: the cells of a "
                 "run must be measured alike.",
             )
-        _wait_for_orphans(folder, progress)
+        _wait_for_orphans(run, progress)
         if needs_docker(experiment):
             with contextlib.closing(connect()) as client:
                 for item in remove_leftovers(client, run.id, everything=True):
@@ -210,24 +209,14 @@ def _reopen(folder: Path, run: Run, kept: set[str], cells: list[Cell]) -> Run:
     return run
 
 
-def _wait_for_orphans(folder: Path, progress: Progress) -> None:
+def _wait_for_orphans(run: Run, progress: Progress) -> None:
     """Wait for the load processes of a killed harness, which end by themselves and write their last records."""
-    jobs = f"{folder.resolve() / 'jobs'}{os.sep}"
-    deadline_s = time.monotonic() + ORPHANS_S
-    if list(_job_processes(jobs)):
+    deadline = time.monotonic() + ORPHANS_S
+    if orphans_of(run.owner):
         progress.line("waiting for the load processes of the killed run")
-    while orphans := list(_job_processes(jobs)):
-        if time.monotonic() > deadline_s:
+    while orphans := orphans_of(run.owner):
+        if time.monotonic() > deadline:
             for process in orphans:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         time.sleep(0.1)
-
-
-def _job_processes(jobs: str) -> Iterator[psutil.Process]:
-    """Yield the processes with a file of this folder in their command line."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            has_job = any(word.startswith(jobs) for word in process.cmdline())
-            if has_job and process.status() != psutil.STATUS_ZOMBIE:
-                yield process

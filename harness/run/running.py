@@ -103,7 +103,7 @@ class RunFile:
         except OSError as error:
             raise HarnessError(
                 f"{folder}: the results cannot be written ({error.strerror})",
-                next_step=f"The records are complete. Free some space, then: harness report {folder}",
+                next_step=f"The records are complete: `harness report {folder}` shows the results. Free some space.",
             ) from None
         except KeyboardInterrupt:
             write_run(folder, replace(ended, status="interrupted", reasons=[because("interrupted_at_end")]))
