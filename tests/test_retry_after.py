@@ -20,7 +20,8 @@ def busy(retry_after: bytes) -> bytes:
 
 
 VALUES: list[tuple[bytes, float | None]] = [
-    (b"7", 7.0), (b" 7 ", 7.0), (b"0", 0.0), (b"1.5", 1.5), (b"1.3333333333333333", 4 / 3), (b"61", 60.0), (b"9" * 400, 60.0),
+    (b"7", 7.0), (b" 7 ", 7.0), (b"0", 0.0), (b"1.5", 1.5), (b"1.3333333333333333", 4 / 3), (b"61", 60.0),
+    (b"9" * 400, 60.0),
     (b"", None), (b"-1", None), (b"1e400", None), (b"nan", None), (b"1_0", None), (b"1,5", None),
     (b"\xb2", None),  # a digit, but not one of HTTP
     (b"10 s", None), (b"Mon, 23 Nov 2026 10:00:20 GMT", None),
