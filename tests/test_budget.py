@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from harness.analysis.summarize import read_summary
 from harness.judge.verdicts import ComparedSides, decide_verdicts, level_parts
@@ -130,7 +131,10 @@ def test_only_open_rows_get_more_repeats() -> None:
 
     rows = [Row(server=name, load="x", cells=[], wall_s=[], output_tok_s=[], pooled=NOTHING) for name in "abcd"]
     refused = [verdict("b", "refused"), verdict("c", "apart"), verdict("d", "in_margin", None)]
-    for verdicts, open_names in (([verdict("b", "includes_one"), verdict("c", None)], "ab"), (refused, "")):
+    one_run = replace(verdict("d", None), basis="one_run", provisional=True)
+    for verdicts, open_names in (
+        ([verdict("b", "includes_one"), verdict("c", None)], "ab"), (refused, ""), ([one_run], "ad"),
+    ):  # fmt: skip
         comparison = Comparison(metric=None, comparisons=1, noise_floor=0.02, noise_source=[], verdicts=verdicts)
         summary = Summary(
             run="r", scenario="s", question="q", simulated=False, valid=True, reasons=[], rows=rows, cells=[],

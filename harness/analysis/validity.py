@@ -33,6 +33,7 @@ from harness.summary import (
     Reason,
     Row,
     ServerLoad,
+    Verdict,
     WarmupResult,
     because,
 )
@@ -524,14 +525,18 @@ def budget_notes(run: Run, comparison: Comparison | None) -> Iterator[Reason]:
     if run.budget is None:
         return
     verdicts = [] if comparison is None else comparison.verdicts
-    decided, looks = sum(verdict.reason is None for verdict in verdicts), len(run.budget.looks)
+    decided, looks = sum(_is_decided(verdict) for verdict in verdicts), len(run.budget.looks)
     yield because("budget", seconds=run.budget.seconds, decided=decided, verdicts=len(verdicts), looks=looks)
     if run.budget.unmeasured:
         yield because("budget_unmeasured", rows=run.budget.unmeasured)
-    if undecided := [verdict for verdict in verdicts if verdict.reason in OPEN]:
+    if undecided := [verdict for verdict in verdicts if verdict.reason in OPEN or verdict.basis == "one_run"]:
         names = list(dict.fromkeys(verdict.side for verdict in undecided))
         needed = [verdict.needed for verdict in undecided if verdict.needed is not None]
         yield because("budget_open", rows=names, needed=max(needed) if len(needed) == len(undecided) else None)
+
+
+def _is_decided(verdict: Verdict) -> bool:
+    return verdict.word in ("faster", "slower", "same") and not verdict.provisional
 
 
 def failed_setting_notes(rows: Iterable[Row]) -> list[Reason]:

@@ -130,11 +130,14 @@ def is_check_due(repeats: int, planned: int) -> bool:
 
 
 def open_rows(summary: Summary) -> set[Row]:
-    """Return the rows with a verdict that more repeats can decide: their spread is not too large."""
+    """Return the rows with a verdict that more repeats can decide or confirm: their spread is not too large."""
     keys = {row.name: row.key for row in summary.rows}
     verdicts = [] if summary.comparison is None else summary.comparison.verdicts
     undecided = [
-        verdict for verdict in verdicts if verdict.reason in OPEN and (verdict.needed or verdict.needed_for_same)
+        verdict
+        for verdict in verdicts
+        if verdict.basis == "one_run"
+        or (verdict.reason in OPEN and (verdict.needed is not None or verdict.needed_for_same is not None))
     ]
     return {keys[name] for verdict in undecided for name in (verdict.side, verdict.baseline) if name in keys}
 
