@@ -25,6 +25,7 @@ from harness.errors import HarnessError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ORPHAN_GRACE_S = 10  # for a child to end by itself when this process has died
+INTERRUPTED_GRACE_S = 2.0  # after a second Ctrl-C
 OWNER_ENV = "AMD_LLM_LOAD_OWNER"  # process id and start of the process that started a child
 # A process that computes handles no signal, so a guard in its group kills it. The guard waits for the end of its input.
 _GUARD = f"""read -r _; n=0
@@ -115,7 +116,11 @@ def stop(child: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
             child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(grace_s)
-    finally:  # a second Ctrl-C only shortens the wait
+    except KeyboardInterrupt:  # a second Ctrl-C only shortens the wait: the child writes its last records
+        with signals_ignored(), contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(min(grace_s, INTERRUPTED_GRACE_S))
+        raise
+    finally:
         # The child's own children, such as Locust's load processes, are in its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -245,7 +245,7 @@ def test_a_worker_without_the_key_is_named(
         error = done.err.splitlines()[0]
         assert error.startswith("error: cell r1-running-l: the load could not start: worker ")
         reason = "the environment variable SCALE_OUT_KEY, which should hold the API key, is not set"
-        assert error.endswith(f": {reason}. export SCALE_OUT_KEY=... and start again")
+        assert error.endswith(f": {reason}. export SCALE_OUT_KEY=... before the run; the key is never written anywhere")
         assert sentences(read_run(only_run(tmp_path)).reasons) == [error.removeprefix("error: ")]
         for worker in workers:
             worker.process.send_signal(signal.SIGINT)
