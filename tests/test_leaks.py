@@ -253,7 +253,7 @@ def said(key: str) -> dict[str, bytes]:
     """What a server with a key in all that it says of itself answers, by path."""
     cache = f'vllm:cache_config_info{{block_size="16",cache_dtype="{key}",gpu_memory_utilization="{key}"}} 1.0\n'
     props = {
-        "default_generation_settings": {"n_ctx": 4},
+        "default_generation_settings": {"n_ctx": 4096},
         "model_path": f"/m/{b64encode(key.encode()).decode()}",
         "build_info": key,
         "model_ftype": key,
