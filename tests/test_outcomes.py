@@ -4,6 +4,7 @@ import gzip
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gevent
@@ -120,6 +121,25 @@ def pinging(connection: socket.socket) -> None:
         time.sleep(0.05)
 
 
+def dripping(connection: socket.socket) -> None:
+    for _ in range(100):
+        connection.sendall(b"d")
+        time.sleep(0.05)
+
+
+def endless(piece: bytes) -> Callable[[socket.socket], None]:
+    """Sends a piece again and again, until the client closes the connection."""
+
+    def send(connection: socket.socket) -> None:
+        while True:
+            connection.sendall(piece)
+
+    return send
+
+
+NO_TOKEN = "no token and no complete answer arrived for 0.3 s"
+
+
 def finish(reason: bytes) -> bytes:
     return b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"%s"}]}\n\n' % reason
 
@@ -130,7 +150,11 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
         "the server closed the connection before the response was", 1),
     "reset": (once(CHUNKED, chunk(TOKEN), then=reset), "disconnect", "", 0),
     "silent in mid-stream": (once(CHUNKED, chunk(TOKEN), then=silence), "timeout", "no data arrived for 0.3 s", 1),
-    "pings and nothing else": (once(UNTIL_CLOSED, then=pinging), "timeout", "no data arrived for 0.3 s", 0),
+    "pings and nothing else": (once(UNTIL_CLOSED, then=pinging), "timeout", NO_TOKEN, 0),
+    "an event in drips": (once(UNTIL_CLOSED, b"data: ", then=dripping), "timeout", NO_TOKEN, 0),
+    "a body in drips": (once(whole(b"{" * 999)[:-998], then=dripping), "timeout", NO_TOKEN, 0),
+    "tokens without end": (once(CHUNKED, then=endless(chunk(TOKEN))), "malformed", "", -1),
+    "events without end": (once(UNTIL_CLOSED, then=endless(b'data: {"choices":[]}\n\n')), "malformed", "0 pieces", 0),
     "given up": (once(UNTIL_CLOSED, TOKEN, finish(b"abort"), DONE), "stream_error",
         "the server ended the answer with finish reason 'abort'", 1),
     "error without data": (once(UNTIL_CLOSED, TOO_LONG), "stream_error",
@@ -180,6 +204,9 @@ def test_every_fault_leaves_one_record_of_its_kind(tmp_path: Path, name: str) ->
     record = one_record(tmp_path, handler, timeout_s=0.3)
     assert record.error == error
     assert (record.message or "").startswith(message)
+    if name == "tokens without end":
+        assert len(record.chunks_s) > 1000
+        return
     assert len(record.chunks_s) >= chunks if name == "reset" else len(record.chunks_s) == chunks
     assert record.ended_s >= 0
 

@@ -99,6 +99,9 @@ ERRORS: dict[str, tuple[bytes, str]] = {
     "printed by Python": (event(b"{'error': 'bad luck'}"), "{'error': 'bad luck'}"),
     "event type error": (event({"message": "bad luck"}, "error"), "bad luck"),
     "event type exception": (event({"message": "bad luck", "code": 500}, "exception"), "500: bad luck"),
+    "event type exception, other fields": (
+        event({"exc": "RuntimeError", "trace": "HIP error", "content": "one"}, "exception"),
+        "exc: RuntimeError; trace: HIP error"),
     "event type of its own": (event({"msg": "bad luck"}, "modelStreamErrorException"), "bad luck"),
     "event type, and plain text": (event(b"bad luck", "error"), "bad luck"),
     "event type, and null": (event(None, "error"), "an error event without a message"),
@@ -293,3 +296,22 @@ def test_a_prompt_of_no_tokens_is_missing() -> None:
     assert list(answer.bad.values()) == [
         BadField("usage.prompt_tokens", "zero", "0"), BadField("usage.completion_tokens", "zero", "0"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [{}, [], ""])
+def test_an_empty_error_without_a_finish_reason_is_a_failed_request(error: Any) -> None:
+    broken = event(delta(content="one") | {"error": error})
+    words = "no finish reason, and an event of no known form: its error is empty"
+    assert outcome(answer_to(STREAM, ROLE, broken, DONE)) == ("stream_error", words)
+    assert outcome(answer_to(STREAM, ROLE, broken, STOP, DONE)) == (None, None)
+    assert answer_to(STREAM, ROLE, event({"error": error}), WORD, DONE).error == "stream_error"
+
+
+def test_content_may_be_a_list_of_parts() -> None:
+    parts = [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}]
+    answer = answer_to(STREAM, ROLE, event(delta(content=parts)), event(delta(content=[])), STOP, DONE)
+    assert (outcome(answer), answer.text, answer.bad) == ((None, None), "one", {})
+    whole = json.dumps({"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}).encode()
+    answer = answer_to(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(whole) + whole, ended=False)
+    assert (outcome(answer), answer.text, answer.bad) == ((None, None), "one", {})
+    assert answer_to(STREAM, ROLE, event(delta(content=[{"image": 1}])), STOP, DONE).error == "empty"

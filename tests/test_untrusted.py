@@ -230,7 +230,7 @@ def test_a_comment_with_data_in_it_ends_nothing_and_does_not_keep_us(tmp_path: P
                 return
 
     record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, then=pings), timeout_s=0.5)
-    assert (record.error, record.message) == ("timeout", "no data arrived for 0.5 s")
+    assert (record.error, record.message) == ("timeout", "no token and no complete answer arrived for 0.5 s")
 
 
 def test_limits_of_a_connection_that_are_no_numbers_are_not_said() -> None:

@@ -82,6 +82,7 @@ _TEXT_KEYS = (
     "message", "msg", "detail", "details", "error", "errors", "error_message", "errorMessage", "errmsg", "exception",
     "reason", "description", "error_description", "text", "title", "response",
 )  # fmt: skip
+_TEXT_OF_MODEL = ("content", "prompt", "input", "output", "completion", "partial", "delta", "id", "object", "model")
 _KIND_KEYS = ("type", "code")
 _OTHER_KIND_KEYS = ("status", "status_code", "statusCode", "error_type", "error_code", "errorCode", "err_type")
 _NUMBER_KEYS = ("code", "status", "status_code", "statusCode", "error_code")
@@ -194,6 +195,22 @@ def error_words(body: dict[str, Any]) -> str | None:
             return message if message is not None or not is_error_object else "error: no message"
         return f"{' '.join(kinds) or 'error'}: {message or 'no message'}"
     return _words_of({"error": error})
+
+
+def error_event_words(body: dict[str, Any]) -> str | None:
+    """Return the words of an event that has the name of an error; those of any text if no field has a known name."""
+    names = [
+        key for key, value in body.items() if isinstance(value, str) and value.strip() and key not in _TEXT_OF_MODEL
+    ]
+    return error_words(body) or "; ".join(f"{key}: {body[key].strip()}" for key in names[:_MAX_LISTED]) or None
+
+
+def has_empty_error(body: dict[str, Any]) -> bool:
+    """Whether a decoded event has an error without anything in it: an object, an array or a text, and not null."""
+    choices = body.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    parts = [body, choice, *((choice.get("delta"), choice.get("message")) if isinstance(choice, dict) else ())]
+    return any(isinstance(part, dict) and part.get("error") in ({}, [], "") for part in parts)
 
 
 def _kind(value: Any) -> str | None:

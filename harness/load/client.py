@@ -234,7 +234,10 @@ class Client:
             del request
             self._receive(sock, exchange)
         except TimeoutError:
-            raise Failure("timeout", f"no data arrived for {self._timeout_s:g} s") from None
+            newest_read, progress = len(exchange.arrivals.reads_ns) - 1, exchange.data_read
+            is_silent = newest_read == (-1 if progress is None else progress)
+            what = "no data arrived" if is_silent else "no token and no complete answer arrived"
+            raise Failure("timeout", f"{what} for {self._timeout_s:g} s") from None
         except (OSError, EOFError) as error:
             was_closing = reused and time.monotonic_ns() - self._last_ended_ns < CLOSING_S * 1e9
             if was_closing and not exchange.arrivals.reads_ns:

@@ -22,6 +22,7 @@ from harness.rundir.records import LATE_READ_S, ErrorKind
 
 _MAX_RESPONSE_BYTES = 16 << 20  # of a response that is not a stream; embeddings of a long input are large
 _MAX_STREAM_BYTES = 256 << 20  # 100,000 tokens take 30 MiB
+_MAX_PIECES_PER_TOKEN, _MORE_PIECES = 16, 1000  # of text, for each token of max_tokens and in addition
 _MAX_BLANKS = 64  # before the first event
 _EVENT_START = re.compile(rb"\s*(?:data|event|id|retry)?:")  # JSON and HTML never start like this
 MAX_RETRY_AFTER_S = 60.0
@@ -52,6 +53,7 @@ class Exchange:
     id: str
     embeddings: bool = False  # a request for vectors, not text
     abandon_after_chunks: int | None = None  # the user leaves after so many chunks
+    max_tokens: int | None = None  # of the request; None: it has none
     created_ns: int = field(default_factory=time.monotonic_ns)
     connect_ns: int | None = None  # duration of opening the connection; None: it was open
     connect_retries: int | None = None  # SYN retransmissions while it was opened
@@ -66,7 +68,8 @@ class Exchange:
     parsed: "array[int]" = field(default_factory=lambda: array("I"))  # reads processed by the parser
     template: EventTemplate = field(default_factory=EventTemplate)
     known_stream: bool = False
-    data_read: int | None = None  # the last read with data; comments of a stream do not count
+    # The last read that starts or completes an event; of another body the first one. Comments do not count.
+    data_read: int | None = None
     complete: bool = False
     failure: Failure | None = None
     ended_ns: int | None = None  # when it was complete or failed
@@ -100,6 +103,17 @@ class Exchange:
         # Some servers send no content type, or the wrong one.
         return bool(self.body) and _EVENT_START.match(self.body[0][1][:_MAX_BLANKS]) is not None
 
+    def refuse_endless_stream(self) -> None:
+        """Raise Failure if the server sends far more than `max_tokens` allow: it might never stop."""
+        if self.max_tokens is None or self.complete:
+            return
+        max_pieces = _MAX_PIECES_PER_TOKEN * self.max_tokens + _MORE_PIECES
+        events = self._event_count + self.template.events
+        # Events without text report the progress of the prompt, whose tokens have at least one byte each.
+        if self.chunk_count > max_pieces or events > max_pieces + self.request_bytes:
+            what = f"{self.chunk_count} pieces of text in {events} events"
+            raise Failure("malformed", f"{what} for {self.max_tokens} max_tokens: the stream does not end")
+
     def unprocessed_body(self) -> bytes:
         return b"".join(data for _, data in self.body)
 
@@ -118,7 +132,7 @@ class Exchange:
                 events = self._parser.feed(data)
             except EventTooLong:
                 raise Failure("malformed", f"an event has more than {MAX_EVENT_BYTES >> 20} MiB") from None
-            if self._parser.has_data:
+            if self._parser.has_data and (events or starts_an_event):  # not for each part of an event
                 self.data_read = read
             for event in events:
                 self._note_event(event, read)
@@ -285,7 +299,7 @@ class Collector:
             self.exchange.data_read = self.exchange.read_count - 1
 
     def parse_inbox(self, inbox: AnyInbox) -> None:
-        """Parse all that was read. Raises the errors of `parse`, and Abandoned."""
+        """Parse all that was read. Raises the errors of `parse`, Abandoned, and Failure for a stream without end."""
         exchange = self.exchange
         max_chunks = math.inf if exchange.abandon_after_chunks is None else exchange.abandon_after_chunks
         self.note_template_reads()
@@ -296,6 +310,7 @@ class Collector:
                 exchange.process()
             if exchange.chunk_count >= max_chunks and not exchange.complete:
                 raise Abandoned
+        exchange.refuse_endless_stream()
 
     def parse_asleep(self, inbox: AnyInbox) -> None:
         """Parse all that was read while the user's greenlet sleeps. The end of the response wakes it."""
@@ -368,7 +383,7 @@ class Collector:
         exchange = self.exchange
         read = exchange.read_count - 1
         exchange.body.append((read, data))
-        if not exchange.is_stream:  # `process` notes it for streams
+        if exchange.data_read is None and not exchange.is_stream:  # `process` notes it for streams
             exchange.data_read = read
 
     def on_message_complete(self) -> None:

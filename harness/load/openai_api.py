@@ -18,8 +18,9 @@ from harness.failures.unexpected_response import (
     JSON_TYPES,
     decode_json,
     describe_unknown,
-    error_words,
+    error_event_words,
     find_error,
+    has_empty_error,
     is_error_name,
     is_error_text,
     is_failed_finish,
@@ -241,7 +242,8 @@ class Answer:
     texts: list[str] = field(default_factory=list)  # visible content, for the next turn; in no record
     done: bool = False  # [DONE] was seen, or the response is complete in one piece
     generated: bool = False  # there was at least one token, in any channel
-    unknown_event: str | None = None  # the first event of no known form; an error, unless a finish reason comes
+    # The first event of no known form, or with an empty error; an error, unless a finish reason comes.
+    unknown_event: str | None = None
 
     @property
     def text(self) -> str:
@@ -299,7 +301,7 @@ def note_error(event: Event, answer: Answer) -> bool:
     """Note the error that an event reports, whatever its form. Return whether it reports one."""
     if is_error_name(event.type):
         body = _decoded(event.data)
-        text = (error_words(body) if isinstance(body, dict) else None) or _plain_text(body, event.data)
+        text = (error_event_words(body) if isinstance(body, dict) else None) or _plain_text(body, event.data)
         answer.fail("stream_error", text or "an error event without a message")
         return True
     words = _error_text(event.data)
@@ -347,6 +349,8 @@ def note_event(event: Event, number: int, answer: Answer) -> Literal["text", "no
         return None
     if not isinstance(body, dict) or "choices" not in body:
         answer.note_unknown(event.type, describe_unknown(body))
+    if b'"error"' in event.data and isinstance(body, dict) and has_empty_error(body):
+        answer.note_unknown(event.type, "its error is empty")
     if not isinstance(body, dict):
         return None
     _note_usage(body, answer)
@@ -379,8 +383,16 @@ def _note_text_event(event: Event, problem: str, answer: Answer) -> None:
 
 def _filled_channels(part: dict[str, Any], answer: Answer) -> list[str]:
     """Return the non-empty channels of a delta, or of a whole message."""
+    if type(part.get("content")) is list:  # content parts, as a few servers send them
+        part["content"] = _join_parts(part["content"])
     channels = [key for key, value in part.items() if value and key in _CHANNELS]
     return [key for key in channels if answer.get_field(part, key, _CHANNELS[key]) is not None]
+
+
+def _join_parts(parts: list[Any]) -> str | list[Any]:
+    """Return the text of parts such as {"type": "text", "text": "one"}; `parts` if one of them has no text."""
+    texts: list[Any] = [one.get("text") if isinstance(one, dict) else None for one in parts]
+    return "".join(texts) if all(isinstance(one, str) for one in texts) else parts
 
 
 def _add_output(part: dict[str, Any], channels: list[str], answer: Answer) -> bool:
@@ -414,7 +426,8 @@ def note_whole_response(raw: bytes, headers: Mapping[str, str], answer: Answer, 
     _note_usage(body, answer)
     _note_model(body, answer)
     answer.done = True
-    _note_finish(choice, answer)
+    if _note_finish(choice, answer) is None and has_empty_error(body):
+        answer.fail("stream_error", "no finish reason, and its error is empty")
     message = answer.get_field(choice, "message", dict)
     part = choice if message is None else message
     if channels := _filled_channels(part, answer):

@@ -260,6 +260,8 @@ class LoadProcess:
     def _exchange(self, client: Client, work: Work, exchange: Exchange) -> None:
         """Send the request and collect the response, until it ends or the user leaves."""
         path, body = PATHS[self.job.load.endpoint], partial(self._encode_body, work)
+        if not exchange.embeddings:
+            exchange.max_tokens = self._workloads[work.slot.stage].output_tokens(work.question_index)
         if work.leave is None:
             client.send(path, body, exchange)
             return

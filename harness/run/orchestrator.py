@@ -199,7 +199,12 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
         show_stage("asking the server")
         key_name = scenario.api_key_env
         yield attach_to_server(
-            target.url, scenario.model, running.api_key, key_name=key_name, metrics_url=target.metrics_url
+            target.url,
+            scenario.model,
+            running.api_key,
+            key_name=key_name,
+            metrics_url=target.metrics_url,
+            on_wait=running.progress.line,
         )
         return
     with serve(

@@ -27,13 +27,13 @@ CLOSING_S = 0.2  # after a response: a server that closes the connection has don
 
 ErrorKind = Literal[
     "connect",  # no connection: refused, unreachable, name not resolved
-    "timeout",  # no data arrived for longer than the scenario allows; pings are not data
+    "timeout",  # no event or body was complete for longer than the scenario allows; pings do not count
     "disconnect",  # the connection broke before the response was complete
     "rejected",  # 429 or 503: the server is busy
     "http",  # any other status that is not 2xx
     "not_api",  # 200 with something that is not the API's answer, such as HTML
     "stream_error",  # an error object inside a 200 stream
-    "malformed",  # an event that is not JSON
+    "malformed",  # an event that is not JSON, or a stream without end
     "truncated",  # the stream ended without [DONE] or a finish reason
     "empty",  # a complete answer without any generated text
     "unfinished",  # cut by the end of the run

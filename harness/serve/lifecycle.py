@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
@@ -39,6 +40,7 @@ from harness.serve.security import collect_secrets, make_access_notes, require_c
 from harness.serve.template import write_compose_file
 from harness.summary import Reason
 
+_FIRST_REPORT_S = 5.0  # of a wait
 _CHECK_INTERVAL_S = 2.0  # of a server that already ran
 MAX_MISSES, _RETRY_INTERVAL_S = 3, 0.3  # a full listen queue can refuse one connection of a server that lives
 
@@ -372,6 +374,24 @@ def _join_gateway(gateway: Endpoint, server: Endpoint) -> Endpoint:
     return replace(server, url=url, network_url=network_url, started=started, read_status=read_status)
 
 
+@contextlib.contextmanager
+def _reported(what: str, on_wait: Callable[[str], None]) -> Iterator[None]:
+    """Report what is waited for after some seconds, and then less and less often."""
+    ended = threading.Event()
+
+    def report() -> None:
+        start, pause_s = time.monotonic(), _FIRST_REPORT_S
+        while not ended.wait(pause_s):
+            pause_s *= 2
+            on_wait(f"waiting for {what}: {time.monotonic() - start:.0f} s")
+
+    threading.Thread(target=report, name="reporting a wait", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 def attach_to_server(
     url: str,
     model: str | None,
@@ -379,13 +399,16 @@ def attach_to_server(
     *,
     key_name: str | None = None,
     metrics_url: str | None = None,
+    on_wait: Callable[[str], None] = lambda line: None,
 ) -> Endpoint:
     """Return the endpoint of a server that already runs. `key_name`: the environment variable that has the API key.
 
-    Raises ServerError if its model does not answer.
+    `on_wait` is called in another thread, with what is waited for, if that takes seconds. Raises ServerError if the
+    model does not answer.
     """
-    loaded = find_running_model(probe.parse_base_url(url), model, api_key)  # its models have two names
-    served = probe.probe_running_server(url, model if loaded is None else loaded.model, api_key, key_name=key_name)
+    with _reported(f"the first answer of {url} (at most {probe.MAX_ANSWER_S:g} s)", on_wait):
+        loaded = find_running_model(probe.parse_base_url(url), model, api_key)  # its models have two names
+        served = probe.probe_running_server(url, model if loaded is None else loaded.model, api_key, key_name=key_name)
     parts = urlsplit(served.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     last, checked_s = ServerStatus(), time.monotonic()
@@ -401,13 +424,14 @@ def attach_to_server(
             last = ServerStatus(ServerDeath(how="closed", detail=served.url))
         return last
 
-    own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key)
-    if loaded is None:
-        monitor, metrics_url = None, own_metrics_url
-    else:
-        monitor = LemonadeMonitor(Api(served.url, api_key), loaded.model, None)
-        served = replace(served, version=loaded.version, max_parallel=loaded.max_parallel)
-    served = _mark_simulated(record_facts(served, metrics_url=own_metrics_url, api_key=api_key, monitor=monitor))
+    with _reported(f"the metrics and settings of {url}", on_wait):
+        own_metrics_url = metrics_url or probe.find_metrics_url(served.url, api_key)
+        if loaded is None:
+            monitor, metrics_url = None, own_metrics_url
+        else:
+            monitor = LemonadeMonitor(Api(served.url, api_key), loaded.model, None)
+            served = replace(served, version=loaded.version, max_parallel=loaded.max_parallel)
+        served = _mark_simulated(record_facts(served, metrics_url=own_metrics_url, api_key=api_key, monitor=monitor))
     return Endpoint(url=served.url, started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)
 
 
