@@ -295,10 +295,8 @@ def first_of(raw: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
-        ("vllm-chat.json", lambda raw: raw["ttfts"].__setitem__(2, None),
-         r"\$\.ttfts\[2\]: Expected `float`, got `null`"),
-        ("vllm-chat.json", lambda raw: raw["itls"].__setitem__(0, [-1.0]),
-         r"\$\.itls\[0\]\[0\]: Expected `float` >= 0"),
+        ("vllm-chat.json", lambda raw: raw["ttfts"].__setitem__(2, "x"),
+         r"\$\.ttfts\[2\]: Expected `float`, got `str`"),
         ("vllm-chat.json", lambda raw: raw["errors"].pop(), "the lists are not equally long: .*errors 11"),
         ("vllm-chat.json", lambda raw: raw.pop("duration"), "missing required field `duration`"),
         ("vllm-chat.json", lambda raw: raw.update(date="yesterday"),
@@ -436,8 +434,9 @@ def test_vllm_files_of_2025_are_read_without_keys_that_they_do_not_have(tmp_path
 def test_a_vllm_file_of_several_results_has_a_load_for_each(form: str, tmp_path: Path) -> None:
     results = [
         RESULT,
-        RESULT | {"request_rate": 30.0, "duration": 40.0, "output_throughput": 5900.0},
-        RESULT | {"request_rate": "inf", "duration": 20.0, "output_throughput": 11400.0},
+        RESULT | {"request_rate": 30.0, "duration": 40.0, "output_throughput": 5900.0, "total_output_tokens": 236_000},
+        RESULT
+        | {"request_rate": "inf", "duration": 20.0, "output_throughput": 11400.0, "total_output_tokens": 228_000},
     ]
     text = json.dumps(results) if form == "list" else "".join(json.dumps(result) + "\n" for result in results)
     _, summary = import_text(text, tmp_path)
@@ -447,7 +446,9 @@ def test_a_vllm_file_of_several_results_has_a_load_for_each(form: str, tmp_path:
 
 def test_results_of_a_vllm_sweep_with_equal_settings_are_repeats(tmp_path: Path) -> None:
     results = [
-        RESULT | {"output_throughput": speed, "run_number": number, "max_num_seqs": seqs}
+        RESULT
+        | {"output_throughput": speed, "total_output_tokens": round(speed * RESULT["duration"])}
+        | {"run_number": number, "max_num_seqs": seqs}
         for seqs, speeds in ((8, (1000.0, 1010.0, 990.0)), (64, (2000.0, 2010.0, 1990.0)))
         for number, speed in enumerate(speeds)
     ]
@@ -487,6 +488,31 @@ def test_a_number_that_cannot_be_is_missing_with_its_reason(tmp_path: Path) -> N
     # NaN, which Python's json module writes, is no number either.
     _, summary = import_text(json.dumps(RESULT | {"median_tpot_ms": float("nan")}), tmp_path, "nan.json")
     assert (summary.rows[0].pooled.tpot_s.p50, summary.rows[0].pooled.tpot_s.mean) == (None, 0.0136)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5, None])
+def test_a_latency_of_a_list_that_cannot_be_is_missing(bad: Any, tmp_path: Path) -> None:
+    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw["ttfts"].__setitem__(2, bad))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    summary = summarize(import_file(path, tmp_path / "runs"))
+    (row,) = summary.rows
+    assert (row.pooled.ttft_s.n, row.pooled.output_tok_s is None, row.pooled.failed) == (0, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "missing"),
+    [
+        ({"output_throughput": 9e4}, "output_tok_s"),
+        ({"request_throughput": 9e4}, "requests_per_s"),
+        ({"duration": 0}, "output_tok_s"),
+        ({"mean_ttft_ms": -5.0}, "ttft_s"),
+        ({"p99_ttft_ms": 1e-6}, "ttft_s"),
+    ],
+)
+def test_a_number_that_contradicts_others_is_missing(values: Any, missing: str, tmp_path: Path) -> None:
+    path = changed("vllm-plain.json", tmp_path / "x.json", lambda raw: raw.update(values))
+    (part,) = read_file(path)[1].parts
+    assert missing in part.missing
 
 
 def test_a_percentile_that_is_not_in_the_file_does_not_need_more_requests(tmp_path: Path) -> None:

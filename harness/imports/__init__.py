@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -138,6 +139,7 @@ def read_source(path: Path, read_text: Callable[[str], list[Any]] = lambda _: []
         what = f"{path}: cannot be read ({reason_of(error)})"
         raise HarnessError(what, next_step="Give the file of results that the tool wrote.") from None
     digest = hashlib.sha256(raw).hexdigest()
+    raw = raw.removeprefix(b"\xef\xbb\xbf")  # PowerShell writes a mark of the encoding
     try:
         return Source(path, digest, _decode(raw))
     except UNDECODABLE as error:
@@ -197,6 +199,13 @@ class LatencyStats(Struct, frozen=True, kw_only=True):
     def zeros(self) -> list[str]:
         """Return the names of the statistics that are 0, which no latency can be."""
         return [name for name, ms in msgspec.structs.asdict(self).items() if ms == 0]
+
+    def falling(self) -> tuple[str, str] | None:
+        """Return the names of two statistics of which the smaller one by definition is the larger one; else None."""
+        known = [
+            (name, ms) for name in ("min", "p50", "p90", "p95", "p99", "max") if (ms := getattr(self, name)) is not None
+        ]
+        return next(((low, high) for (low, a), (high, b) in pairwise(known) if a > b), None)
 
     def absent(self, n: int) -> list[str]:
         """Return the names of the percentiles that `n` requests can carry and the file does not have."""

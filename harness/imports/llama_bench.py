@@ -102,7 +102,7 @@ def read(source: Source) -> Imported:
     models = {server: str(next((v for key in _MODEL if (v := value.get(key))), "unknown"))
               for server, value in zip(servers, results, strict=True)}  # fmt: skip
     build = tests[0]
-    version = build.build_commit and f"b{build.build_number} ({build.build_commit})"
+    version = _version(build)
     return Imported(
         tool="llama-bench",
         version=version,
@@ -120,6 +120,14 @@ def read(source: Source) -> Imported:
             *_deviation_notes(tests, servers),
         ],
     )
+
+
+def _version(test: LlamaBenchTest) -> str | None:
+    """The build, and its commit unless that repeats the number."""
+    number, commit = test.build_number, test.build_commit
+    if not commit or number is None:
+        return commit or None
+    return f"b{number}" if commit in (f"b{number}", str(number)) else f"b{number} ({commit})"
 
 
 def _deviation_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[Any]:

@@ -7,6 +7,7 @@ vLLM 0.10 have no `endpoint_type` and no `failed`, files before January 2026 no 
 from array import array
 from collections import Counter
 from itertools import accumulate
+from math import isclose
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -50,6 +51,7 @@ AGGREGATE = {
     "percentiles": "interpolated between neighbouring values (numpy.percentile)",
 }
 _WORK = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
+_RATE_TOLERANCE = 0.01  # of a rate and its count / duration, which is rounded in some files
 _NO_PERCENTILE = "the file has no such percentile (--metric-percentiles 50,90,95,99 writes them)"
 _NO_DETAIL = "the file was saved without --save-detailed, or before January 2026, so it has no line for each request"
 
@@ -115,6 +117,7 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
     if value.get("output_throughput") is None and value.get("total_output_tokens") is None:
         raise HarnessError(f"{source.path}: {place}: a benchmark of embeddings has no generated tokens to measure")
     result = source.read(VllmResult, value, place)
+    value = _without_bad_latencies(value)
     detail = source.read(VllmDetail, value, place) if "ttfts" in value else None
     if detail is not None:
         _refuse_unequal_lists(source, place, detail)
@@ -139,6 +142,31 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
         ended_wall_s=ended,
         missing=missing,
     )
+
+
+def _without_bad_latencies(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a result in which a request with a missing or negative latency has none.
+
+    When such a request ended is not known, so the result has no records: its `start_times` are left out.
+    """
+    ttfts, itls = value.get("ttfts"), value.get("itls")
+    if not isinstance(ttfts, list) or not isinstance(itls, list) or len(ttfts) != len(itls):
+        return value
+    bad = {
+        index
+        for index, (ttft, gaps) in enumerate(zip(ttfts, itls, strict=True))
+        if any(
+            one is None or (isinstance(one, int | float) and one < 0)
+            for one in (ttft, *(gaps if type(gaps) is list else ()))
+        )
+    }
+    if not bad:
+        return value
+    return value | {
+        "ttfts": [0.0 if index in bad else one for index, one in enumerate(ttfts)],
+        "itls": [[] if index in bad else one for index, one in enumerate(itls)],
+        "start_times": None,
+    }
 
 
 def _swept(value: dict[str, Any]) -> list[str]:
@@ -237,6 +265,19 @@ def _summary_numbers(
             return None
         return number
 
+    def rate(field: str, name: str, number: float | None, count: int | None) -> Any:
+        """A rate that agrees with its count and the duration."""
+        number = positive(field, name, number)
+        if number is None or count is None:
+            return number
+        if not result.duration:
+            missing[field] = f"{name} is {number:g} in a duration of 0 s, which cannot be"
+        elif not isclose(number * result.duration, count, rel_tol=_RATE_TOLERANCE):
+            missing[field] = (
+                f"{name} is {number:g}, but {count} in {result.duration:g} s are {count / result.duration:g}"
+            )
+        return None if field in missing else number
+
     return Numbers(
         sent=result.completed + lost,
         succeeded=result.completed,
@@ -248,8 +289,8 @@ def _summary_numbers(
         wall_s=positive("wall_s", "duration", result.duration),
         window="wall",
         window_s=result.duration or None,
-        output_tok_s=positive("output_tok_s", "output_throughput", result.output_throughput),
-        requests_per_s=positive("requests_per_s", "request_throughput", result.request_throughput),
+        output_tok_s=rate("output_tok_s", "output_throughput", result.output_throughput, result.total_output_tokens),
+        requests_per_s=rate("requests_per_s", "request_throughput", result.request_throughput, result.completed),
         **samples,
     )
 
@@ -269,7 +310,7 @@ def _listed_distributions(detail: VllmDetail, completed: int, missing: dict[str,
         if tokens > 1 and gaps:
             tpot.append(sum(gaps) / (tokens - 1))
     if without:
-        why = f"{without} successful requests have a TTFT of 0: they got no token"
+        why = f"{without} successful requests have no token, or a TTFT or ITL that cannot be"
         missing |= dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), why)
         return {}
     return {"ttft_s": distribution_of(ttft), "tpot_s": distribution_of(tpot), "e2e_s": distribution_of(e2e)}
@@ -287,7 +328,15 @@ def _distribution(
         if n:
             missing[f"{ours}_s"] = f"the file has no {name} (--percentile-metrics ttft,tpot,itl,e2el writes it)"
         return NO_SAMPLE
+    numbers = [one for one in given.values() if isinstance(one, int | float)]
+    if any(one < 0 for one in numbers):
+        missing[f"{ours}_s"] = f"a statistic of {name} is {min(numbers):g} ms, which no latency can be"
+        return NO_SAMPLE
     stats = source.read(LatencyStats, given, f"{place}.*_{name}_ms")
+    falling = stats.falling()
+    if falling is not None:
+        missing[f"{ours}_s"] = f"{falling[0]} of {name} is above {falling[1]}: one of them is wrong"
+        return NO_SAMPLE
     if zeros := stats.zeros():
         keys = ", ".join(f"{prefixes[key]}_{name}_ms" for key in zeros)
         missing[f"{ours}_s"] = (
