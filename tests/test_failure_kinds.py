@@ -368,3 +368,182 @@ def test_a_server_that_logs_at_debug_already_is_not_told_to() -> None:
 def test_a_known_failure_in_other_words(line: str, row: str) -> None:
     failure = explain(f"{line}\n")
     assert failure is not None and failure.id == row
+
+
+# What is no failure of the GPU or of the server.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pcieport 0000:00:1c.0: pciehp: Slot(4): Link Down",
+        "r8169 0000:02:00.0: PCIe Bus Error: severity=Uncorrectable (Non-Fatal), type=Transaction Layer",
+        "nvme 0000:03:00.0: PCIe Bus Error: severity=Uncorrectable (Fatal), type=Transaction Layer, (Receiver ID)",
+        "nvme 0000:03:00.0: Unable to change power state from D3cold to D0, device inaccessible",
+        "igc 0000:0a:00.0 enp10s0: PCIe link lost, device now detached",
+        "xe 0000:03:00.0: [drm] device wedged, needs recovery",
+        "nvme nvme1: AMD-Vi: Event logged [IO_PAGE_FAULT domain=0x0021 address=0x7f1200 flags=0x0020]",
+    ],
+)
+def test_a_fault_of_another_device_is_none_of_the_gpu(line: str) -> None:
+    assert scan_text(f"[    1.0] amdgpu 0000:c5:00.0: amdgpu: SMU is initialized\n[  812.3] {line}\n").findings == []
+
+
+@pytest.mark.parametrize(
+    ("line", "row"),
+    [
+        ("PCIe Bus Error: severity=Uncorrectable (Fatal), type=Transaction Layer", "kernel.bus_lost"),
+        ("amdgpu: PCI error: detected callback!!", "kernel.bus_lost"),
+        ("Unable to change power state from D3cold to D0, device inaccessible", "kernel.bus_lost"),
+        ("AMD-Vi: Event logged [IO_PAGE_FAULT domain=0x0021 address=0x7f1200 flags=0x0020]", "kernel.iommu"),
+    ],
+)
+def test_a_fault_of_the_gpu_on_its_bus(line: str, row: str) -> None:
+    failure = explain(f"[  812.3] amdgpu 0000:c5:00.0: {line}\n")
+    assert failure is not None and failure.id == row
+    assert row != "kernel.bus_lost" or failure.cause.endswith(" 0000:c5:00.0")
+
+
+KILLS = {
+    "host.oom_kill": "[ 991.0] Out of memory: Killed process 3312 ({}) total-vm:9123456kB, anon-rss:212345kB",
+    "kernel.segfault": "[ 991.0] {}[2211]: segfault at 0 ip 00007f1 sp 00007ffe error 4 in libx.so",
+}
+SERVERS = (
+    "python3",
+    "VLLM::EngineCor",
+    "vllm",
+    "llama-server",
+    "ollama",
+    "lemond",
+    "sglang::schedul",
+    "ray::RayWorker",
+)
+
+
+@pytest.mark.parametrize(("row", "name"), list(itertools.product(KILLS, (*SERVERS, "pt_main_thread", "raylet"))))
+def test_the_end_of_a_server_s_process_is_a_cause(row: str, name: str) -> None:
+    cause = scan_text(KILLS[row].format(name)).cause()
+    assert cause is not None and cause.id == row and f"{name}" in cause.cause
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        *((row, KILLS[row].format(name)) for row in KILLS for name in ("firefox", "gnome-shell", "Xorg", "chrome")),
+        ("host.oom_kill", "app-gnome-firefox-33.scope: A process of this unit has been killed by the OOM killer."),
+        ("host.oom_kill", "oom-kill:constraint=CONSTRAINT_NONE,task=firefox,pid=3312,uid=1000"),
+        ("kernel.segfault", "systemd-coredump[9]: Process 7 (gnome-shell) of user 1000 dumped core."),
+        ("kernel.segfault", "org.gnome.Shell@wayland.service: Main process exited, code=dumped, status=11/SEGV"),
+    ],
+)
+def test_the_end_of_a_desktop_program_is_a_warning(row: str, line: str) -> None:
+    scanned = scan_text(line)
+    assert [(one.id, one.severity) for one in scanned.findings] == [(row, "warning")] and scanned.cause() is None
+
+
+def test_a_crash_within_a_library_of_rocm_or_of_a_unit_of_one_s_own_is_a_cause() -> None:
+    crash = "[ 1.0] infer[42]: segfault at 0 ip 00007f12 sp 00007ffc error 4 in libamdhip64.so.7[7f10+2000] likely"
+    for line in (crash, "inference.service: Main process exited, code=dumped, status=6/ABRT"):
+        cause = scan_text(line).cause()
+        assert cause is not None and cause.id == "kernel.segfault"
+
+
+@pytest.mark.parametrize("why", ["unhandled system error", "unhandled cuda error"])
+def test_a_full_dev_shm_is_the_cause_of_the_error_of_rccl_before_it(why: str) -> None:
+    log = (
+        f"{EXCEPTION}torch.distributed.DistBackendError: NCCL error in: /src/NCCLUtils.cpp:94, {why}\n"
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+        "Last error:\nError while creating shared memory segment /dev/shm/nccl-YG2K3P (size 9637888), error: "
+        "No space left on device (28)\n"
+    )
+    failure = explain(log)
+    assert failure is not None and (failure.id, failure.number) == ("shm.bus_error", 4)
+    assert "shm_size" in failure.fix
+    disk = explain("OSError: [Errno 28] No space left on device\n")
+    assert disk is not None and disk.id == "disk.full"
+
+
+@pytest.mark.parametrize("call", ["sample_tokens", "execute_model"])
+def test_a_step_of_vllm_that_did_not_end_is_a_hang(call: str) -> None:
+    log = f"{READY['vLLM']}{EXCEPTION}TimeoutError: RPC call to {call} timed out.\n"
+    log += "(APIServer pid=1) ERROR vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n"
+    data = found(log)
+    assert (data["cause"]["id"], data["cause"]["number"], data["recognised"]) == ("engine.stuck", 2, True)
+    assert "dmesg" in data["cause"]["fix"]
+
+
+def test_the_watchdog_of_sglang_before_the_signal_of_its_child() -> None:
+    log = (
+        "[2026-05-02 07:47:55 TP0] Watchdog timeout (self.watchdog_timeout=300)\n"
+        "[2026-05-02 07:48:00] Received sigquit from a child process. It usually means the child failed.\n"
+    )
+    failure = explain(log)
+    assert failure is not None and (failure.id, failure.number, failure.wrapper_number) == ("sglang.hang", 1, 2)
+
+
+def test_no_cause_is_followed_by_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "some.log").write_text(f"{EXCEPTION}ValueError: no sprocket\n")
+    done = harness("explain", "some.log", cwd=tmp_path)
+    assert done.code == 4 and "No failure" not in done.out
+
+
+DISCOVERY = (
+    'time=2026-10-01T10:00:00.000Z level=INFO source=runner.go:464 msg="failure during GPU discovery" '
+    'OLLAMA_LIBRARY_PATH="[/usr/lib/ollama /usr/lib/ollama/rocm]" error="runner crashed"\n'
+)
+COMPUTE = 'level=INFO source=types.go:60 msg="inference compute" id={0} library={0} compute=""\n'
+
+
+def test_ollama_that_works_on_the_processor_is_told_by_its_search_for_a_gpu() -> None:
+    data = found(COMPUTE.format("cpu") + DISCOVERY)
+    assert (data["cause"]["id"], data["recognised"]) == ("ollama.discovery", True)
+    assert [one["id"] for one in data["warnings"]] == ["ollama.no_gpu"]
+    assert "HSA_OVERRIDE_GFX_VERSION" in data["cause"]["fix"] and "runner crashed" in data["cause"]["cause"]
+    assert found(DISCOVERY + COMPUTE.format("Vulkan"))["cause"] is None, "it found the GPU by another library"
+
+
+@pytest.mark.parametrize(
+    ("error", "row"),
+    [
+        ("timed out waiting for llama runner to start - progress 0.00 - ", "ollama.start_timeout"),
+        ("model requires more system memory (5.3 GiB) than is available (3.3 GiB)", "ollama.memory"),
+        ("llama runner process has terminated: exit status 2", "ollama.runner"),
+        ("llama runner process has terminated: signal: killed", "ollama.runner_crashed"),
+        ("no sprocket", "ollama.load_failed"),
+    ],
+)
+def test_a_failed_load_that_ollama_logs_at_info(error: str, row: str) -> None:
+    failure = explain(
+        f'time=2026-10-01T10:05:00.000Z level=INFO source=sched.go:470 msg="Load failed" error="{error}"\n'
+    )
+    assert failure is not None and failure.id == row
+
+
+def test_the_signal_of_ollama_s_runner_says_more_than_the_request_it_broke_off() -> None:
+    before = "time=2026-10-01T10:00:20.000Z level=ERROR source=server.go:1 msg="
+    post = before + r'"post predict" error="Post \"http://127.0.0.1:39121/completion\": EOF"' + "\n"
+    end = before + '"llama runner terminated" error="signal: aborted (core dumped)"\n'
+    data = found(post + end)
+    assert (data["cause"]["id"], data["cause"]["number"]) == ("ollama.runner_crashed", 2)
+    assert data["cause"]["cause"].endswith(": aborted (core dumped)")
+    assert found(post)["cause"]["cause"].endswith(': Post "http://127.0.0.1:39121/completion": EOF')
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2026-11-26 19:50:10.100 [Error] (Process) [XRT] ERROR: ert_cmd_state: ERT_CMD_STATE_TIMEOUT",
+        "DRM_IOCTL_AMDXDNA_CREATE_HWCTX IOCTL failed (err=-22): Invalid argument",
+    ],
+)
+def test_a_failure_of_the_npu(line: str) -> None:
+    failure = explain(f"{line}\n")
+    assert failure is not None and failure.id == "npu.failed"
+
+
+def test_a_refused_request_is_no_cause_of_a_server_that_was_ready() -> None:
+    refused = 'srv    operator(): got exception: {"error":{"code":400,"type":"exceed_context_size_error"}}\n'
+    data = found(READY["llama.cpp"] + refused)
+    assert data["cause"] is None and data["started"]
+    assert [one["id"] for one in data["findings"]] == ["req.context"]
+    assert found(refused)["cause"]["id"] == "req.context", "alone it is what is asked about"

@@ -19,7 +19,7 @@ from msgspec import Struct, field, structs
 
 from harness.engines import engines
 from harness.failures import table
-from harness.failures.table import RANKS, Pattern, Phase, Severity
+from harness.failures.table import RANKS, Pattern, Phase, Severity, is_server_name
 from harness.files import open_file
 from harness.redact import masked, printable
 
@@ -55,6 +55,7 @@ _LEVELS: dict[str, Level] = {
     "error": "error", "critical": "error", "fatal": "error", "e": "error",
 }  # fmt: skip
 _LOGFMT = re.compile(r"(?:^|\s)level=(\w+)")
+_FAILED_LOAD = 'msg="Load failed"'  # Ollama logs it at the level INFO
 _USER_TEXT = re.compile(  # a request with its prompt, an access log
     r"""\bReceived request\b|\bprompts?['"]?[:=] ?[\['"]|["']content["']: ?[\['"]|"(?:GET|POST|PUT|DELETE|HEAD) /"""
 )
@@ -132,7 +133,9 @@ class ScannedLog(Struct, frozen=True, kw_only=True):
     server: str | None = None  # the server type that seems to have written the log
 
     def cause(self) -> Diagnosis | None:
-        return select_root_cause(self.findings)
+        """Return the root cause; refused requests do not explain how a server that was ready ended."""
+        is_ready = self.ready is not None
+        return select_root_cause([one for one in self.findings if not (is_ready and one.severity == "request")])
 
 
 def select_root_cause(findings: Sequence[Diagnosis]) -> Diagnosis | None:
@@ -207,7 +210,7 @@ def parse_line(raw: bytes) -> LogLine:
             level = None if groups["part"] == "Process" else _LEVELS.get(name.lower())
     text = text[end:].rstrip()
     if level is None and (logfmt := _LOGFMT.search(text)) is not None:
-        level = _LEVELS.get(logfmt[1].lower())
+        level = "error" if _FAILED_LOAD in text else _LEVELS.get(logfmt[1].lower())
     return LogLine(text, level)
 
 
@@ -452,13 +455,15 @@ def _find_pattern(line: str, candidates: Sequence[Pattern]) -> tuple[Pattern, re
 
 def _make_diagnosis(pattern: Pattern, match: re.Match[str], number: int | None) -> Diagnosis:
     rule = pattern.rule
+    program = [match.groupdict().get(name) for name in ("name", "library")]
+    is_other = rule.servers_only and program[0] and not any(is_server_name(name) for name in program if name)
     cause, fix = table.format_cause_and_fix(rule, match.groupdict())
     line = masked(match.string)
     masked_match = pattern.regex.search(line) if len(line) > SHOWN_CHARS else None
     return Diagnosis(
         id=rule.id,
         phase=rule.phase,
-        severity=rule.severity,
+        severity="warning" if is_other else rule.severity,
         cause=cause,
         fix=fix,
         line=shorten(line, masked_match.start() if masked_match else 0),

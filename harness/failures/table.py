@@ -39,6 +39,7 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     where: Literal["docker", "log", "http", "exit"]
     severity: Severity = "cause"
     scenario: bool = False  # of a request: the scenario is wrong, so all such requests will be refused
+    servers_only: bool = False  # of a process {name}: one that is no server's is a warning, such as a browser
     fetching: bool = False  # of fetching the model: the server has recovered once the model is loaded
     chatter: bool = False  # logged at the level INFO, where other rows would only match quoted user text
     match: list[str | dict[str, str]]  # plain words, or {plain words that each matching line has: regular expression}
@@ -53,6 +54,25 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def fixes(self) -> dict[str, str]:
         """Return the fixes by server; `any` is always one of them."""
         return self.fix if isinstance(self.fix, dict) else {"any": self.fix}
+
+
+# Names of processes, threads, libraries, units and groups that may be a server's; the kernel cuts them to 15 letters.
+_SERVER_NAME = re.compile(
+    r"(?i)python|^pt_|vllm|enginecor|llama|lemon|\blemond|sglang|litellm|local-?ai|^ray\b|raylet|ray::|kobold|tabby|"
+    r"triton|text-generation|\btgi|lmdeploy|mlc_|mistralrs|uvicorn|gunicorn|granian|hypercorn|aphrodite|"
+    r"lms?[- _]?studio|\brunner|worker|router|^server$|^main$|^thread|rocm|hip|hsa-runtime|rocblas|rccl|ggml|torch|"
+    r"docker|containerd|libpod|crio|kubepods|^conmon|vte-spawn|^harness$|^locust$"
+)
+_DESKTOP_UNIT = re.compile(
+    r"(?i)gnome|kde|plasma|kwin|xdg|gdm|sddm|lightdm|display-manager|pipewire|wireplumber|pulse|dbus|app-|user@|systemd-"
+)
+
+
+def is_server_name(name: str) -> bool:
+    """Check whether a process, library or systemd unit may be a server's."""
+    if _SERVER_NAME.search(name) is not None:
+        return True
+    return name.endswith(".service") and _DESKTOP_UNIT.search(name) is None
 
 
 class Pattern(Struct, frozen=True):
@@ -157,7 +177,7 @@ MAX_NUMBER = 1e15  # a log can print anything
 
 def format_cause_and_fix(rule: Rule, found: Mapping[str, str | None], server: str | None = None) -> tuple[str, str]:
     """Return the cause and the fix of a row for the groups of a matching line. `server`: the name of its engine."""
-    groups = {name: masked((value or "").strip()) for name, value in found.items()}
+    groups = {name: masked((value or "").strip().replace('\\"', '"')) for name, value in found.items()}
     values = _compute_values(groups) | _find_replacements(groups)
     values |= {name: value[:MAX_VALUE_CHARS] for name, value in groups.items() if value}
     fix = rule.fixes.get(server or "any") or rule.fixes["any"]

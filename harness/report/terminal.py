@@ -238,10 +238,10 @@ def is_recognised(scanned: ScannedLog) -> bool:
 
 
 def has_started(scanned: ScannedLog) -> bool:
-    """Whether the server became ready, and the log has no failure after that and no error at its end."""
+    """Whether the server became ready, and the log has no failure of it after that and no error at its end."""
     if scanned.ready is None or (scanned.bad_end is not None and scanned.stopping is None):
         return False
-    return not _has_failure(scanned, ignored=("warning",))
+    return not _has_failure(scanned, ignored=("warning", "request"))
 
 
 def was_stopped(scanned: ScannedLog) -> bool:
@@ -301,7 +301,12 @@ def print_explanation(name: str, scanned: ScannedLog, console: Console) -> None:
         _print_row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
         _print_next_steps(scanned, console)
     elif not is_recognised(scanned):
-        console.print("\nNo failure that the table knows is in this log.", style="bold")
+        known = (
+            "No failure that the table knows is in this log."
+            if cause is None
+            else "The table does not know this cause."
+        )
+        console.print(f"\n{known}", style="bold")
         _print_next_steps(scanned, console)
 
 
