@@ -179,7 +179,9 @@ def test_the_rule_that_ends_a_load() -> None:
 
 
 def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
-    loads = {"burst": {"user": "batch", "batch_size": 5, "requests": 10_000, "output_tokens": 5000}}
+    # Some would fit, so the load is sent.
+    lengths = {"uniform": [1, 100_000]}
+    loads = {"burst": {"user": "batch", "batch_size": 5, "requests": 10_000, "output_tokens": lengths}}
     path = write(tmp_path, loads=loads, repeats=2, servers={"one": server("--max-model-len", "2048")})
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     run = only_run(tmp_path / "runs")

@@ -137,7 +137,11 @@ def test_limits_environment_and_mounts_are_in_effect(
         ({"image": "127.0.0.1:9/none:v1"}, "its registry cannot be reached", "docker save"),
         ({"image": "amd-llm-load:no-such-tag"}, "was not built yet", "make image"),
         ({"extra_args": ["--max-seqs", 3]}, "does not know the argument: --max-seqs 3", "remove it from extra_args"),
-        ({"extra_args": ["--fail-start", "HIP out of memory"]}, "exit code 1: the GPU's memory is used up", "quantised"),
+        (
+            {"extra_args": ["--fail-start", "HIP out of memory"]},
+            "exit code 1: the GPU's memory is used up",
+            "quantised",
+        ),
         ({"mem_limit": "8m"}, "exit code 137: the kernel killed it because", "raise mem_limit"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
