@@ -199,6 +199,7 @@ def _check_value(
     requests: int = 0,
     censored: int = 0,
     unknown: int = 0,
+    failed: int = 0,
     decision: Mapping[str, Any] | None = None,
     rows: int = 1,
     **_: Any,  # of older versions
@@ -220,6 +221,7 @@ def _check_value(
         parts.append(f"95 % interval {bounds}")
     known = [f"{censored:,} cut before it ended"] if censored else []
     known += [f"{unknown:,} unknown"] if unknown else []
+    known += [f"{failed:,} failed (within no bound)"] if failed else []
     if known:
         parts.append(f"{' and '.join(known)} of {count(requests, 'request')}")
     decided = "" if decision is None else f"; {_nested_sentence(decision)}"

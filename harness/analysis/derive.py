@@ -165,7 +165,7 @@ State = tuple[float, int]  # seconds, and a state of harness.rundir.records
 def latency_state(request: Request, field: str) -> State | None:
     """What is known of a latency: seconds (infinite: none) and the state.
 
-    None: the request has no such latency, as an answer of one token has no TPOT. Each latency is censored by itself: a
+    None: the request has no such latency, as a vector has no TPOT. Each latency is censored by itself: a
     request that did not end has a TTFT if its first token came.
     """
     if request.error is not None and request.error not in _CENSORED:
@@ -189,8 +189,7 @@ def _tpot_state(request: Request) -> State | None:
         until_s = chunks[-1] if len(chunks) >= request.asked_tokens else request.ended_s
         return (until_s - chunks[0]) / (request.asked_tokens - 1), AT_LEAST  # the answer has at most so many tokens
     if (value := tpot_s(request)) is None:
-        has_none = request.output_tokens == 1 or len(chunks) == 1 or request.vectors is not None
-        return None if has_none else (math.inf, UNKNOWN)
+        return None if request.vectors is not None else (math.inf, UNKNOWN)
     if arrived_in_one_read(request):
         return chunks[-1] / ((carried_tokens(request) or 2) - 1), AT_MOST
     return value, OBSERVED
@@ -199,8 +198,8 @@ def _tpot_state(request: Request) -> State | None:
 def meets_slos(request: Request, slos: Sequence[Slo]) -> bool | None:
     """Whether a request met every SLO. None: it missed no SLO, but it is unknown whether it met one.
 
-    A failed request meets none. A request that was cut has missed a bound that its age reached. An answer of one token
-    or one chunk has no TPOT and meets every bound on it.
+    A failed request meets none. A request that was cut has missed a bound that its age reached. Whether an answer of
+    one token or one chunk met a bound on TPOT is unknown.
     """
     if request.error is not None and request.error not in CUT:
         return False

@@ -91,6 +91,8 @@ def distribution(samples: Sequence[LatencySample], answer_s: float | None = None
     }
     if len(ages) or unknown:
         intervals["mean"] = float((values.sum() + ages.sum()) / (n + len(ages) + unknown)), None
+    if len(ages):
+        intervals["cut"] = float(ages.min()), float(ages.max())
     oldest = float(ages.max()) if len(ages) else None
     return Distribution(
         n=n,

@@ -39,6 +39,7 @@ from harness.summary import (
     CheckResult,
     Comparison,
     Distribution,
+    Numbers,
     Reason,
     Reference,
     Row,
@@ -63,25 +64,35 @@ class _Value(Struct, frozen=True, kw_only=True):
     provisional: bool = False  # of a verdict that is provisional
     censored: int = 0  # requests that were cut before the latency ended
     unknown: int = 0  # requests of which it is not known whether they meet the bound
+    met: int | None = None  # requests that met every SLO
+    failed: int = 0  # requests without a latency: they miss every bound
+    youngest: float | None = None  # age of the youngest cut request: a bound up to it is missed by all of them
+    all_miss: bool = False  # so many requests failed that no bound is met
     effect: float = 1.0  # so many dependent requests count as one
 
     @property
     def known(self) -> float | None:
         return self.above if self.value is None else self.value
 
+    @property
+    def requests(self) -> int:
+        return self.n + self.unknown + self.failed
+
     def estimate(self) -> Estimate:
-        """A value without an interval counts as exact."""
+        """A value without an interval counts as exact. With failed requests the value is at least the lower end."""
         assert self.known is not None
-        return Estimate(self.known, *(self.interval or (self.known, self.known)))
+        low, high = self.interval or (self.known, self.known)
+        return Estimate(max(self.known, low or 0.0), low, high)
 
 
 class Undecidable(NamedTuple):
-    """A check that cannot pass with the planned requests."""
+    """A check that cannot pass with the planned requests, or not if they depend on each other as assumed."""
 
     check: str
     row: str  # with the fewest requests
     planned: int  # requests of this row, in all repeats
     needed: int
+    certain: bool  # False: it passes with fewer requests if these hardly depend on each other
 
 
 def evaluate(
@@ -139,36 +150,45 @@ def is_changed_by(cell: CellSummary, metric: str, error: tuple[float, float], te
 
 
 def undecidable_checks(scenario: Scenario) -> Iterator[Undecidable]:
-    """Checks that cannot pass with the planned requests, even if every request meets the bound.
+    """Checks that cannot or may not pass with the planned requests, even if every request meets the bound.
 
     Timed loads are left out, because their number of requests is unknown before the run.
     """
     for text in scenario.checks:
         check = parse_check(text)
         planned = [
-            Undecidable(check.text, f"{server} / {name}", load.requests * scenario.repeats, needed)
+            Undecidable(
+                check.text,
+                f"{server} / {name}",
+                load.requests * scenario.repeats,
+                needed,
+                load.requests * scenario.repeats < fewest,
+            )
             for server in scenario.servers
             for name, load in scenario.loads.items()
             if load.requests is not None and (check.server is None or (server, name) == (check.server, check.load))
-            for needed in [_planned_requests_needed(check, load, scenario.repeats)]
+            for fewest, needed in [_planned_requests_needed(check, load, scenario.repeats)]
             if load.requests * scenario.repeats < needed
         ]
         if planned:
             yield min(planned, key=lambda found: (found.planned, found.row))
 
 
-def _planned_requests_needed(check: Check, load: Load, repeats: int) -> int:
-    """How many requests of all repeats a check needs at least. Too few blocks have an assumed design effect."""
+def _planned_requests_needed(check: Check, load: Load, repeats: int) -> tuple[int, int]:
+    """How many requests of all repeats a check needs: if they are independent, and with the assumed design effect of
+    too few blocks. The number of blocks follows from the times of the answers, which are unknown before the run.
+    """
     statistic = check.metric.rpartition("_")[2]
     needed = requests_needed(check) if check.metric == "attainment" else NEEDED.get(statistic, 1)
     share = check.bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else 0.0
     if check.relative or not 0 < share < 1 or needed == 1 or check.metric.startswith("gap_"):
-        return needed
+        return needed, needed
     block = math.ceil(slo_rule.BLOCK_ANSWER_TIMES) * max_concurrency(load)
     sizes = range(1, slo_rule.MAX_REQUESTS)
     passing = bisect_left(sizes, True, key=lambda n: slo_rule.interval_counts(n, share, 1.0)[1] <= n) + 1
     in_blocks = -(-slo_rule.MIN_BLOCKS // repeats) * block * repeats
-    return max(needed, min(math.ceil(passing * slo_rule.ASSUMED_EFFECT), in_blocks))
+    fewest = max(needed, passing)
+    return fewest, max(fewest, min(math.ceil(passing * slo_rule.ASSUMED_EFFECT), in_blocks))
 
 
 def _evaluate_check(
@@ -217,20 +237,23 @@ def _evaluate_row(
 ) -> CheckResult:
     value, bound, baseline = _row_value(check, row, comparison), check.bound, None
     result = CheckResult(check=check.text, row=row.name)
-    if check.relative and value.known is not None:
+    if check.relative and (value.known is not None or value.all_miss):
         base, name = _baseline_value(check, row, rows, comparison, reference)
         if base.value is None:
             return replace(result, code="no_baseline", evidence=_missing_evidence(row, base))
         bound, baseline = check.bound * base.value, {"value": base.value, "name": name}
         value = replace(value, interval=_relative_interval(value, base))
-    if check.operator == "==" or (check.relative and value.known is None):
+    if check.operator == "==" or (check.relative and value.known is None and not value.all_miss):
         value = replace(value, interval=None)
     if value.value is None and value.interval is None:
         return _without_value(result, row, value)
     low, high = value.interval or (value.value, value.value)
     holds = OPERATORS[check.operator]
-    met = holds(-math.inf if low is None else low, bound), holds(math.inf if high is None else high, bound)
-    if value.known is None and any(met):
+    lowest = math.inf if value.all_miss else -math.inf if low is None else low
+    met = holds(lowest, bound), holds(math.inf if high is None else high, bound)
+    more, decision = _requests_to_decide(check, value, bound) if any(met) and not all(met) else (None, None)
+    is_unknown = decision is not None and decision.code == "requests_unknown"
+    if value.known is None and any(met) and not is_unknown:
         return _without_value(result, row, value)
     units = UNITS[check.metric]
     unit = "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
@@ -238,14 +261,16 @@ def _evaluate_row(
     if value.value is not None:
         limited = bool(set(_number_fields(check)) & set(row.client_limited)) or None
         shown |= {"value": value.value, "against": baseline, "limited": limited}
-    elif value.above is not None:
-        shown |= {"above": value.above, "against": baseline}
-    if value.censored or value.unknown:
-        shown |= {"requests": value.n + value.unknown, "censored": value.censored, "unknown": value.unknown}
+    elif value.above is not None or (high is None and low is not None and not check.relative):
+        shown |= {"above": low if value.above is None else value.above, "against": baseline}
+    if value.censored or value.unknown or value.failed:
+        shown |= {"requests": value.requests, "censored": value.censored, "unknown": value.unknown}
+        shown |= {"failed": value.failed} if value.failed else {}
     result = replace(result, value=value.value, bound=bound)
     if value.interval is not None:
-        shown["interval"] = [low, high]
         result = replace(result, low=low, high=high)
+        if (low, high) not in ((None, None), (shown.get("above"), None)):  # the second is a bound, already shown
+            shown["interval"] = [low, high]
     if all(met) or not any(met):
         if all(met):
             result = replace(result, status="passed", code="met")
@@ -255,8 +280,7 @@ def _evaluate_row(
         else:
             result = replace(result, status="failed", code="broken")
     else:
-        more, shown["decision"] = _requests_to_decide(check, value, bound)
-        is_unknown = shown["decision"].code == "requests_unknown"
+        shown["decision"] = decision
         result = replace(result, code="unknown_requests" if is_unknown else "too_close", more_requests=more)
     evidence = because("check_value", **{key: value for key, value in shown.items() if value is not None})
     return replace(result, evidence=[evidence])
@@ -284,6 +308,8 @@ def _without_value(result: CheckResult, row: Row, value: _Value) -> CheckResult:
 
 def _relative_interval(value: _Value, base: _Value) -> tuple[float | None, float | None] | None:
     """The interval of the ratio of two values, times the baseline's value. None: both are compared as they are."""
+    if value.all_miss:
+        return value.interval
     if (value.interval is None and base.interval is None) or not value.known or not base.value:
         return None
     ratio = stats.estimate_ratio(value.estimate(), base.estimate())
@@ -295,26 +321,24 @@ def _relative_interval(value: _Value, base: _Value) -> tuple[float | None, float
 
 def _requests_to_decide(check: Check, value: _Value, bound: float) -> tuple[int | None, Reason]:
     """How many more requests decide a check whose interval contains the bound, if value and spread stay the same."""
-    assert value.interval is not None
     if check.metric == "speedup":
         return None, because("more_repeats")
     statistic = check.metric.rpartition("_")[2]
     share = bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else None
-    requests = value.n + value.unknown
-    if share is None or value.value is None or _is_open_by_unknown(check, value, share):
+    if share is None or value.interval is None:
         return None, because("requests_unknown")
+    requests = value.requests
     effect = {} if value.effect < _SHOWN_EFFECT else {"effect": value.effect}
     if check.relative:
+        if value.known is None or value.unknown >= (1 - share) * requests > 0:
+            return None, because("requests_unknown")
         times = stats.growth_to_decide(value.estimate(), bound)
         more = None if times is None or times * requests > slo_rule.MAX_REQUESTS else math.ceil((times - 1) * requests)
     else:
-        seen = value.value
-        if check.metric != "attainment":  # the question is then the share of requests that meet the bound
-            fails, passes = slo_rule.interval_counts(requests, share, value.effect)
-            low, high = (value.value if end is None else end for end in value.interval)
-            shares = max(fails, 0) / requests, share, min(passes, requests) / requests
-            seen = float(np.interp(bound, (low, value.value, high), shares))
-        needed = slo_rule.requests_to_decide(share, seen, value.effect)
+        met, unknown = _shares_at(check, value, bound, share)
+        if unknown > 0 and met - 1e-9 <= share <= met + unknown + 1e-9:
+            return None, because("requests_unknown")
+        needed = slo_rule.requests_to_decide(share, met if met > share else met + unknown, value.effect)
         more = None if needed is None else max(1, needed - requests)
     if more is None:
         return None, because("too_close", max_requests=slo_rule.MAX_REQUESTS, **effect)
@@ -322,17 +346,34 @@ def _requests_to_decide(check: Check, value: _Value, bound: float) -> tuple[int 
     return more, because("more_requests", more=more, **both, **effect)
 
 
-def _is_open_by_unknown(check: Check, value: _Value, share: float) -> bool:
-    """Whether no number of requests decides: with the unknown ones met, the share is on the other side than without."""
-    requests = value.n + value.unknown
+def _shares_at(check: Check, value: _Value, bound: float, share: float) -> tuple[float, float]:
+    """The shares of all requests that met the bound, and of which it is unknown whether they did.
+
+    That of a percentile lies between three points: the percentile, and the ends of its interval.
+    """
+    requests = value.requests
     if check.metric == "attainment":
-        met = (value.value or 0.0) * value.n
-        return met / requests < share <= (met + value.unknown) / requests
-    if value.unknown > (1 - share) * requests:
-        return True
-    # The sample is large enough for an upper bound, and has none: at worst too many requests miss every bound.
-    passes = slo_rule.interval_counts(requests, share, value.effect)[1]
-    return value.censored > 0 and value.interval is not None and value.interval[1] is None and passes <= requests
+        return (value.met or 0) / requests, value.unknown / requests
+    assert value.interval is not None
+    open_cut = 0 if value.youngest is None or bound <= value.youngest else value.censored
+    most = requests - value.unknown - value.failed - value.censored
+    fails, passes = slo_rule.interval_counts(requests, share, value.effect)
+    least = max(fails - value.unknown, 0)
+    counts = least, share * (requests - value.unknown - value.failed), min(passes, most)
+    points = sorted(
+        (x, min(count, most))
+        for x, count in zip((value.interval[0], value.value, value.interval[1]), counts, strict=True)
+        if x is not None
+    )
+    met: float = most
+    if points:
+        places, heights = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+        met = float(np.interp(bound, places, heights))
+        if value.interval[0] is None and bound < places[0]:
+            met = least
+        if value.interval[1] is None and bound > places[-1]:
+            met = counts[2]
+    return met / requests, (value.unknown + open_cut) / requests
 
 
 def _baseline_value(
@@ -358,6 +399,8 @@ def _baseline_value(
     if refusal is not None:
         return _missing_value("not_compared_with", name=name, why=refusal), name
     value = _row_value(check, base, None)
+    if value.value is None and value.failed:
+        value = replace(value, missing=because("too_many_failed", failed=value.failed, requests=value.requests))
     if value.value is None:
         return _missing_value("baseline_without_value", name=name, why=value.missing), name
     return value, name
@@ -404,27 +447,56 @@ def _latency_value(row: Row, latency: str, statistic: str) -> _Value:
     column = LATENCIES[latency]
     sample: Distribution = getattr(row.pooled, column.field)
     only = {"only": column.only} if not sample.n and column.only else {}
+    succeeded = {"of": row.pooled.succeeded} if not sample.n and row.pooled.succeeded else {}
     unknown = _tool_unknown(row, f"{column.name}_{statistic}", column.field)
     counts: dict[str, Any] = {
         "n": min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.known,
         "interval": sample.intervals.get(statistic),
         "censored": sample.censored,
         "unknown": sample.unknown,
+        "youngest": sample.intervals.get("cut", (None, None))[0],
     }
     if statistic == "mean":
-        few = because("latency_missing", latency=latency, needed=1, **only)
+        few = because("latency_missing", latency=latency, needed=1, **only, **succeeded)
         if "mean" not in sample.intervals:  # all are known
             return _Value(value=sample.mean, missing=unknown or few)
         return _Value(above=sample.intervals["mean"][0], missing=unknown or few, **counts)
     needed, value = NEEDED[statistic], getattr(sample, statistic)
+    above = sample.above if value is None and sample.known >= needed else None
+    failed, effect = _failed_requests(row.pooled, sample), sample.effect or 1.0
+    all_miss = False
+    if failed and not sample.n:
+        effect = sample.effect or slo_rule.ASSUMED_EFFECT
+        counts["interval"] = counts["interval"] or (None, None)
+    if failed:
+        requests, low = sample.known + sample.unknown + failed, (counts["interval"] or (None, None))[0]
+        all_miss = slo_rule.failures_decide(failed, requests, int(statistic[1:]) / 100, effect)
+        high = (counts["interval"] or (None, None))[1]
+        if all_miss or (high is None and low is not None and value is not None and value < low):
+            value, above = None, low  # the percentile of the successful requests says nothing about all
     return _Value(
         value=value,
-        above=sample.above if value is None and sample.known >= needed else None,
-        missing=unknown or because("latency_missing", latency=latency, needed=needed, there=sample.known, **only),
+        above=above,
+        missing=unknown
+        or because("latency_missing", latency=latency, needed=needed, there=counts["n"], **only, **succeeded),
         needed=needed,
-        effect=sample.effect or 1.0,
+        effect=effect,
+        failed=failed,
+        all_miss=all_miss,
         **counts,
     )
+
+
+def _failed_requests(numbers: Numbers, sample: Distribution) -> int:
+    """Requests that failed without this latency. 0 where another tool computed it or the latency is no request's own.
+
+    Where no request has the latency, only a run in which all of them failed says so.
+    """
+    if not sample.known:
+        return numbers.sent if 0 < numbers.sent == numbers.failed else 0
+    if not sample.intervals:
+        return 0
+    return max(0, min(numbers.failed, numbers.sent - sample.known - sample.unknown))
 
 
 def _slo_value(check: Check, row: Row) -> _Value:
@@ -454,6 +526,7 @@ def _slo_value(check: Check, row: Row) -> _Value:
         n=known,
         needed=needed,
         unknown=attained.unknown,
+        met=attained.met,
         effect=effect,
     )
 

@@ -6,7 +6,7 @@ A latency may be missing because it was bad, so each request has a value and a s
 - AT_LEAST: the latency did not end; the value is the age at which it was cut. For a bound b, age >= b is a miss.
 - AT_MOST: the latency is known to be at most the value.
 - UNKNOWN: nothing is known, such as TTFT of an answer that was not streamed.
-- FAILED: the request has no latency. It is a miss in attainment, and in no percentile.
+- FAILED: the request has no latency. It is a miss at every bound, and in no displayed percentile.
 
 Every decision is computed twice, with unknown requests as met and as missed, and decides only if both agree. All
 functions are pure: arrays in, values out. Times are in seconds.
@@ -219,26 +219,31 @@ def percentile_interval(
 ) -> tuple[float | None, float | None]:
     """The interval of a percentile: for which bounds `decide` neither passes nor fails. None: no bound on that side.
 
-    A bound b at or above the second value passes, one below the first fails.
+    A bound b at or above the second value passes, one below the first fails. Failed requests miss every bound; if they
+    alone fail the check (`failures_decide`), the first value is None, too.
     """
     states, values = (
         np.concatenate(parts) for parts in zip(*((one.state, one.value_s) for one in samples), strict=True)
     )
-    chosen = states != FAILED
-    states, values = states[chosen], values[chosen]
     n = len(states)
     fails, passes = interval_counts(n, permille / 1000, effect)
     low_s = high_s = None
     if fails >= 0:
-        at_best = np.where(states == OBSERVED, values, 0.0)
+        at_best = np.where(states == OBSERVED, values, np.where(states == FAILED, math.inf, 0.0))
         cut = states == AT_LEAST
         at_best[cut] = np.nextafter(values[cut], math.inf)  # a bound that equals the age is missed
-        low_s = float(np.partition(at_best, fails)[fails]) or None
+        best = float(np.partition(at_best, fails)[fails])
+        low_s = best if 0 < best < math.inf else None
     if 0 < passes <= n:
         at_worst = np.where((states == OBSERVED) | (states == AT_MOST), values, math.inf)
         worst = float(np.partition(at_worst, passes - 1)[passes - 1])
         high_s = worst if math.isfinite(worst) else None
     return low_s, high_s
+
+
+def failures_decide(failed: int, n: int, share: float, effect: float) -> bool:
+    """Whether so many of n requests failed that a share of them is within no bound."""
+    return decide(0, n - failed, n, share, effect) == "fail"
 
 
 def decide(met: int, unknown: int, n: int, share: float, effect: float, alpha: float = ALPHA) -> Decision:

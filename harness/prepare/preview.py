@@ -161,11 +161,16 @@ def sweep_lines(swept: Sweep) -> Iterator[str]:
 
 def check_notes(scenario: Scenario) -> list[str]:
     """Return a note for each check that has too few requests to pass, even if each request meets the bound."""
-    return [
-        f"check '{found.check}' cannot pass: {found.row} sends {count(found.planned, 'request')} in "
-        f"{count(scenario.repeats, 'repeat')}, and the check needs {found.needed:,}. Raise 'requests' or 'repeats'."
-        for found in undecidable_checks(scenario)
-    ]
+    notes = []
+    for found in undecidable_checks(scenario):
+        what = "cannot pass" if found.certain else "may stay inconclusive"
+        needed = f"{found.needed:,}" if found.certain else f"up to {found.needed:,} if requests depend on each other"
+        sent = f"{count(found.planned, 'request')} in {count(scenario.repeats, 'repeat')}"
+        notes.append(
+            f"check '{found.check}' {what}: {found.row} sends {sent}, and the check needs {needed}. "
+            "Raise 'requests' or 'repeats'."
+        )
+    return notes
 
 
 def estimate_s(scenario: Scenario, folder: Path) -> float:
