@@ -8,7 +8,7 @@ A text may be cut before it is masked: each piece of PIECE_CHARS of a secret is 
 
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -59,14 +59,25 @@ _CONTROL = re.compile(
     r"[\x1b](?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])|\x9b[0-9;?]*[ -/]*[@-~]"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]"  # moves a terminal's text
 )
+# What may be between the characters of a secret: line ends, tabs, control characters and characters without a width.
+_INVISIBLE = (
+    rf"{_CONTROL.pattern}|[^\S ]|[\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2061-\u206f\u3164\ufe00-\ufe0f"
+    r"\uffa0\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
+_SKIPPED = re.compile(rf"{_INVISIBLE}|\\")
 # Backslashes of a run belong to one match: its time would be quadratic.
 _ESCAPED = re.compile(
-    r"%(?:25)*(?P<url>[0-9a-f]{2})"
-    r"|(?<!\\)\\++(?:u(?P<json>[0-9a-f]{4})|u\{0{0,8}(?P<code>[0-9a-f]{1,6})\}|x(?P<byte>[0-9a-f]{2}))?"
+    r"(?:(?<!\\)\\++(?:u00|x)|%(?:25)*)1b\[[0-9;]{0,20}[a-z]"  # a colour, escaped
+    r"|%(?:25)*(?P<url>[0-9a-f]{2})"
+    r"|(?<!\\)\\++(?:u(?P<json>[0-9a-f]{4})|u\{0{0,8}(?P<code>[0-9a-f]{1,6})\}|x(?P<byte>[0-9a-f]{2})"
+    r"|(?P<octal>[0-3][0-7]{2})|[nrtbfv0])?"
     r"|&\#x0{0,8}(?P<hex>[0-9a-f]{1,6});|&\#0{0,8}(?P<number>[0-9]{1,7});|&(?P<name>amp|lt|gt|quot|apos);"
-    rf"|{_CONTROL.pattern}",
+    rf"|(?:{_INVISIBLE})++",
     re.IGNORECASE,
 )
+_SPACED = re.compile(rf"{_ESCAPED.pattern}|[\s,;:=_-]+|(?<![0-9a-z])(?:0x|U\+(?:00)?)(?=[0-9a-f]{{2}})", re.IGNORECASE)
+_NUMBERS = re.compile(r"(?<!\w)0{0,8}(?P<number>[0-9]{1,3})(?!\w)|[^\w]+")
+_HAS_NUMBERS = re.compile(r"(?:[0-9]{1,9}[^\w]{1,8}){7}[0-9]")
 _ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
 _URL_SAFE = str.maketrans("+/", "-_")
 _WORDS = re.compile(r"[-_./~: ]*(?:(?:[A-Z]?[a-z]+|[A-Z]+)(?:[-_./~: ]+|$))*")
@@ -86,7 +97,8 @@ def find_secret_form(text: str) -> str | None:
 def mask_secrets(text: str, secrets: Secrets, *, names: bool = False) -> str:
     """Return `text` without the secrets, and without their pieces of PIECE_CHARS or more.
 
-    They are found in any case: plain, in base64 or hex, URL-encoded, and escaped as in JSON or HTML.
+    They are found in any case: plain, in base64 or hex, URL-encoded, escaped as in JSON or HTML, as numbers of bytes,
+    and with line ends, invisible characters or separators between their characters.
 
     A secret of fewer characters is masked as a whole word. A text that is not surely a secret is masked literally and
     as a whole. `names`: words stay, because the text may be a name: short secrets, and pieces that consist of words.
@@ -96,7 +108,7 @@ def mask_secrets(text: str, secrets: Secrets, *, names: bool = False) -> str:
         return text
     spans = []
     for layer in _layers(text):
-        for start, end in _find(layer.text, needles):
+        for start, end in _find(layer, needles):
             spans.append((layer.starts[start], layer.ends[end - 1]))
     parts: list[str] = []
     done = 0
@@ -207,6 +219,7 @@ class _Layer(NamedTuple):
     text: str
     starts: Sequence[int]
     ends: Sequence[int]
+    joined: bool = False  # without what separates words, so only pieces of sure secrets are searched for
 
 
 @lru_cache(8)
@@ -222,13 +235,15 @@ def _needles(secrets: Secrets, names: bool) -> _Needles:
 
     for secret, sure in secrets:
         # As it is, with the plus of an address for a blank, and decoded.
-        plain = (secret, secret.replace(" ", "+"), _decode(secret).text)
+        plain = (secret, secret.replace(" ", "+"), _decode(secret, _ESCAPED).text)
         forms = {form for text in plain for form in (text, *_misread(text)) if form}
         if not sure:
             literals |= set() if names else forms
             continue
         if names and _may_be_name(secret):
             continue
+        for text in {_decode(form, _SPACED).text for form in forms} - forms:
+            add(text, PIECE_CHARS, _WORDS)  # words that a sentence may have
         for form in forms:
             if len(form) < PIECE_CHARS:
                 words |= set() if names else {_lower(form)}
@@ -270,13 +285,17 @@ def _encodings(secret: str) -> Iterator[str]:
             yield from {text, text.translate(_URL_SAFE)}
 
 
-def _find(text: str, needles: _Needles) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each needle in `text`."""
-    low = _lower(text)
+def _find(layer: _Layer, needles: _Needles) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each needle in the text of `layer`."""
+    text, low = layer.text, _lower(layer.text)
     for size, pieces in needles.grams:
+        if layer.joined and size < PIECE_CHARS:
+            continue
         for start in range(len(low) - size + 1):
             if low[start : start + size] in pieces:
                 yield start, start + size
+    if layer.joined:
+        return
     for word in needles.words:
         for start, end in _find_all(low, word):
             if not (low[start - 1 : start].isalnum() or low[end : end + 1].isalnum()):
@@ -292,38 +311,44 @@ def _find_all(text: str, part: str) -> Iterator[tuple[int, int]]:
         start = text.find(part, start + len(part))
 
 
-def _layers(text: str) -> Iterable[_Layer]:
-    layer = _Layer(text, range(len(text)), range(1, len(text) + 1))
-    return (layer,) if text.isalnum() or _ESCAPED.search(text) is None else (layer, _decode(text))
+def _layers(text: str) -> Iterator[_Layer]:
+    yield _Layer(text, range(len(text)), range(1, len(text) + 1))
+    if text.isalnum():
+        return
+    if _ESCAPED.search(text):
+        yield _decode(text, _ESCAPED)
+    if _SPACED.search(text):
+        yield _decode(text, _SPACED)._replace(joined=True)
+    if _HAS_NUMBERS.search(text):
+        yield _decode(text, _NUMBERS)._replace(joined=True)
 
 
-def _decode(text: str) -> _Layer:
-    """Return `text` with its escapes decoded, and without backslashes and control characters."""
+def _decode(text: str, pattern: re.Pattern[str]) -> _Layer:
+    """Return `text` with what matches `pattern` decoded, or dropped if it is no character."""
     chars: list[str] = []
     starts: list[int] = []
     ends: list[int] = []
     done = 0
-    for match in [*_ESCAPED.finditer(text), None]:
+    for match in [*pattern.finditer(text), None]:
         start = len(text) if match is None else match.start()
         chars.append(text[done:start])
         starts += range(done, start)
         ends += range(done + 1, start + 1)
         if match is not None:
             done = match.end()
-            if char := _decode_char(match):
+            if match.lastgroup and (char := _decode_char(match.lastgroup, match[match.lastgroup])):
                 chars.append(char)
                 starts.append(start)
                 ends.append(done)
     return _Layer("".join(chars), starts, ends)
 
 
-def _decode_char(match: re.Match[str]) -> str:
-    if match["name"]:
-        return _ENTITIES[match["name"].lower()]
-    digits = match["url"] or match["json"] or match["code"] or match["byte"] or match["hex"]
-    code = int(digits, 16) if digits else int(match["number"] or 0)
+def _decode_char(form: str, digits: str) -> str:
+    if form == "name":
+        return _ENTITIES[digits.lower()]
+    code = int(digits, {"number": 10, "octal": 8}.get(form, 16))
     char = chr(code) if code <= 0x10FFFF else ""
-    return "" if char == "\\" or _CONTROL.match(char) else char
+    return "" if _SKIPPED.match(char) else char
 
 
 def _lower(text: str) -> str:

@@ -8,6 +8,7 @@ import time
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote, quote_plus, unquote
 
 import pytest
@@ -426,10 +427,36 @@ def test_short_keys_are_masked_as_words() -> None:
     assert masked("the latest test, TEST=1, key:test.", "known") == "the latest ***, ***=1, key:***."
 
 
+BETWEEN = (
+    "\n", "\r\n", "\t", "\0", "\u200b", "\u2060", "\u180e", "\ufe0f", "\xad", "\x1b[31m", " ", "-", "\\n",
+    "\\u001b[31m",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("names", ["known", "sure"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_key_is_masked_whatever_is_between_its_characters(between: str, names: Literal["known", "sure"]) -> None:
+    for key in (KEY, KEYS["slash"], '/Qx7~Zp2 Vb9.Lk4"Wm8&Tn3'):
+        register_secrets({key: True})
+        for size in range(1, 8):
+            cut = between.join(key[at : at + size] for at in range(0, len(key), size))
+            assert masked(f"x {cut} y", names) == "x *** y", (key, size)
+
+
+def test_the_bytes_of_a_key_are_masked() -> None:
+    register_secrets({KEY: True})
+    raw = KEY[5:13].encode()
+    for text in (raw.hex(" "), raw.hex(":"), raw.hex(" ", 2), str(list(raw)), each("\\{:03o}"), each("&#{:05d}")):
+        assert re.fullmatch(r"x .{0,2}\*\*\*\]? y", masked(f"x {text} y", "known")), text
+    for form in ("0x{:02x} ", "0x{:02x}, ", "={:02X}", "U+{:04X} "):
+        shown = masked("".join(form.format(byte) for byte in raw), "known")
+        assert re.fullmatch(r"[0xU+=]{0,4}\*\*\*,? ?", shown), shown
+
+
 REPEATED = (
     "\\", "a", "%25", "&#x0", "--a.", "key='", "\x1b]", "\x1b[0", "Bearer ", "://a:", "-----BEGIN PRIVATE KEY-----",
     KEY, KEY[:9], "a:bbbb@c", "eyJaaaaaaaa.", "-----END ", '\\"', "a-", "a=\\'", "sk-a", "\\u{0", "\"'",
-    "api_key=[", " ",
+    "api_key=[", " ", "\n", "2f 51 ", "47, ", "0x2f,", "U+00", "\\0", "&#",
 )  # fmt: skip
 
 

@@ -535,7 +535,7 @@ def describe_body(headers: Mapping[str, str], raw: bytes) -> str:
         return encoding
     kind = headers.get("content-type", "no content type").split(";")[0]
     page = masked(raw[:_MASKED_CHARS].decode("utf-8", "replace"))
-    text = " ".join(re.sub(r"<[^<>]*>", " ", page).split())
+    text = masked(" ".join(re.sub(r"<[^<>]*>", " ", page).split()), "known")  # again: without the tags inside it
     return f"{kind} ({text[:120]!r})"
 
 
