@@ -12,10 +12,12 @@ from itertools import islice
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from harness.capacity.evidence import BLOCK_ANSWERS, ProbeEvidence
 from harness.capacity.search import PROBE_ERROR, SloSearch
 from harness.files import ROOT
+from harness.judge.slo_rule import LatencySample, observed
 from harness.simulated.engine import EngineConfig
 from tests.virtual import VirtualRequest, VirtualWork, closed_loop
 
@@ -99,6 +101,16 @@ class SeededQuestion(NamedTuple):
     def shares(self) -> list[float]:
         return [0.95 for bound in (self.ttft_s, self.tpot_s) if bound is not None]
 
+    def samples(self, requests: list[VirtualRequest]) -> list[LatencySample]:
+        """The latency of each SLO relative to its bound."""
+        sent_s = np.array([r.sent_s for r in requests])
+        margins = []
+        if self.ttft_s is not None:
+            margins.append([r.ttft_s / self.ttft_s for r in requests])
+        if self.tpot_s is not None:
+            margins.append([(r.tpot_s or 0.0) / self.tpot_s for r in requests])
+        return [observed(np.array(values), sent_s) for values in margins]
+
     def counts(self, requests: list[VirtualRequest]) -> list[tuple[int, int]]:
         """(met, total) of each SLO."""
         met = []
@@ -125,8 +137,12 @@ def blocks(server: SeededServer, level: int, seed: int) -> Iterator[list[Virtual
 
 def run_probe(question: SeededQuestion, level: int, probe: ProbeEvidence, seed: int) -> None:
     for block in blocks(question.server, level, seed):
-        if probe.add(question.counts(block)) != "open":
+        if probe.add(question.samples(block), mean_answer_s(block)) != "open":
             return
+
+
+def mean_answer_s(requests: list[VirtualRequest]) -> float | None:
+    return statistics.fmean(r.e2e_s for r in requests) if requests else None
 
 
 def run_search(question: SeededQuestion, seed: int = 1) -> SloSearch:

@@ -213,6 +213,13 @@ def meets_slos(request: Request, slos: Sequence[Slo]) -> bool | None:
     return True if known else None
 
 
+def slo_margin(request: Request, slos: Sequence[Slo]) -> float:
+    """The largest latency relative to its bound, of those that are known at least in part; 0 without any."""
+    states = [(latency_state(request, _FIELDS[slo.latency]), slo.bound_s) for slo in slos]
+    known = [state[0] / max(bound_s, 1e-9) for state, bound_s in states if state and math.isfinite(state[0])]
+    return max(known, default=0.0)
+
+
 def _is_within(value_s: float, state: int, slo: Slo) -> bool | None:
     """Whether a latency is within the bound of an SLO; None: unknown."""
     if state == AT_LEAST:

@@ -1,24 +1,15 @@
-"""The sequential test of one probe: does a server meet its SLOs at this load? It may stop after any block.
+"""The sequential test of one probe: does a server meet its SLOs at this load? It may stop after some of its blocks.
 
 An SLO such as `ttft_p95 <= 2 s` requires that at least 95 % of the requests have a TTFT of at most 2 s: its *share* is
-0.95. Requests that are served together depend on each other, so the sample is not the request but the *block*: all
-requests that end within the time of BLOCK_ANSWERS answers. A failed request does not meet the SLO.
+0.95. `harness.judge.slo_rule` decides it, as it decides a check: by the effective number of dependent requests. A
+failed request does not meet the SLO.
 
-**The test** bets on each block, at odds that are fair if the attainment equals the share (a test martingale:
-Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024). A bet on "at least the share"
-wins in proportion to the block's attainment above the share, and loses in proportion to a shortfall. A second bet is on
-the opposite. If a bet is wrong, its wealth exceeds 1 / error with a probability of at most `error`, however often one
-looks (Ville's inequality). So a probe stops with
-
-- `pass` when the wealth on "at least the share" exceeds it for every SLO. This needs no correction: a wrong pass needs
-  a wrong test of the SLO that is broken.
-- `fail` when the wealth on "less" exceeds it for one SLO, with the error divided by the number of SLOs (Bonferroni).
-- `unresolved` when neither happens within `max_blocks`, or earlier when neither will happen at the pace of the probe's
-  later half. An unresolved probe is not a bound in either direction.
-
-Blocks must be independent of each other; requests within a block need not be. No test can rule out rare incidents that
-a short probe does not meet. The test assumes that an incident loses at most MAX_LOSS of a block, which is longer than
-an answer: larger losses count as MAX_LOSS.
+- The probe is examined after some numbers of blocks. Each examination has an equal part of the error (Bonferroni), so
+  that the error holds wherever the probe stops; that of a wrong `fail` is also divided by the number of SLOs.
+- Some servers miss in rare waves, which the ranks of the latency do not show. So the effect is also estimated from the
+  misses of the blocks, and a `pass` needs so many blocks that it rules out incidents: one loses at most MAX_LOSS of a
+  block, because it lasts an answer, and a block is BLOCK_ANSWERS long.
+- `unresolved`: no decision within `max_blocks`, or earlier when none is to be expected. It bounds nothing.
 """
 
 import math
@@ -27,8 +18,11 @@ from typing import Literal
 
 import numpy as np
 
+from harness.judge.slo_rule import DesignEffect, LatencySample, decide, design_effect
+from harness.rundir.records import FAILED, UNKNOWN
+
 ProbeState = Literal["open", "pass", "fail", "unresolved"]
-Block = Sequence[tuple[int, int]]  # for each SLO: requests that met it, requests
+Block = Sequence[LatencySample]  # for each SLO, latency / bound of the requests that ended in it: at most 1 meets it
 
 BLOCK_ANSWERS = 3  # a block lasts as long as so many answers, thinking included
 MAX_LOSS = 1 / BLOCK_ANSWERS  # of a block, by one incident
@@ -36,16 +30,11 @@ ERROR = 0.08  # of a probe that decides alone
 MAX_BLOCKS = 40  # for shares up to ...
 _SHARE = 0.95  # ... this one; higher shares need more blocks, in proportion to 1 / (1 - share)
 MIN_BLOCKS = 3  # two blocks can still be affected by the start
-# A probe is hopeless after HOPE * max_blocks if its chance is between LEANING and 1 - LEANING and even PACE times its
-# pace decides nothing.
+_FAIL_LOOKS = (0.075, 0.125, 0.225, 0.375, 0.55, 0.75, 1.0)  # of max_blocks
+_PASS_LOOKS = 3  # at the first number of blocks that rules out incidents, at max_blocks, and halfway
+# A probe is hopeless after HOPE * max_blocks if even PACE times its remaining blocks decide nothing.
 HOPE = 0.4
 PACE = 2.0
-LEANING = 0.05
-
-# A mixture of bets. Each stake is the largest share of its wealth that a block can lose; small stakes are for
-# attainments near the share.
-_STAKES = np.array([0.1, 0.4, 0.9])
-_WEIGHTS = np.log(np.array([0.1, 0.2, 0.7]))
 
 
 def block_limit(shares: Sequence[float]) -> int:
@@ -53,39 +42,65 @@ def block_limit(shares: Sequence[float]) -> int:
     return round(MAX_BLOCKS * max(1.0, (1 - _SHARE) / (1 - max(shares))))
 
 
+def count_met(sample: LatencySample) -> tuple[int, int]:
+    """The numbers of requests that met the SLO, and of which it is known whether they did."""
+    known = sample.state != UNKNOWN
+    return int((known & (sample.state != FAILED) & (sample.value_s <= 1)).sum()), int(known.sum())
+
+
 class ShareEvidence:
     """The evidence of blocks for one SLO, that at least `share` (between 0 and 1) of all requests must meet."""
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._max_shortfall = min(share, max(MAX_LOSS, 4 * (1 - share)) - (1 - share))
-        self._max_surplus = 1 - share
-        self._blocks = self._requests = 0
-        self._wealth = np.zeros((2, len(_STAKES)))  # logarithms: of bets on "at least the share", and on "less"
+        self._blocks: list[LatencySample] = []
+        self._met: list[int] = []
+        self._known: list[int] = []
+        self._unknown = 0
+        self._effect: DesignEffect | None = None
+        self._miss_effect = 1.0
 
-    def add(self, met: int, total: int) -> None:
-        """Count a block of `total` requests, of which `met` the SLO."""
-        if not total:
+    def add(self, block: LatencySample) -> None:
+        if len(block.state):
+            met, known = count_met(block)
+            self._blocks.append(block)
+            self._met.append(met)
+            self._known.append(known)
+            self._unknown += len(block.state) - known
+
+    def estimate(self, answer_s: float | None) -> None:
+        """Estimate the design effect of the blocks so far. `answer_s`: mean time of an answer."""
+        columns = [np.concatenate(parts) for parts in zip(*self._blocks, strict=True)] if self._blocks else []
+        if not columns:
             return
-        self._blocks, self._requests = self._blocks + 1, self._requests + total
-        surplus = (met - self._share * total) * self._blocks / self._requests  # weighted by the block's requests
-        self._wealth[0] += np.log1p(_STAKES * max(surplus, -self._max_shortfall) / self._max_shortfall)
-        self._wealth[1] += np.log1p(_STAKES * -min(surplus, self._max_surplus) / self._max_surplus)
+        self._effect = design_effect([LatencySample(*columns)], answer_s)
+        met, known = np.array(self._met), np.array(self._known)
+        share = met.sum() / max(1, known.sum())
+        if len(met) > 1 and 0 < share < 1:
+            squares = float(((met - share * known) ** 2).sum()) * len(met) / (len(met) - 1)
+            self._miss_effect = max(1.0, squares / float(known.sum() * share * (1 - share)))
 
-    @property
-    def pass_evidence(self) -> float:
-        """Logarithm of the evidence against an attainment below the share."""
-        return float(np.logaddexp.reduce(self._wealth[0] + _WEIGHTS))
-
-    @property
-    def fail_evidence(self) -> float:
-        """Logarithm of the evidence against an attainment of at least the share."""
-        return float(np.logaddexp.reduce(self._wealth[1] + _WEIGHTS))
+    def decision(self, alpha: float, times: float = 1.0) -> str:
+        """Decide at a one-sided level; `times`: as if there were so many times as many requests like these."""
+        if self._effect is None:
+            return "inconclusive"
+        met, known, unknown = (round(times * count) for count in (sum(self._met), sum(self._known), self._unknown))
+        by_blocks = DesignEffect(self._miss_effect, max(1, len(self._met) - 1), len(self._met))
+        assumed = math.isinf(self._effect.freedom) and times > 1  # more blocks would replace the assumption
+        of_ranks = 1.0 if assumed else self._effect.inflation(2 * alpha)
+        effect = max(of_ranks, by_blocks.inflation(2 * alpha) if self._miss_effect > 1 else 1)
+        return decide(met, unknown, known + unknown, self._share, effect, 2 * alpha)
 
     @property
     def chance(self) -> float:
-        """The probability that the attainment is at least the share, if both were equally likely before the probe."""
-        return 1 / (1 + math.exp(max(-700.0, min(self.fail_evidence - self.pass_evidence, 700.0))))
+        """The probability that the attainment is at least the share, by the effective requests (Jeffreys' prior)."""
+        if self._effect is None:
+            return 0.5
+        from scipy.special import betainc
+
+        effect = max(self._effect.effect, self._miss_effect)
+        met, missed = sum(self._met) / effect, (sum(self._known) - sum(self._met)) / effect
+        return 1 - float(betainc(met + 0.5, missed + 0.5, self._share))
 
 
 class ProbeEvidence:
@@ -100,41 +115,70 @@ class ProbeEvidence:
         self.max_blocks = block_limit(shares)
         self.state: ProbeState = "open"
         self.blocks = self.requests = 0
-        self._history: list[list[tuple[float, float]]] = []  # after each block, the evidence of each SLO
-        self._pass_bound, self._fail_bound = math.log(1 / error), math.log(len(shares) / error)
+        self._fail_looks = sorted({max(MIN_BLOCKS, round(look * self.max_blocks)) for look in _FAIL_LOOKS})
+        self._pass_alpha, self._fail_alpha = error / _PASS_LOOKS, error / len(self._fail_looks) / len(shares)
+        loss = max(MAX_LOSS, min(1.0, 4 * (1 - max(shares))))  # lower shares allow incidents of a third of a block
+        first = math.ceil(math.log(self._pass_alpha) / math.log1p(-(1 - max(shares)) / loss))
+        first = min(max(first, MIN_BLOCKS), self.max_blocks)
+        self._pass_looks = {first, (first + self.max_blocks) // 2, self.max_blocks}
 
-    def add(self, block: Block) -> ProbeState:
-        """Count a block, (met, total) of each SLO in the order of the shares. Return the state."""
+    def add(self, block: Block, answer_s: float | None) -> ProbeState:
+        """Count a block, the sample of each SLO in the order of the shares. `answer_s`: mean time of an answer."""
         if self.state != "open":
             return self.state
-        for slo, (met, total) in zip(self.slos, block, strict=True):
-            slo.add(met, total)
+        for slo, sample in zip(self.slos, block, strict=True):
+            slo.add(sample)
         self.blocks += 1
-        self.requests += max(total for _, total in block)
-        if self.blocks >= MIN_BLOCKS:
-            if all(slo.pass_evidence >= self._pass_bound for slo in self.slos):
-                self.state = "pass"
-            elif any(slo.fail_evidence >= self._fail_bound for slo in self.slos):
-                self.state = "fail"
-            elif self.blocks >= self.max_blocks or self._is_hopeless():
-                self.state = "unresolved"
+        self.requests += max(len(sample.state) for sample in block)
+        if self.blocks in self._pass_looks or self.blocks in self._fail_looks or self.blocks == self._hope_look:
+            self._look(answer_s)
         return self.state
 
+    @property
+    def _hope_look(self) -> int:
+        return round(HOPE * self.max_blocks)
+
+    def _look(self, answer_s: float | None) -> None:
+        for slo in self.slos:
+            slo.estimate(answer_s)
+        if self.blocks in self._pass_looks and self._passes():
+            self.state = "pass"
+        elif self.blocks in self._fail_looks and self._fails():
+            self.state = "fail"
+        elif self.blocks >= self.max_blocks or (self.blocks >= self._hope_look and self._is_hopeless()):
+            self.state = "unresolved"
+
+    def _passes(self, times: float = 1.0) -> bool:
+        return all(slo.decision(self._pass_alpha, times) == "pass" for slo in self.slos)
+
+    def _fails(self, times: float = 1.0) -> bool:
+        return any(slo.decision(self._fail_alpha, times) == "fail" for slo in self.slos)
+
     def _is_hopeless(self) -> bool:
-        """Whether the probe leans to neither side, and even PACE times the pace of its later half decides nothing."""
-        self._history.append([(slo.pass_evidence, slo.fail_evidence) for slo in self.slos])
-        if self.blocks < self.max_blocks * HOPE or not LEANING < self.chance < 1 - LEANING:
-            return False
-        middle = len(self._history) // 2
-        growth = PACE * (self.max_blocks - self.blocks) / (len(self._history) - middle)
-        expected_pass, expected_fail = (
-            [
-                now[side] + max(0.0, now[side] - before[side]) * growth
-                for now, before in zip(self._history[-1], self._history[middle], strict=True)
-            ]
-            for side in (0, 1)
-        )
-        return min(expected_pass) < self._pass_bound and max(expected_fail) < self._fail_bound
+        times = 1 + PACE * (self.max_blocks - self.blocks) / self.blocks
+        return not self._passes(times) and not self._fails(times)
+
+    def add_cut(self, block: Block, answer_s: float | None) -> None:
+        """Count the requests that the end of the probe cut: those older than the bound have missed it.
+
+        They can only take a pass back, or make an undecided probe fail.
+        """
+        for slo, sample in zip(self.slos, block, strict=True):
+            slo.add(sample)
+            slo.estimate(answer_s)
+        if self._fails():
+            self.state = "fail"
+        elif self.state == "pass" and not self._passes():
+            self.state = "unresolved"
+
+    def lose(self, requests: int) -> None:
+        """Fail, because the server died with so many requests in flight."""
+        lost = LatencySample(np.zeros(requests), np.zeros(requests), np.full(requests, FAILED, dtype=np.int8))
+        for slo in self.slos:
+            slo.add(lost)
+            slo.estimate(None)
+        self.requests += requests
+        self.state = "fail"
 
     def stop(self) -> ProbeState:
         """End the probe, for example because the time is over. An open probe becomes unresolved."""

@@ -1,18 +1,21 @@
 """The SLOs of a capacity search, and the blocks of its probes, which are cut from the records of a load."""
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from harness.analysis import derive
-from harness.analysis.derive import meets_slos, min_known
-from harness.capacity.evidence import BLOCK_ANSWERS
+from harness.analysis.derive import meets_slos, min_known, slo_margin
+from harness.capacity.evidence import BLOCK_ANSWERS, count_met
 from harness.errors import HarnessError
-from harness.rundir.records import Request
+from harness.judge.slo_rule import LatencySample
+from harness.rundir.records import CUT, FAILED, OBSERVED, UNKNOWN, Request
 from harness.scenario import Scenario
 from harness.scenario.check_syntax import LATENCIES, Check, Slo, parse_check
 from harness.scenario.plan import load_of_part
@@ -108,11 +111,12 @@ def _row_slos(scenario: Scenario, server: str, load: str) -> list[CapacitySlo]:
 class LoadBlock(Struct, frozen=True, kw_only=True):
     """A period of the measured time of a load, on the monotonic clock.
 
-    `counts`: for each SLO (met, total) of the requests that ended in the block.
+    `samples`: for each SLO, latency / bound of the requests that ended in the block. `counts`: of these (met, total).
     """
 
     begin_s: float
     end_s: float
+    samples: list[LatencySample]
     counts: list[tuple[int, int]]
     output_tokens: float
     answers: int
@@ -140,8 +144,9 @@ class BlockCutter:
     """Cuts the growing records of a load, or of all loads of a mix, into blocks.
 
     A request counts in the block in which it ends, so that a block is complete soon after its end. In a closed loop
-    this includes requests of the warm-up. Failed requests do not meet an SLO; requests that the end of the load cut do
-    not count. A block of a mix is as long as its slowest load needs.
+    this includes requests of the warm-up. Failed requests do not meet an SLO. Requests that the end of the load cut
+    count only in `cut_samples`: those older than a bound have missed it. A block of a mix is as long as its slowest
+    load needs.
     """
 
     def __init__(
@@ -224,19 +229,29 @@ class BlockCutter:
             self._waiting = [request for request in self._waiting if request.sent_s + request.ended_s > end_s]
         return blocks
 
+    def cut_samples(self) -> list[LatencySample]:
+        """For each SLO the requests that the end of the load cut after they had missed it; others had just begun."""
+        samples = self._samples([request for request in self._waiting if request.error == "unfinished"])
+        return [LatencySample(*(column[sample.state == OBSERVED] for column in sample)) for sample in samples]
+
+    def _samples(self, requests: Sequence[Request]) -> list[LatencySample]:
+        return [
+            slo_sample(slo, [one for one in requests if slo.load in (None, load_of_part(one.load))])
+            for slo in self._slos
+        ]
+
     def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> LoadBlock:
         tokens = 0.0
         for request in self._waiting:
             if request.error is None and request.output_tokens is not None:
                 from_s, to_s = begin_s - request.sent_s, end_s - request.sent_s
                 tokens += request.output_tokens * derive.token_share_between(request, from_s, to_s)
+        samples = self._samples([request for request in ended if request.error != "unfinished"])
         return LoadBlock(
             begin_s=begin_s,
             end_s=end_s,
-            counts=[
-                _count_met(slo, [request for request in ended if slo.load in (None, load_of_part(request.load))])
-                for slo in self._slos
-            ],
+            samples=samples,
+            counts=[count_met(sample) for sample in samples],
             output_tokens=tokens,
             answers=answers,
             failed=sum(request.error not in (None, "unfinished", "abandoned") for request in ended),
@@ -248,7 +263,15 @@ def _mean(values: Collection[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _count_met(slo: CapacitySlo, requests: Sequence[Request]) -> tuple[int, int]:
-    """The numbers of requests that met the SLO, and of which it is known whether they did."""
-    known = [meets for request in requests if (meets := meets_slos(request, slo.bounds)) is not None]
-    return sum(known), len(known)
+def slo_sample(slo: CapacitySlo, requests: Sequence[Request]) -> LatencySample:
+    """The latencies of requests relative to the bound of an SLO: at most 1 meets it. Of several bounds the worst."""
+    values, states = [], []
+    for request in requests:
+        margin, met = slo_margin(request, slo.bounds), meets_slos(request, slo.bounds)
+        if met is False:
+            margin = max(margin, math.nextafter(1.0, 2.0))
+        values.append(min(margin, 1.0) if met else margin)
+        is_failed = request.error is not None and request.error not in CUT
+        states.append(FAILED if is_failed else UNKNOWN if met is None else OBSERVED)
+    sent_s = np.array([request.sent_s for request in requests], dtype=np.float64)
+    return LatencySample(sent_s, np.array(values, dtype=np.float64), np.array(states, dtype=np.int8))

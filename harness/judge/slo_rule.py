@@ -26,6 +26,7 @@ from harness.summary import ALPHA, POWER
 BLOCK_ANSWER_TIMES = 5.0  # a block is at least this long, so that blocks hardly depend on each other
 MIN_BLOCKS = 8  # with fewer blocks the effect is assumed
 MAX_BLOCKS = 32
+TAILS = (0.9, 0.95)
 ASSUMED_EFFECT = 10.0
 MAX_REQUESTS = 100_000  # no larger number of requests is suggested
 _MAX_CORRELATION = 0.99  # of neighbouring requests: an effect of 199
@@ -107,8 +108,9 @@ def kaplan_meier(samples: Sequence[LatencySample]) -> tuple[Floats, Floats]:
 def design_effect(samples: Sequence[LatencySample], answer_s: float | None) -> DesignEffect:
     """Estimate the design effect from the ranks of a latency in the order of sending, one sample a repeat.
 
-    It is the largest of three ratios to independent requests: the variance of the means of blocks, the variance of the
-    means of repeats, and the one that follows from the correlation of neighbours, which short blocks underestimate.
+    It is the largest of these ratios to independent requests: the variance of the means of blocks, of the ranks and of
+    being among the slowest (TAILS), because a queue makes the slow ones neighbours; the variance of the means of
+    repeats; and what follows from the correlation of neighbours, which short blocks underestimate.
     `answer_s`: the mean time of an answer; a block is at least BLOCK_ANSWER_TIMES as long. With fewer than MIN_BLOCKS
     blocks the effect is ASSUMED_EFFECT or the estimate, whichever is larger.
     """
@@ -116,24 +118,30 @@ def design_effect(samples: Sequence[LatencySample], answer_s: float | None) -> D
     n = sum(map(len, repeats))
     everything = np.concatenate(repeats) if n else np.empty(0)
     variance = float(everything.var()) if n else 0.0
-    squares, freedom, blocks = 0.0, 0, 0
-    for sample, ranks in zip(samples, repeats, strict=True):
-        size = _block_requests(sample.sent_s, len(ranks), answer_s)
-        count = len(ranks) // size
-        if count >= 2:
-            means = ranks[: count * size].reshape(count, size).mean(axis=1)
-            squares += size * float(((means - means.mean()) ** 2).sum())
-            freedom += count - 1
-        blocks += count
-    estimates = [1.0]
+    sizes = [_block_requests(one.sent_s, len(ranks), answer_s) for one, ranks in zip(samples, repeats, strict=True)]
+    counts = [len(ranks) // size for ranks, size in zip(repeats, sizes, strict=True)]
+    blocks, freedom = sum(counts), sum(count - 1 for count in counts if count >= 2)
+    effect = 1.0
     if variance > 1e-12:
-        if freedom:
-            estimates.append(squares / freedom / variance)
-        estimates += [_correlation_effect(repeats), _between_effect(repeats) / variance]
-    effect = max(estimates)
+        among_slowest = [[(ranks > tail).astype(np.float64) for ranks in repeats] for tail in TAILS]
+        within = max(_block_effect(values, sizes) for values in (repeats, *among_slowest))
+        effect = max(effect, within, _correlation_effect(repeats), _between_effect(repeats) / variance)
     if blocks < MIN_BLOCKS or not freedom:
         return DesignEffect(max(effect, ASSUMED_EFFECT), math.inf, blocks)
     return DesignEffect(effect, freedom, blocks)
+
+
+def _block_effect(repeats: Sequence[Floats], sizes: Sequence[int]) -> float:
+    """The variance of the means of blocks within repeats, relative to that of independent values."""
+    variance = float(np.concatenate(repeats).var())
+    squares, freedom = 0.0, 0
+    for values, size in zip(repeats, sizes, strict=True):
+        count = len(values) // size
+        if count >= 2:
+            means = values[: count * size].reshape(count, size).mean(axis=1)
+            squares += size * float(((means - means.mean()) ** 2).sum())
+            freedom += count - 1
+    return squares / freedom / variance if freedom and variance > 1e-12 else 1.0
 
 
 def _ranks_in_order(samples: Sequence[LatencySample]) -> list[Floats]:

@@ -445,7 +445,7 @@ class ServerSearch:
         def decide(blocks: list[LoadBlock]) -> bool:
             block = blocks[-1]
             if isinstance(probe, ProbeEvidence):
-                return probe.add(block.counts) != "open"
+                return probe.add(block.samples, watch.cutter.answer_s) != "open"
             if isinstance(probe, KneeProbe):
                 return probe.add(KneeBlock(block.seconds, block.output_tokens)) != "open"
             return len(blocks) >= DRIFT_BLOCKS
@@ -458,8 +458,9 @@ class ServerSearch:
         yield from (replace(cell_run, failed=death) for cell_run in cell_runs)
         is_late = not watch.decided and (watch.hopeless or time.monotonic() > self.deadline_s)
         if died and isinstance(probe, ProbeEvidence):  # all requests in flight are lost: none met the SLOs
-            while probe.state == "open":
-                probe.add([(0, sum(levels))] * len(self.slos))
+            probe.lose(sum(levels))
+        elif isinstance(probe, ProbeEvidence) and watch.blocks:
+            probe.add_cut(watch.cutter.cut_samples(), watch.cutter.answer_s)
         state: Any = "done" if probe is None else probe.state
         if died:
             state = "died"
