@@ -205,20 +205,28 @@ def _check_value(
     **_: Any,  # of older versions
 ) -> str:
     """The value of a row, with its 95 % interval, the baseline's value and what would decide."""
-    parts = []
+    parts, multiple = [], False
     shown = above if value is None else value
     if shown is not None:
         text = ("above " if value is None else "") + _format_check_value(shown, unit)
         text += " (client-limited)" if limited else ""
         if against is not None:
             base = against["value"]
-            factor = f", {figures(shown / base, 3)} times as much" if base and value is not None else ""
+            multiple = bool(base) and value is not None
+            factor = f", {_format_ratio(shown / base)} times as much" if multiple else ""
             text += f" against {_format_check_value(base, unit)} of {against['name']}{factor}"
         parts.append(text)
     if interval is not None:
-        low, high = (None if bound is None else _format_check_value(bound, unit) for bound in interval)
+        low, high = (
+            None
+            if bound is None
+            else f"{_format_ratio(bound / against['value'])}"
+            if multiple and against is not None
+            else _format_check_value(bound, unit)
+            for bound in interval
+        )
         bounds = f"up to {high}" if low is None else f"from {low}" if high is None else f"{low} to {high}"
-        parts.append(f"95 % interval {bounds}")
+        parts.append(f"95 % interval {bounds}{' times' if multiple else ''}")
     known = [f"{censored:,} cut before it ended"] if censored else []
     known += [f"{unknown:,} unknown"] if unknown else []
     known += [f"{failed:,} failed (within no bound)"] if failed else []
@@ -281,7 +289,7 @@ def _describe_verdict(verdict: Verdict) -> str:
     if verdict.word == "same":
         parts.append(f"the same within ±{_format_percent(MARGIN)}")
     elif verdict.word == "no_difference":
-        parts.append(f"no difference seen (within ±{_format_percent(_widest(verdict))})")
+        parts.append(f"no difference seen{_percents(verdict)}")
     elif verdict.word == "inconclusive":
         parts.append(f"inconclusive: {_why_inconclusive(verdict)}")
     elif verdict.p is not None and not verdict.provisional:
@@ -301,34 +309,40 @@ def describe_ratio(verdict: Verdict, baseline: str | None = None) -> str:
         if low is not None and high is not None and ratio < 1:
             low, high = _invert(high), _invert(low)
     else:
-        speed = f"{_format_ratio(ratio)}x the speed of"
+        speed = f"{format_speedup(ratio)} than" if _format_ratio(ratio) != "1.0000" else "as fast as"
     notes = [_RUNS_OF_BASIS[verdict.basis]] if verdict.basis in _RUNS_OF_BASIS else []
     if notes and is_decided:
         times = max(ratio, _invert(ratio))
         shown = f"{times:.1f}" if times >= 1.2 else _format_ratio(times)
         speed = f"about {shown}x {verdict.word} ({notes.pop()}) than"
     known = low is not None and high is not None
-    interval = (
-        f"95 % interval {_format_ratio(low or 0.0)}x to {_format_ratio(high or 0.0)}x" if known else "no interval"
-    )
+    if not known:
+        interval = "no interval"
+    elif is_decided:
+        interval = f"95 % interval {_format_ratio(low or 0.0)}x to {_format_ratio(high or 0.0)}x"
+    else:
+        interval = f"95 % interval {format_speedup(low or 0.0)} to {format_speedup(high or 0.0)}"
     return f"{speed} {baseline or verdict.baseline} by {METRIC_WORDS[verdict.metric]} ({', '.join([interval, *notes])})"
 
 
 _RUNS_OF_BASIS = {"one_run": "one run, not repeated", "apart": "not interleaved"}
 
 
-def _widest(verdict: Verdict) -> float:
-    """How far the interval of a verdict is from 1, as a share of the speed."""
-    return max(verdict.high or 1.0, _invert(verdict.low or 1.0)) - 1
+def _percents(verdict: Verdict) -> str:
+    """The interval of a verdict as changes of the speed: " (-22 % to +7 %)"."""
+    if verdict.low is None or verdict.high is None:
+        return ""
+    low, high = (f"{'+' if end > 1 else '-'}{_format_percent(abs(end - 1))}" for end in (verdict.low, verdict.high))
+    return f" ({low} to {high})"
 
 
 def _why_inconclusive(verdict: Verdict) -> str:
-    alike = f"±{_format_percent(MARGIN)}"
+    alike, p = f"±{_format_percent(MARGIN)}", _format_p(verdict.p or 0.0).removeprefix("= ")
     why = {
         "in_margin": f"the difference is within {alike}, its interval is not",
         "includes_one": "the interval includes 1",
         "not_beyond": f"the interval is not beyond {alike}",
-        "corrected": f"it does not count among {verdict.comparisons} comparisons, which are corrected by Holm's method",
+        "corrected": f"with {verdict.comparisons} comparisons the corrected p-value is {p}",
         "client": "the load generator was late, and the interval allows for that; without it there would be a verdict",
     }
     return why.get(verdict.reason or "", "too few repeats")
@@ -342,19 +356,22 @@ def _what_confirms(verdict: Verdict) -> list[str]:
         texts.append(f"the interval allows for {_format_percent(share)} of delay in the load generator")
     if verdict.reason == "client":
         texts.append("free a core for the load generator, or use more processes")
-    elif verdict.reason in OPEN or (verdict.word == "no_difference" and not verdict.provisional):
+    elif verdict.reason in OPEN or (verdict.word == "no_difference" and verdict.basis in ("runs", "repeats")):
         texts.append(_describe_needed(verdict))
-    if verdict.provisional:
+    if verdict.provisional and verdict.word in ("faster", "slower", "same") and verdict.needed is not None:
+        texts.append(f"provisional: confirm it with {verdict.needed} runs a side, or with `{_MEASURE}`")
+    elif verdict.provisional:
         texts.append(f"provisional: {_CONFIRMATION[verdict.basis]}")
     if verdict.fails == "with_provisional":
         texts.append("would fail with --provisional")
     return texts
 
 
+_MEASURE = "harness noise SCENARIO --runs 5"
 _CONFIRMATION = {
     "one_run": "confirm it with --repeats 5",
     "apart": "confirm it in one run that is not interrupted, with --repeats 5",
-    "runs": "confirm it with 3 runs a side, or with `harness noise SCENARIO --runs 5`",
+    "runs": f"the variation between runs is assumed; `{_MEASURE}` measures it",
     "repeats": "",
 }
 
@@ -387,6 +404,8 @@ def _invert(ratio: float) -> float:
 def _format_ratio(value: float) -> str:
     """A ratio with as many digits as its distance from 1 needs."""
     distance = abs(value - 1)
+    if value < 0.95:
+        return figures(value, 3) if value > 0 else "0"
     return f"{value:.4f}" if distance < 0.005 else f"{value:.3f}" if distance < 0.05 else f"{value:.2f}"
 
 

@@ -23,6 +23,11 @@ def _fixed(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
+def factor(value: float, decimals: int = 2) -> str:
+    """A ratio with so many decimals, and below 0.1 as many as three significant digits take."""
+    return _fixed(value) if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
+
+
 def figures(value: float, number: int = 2) -> str:
     """At least so many significant figures, without an exponent: "0.26", "1.5", "112"."""
     return f"{value:.{number}g}" if abs(value) < 10 ** (number - 1) else f"{value:,.0f}"

@@ -53,7 +53,7 @@ def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() 
                 verdict("vllm / ten", "inconclusive", 1.1, needed=8, reason="includes_one"),
                 verdict("sglang / ten", "inconclusive", 1.1, needed=54, reason="includes_one", baseline="vllm / ten"),
             ],
-            "ten is 1.10x the speed of one by wall time (95 % interval 1.09x to 1.11x): inconclusive. "
+            "ten is 1.10x faster than one by wall time (95 % interval 1.09x faster to 1.11x faster): inconclusive. "
             "About 8 repeats a side would decide.",
         ),
     ],

@@ -65,7 +65,7 @@ ONE = {"basis": "one_run", "provisional": True}
          "1.25x slower than a / x by wall time (95 % interval 1.24x to 1.26x, p < 0.001)."),
         # "Same" where the interval is inside the margin, also where the difference is sure.
         (scaled(1.003), TIGHT, 0, {"word": "same"},
-         "1.0030x the speed of a / x by wall time (95 % interval 0.9984x to 1.008x); the same within ±2 %"),
+         "(95 % interval 1.0016x slower to 1.008x faster); the same within ±2 %"),
         (scaled(1.01), TIGHT, 0, {"word": "same"}, ""),
         (scaled(1.018), TIGHT, 0, {"word": "inconclusive", "reason": "in_margin", "needed": 42}, ""),
         (scaled(1.025), scaled(1.0, [0.99, 0.995, 1.0, 1.005, 1.01]), 0, {"reason": "not_beyond"}, ""),
@@ -75,17 +75,17 @@ ONE = {"basis": "one_run", "provisional": True}
         (scaled(23 / 68, [1.0, 1.02, 0.99]), [1.0, 1.01, 0.985], 1, {"word": "slower"}, "2.94x slower than"),
         (scaled(7 / 68, [1.0, 1.02, 0.99]), [1.0, 1.01, 0.985], 1, {"word": "slower"}, "9.67x slower than"),
         (scaled(1.1, WIDE), WIDE, 0, {"reason": "includes_one", "needed": None, "needed_for_same": None},
-         "1.10x the speed of a / x by wall time (95 % interval 0.74x to 1.64x); inconclusive: the interval includes 1; "
+         "(95 % interval 1.36x slower to 1.64x faster); inconclusive: the interval includes 1; "
          "at this spread, more than 100 repeats a side show a difference of this size"),
         # The correction for several comparisons takes a verdict away.
         ([1.05, 1.06, 1.04], [1.0, 1.01, 0.99], 0, {"word": "faster"}, ""),
         ([1.05, 1.06, 1.04], [1.0, 1.01, 0.99], 6, {"word": "inconclusive", "reason": "corrected", "comparisons": 7},
-         "it does not count among 7 comparisons"),
+         "with 7 comparisons the corrected p-value is "),
         # One repeat.
         ([1.5], [1.0], 0, ONE | {"word": "faster", "ratio": 1.5},
          "about 1.5x faster (one run, not repeated) than a / x by wall time (95 % interval 1.28x to 1.76x); "
          "provisional: confirm it with --repeats 5"),
-        ([1.05], [1.0], 0, ONE | {"word": "no_difference"}, "no difference seen (within ±23 %)"),
+        ([1.05], [1.0], 0, ONE | {"word": "no_difference"}, "no difference seen ("),
         ([1.5], TIGHT, 4, ONE | {"word": "faster"}, ""),
         ([], TIGHT, 1, {"ratio": None, "p": None, "n": (0, 5), "reason": "no_values"}, ""),
         # Servers without any spread.
@@ -327,7 +327,7 @@ def test_runs_of_the_same_configuration_and_a_slower_one(tmp_path: Path) -> None
     ]  # fmt: skip
     slow = compare_runs([made["base"], made["slow"]])
     assert [(v.word, v.n, v.baseline) for v in slow.verdicts] == [
-        ("slower", (5, 5), "a / x (base-0 and 4 more)"), ("slower", (5, 5), "b / x (base-0 and 4 more)"),
+        ("slower", (5, 5), "base-0 and 4 more"), ("slower", (5, 5), "base-0 and 4 more"),
     ]  # fmt: skip
     assert slow.verdicts[0].ratio == pytest.approx(1 / 1.1, rel=0.01)
 
@@ -344,7 +344,7 @@ def test_one_run_against_one_is_provisional(tmp_path: Path) -> None:
     assert made.comparisons == 2
     equal = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
     assert [v.word for v in equal.verdicts] == ["no_difference"] * 2
-    assert "no difference seen (within ±1" in verdict_sentence(equal.verdicts[0])
+    assert "no difference seen (-1" in verdict_sentence(equal.verdicts[0])
     three = compare_runs([[tmp_path / "one"], [tmp_path / "two"], [tmp_path / "slow"]])
     assert [v.side for v in three.verdicts] == ["a / x (two)", "b / x (two)", "a / x (slow)", "b / x (slow)"]
 

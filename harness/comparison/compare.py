@@ -118,13 +118,27 @@ def compare_runs(
         )
     ]
     comparison = decide_verdicts(pairs, equal.source())
+    comparison = msgspec.structs.replace(
+        comparison, verdicts=[msgspec.structs.replace(each, baseline=base_side.name) for each in comparison.verdicts]
+    )
+
+    def check_side(number: int) -> list[CheckResult]:
+        names = {side.name: " / ".join(row) for of, row, side, _ in compared if of == number}
+        verdicts = [
+            msgspec.structs.replace(each, side=names[each.side], provisional=each.provisional and not provisional)
+            for each in comparison.verdicts
+            if each.side in names
+        ]
+        own = msgspec.structs.replace(comparison, verdicts=verdicts)
+        return _evaluate_checks(checks, sides[number], base_side, rows, own, several)
+
     return msgspec.structs.replace(
         comparison,
         verdicts=[with_exit(verdict, provisional=provisional) for verdict in comparison.verdicts],
         simulated=any(run.simulated for run in all_runs),
         sides=[side.name for side in sides],
         differences=find_differences([collect_facts(side.runs[0], rows) for side in sides]),
-        checks=[result for side in other_sides for result in _evaluate_checks(checks, side, base_side, rows, several)],
+        checks=[result for number in range(1, len(sides)) for result in check_side(number)],
         notes=list(_notes(sides, rows)),
     )
 
@@ -210,10 +224,15 @@ def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> N
 
 
 def _evaluate_checks(
-    checks: Sequence[str], side: _Side, base: _Side, rows: Sequence[tuple[str, str]], several: bool
+    checks: Sequence[str],
+    side: _Side,
+    base: _Side,
+    rows: Sequence[tuple[str, str]],
+    comparison: Comparison,
+    several: bool,
 ) -> list[CheckResult]:
     side_rows, base_rows = ([row for row in group.summaries[0].rows if row.key in rows] for group in (side, base))
-    results = evaluate(checks, side_rows, None, Reference(run=base.runs[0].id, rows=base_rows))
+    results = evaluate(checks, side_rows, comparison, Reference(run=base.runs[0].id, rows=base_rows))
     if not several:
         return results
     return [msgspec.structs.replace(result, check=f"{result.check} ({side.name})") for result in results]

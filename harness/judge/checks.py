@@ -8,13 +8,13 @@ otherwise. All other values are compared as they are; docs/method.md says which 
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from harness.columns import VALUES, WORK
+from harness.columns import RATES, VALUES, WORK
 from harness.errors import HarnessError
 from harness.judge import slo_rule, stats
 from harness.judge.stats import Estimate
@@ -48,6 +48,7 @@ from harness.summary import (
 )
 
 _VALUES = {column.check: column for column in VALUES}
+_RATES_AND_TIMES = ("wall", "output_tok_s", "input_tok_s", "requests_per_s", "goodput")  # of a row
 _SHOWN_EFFECT = 1.5  # smaller design effects are not shown
 _MAX_PERMILLE = 999  # shares closer to 1 need as many requests as p99.9
 
@@ -69,6 +70,7 @@ class _Value(Struct, frozen=True, kw_only=True):
     youngest: float | None = None  # age of the youngest cut request: a bound up to it is missed by all of them
     all_miss: bool = False  # so many requests failed that no bound is met
     effect: float = 1.0  # so many dependent requests count as one
+    unit: Literal["repeats", "runs"] | None = None  # what the interval is from; None: requests
 
     @property
     def known(self) -> float | None:
@@ -104,6 +106,7 @@ def evaluate(
     """The result of each check. A check without enough data is inconclusive, and its result has the number it needs.
 
     `baseline` in a check is the same row of `reference` if that is given, else the row's baseline in `comparison`.
+    `comparison` is of the rows of one run, or of its rows with those of `reference`.
     """
     results = []
     for text in texts:
@@ -242,7 +245,10 @@ def _evaluate_row(
         if base.value is None:
             return replace(result, code="no_baseline", evidence=_missing_evidence(row, base))
         bound, baseline = check.bound * base.value, {"value": base.value, "name": name}
-        value = replace(value, interval=_relative_interval(value, base))
+        if check.metric in _RATES_AND_TIMES:
+            value = _work_against(check, row, value, base, rows, comparison, reference, name)
+        else:
+            value = replace(value, interval=_relative_interval(value, base))
     if check.operator == "==" or (check.relative and value.known is None and not value.all_miss):
         value = replace(value, interval=None)
     if value.value is None and value.interval is None:
@@ -319,10 +325,49 @@ def _relative_interval(value: _Value, base: _Value) -> tuple[float | None, float
     )
 
 
+def _work_against(
+    check: Check,
+    row: Row,
+    value: _Value,
+    base: _Value,
+    rows: Sequence[Row],
+    comparison: Comparison | None,
+    reference: Reference | None,
+    name: str,
+) -> _Value:
+    """A wall time or rate with the interval of its ratio to the baseline's, times the baseline's value.
+
+    It is the interval of the row's verdict, if that is by this metric; else that of the same rule: repeats of one run
+    are compared by Welch's interval, runs by the variation that is assumed between equal ones.
+    """
+    metric = _VALUES[check.metric].field if check.metric in _VALUES else check.metric
+    verdict = None if comparison is None else _verdict_by_row(comparison).get(row.name)
+    if reference is not None and verdict is not None and verdict.unit != "runs":
+        verdict = None  # another comparison: that within the run
+    if not value.value or not base.value:
+        return value
+    if verdict is not None and verdict.metric == metric and verdict.low and verdict.high:
+        low, high = (verdict.low, verdict.high) if metric in RATES else (1 / verdict.high, 1 / verdict.low)
+        interval = low * base.value, high * base.value
+        return replace(value, interval=interval, provisional=verdict.provisional, unit=verdict.unit)
+    if reference is not None:
+        effect = stats.pooled_effect([value.value], [base.value])
+        low, high = effect.interval()
+        interval = low * base.value, high * base.value
+        return replace(value, interval=interval, provisional=stats.is_mostly_assumed(effect), unit="runs")
+    if metric not in WORK:
+        return value
+    base_row = next(each for each in rows if each.name == name)
+    repeats, base_repeats = ([each for each in getattr(one, metric) if each] for one in (row, base_row))
+    found = stats.welch_effect(repeats, base_repeats)
+    low, high = (found or stats.pooled_effect([value.value], [base.value])).interval()
+    return replace(value, interval=(low * base.value, high * base.value), provisional=found is None, unit="repeats")
+
+
 def _requests_to_decide(check: Check, value: _Value, bound: float) -> tuple[int | None, Reason]:
     """How many more requests decide a check whose interval contains the bound, if value and spread stay the same."""
-    if check.metric == "speedup":
-        return None, because("more_repeats")
+    if value.unit is not None:
+        return None, because("more_repeats") if value.unit == "repeats" else because("more_runs")
     statistic = check.metric.rpartition("_")[2]
     share = bound if check.metric == "attainment" else int(statistic[1:]) / 100 if statistic in NEEDED else None
     if share is None or value.interval is None:
@@ -554,7 +599,8 @@ def _speedup_value(row: Row, comparison: Comparison | None) -> _Value:
         return _missing_value("paced_users")
     if verdict.ratio is None:
         return _missing_value("no_verdict", verdict=verdict)
-    return _Value(value=verdict.ratio, interval=(verdict.low, verdict.high), provisional=verdict.provisional)
+    interval = verdict.low, verdict.high
+    return _Value(value=verdict.ratio, interval=interval, provisional=verdict.provisional, unit=verdict.unit)
 
 
 def _uncompared_reason(row: Row, comparison: Comparison) -> Reason:

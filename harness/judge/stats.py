@@ -201,6 +201,14 @@ def is_mostly_assumed(effect: Effect) -> bool:
     return effect.freedom < 2 * ASSUMED_FREEDOM
 
 
+def runs_to_confirm(effect: Effect, side: int, base: int) -> int:
+    """So many runs a side weigh as much as the assumption in an effect of `pooled_effect` from `side` and `base` runs.
+
+    A verdict on them is not provisional any more.
+    """
+    return max(math.ceil((2 * ASSUMED_FREEDOM - effect.freedom + side + base) / 2), side, base)
+
+
 def rate_error(sent_s: Array, ended_s: Array, work: Array) -> tuple[float, int] | None:
     """The standard error of the logarithm of a rate within one run, and the number of blocks that it is from.
 

@@ -477,6 +477,8 @@ def _decide(pair: ComparedSides, found: _Found, p: float, comparisons: int) -> V
         "ratio": effect.ratio, "low": low, "high": high, "p": p, "basis": found.basis, "provisional": found.provisional,
         "widened": None if factors == (1.0, 1.0) else factors,
     }  # fmt: skip
+    if found.provisional and found.basis == "runs":
+        numbers["needed"] = stats.runs_to_confirm(effect, *map(len, _independent_values(pair)))
     includes_one, is_beyond = low <= 1 <= high, _is_beyond(low, high)
     if is_beyond and p < ALPHA:
         return _make_verdict(pair, "faster" if effect.log_ratio > 0 else "slower", comparisons, **numbers)
@@ -520,6 +522,8 @@ def _needed_values(
         variances, freedom = (variance, variance), int(effect.freedom)
     tests = comparisons * pair.parts
     needed = stats.sample_size_to_settle(effect.log_ratio, variances, max(sizes), tests, freedom)
+    if needed is not None and found.provisional:
+        needed = max(needed, stats.runs_to_confirm(effect, *sizes))
     for_same = None
     if includes_one and abs(effect.log_ratio) > math.log1p(MARGIN):  # there may be no difference at all
         for_same = stats.sample_size_to_settle(0.0, variances, 1, tests, freedom)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 
+from harness import units
 from harness.columns import METRIC_WORDS
 from harness.reasons import evidence, sentence, verdict_word
 from harness.report import sentences, words
@@ -113,9 +114,9 @@ def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
         verdict.baseline,
         f"{verdict.n[0]} : {verdict.n[1]}",
         METRIC_WORDS[verdict.metric],
-        "n/a" if verdict.ratio is None else f"{verdict.ratio:.3f}×",
-        f"{verdict.low:.3f} to {verdict.high:.3f}" if known else "n/a",
-        "n/a" if verdict.p is None else f"{verdict.p:.3f}",
+        "n/a" if verdict.ratio is None else f"{units.factor(verdict.ratio, 3)}×",
+        f"{units.factor(verdict.low or 0.0, 3)} to {units.factor(verdict.high or 0.0, 3)}" if known else "n/a",
+        "n/a" if verdict.p is None else "< 0.001" if verdict.p < 0.001 else f"{verdict.p:.3f}",
         verdict_word(verdict),
     )
 

@@ -15,7 +15,7 @@ from harness.columns import METRIC_WORDS, RATES, WORK
 from harness.errors import HarnessError
 from harness.judge.checks import evaluate
 from harness.judge.comparable import engine_versions
-from harness.judge.verdicts import without_concurrency
+from harness.judge.verdicts import number_fields, without_concurrency
 from harness.reasons import (
     describe_ratio,
     evidence,
@@ -33,6 +33,7 @@ from harness.scenario.plan import load_of_part, mix_of
 from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict, because
 from harness.units import count
 
+_SHOWN_ERROR = 0.0005  # a smaller error of the load generator is not shown
 _OPEN_WORDS = ("inconclusive", "no_difference")
 SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
@@ -81,9 +82,15 @@ def _comparison_answer(comparison: Comparison) -> str:
     parts = ", ".join(f"{number} {word}" for word, number in counts.items())
     failing = sum(verdict.fails == "yes" for verdict in verdicts)
     slower = sum(verdict.word == "slower" for verdict in verdicts)
+    failed = [check.check for check in comparison.checks if check.status == "failed"]
+    checks = f" {count(len(failed), 'check')} failed: {', '.join(failed)}." if failed else ""
     if slower:
         head = "Regression" if failing else "Possible regression"
-        return f"{shown}{head}: {slower} of {total} slower{'' if failing else ', would fail with --provisional'}."
+        return (
+            f"{shown}{head}: {slower} of {total} slower{'' if failing else ', would fail with --provisional'}.{checks}"
+        )
+    if failed:
+        return f"{shown}Regression:{checks}"
     if counts["inconclusive"]:
         return f"{shown}Inconclusive: {counts['inconclusive']} of {total} cannot be decided, and none is slower."
     return f"{shown}No regression: {parts} of {total}."
@@ -342,8 +349,11 @@ def client_limit_sentence(summary: Summary) -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            error = max((max(error) for error in row.client_error.values()), default=None)
-            by = "" if error is None else f" (by {units.figures(100 * error, 2)}\u00a0% at most)"
+            errors = (
+                row.client_error[each] for each in row.client_error if number_fields(each)[0] in row.client_limited
+            )
+            error = max(map(max, errors), default=0.0)
+            by = "" if error < _SHOWN_ERROR else f" (by {units.figures(100 * error, 2)}\u00a0% at most)"
             rows[number_names(row.client_limited)].append(f"{row.name}{by}")
     if not rows:
         return ""

@@ -111,7 +111,7 @@ def format_interval(verdict: Verdict) -> str:
     """The 95 % interval of a speedup."""
     if verdict.low is None or verdict.high is None:
         return "no interval"
-    return f"{verdict.low:.2f}–{verdict.high:.2f}"
+    return f"{units.factor(verdict.low)}–{units.factor(verdict.high)}"
 
 
 def _format_rate(line: TableLine) -> str:
@@ -140,7 +140,7 @@ def _format_speedup(line: TableLine) -> str:
     if line.verdict is None or line.verdict.ratio is None:
         return units.NOTHING
     against = f" of {line.against}" if line.against else ""
-    return f"{line.metric}{line.verdict.ratio:.2f}×{against} ({format_interval(line.verdict)})"
+    return f"{line.metric}{units.factor(line.verdict.ratio)}×{against} ({format_interval(line.verdict)})"
 
 
 def _format_verdict(line: TableLine) -> str:
