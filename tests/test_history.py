@@ -264,7 +264,7 @@ def test_the_command_line(stepped: Path) -> None:
     code, text = call("history", "which")
     assert (code, "Change point: run-07 -> run-08" in text) == (0, True)
     code, page = call("history", "which", "--format", "html")
-    assert (code, page) == (0, history_page(history_of("which", stepped / "runs", stepped / "results")) + "\n")
+    assert (code, page) == (0, history_page(history_of("which", stepped / "runs", stepped / "results")))
     for wrong in (["history", "nothing"], ["compare", "--history", "run-01", "run-02"]):
         done = harness(*wrong, cwd=stepped)
         assert (done.code, done.out) == (1, "")

@@ -226,7 +226,7 @@ FREE, TOTAL = ["--free", "76.45"], ["--total", "96"]
     ("given", "what"),
     [
         (["--free", "1", "--total", "0"], "two sizes in GiB are expected"),
-        (["--free", "1", "--total", "inf"], "two sizes in GiB are expected"),
+        (["--free", "1", "--total", "inf"], "--total': a finite number is expected, got inf"),
         ([*FREE, *TOTAL, "--max-model-len", "4096"], "--max-model-len needs --model"),
         ([*FREE, *TOTAL, "--kv-cache-dtype", "fp9"], "--kv-cache-dtype: 'fp9' is not known here; did you mean 'fp8'?"),
         (FREE, "--free needs --total"),

@@ -47,9 +47,12 @@ def sample_of(*values: float) -> Distribution:
     return msgspec.structs.replace(distribution_of(values), blocks=0)
 
 
-def with_cut(sample: Distribution, low_s: float, censored: int, unknown: int, above: float | None) -> Distribution:
-    """The same with cut and unknown requests; at least `low_s` is the mean."""
-    intervals = sample.intervals | {"mean": (low_s, None)}
+def with_cut(
+    sample: Distribution, low_s: float, censored: int, unknown: int, above: float | None, age_s: float | None
+) -> Distribution:
+    """The same with cut and unknown requests; at least `low_s` is the mean. `age_s`: of the one that was cut."""
+    cut = {} if age_s is None else {"cut": (age_s, age_s)}
+    intervals = sample.intervals | {"mean": (low_s, None)} | cut
     return msgspec.structs.replace(sample, intervals=intervals, censored=censored, unknown=unknown, above=above)
 
 
@@ -107,10 +110,10 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
     assert summary.cells[0].numbers == Numbers(
         sent=4, succeeded=2, failed=1, unfinished=1, errors={"stream_error": 1, "unfinished": 1}, prompt_tokens=40,
         output_tokens=8, cached_tokens=16, wall_s=10.0, window="wall", window_s=10.0, output_tok_s=0.8, input_tok_s=4.0,
-        requests_per_s=0.2, ttft_s=with_cut(sample_of(0.5, 0.25), 1.75 / 3, 1, 0, 1.0),
-        ttfo_s=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0),
-        tpot_s=with_cut(sample_of(0.25, 0.4375), 0.6875 / 3, 0, 1, None),
-        e2e_s=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None),
+        requests_per_s=0.2, ttft_s=with_cut(sample_of(0.5, 0.25), 1.75 / 3, 1, 0, 1.0, 1.0),
+        ttfo_s=with_cut(sample_of(0.5), 0.5, 1, 1, 1.0, 1.0),
+        tpot_s=with_cut(sample_of(0.25, 0.4375), 0.6875 / 3, 0, 1, None, None),
+        e2e_s=with_cut(sample_of(1.0, 2.0), 4 / 3, 1, 0, None, 1.0),
         chunk_gap_s=gaps(0.5, 1.0, 0.75), tokens_per_chunk=8 / 5,
     )  # fmt: skip
     assert summary.cells[0].numbers.error_rate == 0.25
