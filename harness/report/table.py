@@ -256,7 +256,7 @@ _VERDICT_COLUMNS = (
         "verdict", "Verdict",
         "Faster or slower: the interval is beyond ±2 %, also after the correction for several comparisons. Same: it is "
         "within ±2 %. Else inconclusive, with what would settle it. Provisional: one run, not repeated.",
-        "Welch’s interval on logarithms against a margin of 2 %, corrected for the number of comparisons by Holm’s method",
+        "Welch’s interval on logarithms against a margin of 2 %, corrected for the number of comparisons (Holm)",
         _format_verdict, "verdict",
     ),
 )  # fmt: skip
