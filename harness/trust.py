@@ -80,11 +80,14 @@ class _Session(requests.Session):
 
     def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
         """Raises requests.RequestException, also for an answer that is too long and was not to be streamed."""
-        expired = threading.Event()
+        state = {"ended": False, "expired": False}
+        lock = threading.Lock()  # held while sockets are shut down: the next request opens its own only afterwards
 
         def expire() -> None:
-            expired.set()
-            self._adapter.shut_down()
+            with lock:
+                if not state["ended"]:
+                    state["expired"] = True
+                    self._adapter.shut_down()
 
         timer = threading.Timer(how["timeout"], expire)
         timer.daemon = True
@@ -100,11 +103,13 @@ class _Session(requests.Session):
                         raise requests.RequestException(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
                 response._content = bytes(content)
         except requests.RequestException:
-            if not expired.is_set():
+            if not state["expired"]:
                 raise
         finally:
             timer.cancel()
-        if expired.is_set():
+            with lock:
+                state["ended"] = True
+        if state["expired"]:
             raise requests.ReadTimeout(f"no complete answer within {how['timeout']:g} s")
         return response
 

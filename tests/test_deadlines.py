@@ -60,6 +60,27 @@ def test_a_probe_has_a_total_deadline(name: str) -> None:
             session.post(url, json={}, timeout=1.2)
 
 
+def test_the_end_of_one_probe_does_not_cut_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    shutdown = socket.socket.shutdown
+
+    def shut_down_and_linger(connection: socket.socket, how: int) -> None:
+        shutdown(connection, how)
+        time.sleep(0.3)  # the probe goes on meanwhile
+
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        if number == 0:
+            drip(connection, *STARTS["open end"])
+        time.sleep(1.0)
+        connection.sendall(whole(b"{}"))
+
+    with serving(handler) as url, open_session(None) as session:
+        with monkeypatch.context() as patch, pytest.raises(requests.ReadTimeout):
+            patch.setattr(socket.socket, "shutdown", shut_down_and_linger)
+            session.get(url, timeout=1.2)
+        assert session.post(url, json={}, timeout=60).content == b"{}"
+
+
 @pytest.mark.parametrize("name", ["headers", "body", "open end"])
 def test_a_probe_through_tls_has_a_total_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     signed = sign(tmp_path, "DNS:localhost")
