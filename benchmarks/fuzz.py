@@ -44,8 +44,8 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     from harness.workload.prompt_file import read_rows
     from harness.workload.traces import Replay
     from tests.test_fuzz import COMPOSE, IMPORTS, LOGS, TRACES, changed
-    from tests.test_golden import GOLDEN
 
+EXAMPLES, RUNS = ROOT / "examples", ROOT / "tests" / "runs"
 WORK = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"a","tool_calls":[{"function":{"arguments":"{"}}]}}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\ndata: [DONE]\n\n'
@@ -140,8 +140,8 @@ SAMPLES = [sample.encode() for pattern in patterns() for sample in pattern.rule.
 PARSERS: dict[str, tuple[Parse, list[bytes]]] = {
     "sse": (sse, [EVENT, USAGE, b"event: error\r\ndata: a\rdata\n\n", b"\xef\xbb\xbfdata: a\n\n: ping\n"]),
     "http": (http, [bytes([size]) + one for one in HTTP for size in (3, 40, 255)]),
-    "records": (records, [short(path) for name in ("req", "proc") for path in GOLDEN.glob(f"*/*/{name}*.jsonl")]),
-    "manifest": (lambda data: read_run(at("run.json", data).parent), [*map(short, GOLDEN.glob("*/*/run.json"))]),
+    "records": (records, [short(path) for name in ("req", "proc") for path in EXAMPLES.glob(f"*/{name}*.jsonl")]),
+    "manifest": (lambda data: read_run(at("run.json", data).parent), [*map(short, RUNS.glob("*/run.json"))]),
     "log": (log, [*map(short, LOGS), *SAMPLES]),
     "prompts": (lambda data: read_rows(at("prompts", data)), ROWS),
     "scenario": (

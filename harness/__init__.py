@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from harness.errors import HarnessError, RunError
     from harness.summary import Comparison, Summary
 
-__version__ = "0.2.0.dev0"  # as the top entry of CHANGELOG.md; without .dev0 once that is released
+__version__ = "0.1.0"  # as the top entry of CHANGELOG.md; without .dev0 once that is released
 __all__ = [
     "Comparison", "Forecast", "HarnessError", "LoadedRun", "RunError", "Summary", "compare", "load_run", "plan",
     "summarize",

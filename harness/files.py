@@ -64,48 +64,17 @@ def pretty_json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
-# Names of JSON fields in files of format 1, until 0.2.0, with their new names.
-OLD_NAMES = {
-    "most": "max", "least": "min", "most_s": "max_s", "most_requests": "max_requests", "most_at_once": "max_parallel",
-    "running_most": "running_max", "waiting_most": "waiting_max", "kv_usage_most": "kv_usage_max",
-    "gap_most_s": "gap_max_s", "took_most_s": "took_max_s", "cpu_most": "cpu_max",
-    "loop_lag_most_s": "loop_lag_max_s", "busy_most_percent": "busy_max_percent", "power_most_w": "power_max_w",
-    "memory_most_bytes": "memory_max_bytes", "vram_most_bytes": "vram_max_bytes", "gtt_most_bytes": "gtt_max_bytes",
-    "temperature_most_c": "temperature_max_c", "temperatures_most_c": "temperatures_max_c",
-    "clock_least_mhz": "clock_min_mhz", "container_memory_most_bytes": "container_memory_max_bytes",
-    "host_memory_least_bytes": "host_memory_min_bytes",
-}  # fmt: skip
-_NAMED_BY_USERS = {"servers", "loads", "mixes"}  # their keys are names, not fields
-_FOREIGN = {  # all keys below these are foreign
-    "variables", "environment", "container", "effective", "versions", "gpus", "kernel_parameters", "json_schema",
-    "locustfiles", "files", "computed",
-}  # fmt: skip
-
-
-def rename_old_fields(value: Any, key: str = "") -> Any:
-    """Return JSON of format 1 with the new names of its fields. `key`: the field that has this value."""
-    if isinstance(value, list):
-        return [rename_old_fields(part, key) for part in value]
-    if not isinstance(value, dict) or key in _FOREIGN:
-        return value
-    if key in _NAMED_BY_USERS:
-        return {name: rename_old_fields(part) for name, part in value.items()}
-    names = OLD_NAMES | {"most": "max_requests"} if key == "trace" else OLD_NAMES
-    return {names.get(name, name): rename_old_fields(part, name) for name, part in value.items()}
-
-
 def read_json(
     path: Path,
     kind: type[T],
     newest: int | None = None,
     advice: str = "",
     contradiction: Callable[[T], tuple[str, str] | None] = lambda _: None,
-    upgrade: Callable[[dict[str, Any]], None] | None = None,
 ) -> T:
     """Return the value in a JSON file. Raises OSError; HarnessError for a damaged or too new file.
 
     newest: the newest format version that can be read. contradiction: returns a problem of a decoded value, and its
-    path. upgrade: changes a value of an older format, whose fields have their new names, to the newest, in place.
+    path.
     """
     raw = read_bytes(path)
     try:
@@ -118,10 +87,7 @@ def read_json(
                 f"{path}: format {version} was written by a newer harness; this one reads up to {newest}",
                 next_step="Update the harness.",
             )
-        if upgrade is not None and isinstance(head, dict) and (not isinstance(version, int) or version < (newest or 0)):
-            value = msgspec.convert(_upgrade(head, upgrade, newest), kind)
-        else:
-            value = msgspec.json.decode(raw, type=kind)
+        value = msgspec.json.decode(raw, type=kind)
         if (problem := contradiction(value)) is not None:
             raise msgspec.ValidationError("{} - at `{}`".format(*problem))
         return value
@@ -130,15 +96,6 @@ def read_json(
         is_newer = "unknown field" in text  # a new optional field does not raise the format version
         step = "A newer harness wrote it: update this one." if is_newer else f"The file was changed or damaged{advice}."
         raise HarnessError(f"{path}: cannot be read ({text})", next_step=step) from None
-
-
-def _upgrade(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], newest: int | None) -> dict[str, Any]:
-    raw = rename_old_fields(raw)
-    try:
-        upgrade(raw)
-    except (AttributeError, KeyError, TypeError):  # not the expected shape: the decoder reports where
-        return raw
-    return raw if "format_version" not in raw else raw | {"format_version": newest}
 
 
 def describe_decode_error(error: Exception) -> str:

@@ -202,7 +202,6 @@ def _check_value(
     failed: int = 0,
     decision: Mapping[str, Any] | None = None,
     rows: int = 1,
-    **_: Any,  # of older versions
 ) -> str:
     """The value of a row, with its 95 % interval, the baseline's value and what would decide."""
     parts, multiple = [], False

@@ -1,7 +1,7 @@
 """The numbers of a run: a Summary derived from its records, cell by cell and row by row."""
 
 import statistics
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
@@ -9,7 +9,7 @@ from msgspec import Struct, to_builtins
 # Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test compares them.
 NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
 
-FORMAT_VERSION = 2  # of run.json and summary.json; in version 1 reasons were sentences
+FORMAT_VERSION = 1  # of run.json, summary.json and baseline.json
 # The rules of verdicts, see docs/method.md.
 ALPHA = 0.05  # of tests and intervals
 POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
@@ -56,8 +56,8 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     p99: float | None = None
     # The 95 % interval of each percentile: bounds below it fail, bounds above it pass. None: no bound on that side.
     # Failed requests are above every bound. Also that of the mean where requests are censored or unknown, and the ages
-    # of the youngest and the oldest cut request (`cut`). Without an entry: chunk gaps, numbers that another tool
-    # computed, and files of older versions.
+    # of the youngest and the oldest cut request (`cut`). Without an entry: chunk gaps, and numbers that another tool
+    # computed.
     intervals: dict[str, tuple[float | None, float | None]] = {}
     censored: int = 0  # requests that were cut before this latency ended; percentiles count them (Kaplan-Meier)
     unknown: int = 0  # other requests without it, such as the TTFT of an answer that was not streamed
@@ -315,7 +315,6 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     output_tok_s: list[float]
     input_tok_s: list[float] = []
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
-    formulas: int = 1  # version of the formulas of `pooled`
     definitions: dict[str, str] = {}  # in an imported run: by field of Numbers, if it is defined otherwise
     missing: dict[
         str, str
@@ -360,7 +359,6 @@ Inconclusive = Literal[
     "not_beyond",  # the interval excludes 1, but not the margin
     "corrected",  # the interval is beyond the margin, but does not count among so many comparisons
     "client",  # the interval decides without what the load generator's delays add to it
-    "too_few", "apart", "run_variation_unknown", "p_too_large",  # of older versions
 ]  # fmt: skip
 
 
@@ -394,7 +392,7 @@ class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             "no_baseline",  # inconclusive: there is no baseline with such a number, or it is not comparable
         ]
         | None
-    ) = None  # None: of an older version
+    ) = None
     evidence: list[Reason] = []  # of each row that decides
     row: str | None = None
     value: float | None = None
@@ -477,55 +475,3 @@ class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     differences: list[Difference] = []  # of the manifests of the sides
     checks: list[CheckResult] = []
     notes: list[Reason] = []  # on the sides
-
-
-def upgrade_summary(raw: dict[str, Any]) -> None:
-    """Convert a summary.json of version 1 to this version, in place."""
-    raw.pop("beside", None)  # its verdicts are in `comparison`
-    cells = {cell.get("id") for cell in raw.get("cells", [])}
-    upgrade_reasons(raw, "reasons", "notes", cells=cells)
-    for cell in raw.get("cells", []):
-        upgrade_reasons(cell, "problems", "notes", cells=cells)
-        for limit in cell.get("limits", []):
-            limit.pop("text", None)
-    for row in raw.get("rows", []):
-        upgrade_reasons(row, "invalid", cells=cells)
-    for check in raw.get("checks", []):
-        upgrade_reasons(check, "evidence")
-        check["evidence"] = [check["evidence"]] if isinstance(check.get("evidence"), dict) else []
-        if "passed" in check:
-            check["status"] = "passed" if check.pop("passed") else "failed"
-    comparison = raw.get("comparison")
-    if comparison:
-        comparison["noise_source"] = []  # it is of a comparison of runs
-        for verdict in comparison.get("verdicts", []):
-            text = verdict.pop("sentence", "")
-            if verdict.get("word") == "inconclusive" and verdict.get("reason") in (None, "refused"):
-                sentence = text.removeprefix(f"{verdict['side']}: ").removeprefix("inconclusive: ").removesuffix(".")
-                verdict["refused"] = {"code": "text", "values": {"text": sentence}}
-            verdict["comparisons"] = comparison.get("comparisons", 1)
-
-
-def upgrade_reference(raw: dict[str, Any]) -> None:
-    """Convert a baseline.json of an earlier version to this version, in place."""
-    upgrade_reasons(raw, "refused")
-    for row in raw.get("rows", []):
-        upgrade_reasons(row, "invalid")
-
-
-def upgrade_reasons(raw: dict[str, Any], *keys: str, cells: Collection[Any] = ()) -> None:
-    """Convert sentences to reasons, in place. A sentence that starts with one of `cells` is about that cell."""
-
-    def upgrade(text: Any) -> Any:
-        if not isinstance(text, str):
-            return text
-        cell, colon, rest = text.partition(": ")
-        if colon and cell in cells:
-            return {"code": "text", "values": {"text": rest}, "cell": cell}
-        return {"code": "text", "values": {"text": text}}
-
-    for key in keys:
-        if isinstance(raw.get(key), list):
-            raw[key] = list(map(upgrade, raw[key]))
-        elif key in raw:
-            raw[key] = upgrade(raw[key])

@@ -423,7 +423,7 @@ def test_relative_to_another_run() -> None:
     missing = against("b/x: ttft_p95 <= baseline")
     assert missing.code == "no_baseline" and "of the baseline r1: needs 130 " in evidence(missing.evidence)
     assert evidence(against("c/x: wall <= baseline").evidence) == "c / x: the baseline r1 has no such row"
-    unlike = Reference(run="r1", refused=because("text", text="they differ"))
+    unlike = Reference(run="r1", refused=because("run_error", error="they differ"))
     assert evidence(against("a/x: wall <= baseline", unlike).evidence) == "a / x: not compared with r1: they differ"
 
 
@@ -446,7 +446,7 @@ def test_a_percentile_relative_to_another_run_has_the_interval_of_the_ratio() ->
         return evaluate([text], [row(ttft_s=now)], None, Reference(run="r1", rows=[row(ttft_s=before)]))[0]
 
     text, base = "ttft_p95 <= 1.1 * baseline", Distribution(n=200, p95=1.0, intervals={"p95": (0.8, 1.25)})
-    exact = Distribution(n=200, p95=1.0)  # of an older version: without an interval
+    exact = Distribution(n=200, p95=1.0)  # of another tool: without an interval
     close = against(text, TTFT, base)
     up, down = math.hypot(math.log(2 / 1.5), math.log(1.25)), math.hypot(math.log(1.5 / 1.2), math.log(1.25))
     assert (close.status, close.code, close.value, close.bound) == ("inconclusive", "too_close", 1.5, 1.1)

@@ -46,7 +46,6 @@ def test_version_and_help(tmp_path: Path) -> None:
         (["worker", "--master", "x", "--processes", "2k"], "--processes: Input should be a valid integer"),
         (["compare", "a", "b", "--format", "html"], "--format: 'html' is not one of 'terminal', 'markdown', 'json'"),
         (["runs", "--nope"], "no such option: --nope"),
-        (["calibrate", "--most", "3"], "no such option: --most"),
         (["check", "first-look", "y"], "got unexpected extra argument(s) (y)"),
         (["live", "first-look", "--model=-x"], "--model: '-x' is no model's name"),
         (["run", "S", "--metrics-url", "http://127.0.0.1:1"], "--metrics-url needs --url"),
@@ -69,7 +68,6 @@ def test_the_first_mistake_of_a_command_line_is_reported(tmp_path: Path, argumen
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(f"error: {error}")
     assert list(tmp_path.iterdir()) == [path]
-    assert ("it is now --max-streams" in done.err) == ("--most" in arguments)
 
 
 def test_all_mistakes_of_a_scenario_are_reported(tmp_path: Path) -> None:

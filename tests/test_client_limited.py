@@ -119,7 +119,6 @@ def test_a_check_that_delays_cannot_change_is_decided(bound: str, changed: bool)
 
 
 def test_an_unknown_error_has_no_verdict(tmp_path: Path) -> None:
-    """Such as of a published run of an older version."""
     groups = [[limited_run(tmp_path / "well")], [limited_run(tmp_path / "made", loop_lag_mean_s=0.5)]]
     for (folder,) in groups:
         summary = summarize(folder)

@@ -24,6 +24,7 @@ from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
 from harness.scenario import Load
 from harness.simulated.wire import BadRequest, parse_json
+from harness.summary import FORMAT_VERSION
 from tests.command import harness, write
 from tests.faults import fault
 from tests.made_runs import scenario, write_made_run
@@ -201,6 +202,18 @@ def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, l
     assert decode_delta(b"\xd9\x01\xff") is None and decode_delta(b"\x91" * 100_000) is None
     with pytest.raises(BadRequest):
         parse_json(line)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ROOT / "examples" / "before", tmp_path / "before"))
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": FORMAT_VERSION + 1, "new": 1}))
+    done = harness("report", "before", cwd=tmp_path)
+    error = "error: before/run.json: format 2 was written by a newer harness; this one reads up to 1\n"
+    assert (done.code, done.out, done.err) == (1, "", f"{error}next: Update the harness.\n")
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": "1"'))
+    done = harness("report", "before", cwd=tmp_path)
+    assert (done.code, "cannot be read (Expected `int` - at `$.format_version`)" in done.err) == (1, True)
 
 
 def test_a_summary_without_its_records_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_openmetrics_has_the_status_by_the_files_and_escapes_texts(run: Path) ->
         file.write(b'{"torn')
     labels, valid = run_info()
     assert (labels["status"], valid) == ("invalid", 0)
-    write_run(run, replace(read_run(run), status="interrupted", reasons=[because("text", text="why")]))
+    write_run(run, replace(read_run(run), status="interrupted", reasons=[because("run_error", error="why")]))
     assert run_info()[0]["status"] == "interrupted"
 
 

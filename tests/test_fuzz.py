@@ -1,5 +1,6 @@
 """Every reader of files gives a value or a declared error for any bytes, and in bounded time."""
 
+import gzip
 import io
 import json
 import random
@@ -140,7 +141,8 @@ TRACES = (
     b'{"cell":"c","phase":"measured","process":1,"sent_s":1.5,"prompt_tokens":3,"output_tokens":4}\n',
 )
 PROMPTS = b'{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n'
-GOLDEN = ROOT / "tests" / "golden" / "versions" / "0.2.0"
+SUMMARY = ROOT / "docs" / "example" / "summary.json"
+TELEMETRY = ROOT / "tests" / "runs" / "steady" / "telemetry.jsonl.gz"
 IMPORTS = sorted(path for path in (ROOT / "tests" / "data" / "imports").rglob("*.json*") if path.is_file())
 LOGS = sorted((ROOT / "tests" / "data").glob("st*/*.txt"))
 
@@ -158,8 +160,8 @@ def test_files(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     rng, folder = random.Random(seed), tmp_path_factory.mktemp("files")
     scenario_file, imported = rng.choice(sorted(SCENARIOS.glob("*.yaml"))), rng.choice(IMPORTS)
     readers: dict[str, tuple[bytes, Callable[[Path], object]]] = {
-        "summary.json": ((GOLDEN / "summary.json").read_bytes(), lambda path: read_summary(path.parent)),
-        "telemetry.jsonl": ((GOLDEN / "telemetry.jsonl").read_bytes(), read_telemetry),
+        "summary.json": (SUMMARY.read_bytes(), lambda path: read_summary(path.parent)),
+        "telemetry.jsonl": (gzip.decompress(TELEMETRY.read_bytes()), read_telemetry),
         "scenario.yaml": (scenario_file.read_bytes(), load_scenario),
         "compose.yaml": (COMPOSE, read_compose_text),
         imported.name: (imported.read_bytes(), read_file),

@@ -2,19 +2,16 @@
 
 import re
 
-import msgspec
-import pytest
-
 from harness.files import ROOT
-from harness.reasons import sentence, sentences
-from harness.summary import Reason, because, upgrade_reasons
+from harness.reasons import sentence
+from harness.summary import Reason, because
 from tests.made_docs import documented_reasons
 
 _USED = re.compile(r'(?:(?:because|Reason|_missing_value)\(\s*|_limited\(.*)"(?!\w+_s")(\w+)"')
-_CHOSEN = (  # by an expression, or a table; of runs of older versions
+_CHOSEN = (  # by an expression, or a table
     "load_retried",
     "server_died", "server_unreachable", "steady", "not_steady", "no_prompt_tokens", "no_wall_time", "none_sent",
-    "none_measured", "not_ended", "text", "no_tokens", "labels_unknown", "no_drift",
+    "none_measured", "not_ended", "no_tokens", "labels_unknown", "no_drift",
     "capacity_found", "capacity_more_than", "capacity_none", "capacity_unresolved", "capacity_knee_knee",
     "capacity_knee_none", "capacity_knee_unclear",
     "crossing_from", "crossing_until", "crossing_always", "crossing_never", "crossing_cannot_tell",
@@ -45,17 +42,3 @@ def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
     assert sentence(because("row_not_valid", row="a / x", why=inner)) == (
         "a / x has a cell that is not valid (r1-a-x: it has not run)"
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "made"),
-    [
-        ("r1-a-x: it broke", Reason("text", {"text": "it broke"}, "r1-a-x")),
-        ("other: it broke", because("text", text="other: it broke")),
-    ],
-)
-def test_sentences_of_older_files_become_reasons(text: str, made: Reason) -> None:
-    raw = {"reasons": [text, {"code": "not_run"}]}
-    upgrade_reasons(raw, "reasons", "notes", cells={"r1-a-x"})
-    assert raw["reasons"] == [msgspec.to_builtins(made), {"code": "not_run"}]
-    assert sentences([made]) == [text]

@@ -95,7 +95,7 @@ def summary() -> Summary:
         cells=cells,
         comparison=Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict]),
         checks=[
-            CheckResult(check="error_rate == 0", status="failed", evidence=[because("text", text="2 of 50 failed")])
+            CheckResult(check="error_rate == 0", status="failed", evidence=[because("run_error", error="2 failed")])
         ],
     )
 
@@ -127,7 +127,7 @@ def test_a_wide_terminal_has_one_table() -> None:
         "",
         "VALID: all conditions of a trustworthy measurement held",
         "",
-        "- FAILED error_rate == 0: 2 of 50 failed",
+        "- FAILED error_rate == 0: 2 failed",
         "",
         "Report: `harness report runs/x --format html > report.html` writes it",
     ]
@@ -202,13 +202,13 @@ def test_a_cause_that_several_rows_have_is_reported_once() -> None:
 
 def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None:
     reasons = [Reason("server_exit", {"exit_code": code}, cell=f"r{code}-vllm-one") for code in range(1, 4)]
-    reasons.append(because("text", text="[red]x[/red]\n[/] \x1b[31m[link=x]"))
-    broken = replace(summary(), valid=False, reasons=reasons, notes=[because("text", text="vllm / ten: [bold]warm")])
+    reasons.append(because("run_error", error="[red]x[/red]\n[/] \x1b[31m[link=x]"))
+    broken = replace(summary(), valid=False, reasons=reasons, notes=[because("run_error", error="vllm: [bold]warm")])
     assert printed(broken, 170).splitlines()[13:17] == [
         "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others",
         "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other cells)",
         "- [red]x[/red] [/] \ufffd[31m[link=x]",
-        "- vllm / ten: [bold]warm",
+        "- vllm: [bold]warm",
     ]
     assert markdown.escape("a|b <script> & [x](y)\n# *z* `q` ~~s~~") == (
         r"a\|b &lt;script&gt; &amp; \[x\](y) # \*z\* \`q\` \~\~s\~\~"

@@ -1,7 +1,7 @@
 """The numbers of committed runs stay equal, digit by digit, whatever is rewritten.
 
-tests/runs has runs of every kind of load; tests/data/imports and tests/golden/versions add what other tools and earlier
-versions wrote. expected/NAME.json has all numbers of the summary and of the Markdown tables, without sentences.
+tests/runs has runs of every kind of load; tests/data/imports adds what other tools wrote.
+expected/NAME.json has all numbers of the summary and of the Markdown tables, without sentences.
 
 A renamed key is one line in RENAMED. A number that changes on purpose: `python -m tests.test_same_numbers NAME ...`
 writes its expected file anew (all of them without a name), and the changelog says why.
@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 from harness.analysis.summarize import summarize
-from harness.files import OLD_NAMES, ROOT
+from harness.files import ROOT
 from harness.imports.write import import_file
 from harness.report import markdown
 from harness.rundir.manifest import read_run
@@ -29,10 +29,9 @@ from harness.rundir.manifest import read_run
 RUNS = ROOT / "tests" / "runs"
 EXPECTED = RUNS / "expected"
 IMPORTED = ROOT / "tests" / "data" / "imports"
-VERSIONS = ROOT / "tests" / "golden" / "versions"
 
 # Old key or keys -> new ones, anywhere in a path such as rows.0.pooled.ttft_s.least: {"ttft_s.least": "ttft_s.min"}.
-RENAMED: dict[str, str] = {**OLD_NAMES}
+RENAMED: dict[str, str] = {}
 
 WORDS = ("status", "word", "window")  # short texts with a fixed set of values
 COUNTED = ("reasons", "problems")  # sentences: only how many there are
@@ -41,7 +40,6 @@ OTHERWISE = re.compile(r"verdicts\.\d+\.comparisons$|rows\.\d+\.invalid\b")  # t
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 SOURCES = {path.parent.name: path.parent for path in sorted(RUNS.glob("*/run.json"))}
-SOURCES |= {f"version-{path.name}": path for path in sorted(VERSIONS.iterdir())}
 SOURCES |= {
     f"import-{path.stem if path.suffix and path.parent == IMPORTED else path.parent.name}": path
     for path in sorted(

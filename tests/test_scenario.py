@@ -61,7 +61,7 @@ servers: {a: {templat: simulated}}
 loads:
   One: {user: batch, requests: 10}
   two: {user: batch, requests: ten, batchsize: 5}
-  three: {user: chat, requests: 1, think: {mean_s: 1, most_s: 3}, answer: {choice: [yes, no]}}
+  three: {user: chat, requests: 1, think: {mean_s: 1, maximum: 3}, answer: {choice: [yes, no]}}
 repeats: 0
 warmup: {requests: 1, duration_s: 1}
 """
@@ -72,7 +72,7 @@ warmup: {requests: 1, duration_s: 1}
         "$.loads.One (line 7): 'One' is not a name: lower-case letters, digits and '-', at most 40",
         "$.loads.two.requests (line 8): a whole number is expected, got 'ten'",
         "$.loads.two.batchsize (line 8): unknown key; did you mean 'batch_size'?",
-        "$.loads.three.think.most_s (line 9): this key is now 'max_s'",
+        "$.loads.three.think.maximum (line 9): unknown key; known: distribution, max_s, mean_s, sigma",
         "$.loads.three.answer.choice (line 9): 'auto' or a list of texts is expected, got [True, False]; YAML reads "
         "on, off, yes and no so: put the word in quotes",
         "$.repeats (line 10): a whole number of at least 1 is expected, got 0",

@@ -318,7 +318,7 @@ def test_the_run(tmp_path: Path) -> None:
     stopped = replace(run, status="interrupted", reasons=[because("interrupted")])
     assert run_reasons(stopped, {}, Counter()) == [because("interrupted")]
     # The reasons of an earlier summary are not taken over: it is made anew.
-    again = replace(run, status="invalid", reasons=[because("text", text="an old reason")])
+    again = replace(run, status="invalid", reasons=[because("run_error", error="an old reason")])
     assert run_reasons(again, {}, Counter()) == []
 
 
@@ -333,7 +333,7 @@ def test_the_run(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_counts_that_are_not_possible(changes: dict[str, Any], values: dict[str, Any]) -> None:
-    """Those that the client noted, and those in the records of older harnesses and other tools."""
+    """Those that the client noted, and those in the records of other tools."""
     records = [replace(one, fixed_length=False) for one in four(**changes)]
     found = check(records, load=replace(LOAD, output="natural"))
     assert_found(found.reasons, [("value_out_of_bounds", {"field": "usage.completion_tokens", "requests": 1} | values)])

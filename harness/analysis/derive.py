@@ -32,7 +32,7 @@ MIN_PROMPT_SHARE = 0.75  # of the planned tokens; a few tokenizers join frequent
 
 
 def drop_impossible_counts(request: Request) -> Request:
-    """Replace impossible counts by None and list them in `bad_fields`. Other tools and older harnesses store them."""
+    """Replace impossible counts by None and list them in `bad_fields`. Other tools store them."""
     counts = (request.prompt_tokens, request.output_tokens, request.cached_tokens, request.reasoning_tokens)
     bad = find_impossible_counts(*counts, request.asked_tokens)
     if not bad:
@@ -66,7 +66,7 @@ def carried_tokens(request: Request) -> int | None:
     if tokens is None or not chunks:
         return None
     textless = request.textless
-    if textless is None:  # older harnesses did not record it; an answer that did not reach its limit has an end token
+    if textless is None:  # other tools do not record it; an answer that did not reach its limit has an end token
         textless = int(request.finish not in (None, "length"))
     elif textless == 0 and request.finish == "stop" and tokens == chunks + 1:
         return chunks  # each chunk has one token, and the last one also has the end token

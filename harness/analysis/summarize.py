@@ -21,7 +21,7 @@ from harness.judge import checks, comparable
 from harness.judge.stats import rate_error
 from harness.judge.verdicts import compare_rows, drift_notes
 from harness.rundir.directory import no_records_error
-from harness.rundir.manifest import FORMULAS, Run, origin_notes, read_numbers, read_run, without_unknown_numbers
+from harness.rundir.manifest import Run, origin_notes, read_numbers, read_run, without_unknown_numbers
 from harness.rundir.records import ProcessMark, group_by_cell, read_marks
 from harness.rundir.samples import (
     MetricsSample,
@@ -45,8 +45,6 @@ from harness.summary import (
     Row,
     Summary,
     because,
-    upgrade_reference,
-    upgrade_summary,
 )
 
 MIN_MIX_OVERLAP = 0.80  # of the measured time of a mix, in which all of its loads must be measured
@@ -238,14 +236,14 @@ def read_reference(folder: Path) -> Reference | None:
     path = folder / "baseline.json"
     if not path.exists():
         return None
-    return read_json(path, Reference, FORMAT_VERSION, upgrade=upgrade_reference)
+    return read_json(path, Reference, FORMAT_VERSION)
 
 
 def read_summary(folder: Path) -> Summary:
     """Read summary.json without computing it anew. Raises HarnessError where it is missing or damaged."""
     path = folder / "summary.json"
     try:
-        return read_json(path, Summary, FORMAT_VERSION, upgrade=upgrade_summary)
+        return read_json(path, Summary, FORMAT_VERSION)
     except OSError:
         raise HarnessError(
             f"{path}: there is no summary", next_step=f"`harness report {folder} --format json` prints one."
@@ -429,7 +427,6 @@ def _summarize_rows(
             cells=[cell.id for cell in row_cells],
             **values,
             pooled=compute_numbers([tallies[cell.id] for cell in row_cells], [cell.numbers for cell in row_cells]),
-            formulas=FORMULAS,
             machine_load=median_load([cell.machine_load for cell in row_cells]),
             kind="" if run.origin else load_kind(run.scenario.loads[load]),
             client_limited=limited_fields(list(NUMBER_WORDS), [limit for cell in row_cells for limit in cell.limits]),

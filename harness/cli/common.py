@@ -33,7 +33,6 @@ EXCLUDES = {
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),
 }  # fmt: skip
-_RENAMED = {"--most": "--max-streams"}  # option names of older versions
 _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command that failed
     "report": ("validity", "the run is VALID"),
     "compare": ("comparison", "the runs can be compared"),
@@ -109,8 +108,6 @@ def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
         reason = details[0].get("ctx", {}).get("error", details[0]["msg"])
         text = f"{param.opts[0]}: {reason} (got '{details[0]['input']}')"
     text = text[:1].lower() + text[1:].rstrip(".")
-    if (renamed := _RENAMED.get(getattr(error, "option_name", ""))) is not None:
-        text += f"; it is now {renamed}"
     path = "harness" if ctx is None else ctx.command_path
     listed = "commands" if text.startswith("no such command") else "options"
     return HarnessError(text, next_step=f"`{path} --help` lists the {listed}.")

@@ -15,7 +15,7 @@ from harness.reasons import sentence
 from harness.redact import masked
 from harness.rundir.records import Seconds, Whole
 from harness.scenario import Scenario, size_problem
-from harness.summary import FORMAT_VERSION, NO_SAMPLE, Distribution, Numbers, Reason, Row, because, upgrade_reasons
+from harness.summary import FORMAT_VERSION, NO_SAMPLE, Distribution, Numbers, Reason, Row, because
 from harness.workers import Workers
 
 WallSeconds = Annotated[float, Meta(ge=0, le=1e11)]  # Unix time
@@ -24,7 +24,7 @@ Status = Literal["running", "valid", "invalid", "unchecked", "failed", "interrup
 
 # Steps of a server's start in their order; a server has those that its log shows.
 PHASES = (
-    "pull", "flags", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health",
+    "pull", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health",
     "install", "model", "download", "load", "first answer",
 )  # fmt: skip
 
@@ -127,7 +127,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     restarts: int = 0
     oom_killed: bool = False
     exit_code: int | None = None  # set if it died before it was stopped
-    death: ServerDeath | None = None  # why it could not be used any more; runs before 0.2.0 do not have it
+    death: ServerDeath | None = None  # why it could not be used any more
     gateway: "ServedBy | None" = None  # in front of it, took the load
 
 
@@ -269,9 +269,7 @@ def write_run(folder: Path, run: Run) -> None:
 
 def read_run(folder: Path) -> Run:
     try:
-        run = read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_find_contradiction, upgrade=_upgrade)
-        # Earlier harnesses called an import without a problem valid.
-        return replace(run, status="unchecked") if run.origin and run.status == "valid" else run
+        return read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_find_contradiction)
     except FileNotFoundError:
         raise HarnessError(
             f"{folder}: not a run directory (it has no run.json)", next_step="`harness runs` lists the runs."
@@ -280,18 +278,6 @@ def read_run(folder: Path) -> Run:
         raise HarnessError(
             f"{folder / 'run.json'}: cannot be read ({error.strerror})", next_step="`harness runs` lists the runs."
         ) from None
-
-
-def _upgrade(raw: dict[str, Any]) -> None:
-    cells = raw.get("cells", [])
-    upgrade_reasons(raw, "reasons", cells={cell["id"] for cell in cells})
-    for cell in cells:
-        upgrade_reasons(cell, "problems")
-        for served in filter(None, (cell["served_by"], cell["served_by"].get("gateway"))):
-            upgrade_reasons(served, "notes")
-    upgrade_reasons(raw.get("computed", {}), *raw.get("computed", {}))
-    if raw.get("origin"):
-        upgrade_reasons(raw["origin"], "notes")
 
 
 def _find_contradiction(run: Run) -> tuple[str, str] | None:
@@ -326,11 +312,6 @@ DEFINITIONS = {
     "output_tokens": "as the server's usage says",
     "percentiles": "the least value that so many per cent do not exceed",
 }
-FORMULAS = 2  # version of DEFINITIONS; rows of a summary carry it
-_FORMER_DEFINITIONS = {  # those that differed in version 1
-    "tpot_s": "(last - first chunk with a generated token) / (output tokens - 1)",
-    "tokens_per_chunk": "output tokens / chunks with generated tokens",
-}
 
 
 class UnlikeError(HarnessError):
@@ -345,11 +326,8 @@ class UnlikeError(HarnessError):
 
 def definition_conflict(row: Row, other: Row, fields: Sequence[str]) -> Reason | None:
     """Why two rows have no ratio by these fields: one is defined differently. None: all definitions are equal."""
-    own, others = (
-        DEFINITIONS if side.formulas == FORMULAS else DEFINITIONS | _FORMER_DEFINITIONS for side in (row, other)
-    )
     for field in fields:
-        meaning, other_meaning = row.definitions.get(field, own[field]), other.definitions.get(field, others[field])
+        meaning, other_meaning = (side.definitions.get(field, DEFINITIONS[field]) for side in (row, other))
         if meaning != other_meaning:
             return because(
                 "definitions_differ",
@@ -366,7 +344,7 @@ def read_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
     path = folder / NUMBERS_FILE
     if run.origin is None or not path.exists():
         return {}
-    return read_json(path, dict[str, Numbers], FORMAT_VERSION, upgrade=lambda _: None)  # the file has no version
+    return read_json(path, dict[str, Numbers])
 
 
 def without_unknown_numbers(numbers: Numbers, origin: Origin | None) -> Numbers:

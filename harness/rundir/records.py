@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import msgspec
 
 from harness.errors import HarnessError
-from harness.files import UNDECODABLE, open_file, read_bytes, read_lines, rename_old_fields
+from harness.files import UNDECODABLE, open_file, read_bytes, read_lines
 
 MAX_CPU = 0.90  # of one core: a load process is one thread, so above this it limits the load
 SLACK_S = 0.001  # a kernel's stamp that is impossible by more than this is ignored
@@ -201,8 +201,8 @@ def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark
     """The marks of a processes.jsonl. `damaged` gets the numbers of unreadable lines; a torn last line is skipped."""
     marks = []
     for number, line in enumerate(read_bytes(path).splitlines(keepends=True) if path.exists() else (), start=1):
-        try:  # also with the field names of versions before 0.2.0
-            marks.append(msgspec.convert(rename_old_fields(msgspec.json.decode(line)), ProcessMark))
+        try:
+            marks.append(msgspec.json.decode(line, type=ProcessMark))
         except UNDECODABLE:
             if damaged is not None and line.endswith(b"\n"):
                 damaged.append(number)

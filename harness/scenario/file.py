@@ -60,13 +60,6 @@ _PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,29})")
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _QUOTE_ADVICE = "; YAML reads on, off, yes and no so: put the word in quotes"
-# Keys until 0.2.0, each with its new names; which one depends on the record.
-_RENAMED = {
-    "most": ("max", "max_requests"),
-    "least": ("min",),
-    "most_s": ("max_s",),
-    "most_requests": ("max_requests",),
-}
 # Words for msgspec's names of types, and of bounds.
 _TYPE_NAMES = {
     "object": "a mapping (name: value)",
@@ -393,8 +386,6 @@ class _Decoder:
                 value = self.value(raw_value, hints[name], f"{path}.{key}")
                 if len(self.problems) == problem_count or isinstance(value, dict):
                     values[name] = value
-            elif new := [name for name in _RENAMED.get(key, ()) if name in fields]:
-                self.wrong(f"{path}.{key}", f"this key is now '{new[0]}'")
             else:
                 advice = did_you_mean(key, fields) if problem_count < SHOWN_PROBLEMS else ""
                 self.wrong(f"{path}.{key}", f"unknown key; {advice}")

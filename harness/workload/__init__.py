@@ -163,7 +163,6 @@ def _trace_parameters(trace: Trace, seed: int, folder: Path) -> list[Any]:
     """
     replay = cached_replay(folder / trace.file, trace)
     selection = msgspec.structs.asdict(trace) | {"file": sha256_of(replay.path), "format": replay.format}
-    selection = {"most" if key == "max_requests" else key: value for key, value in selection.items()}
     rows = range(min(len(replay), _HASHED_ROWS))
     return [selection, [_user_message(_trace_prompt(replay, seed, index, ())) for index in rows]]
 
@@ -279,7 +278,6 @@ def _single_token_words(words: Sequence[str], count: Count, group: int = _GROUP_
     return single
 
 
-_OLD_KEYS = {"max_s": "most_s", "max": "most", "min": "least"}
 _TIMED_REQUESTS = 1000  # requests in the hash of a load without a fixed number
 
 
@@ -334,13 +332,4 @@ def _load_parameters(load: Load) -> Any:
     behaviour = ("think", "abandon", "regenerate", "in_flight", "agent", "rag", "stages", "omit")
     shape |= {key: value for key in behaviour if (value := getattr(load, key))}
     shape |= {} if load.arrivals is None else {"arrivals": load.arrivals}
-    return _with_old_keys(msgspec.to_builtins(shape))
-
-
-def _with_old_keys(value: Any) -> Any:
-    """Return the parameters with the keys of 0.2.0, so that the hash is the same as in older runs."""
-    if isinstance(value, list):
-        return [_with_old_keys(item) for item in value]
-    if isinstance(value, dict):
-        return {_OLD_KEYS.get(k, k): v if k == "answer" else _with_old_keys(v) for k, v in value.items()}
-    return value
+    return msgspec.to_builtins(shape)

@@ -191,7 +191,6 @@ def _mark_warmup(layout: Figure, from_s: float) -> None:
 
 PHASES = {
     "pull": "the image, where it was not on the machine yet",
-    "flags": "the server’s flags, checked against the image’s own help (runs before version 0.2.0)",
     "create": "the container, made and started",
     **{name: text for engine in engines() for name, text in engine.phases.items()},
     "model": "the server gets the model",
