@@ -69,7 +69,7 @@ def load_run(path: str | os.PathLike[str]) -> LoadedRun:
 def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | None = None) -> Summary:
     """Compute all numbers, verdicts and checks of a run from its records. Nothing is written.
 
-    Of a published run without its records it is the stored summary. `checks`, such as "ttft_p95 <= 2s", are added to
+    Of a filed run without its records it is the stored summary. `checks`, such as "ttft_p95 <= 2s", are added to
     the scenario's. `baseline`: the run to which checks refer with `baseline`. Raises HarnessError for a run that cannot
     be read, a check that is wrong, and checks of a run without records; RunError for a baseline that is not VALID.
     """

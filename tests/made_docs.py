@@ -3,11 +3,16 @@
 A mark is a comment such as `<!-- servers -->`, and `<!-- /servers -->` at the end of the part.
 """
 
+import inspect
 import json
 import re
 from typing import Any
 
+import typer
+
 from harness.analysis.summarize import read_summary
+from harness.cli import app
+from harness.cli.common import COMMANDS
 from harness.columns import LATENCIES, VALUES
 from harness.engines import engines, find_template
 from harness.failures.table import Rule, protected_flags, removed_flags, removed_variables, rules
@@ -190,8 +195,28 @@ def _about(about: str, only: str) -> str:
     return f"{about} (of {only})" if only else about
 
 
+def commands_sections() -> str:
+    """Each command with its help, arguments and options, in the order of use."""
+    parts = []
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for heading, names in COMMANDS.items():
+        parts.append(f"\n## {heading}\n")
+        for name in names:
+            command = commands[name]
+            context = command.make_context(f"harness {name}", [], resilient_parsing=True)
+            parts.append(f"\n### harness {name}\n`{' '.join(command.collect_usage_pieces(context))}`\n\n")
+            parts[-1] = parts[-1].replace("`[OPTIONS]", f"`harness {name} [OPTIONS]")
+            parts.append(f"{inspect.cleandoc(command.help)}\n\n| argument or option | meaning |\n|---|---|\n")
+            records = [parameter.get_help_record(context) for parameter in command.get_params(context)]
+            for names_, text in filter(None, records):
+                if "--help" not in names_:
+                    parts.append(table_row(f"`{names_.partition(' <')[0]}`", " ".join(text.split())))
+    return "".join([*parts, "\n"])
+
+
 MADE = {
     "README.md": {"table": example_table, "servers": server_names},
+    "docs/commands.md": {"commands": commands_sections},
     "docs/scenarios.md": {"metrics": metrics_table},
     "docs/servers.md": {"pages": server_pages, "servers": servers_tables},
     "docs/failures.md": {"failures": failures_tables},

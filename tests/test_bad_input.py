@@ -340,6 +340,6 @@ def test_damaged_run(tmp_path: Path, text: str, why: str, advice: str) -> None:
     done = harness("report", "[bold]x", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(f"error: [bold]x/run.json: cannot be read ({why})\nnext: {advice}")
-    listed = harness("runs", "--runs", ".", cwd=tmp_path)
+    listed = harness("list", "runs", "--runs", ".", cwd=tmp_path)
     assert listed.code == 0 and "unreadable" in listed.out
     assert listed.out.splitlines()[1].startswith("[bold]x "), "by its name, whatever brackets it has"

@@ -45,7 +45,7 @@ def test_version_and_help(tmp_path: Path) -> None:
         (["run", "first-look", "--repeats", "0"], "--repeats: Input should be greater than or equal to 1 (got '0')"),
         (["worker", "--master", "x", "--processes", "2k"], "--processes: Input should be a valid integer"),
         (["compare", "a", "b", "--format", "html"], "--format: 'html' is not one of 'terminal', 'markdown', 'json'"),
-        (["runs", "--nope"], "no such option: --nope"),
+        (["list", "--nope"], "no such option: --nope"),
         (["check", "first-look", "y"], "got unexpected extra argument(s) (y)"),
         (["live", "first-look", "--model=-x"], "--model: '-x' is no model's name"),
         (["run", "S", "--metrics-url", "http://127.0.0.1:1"], "--metrics-url needs --url"),
@@ -119,10 +119,10 @@ def test_compose(tmp_path: Path) -> None:
 
 
 def test_runs(folder_with_run: Path, tmp_path: Path) -> None:
-    done = called("runs", "--runs", "nowhere", cwd=tmp_path)
+    done = called("list", "runs", "--runs", "nowhere", cwd=tmp_path)
     assert (done.code, done.err) == (0, "") and done.out.startswith("no runs in nowhere; ")
-    by_option = called("runs", "--runs", str(folder_with_run / "runs"), cwd=tmp_path)
-    by_variable = called("runs", cwd=tmp_path, env={"HARNESS_RUNS": str(folder_with_run / "runs")})
+    by_option = called("list", "runs", "--runs", str(folder_with_run / "runs"), cwd=tmp_path)
+    by_variable = called("list", "runs", cwd=tmp_path, env={"HARNESS_RUNS": str(folder_with_run / "runs")})
     assert by_option == by_variable
     heading, line = by_option.out.splitlines()
     assert heading.split() == ["run", "started", "cells", "status"]
@@ -130,7 +130,7 @@ def test_runs(folder_with_run: Path, tmp_path: Path) -> None:
     # Where other tests have the cores, it may have been limited.
     assert re.search(r" 1/1 +valid(, CLIENT-LIMITED)? \(simulated\)$", line)
     narrow = called(
-        "runs", "--runs", str(folder_with_run / "runs"), cwd=tmp_path, env={"COLUMNS": "80"}
+        "list", "runs", "--runs", str(folder_with_run / "runs"), cwd=tmp_path, env={"COLUMNS": "80"}
     ).out.splitlines()
     assert narrow[1].split()[0] == only_run(folder_with_run / "runs").name and max(map(len, narrow)) <= 80
 
@@ -147,14 +147,13 @@ READING = [
     ["report", "RUN", "--check", "error_rate == 0"],
     ["report", "RUN", "--check", "error_rate == 0", "--format", "html"],
     ["compare", "RUN", "RUN"],
-    ["diff", "RUN", "RUN"],
-    ["runs"],
+    ["list"],
     ["history", "small"],
     ["history", "small", "--format", "html"],
     ["plan", "RUN"],
     ["export", "RUN", "--to", "../out.csv"],
     ["explain", "RUN"],
-    ["publish", "RUN", "--results", "../results"],
+    ["results", "add", "RUN", "--results", "../results"],
 ]
 
 
@@ -171,7 +170,7 @@ def test_reading_never_writes(folder_with_run: Path, tmp_path: Path, is_whole: b
     for command in READING:
         done = called(*(run.name if word == "RUN" else word for word in command), cwd=folder.parent)
         assert done.code in (0, 1, 3) and "Traceback" not in done.err, (command, done)
-        assert done.code != 1 or command[0] in ("plan", "publish", "explain", "compare"), (command, done)
+        assert done.code != 1 or command[0] in ("plan", "results", "explain", "compare"), (command, done)
         assert state(folder) == before, command
     assert sorted(path.name for path in folder.parent.iterdir()) == ["runs"]
 
@@ -218,7 +217,7 @@ def test_a_reader_that_has_seen_enough_hides_no_failure(folder_with_run: Path) -
 def test_an_output_that_is_full(folder_with_run: Path) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [HARNESS, "runs"], cwd=folder_with_run, stdout=full, stderr=subprocess.PIPE, timeout=PATIENCE_S
+            [HARNESS, "list"], cwd=folder_with_run, stdout=full, stderr=subprocess.PIPE, timeout=PATIENCE_S
         )
     assert (done.returncode, done.stderr) == (1, b"error: the output: No space left on device\n")
 

@@ -202,7 +202,7 @@ def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:
     for folder in (run, limited_run(tmp_path / "well"), limited_run(tmp_path / "without")):
         if folder.name != "without":
             write_summary(folder, summarize(folder))
-    done = harness("runs", "--runs", ".", cwd=tmp_path)
+    done = harness("list", "runs", "--runs", ".", cwd=tmp_path)
     status = {line.split()[0]: line.strip().split("  ")[-1] for line in done.out.splitlines()[1:]}
     assert status == {"made": "valid, CLIENT-LIMITED", "well": "valid", "without": "valid"}
 

@@ -49,7 +49,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("explain", "pipe"), ("check", "pipe"), ("import", "pipe"), ("report", "runs/made"), ("runs",),
+        ("explain", "pipe"), ("check", "pipe"), ("import", "pipe"), ("report", "runs/made"), ("list",),
         ("run", "small.yaml"),
         ("run", "small.yaml", "--url", "https://127.0.0.1:1", "--ca", "pipe"),
     ],
@@ -62,7 +62,7 @@ def test_no_command_waits_for_a_named_pipe(tmp_path: Path, command: tuple[str, .
     os.mkfifo(tmp_path / "runs" / "made" / "run.json")
     write(tmp_path, prompts={"kind": "file", "file": "pipe"})
     done = harness(*command, cwd=tmp_path)
-    assert (done.code, "Traceback" in done.err) == (0 if command == ("runs",) else 1, False)
+    assert (done.code, "Traceback" in done.err) == (0 if command == ("list",) else 1, False)
     assert "pipe" in done.out + done.err
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_run_is_one_line_in_the_list_and_an_error_elsewhere(tmp_path: 
     write_made_run(tmp_path / "runs" / "good")
     for name, change in CASES.items():
         damaged(tmp_path / "runs", name, change)
-    listed = harness("runs", "--runs", "runs", cwd=tmp_path)
+    listed = harness("list", "runs", "--runs", "runs", cwd=tmp_path)
     lines = {line.split()[0]: line for line in listed.out.splitlines()[1:]}
     assert (listed.code, listed.err, sorted(lines)) == (0, "", sorted([*CASES, "good"]))
     assert lines["good"].rstrip().endswith("valid")

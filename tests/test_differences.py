@@ -9,7 +9,7 @@ import pytest
 from harness.comparison.compare import compare_runs, group_by_machine
 from harness.errors import HarnessError
 from harness.judge.comparable import run_differences
-from harness.report.board import publish
+from harness.report.board import add_result
 from harness.report.markdown import render_comparison
 from harness.rundir.manifest import Machine, ServedBy, read_run
 from harness.scenario import Server
@@ -73,24 +73,24 @@ def test_across_machines_nothing_else_may_differ(two: tuple[Path, Path], tmp_pat
 def test_the_commands(two: tuple[Path, Path], tmp_path: Path) -> None:
     done = called("compare", "one", "two", "--across", "machine", "--runs", ".", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
-    table = called("diff", "one", "two", "--runs", ".", cwd=tmp_path)
-    assert (table.code, table.err) == (0, "")
+    table = called("compare", "one", "two", "--runs", ".", cwd=tmp_path)
+    assert (table.code, "are not compared" in table.err) == (1, True)
     rows = [["What", "differs", "one", "two"], ["servers.*.container.HostConfig.GroupAdd", "993", "110"]]
     for out in (done.out, table.out):
         lines = [line.split() for line in out.splitlines()]
         assert [line for line in lines if line in rows] == rows
     wrong = called("compare", "one", "two", "--across", "machine", "--about", "image", "--runs", ".", cwd=tmp_path)
     assert (wrong.code, wrong.err.startswith("error: --across does not go with --about\n")) == (1, True)
-    text = called("diff", "one", "two", "--runs", ".", "--format", "markdown", cwd=tmp_path).out
+    text = called("compare", "one", "two", "--runs", ".", "--format", "markdown", cwd=tmp_path).out
     assert text.startswith("| What differs | one | two |\n| --- | --- | --- |\n| servers.\\*.container.")
-    shown = json.loads(called("diff", "one", "two", "--runs", ".", "--format", "json", cwd=tmp_path).out)
+    shown = json.loads(called("compare", "one", "two", "--runs", ".", "--format", "json", cwd=tmp_path).out)
     assert {"key": "machine.kernel", "values": ["6.17", "6.8"]} in shown["differences"]
-    same = called("diff", "one", "one", "--runs", ".", cwd=tmp_path)
-    assert same == (0, "Nothing that is recorded differs between them.\n", "")
+    same = called("compare", "one", "one", "--runs", ".", cwd=tmp_path)
+    assert (same.code, same.out) == (1, "")
 
 
 def test_published_runs_are_compared_without_their_records(two: tuple[Path, Path], tmp_path: Path) -> None:
-    filed = [publish(folder, tmp_path / "results")[0] for folder in two]
+    filed = [add_result(folder, tmp_path / "results")[0] for folder in two]
     raw = compare_runs(group_by_machine(two), about="machine")
     assert compare_runs(group_by_machine(filed), about="machine") == raw
 

@@ -16,7 +16,7 @@ from harness.analysis import derive
 from harness.analysis.summarize import summarize
 from harness.errors import HarnessError
 from harness.report import export
-from harness.report.board import publish
+from harness.report.board import add_result
 from harness.rundir.manifest import read_run, write_run
 from harness.rundir.records import Request, read_requests
 from harness.summary import LimitedBy, TimeSplit, because
@@ -87,8 +87,11 @@ def test_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
     done = subprocess.run([*command, str(tmp_path / "r.parquet")], capture_output=True, text=True)
     assert (done.returncode, done.stdout, list(tmp_path.glob("r.*"))) == (1, "", [])
     assert "next: pip install 'amd-llm-load[parquet]', or export to a .csv.\n" in done.stderr
-    for records, advice in ((False, "`harness publish` files records only with --records"), (True, "gunzip --keep ")):
-        target, _ = publish(run, tmp_path / "results", records=records)
+    for records, advice in (
+        (False, "files records only with --records"),
+        (True, "gunzip --keep "),
+    ):
+        target, _ = add_result(run, tmp_path / "results", records=records)
         with pytest.raises(HarnessError, match="requests.jsonl is missing") as raised:
             export.export(target, tmp_path / "r.csv")
         assert advice in raised.value.next_step

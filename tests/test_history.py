@@ -11,7 +11,7 @@ import pytest
 from harness.comparison.history import LeftOut, check_against_history, history_of
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
-from harness.report.board import publish
+from harness.report.board import add_result
 from harness.report.charts import Figure
 from harness.report.history import _series_chart, history_page, left_out_sentences
 from harness.rundir.manifest import Machine, Run
@@ -154,7 +154,7 @@ def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> No
     ]
     # Published runs alone have the same history.
     for number in range(12):
-        publish(stepped / "runs" / f"run-{number:02}", stepped / "results")
+        add_result(stepped / "runs" / f"run-{number:02}", stepped / "results")
     assert history_of("which", stepped / "nowhere", stepped / "results") == found
 
 
@@ -174,8 +174,8 @@ def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     runs, results = tmp_path / "runs", tmp_path / "results"
     for number in range(3):
         history_run(runs, number, 10.0)
-    publish(runs / "run-01", results)
-    publish(runs / "run-02", results)
+    add_result(runs / "run-01", results)
+    add_result(runs / "run-02", results)
     history_run(runs, 3, 10.0, workload_sha256="cd" * 32)
     history_run(runs, 4, 10.0, status="invalid")
     history_run(runs, 5, 10.0, made_of=scenario(servers=ONE.servers, repeats=1, model="other"))

@@ -362,7 +362,7 @@ def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_b
     assert [line.split(": ")[1] for line in errors] == ["given/none.json", "given/no.json"]
     folders = [Path(line) for line in done.out.splitlines()]
     assert [read_run(tmp_path / folder).machine.name for folder in folders] == ["box", "box"]
-    listed = called("runs", "--runs", "runs", cwd=tmp_path)
+    listed = called("list", "runs", "--runs", "runs", cwd=tmp_path)
     assert listed.code == 0 and all(folder.name in listed.out for folder in folders)
 
 

@@ -83,15 +83,16 @@ def test_at_a_terminal_it_asks(tmp_path: Path) -> None:
 
 
 def test_lists_and_plans_as_json(tmp_path: Path) -> None:
-    scenarios = json.loads(harness("scenarios", "--json", cwd=tmp_path).out)
+    scenarios = json.loads(harness("list", "scenarios", "--json", cwd=tmp_path).out)
     assert "first-look" in [scenario["name"] for scenario in scenarios]
     plan = json.loads(harness("check", "first-look", "--json", cwd=tmp_path).out)
     assert (plan["repeats"], len(plan["order"]), plan["server_starts"]) == (5, 30, 30)
     assert [row["baseline"] for row in plan["rows"]] == [True, *[False] * 5]
-    assert json.loads(harness("runs", "--json", cwd=tmp_path).out) == []
+    assert json.loads(harness("list", "runs", "--json", cwd=tmp_path).out) == []
+    assert json.loads(harness("list", "--json", cwd=tmp_path).out) == {"scenarios": scenarios, "runs": []}
     (tmp_path / "runs" / "torn").mkdir(parents=True)
     (tmp_path / "runs" / "torn" / "run.json").write_text("{")
-    (torn,) = json.loads(harness("runs", "--json", cwd=tmp_path).out)
+    (torn,) = json.loads(harness("list", "runs", "--json", cwd=tmp_path).out)
     assert (torn["run"], torn["status"]) == ("torn", None)
     assert torn["error"].startswith("run.json")
 
@@ -111,7 +112,7 @@ def test_the_shell_completes_commands_scenarios_and_runs(tmp_path: Path) -> None
         shell = {"_HARNESS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(place)}
         return harness(cwd=tmp_path, env=shell).out.split()
 
-    assert completed("harness ru", 1) == ["run", "runs"]
+    assert completed("harness re", 1) == ["report", "results"]
     assert completed("harness run first-l", 2) == ["first-look"]
     assert completed("harness report 2026", 2) == ["20261124-here"]
     assert harness("run", "-h", cwd=tmp_path) == harness("run", "--help", cwd=tmp_path)

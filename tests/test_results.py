@@ -2,6 +2,7 @@
 
 import gzip
 import html
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from harness.errors import ExitCode, HarnessError, RunError
 from harness.files import RESULTS
 from harness.judge.noise_floors import folder_name
 from harness.report import board as boards
-from harness.report.board import Figure, collect_board, publish, read_figures
+from harness.report.board import Figure, add_result, collect_board, read_figures
 from harness.rundir.manifest import Machine, read_run, write_run
 from harness.scenario import Server
 from harness.scenario.plan import Cell
@@ -35,20 +36,20 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_publish(tmp_path: Path) -> None:
+def test_a_filed_run(tmp_path: Path) -> None:
     run = write_made_run(tmp_path / "one", steady())
-    target, names = publish(tmp_path / "one", tmp_path / "results")
+    target, names = add_result(tmp_path / "one", tmp_path / "results")
     assert target == tmp_path / "results/strix/which/one"
     assert names == ["run.json", "summary.json", "report.md"]
     assert set(content(target)) == set(names), "and no raw records"
     assert read_run(target) == run
     assert read_summary(target) == summarize(tmp_path / "one")
     assert (target / "report.md").read_text().startswith("## Which is faster?\n")
-    _, names = publish(tmp_path / "one", tmp_path / "results", records=True)
+    _, names = add_result(tmp_path / "one", tmp_path / "results", records=True)
     assert names[-1] == "requests.jsonl.gz"
     before = content(target)
     assert gzip.decompress(before["requests.jsonl.gz"]) == (tmp_path / "one" / "requests.jsonl").read_bytes()
-    publish(tmp_path / "one", tmp_path / "results", records=True)
+    add_result(tmp_path / "one", tmp_path / "results", records=True)
     assert content(target) == before, "the second time nothing changes"
 
 
@@ -57,17 +58,17 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
     lines = (tmp_path / "one" / "requests.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "one" / "requests.jsonl").write_bytes(b"".join(lines[:-1]))
     with pytest.raises(RunError) as raised:
-        publish(tmp_path / "one", tmp_path / "results")
+        add_result(tmp_path / "one", tmp_path / "results")
     assert raised.value.exit_code == ExitCode.INVALID
-    assert raised.value.what.startswith("one: only a VALID run is published: r5-b-x: load process 109 sent 5 requests")
+    assert raised.value.what.startswith("one: only a VALID run is filed: r5-b-x: load process 109 sent 5 requests")
     write_made_run(tmp_path / "two", steady())
     write_run(tmp_path / "two", replace(run, status="interrupted", reasons=[because("interrupted")]))
-    with pytest.raises(RunError, match="one: only a VALID run is published: interrupted"):
-        publish(tmp_path / "two", tmp_path / "results")
+    with pytest.raises(RunError, match="one: only a VALID run is filed: interrupted"):
+        add_result(tmp_path / "two", tmp_path / "results")
     servers = {name: Server(template="vllm-cpu") for name in ("a", "a-again")}
     write_made_run(tmp_path / "aa", made_of=scenario(servers=servers))
     with pytest.raises(HarnessError, match="aa: an A/A run is no result"):
-        publish(tmp_path / "aa", tmp_path / "results")
+        add_result(tmp_path / "aa", tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
 
@@ -79,7 +80,7 @@ def test_names_are_safe_as_folders(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {name: folder_name(name) for name in folders} == folders
     write_made_run(tmp_path / "one", steady(), machine=Machine(name="../up"), scenario_name="my scenario")
-    target, _ = publish(tmp_path / "one", tmp_path / "results")
+    target, _ = add_result(tmp_path / "one", tmp_path / "results")
     assert target.resolve().is_relative_to(tmp_path / "results")
     assert len(target.relative_to(tmp_path / "results").parts) == 3
 
@@ -98,7 +99,7 @@ def filed(tmp_path: Path) -> Path:
         started = WALL_S + (86400 if name == "new" else 0)
         of: Any = {"machine": machine, "served": lambda cell, served=served: served, "started_wall_s": started}
         write_made_run(tmp_path / name, steady(factor), **of)
-        publish(tmp_path / name, tmp_path / "results")
+        add_result(tmp_path / name, tmp_path / "results")
     return tmp_path / "results"
 
 
@@ -169,22 +170,29 @@ def test_page_and_markdown_need_nothing_else_and_texts_stay_texts(filed: Path) -
 
 
 def test_the_commands(tmp_path: Path) -> None:
-    empty = called("leaderboard", "--output", "pages/board.html", cwd=tmp_path)
-    assert empty == (0, "pages/board.html\npages/board.md\n", "")
-    assert "Nothing has been published yet" in (tmp_path / "pages/board.html").read_text()
+    for form in ("terminal", "markdown", "html"):
+        empty = called("results", "--format", form, cwd=tmp_path)
+        assert (empty.code, "There are no results yet" in empty.out, empty.err) == (0, True, "")
     write_made_run(tmp_path / "runs" / "one", steady())
-    published = called("publish", "one", "--records", cwd=tmp_path)
+    published = called("results", "add", "one", "--records", cwd=tmp_path)
     names = "run.json, summary.json, report.md, requests.jsonl.gz"
     assert published == (0, f"results/strix/which/one: {names}\n", "")
     shown = called("report", "results/strix/which/one", cwd=tmp_path)
     assert shown.err == "results/strix/which/one: requests.jsonl is missing; this is the stored summary\n"
-    assert called("leaderboard", cwd=tmp_path).out == "results/leaderboard.html\nresults/leaderboard.md\n"
-    (tmp_path / "file").touch()
+    table = called("results", cwd=tmp_path).out
+    assert [line.split()[:6] for line in table.splitlines() if "strix" in line] == [
+        ["1", "strix", "(best)", "b", "/", "x"], ["2", "strix", "a", "/", "x", "10.03"],
+    ]  # fmt: skip
+    (group,) = json.loads(called("results", "--format", "json", cwd=tmp_path).out)["groups"]
+    assert [(entry["server"], entry["ranked"]) for entry in group["entries"]] == [("b", True), ("a", True)]
+    page = called("results", "--format", "html", cwd=tmp_path).out
+    assert page == boards.board_page(collect_board(tmp_path / "results", RESULTS))
     for given, reason in (
         (["--results", "none"], "--results: there is no folder none\nnext: "),
-        (["--output", "file/x.html"], "file: File exists"),
+        (["add"], "add: no run is given\nnext: harness results add RUN"),
+        (["add", "none"], "none: neither a run directory nor the id of a run in runs"),
     ):
-        done = called("leaderboard", *given, cwd=tmp_path)
+        done = called("results", *given, cwd=tmp_path)
         assert (done.code, done.out) == (1, "") and done.err.startswith(f"error: {reason}")
 
 

@@ -298,7 +298,7 @@ def test_killed(tmp_path: Path) -> None:
     assert (shown.code, shown.err) == (3, "")
     assert "- only 0 of 1 planned cells ran\n" in shown.out
     assert not (run / "report.html").exists()
-    listed = called("runs", "--runs", "runs", cwd=tmp_path)
+    listed = called("list", "runs", "--runs", "runs", cwd=tmp_path)
     # Its two load processes, the engine and other tests share the cores, which may be reported, too.
     assert re.search(r"0/1    killed(, CLIENT-LIMITED)? \(simulated\)", listed.out)
 

@@ -54,7 +54,7 @@ def test_the_wheel_has_every_file_that_the_commands_read(installed: Path) -> Non
 
 
 def test_scenarios_are_listed_and_found_by_each_name(installed: Path, tmp_path: Path) -> None:
-    lines = run(installed, "scenarios", cwd=tmp_path).splitlines()
+    lines = run(installed, "list", "scenarios", cwd=tmp_path).splitlines()
     listed = [line for line in lines if line.startswith("scenarios/")]
     assert listed == sorted(str(path.relative_to(ROOT)) for path in SCENARIOS.glob("*.yaml"))
     for name in ("first-look", "first-look.yaml", "scenarios/first-look.yaml"):

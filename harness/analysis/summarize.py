@@ -251,12 +251,12 @@ def read_summary(folder: Path) -> Summary:
 
 
 def has_only_summary(folder: Path) -> bool:
-    """Whether the records are missing and the stored summary is all there is, as of a published run."""
+    """Whether the records are missing and the stored summary is all there is, as of a filed run."""
     return (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
 
 
 def summary_of(folder: Path, checks: Sequence[str] = ()) -> Summary:
-    """The summary by the formulas of this version; of a published run without records, the stored summary."""
+    """The summary by the formulas of this version; of a filed run without records, the stored summary."""
     return read_summary(folder) if has_only_summary(folder) else summarize(folder, checks)
 
 

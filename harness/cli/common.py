@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from harness.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean
 from harness.files import pretty_json
 from harness.redact import printable
 
+COMMANDS = {  # in the order of use
+    "Before a run": ("init", "list", "check", "doctor", "memory", "calibrate", "noise"),
+    "Measure": ("run", "capacity", "live", "compose", "worker"),
+    "After a run": ("report", "compare", "history", "plan", "results", "export", "import"),
+    "When something is wrong": ("explain", "clean"),
+}
 # By parameter: the option that it needs, and those that it excludes. A command may have only some of them.
 NEEDS = {
     "metrics_url": "url", "ca": "url", "bind": "workers", "about": "baseline", "ui_port": "ui",
@@ -37,6 +43,16 @@ _JUNIT_CASES = {  # group and name of the case in the JUnit output of a command 
     "report": ("validity", "the run is VALID"),
     "compare": ("comparison", "the runs can be compared"),
 }
+
+
+class CommandsByUse(TyperGroup):
+    """The commands, whose help lists them by what they are used for."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for heading, names in COMMANDS.items():
+            with formatter.section(heading):
+                known = {name: self.get_command(ctx, name) for name in names}
+                formatter.write_dl([(name, one.get_short_help_str(90)) for name, one in known.items() if one])
 
 
 class CliCommand(TyperCommand):
@@ -119,6 +135,7 @@ if TYPE_CHECKING:
     from harness.summary import CheckResult, Summary
 
 app = typer.Typer(
+    cls=CommandsByUse,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -152,7 +169,7 @@ def find_scenario(given: Path | None) -> Path | None:
         return shipped[given.stem]
     raise HarnessError(
         f"{given}: there is no such scenario; {did_you_mean(given.stem, shipped)}",
-        next_step="Give a file, or the name of a scenario that ships: `harness scenarios` lists them.",
+        next_step="Give a file, or the name of a scenario that ships: `harness list scenarios` lists them.",
     )
 
 
@@ -228,7 +245,7 @@ ModelOpt = Annotated[
     str | None, option("NAME", "Use this model instead of the scenario's.", callback=validate_model_name)
 ]
 ResultsDir = Annotated[
-    Path, option("DIR", "The folder of published runs and of the variation between runs.", envvar="HARNESS_RESULTS")
+    Path, option("DIR", "The folder of filed results and of the variation between runs.", envvar="HARNESS_RESULTS")
 ]
 PIPE_WIDTH = 160  # columns of what is no terminal
 MIN_WIDTH = 40
@@ -327,12 +344,12 @@ def find_run(given: Path, runs: Path) -> Path:
         # `read_run` explains a run.json that is no regular file, or that this user may not read.
         if os.path.lexists(folder / "run.json"):
             return folder
-    # Only a close one is named: a list of all runs would be long, and `harness runs` has it.
+    # Only a close one is named: a list of all runs would be long, and `harness list` has it.
     close = difflib.get_close_matches(given.name, [path.parent.name for path in runs.glob("*/run.json")], n=1)
     raise HarnessError(
         f"{given}: neither a run directory nor the id of a run in {runs}"
         + (f"; did you mean '{close[0]}'?" if close else ""),
-        next_step=f"`harness runs --runs {runs}` lists the runs.",
+        next_step=f"`harness list runs --runs {runs}` lists the runs.",
     )
 
 

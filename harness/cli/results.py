@@ -1,10 +1,10 @@
-"""Commands that only read and write files: runs, reports, comparisons, published results."""
+"""Commands that only read and write files: runs, reports, comparisons, filed results."""
 
 import datetime
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -50,7 +50,7 @@ def report(
     manifest = read_run(folder)
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
-    alone = has_only_summary(folder) and not checks and reference is None  # a published run
+    alone = has_only_summary(folder) and not checks and reference is None  # a filed run
     if alone:
         print(f"{folder}: requests.jsonl is missing; this is the stored summary", file=sys.stderr)
     counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=output == "html")
@@ -104,7 +104,8 @@ def compare(
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
-    """Compare runs of the same work: a ratio with its interval and a verdict for each row.
+    """Compare runs of the same work: a ratio with its interval and a verdict for each row, and the differences of the
+    manifests. Of runs that cannot be compared, it shows all differences.
 
     Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. A
     provisional "slower" counts with --provisional, or when its whole interval is beyond 25 %. With --history 4 when
@@ -133,10 +134,11 @@ def compare(
         comparison = compare_runs(
             groups, about=across or about, runs=runs, results=results, checks=checks or [], provisional=provisional
         )
-    except UnlikeError as error:
-        if error.about is not None:
+    except HarnessError as error:
+        if isinstance(error, UnlikeError) and error.about is not None:
             command = shlex.join(["harness", *sys.argv[1:], "--about", error.about])
             error.next_step = f"If the comparison is about just that: {command}"
+        _print_all_differences([group[0] for group in groups], output)
         raise
     cli.print_as(
         output,
@@ -148,6 +150,25 @@ def compare(
     if any(verdict.fails == "yes" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     cli.exit_after_checks(comparison.checks)
+
+
+def _print_all_differences(folders: list[Path], output: str) -> None:
+    """Print in what the manifests of runs that are not compared differ."""
+    from harness.judge.comparable import run_differences
+    from harness.report.markdown import differences_markdown
+    from harness.report.terminal import print_differences
+    from harness.rundir.manifest import read_run
+
+    manifests = [read_run(folder) for folder in folders]
+    differences, sides = run_differences(manifests), [run.id for run in manifests]
+    if output == "junit" or not differences:
+        return
+    cli.print_as(
+        output,
+        {"sides": sides, "differences": differences},
+        terminal=lambda: print_differences(differences, sides, cli.console()),
+        markdown=lambda: differences_markdown(differences, sides),
+    )
 
 
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
@@ -179,7 +200,7 @@ def history(
 ) -> None:
     """Show the runs of a scenario on one machine over time: change points, and what changed in the manifests there.
 
-    Reads run directories and published runs, each run once.
+    Reads run directories and filed runs, each run once.
     """
     from harness.comparison.history import history_of
     from harness.report.history import history_page, print_history
@@ -225,63 +246,6 @@ def plan(
         raise typer.Exit(ExitCode.FAILED)
     if predicted.rows[0].deadline == "inconclusive":
         raise typer.Exit(ExitCode.INCONCLUSIVE)
-
-
-@cli.command(short_help="Show the differences between two runs.")
-def diff(
-    one: cli.RunArg,
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
-    output: Annotated[Literal["terminal", "markdown", "json"], cli.flag("--format", "What to print.")] = "terminal",
-    runs: cli.RunsDir = cli.RUNS,
-) -> None:
-    """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
-    from harness.judge.comparable import run_differences
-    from harness.report.markdown import differences_markdown
-    from harness.report.terminal import print_differences
-    from harness.rundir.manifest import read_run
-
-    manifests = [read_run(cli.find_run(folder, runs)) for folder in (one, other)]
-    differences, sides = run_differences(manifests), [run.id for run in manifests]
-    cli.print_as(
-        output,
-        {"sides": sides, "differences": differences},
-        terminal=lambda: print_differences(differences, sides, cli.console()),
-        markdown=lambda: differences_markdown(differences, sides),
-    )
-
-
-@cli.command(short_help="File a VALID run by machine and scenario.")
-def publish(
-    run_folder: cli.RunArg,
-    records: Annotated[bool, cli.flag("--records", "Also its records, one a request, as requests.jsonl.gz.")] = False,
-    runs: cli.RunsDir = cli.RUNS,
-    results: cli.ResultsDir = cli.RESULTS,
-) -> None:
-    """File a VALID run by machine and scenario, as plain files that are small enough for git."""
-    from harness.report.board import publish as publish_run
-
-    folder = cli.find_run(run_folder, runs)
-    where, names = publish_run(folder, results, records=records)
-    print(f"{where}: {', '.join(names)}")
-
-
-@cli.command(short_help="Rank the published results, as one page.")
-def leaderboard(
-    output: Annotated[
-        Path | None, cli.option("FILE", "The HTML page (default: leaderboard.html in --results).")
-    ] = None,
-    results: cli.ResultsDir = cli.RESULTS,
-) -> None:
-    """Rank the published results: machines by scenarios, as one HTML page and as Markdown next to it."""
-    from harness.files import RESULTS as SHIPPED
-    from harness.report.board import collect_board, write_board
-
-    if results != cli.RESULTS and not results.is_dir():
-        raise HarnessError(
-            f"--results: there is no folder {results}", next_step="`harness publish RUN` files a run, and makes it."
-        )
-    for path in write_board(collect_board(results, SHIPPED), output or results / "leaderboard.html"):
-        print(path)
 
 
 def _check_export_target(given: Path) -> Path:
@@ -398,35 +362,95 @@ def _run_line(folder: Path) -> RunLine:
     )
 
 
-@cli.command(short_help="List the runs.")
-def runs(runs: cli.RunsDir = cli.RUNS, as_json: cli.JsonOpt = False) -> None:
-    """List the runs with their scenario, verdict and when they ran, the newest last."""
-    if runs.exists() and not runs.is_dir():
-        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
-    lines = [_run_line(path.parent) for path in sorted(runs.glob("*/run.json"))]
+@cli.command("list", short_help="List the scenarios that ship and the runs.")
+def list_(
+    what: Annotated[
+        Literal["scenarios", "runs"] | None, typer.Argument(metavar="WHAT", help="Only `scenarios`, or only `runs`.")
+    ] = None,
+    runs: cli.RunsDir = cli.RUNS,
+    as_json: cli.JsonOpt = False,
+) -> None:
+    """List the scenarios that ship, each with its question, and the runs with their verdict, the newest last."""
+    lists: dict[str, Any] = {}
+    if what != "runs":
+        lists["scenarios"] = _shipped_scenarios()
+    if what != "scenarios":
+        lists["runs"] = _run_lines(runs)
     if as_json:
-        cli.print_json(lines)
-    elif lines:
+        cli.print_json(lists if what is None else lists[what])
+        return
+    console = cli.console()
+    for row in lists.get("scenarios", ()):
+        console.print(f"{row['path']}\n  {row['question']}", soft_wrap=True)
+    if what is None:
+        console.print()
+    if lists.get("runs"):
         table = Table(box=None, pad_edge=False)
         for column in ("run", "started", "cells", "status"):  # the run's id has the scenario's name
             table.add_column(column, no_wrap=column in ("started", "cells"), overflow="fold")
-        table.columns[0].min_width = min(26, max(len(line.run) for line in lines))
-        for line in lines:
+        table.columns[0].min_width = min(26, max(len(line.run) for line in lists["runs"]))
+        for line in lists["runs"]:
             table.add_row(*line.table_cells())
-        cli.console().print(table)
-    else:
-        cli.console().print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
+        console.print(table)
+    elif "runs" in lists:
+        console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
 
 
-@cli.command(short_help="List the bundled scenarios.")
-def scenarios(as_json: cli.JsonOpt = False) -> None:
-    """List the bundled scenarios, each with its question."""
+def _shipped_scenarios() -> list[dict[str, str]]:
     from harness.files import ROOT, SCENARIOS
     from harness.scenario.file import load_scenario
 
     shipped = [(path, " ".join(load_scenario(path).question.split())) for path in sorted(SCENARIOS.glob("*.yaml"))]
-    rows = [{"name": path.stem, "path": str(path.relative_to(ROOT)), "question": text} for path, text in shipped]
-    if as_json:
-        cli.print_json(rows)
-    else:
-        print("\n".join(f"{row['path']}\n  {row['question']}" for row in rows))
+    return [{"name": path.stem, "path": str(path.relative_to(ROOT)), "question": text} for path, text in shipped]
+
+
+def _run_lines(runs: Path) -> list[RunLine]:
+    if runs.exists() and not runs.is_dir():
+        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
+    return [_run_line(path.parent) for path in sorted(runs.glob("*/run.json"))]
+
+
+@cli.command(short_help="Rank the results of machines, or file runs as results.")
+def results(
+    action: Annotated[
+        Literal["add"] | None, typer.Argument(metavar="add", help="File the runs by machine and scenario.")
+    ] = None,
+    run_folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN", help="Run directories or ids to file.", autocompletion=cli.complete_run),
+    ] = None,
+    records: Annotated[
+        bool, cli.flag("--records", "With add: also the records of the runs, as requests.jsonl.gz.")
+    ] = False,
+    output: Annotated[
+        Literal["terminal", "markdown", "json", "html"], cli.flag("--format", "What to print.")
+    ] = "terminal",
+    runs: cli.RunsDir = cli.RUNS,
+    results: cli.ResultsDir = cli.RESULTS,
+) -> None:
+    """Rank the filed results, machines by scenarios. `harness results add RUN` files VALID runs.
+
+    A filed run is plain files that are small enough for git.
+    """
+    from harness.files import RESULTS as SHIPPED
+    from harness.report import board as boards
+
+    if action == "add":
+        if not run_folders:
+            raise HarnessError("add: no run is given", next_step="harness results add RUN")
+        for folder in [cli.find_run(given, runs) for given in run_folders]:
+            where, names = boards.add_result(folder, results, records=records)
+            print(f"{where}: {', '.join(names)}")
+        return
+    if results != cli.RESULTS and not results.is_dir():
+        raise HarnessError(
+            f"--results: there is no folder {results}", next_step="`harness results add RUN` files a run, and makes it."
+        )
+    board = boards.collect_board(results, SHIPPED)
+    cli.print_as(
+        output,
+        board,
+        terminal=lambda: boards.print_board(board, cli.console()),
+        markdown=lambda: boards.board_markdown(board),
+        html=lambda: boards.board_page(board),
+    )

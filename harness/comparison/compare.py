@@ -197,7 +197,7 @@ def group_by_machine(folders: Sequence[Path]) -> list[list[Path]]:
     if len(groups) < 2:
         raise HarnessError(
             f"all runs are of one machine, {next(iter(groups), 'none')}",
-            next_step="Give runs of another one, too; `harness publish` files them so that they can be carried over.",
+            next_step="Give runs of another one, too; `harness results add` files runs to carry them over.",
         )
     return list(groups.values())
 
@@ -208,7 +208,7 @@ def _refuse_repeated(runs: Sequence[Run]) -> None:
         if (run.id, run.started_wall_s) in seen:
             raise HarnessError(
                 f"{run.id}: this run is given twice; a run is not compared with itself or with its copy",
-                next_step="Give another run; `harness runs` lists them.",
+                next_step="Give another run; `harness list runs` lists them.",
             )
         seen.add((run.id, run.started_wall_s))
 

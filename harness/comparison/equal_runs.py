@@ -69,7 +69,7 @@ class EqualRuns(Struct, frozen=True):
 def find_equal_runs(
     sides: Sequence[Sequence[Run]], rows: Sequence[RowKey], runs: Path | None, results: Path | None
 ) -> EqualRuns:
-    """Search `runs` and the published `results` for runs that equal a side in machine, work, server and settings."""
+    """Search `runs` and the filed `results` for runs that equal a side in machine, work, server and settings."""
     compared = {(run.id, run.started_wall_s) for side in sides for run in side}
     newest_s = max(run.started_wall_s for side in sides for run in side)
     facts = [collect_facts(side[0], rows) for side in sides]

@@ -157,7 +157,7 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 
 def history_of(scenario: str, runs: Path, results: Path, machine: str | None = None) -> History:
-    """The history of a scenario on one machine, from the run directories below `runs` and the published `results`.
+    """The history of a scenario on one machine, from the run directories below `runs` and the filed `results`.
 
     The newest valid run determines the model, workload and kind of engine of the history. Raises HarnessError where
     there is no run, or where several machines have runs and `machine` names none.
@@ -174,7 +174,7 @@ def history_of(scenario: str, runs: Path, results: Path, machine: str | None = N
         where = "" if machine is None else f" of machine '{machine}' (known: {', '.join(machines) or 'none'})"
         raise HarnessError(
             f"{scenario}: no valid run{where} in {runs} or {results}",
-            next_step=f"`harness run {scenario}` makes one; `harness runs --runs {runs}` lists the runs.",
+            next_step=f"`harness run {scenario}` makes one; `harness list runs --runs {runs}` lists the runs.",
         )
     chosen, not_comparable = _select_comparable(found, newest)
     undivided = _make_series(chosen)
@@ -227,8 +227,8 @@ def _collect_runs(scenario: str, runs: Path, results: Path) -> tuple[list[_RunAn
     """The valid runs of a scenario, oldest first, each once; and those that cannot be used."""
     left_out = defaultdict[Reason, list[str]](list)
     valid: dict[tuple[str, float], _RunAndSummary] = {}
-    published = [path for path in results.glob("*/*/*/run.json") if path.relative_to(results).parts[0] not in RESERVED]
-    for path in sorted([*runs.glob("*/run.json"), *published]):
+    filed = [path for path in results.glob("*/*/*/run.json") if path.relative_to(results).parts[0] not in RESERVED]
+    for path in sorted([*runs.glob("*/run.json"), *filed]):
         folder = path.parent
         try:
             run = read_run(folder)

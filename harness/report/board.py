@@ -1,4 +1,4 @@
-"""Published runs: a VALID run filed by machine and scenario, and the leaderboard as one HTML page and as Markdown."""
+"""Results: VALID runs filed by machine and scenario, and the leaderboard over them."""
 
 import gzip
 import os
@@ -13,6 +13,8 @@ import yaml
 from markupsafe import Markup
 from msgspec import Struct
 from msgspec.structs import replace
+from rich.console import Console
+from rich.text import Text
 
 from harness import units
 from harness.analysis.summarize import read_summary, summarize
@@ -26,6 +28,7 @@ from harness.report import words
 from harness.report.html import page_template, read_asset
 from harness.report.markdown import escape, grid, render
 from harness.report.table import LIMITED
+from harness.report.terminal import simple_table
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summary import Row, Summary
 
@@ -37,7 +40,7 @@ APART = (
     "Figures that others published, as they state them. They were not measured by this suite and not repeated "
     "here, workloads differ from row to row, and they never enter a verdict or a ranking."
 )
-EMPTY = "Nothing has been published yet: `harness publish RUN` files a run."
+EMPTY = "There are no results yet: `harness results add RUN` files a run."
 _DIGEST_CHARS = 19  # "sha256:" and twelve more
 RECORDS = "requests.jsonl"
 THIRD_PARTY = Path("reference") / "third-party.yaml"
@@ -63,7 +66,7 @@ class Figure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """A row of a published run, as the leaderboard shows it."""
+    """A row of a filed run, as the leaderboard shows it."""
 
     machine: str
     server: str
@@ -164,7 +167,7 @@ class Board(Struct, frozen=True, kw_only=True):
 
 
 def collect_board(results: Path, shipped: Path) -> Board:
-    """Read all published runs below `results`, and the third-party figures from there, else from `shipped`.
+    """Read all runs below `results`, and the third-party figures from there, else from `shipped`.
 
     A run that cannot be read is listed in the board.
     """
@@ -266,13 +269,24 @@ def _describe_machine(run: Run) -> str:
     return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.machine.cpu or ""
 
 
-def write_board(board: Board, path: Path) -> list[Path]:
-    """Write the page as HTML and as Markdown, and return both paths."""
-    paths = [path.with_suffix(".html"), path.with_suffix(".md")]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for target, text in zip(paths, (board_page(board), board_markdown(board)), strict=True):
-        replace_file(target, text.encode())
-    return paths
+def print_board(board: Board, console: Console) -> None:
+    """The tables of the leaderboard; the other formats also have the runs, images and figures of others."""
+    if not board.groups:
+        console.print(Text(EMPTY, "dim"))
+    for group in board.groups:
+        console.print(Text(words.one_line(group.heading), "bold"))
+        if group.simulated:
+            console.print(Text(words.SIMULATED, "bold yellow"))
+        console.print(Text(words.one_line(f"{group.question} Ranked by {group.ranked_by}."), "dim"))
+        head = [name for name in group.rows[0] if name not in ORIGIN]
+        console.print(simple_table(head, [[row[name] for name in head] for row in group.rows]))
+        console.print()
+    for text in filter(None, [RANKING if board.groups else None, board.limited_note]):
+        console.print(Text(text, "dim"))
+    for text in board.unreadable:
+        console.print(Text(words.one_line(f"not readable: {text}"), "yellow"))
+    if board.figures:
+        console.print(Text(f"{len(board.figures)} figures of others: `harness results --format markdown`", "dim"))
 
 
 def board_page(board: Board) -> str:
@@ -322,15 +336,15 @@ def _group_markdown(group: Group) -> str:
     return f"{text}\n\n{grid(list(group.rows[0]), [list(row.values()) for row in group.rows])}"
 
 
-def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path, list[str]]:
+def add_result(folder: Path, results: Path, *, records: bool = False) -> tuple[Path, list[str]]:
     """Write summary.json, run.json and report.md of a run below `results`, with `records` its requests packed, too.
 
-    Returns the folder and the names of the files; a run that is published again gives the same files. Raises RunError
+    Returns the folder and the names of the files; a run that is filed again gives the same files. Raises RunError
     for a run that is not VALID, HarnessError for one that has no place there.
     """
     run = read_run(folder)
     summary = summarize(folder)
-    _refuse_unpublishable(run, summary)
+    _refuse_result(run, summary)
     target = noise_path(results, run).parent / folder_name(run.id)
     files = {
         "run.json": pretty_json(run),
@@ -347,18 +361,18 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
     return target, names
 
 
-def _refuse_unpublishable(run: Run, summary: Summary) -> None:
+def _refuse_result(run: Run, summary: Summary) -> None:
     if is_noise_run(run):
         raise HarnessError(
             f"{run.id}: an A/A run is no result; what it found is stored as noise.json",
-            next_step="Publish runs of `harness run`.",
+            next_step="File runs of `harness run`.",
         )
     if run.origin is not None:
         raise HarnessError(
             f"{run.id}: was measured by {run.origin.tool}, and what it says is not ranked with runs of this suite",
-            next_step="Publish runs of `harness run`.",
+            next_step="File runs of `harness run`.",
         )
-    refuse_invalid(run, summary, "is published")
+    refuse_invalid(run, summary, "is filed")
 
 
 def _pack(source: Path, path: Path) -> None:

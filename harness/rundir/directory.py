@@ -15,7 +15,7 @@ from harness.rundir.records import ProcessMark, Request
 from harness.rundir.samples import MetricsSample, TelemetrySample
 
 ATTEMPTS = "attempts"
-PACKED = "requests.jsonl.gz"  # as `harness publish --records` files them
+PACKED = "requests.jsonl.gz"  # as `harness results add --records` files them
 RESERVE = "reserve"  # a file in the run directory during the run
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
@@ -126,7 +126,7 @@ def _move_lines(path: Path, aside: Path, kind: type[Any], keep: Collection[str])
 
 def no_records_error(folder: Path) -> HarnessError:
     """The error for a run directory without requests.jsonl, and where the records are."""
-    step = "Give the run's own directory or a copy; `harness publish` files records only with --records."
+    step = "Give the run's own directory or a copy; `harness results add` files records only with --records."
     if (folder / PACKED).exists():
         step = f"gunzip --keep {folder / PACKED}"
     return HarnessError(f"{folder}: requests.jsonl is missing", next_step=step)

@@ -272,11 +272,11 @@ def read_run(folder: Path) -> Run:
         return read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_find_contradiction)
     except FileNotFoundError:
         raise HarnessError(
-            f"{folder}: not a run directory (it has no run.json)", next_step="`harness runs` lists the runs."
+            f"{folder}: not a run directory (it has no run.json)", next_step="`harness list runs` lists the runs."
         ) from None
     except OSError as error:
         raise HarnessError(
-            f"{folder / 'run.json'}: cannot be read ({error.strerror})", next_step="`harness runs` lists the runs."
+            f"{folder / 'run.json'}: cannot be read ({error.strerror})", next_step="`harness list runs` lists the runs."
         ) from None
 
 

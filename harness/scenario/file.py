@@ -145,7 +145,7 @@ def _read_mapping(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Prob
     except OSError as error:
         raise HarnessError(
             f"{path}: the scenario cannot be read ({error.strerror})",
-            next_step="`harness scenarios` lists those that ship.",
+            next_step="`harness list scenarios` lists those that ship.",
         ) from None
     except UnicodeDecodeError:
         raise ScenarioError(str(path), ["not a text file in UTF-8"]) from None

@@ -7,7 +7,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from harness.files import RESULTS
-from harness.report.board import collect_board, publish, write_board
+from harness.report.board import add_result, board_page, collect_board
 from harness.rundir.manifest import Machine
 from tests.browser.test_report_page import SHEET_SCROLLS, complaints
 from tests.made_runs import served_by, write_made_run
@@ -21,8 +21,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         run = folder / f"run-{len(list(folder.iterdir()))}"
         image = {"image": "vllm/vllm-openai-rocm:v0.32.0", "image_digest": f"vllm@sha256:{'4f2a' * 16}"}
         write_made_run(run, machine=Machine(name=name), served=lambda _, image=image: served_by(**image))  # type: ignore[misc]
-        publish(run, folder / "results")
-    return write_board(collect_board(folder / "results", RESULTS), folder / "page" / "board.html")[0].as_uri()
+        add_result(run, folder / "results")
+    page = folder / "board.html"
+    page.write_text(board_page(collect_board(folder / "results", RESULTS)))
+    return page.as_uri()
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])

@@ -97,7 +97,7 @@ class ChartData(Struct, frozen=True, kw_only=True):
 
 
 def read_chart_data(folder: Path) -> ChartData:
-    """The chart data of a run, also of one that has not ended; none of a published run, which has no records."""
+    """The chart data of a run, also of one that has not ended; none of a filed run, which has no records."""
     if has_only_summary(folder):
         return ChartData(rows={}, timelines=[])
     return chart_data(read_run(folder), summarize_with_counts(folder, charted=True))
