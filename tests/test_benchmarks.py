@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.instrument.client import Said, Usage
 from benchmarks.instrument.modes import Place, compare
-from benchmarks.instrument.neighbours import read_genai_bench, read_inference_perf
+from benchmarks.instrument.neighbours import read_aiperf, read_genai_bench, read_guidellm, read_inference_perf
 from benchmarks.instrument.ours import in_c
 from benchmarks.instrument.reading import reading_of
 from benchmarks.instrument.server import Schedule, Sent, Truth, read_log
@@ -33,11 +33,16 @@ def test_what_other_tools_wrote_is_held_against_what_the_server_sent() -> None:
     # From 26697.361 to 26698.436.
     assert reading.cpu_us == pytest.approx(1e6 * (3.4 + 0.0436 - 3.0 - 0.2722) / 12, rel=0.01)
 
-    (path,) = (DATA / "imports" / "genai-bench").glob("*_num_concurrency_*.json")
-    records = read_genai_bench(path)
+    records = read_genai_bench(DATA / "benchmarks" / "genai-bench.json")
     assert len(records) == 140 and {record.output_tokens for record in records} == {8}
     assert min(record.chunks_s[0] for record in records) == 0.0038592740002059145
     assert max(record.chunks_s[1] for record in records) == 0.03393819499979145
+    records = read_aiperf(DATA / "benchmarks" / "aiperf.jsonl")
+    assert [(len(record.chunks_s), record.output_tokens) for record in records] == [(8, 8)] * 12
+    assert records[0].sent_s == 0 and records[0].ended_s == pytest.approx(0.029618579, abs=1e-9)
+    records = read_guidellm(DATA / "benchmarks" / "guidellm.json")
+    assert [(len(record.chunks_s), record.output_tokens) for record in records] == [(2, 8)] * 12
+    assert records[0].chunks_s == pytest.approx([0.0033929, 0.0173078], abs=1e-6)
 
 
 def test_the_clients_times_are_held_against_the_servers_request_by_request() -> None:

@@ -143,7 +143,7 @@ TRACES = (
 PROMPTS = b'{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n'
 SUMMARY = ROOT / "docs" / "example" / "summary.json"
 TELEMETRY = ROOT / "tests" / "runs" / "steady" / "telemetry.jsonl.gz"
-IMPORTS = sorted(path for path in (ROOT / "tests" / "data" / "imports").rglob("*.json*") if path.is_file())
+IMPORTS = sorted((ROOT / "tests" / "data" / "imports").glob("*.json"))
 LOGS = sorted((ROOT / "tests" / "data").glob("st*/*.txt"))
 
 

@@ -25,18 +25,13 @@ from harness.summary import Numbers, Summary
 from tests.command import called
 
 DATA = ROOT / "tests" / "data" / "imports"
-GENAI = "D20_8_text-to-text_num_concurrency_4_time_1s.json"
 GOOD = {
     "vllm-chat.json": "vllm",
     "vllm-rate.json": "vllm",
     "vllm-plain.json": "vllm",
-    "guidellm-0.7.json": "guidellm",
-    "guidellm-0.8.json": "guidellm",
-    "aiperf/profile_export.jsonl": "aiperf",
-    f"genai-bench/{GENAI}": "genai-bench",
     "lemonade-from-source.json": "lemonade",
 }
-BAD = ("vllm-fail.json", "guidellm-0.8-fail.json", "aiperf-fail/profile_export.jsonl", f"genai-bench-fail/{GENAI}")
+BAD = ("vllm-fail.json",)
 
 
 def imported(name: str, runs: Path, **options: Any) -> tuple[Run, Summary, list[Request]]:
@@ -70,7 +65,7 @@ def test_every_sample_is_recognised_and_its_reports_say_where_the_run_is_from(na
         assert (run.status, run.reasons, summary.valid, shown.code) == ("unchecked", [], None, 0)
     else:
         numbers = summary.rows[0].pooled
-        assert (run.status, summary.valid, shown.code, numbers.failed in (2, 33)) == ("invalid", False, 3, True)
+        assert (run.status, summary.valid, shown.code, numbers.failed == 2) == ("invalid", False, 3, True)
         assert numbers.ttft_s.n == numbers.succeeded and numbers.ttft_s.min is not None and numbers.ttft_s.min > 0
         records = read_requests(folder / "requests.jsonl")
         assert all(not record.chunks_s for record in records if record.error)
@@ -115,76 +110,6 @@ def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
     assert numbers.chunk_gap_s.n == 0
     why = "not known: chunk_gap_s, tokens_per_chunk: the file was saved without --save-detailed"
     assert any(note.startswith(why) for note in sentences(summary.notes))
-
-
-def test_guidellm_keeps_the_ends_of_a_request_and_our_tpot_is_its_itl(tmp_path: Path) -> None:
-    raw = json.loads((DATA / "guidellm-0.8.json").read_text())["benchmarks"][1]
-    run, summary, records = imported("guidellm-0.8.json", tmp_path)
-    good = raw["requests"]["successful"]
-    numbers = pooled(summary, "concurrent-4")
-    assert run.origin is not None and run.origin.version == "0.8.1"
-    assert [row.load for row in summary.rows] == ["concurrent-1", "concurrent-4"]
-    assert len(records) == 24 and {len(record.chunks_s) for record in records} == {2}
-    for found, name in ((numbers.tpot_s, "inter_token_latency_ms"), (numbers.ttft_s, "time_to_first_token_ms")):
-        assert found.mean == pytest.approx(sum(one[name] for one in good) / len(good) / 1000, rel=1e-6)
-    assert (numbers.chunk_gap_s.n, numbers.tokens_per_chunk) == (0, None)
-    assert all(record.scheduled_s is None for record in records), "a closed loop has no schedule"
-
-
-def test_guidellm_of_a_constant_rate_has_a_schedule(tmp_path: Path) -> None:
-    raw = json.loads((DATA / "guidellm-0.8-fail.json").read_text())["benchmarks"][0]
-    run, summary, records = imported("guidellm-0.8-fail.json", tmp_path)
-    timings = [one["info"]["timings"] for one in (*raw["requests"]["successful"], *raw["requests"]["errored"])]
-    lags = sorted(one["request_start"] - one["targeted_start"] for one in timings)
-    found = sorted(-record.scheduled_s for record in records if record.scheduled_s is not None)
-    assert found == pytest.approx(lags) and len(found) == 12
-    assert run.status == "invalid" and summary.cells[0].numbers.errors == {"unknown": 2}
-    assert [r.message is not None and "503" in r.message for r in records if r.error] == [True, True]
-
-
-def test_aiperf_counts_by_the_servers_usage_where_there_is_one(tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in (DATA / "aiperf/profile_export.jsonl").read_text().splitlines()]
-    run, summary, records = imported("aiperf/profile_export.jsonl", tmp_path)
-    numbers = pooled(summary, "concurrency-4")
-    assert run.origin is not None and run.origin.version == "0.13.0"
-    assert sorted(run.origin.files) == ["profile_export.jsonl", "profile_export_aiperf.json"]
-    assert (run.scenario.model, run.scenario.loads["concurrency-4"].users) == ("qwen3-4m", 4)
-    assert {line["metrics"]["output_sequence_length"]["value"] for line in lines} != {8}
-    assert numbers.output_tokens == 96
-    by_id = {line["metadata"]["x_request_id"]: line["metrics"] for line in lines}
-    for record in records:
-        assert record.chunks_s[0] == pytest.approx(by_id[record.id]["time_to_first_token"]["value"] / 1000)
-        assert record.chunks_s[-1] == pytest.approx(by_id[record.id]["request_latency"]["value"] / 1000)
-        assert len(record.chunks_s) == 1 + len(by_id[record.id]["inter_chunk_latency"]["value"])
-
-
-def test_aiperf_without_usage_is_the_clients_count_and_says_so(tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in (DATA / "aiperf/profile_export.jsonl").read_text().splitlines()]
-    del lines[3]["metrics"]["usage_completion_tokens"]
-    (tmp_path / "profile_export.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    folder = import_file(tmp_path / "profile_export.jsonl", tmp_path / "runs")
-    run, summary = read_run(folder), summarize(folder)
-    expected = sum(line["metrics"]["output_sequence_length"]["value"] for line in lines)
-    assert summary.rows[0].pooled.output_tokens == expected, "the two counts are not mixed"
-    assert "client's tokenizer" in summary.rows[0].definitions["tpot_s"]
-    assert run.origin is not None and run.origin.version is None and run.scenario.model == "unknown"
-
-
-def test_genai_bench_is_counted_from_its_requests(tmp_path: Path) -> None:
-    raw = json.loads((DATA / "genai-bench" / GENAI).read_text())
-    run, summary, records = imported(f"genai-bench/{GENAI}", tmp_path)
-    numbers = pooled(summary, "d-20-8-concurrency-4")
-    assert records == [] and run.origin is not None and run.origin.version == "0.0.5"
-    assert numbers.succeeded == 140 and numbers.wall_s is None
-    assert numbers.ttft_s.mean == pytest.approx(raw["aggregated_metrics"]["stats"]["ttft"]["mean"])
-    assert numbers.ttft_s.p95 is not None and numbers.ttft_s.p99 is None
-    assert numbers.output_tokens == 1120
-    _, failed, _ = imported(f"genai-bench-fail/{GENAI}", tmp_path)
-    assert json.loads((DATA / "genai-bench-fail" / GENAI).read_text())["aggregated_metrics"]["error_rate"] == 0
-    assert (failed.valid, failed.rows[0].pooled.errors) == (False, {"rejected": 33})
-    in_ms = changed(f"genai-bench/{GENAI}", tmp_path / "x.json", lambda raw: raw.update(_time_unit="ms"))
-    mean = raw["aggregated_metrics"]["stats"]["ttft"]["mean"]
-    assert summarize(import_file(in_ms, tmp_path)).rows[0].pooled.ttft_s.mean == pytest.approx(mean / 1000)
 
 
 def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Path) -> None:
@@ -270,11 +195,8 @@ def test_runs_of_one_tool_and_work_are_compared(tmp_path: Path) -> None:
 
 
 def test_other_definitions_and_other_work_are_refused(tmp_path: Path) -> None:
-    def as_concurrency(raw: dict[str, Any]) -> None:
-        raw["benchmarks"][0]["config"]["strategy"]["type_"] = "concurrency"
-
     vllm = import_file(DATA / "vllm-chat.json", tmp_path)
-    other = import_file(changed("guidellm-0.7.json", tmp_path / "x.json", as_concurrency), tmp_path)
+    other = import_file(DATA / "vllm-plain.json", tmp_path)
     with pytest.raises(HarnessError, match="the definitions of 'output_tok_s' differ") as caught:
         compare_runs([[vllm], [other]], about="versions")
     for run in (vllm, other):
@@ -286,10 +208,6 @@ def test_other_definitions_and_other_work_are_refused(tmp_path: Path) -> None:
     path = changed("vllm-chat.json", tmp_path / "y.json", longer)
     with pytest.raises(HarnessError, match="differ in 'workload_sha256'"):
         compare_runs([[vllm], [import_file(path, tmp_path)]])
-
-
-def first_of(raw: Any) -> Any:
-    return raw["benchmarks"][0]
 
 
 @pytest.mark.parametrize(
@@ -309,17 +227,6 @@ def first_of(raw: Any) -> Any:
          r"\.total_output_tokens says 96, and those of its list come to 97"),
         ("vllm-plain.json", lambda raw: raw.update(completed=9),
          "num_prompts says 12, and completed and failed .* are 9"),
-        ("guidellm-0.8-fail.json",
-         lambda raw: first_of(raw)["scheduler_metrics"]["requests_made"].update(successful=12, errored=0),
-         r"requests_made\.successful says 12, and 'successful' in the report are 10"),
-        ("guidellm-0.8.json",
-         lambda raw: (first_of(raw)["requests"]["errored"].append("a"), first_of(raw).pop("scheduler_metrics")),
-         r"\$\.benchmarks\[0\]\.requests\.errored\[0\]: .* missing required field `request_id`"),
-        ("guidellm-0.7.json", lambda raw: first_of(raw).update(warmup_duration=1.5),
-         "run without warm-up and cool-down, got 1.5"),
-        (f"genai-bench/{GENAI}", lambda raw: raw.update(_time_unit="h"), r"\$\._time_unit: Invalid enum value 'h'"),
-        (f"genai-bench/{GENAI}", lambda raw: raw["aggregated_metrics"].update(num_completed_requests=139),
-         "num_completed_requests says 139, and successful requests listed are 140"),
     ],
 )  # fmt: skip
 def test_a_file_with_a_wrong_value_or_contradictory_totals_is_refused(
@@ -331,7 +238,7 @@ def test_a_file_with_a_wrong_value_or_contradictory_totals_is_refused(
 
 
 def test_a_file_that_is_damaged_or_of_no_known_tool_is_refused(tmp_path: Path) -> None:
-    lines = (DATA / "aiperf/profile_export.jsonl").read_text().splitlines(keepends=True)
+    lines = [json.dumps(RESULT) + "\n"] * 12
     vllm = (DATA / "vllm-chat.json").read_text()
     for text, given, error in (
         ("".join(lines[:-1]) + lines[-1][:100], None, r"line 12 of 12 is not JSON \(Input data was truncated\)"),
@@ -341,21 +248,22 @@ def test_a_file_that_is_damaged_or_of_no_known_tool_is_refused(tmp_path: Path) -
         ("", None, "empty"),
         ("[]", None, "not a file of any tool that is known"),
         ('{"hello": 1}', None, r"not a file of any tool that is known \(its keys: hello\)"),
-        (vllm, "aiperf", "not what aiperf writes; it looks like vllm"),
+        (vllm, "lemonade", "not what lemonade writes; it looks like vllm"),
         (vllm, "vlm", "there is no format 'vlm'; did you mean 'vllm'?"),
     ):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(HarnessError, match=error):
             import_file(tmp_path / "x.json", tmp_path / "runs", given)
     assert not (tmp_path / "runs").exists()
+    (tmp_path / "x.json").write_text('{"hello": 1}')
     with pytest.raises(HarnessError) as caught:
-        import_file(DATA / "aiperf" / "profile_export_aiperf.json", tmp_path)
+        import_file(tmp_path / "x.json", tmp_path)
     assert [line.split(":")[0] for line in caught.value.detail.splitlines()] == list(FORMATS)
 
 
 def test_the_command_prints_a_run_for_each_file_also_next_to_files_that_cannot_be_read(tmp_path: Path) -> None:
     shutil.copytree(DATA, tmp_path / "given")
-    names = ["given/none.json", "given/vllm-chat.json", "given/no.json", "given/guidellm-0.7.json"]
+    names = ["given/none.json", "given/vllm-chat.json", "given/no.json", "given/vllm-rate.json"]
     done = called("import", *names, "--machine", "box", "--runs", "runs", cwd=tmp_path)
     assert done.code == 1
     errors = [line for line in done.err.splitlines() if line.startswith("error: ")]

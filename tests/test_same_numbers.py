@@ -40,12 +40,7 @@ OTHERWISE = re.compile(r"verdicts\.\d+\.comparisons$|rows\.\d+\.invalid\b")  # t
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 SOURCES = {path.parent.name: path.parent for path in sorted(RUNS.glob("*/run.json"))}
-SOURCES |= {
-    f"import-{path.stem if path.suffix and path.parent == IMPORTED else path.parent.name}": path
-    for path in sorted(
-        [*IMPORTED.glob("*.json"), *IMPORTED.glob("*/profile_export.jsonl"), *IMPORTED.glob("*/D*.json")]
-    )
-}
+SOURCES |= {f"import-{path.stem}": path for path in sorted(IMPORTED.glob("*.json"))}
 
 
 def run_directory(source: Path, folder: Path) -> Path:

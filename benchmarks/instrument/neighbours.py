@@ -1,11 +1,12 @@
 """Other load generators, each found as a program: its command for the same work, and its own file of results.
 
-Their files are read by `harness.imports`; what that does not read is read here.
+vLLM's file is read by `harness.imports`, the others are read here.
 """
 
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,8 @@ def vllm_bench(work: Work, program: str, tokenizer: Path) -> Said:
             "--result-dir", ".", "--result-filename", "result.json", "--disable-tqdm", "--ready-check-timeout-sec", "0",
         ],
     )  # fmt: skip
-    return Said(_imported(work.folder / "result.json"), tried=1)
+    path = _written(work.folder / "result.json")
+    return Said(read_file(path)[1].parts[0].records, tried=1)
 
 
 def aiperf(work: Work, program: str, tokenizer: Path) -> Said:
@@ -53,7 +55,7 @@ def aiperf(work: Work, program: str, tokenizer: Path) -> Said:
             "--random-seed", "1",
         ]
     )  # fmt: skip
-    return Said(_imported(work.folder / "out" / "profile_export.jsonl"))
+    return Said(read_aiperf(_written(work.folder / "out" / "profile_export.jsonl")))
 
 
 def guidellm(work: Work, program: str, tokenizer: Path) -> Said:
@@ -68,7 +70,7 @@ def guidellm(work: Work, program: str, tokenizer: Path) -> Said:
             "--output", "kind=json,path=result.json", "--disable-console",
         ],
     )  # fmt: skip
-    return Said(_imported(work.folder / "result.json"))
+    return Said(read_guidellm(_written(work.folder / "result.json")))
 
 
 def genai_bench(work: Work, program: str, tokenizer: Path) -> Said:
@@ -137,6 +139,38 @@ def version_of(name: str, program: str) -> str:
     return said.stdout.strip() or "of unknown version"
 
 
+def read_aiperf(path: Path) -> list[Request]:
+    """Its requests have a TTFT and the gaps between chunks in ms, and the server's token counts."""
+    lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    lines.sort(key=lambda line: line["metadata"]["request_start_ns"])
+    zero = lines[0]["metadata"]["request_start_ns"]
+    records = []
+    for index, line in enumerate(lines):
+        values = {name: metric["value"] for name, metric in line["metrics"].items()}
+        gaps = values.get("inter_chunk_latency", [])
+        first = values.get("time_to_first_token")
+        failed = line.get("error") or first is None
+        times = [] if failed else [at / 1e3 for at in accumulate(gaps, initial=first)]
+        sent_s = (line["metadata"]["request_start_ns"] - zero) / 1e9
+        records.append(_record(index, sent_s, times, values.get("usage_completion_tokens")))
+    return records
+
+
+def read_guidellm(path: Path) -> list[Request]:
+    """Its requests have the wall-clock times of the first and the last token."""
+    requests = msgspec.json.decode(path.read_bytes())["benchmarks"][0]["requests"]
+    sent = [one for one in (*requests["successful"], *requests["errored"]) if one["info"]["timings"]["request_start"]]
+    sent.sort(key=lambda one: one["info"]["timings"]["request_start"])
+    records = []
+    for index, one in enumerate(sent):
+        timings = one["info"]["timings"]
+        start = timings["request_start"]
+        ends = {timings["first_token_iteration"], timings["last_token_iteration"]} - {None}
+        times = [at - start for at in sorted(ends)] if one in requests["successful"] else []
+        records.append(_record(index, start - sent[0]["info"]["timings"]["request_start"], times, one["output_tokens"]))
+    return records
+
+
 def read_genai_bench(path: Path) -> list[Request]:
     """Its requests have durations and no times of day; they keep the order in which they ended."""
     document = msgspec.json.decode(path.read_bytes())
@@ -176,10 +210,10 @@ def _run(work: Work, command: list[str]) -> None:
     work.run(command, HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 
-def _imported(path: Path) -> list[Request]:
+def _written(path: Path) -> Path:
     if not path.exists():
         raise Failed(f"wrote no {path.name}")
-    return read_file(path)[1].parts[0].records
+    return path
 
 
 def _only(folder: Path, pattern: str) -> Path:

@@ -7,7 +7,6 @@ import datetime
 import hashlib
 import json
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -33,16 +32,15 @@ class Source(Struct, frozen=True):
     value: Any
 
     def read(self, kind: type[T], value: Any = ..., place: str = "$") -> T:
-        """Return the document, or a value of it, as a Struct. Raise HarnessError with the place of a mistake.
+        """Return the document, or a value of it, as a Struct. A null counts as missing.
 
-        The name of a field may be a path such as "info.timings.request_start" or "models.0.name". A null counts as
-        missing.
+        Raises HarnessError with the place of a mistake.
         """
         document = self.value if value is ... else value
-        names = [field.encode_name for field in msgspec.structs.fields(kind)]
-        fields = {name: field for name in names if (field := _value_at_path(document, name)) is not None}
+        if isinstance(document, dict):
+            document = {name: field for name, field in document.items() if field is not None}
         try:
-            return msgspec.convert(fields, kind)
+            return msgspec.convert(document, kind)
         except msgspec.ValidationError as error:
             what, _, path = str(error).partition(" - at `$")
             raise self.error_at(place + path.rstrip("`"), what) from None
@@ -59,19 +57,6 @@ class Source(Struct, frozen=True):
             return datetime.datetime.strptime(text, form).replace(tzinfo=datetime.UTC).timestamp()
         except ValueError:
             raise self.error_at(place, f"a time such as {such_as} is expected, got {text!r}") from None
-
-    def read_sibling(self, name: str) -> "Source | None":
-        """Return another file of the same folder; None if there is no such file."""
-        path = self.path.with_name(name)
-        return read_source(path) if path.exists() else None
-
-    def require_equal(self, place: str, stated: float | None, counted: int, what: str) -> None:
-        """Raise HarnessError unless a stated number, if there is one, equals that of the file's own records."""
-        if stated is not None and stated != counted:
-            raise HarnessError(
-                f"{self.path}: {place} says {stated}, and {what} {counted}: one of them is wrong",
-                next_step="A file that contradicts itself was changed or damaged; nothing was written.",
-            )
 
 
 class ImportedPart(Struct, frozen=True, kw_only=True):
@@ -97,7 +82,6 @@ class Imported(Struct, frozen=True, kw_only=True):
     tool: str
     version: str | None
     model: str | None
-    url: str | None = None
     arguments: dict[str, list[str]] = {}  # by server, if known
     versions: dict[str, str] = {}  # by server, if known
     models: dict[str, str] = {}  # by server, if they differ
@@ -106,26 +90,16 @@ class Imported(Struct, frozen=True, kw_only=True):
     definitions: dict[str, str] = {}  # by field of Numbers, if it differs from the definition of this suite
     missing: dict[str, str] = {}  # by field of Numbers: why it is not known
     notes: list[Reason] = []
-    other_file: Source | None = None  # a second file that was read
 
 
 class Format(Struct, frozen=True):
     written_by: str  # the command that writes it
-    keys: tuple[str, ...]  # paths that the document, or the first line, must have
+    keys: tuple[str, ...]  # that the document, or the first line, must have
     read: Callable[[Source], Imported]
 
     def matches(self, value: Any) -> bool:
         first = value[0] if isinstance(value, list) and value else value
-        return all(_value_at_path(first, key) is not None for key in self.keys)
-
-
-def _value_at_path(value: Any, path: str) -> Any:
-    for step in path.split("."):
-        if isinstance(value, list) and step.isdigit():
-            value = value[int(step)] if int(step) < len(value) else None
-        else:
-            value = value.get(step) if isinstance(value, dict) else None
-    return value
+        return isinstance(first, dict) and all(first.get(key) is not None for key in self.keys)
 
 
 def read_source(path: Path, read_text: Callable[[str], list[Any]] = lambda _: []) -> Source:
@@ -180,11 +154,6 @@ def _decode_lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
     return documents
 
 
-def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else ""
-
-
 class LatencyStats(Struct, frozen=True, kw_only=True):
     """Statistics that a tool computed, of latencies in milliseconds."""
 
@@ -215,20 +184,3 @@ class LatencyStats(Struct, frozen=True, kw_only=True):
         """Return the statistics in seconds, without percentiles that `n` requests cannot carry."""
         known = {name: ms / 1000 for name, ms in msgspec.structs.asdict(self).items() if ms is not None}
         return Distribution(n=n, **{name: value for name, value in known.items() if n >= NEEDED.get(name, 0)})
-
-
-def last_end_s(records: list[Request]) -> float:
-    return max(record.sent_s + record.ended_s for record in records)
-
-
-# A record of another tool; write.py fills in its cell and its load.
-imported_request = partial(Request, cell="", load="", user_class="imported", user=0, process=0)
-
-_NO_GAPS = "the file keeps the first and the last token's time of a request, not those between"
-WITHOUT_GAPS = {"chunk_gap_s": _NO_GAPS, "tokens_per_chunk": _NO_GAPS}
-
-
-def load_name(rate: float | None, concurrency: int | None, default: str) -> str:
-    names = [] if rate is None else [f"rate-{rate:g}"]
-    names += [] if concurrency is None else [f"concurrency-{concurrency}"]
-    return "-".join(names) or default

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from msgspec import UNSET, Struct, field
+from msgspec import UNSET, Struct
 
 from harness.imports import Count, Duration, Format, Imported, ImportedPart, LatencyStats, Source
 from harness.summary import NO_SAMPLE, Distribution, Numbers, because
@@ -58,17 +58,25 @@ class LemonadeResult(Struct, frozen=True, kw_only=True):
     scenarios: list[Any]
 
 
+class LemonadeConfig(Struct, frozen=True, kw_only=True):
+    measurement_runs: Count
+    warmup_runs: Count = 0
+
+
 class LemonadeModel(Struct, frozen=True, kw_only=True):
     model: str
-    measurement_runs: Count = field(name="config.measurement_runs")
-    warmup_runs: Count = field(name="config.warmup_runs", default=0)
+    config: LemonadeConfig
     results: list[LemonadeResult]
+
+
+class LemonadeHardware(Struct, frozen=True, kw_only=True):
+    lemonade_version: str | None = None
+    backends: dict[str, str | None] | None = None
 
 
 class LemonadeBench(Struct, frozen=True, kw_only=True):
     timestamp: str
-    version: str | None = field(name="hardware.lemonade_version", default=None)
-    backends: dict[str, str | None] = field(name="hardware.backends", default={})
+    hardware: LemonadeHardware
     models: list[Any]
 
 
@@ -96,8 +104,12 @@ def read(source: Source) -> Imported:
     by_server = dict(zip(servers, model.results, strict=True))
     return Imported(
         tool="lemonade bench",
-        version=bench.version,
-        versions={s: _server_version(bench, result) for s, result in by_server.items()} if bench.version else {},
+        version=bench.hardware.lemonade_version,
+        versions={
+            server: version
+            for server, result in by_server.items()
+            if (version := _server_version(bench.hardware, result)) is not None
+        },
         model=model.model,
         arguments={
             server: [f"ctx_size={result.ctx_size}", *result.backend_args.split()]
@@ -118,19 +130,21 @@ def read(source: Source) -> Imported:
     )
 
 
-def _server_version(bench: LemonadeBench, result: LemonadeResult) -> str:
+def _server_version(hardware: LemonadeHardware, result: LemonadeResult) -> str | None:
     """The version in the form that the harness records for its own runs, with the backend's as Lemonade lists it."""
-    listed = bench.backends.get(f"{result.recipe}/{result.backend}")
-    return f"Lemonade {bench.version}, {result.recipe}:{result.backend}" + (f" {listed}" if listed else "")
+    if hardware.lemonade_version is None:
+        return None
+    listed = (hardware.backends or {}).get(f"{result.recipe}/{result.backend}")
+    return f"Lemonade {hardware.lemonade_version}, {result.recipe}:{result.backend}" + (f" {listed}" if listed else "")
 
 
 def _make_part(
     source: Source, place: str, model: LemonadeModel, scenario: LemonadeScenario, server: str, wall_s: float
 ) -> ImportedPart:
-    runs, failed = model.measurement_runs, scenario.failed_runs
+    runs, failed = model.config.measurement_runs, scenario.failed_runs
     if scenario.all_runs_failed is not UNSET:
         failed = runs
-    elif failed and model.warmup_runs:
+    elif failed and model.config.warmup_runs:
         raise source.error_at(place, "runs failed, and the file does not say whether warm-up runs are among them")
     if failed > runs:
         raise source.error_at(f"{place}.failed_runs", f"more failed than the {runs} that were made, got {failed}")

@@ -23,9 +23,6 @@ from harness.imports import (
     ImportedPart,
     LatencyStats,
     Source,
-    imported_request,
-    last_line,
-    load_name,
 )
 from harness.rundir.records import Request
 from harness.summary import NO_SAMPLE, Distribution, Numbers, because
@@ -133,7 +130,7 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
     rate = result.request_rate if isinstance(result.request_rate, float) else None
     default = "all-at-once" if result.request_rate == "inf" else "vllm"
     return ImportedPart(
-        load="-".join([load_name(rate, result.max_concurrency, default), *_swept(value)]),
+        load="-".join([_load_name(rate, result.max_concurrency, default), *_swept(value)]),
         at_once=result.max_concurrency,
         planned=result.num_prompts,
         records=records,
@@ -142,6 +139,12 @@ def _make_part(source: Source, value: Any, place: str) -> ImportedPart:
         ended_wall_s=ended,
         missing=missing,
     )
+
+
+def _load_name(rate: float | None, concurrency: int | None, default: str) -> str:
+    names = [] if rate is None else [f"rate-{rate:g}"]
+    names += [] if concurrency is None else [f"concurrency-{concurrency}"]
+    return "-".join(names) or default
 
 
 def _without_bad_latencies(value: dict[str, Any]) -> dict[str, Any]:
@@ -213,9 +216,14 @@ def _records(detail: VllmDetail, start_times: list[float]) -> list[Request]:
         # Old versions counted an answer without any token as a success with a TTFT of 0.
         empty = not error and not chunks
         records.append(
-            imported_request(
+            Request(
                 id=str(index),
+                cell="",  # write.py fills in the cell and the load
+                load="",
+                user_class="imported",
                 index=index,
+                user=0,
+                process=0,
                 phase="measured",
                 sent_s=start - zero,
                 ended_s=chunks[-1] if chunks else 0.0,
@@ -223,10 +231,15 @@ def _records(detail: VllmDetail, start_times: list[float]) -> list[Request]:
                 prompt_tokens=None if error else detail.input_lens[index] or None,
                 output_tokens=None if error else detail.output_lens[index] or None,
                 error="unknown" if error else "empty" if empty else None,
-                message=last_line(error) or None,
+                message=_last_line(error),
             )
         )
     return records
+
+
+def _last_line(text: str) -> str | None:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else None
 
 
 def _refuse_contradictions(source: Source, place: str, result: VllmResult, detail: VllmDetail | None) -> None:
@@ -234,15 +247,25 @@ def _refuse_contradictions(source: Source, place: str, result: VllmResult, detai
     if detail is not None:
         failed = _failed(detail, result.completed)
         good = [tokens for tokens, lost in zip(detail.output_lens, failed, strict=True) if not lost]
-        source.require_equal(f"{place}.completed", result.completed, len(good), "requests listed without an error are")
+        _require_equal(
+            source, f"{place}.completed", result.completed, len(good), "requests listed without an error are"
+        )
         if result.total_output_tokens is not None:
             total = result.total_output_tokens
-            source.require_equal(f"{place}.total_output_tokens", total, sum(good), "those of its list come to")
+            _require_equal(source, f"{place}.total_output_tokens", total, sum(good), "those of its list come to")
     elif result.failed is not None:
         ended = result.completed + result.failed
-        source.require_equal(f"{place}.num_prompts", result.num_prompts, ended, "completed and failed together are")
+        _require_equal(source, f"{place}.num_prompts", result.num_prompts, ended, "completed and failed together are")
     elif result.completed > result.num_prompts:
         raise source.error_at(f"{place}.completed", f"at most the {result.num_prompts} of num_prompts are expected")
+
+
+def _require_equal(source: Source, place: str, stated: int, counted: int, what: str) -> None:
+    if stated != counted:
+        raise HarnessError(
+            f"{source.path}: {place} says {stated}, and {what} {counted}: one of them is wrong",
+            next_step="A file that contradicts itself was changed or damaged; nothing was written.",
+        )
 
 
 def _summary_numbers(

@@ -18,10 +18,6 @@ from harness.imports import (
     Imported,
     ImportedPart,
     Source,
-    aiperf,
-    genai_bench,
-    guidellm,
-    last_end_s,
     lemonade,
     llama_bench,
     read_source,
@@ -33,6 +29,10 @@ from harness.rundir.records import Request, read_marks
 from harness.scenario import Load, Scenario, Server, Warmup
 
 UNKNOWN = "unknown"  # a name that the file does not have
+
+
+def _last_end_s(records: list[Request]) -> float:
+    return max(record.sent_s + record.ended_s for record in records)
 
 
 def _read_records(source: Source) -> Imported:
@@ -55,7 +55,7 @@ def _read_records(source: Source) -> Imported:
             f"{source.path}: its records are from several machines, or from before and after a restart",
             next_step="Record to a file for each machine and each load.",
         )
-    wall_s = marks[0].wall_s - marks[0].monotonic_s if marks else source.path.stat().st_mtime - last_end_s(records)
+    wall_s = marks[0].wall_s - marks[0].monotonic_s if marks else source.path.stat().st_mtime - _last_end_s(records)
     loads: dict[str, list[Request]] = {}
     for record in records:
         loads.setdefault(record.load or record.user_class, []).append(record)
@@ -67,7 +67,7 @@ def _read_records(source: Source) -> Imported:
             planned=sum(record.phase == "measured" for record in group),
             records=[replace(record, sent_s=record.sent_s - start_s) for record in group],
             started_wall_s=wall_s + start_s,
-            ended_wall_s=wall_s + last_end_s(group),
+            ended_wall_s=wall_s + _last_end_s(group),
         )
         parts.append(part)
     return Imported(tool="locust", version=None, model=None, parts=parts, work=sorted(loads))
@@ -75,9 +75,6 @@ def _read_records(source: Source) -> Imported:
 
 FORMATS = {
     "vllm": vllm.FORMAT,
-    "guidellm": guidellm.FORMAT,
-    "aiperf": aiperf.FORMAT,
-    "genai-bench": genai_bench.FORMAT,
     "lemonade": lemonade.FORMAT,
     "llama-bench": llama_bench.FORMAT,
     "records": Format(
@@ -206,7 +203,7 @@ def _make_run(
                 started_wall_s=part.started_wall_s,
                 ended_wall_s=part.ended_wall_s,
                 served_by=ServedBy(
-                    url=imported.url or UNKNOWN,
+                    url=UNKNOWN,
                     model=imported.models.get(part.server, imported.model),
                     version=imported.versions.get(part.server),
                     arguments=imported.arguments.get(part.server, []),
@@ -219,7 +216,7 @@ def _make_run(
         origin=Origin(
             tool=imported.tool,
             version=imported.version,
-            files={file.path.name: file.sha256 for file in (source, imported.other_file) if file is not None},
+            files={source.path.name: source.sha256},
             imported_wall_s=time.time(),
             importer=__version__,
             definitions=imported.definitions,
