@@ -46,7 +46,6 @@ class LatencyColumn(MetricColumn, frozen=True, kw_only=True):
 class ValueColumn(MetricColumn, frozen=True, kw_only=True):
     """A single number of a row."""
 
-    openmetrics: str
     unit: Literal["seconds", "ratio", ""] = ""
     missing: str  # code of the reason why a row has none
     verdict: Literal["less", "more", ""] = ""  # which is better, where rows are compared by it
@@ -117,37 +116,37 @@ LATENCIES = (
 VALUES = (
     ValueColumn(
         field="error_rate", check="error_rate", title="error rate", about="Failed requests / sent",
-        openmetrics="error_ratio", unit="ratio", missing="none_sent",
+        unit="ratio", missing="none_sent",
     ),
     ValueColumn(
         field="wall_s", check="wall", title="wall time", words="wall time",
         about="Wall time of the work, median over repeats", definition="first sent to last ended",
-        openmetrics="wall_seconds", unit="seconds", missing="no_wall_time", verdict="less",
+        unit="seconds", missing="no_wall_time", verdict="less",
     ),
     ValueColumn(
         field="output_tok_s", check="output_tok_s", title="output tok/s", words="tok/s",
         about="Output tokens / s, median over repeats",
         definition="output tokens as the server's usage says, generated inside the window / window",
-        openmetrics="output_tokens_per_second", missing="no_tokens", verdict="more",
+        missing="no_tokens", verdict="more",
     ),
     ValueColumn(
         field="input_tok_s", check="input_tok_s", title="prompt tok/s", words="prompt tok/s",
         about="Prompt tokens / s, median over repeats",
         definition="prompt tokens as the server's usage says, of requests that ended inside the window / window",
-        openmetrics="input_tokens_per_second", missing="no_prompt_tokens", verdict="more",
+        missing="no_prompt_tokens", verdict="more",
     ),
     ValueColumn(
         field="answers.valid_share", check="valid_share", title="valid answers", about="Valid answers / all",
-        openmetrics="valid_answers_ratio", unit="ratio", missing="labels_unknown",
+        unit="ratio", missing="labels_unknown",
     ),
     ValueColumn(
         field="answers.right_share", check="right_share", title="right answers", about="Right answers / all",
-        openmetrics="right_answers_ratio", unit="ratio", missing="labels_unknown",
+        unit="ratio", missing="labels_unknown",
     ),
     ValueColumn(
         field="requests_per_s", check="requests_per_s", title="requests/s", words="requests/s",
         about="Successful requests / s, median",
-        definition="successful requests that ended inside the window / window", openmetrics="requests_per_second",
+        definition="successful requests that ended inside the window / window",
         missing="none_measured", formula="successful requests that ended inside the window ÷ window",
     ),
 )  # fmt: skip

@@ -141,7 +141,7 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 READING = [
-    *(["report", "RUN", "--format", kind] for kind in ("markdown", "json", "html", "junit", "csv", "openmetrics")),
+    *(["report", "RUN", "--format", kind] for kind in ("markdown", "json", "html", "junit", "csv")),
     ["report", "RUN"],
     ["report", "RUN", "--explain"],
     ["report", "RUN", "--check", "error_rate == 0"],

@@ -5,21 +5,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pyarrow.parquet
 import pytest
 from msgspec.structs import replace
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from harness.analysis import derive
 from harness.analysis.summarize import summarize
 from harness.errors import HarnessError
 from harness.report import export
 from harness.report.board import add_result
-from harness.rundir.manifest import read_run, write_run
+from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_requests
-from harness.summary import LimitedBy, TimeSplit, because
+from harness.summary import TimeSplit
 from tests.command import called
 from tests.made_runs import MONOTONIC_S, WALL_S, request, scenario, write_lines, write_made_run
 
@@ -104,66 +102,6 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert done == (0, "r.csv: 0 records\n", "1 line of requests.jsonl left out: not readable\n")
 
 
-def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    values = {}
-    for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
-        for sample in family.samples:
-            values[sample.name.removeprefix("amd_llm_load_"), frozenset(sample.labels.items())] = sample.value
-    return values
-
-
-def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> None:
-    summary = summarize(run, ["ttft_p95 <= 2s"])
-    text = export.openmetrics(summary, read_run(run))
-    # Node exporter's parser of the older format gives up the whole file for a type that it does not know, such as info.
-    assert {line.split()[3] for line in text.splitlines() if line.startswith("# TYPE ")} <= {"gauge", "summary"}
-    assert "# HELP amd_llm_load_error_ratio Failed requests / sent\n" in text
-    by_labels = samples(text)
-
-    def value(name: str, **labels: str) -> float | None:
-        return by_labels.get((name, frozenset({"run": "made", "scenario": "which", **labels}.items())))
-
-    row = summary.rows[0].pooled
-    of_row = {"server": "a", "load": "x"}
-    assert value("valid") == 1
-    assert value("check_passed", check="error_rate == 0") == 1
-    assert value("check_passed", check="wall <= 1 ms") == 0
-    assert value("check_passed", check="ttft_p95 <= 2s") is None
-    assert value("check_inconclusive", check="ttft_p95 <= 2s") == 1
-    assert value("requests", outcome="succeeded", **of_row) == 20
-    assert value("error_ratio", **of_row) == 0
-    assert value("wall_seconds", **of_row) == row.wall_s
-    assert value("output_tokens_per_second", **of_row) == row.output_tok_s
-    assert value("ttft_seconds", quantile="0.5", **of_row) == row.ttft_s.p50
-    assert value("ttft_seconds", quantile="0.95", **of_row) is None, "20 requests do not carry it"
-    assert row.ttft_s.mean is not None and value("ttft_seconds_sum", **of_row) == row.ttft_s.mean * 20
-    assert value("attainment_ratio", slos=SLOS, **of_row) == row.slos[SLOS].attainment == 0
-    assert summary.comparison is not None
-    (verdict,) = summary.comparison.verdicts
-    of_b = {"server": "b", "load": "x", "baseline": "a / x"}
-    assert value("speedup_ratio", **of_b, metric="wall_s", verdict=verdict.word, bound="low") == verdict.low
-
-
-def test_openmetrics_has_the_status_by_the_files_and_escapes_texts(run: Path) -> None:
-    def run_info(model: str = "m") -> tuple[dict[str, str], float]:
-        manifest = read_run(run)
-        manifest = replace(manifest, scenario=replace(manifest.scenario, model=model))
-        values = samples(export.openmetrics(summarize(run), manifest))
-        (labels,) = (dict(labels) for name, labels in values if name == "run_info")
-        (valid,) = (value for (name, _), value in values.items() if name == "valid")
-        return labels, valid
-
-    hostile = 'm"\\\n} 1\n# EOF'
-    labels, valid = run_info(hostile)
-    assert (labels["status"], valid, labels["model"]) == ("valid", 1, hostile)
-    with (run / "requests.jsonl").open("ab") as file:
-        file.write(b'{"torn')
-    labels, valid = run_info()
-    assert (labels["status"], valid) == ("invalid", 0)
-    write_run(run, replace(read_run(run), status="interrupted", reasons=[because("run_error", error="why")]))
-    assert run_info()[0]["status"] == "interrupted"
-
-
 def test_rows_as_csv_and_where_the_time_goes(run: Path) -> None:
     summary, manifest = summarize(run), read_run(run)
     split = TimeSplit(connect_s=0.001, queue_s=0.25, prefill_s=0.125, decode_s=0.5, api_s=0.0625, e2e_s=0.9375)
@@ -178,8 +116,3 @@ def test_rows_as_csv_and_where_the_time_goes(run: Path) -> None:
     names = ["api_mean_s", "queue_mean_s", "prefill_mean_s", "decode_mean_s", "limited_by"]
     assert [first[name] for name in names] == ["0.0625", "0.25", "0.125", "0.5", "queue"]
     assert {second[name] for name in names} == {""}
-    values = samples(export.openmetrics(summary, manifest))
-    stages = {dict(labels)["stage"]: value for (name, labels), value in values.items() if name == "stage_mean_seconds"}
-    assert stages == {"connect": 0.001, "api": 0.0625, "queue": 0.25, "prefill": 0.125, "decode": 0.5}
-    limits = {dict(labels)["limit"]: value for (name, labels), value in values.items() if name == "limited_by"}
-    assert limits == {limit: int(limit == "queue") for limit in get_args(LimitedBy)}

@@ -180,7 +180,6 @@ def test_the_command_line_and_an_inconclusive_check(tmp_path: Path) -> None:
         ("json", '"status": "inconclusive"'),
         ("csv", "server,load,"),
         ("junit", text),
-        ("openmetrics", 'check_inconclusive{check="ttft_p95 <= 60s"'),
     ):
         again = called("report", run.name, "--format", form, cwd=tmp_path)
         assert (again.code, shown in again.out) == (5, True), form

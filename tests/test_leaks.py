@@ -309,7 +309,7 @@ def test_nothing_that_a_run_leaves_or_prints_has_the_key(tmp_path: Path) -> None
     runs = sorted(path.parent.name for path in (tmp_path / "runs").glob("*/run.json"))
     records = list(read_requests(tmp_path / "runs" / runs[0] / "requests.jsonl"))
     assert len(records) == len(LEAKS) and sum(record.error is not None for record in records) > 60
-    for kind in ("terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"):
+    for kind in ("terminal", "markdown", "json", "html", "junit", "csv"):
         outputs.append(harness("report", runs[0], "--format", kind, "--runs", "runs", cwd=tmp_path))
     for kind in ("terminal", "markdown", "json", "junit"):
         outputs.append(harness("compare", *runs, "--format", kind, "--runs", "runs", cwd=tmp_path))
@@ -336,7 +336,7 @@ def test_a_key_that_looks_like_a_path_or_a_sentence_is_in_nothing_that_a_run_lea
         outputs = [harness("run", path.name, "--url", url, "--runs", "runs", "--junit", "j.xml", cwd=tmp_path)]
     assert outputs[0].code in (0, 3), outputs
     run = only_run(tmp_path / "runs").name
-    for kind in ("markdown", "json", "html", "csv", "openmetrics"):
+    for kind in ("markdown", "json", "html", "csv"):
         outputs.append(harness("report", run, "--format", kind, "--runs", "runs", cwd=tmp_path))
     for done in outputs:
         assert leaked_part(f"{done.out}\n{done.err}", key) is None, done

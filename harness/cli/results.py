@@ -23,7 +23,7 @@ MAX_CHARS = 100  # of the reason why a run cannot be read
 def report(
     run_folder: cli.RunArg,
     output: Annotated[
-        Literal["terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"],
+        Literal["terminal", "markdown", "json", "html", "junit", "csv"],
         cli.flag("--format", "What to write."),
     ] = "terminal",
     checks: cli.ChecksOpt = None,
@@ -63,7 +63,6 @@ def report(
         markdown=lambda: markdown.render(summary, manifest),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
-        openmetrics=lambda: export.openmetrics(summary, manifest),
     )
     cli.exit_after_run(summary)
 
@@ -250,35 +249,31 @@ def plan(
 
 def _check_export_target(given: Path) -> Path:
     from harness.report.export import refuse_ending
-    from harness.report.spans import OTLP
 
-    if str(given) != OTLP:
-        refuse_ending(given)
+    refuse_ending(given)
     return given
 
 
-@cli.command(short_help="Write a run's records as Parquet or CSV, or send them as OpenTelemetry spans.")
+@cli.command(short_help="Write a run's records as Parquet or CSV.")
 def export(
     run_folder: cli.RunArg,
     to: Annotated[
         Path,
         cli.option(
             "FILE",
-            "Where to: a file that ends in .parquet or .csv; `otlp`: the receiver of "
-            "OpenTelemetry that OTEL_EXPORTER_OTLP_ENDPOINT names.",
+            "A file that ends in .parquet or .csv.",
             callback=_check_export_target,
         ),
     ],
     runs: cli.RunsDir = cli.RUNS,
 ) -> None:
-    """Write a run's records for other tools: one row, or one OpenTelemetry span, for each request."""
+    """Write a run's records for other tools: one row for each request."""
     from harness.report.export import export as export_records
-    from harness.report.spans import OTLP, send_spans
     from harness.units import count
 
     folder = cli.find_run(run_folder, runs)
-    written = send_spans(folder) if str(to) == OTLP else export_records(folder, to)
-    print(f"{to}: {written.records:,} {'spans' if str(to) == OTLP else 'records'}")
+    written = export_records(folder, to)
+    print(f"{to}: {written.records:,} records")
     if written.damaged:
         print(f"{count(written.damaged, 'line')} of requests.jsonl left out: not readable", file=sys.stderr)
 

@@ -1,22 +1,19 @@
-"""A run as files for other programs: its records as Parquet or CSV, its rows as CSV or OpenMetrics."""
+"""A run as files for other programs: its records as Parquet or CSV, its rows as CSV."""
 
 import csv
 import io
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
-from prometheus_client.metrics_core import Metric
-from prometheus_client.openmetrics.exposition import generate_latest
 
 from harness.analysis import derive
 from harness.analysis.tally import Clock
-from harness.columns import LATENCIES, NUMBER_WORDS, VALUES
+from harness.columns import LATENCIES, VALUES
 from harness.errors import HarnessError
 from harness.redact import csv_field
 from harness.report.table import MACHINE_VALUES, TableLine, field_or_none, raw_schedule, table_lines
@@ -24,7 +21,7 @@ from harness.rundir.directory import no_records_error
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.plan import concurrent_parts
-from harness.summary import Distribution, LimitedBy, Row, Summary
+from harness.summary import Summary
 
 BATCH = 10_000
 EXTRA = "parquet"  # the optional dependencies of pyproject.toml that hold pyarrow
@@ -48,7 +45,7 @@ def refuse_ending(to: Path) -> None:
     """Raise HarnessError unless the file ends in .parquet or .csv."""
     if to.suffix not in (".parquet", ".csv"):
         raise HarnessError(
-            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv, or `otlp`."
+            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv."
         )
 
 
@@ -61,7 +58,7 @@ def export(folder: Path, to: Path) -> Exported:
     refuse_ending(to)
     write = _write_parquet if to.suffix == ".parquet" else _write_csv
     damaged: list[int] = []
-    rows = _record_rows(*dated_records(folder, damaged))
+    rows = _record_rows(*_dated_records(folder, damaged))
     temporary = to.with_name(f"{to.name}.new")
     try:
         written = write(temporary, rows)
@@ -78,7 +75,7 @@ def arrow_table(folder: Path) -> Any:
     """
     pyarrow = _import_pyarrow("records as a table")
     damaged: list[int] = []
-    rows = _record_rows(*dated_records(folder, damaged))
+    rows = _record_rows(*_dated_records(folder, damaged))
     schema = _arrow_schema(pyarrow)
     table = pyarrow.Table.from_batches(_arrow_batches(pyarrow, schema, rows), schema=schema)
     if damaged:
@@ -86,7 +83,7 @@ def arrow_table(folder: Path) -> Any:
     return table
 
 
-def dated_records(folder: Path, damaged: list[int]) -> tuple[Run, Iterator[tuple[Request, float | None]]]:
+def _dated_records(folder: Path, damaged: list[int]) -> tuple[Run, Iterator[tuple[Request, float | None]]]:
     """Return the manifest and the records of a run directory, each with the Unix time of sending; None: not known.
 
     Raises HarnessError for a run without records.
@@ -186,7 +183,7 @@ def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     return written
 
 
-STAGES = ("connect", "api", "queue", "prefill", "decode")  # fields of TimeSplit
+_CSV_STAGES = ("api", "queue", "prefill", "decode")  # fields of TimeSplit
 _CSV_STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 _CSV_ANSWERS = ("checked", "valid", "valid_share", "labelled", "right", "right_share")
 _CSV_VERDICT = {  # field of a Verdict, by column
@@ -228,8 +225,8 @@ def _csv_row(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | in
                 censored = {"censored": sample.censored, "unknown": sample.unknown, "above_s": sample.above}
                 record |= {f"{column.name}_{name}": value for name, value in censored.items()}
     record |= raw_schedule(row)
-    record |= {name: field_or_none(row.machine_load, field) for name, field, *_ in MACHINE_VALUES}
-    record |= {f"{stage}_mean_s": field_or_none(row.time, f"{stage}_s") for stage in STAGES if stage != "connect"}
+    record |= {name: field_or_none(row.machine_load, field) for name, field in MACHINE_VALUES.items()}
+    record |= {f"{stage}_mean_s": field_or_none(row.time, f"{stage}_s") for stage in _CSV_STAGES}
     record["limited_by"] = row.limited_by
     for slos, attained in numbers.slos.items():
         record |= {
@@ -240,151 +237,3 @@ def _csv_row(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | in
     record["baseline"] = int(line.baseline)
     record |= {name: field_or_none(line.verdict, field) for name, field in _CSV_VERDICT.items()}
     return record | {"verdict": line.words}
-
-
-Labels = dict[str, str]
-PREFIX = "amd_llm_load"
-SCHEDULES = {  # of open loops: what it is, field of ScheduleKept
-    "asked_requests_per_second": ("Requests / s that the schedule asked for, median over repeats", "asked_per_s"),
-    "achieved_requests_per_second": ("Requests / s that were sent, median over repeats", "achieved_per_s"),
-    "planned_requests": ("Requests that the schedule has a time for", "planned"),
-    "never_sent_requests": ("Of these, those that were never sent: all users were busy until the end", "never_sent"),
-}
-QUANTILES = {"p50": "0.5", "p90": "0.9", "p95": "0.95", "p99": "0.99"}
-
-
-def openmetrics(summary: Summary, run: Run) -> str:
-    """A run's summary as OpenMetrics text for Prometheus. It ends with "# EOF".
-
-    Gauges, because a run is over: one sample for each row (server, load). A number that is not known has no sample.
-    Latencies are summaries with the quantiles that the sample carries.
-    """
-    families = [*_run_metrics(summary, run), *_row_metrics(summary, run), *_verdict_metrics(summary)]
-    collector = SimpleNamespace(collect=lambda: [family for family in families if family.samples])
-    text: bytes = generate_latest(collector)  # type: ignore[no-untyped-call]
-    return text.decode()
-
-
-def _gauge(name: str, explanation: str, unit: str, samples: Iterable[tuple[Labels, float | None]]) -> Metric:
-    gauge = Metric(f"{PREFIX}_{name}", explanation, "gauge", unit)
-    for labels, value in samples:
-        if value is not None:
-            gauge.add_sample(gauge.name, labels, value)
-    return gauge
-
-
-def _run_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
-    about_run = {
-        "run": run.id,
-        "scenario": summary.scenario,
-        "model": run.scenario.model,
-        "machine": run.machine.name,
-        "simulated": str(summary.simulated).lower(),
-        "status": _status(summary, run),
-    }
-    # Not of OpenMetrics' type `info`: Prometheus' older text format, as node_exporter reads it, knows no such type.
-    yield _gauge("run_info", "The run that all samples are of", "", [(about_run, 1)])
-    labels = {"run": run.id, "scenario": summary.scenario}
-    yield _gauge("valid", "1: the run is VALID", "", [(labels, None if summary.valid is None else int(summary.valid))])
-    started = [(labels, run.started_wall_s)]
-    yield _gauge("started_timestamp_seconds", "When the run began, Unix time", "seconds", started)
-    checks = [({**labels, "check": result.check}, result.status) for result in summary.checks]
-    decided = [(check, int(status == "passed")) for check, status in checks if status != "inconclusive"]
-    yield _gauge("check_passed", "1: the check passed; 0: it failed", "", decided)
-    undecided = [(check, int(status == "inconclusive")) for check, status in checks]
-    yield _gauge("check_inconclusive", "1: the run has too few requests to decide the check", "", undecided)
-
-
-def _status(summary: Summary, run: Run) -> str:
-    """How the run ended; whether it is VALID as its files show it now, as in every other report."""
-    if run.status not in ("valid", "invalid", "unchecked"):
-        return run.status
-    return "unchecked" if summary.valid is None else "valid" if summary.valid else "invalid"
-
-
-def _row_metrics(summary: Summary, run: Run) -> Iterator[Metric]:
-    rows = [(_row_labels(summary, row), row) for row in summary.rows]
-    mixes = run.scenario.mixes
-    concurrent = [
-        ({**labels, "concurrent_load": name}, 1) for labels, row in rows for name in concurrent_parts(row.load, mixes)
-    ]
-    yield _gauge("concurrent_load", "1: this other load of the same mix ran at the same time", "", concurrent)
-    outcomes = ("succeeded", "failed", "unfinished", "abandoned")
-    ended = [({**labels, "outcome": name}, getattr(row.pooled, name)) for labels, row in rows for name in outcomes]
-    yield _gauge("requests", "Measured requests, by how they ended", "", ended)
-    for value in VALUES:
-        known = [(labels, value.value_of(row.pooled)) for labels, row in rows]
-        yield _gauge(value.openmetrics, value.about, value.unit, known)
-    limited = [
-        ({**labels, "number": name}, int(name in row.client_limited)) for labels, row in rows for name in NUMBER_WORDS
-    ]
-    yield _gauge("client_limited", "1: the load generator was the limit of this number of the row", "", limited)
-    for name, (explanation, field) in SCHEDULES.items():
-        scheduled = [(labels, field_or_none(row.pooled.schedule, field)) for labels, row in rows]
-        yield _gauge(name, explanation, "", scheduled)
-    slos = [({**labels, "slos": slos}, attained) for labels, row in rows for slos, attained in row.pooled.slos.items()]
-    met = [(labels, attained.attainment) for labels, attained in slos]
-    yield _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio", met)
-    goodput = [(labels, attained.goodput_req_s) for labels, attained in slos]
-    yield _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over repeats", "", goodput)
-    for _, field, name, unit, factor in MACHINE_VALUES:
-        explanation = f"{name.replace('_', ' ').capitalize()}, median over repeats"
-        known = [
-            (labels, value) for labels, row in rows if (value := field_or_none(row.machine_load, field)) is not None
-        ]
-        yield _gauge(f"{name}_{unit}", explanation, unit, [(labels, factor * value) for labels, value in known])
-    stages = [
-        ({**labels, "stage": stage}, field_or_none(row.time, f"{stage}_s")) for labels, row in rows for stage in STAGES
-    ]
-    yield _gauge("stage_mean_seconds", "Where the time of a request went, mean over requests", "seconds", stages)
-    limits = [
-        ({**labels, "limit": limit}, int(limit == row.limited_by))
-        for labels, row in rows if row.limited_by is not None for limit in get_args(LimitedBy)
-    ]  # fmt: skip
-    yield _gauge("limited_by", "1: this was the limit of the row", "", limits)
-    for column in LATENCIES:
-        about = f"{column.about}; quantiles by Kaplan-Meier, sum and count of requests that have it"
-        family = Metric(f"{PREFIX}_{column.name}_seconds", about, "summary", "seconds")
-        for labels, row in rows:
-            _add_quantiles(family, labels, getattr(row.pooled, column.field))
-        yield family
-    for name, about in (
-        ("censored", "Requests that were cut before it ended"),
-        ("unknown", "Other requests without it"),
-    ):
-        yield _gauge(
-            f"{name}_requests",
-            f"{about}, by latency",
-            "",
-            [
-                ({**labels, "latency": column.name}, getattr(getattr(row.pooled, column.field), name))
-                for labels, row in rows
-                for column in LATENCIES
-                if column.slo and getattr(row.pooled, column.field).known
-            ],
-        )
-
-
-def _add_quantiles(family: Metric, labels: Labels, sample: Distribution) -> None:
-    if sample.mean is None:
-        return
-    for name, quantile in QUANTILES.items():
-        if (value := getattr(sample, name)) is not None:
-            family.add_sample(family.name, {**labels, "quantile": quantile}, value)
-    family.add_sample(f"{family.name}_count", labels, sample.n)
-    family.add_sample(f"{family.name}_sum", labels, sample.mean * sample.n)
-
-
-def _verdict_metrics(summary: Summary) -> Iterator[Metric]:
-    samples: list[tuple[Labels, float | None]] = []
-    for verdict in summary.comparison.verdicts if summary.comparison else []:
-        row = next(row for row in summary.rows if row.name == verdict.side)
-        labels = {"baseline": verdict.baseline, "metric": verdict.metric, "verdict": verdict.word}
-        for bound, value in (("low", verdict.low), ("middle", verdict.ratio), ("high", verdict.high)):
-            samples.append((_row_labels(summary, row) | labels | {"bound": bound}, value))
-    explanation = "Speed / the baseline's; bound is low, high (95 %) or middle"
-    yield _gauge("speedup_ratio", explanation, "ratio", samples)
-
-
-def _row_labels(summary: Summary, row: Row) -> Labels:
-    return {"run": summary.run, "scenario": summary.scenario, "server": row.server, "load": row.load}

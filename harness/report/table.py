@@ -551,20 +551,19 @@ SCHEDULE = (
         for name in ("p50", "p95")
     ),
 )  # fmt: skip
-# Raw values for programs: column of the CSV, field of MachineLoad; name in OpenMetrics, its unit, the factor to that.
-MACHINE_VALUES = (
-    ("energy_per_token_j", "energy_per_token_j", "output_token_energy", "joules", 1.0),
-    ("energy_j", "energy_j", "energy", "joules", 1.0),
-    ("power_mean_w", "power_mean_w", "gpu_power_mean", "watts", 1.0),
-    ("power_max_w", "power_max_w", "gpu_power_max", "watts", 1.0),
-    ("gpu_busy_mean_percent", "busy_mean_percent", "gpu_busy_mean", "ratio", 0.01),
-    ("gpu_busy_max_percent", "busy_max_percent", "gpu_busy_max", "ratio", 0.01),
-    ("gpu_memory_max_bytes", "memory_max_bytes", "gpu_memory_max", "bytes", 1.0),
-    ("gpu_temperature_max_c", "temperature_max_c", "gpu_temperature_max", "celsius", 1.0),
-    ("gpu_throttled_by_heat_s", "heat_s", "gpu_throttled_by_heat", "seconds", 1.0),
-    ("gpu_at_power_limit_s", "limited_s", "gpu_at_power_limit", "seconds", 1.0),
-    ("container_cpu_mean_cores", "container_cpu_mean_cores", "container_cpu_mean", "cores", 1.0),
-    ("container_memory_max_bytes", "container_memory_max_bytes", "container_memory_max", "bytes", 1.0),
-    ("host_cpu_mean", "host_cpu_mean", "host_cpu_mean", "ratio", 1.0),
-    ("host_memory_available_min_bytes", "host_memory_min_bytes", "host_memory_available_min", "bytes", 1.0),
-)
+MACHINE_VALUES = {  # field of MachineLoad, by column of the CSV
+    "energy_per_token_j": "energy_per_token_j",
+    "energy_j": "energy_j",
+    "power_mean_w": "power_mean_w",
+    "power_max_w": "power_max_w",
+    "gpu_busy_mean_percent": "busy_mean_percent",
+    "gpu_busy_max_percent": "busy_max_percent",
+    "gpu_memory_max_bytes": "memory_max_bytes",
+    "gpu_temperature_max_c": "temperature_max_c",
+    "gpu_throttled_by_heat_s": "heat_s",
+    "gpu_at_power_limit_s": "limited_s",
+    "container_cpu_mean_cores": "container_cpu_mean_cores",
+    "container_memory_max_bytes": "container_memory_max_bytes",
+    "host_cpu_mean": "host_cpu_mean",
+    "host_memory_available_min_bytes": "host_memory_min_bytes",
+}
