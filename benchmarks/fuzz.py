@@ -39,7 +39,7 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     from harness.rundir.records import read_marks, read_requests
     from harness.scenario import Trace
     from harness.scenario import file as scenario_file
-    from harness.scenario.file import load_yaml
+    from harness.scenario.shape import load_yaml
     from harness.serve import compose_file
     from harness.workload.prompt_file import read_rows
     from harness.workload.traces import Replay

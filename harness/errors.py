@@ -58,7 +58,6 @@ class Problem(NamedTuple):
     path: str  # such as $.loads.chat.users; relative to another path: .users; "": the whole file
     text: str
     line: int | None = None
-    keys: tuple[str, ...] = ()  # sibling keys whose absence is a part of the problem
 
     def __str__(self) -> str:
         line = "" if self.line is None else f" (line {self.line})"

@@ -1,19 +1,21 @@
 """Random decisions of users follow from the seed and the request's index alone."""
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.scenario import Load, Prompts
 from harness.scenario.behaviour import (
     Abandon,
     Pause,
     abandon_of,
-    behaviour_problems,
     chance,
     max_pause_s,
     pause_s,
 )
+from harness.scenario.contradictions import contradictions
 
 
 @pytest.mark.parametrize(
@@ -53,12 +55,12 @@ def test_the_share_of_users_that_leave_and_the_numbers_of_all_versions() -> None
 @pytest.mark.parametrize(
     ("given", "key"),
     [
-        ({"think_s": [5.0, 1.0]}, "think_s"),
-        ({"think_s": [1.0, 5.0], "think": Pause(mean_s=1)}, "think"),
-        ({"abandon": Abandon(share=0.1)}, "abandon"),
-        ({"abandon": Abandon(share=0.1, after_s=1, after_tokens=1)}, "abandon"),
+        ({"think_s": [5.0, 1.0]}, ".think_s"),
+        ({"think_s": [1.0, 5.0], "think": Pause(mean_s=1)}, ".think_s"),
+        ({"abandon": Abandon(share=0.1)}, ".abandon"),
+        ({"abandon": Abandon(share=0.1, after_s=1, after_tokens=1)}, ".abandon"),
     ],
 )
 def test_invalid_behaviour(given: dict[str, Any], key: str) -> None:
-    (problem,) = behaviour_problems(**{"think": None, "think_s": None, "abandon": None, **given})
+    (problem,) = contradictions(Load(user="chat", requests=1, **given), Path(), Prompts())
     assert problem.path == key

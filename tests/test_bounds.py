@@ -46,7 +46,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         scenario(load=f"{NATURAL}{{json_schema: {'{items: ' * 300}{{}}{'}' * 300}}}"),
         "nested too deeply",
     ),
-    "a pattern": (scenario(load=f"{NATURAL}{{json_schema: {{pattern: '(a+)+$'}}}}"), "this keyword cannot be checked"),
+    "a pattern": (
+        scenario(load=f"{NATURAL}{{json_schema: {{pattern: '(a+)+$'}}}}"),
+        "answer.json_schema.pattern (line 5): unknown key",
+    ),
     "stages": (scenario(load=f"stages: [{'{users: 1, for_s: 1}, ' * 5000}]"), "it has 5,000 items; at most 100"),
     "metrics at every moment": (scenario(more="metrics_interval_s: 1e-9"), "a number of at least 0.1 is expected"),
     "a moment as time limit": (scenario(load=f"{REQUESTS}, timeout_s: 1e-9"), "a number of at least 0.001 is expected"),

@@ -14,7 +14,7 @@ from jinja2 import Environment, meta
 from harness.errors import HarnessError, Problem, ServerError
 from harness.files import COMPOSE
 from harness.scenario import Gateway, Load, Scenario, Server
-from harness.scenario.file import load_yaml
+from harness.scenario.shape import load_yaml
 from harness.serve import template as template_module
 from harness.serve.compose_file import (
     fill_variables,

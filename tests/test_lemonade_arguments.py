@@ -213,8 +213,8 @@ def notes(template: str, load: Load, prompts: Prompts = Prompts(tokens=10), **va
     ],
 )
 def test_a_note_on_a_load_longer_than_the_context(template: str, variables: dict[str, Any], limit: str) -> None:
-    lengths = Lengths(uniform=(100, 4000))
-    load, prompts = Load(user="batch", output_tokens=Lengths(uniform=(10, 2000))), Prompts(tokens=lengths)
+    lengths = Lengths(uniform=[100, 4000])
+    load, prompts = Load(user="batch", output_tokens=Lengths(uniform=[10, 2000])), Prompts(tokens=lengths)
     (note,) = notes(template, load, prompts, **variables)
     assert f"up to 6,000 tokens, and {limit}" in note
     assert notes("vllm-rocm", load, prompts, max_model_len=6000) == []

@@ -14,11 +14,11 @@ import yaml
 from harness.failures.table import rules
 from harness.files import ROOT
 from harness.reasons import COMPOSED, reason_templates
+from harness.scenario import contradictions, shape
 
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
 ERRORS = (
     "HarnessError", "ServerError", "StartError", "RunError", "ScenarioError", "UnlikeError", "CheckError", "Problem",
-    "wrong",
     "error_at",
     "problem",
 )  # fmt: skip
@@ -54,9 +54,12 @@ def of_errors() -> Iterator[str]:
             if name in ERRORS:
                 for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
                     yield from filter(is_message, templates(argument))
+    for function in (contradictions._rules, contradictions._rules_of_arrivals, contradictions._rules_of_load):
+        yield from of_function(function)
+    yield from of_function(shape._mistakes_of)
 
 
-def of_function(function: Callable[..., str]) -> Iterator[str]:
+def of_function(function: Callable[..., object]) -> Iterator[str]:
     """The texts of which a function makes its sentence."""
     (made,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     docstring = ast.get_docstring(made, clean=False) if isinstance(made, ast.FunctionDef) else None

@@ -12,11 +12,11 @@ from harness.scenario.behaviour import (
     Lengths,
     Lognormal,
     length_at,
-    length_problems,
     max_length,
     read_length_file,
     typical_length,
 )
+from harness.scenario.contradictions import contradictions
 from harness.scenario.file import load_scenario
 from harness.workload import (
     Workload,
@@ -39,7 +39,7 @@ def drawn(lengths: int | Lengths, seed: int = 1, what: str = "prompt") -> list[i
 
 def test_lengths_of_each_law() -> None:
     assert set(drawn(128)) == set(drawn(Lengths(fixed=128))) == {128}
-    values = drawn(Lengths(uniform=(10, 19)))
+    values = drawn(Lengths(uniform=[10, 19]))
     assert set(values) == set(range(10, 20))
     counts = [values.count(length) for length in range(10, 20)]
     # Of a fair law each count has mean 2000 and standard deviation 42.
@@ -82,9 +82,9 @@ def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("lengths", "problem"),
     [
-        (Lengths(), ": give a number, or exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
-        (Lengths(fixed=1, file="x"), ": give a number, or exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
-        (Lengths(uniform=(5, 2)), ".uniform: two numbers are expected, the minimum and the maximum, got [5, 2]"),
+        (Lengths(), ": give exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
+        (Lengths(fixed=1, uniform=[1, 2]), ": give exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
+        (Lengths(uniform=[5, 2]), ".uniform: two numbers are expected, the minimum and the maximum, got [5, 2]"),
         (Lengths(lognormal=Lognormal(median=5, max=9)), ".lognormal: give exactly one of 'p95' and 'sigma'"),
         (
             Lengths(lognormal=Lognormal(median=5, p95=4, max=9)),
@@ -98,19 +98,19 @@ def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> No
     ],
 )
 def test_a_distribution_that_cannot_be_meant_is_refused(tmp_path: Path, lengths: Lengths, problem: str) -> None:
-    assert [f"{one.path}: {one.text}" for one in length_problems(lengths, tmp_path)] == [problem]
+    assert [f"{one.path}: {one.text}" for one in contradictions(lengths, tmp_path, Prompts())] == [problem]
 
 
 def test_the_bounds_of_lengths() -> None:
     law = Lengths(lognormal=Lognormal(median=200, sigma=1, max=2000))
-    assert [max_length(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 64, 2000]
+    assert [max_length(one) for one in (9, Lengths(uniform=[16, 64]), law)] == [9, 64, 2000]
     assert max_length(Lengths(file="x"), pairs=[(1, 7), (2, 3)]) == 7
-    assert [typical_length(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 40, 200]
+    assert [typical_length(one) for one in (9, Lengths(uniform=[16, 64]), law)] == [9, 40, 200]
 
 
 def test_prompts_and_answers_have_the_lengths_of_their_law() -> None:
-    prompts = Prompts(tokens=Lengths(uniform=(3, 30)), system_tokens=5)
-    load = Load(user="batch", requests=1, output_tokens=Lengths(uniform=(1, 9)))
+    prompts = Prompts(tokens=Lengths(uniform=[3, 30]), system_tokens=5)
+    load = Load(user="batch", requests=1, output_tokens=Lengths(uniform=[1, 9]))
     work = Workload(prompts, load, 7, "a b c d")
     for index in range(-3, 50):
         messages = work.messages(index)

@@ -66,9 +66,10 @@ repeats: 0
 warmup: {requests: 1, duration_s: 1}
 """
     assert problems_of(tmp_path, text) == [
-        "$.model (line 4): a text is expected, got 5",
-        "$.servers.a.templat (line 5): unknown key; did you mean 'template'?",
+        "$.model (line 4): a text of one line, without control characters, of at most 1,000 characters is expected, "
+        "got 5",
         "$.servers.a (line 5): 'template' is missing",
+        "$.servers.a.templat (line 5): unknown key; did you mean 'template'?",
         "$.loads.One (line 7): 'One' is not a name: lower-case letters, digits and '-', at most 40",
         "$.loads.two.requests (line 8): a whole number is expected, got 'ten'",
         "$.loads.two.batchsize (line 8): unknown key; did you mean 'batch_size'?",
@@ -76,7 +77,6 @@ warmup: {requests: 1, duration_s: 1}
         "$.loads.three.answer.choice (line 9): 'auto' or a list of texts is expected, got [True, False]; YAML reads "
         "on, off, yes and no so: put the word in quotes",
         "$.repeats (line 10): a whole number of at least 1 is expected, got 0",
-        "$.warmup (line 11): give exactly one of 'requests', 'duration_s' and 'until'",
     ]
 
 
@@ -113,8 +113,8 @@ compare: [{row: a/whol, against: a/who}, {row: a/who, against: a/who}]
         "$.loads.trace.trace",
         "$.loads.ramp.arrivals.between",
         "$.servers.a.container",
-        "$.warmup",
         "$.prompts.file",
+        "$.warmup",
         "$.baseline.server",
         "$.baseline.load",
         "$.compare[0].row",
@@ -166,7 +166,6 @@ def test_traps_of_yaml_typing_errors_and_a_pasted_key(tmp_path: Path, line: str,
         ("- 1\n", "$: a scenario is a mapping"),
         ("\x00", "not valid YAML"),
         ("version: 1\nservers: {a: vllm}\n", "$.servers.a (line 2): a mapping (name: value) is expected, got 'vllm'"),
-        ("version: 1\nservers: {}\n", "$.servers (line 2): at least one is needed"),
         ("version: 1\nloads: [1]\n", "$.loads (line 2): a mapping (name: value) is expected, got [1]"),
         ("version: 1\nchecks: x\n", "$.checks (line 2): a list is expected, got 'x'"),
         ("version: 1\nquestion: [q]\n",
@@ -216,34 +215,44 @@ X = {"user": "batch", "requests": 1}
 @pytest.mark.parametrize(
     ("changes", "places"),
     [
-        ({"x": {**X, "duration_s": 2, "timeout_s": -1}}, {"x.timeout_s", "x.requests"}),
-        ({"x": {"user": "bach", "requests": "many"}}, {"x.requests", "x.user"}),
-        ({"x": {"user": "batch", "request": 20, "turns": 3, "think_s": [3, 1]}}, {"x.request", "x.turns", "x.think_s"}),
-        ({"x": {**X, "users": "ten", "processes": 4, "in_flight": 2, "batch_size": 2}}, {"x.users", "x.batch_size"}),
-        ({"x": {"user": "chat", "users": 2, "requests": 4, "duration_s": 5, "turns": 0, "arrivals": 4}},
-         {"x.turns", "x.arrivals", "x.requests"}),
-        ({"x": {**X, "output": "free", "answer": {"choice": ["a", "b"]}}}, {"x.output"}),
-        ({"x": {**X, "output": "natural", "answer": {"choice": "auto"}}, "prompts": {"kind": "fle"}}, {"prompts.kind"}),
-        ({"x": {"user": "batch", "stages": 5}}, {"x.stages"}),
+        # Wrong values.
+        ({"x": {**X, "duration_s": 2, "timeout_s": -1, "users": "ten"}}, {"x.timeout_s", "x.users"}),
+        ({"x": {"user": "bach", "requests": "many"}, "prompts": {"kind": "fle"}}, {"x.requests", "prompts.kind"}),
+        ({"x": {"user": "batch", "request": 20, "turns": 3, "think_s": [3]}}, {"x.request", "x.think_s"}),
+        ({"x": {"user": "chat", "users": 2, "requests": 4, "turns": 0, "arrivals": 4}}, {"x.turns", "x.arrivals"}),
+        ({"x": {**X, "output": "free", "answer": {"choice": ["a", True]}}}, {"x.output", "x.answer.choice"}),
+        ({"x": {"user": "batch", "stages": 5}, "compare": [{"row": "a/one"}]}, {"x.stages", "compare[0]"}),
         ({"x": {"user": "batch", "trace": {"file": "none.csv", "speeed": 3}}}, {"x.trace.speeed"}),
-        ({"x": {"user": "batch", "stages": [{"users": 1, "for_s": 2}] * 2, "requests": 5, "drain_s": "no"},
-          "checks": ["a/x@1: wall < 1 s"]}, {"x.drain_s", "x.requests"}),
         ({"x": {"user": 3, "requests": 1, "duration_s": 2}}, {"x.user"}),
+        ({"x": {"user": "batch", "stages": [{"users": 1, "for_s": "x"}]}}, {"x.stages[0].for_s"}),
+        ({"X": {"user": 1, "requests": 1}, "checks": ["wall < 1"]}, {"X", "X.user"}),
+        ({"x": {**X, "batch_size": 0}, "baseline": {"server": "c", "laod": "x"}},
+         {"x.batch_size", "baseline", "baseline.laod"}),
+        ({"servers": 5, "seed": -1}, {"servers", "seed"}),
+        # Rows that cannot be made.
         ({"x": {"user": "chat", "vary": {"requests": [0, 1]}, "batch_size": 2},
-          "checks": ["a/x-requests-1: wall < 1s"]}, {"x.vary", "x.batch_size"}),
-        ({"X": {"user": "bach", "requests": 1}, "checks": ["wall < 1"]}, {"X", "X.user", "checks[0]"}),
-        ({"x": {**X, "batch_size": 0}, "checks": ["eror_rate == 0", "a/x: wall < 1s", "a/y: wall < 1s"],
+          "checks": ["a/x-requests-1: wall < 1s"]}, {"x.vary"}),
+        ({"x": X, "mixes": {"m": ["x", "y"]}, "checks": ["a/m.one: wall < 1s"]}, {"mixes.m"}),
+        # Contradictions.
+        ({"servers": {}, "x": {**X, "duration_s": 2}}, {"servers", "x.requests"}),
+        ({"x": {"user": "bach", "requests": 1}, "prompts": {"kind": "file"}}, {"x.user", "prompts.file"}),
+        ({"x": {"user": "batch", "turns": 3, "think_s": [3, 1]}}, {"x.requests", "x.turns", "x.think_s"}),
+        ({"x": {**X, "users": 2, "processes": 4, "in_flight": 2, "batch_size": 2}}, {"x.processes", "x.batch_size"}),
+        ({"x": {**X, "answer": {"choice": "auto"}}}, {"x.answer", "x.answer.choice"}),
+        ({"x": {"user": "batch", "stages": [{"users": 1, "for_s": 2}] * 2, "requests": 5},
+          "checks": ["a/x@1: wall < 1 s"]}, {"x.requests"}),
+        ({"x": {"user": "chat", "vary": {"requests": [1, 2]}, "batch_size": 2},
+          "checks": ["a/x-requests-1: wall < 1s"]}, {"x-requests-1.batch_size"}),
+        ({"x": X, "checks": ["eror_rate == 0", "a/x: wall < 1s", "a/y: wall < 1s"],
           "compare": [{"row": "a/x", "against": "z/x"}], "baseline": {"server": "c", "load": "x"}},
-         {"x.batch_size", "checks[0]", "checks[2]", "compare[0].against", "baseline.server"}),
-        ({"x": {**X, "batch_size": 0}, "mixes": {"m": ["x", "y"]},
-          "checks": ["a/m.one: wall < 1s", "a/n.x: wall < 1s"]}, {"x.batch_size", "mixes.m", "checks[1]"}),
-        ({"servers": {"a": {"template": "vllm", "container": False, "startup_timeout_s": 0}},
-          "checks": ["a/one: wall < 1s", "b/one: wall < 1s"]},
-         {"servers.a.startup_timeout_s", "servers.a.container", "checks[1]"}),
-        ({"servers": 5, "checks": ["a/one: wall < 1s", "a/two: wall < 1s"]}, {"servers", "checks[1]"}),
+         {"checks[0]", "checks[2]", "compare[0].against", "baseline.server"}),
+        ({"servers": {"a": {"template": "vllm", "container": False}}, "checks": ["a/one: wall < 1s"]},
+         {"servers.a.container"}),
+        ({"x": {"user": "batch", "requests": 1, "endpoint": "embeddings", "omit": ["temperature"],
+                "answer": {"choice": ["a", "b"]}, "output": "natural"}}, {"x.omit", "x.answer"}),
     ],
 )  # fmt: skip
-def test_a_mistake_hides_no_other_one_and_makes_none(tmp_path: Path, changes: dict[str, Any], places: set[str]) -> None:
+def test_mistakes_of_one_kind_are_reported_together(tmp_path: Path, changes: dict[str, Any], places: set[str]) -> None:
     good = yaml.safe_load(GOOD)
     loads = {name: changes[name] for name in ("x", "X") if name in changes}
     others = {key: value for key, value in changes.items() if key not in loads}

@@ -24,9 +24,10 @@ from harness.job import Job, decode_job, read_api_key, read_job
 from harness.load.client import ApiAddress
 from harness.load.process import first_model, load_inputs
 from harness.scenario import MAX_USERS, TURNS, Load, Prompts, Users, Warmup
-from harness.scenario.behaviour import Agent, Rag, length_problems
+from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.check_syntax import Slo, parse_check
-from harness.scenario.file import decode, load_problems, load_yaml, warmup_problems
+from harness.scenario.contradictions import contradictions
+from harness.scenario.shape import decode, load_yaml
 from harness.workers import FROM_MASTER
 from harness.workload import pairs_of, salt_words
 
@@ -278,12 +279,13 @@ def apply_options(job: Job, options: Namespace) -> Job:
 
 
 def _find_contradictions(job: Job) -> Iterator[Problem]:
-    load = job.load
-    if load.batch_size == 1:  # the default
-        load = msgspec.structs.replace(load, batch_size=None)
-    yield from (problem.below("$.load.") for problem in load_problems(load, Path()))
-    yield from (problem.below("$.prompts.tokens") for problem in length_problems(job.prompts.tokens, Path()))
-    yield from warmup_problems(job.warmup)
+    # One burst is the default, and the user stops the load.
+    batch_size = None if job.load.batch_size == 1 else job.load.batch_size
+    load = msgspec.structs.replace(job.load, batch_size=batch_size, requests=1, duration_s=None)
+    parts = {"$.load": load, "$.prompts.tokens": job.prompts.tokens, "$.warmup": job.warmup}
+    for path, part in parts.items():
+        if isinstance(part, msgspec.Struct):
+            yield from contradictions(part, Path(), job.prompts, path)
 
 
 def _option_of_path(path: str) -> str:

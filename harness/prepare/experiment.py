@@ -90,7 +90,9 @@ def prepare(
         scenario = replace(scenario, repeats=repeats)
         too_many = size_problem(len(scenario.servers), len(scenario.loads), repeats)
         problems = [*problems, Problem("--repeats", too_many)] if too_many else problems
-    of_options = ((f"--check '{text}'", partial(validate_checks, [text], read.servers, read.loads)) for text in checks)
+    of_options = (
+        (f"--check '{text}'", partial(validate_checks, [text], scenario.servers, scenario.loads)) for text in checks
+    )
     _raise_problems(path, problems, itertools.chain(_file_checks(scenario, path.parent), of_options), read.lines)
     model = scenario.model if model is None else model
     scenario = replace(scenario, model=model, checks=[*scenario.checks, *checks])

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct, field
 
 from harness.files import LOCUSTFILES
 from harness.scenario.behaviour import (
+    PAIR,
     Abandon,
     Agent,
     Lengths,
@@ -29,7 +30,13 @@ _NAME_RULE = f"lower-case letters, digits and '-', at most {MAX_NAME}"
 Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z", description=_NAME_RULE)]
 LoadName = Annotated[str, Meta(pattern=rf"\A{LOAD_NAME}\Z", description=_NAME_RULE)]
 # A name or path that reports and terminals print.
-Line = Annotated[str, Meta(pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]{0,1000}\Z")]
+Line = Annotated[
+    str,
+    Meta(
+        pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]{0,1000}\Z",
+        description="a text of one line, without control characters, of at most 1,000 characters is expected",
+    ),
+]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 MAX_USERS = 100_000  # of scenario, command line and web form; each takes 10 KiB and more
 Users = Annotated[int, Meta(ge=1, le=MAX_USERS)]
@@ -38,10 +45,11 @@ VariableName = Annotated[
     Meta(
         pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,200}\Z",
         description="expected the NAME of an environment variable, never the key itself",
-        extra={"hidden": True},
+        extra_json_schema={"writeOnly": True},  # messages do not show the value
     ),
 ]
 
+_POINT = Meta(min_length=2, max_length=2, description="a pair [second, rate] is expected")
 _OPEN_LOOP_WARMUP = 8  # users of a wave in an open loop, whose concurrency is unknown
 SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the server has
 TURNS = 4  # of a conversation, by default
@@ -96,9 +104,8 @@ class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Open loop: users arrive by a schedule, whether or not the server keeps up. Exactly one of the first three."""
 
     rate: Positive | None = None  # arrivals a second
-    points: Annotated[list[list[NotNegative]], Meta(max_length=10_000)] | None = (
-        None  # [second, rate], ascending; the last rate stays until the end
-    )
+    # [second, rate], ascending; the last rate stays until the end
+    points: Annotated[list[Annotated[list[NotNegative], _POINT]], Meta(min_length=1, max_length=10_000)] | None = None
     wave: Wave | None = None
     between: Literal["steps", "ramps"] = "steps"  # how the rate goes from one point to the next
     spacing: Literal["poisson", "even", "gamma"] = "poisson"
@@ -138,7 +145,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     trace: Trace | None = None  # open loop by a trace, which also says how many requests; likewise
     batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: requests of a burst; then wait for all
     turns: Count | None = None  # chat: turns of a conversation before a new one starts
-    think_s: list[NotNegative] | None = None  # chat: [min, max], uniform; batch: pause between bursts
+    think_s: Annotated[list[NotNegative], PAIR] | None = None  # chat: [min, max], uniform; batch: pause between bursts
     think: Pause | None = None  # the same by another distribution
     abandon: Abandon | None = None  # chat: a share of the users leaves before the answer is complete
     regenerate: Share = 0.0  # chat: share of the questions that are asked again, word for word

@@ -9,21 +9,22 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
-from harness.errors import BadLines, HarnessError, Problem, reason_of
+from harness.errors import BadLines, HarnessError, reason_of
 from harness.files import read_text
 
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
 # The upper bounds stop a typing error from running for years.
 Positive = Annotated[float, Meta(gt=0, le=1e7)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
+PAIR = Meta(min_length=2, max_length=2, description="two numbers are expected, the minimum and the maximum")
 
 _MAX_LENGTH = 1_000_000
 _TYPICAL = 128
@@ -45,28 +46,12 @@ class Lengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A distribution of lengths in tokens. Exactly one of its keys."""
 
     fixed: Tokens | None = None
-    uniform: tuple[Tokens, ...] | None = None  # [min, max], both included
+    uniform: Annotated[list[Tokens], PAIR] | None = None  # [min, max], both included
     lognormal: Lognormal | None = None
     file: str | None = None  # measured lengths: a line is `prompt output`, or one number for both
 
 
 Pairs = Sequence[tuple[int, int]]  # the lines of a length file: prompt and output tokens
-
-
-def length_problems(lengths: int | Lengths, folder: Path) -> Iterator[Problem]:
-    if isinstance(lengths, int):
-        return
-    span, law = lengths.uniform, lengths.lognormal
-    if [lengths.fixed, span, law, lengths.file].count(None) != 3:
-        yield Problem("", "give a number, or exactly one of 'fixed', 'uniform', 'lognormal' and 'file'")
-    elif span is not None and (len(span) != 2 or span[0] > span[1]):
-        yield Problem(".uniform", f"two numbers are expected, the minimum and the maximum, got {list(span)}")
-    elif law is not None and (law.p95 is None) == (law.sigma is None):
-        yield Problem(".lognormal", "give exactly one of 'p95' and 'sigma'")
-    elif law is not None and law.median > min(law.max, law.p95 or law.max):
-        yield Problem(".lognormal.median", f"must be at most 'p95' and 'max' (got {law.median:g})")
-    elif lengths.file is not None and not (folder / lengths.file).is_file():
-        yield Problem(".file", f"there is no file {lengths.file} next to the scenario")
 
 
 def _as_lengths(lengths: int | Lengths) -> Lengths:
@@ -228,15 +213,6 @@ def _zipf_weights(documents: int, skew: float) -> list[float]:
     return list(itertools.accumulate(1 / rank**skew for rank in range(1, documents + 1)))
 
 
-def behaviour_problems(think: Pause | None, think_s: list[float] | None, abandon: Abandon | None) -> Iterator[Problem]:
-    if think_s is not None and (len(think_s) != 2 or think_s[0] > think_s[1]):
-        yield Problem("think_s", f"two numbers are expected, the minimum and the maximum, got {think_s}")
-    if think is not None and think_s is not None:
-        yield Problem("think", "give one of 'think' and 'think_s'")
-    if abandon is not None and (abandon.after_s is None) == (abandon.after_tokens is None):
-        yield Problem("abandon", "give exactly one of 'after_s' and 'after_tokens'")
-
-
 # Structured answers. A scenario with another keyword of JSON Schema is refused, because answers could not be checked.
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -247,16 +223,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-# The keywords, each with the types of its value.
-_KEYWORDS: dict[str, tuple[type, ...]] = {
-    "type": (str, list), "enum": (list,), "const": (object,), "properties": (dict,), "required": (list,),
-    "additionalProperties": (bool, dict), "items": (dict,), "minItems": (int,), "maxItems": (int,),
-    "minLength": (int,), "maxLength": (int,), "minimum": (int, float), "maximum": (int, float),
-    "anyOf": (list,),
-}  # fmt: skip
 _MAX_CHECKED_CHARS = 1_000_000  # of an answer; a longer one is not valid
 _MAX_STEPS = 100_000  # of the check of one answer
-_ANNOTATIONS = ("title", "description", "$schema", "default", "examples")  # do not restrict values
 
 
 class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -270,25 +238,38 @@ class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     send: Literal["response_format", "structured_outputs", "grammar", "nothing"] = "response_format"
 
 
+JsonType = Literal["object", "array", "string", "integer", "number", "boolean", "null"]
+
+
+class AnswerSchema(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename="camel"):
+    """The JSON Schemas of answers: only with these keywords, because an answer could not be checked for others."""
+
+    type: JsonType | list[JsonType] | None = None
+    enum: list[Any] = []
+    const: Any = None
+    properties: dict[str, "AnswerSchema"] = {}
+    required: list[str] = []
+    additional_properties: "bool | AnswerSchema" = True
+    items: "AnswerSchema | None" = None
+    min_items: int = 0
+    max_items: int = 0
+    min_length: int = 0
+    max_length: int = 0
+    minimum: float = 0
+    maximum: float = 0
+    any_of: list["AnswerSchema"] = []
+    title: Any = None  # this one and those that follow do not restrict values
+    description: Any = None
+    schema: Any = field(default=None, name="$schema")
+    default: Any = None
+    examples: Any = None
+
+
 class AnswerCheck(Struct, frozen=True):
     """The check of one answer. None: not requested, or the right label is unknown."""
 
     valid: bool | None = None
     right: bool | None = None
-
-
-def answer_problems(form: Structured) -> Iterator[Problem]:
-    choice = form.choice
-    if (choice is None) == (form.json_schema is None):
-        yield Problem("", "give exactly one of 'choice' and 'json_schema'")
-    elif form.json_schema is not None and form.send == "grammar":
-        yield Problem(".send", "'grammar' is for a choice; use 'response_format' or 'structured_outputs'")
-    elif isinstance(choice, list) and len({text for text in choice if text and text == text.strip()}) < max(
-        2, len(choice)
-    ):
-        yield Problem(".choice", f"two or more different texts are expected, got {choice}")
-    elif form.json_schema is not None:
-        yield from _schema_problems(form.json_schema, ".json_schema")
 
 
 def answer_fields(form: Structured, choices: Sequence[str]) -> dict[str, Any]:
@@ -340,7 +321,7 @@ class _Steps:
 
 
 def fits_schema(value: Any, schema: Mapping[str, Any], steps: _Steps | None = None) -> bool:
-    """Return whether a JSON value is valid by the keywords in `_KEYWORDS`. Raises ValueError if that takes too long."""
+    """Return whether a JSON value is valid by the keywords of `AnswerSchema`. Raises ValueError after many steps."""
     steps = steps or _Steps()
     steps.add(1 + len(schema.get("enum", ())) + len(schema.get("required", ())))
     types = schema.get("type")
@@ -387,28 +368,3 @@ def _strip_json_quotes(text: str) -> str:
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, str) else text
-
-
-def _schema_problems(schema: Any, path: str) -> Iterator[Problem]:
-    if not isinstance(schema, dict):
-        yield Problem(path, f"a schema is a mapping, got {schema!r}")
-        return
-    for key, value in schema.items():
-        if key not in _KEYWORDS and key not in _ANNOTATIONS:
-            known = ", ".join(sorted(_KEYWORDS))
-            yield Problem(f"{path}.{key}", f"this keyword cannot be checked here; known: {known}")
-        elif key in _KEYWORDS and not _is_keyword_value(key, value):
-            yield Problem(f"{path}.{key}", f"{value!r} is not what this keyword takes")
-    parts = [(key, schema[key]) for key in ("items", "additionalProperties") if isinstance(schema.get(key), dict)]
-    if isinstance(schema.get("properties"), dict):
-        parts += [(f"properties.{name}", part) for name, part in schema["properties"].items()]
-    if isinstance(schema.get("anyOf"), list):
-        parts += [(f"anyOf.{number}", part) for number, part in enumerate(schema["anyOf"])]
-    for name, part in parts:
-        yield from _schema_problems(part, f"{path}.{name}")
-
-
-def _is_keyword_value(key: str, value: Any) -> bool:
-    if key == "type":
-        return all(isinstance(name, str) and name in _TYPES for name in (value if isinstance(value, list) else [value]))
-    return isinstance(value, _KEYWORDS[key])

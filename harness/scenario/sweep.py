@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from harness.errors import Problem, did_you_mean
 from harness.scenario import MAX_NAME, Load, Scenario, Server, Span, Sweep, SweepRow
+from harness.scenario.shape import decode
 
 MAX_COMBINATIONS = 10_000  # of one server or load, before `where`
 MAX_VALUES = 1000  # of one setting
@@ -28,20 +29,17 @@ FLAG = "--"  # a setting with this prefix is an argument of the engine
 _FIXED_KEYS = ("stages", "vary", "where")
 
 
-DecodeLoad = Callable[[Any, list[Problem]], Load | None]  # decodes plain values; adds their problems to the list
-
-
-def expand(scenario: Scenario, decode_load: DecodeLoad) -> tuple[Scenario, list[Problem]]:
+def expand(scenario: Scenario) -> tuple[Scenario, list[Problem]]:
     """Replace each server and load that has `vary` by its rows. Returns problems too; what has one is left out."""
     problems: list[Problem] = []
-    servers, swept_servers = _expand_parts(scenario.servers, "servers", decode_load, problems)
-    loads, swept_loads = _expand_parts(scenario.loads, "loads", decode_load, problems)
+    servers, swept_servers = _expand_parts(scenario.servers, "servers", problems)
+    loads, swept_loads = _expand_parts(scenario.loads, "loads", problems)
     swept = Sweep(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
     return replace(scenario, servers=servers, loads=loads, swept=swept), problems
 
 
 def _expand_parts(
-    parts: Mapping[str, Any], kind: str, decode_load: DecodeLoad, problems: list[Problem]
+    parts: Mapping[str, Any], kind: str, problems: list[Problem]
 ) -> tuple[dict[str, Any], dict[str, SweepRow]]:
     """Return the servers or loads (`kind`) after the expansion, and the rows among them."""
     expanded: dict[str, Any] = {}
@@ -63,7 +61,7 @@ def _expand_parts(
             elif kind == "servers":
                 rows[row] = _server_with(part, settings)
             else:
-                rows[row] = _load_with(part, settings, decode_load, found)
+                rows[row] = _load_with(part, settings, found)
             for problem in found:
                 texts.setdefault(str(problem), f"{problem} (of row '{row}')".removeprefix("$."))
         wrong += [Problem(f"$.{kind}.{name}.vary", text) for text in texts.values()]
@@ -191,10 +189,10 @@ def _server_with(server: Server, settings: Mapping[str, Any]) -> Server:
     return replace(server, variables=variables, vary={}, where=[])
 
 
-def _load_with(load: Load, settings: Mapping[str, Any], decode_load: DecodeLoad, wrong: list[Problem]) -> Load | None:
+def _load_with(load: Load, settings: Mapping[str, Any], wrong: list[Problem]) -> Load | None:
     raw = msgspec.to_builtins(replace(load, vary={}, where=[]))
     wrong += [problem for key, value in settings.items() if (problem := _set_key(raw, key, value)) is not None]
-    return None if wrong else decode_load(raw, wrong)
+    return None if wrong else decode(raw, Load, {}, wrong)
 
 
 def _set_key(raw: dict[str, Any], key: str, value: Any) -> Problem | None:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.errors import HarnessError, Problem
-from harness.scenario.file import decode, load_yaml
+from harness.scenario.shape import decode, load_yaml
 
 SERVER, GATEWAY = "server", "gateway"  # names of services
 

@@ -1,0 +1,157 @@
+"""Check the keys of a scenario against each other and against its files. The shape of each value is checked before."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from harness.errors import Problem, did_you_mean
+from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Server, Trace, Warmup
+from harness.scenario.behaviour import Abandon, AnswerSchema, Lengths, Lognormal, Structured
+from harness.scenario.shape import decode
+
+_ONE_OF: dict[type, tuple[str, ...]] = {  # exactly one of these keys must be given
+    Abandon: ("after_s", "after_tokens"),
+    Arrivals: ("rate", "points", "wave"),
+    Lengths: ("fixed", "uniform", "lognormal", "file"),
+    Lognormal: ("p95", "sigma"),
+    Structured: ("choice", "json_schema"),
+    Warmup: ("requests", "duration_s", "until"),
+}
+_FILES: dict[type, tuple[str, ...]] = {  # relative to the scenario
+    Lengths: ("file",),
+    Prompts: ("file", "tokenizer"),
+    Trace: ("file",),
+}
+_EXCLUDED = {  # keys that a load with this key cannot have
+    "in_flight": ("batch_size", "think", "think_s", "arrivals", "trace"),
+    "stages": ("requests", "duration_s", "arrivals", "trace"),
+    "think": ("think_s",),
+    "trace": ("requests", "duration_s", "arrivals"),
+}
+_KEYS_OF_USER = {
+    "batch": ("batch_size", "in_flight"),
+    "chat": ("turns", "abandon", "regenerate"),
+    "agent": ("agent",),
+    "rag": ("rag",),
+}
+Rule = tuple[object, str, str]  # whether it is broken, the path, the text
+
+
+def contradictions(part: Struct, folder: Path, prompts: Prompts, path: str = "") -> Iterator[Problem]:
+    """Yield the contradictions in a part of a scenario and in what is in it. `prompts`: of the scenario.
+
+    Paths start with `path`. Files are relative to `folder`.
+    """
+    keys = _ONE_OF.get(type(part), ())
+    if keys and sum(getattr(part, key) is not None for key in keys) != 1:
+        yield Problem(path, f"give exactly one of {', '.join(map(repr, keys[:-1]))} and {keys[-1]!r}")
+    for key in _FILES.get(type(part), ()):
+        name = getattr(part, key)
+        if name not in (None, SERVER_TOKENIZER) and not (folder / name).is_file():
+            yield Problem(f"{path}.{key}", f"there is no file {name} next to the scenario")
+    rules = _rules_of_load(part, folder, prompts) if isinstance(part, Load) else _rules(part)
+    yield from (Problem(f"{path}{key}", text) for broken, key, text in rules if broken)
+    if isinstance(part, Structured) and part.json_schema is not None:
+        problems: list[Problem] = []
+        decode(part.json_schema, AnswerSchema, {}, problems)
+        yield from (problem._replace(path=f"{path}.json_schema{problem.path[1:]}") for problem in problems)
+    for key in part.__struct_fields__:
+        if isinstance(value := getattr(part, key), Struct):
+            yield from contradictions(value, folder, prompts, f"{path}.{key}")
+
+
+def _rules(part: Struct) -> Iterator[Rule]:
+    match part:
+        case Server():
+            simulated = part.template == "simulated" and part.gateway is None
+            text = "only the template 'simulated', without a gateway, can run without a container"
+            yield not part.container and not simulated, ".container", text
+        case Prompts():
+            for key, kind in (("tokenizer", "synthetic"), ("file", "file")):
+                text = f"is read only with 'kind: {kind}'; remove it"
+                yield getattr(part, key) is not None and part.kind != kind, f".{key}", text
+            yield part.kind == "file" and part.file is None, ".file", "'kind: file' needs a file"
+        case Warmup(until=None):
+            for key in ("within", "max_s", "max_requests"):
+                yield getattr(part, key) != getattr(Warmup(), key), f".{key}", "belongs to 'until: steady'"
+        case Trace():
+            text = f"the window from {part.from_s:g} to {part.to_s or 0:g} s is empty"
+            yield part.to_s is not None and part.to_s <= part.from_s, ".to_s", text
+        case Lengths(uniform=[low, high]):
+            yield low > high, ".uniform", _order_text([low, high])
+        case Lognormal():
+            text = f"must be at most 'p95' and 'max' (got {part.median:g})"
+            yield part.median > min(part.max, part.p95 or part.max), ".median", text
+        case Arrivals():
+            yield from _rules_of_arrivals(part)
+        case Structured(choice=list() as choice):
+            usable = {text for text in choice if text and text == text.strip()}
+            yield (
+                len(usable) < max(2, len(choice)),
+                ".choice",
+                f"two or more different texts are expected, got {choice}",
+            )
+        case Structured(json_schema=dict(), send="grammar"):
+            yield True, ".send", "'grammar' is for a choice; use 'response_format' or 'structured_outputs'"
+
+
+def _rules_of_arrivals(arrivals: Arrivals) -> Iterator[Rule]:
+    points, wave = arrivals.points, arrivals.wave
+    ascending = points is None or (
+        points[0][0] == 0
+        and all(earlier[0] < later[0] for earlier, later in itertools.pairwise(points))
+        and any(rate > 0 for _, rate in points)
+    )
+    yield not ascending, ".points", f"[second, rate] from second 0 on, ascending, not all 0, are expected, got {points}"
+    if wave is not None:
+        yield wave.min > wave.max, ".wave", f"min {wave.min:g} is above max {wave.max:g}"
+    yield arrivals.between != "steps" and points is None, ".between", "belongs to 'points'"
+    no_gamma = arrivals.burstiness != 1.0 and arrivals.spacing != "gamma"
+    yield no_gamma, ".burstiness", "belongs to 'spacing: gamma'"
+
+
+def _rules_of_load(load: Load, folder: Path, prompts: Prompts) -> Iterator[Rule]:
+    user, ships, embeds = load.user, load.user in USERS, load.endpoint == "embeddings"
+    if not ships:
+        text = f"'{user}' is neither a user class that ships nor a .py file; {did_you_mean(user, USERS)}"
+        yield not user.endswith(".py"), ".user", text
+        is_lost = user.endswith(".py") and not (folder / user).is_file()
+        yield is_lost, ".user", f"there is no file {user} next to the scenario"
+    for other, keys in _KEYS_OF_USER.items():
+        for key in keys if ships and user != other else ():
+            yield getattr(load, key), f".{key}", f"belongs to 'user: {other}', and this is {user}; remove it"
+    needs_chat = user in ("agent", "rag") or (user == "chat" and embeds)
+    text = f"'user: {user}' needs the endpoint chat; remove it or use 'user: batch'"
+    yield load.endpoint != "chat" and needs_chat, ".endpoint", text
+    yield embeds and load.answer is not None, ".answer", "embeddings have no text to check; remove it"
+    yield embeds and load.omit, ".omit", "requests for embeddings have none of these fields; remove it"
+    for key, others in _EXCLUDED.items():
+        for other in others if getattr(load, key) else ():
+            yield getattr(load, other) is not None, f".{other}", f"does not go with '{key}'; remove one of the two"
+    if load.think_s is not None:
+        yield load.think_s[0] > load.think_s[1], ".think_s", _order_text(load.think_s)
+    users = min((stage.users for stage in load.stages), default=load.users)
+    text = f"{load.processes} load processes for {users} users; use at most one per user"
+    yield load.processes > users, ".processes", text
+    yield len(load.stages) == 1, ".stages", "two or more are expected; else give 'users' and 'duration_s'"
+    yield load.stages and load.users != 1, ".users", "each of the stages has its own; remove it"
+    several = user in ("chat", "agent", "rag") or (load.batch_size or 1) > 1
+    text = "each of its rows is one request; use 'user: batch' without 'batch_size'"
+    yield load.trace is not None and several, ".trace", text
+    amounts = [load.requests, load.duration_s].count(None)
+    no_amount = load.trace is None and not load.stages and amounts != 1
+    yield no_amount, ".requests", "give exactly one of 'requests' and 'duration_s'"
+    if load.abandon is not None and load.abandon.after_tokens is not None:
+        text = "without 'stream' an answer comes all at once; use 'after_s'"
+        yield not load.stream, ".abandon.after_tokens", text
+    if load.answer is not None:
+        text = "'auto' are the labels of 'prompts.kind: classification'; list the choices"
+        yield load.answer.choice == "auto" and prompts.kind != "classification", ".answer.choice", text
+        text = "an answer of a form ends where the form ends; add 'output: natural' to the load"
+        yield load.output == "fixed", ".answer", text
+
+
+def _order_text(values: object) -> str:
+    return f"two numbers are expected, the minimum and the maximum, got {values}"
