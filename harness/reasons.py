@@ -161,33 +161,6 @@ def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_s
     )
 
 
-def _capacity_frontier(
-    first: Mapping[str, Any],
-    second: Mapping[str, Any],
-    corners: Sequence[Sequence[float | None]],
-    complete: bool,
-    unresolved: Sequence[Sequence[float]] = (),
-) -> str:
-    """How much of one load of a mix fits next to how much of the other. `corners`, `unresolved`: amounts of both."""
-    parts: list[str] = []
-    if not complete:  # what is not known to fit may do so
-        corners = [corner for corner in corners if corner[1] is not None]
-    for first_amount, second_amount in corners:
-        # Only the first pair has units and names.
-        format_one: Callable[..., str] = _format_number if parts else format_amount
-        fitting = f"no {second['load']}" if second_amount is None else format_one(second_amount, **second)
-        parts.append(f"{fitting} next to {format_one(first_amount or 0.0, **first)}")
-    text = f"holds {', '.join(parts)}"
-    if unresolved:
-        pairs = [
-            f"{_format_number(second_amount, **second)} next to {_format_number(first_amount, **first)}"
-            for first_amount, second_amount in unresolved
-        ]
-        text += f"; unresolved, so what is likelier counts: {', '.join(pairs)}"
-    known = f"so far it {text}" if parts else "no pair is known to fit"
-    return text if complete else f"unresolved: {known}; the search was stopped early"
-
-
 def _check_value(
     row: str,
     unit: str,
@@ -243,7 +216,7 @@ def _format_check_value(value: float, unit: str) -> str:
 
 COMPOSED: dict[str, Callable[..., str]] = {
     "server_death": _server_death, "server_died": _server_died, "server_unreachable": _server_unreachable,
-    "server_log": _server_log, "tokens_differ": _tokens_differ, "capacity_frontier": _capacity_frontier,
+    "server_log": _server_log, "tokens_differ": _tokens_differ,
     "check_value": _check_value,
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from harness.capacity.evidence import BLOCK_ANSWERS, ProbeEvidence
+from harness.capacity.evidence import ProbeEvidence
 from harness.capacity.levels import level_step, load_at, load_pace, log_grid
 from harness.capacity.result import find_crossing
-from harness.capacity.search import FrontierSearch, SloCapacity, SloSearch
+from harness.capacity.search import SloCapacity, SloSearch
 from harness.capacity.slo import FLUSH_S, BlockCutter, LoadBlock, parse_slos
 from harness.judge.slo_rule import LatencySample, observed
 from harness.scenario import Arrivals, Load
 from harness.simulated.engine import EngineConfig
 from tests.made_runs import request
 from tests.nightly import NIGHTLY
-from tests.virtual import VirtualWork, concurrent_loads, poisson
-from tests.virtual_probes import seeded_server
+from tests.virtual import VirtualWork, poisson
 
 # One probe.
 
@@ -205,99 +204,6 @@ def test_the_capacity_is_found_at_any_rate(case: RateCase) -> None:
     answer = search.answer()
     assert answer.kind == "found" and answer.level is not None and answer.above is not None
     assert case.attainment(answer.level) >= 0.95 > case.attainment(answer.above)
-
-
-# The pairs of two loads that meet the SLOs.
-
-
-@pytest.mark.parametrize("limit", [lambda i: 17 - i, lambda i: 16, lambda i: 0, lambda i: 16 // i])
-def test_the_walk_finds_the_staircase(limit: Callable[[int], int]) -> None:
-    """`limit`: how much of the second load is possible next to `i` of the first one."""
-    search = FrontierSearch(range(1, 17), range(1, 17))
-    while (pair := search.next_pair()) is not None:
-        search.take(pair, run_probe(0.999 if pair[1] <= limit(pair[0]) else 0.6, len(search.results), block=40))
-    assert len(search.results) < 32
-    answer = search.answer()
-    assert answer.largest == [limit(i) or None for i in range(1, 17)]
-    assert all(state != "unresolved" for row in answer.states for state in row)
-
-
-def test_pairs_without_a_result_are_marked_and_tried_again() -> None:
-    search = FrontierSearch([1, 2], [1, 2])
-    while (pair := search.next_pair()) is not None:
-        search.take(pair, ProbeEvidence([0.95]))
-    answer = search.answer()
-    assert {state for row in answer.states for state in row} == {"unresolved"}
-    assert (2, 2) in answer.unresolved
-    assert max(sum(probe.level == pair for probe in search.results) for pair in ((1, 2), (2, 2))) == 2
-
-
-def pair_blocks(seed: int, pair: tuple[int, int], run: int, count: int) -> list[list[tuple[float, int]]]:
-    """Blocks of (TTFT, class) of chat users and batch agents of a seeded server."""
-    server = seeded_server(seed)
-    agents = VirtualWork(prompt_tokens=server.work.prompt_tokens, output_tokens=(10, 40))
-    stream = concurrent_loads(server.config, [(pair[0], server.work), (pair[1], agents)], seed=run)
-    warm = list(islice(stream, 20 + 3 * sum(pair)))
-    seconds = 3 * (statistics.median(r.e2e_s for r in warm[len(warm) // 2 :]) + server.work.think_s)
-    blocks: list[list[tuple[float, int]]] = [[]]
-    end_s = warm[-1].ended_s + seconds
-    for answer in stream:
-        if answer.ended_s > end_s:
-            end_s += seconds
-            if sum(load == 0 for _, load in blocks[-1]) >= BLOCK_ANSWERS:  # else it is joined with the next one
-                if len(blocks) == count:
-                    break
-                blocks.append([])
-        blocks[-1].append((answer.e2e_s / answer.output_tokens, answer.load))
-    return blocks
-
-
-def share_of_right_pairs(seed: int, levels: list[int]) -> tuple[float, int]:
-    """The share of the pairs of a grid that the search has right, and its probes."""
-    dice = random.Random(f"frontier {seed}")
-    middle = dice.choice(levels[1:-2]), dice.choice(levels[1:-2])
-    chat = sorted(value for block in pair_blocks(seed, middle, 0, 60) for value, load in block if load == 0)
-    bound = 1.02 * chat[int(0.95 * len(chat))]
-
-    def counts(block: list[tuple[float, int]]) -> tuple[int, int]:
-        values = [value for value, load in block if load == 0]
-        return sum(value <= bound for value in values), len(values)
-
-    def sample(probe: ProbeEvidence, block: list[tuple[float, int]]) -> LatencySample:
-        return block_of(probe, [value / bound for value, load in block if load == 0])
-
-    search = FrontierSearch(levels, levels)
-    while (pair := search.next_pair()) is not None:
-        probe = ProbeEvidence([0.95])
-        for block in pair_blocks(seed, pair, 1 + len(search.results), probe.max_blocks):
-            if probe.add([sample(probe, block)], ANSWER_S) != "open":
-                break
-        search.take(pair, probe)
-    right, j = 0, len(levels) - 1
-    for first, largest in zip(levels, search.answer().largest, strict=True):  # the truth: the same walk on long runs
-        while j >= 0:
-            sums = [counts(block) for block in pair_blocks(seed, (first, levels[j]), 99, 120)]
-            if sum(met for met, _ in sums) >= 0.95 * sum(total for _, total in sums):
-                break
-            j -= 1
-        place = -1 if largest is None else levels.index(largest)
-        right += len(levels) - abs(place - j)
-    return right / len(levels) ** 2, len(search.results)
-
-
-def test_a_small_grid_of_virtual_servers_is_right() -> None:
-    share, probes = share_of_right_pairs(1, [1, 2, 3, 4, 6, 8])
-    assert probes <= 20
-    assert share >= 0.9
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(12))
-def test_a_grid_of_256_pairs_takes_at_most_40_probes_and_is_right(seed: int) -> None:
-    """At least 95 % of the pairs on 11 of these 12 servers; on one whose answers get slower very gently, 93 %."""
-    share, probes = share_of_right_pairs(seed, [1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40])
-    assert probes <= 40
-    assert share >= (0.95 if seed != 9 else 0.9)
 
 
 # The level from which on one server is better.

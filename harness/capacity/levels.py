@@ -24,12 +24,6 @@ def log_grid(max_level: int) -> list[int]:
     return levels
 
 
-def pair_grid(max_level: int) -> list[int]:
-    """Levels from 1 to max_level, each larger by about a half: 1, 2, 3, 4, 6, 8, 12, 16 ..."""
-    levels = {size * 2**power for power in range(max_level.bit_length()) for size in (2, 3)}
-    return sorted({1, max_level} | {level for level in levels if level < max_level})
-
-
 def load_unit(load: Load) -> CapacityUnit:
     """The unit of the amount of a load."""
     return "times the trace" if load.trace is not None else "requests/s" if is_open_loop(load) else "users"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from harness.capacity.knee import KneeAnswer
 from harness.capacity.levels import CapacityUnit
-from harness.capacity.search import MASS, Frontier, SloCapacity
+from harness.capacity.search import MASS, SloCapacity
 from harness.files import pretty_json, read_json, replace_file
 from harness.summary import Reason
 
@@ -29,7 +29,6 @@ class MeasuredProbe(Struct, frozen=True, kw_only=True):
 
     cells: list[str]  # of the run: one, or one for each load of a mix
     level: int
-    second: int | None = None  # of a frontier: the level of the second load
     purpose: Purpose
     state: Literal["pass", "fail", "unresolved", "done", "died", "stopped"]  # stopped: the budget was spent
     blocks: int
@@ -59,7 +58,6 @@ class ServerCapacity(Struct, frozen=True, kw_only=True):
     server: str
     slo: SloCapacity | None = None
     knee: KneeAnswer | None = None
-    frontier: Frontier | None = None
     drift: CapacityDrift | None = None
     reasons: list[Reason] = []  # why there is no better answer, such as a server that died or a spent budget
     started: bool = True
@@ -70,7 +68,7 @@ class ServerCapacity(Struct, frozen=True, kw_only=True):
         """Whether a longer search can give a better answer."""
         knee_open = self.knee is not None and self.knee.kind == "unclear"
         slo_open = self.slo is not None and self.slo.kind == "unresolved"
-        return self.started and (knee_open or slo_open or (self.frontier is not None and not self.frontier.complete))
+        return self.started and (knee_open or slo_open)
 
 
 class CrossingAnswer(Struct, frozen=True):
@@ -112,7 +110,7 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
     format_version: int = CAPACITY_VERSION
     run: str
     load: str  # or a mix
-    unit: CapacityUnit  # of the varied load of a mix, or the first load of a frontier
+    unit: CapacityUnit  # of the varied load
     step: float  # amount of one level, in the unit
     max_level: int
     slos: list[str]
@@ -128,14 +126,13 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
         """The amount of a level, in the unit."""
         return level * self.step
 
-    def loads_at(self, levels: Sequence[int]) -> list[dict[str, Any]]:
-        """The amount and unit of each load in a probe at these levels; in a mix also its name."""
+    def loads_at(self, level: int) -> list[dict[str, Any]]:
+        """The amount and unit of each load in a probe of this level; in a mix also its name."""
         if not self.members:
-            return [{"amount": self.amount(levels[0]), "unit": self.unit}]
-        varied = iter(levels)
+            return [{"amount": self.amount(level), "unit": self.unit}]
         return [
             {
-                "amount": next(varied) * member.step if member.amount is None else member.amount,
+                "amount": self.amount(level) if member.amount is None else member.amount,
                 "unit": member.unit,
                 "load": member.load,
             }
@@ -143,8 +140,9 @@ class CapacityReport(Struct, frozen=True, kw_only=True):
         ]
 
     @property
-    def varied(self) -> list[MixMember]:
-        return [member for member in self.members if member.amount is None]
+    def varied(self) -> str:
+        """The load that the search varies."""
+        return next((member.load for member in self.members if member.amount is None), self.load)
 
     @property
     def fixed(self) -> list[MixMember]:

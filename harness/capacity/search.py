@@ -1,12 +1,11 @@
-"""Searches for the largest load that meets the SLOs, and for the pairs of two loads that meet them.
+"""The search for the largest load that meets the SLOs.
 
-They assume that a lower load is never worse. They do no I/O: the caller runs a probe of the load that `next_level` or
-`next_pair` returns, and passes its evidence to `take`.
+It assumes that a lower load is never worse. It does no I/O: the caller runs a probe of the load that `next_level`
+returns, and passes its evidence to `take`.
 """
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -17,11 +16,9 @@ from harness.capacity.evidence import ProbeEvidence, ProbeState
 from harness.capacity.levels import log_grid
 
 CapacityKind = Literal["found", "more_than", "none", "unresolved"]
-PairState = Literal["meets", "breaks", "unresolved"]
 
 PROBE_ERROR = 0.15  # of one probe; the capacity needs two passed probes, and the level above it two failed ones
 MASS = 0.95  # probability of the interval
-RETRIES = 9  # further probes of pairs without a result
 _MAX_CONFIDENCE = 0.97  # of a single probe: larger probabilities count as this one
 _MAX_CONFIDENCE_UNRESOLVED = 0.7
 
@@ -47,27 +44,10 @@ class SloCapacity(Struct, frozen=True, kw_only=True):
     posterior: list[tuple[int, float]] = []  # level, and the probability that it is the answer
 
 
-class Frontier(Struct, frozen=True, kw_only=True):
-    """Which pairs of levels of two loads meet the SLOs.
-
-    `states[i][j]`: the result for firsts[i] and seconds[j] by clear probes of this pair, of one with more of both that
-    meets the SLOs, or of one with less of both that breaks them. `largest[i]`: the largest second level that meets them
-    together with firsts[i]; None for none. `unresolved`: pairs with probes but without clear evidence; in `largest`
-    their more likely result counts.
-    """
-
-    firsts: list[int]
-    seconds: list[int]
-    states: list[list[PairState]]
-    largest: list[int | None]
-    unresolved: list[tuple[int, int]] = []
-    complete: bool  # False: the search was stopped early
-
-
 class SearchProbe(Struct, frozen=True):
     """The result of a probe."""
 
-    level: int | tuple[int, int]
+    level: int
     state: ProbeState
     requests: int
 
@@ -187,96 +167,3 @@ class SloSearch:
         first, last = (bisect_right(tail, (1 - MASS) / 2) - 1 for tail in (below, above))  # states from either end
         highest: list[int | None] = [*(level - 1 for level in self.levels), None]  # capacity of each state
         return [0, *self.levels][first], highest[-1 - last]
-
-
-class FrontierSearch:
-    """A saddleback walk that finds the pairs of levels of two loads that meet the SLOs, such as 20 chat users and 4
-    agents.
-
-    More of either load never helps, so the pairs that meet the SLOs end at a staircase. The walk starts at the lowest
-    level of the first load and the highest of the second. From a pair that meets the SLOs it goes to more of the first
-    load, from one that breaks them to less of the second. A grid of n x m pairs takes at most n + m - 1 probes.
-    After an unresolved probe the walk follows the more likely result, and the remaining probes try such pairs again.
-    """
-
-    def __init__(self, firsts: Sequence[int], seconds: Sequence[int]) -> None:
-        """`firsts` and `seconds`: the levels of both loads, ascending."""
-        self.firsts, self.seconds = list(firsts), list(seconds)
-        self.max_probes = len(firsts) + len(seconds) - 1 + RETRIES
-        self.results: list[SearchProbe] = []
-        # A place is a pair of indices of `firsts` and `seconds`.
-        self._position = 0, len(self.seconds) - 1  # of the walk
-        self._chances: dict[tuple[int, int], float] = {}  # that a place meets the SLOs, of all with probes
-        self._clear: dict[tuple[int, int], float] = {}  # of places with a clear probe: 1 meets the SLOs, 0 breaks them
-
-    def next_pair(self) -> tuple[int, int] | None:
-        """The levels of the first and the second load to probe next; None at the end."""
-        place = self._next_place()
-        return None if place is None else (self.firsts[place[0]], self.seconds[place[1]])
-
-    def take(self, pair: tuple[int, int], probe: ProbeEvidence) -> None:
-        """Use the evidence of a probe. An open probe counts as unresolved."""
-        state = probe.stop()
-        place = self.firsts.index(pair[0]), self.seconds.index(pair[1])
-        if place == self._position:
-            i, j = place
-            self._position = (i + 1, j) if probe.chance >= 0.5 else (i, j - 1)
-        earlier = self._chances.get(place, 0.5)
-        odds = earlier / (1 - earlier) * probe.chance / max(1e-12, 1 - probe.chance)
-        self._chances[place] = min(1 - 1e-9, max(1e-9, odds / (1 + odds)))
-        if state in ("pass", "fail"):
-            self._clear[place] = float(state == "pass")
-        self.results.append(SearchProbe(pair, state, probe.requests))
-
-    def answer(self) -> Frontier:
-        """The answer after the probes so far."""
-        complete = self._next_place() is None
-        states: list[list[PairState]] = []
-        largest: list[int | None] = []
-        for i in range(len(self.firsts)):
-            row = [_implied_result((i, j), self._clear) for j in range(len(self.seconds))]
-            states.append(["unresolved" if met is None else "meets" if met else "breaks" for met in row])
-            # Before the end an unclear probe is no answer; what is likelier counts when no better one will come.
-            chances = self._chances if complete else {}
-            likely = [j for j, met in enumerate(row) if met or met is None and _implied_result((i, j), chances)]
-            largest.append(self.seconds[max(likely)] if likely else None)
-        return Frontier(
-            firsts=self.firsts,
-            seconds=self.seconds,
-            states=states,
-            largest=largest,
-            unresolved=[(self.firsts[i], self.seconds[j]) for i, j in self._chances if states[i][j] == "unresolved"],
-            complete=complete,
-        )
-
-    def _next_place(self) -> tuple[int, int] | None:
-        """The place of the next probe: the next one of the walk, then an unresolved one with fewer than two probes."""
-        i, j = self._position
-        while i < len(self.firsts) and j >= 0:
-            implied = _implied_result((i, j), self._clear)
-            if implied is None and (i, j) not in self._chances:
-                self._position = i, j
-                return i, j
-            meets = self._chances[i, j] >= 0.5 if implied is None else implied
-            i, j = (i + 1, j) if meets else (i, j - 1)
-        self._position = i, j
-        unresolved = [place for place in self._chances if place not in self._clear]
-        if not unresolved or len(self.results) >= self.max_probes:
-            return None
-        pairs = [result.level for result in self.results]
-        counts = {(i, j): pairs.count((self.firsts[i], self.seconds[j])) for i, j in unresolved}
-        place = min(unresolved, key=lambda place: (counts[place], abs(self._chances[place] - 0.5)))
-        return place if counts[place] < 2 else None
-
-
-def _implied_result(place: tuple[int, int], chances: Mapping[tuple[int, int], float]) -> bool | None:
-    """Whether a place meets the SLOs, as implied by places with more or less of both loads. None: unknown.
-
-    Where results contradict each other, the more certain one counts.
-    """
-    i, j = place
-    more = max((chance for (a, b), chance in chances.items() if a >= i and b >= j), default=0.0)
-    less = min((chance for (a, b), chance in chances.items() if a <= i and b <= j), default=1.0)
-    if more < 0.5 <= less or more == 1 - less:
-        return None
-    return more > 1 - less

@@ -125,8 +125,8 @@ def capacity(
         list[str] | None,
         cli.option(
             "LOAD=N",
-            "Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. With two "
-            "loads that are not fixed, all pairs are searched.",
+            "Of a mix: so many users of this load, or requests/s, in all probes; may be repeated. One load "
+            "remains to be varied.",
         ),
     ] = None,
     max_users: Annotated[

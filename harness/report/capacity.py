@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.capacity.result import CapacityReport, Crossover, MeasuredProbe, ServerCapacity
-from harness.capacity.search import Frontier
 from harness.reasons import format_amounts, sentence
 from harness.summary import Reason, Summary, because
 from harness.units import NOTHING, duration, figures, significant
@@ -67,7 +66,7 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
         return server.reasons[:1]
     answers = []
     if (slo := server.slo) is not None:
-        load = {"load": report.varied[0].load} if report.members else {}
+        load = {"load": report.varied} if report.members else {}
 
         def amount(level: int | None) -> dict[str, Any] | None:
             return None if level is None else {"amount": report.amount(level), "unit": report.unit, **load}
@@ -77,7 +76,7 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
         if slo.kind == "unresolved" and slo.low is not None and slo.low == slo.high:  # known, but not confirmed
             levels |= {"likely": slo.low, "low": None, "high": None}
         probes = [probe for probe in server.probes if probe.purpose == "slo"]
-        known = known_levels(report, probes) if slo.kind == "unresolved" and not server.frontier else []
+        known = known_levels(report, probes) if slo.kind == "unresolved" else []
         answers.append(
             because(
                 f"capacity_{slo.kind}",
@@ -89,24 +88,6 @@ def answer_reasons(report: CapacityReport, server: ServerCapacity) -> list[Reaso
                 next_to=[{"amount": fixed.amount, "unit": fixed.unit, "load": fixed.load} for fixed in report.fixed],
                 complete=slo.complete,
                 unconfirmed=[amount(level) for level in slo.unconfirmed],
-            )
-        )
-    if server.frontier is not None:
-        first, second = report.varied
-        answers.append(
-            because(
-                "capacity_frontier",
-                first={"unit": first.unit, "load": first.load},
-                second={"unit": second.unit, "load": second.load},
-                corners=[
-                    [first_level * first.step, None if second_level is None else second_level * second.step]
-                    for first_level, second_level in frontier_corners(server.frontier)
-                ],
-                complete=server.frontier.complete,
-                unresolved=[
-                    [first_level * first.step, second_level * second.step]
-                    for first_level, second_level in server.frontier.unresolved
-                ],
             )
         )
     if (knee := server.knee) is not None:
@@ -126,19 +107,8 @@ def known_levels(report: CapacityReport, probes: Sequence[MeasuredProbe]) -> lis
             counts = [probe.counts[slo] for probe in probes if probe.level == level and slo < len(probe.counts)]
             met, total = sum(count[0] for count in counts), sum(count[1] for count in counts)
             if total:
-                known.append({"loads": report.loads_at([level]), "met": met, "total": total, "slo": text})
+                known.append({"loads": report.loads_at(level), "met": met, "total": total, "slo": text})
     return known
-
-
-def frontier_corners(frontier: Frontier) -> list[tuple[int, int | None]]:
-    """For each amount of the second load that fits, the largest amount of the first next to which it does.
-
-    The last pair has the first amount next to which nothing of the second fits.
-    """
-    pairs = list(zip(frontier.firsts, frontier.largest, strict=True))
-    largest_first = {second: first for first, second in pairs if second is not None}
-    full = [(first, None) for first, second in pairs if second is None]
-    return [*((first, second) for second, first in largest_first.items()), *full[:1]]
 
 
 def note_reasons(server: ServerCapacity) -> list[Reason]:
@@ -155,8 +125,8 @@ def note_reasons(server: ServerCapacity) -> list[Reason]:
 def probe_headings(report: CapacityReport) -> list[str]:
     """The head of the table of probes."""
     server = ["server"] if len(report.servers) > 1 else []
-    levels = [f"{varied.load} {varied.unit}" for varied in report.varied] if report.members else [report.unit]
-    return [*server, *levels, *report.slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
+    level = f"{report.varied} {report.unit}" if report.members else report.unit
+    return [*server, level, *report.slos, "answers", "measured", "answer takes", "tok/s", "result", "for"]
 
 
 def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredProbe) -> list[str]:
@@ -165,7 +135,6 @@ def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredP
     return [
         *([server.server] if len(report.servers) > 1 else []),
         format_level(report, probe.level),
-        *([] if probe.second is None else [format_level(report, probe.second, 1)]),
         *(NOTHING if share is None else f"{100 * share:.1f} %" for share in shares),
         f"{probe.answers:,}",
         duration(probe.seconds),
@@ -176,14 +145,11 @@ def probe_cells(report: CapacityReport, server: ServerCapacity, probe: MeasuredP
     ]
 
 
-def format_level(report: CapacityReport, level: int, which: int = 0) -> str:
-    """A level as a number in the unit of the varied load. `which`: the load, if two are varied."""
-    unit, step = (
-        (report.varied[which].unit, report.varied[which].step) if report.members else (report.unit, report.step)
-    )
-    return f"{level:,}" if unit == "users" else figures(level * step, 3)
+def format_level(report: CapacityReport, level: int) -> str:
+    """A level as a number in the unit of the varied load."""
+    return f"{level:,}" if report.unit == "users" else figures(report.amount(level), 3)
 
 
-def format_loads(report: CapacityReport, levels: Sequence[int]) -> str:
+def format_loads(report: CapacityReport, level: int) -> str:
     """All loads of a probe with their amounts: "20 chat users and 3 job users"."""
-    return format_amounts(report.loads_at(levels))
+    return format_amounts(report.loads_at(level))

@@ -25,7 +25,7 @@ from harness.reasons import evidence, sentence
 from harness.report import sentences, table, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts import Figure, figures, row_keys, server_keys
-from harness.report.charts.capacity import capacity_charts
+from harness.report.charts.capacity import attainment_chart
 from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
@@ -138,7 +138,7 @@ def render(summary: Summary, run: Run, data: ChartData, capacity: CapacityReport
         *(figures.distribution_chart(summary, data, column) for column in LIVE),
         figures.request_chart(summary, data),
         startup_chart(run),
-        *([] if capacity is None else capacity_charts(capacity)),
+        *([] if capacity is None else [attainment_chart(capacity)]),
     ]
     bounds = figures.slo_bounds(summary)
     charts = [figures.with_slo_lines(chart, bounds) for chart in charts]

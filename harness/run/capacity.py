@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from harness.analysis.derive import meets_slos, waited_in_listen_queue
 from harness.capacity.evidence import BLOCK_ANSWERS, ERROR, MIN_BLOCKS, ProbeEvidence, block_limit
 from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch
-from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit, pair_grid
+from harness.capacity.levels import MIN_ARRIVALS, level_step, load_at, load_pace, load_unit
 from harness.capacity.result import (
     CapacityDrift,
     CapacityReport,
@@ -30,7 +30,7 @@ from harness.capacity.result import (
     find_crossovers,
     write_capacity,
 )
-from harness.capacity.search import PROBE_ERROR, FrontierSearch, SloSearch, probe_limit
+from harness.capacity.search import PROBE_ERROR, SloSearch, probe_limit
 from harness.capacity.slo import EXAMPLE, FLUSH_S, BlockCutter, CapacitySlo, LoadBlock, parse_slos, scenario_slos
 from harness.errors import HarnessError, ServerError, StartError
 from harness.judge.stats import welch_effect
@@ -88,9 +88,9 @@ class CapacityQuestion(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.parts) > 1
 
     @property
-    def varied(self) -> list[str]:
-        """The loads to vary: one, or the two of a frontier."""
-        return [part for part in self.parts if part not in self.fixed]
+    def varied(self) -> str:
+        """The load to vary."""
+        return next(part for part in self.parts if part not in self.fixed)
 
 
 def define_search(
@@ -145,9 +145,9 @@ def define_search(
         fixed=fixed,
     )
     if scenario.generator == "process":
-        for settings in (loads[part] for part in question.varied):
-            largest = load_at(settings, max_level * level_step(settings), 1.0)
-            refuse_too_few_files(connections_per_process(largest), "a smaller --max-users")
+        varied = loads[question.varied]
+        largest = load_at(varied, max_level * level_step(varied), 1.0)
+        refuse_too_few_files(connections_per_process(largest), "a smaller --max-users")
     # A failed request misses every SLO, so failures are part of the answer.
     limits = {"restart": False, "repeats": 1, "max_error_rate": 1.0}
     scenario = replace(scenario, loads=loads, mixes={}, baseline=None, compare=[], checks=[], **limits)
@@ -170,10 +170,10 @@ def _parse_fixed(fix: Sequence[str], load: str, loads: Mapping[str, Load]) -> di
                 f"--fix '{text}': not a load of a mix and its users ('{load}' has {', '.join(loads)})",
                 next_step="Write --load MIX --fix LOAD=20, or requests/s for a load with arrivals.",
             )
-    if is_mix and not 1 <= len(loads) - len(fixed) <= 2:
+    if is_mix and len(loads) - len(fixed) != 1:
         raise HarnessError(
-            f"--fix: of the loads of '{load}' ({', '.join(loads)}), one or two must remain to be varied",
-            next_step="Write --fix LOAD=20 for the others.",
+            f"--fix: a search varies one load of the mix '{load}' ({', '.join(loads)}); {len(fixed)} are fixed",
+            next_step="Write --fix LOAD=20 for all loads but one.",
         )
     return fixed
 
@@ -199,10 +199,7 @@ def describe_effort(experiment: Experiment, question: CapacityQuestion) -> str:
     max_blocks = block_limit(shares or [0.5])
     shortest = BLOCK_ANSWERS * (MIN_BLOCKS + WARMUP_BLOCKS)
     longest = BLOCK_ANSWERS * (max_blocks + WARMUP_BLOCKS)
-    probes = probe_limit(question.max_level)
-    if len(question.varied) > 1:
-        probes = FrontierSearch(*[pair_grid(question.max_level)] * 2).max_probes
-    text = f"At most {probes} probes each for the SLOs. " if shares else ""
+    text = f"At most {probe_limit(question.max_level)} probes each for the SLOs. " if shares else ""
     text += (
         f"A probe takes some {shortest} to {longest} times as long as an answer with the pause after it: at 2 s, "
         f"{duration(2 * shortest)} to {duration(2 * longest)}."
@@ -301,9 +298,9 @@ class CapacitySearch:
         self.scenario = experiment.scenario  # with the loads of each probe
         self.loads = experiment.scenario.loads
         self.began_s = time.monotonic()
-        self.visits: Counter[tuple[str, tuple[int, ...]]] = Counter()  # probes of each server and level
+        self.visits: Counter[tuple[str, int]] = Counter()  # probes of each server and level
         slos = next(iter(question.slos.values()))  # where servers have different SLOs: those of the first
-        varied = self.loads[question.varied[0]]
+        varied = self.loads[question.varied]
         members = [
             MixMember(load=part, unit=load_unit(load), step=level_step(load), amount=question.fixed.get(part))
             for part, load in self.loads.items()
@@ -351,10 +348,8 @@ class ServerSearch:
         self.name = name
         self.deadline_s = deadline_s
         self.slos = whole.question.slos[name]
-        max_level, is_frontier = whole.question.max_level, len(whole.question.varied) == 2
-        self.slo = SloSearch(max_level) if self.slos and not is_frontier else None
-        self.knee = KneeSearch(max_level) if whole.question.knee else None
-        self.frontier = FrontierSearch(*[pair_grid(max_level)] * 2) if is_frontier else None
+        self.slo = SloSearch(whole.question.max_level) if self.slos else None
+        self.knee = KneeSearch(whole.question.max_level) if whole.question.knee else None
         self.probes: list[MeasuredProbe] = []
         self.reasons: list[Reason] = []
         self.started = False
@@ -400,7 +395,6 @@ class ServerSearch:
             server=self.name,
             slo=slo,
             knee=self.knee.answer() if self.knee is not None and self.knee.measured else None,
-            frontier=None if self.frontier is None or not self.started else self.frontier.answer(),
             drift=self.drift,
             reasons=self.reasons,
             started=self.started,
@@ -415,32 +409,30 @@ class ServerSearch:
         ]
         return max(missed)[1] if missed else None
 
-    def _next_probe(self) -> tuple[Purpose, tuple[int, ...]] | None:
-        """Return purpose and levels of the next probe: for the SLOs, then for drift, then for the knee."""
-        if self.frontier is not None and (pair := self.frontier.next_pair()) is not None:
-            return "slo", pair
+    def _next_probe(self) -> tuple[Purpose, int] | None:
+        """Return purpose and level of the next probe: for the SLOs, then for drift, then for the knee."""
         if self.slo is not None and (level := self.slo.next_level()) is not None:
             # Failures that are enough to break an SLO may not depend on the load; the lowest level shows it at once.
             lowest_measured = any(probe.level == 1 for probe in self.probes)
-            return "slo", (1 if self._failures_decide and not lowest_measured else level,)
+            return "slo", 1 if self._failures_decide and not lowest_measured else level
         can_repeat = self.slo is not None and len(self.probes) > 1 and time.monotonic() < self.deadline_s
         if can_repeat and all(probe.purpose == "slo" for probe in self.probes):
-            return "drift", (self.probes[self._repeated_probe()].level,)
+            return "drift", self.probes[self._repeated_probe()].level
         if self.knee is not None and (level := self.knee.next_level()) is not None:
-            return "knee", (level,)
+            return "knee", level
         return None
 
     def _repeated_probe(self) -> int:
         """Return the number of the probe that is repeated to show drift: the first that passed, else the first."""
         return next((number for number, probe in enumerate(self.probes) if probe.state == "pass"), 0)
 
-    def _probe(self, endpoint: Endpoint, purpose: Purpose, levels: tuple[int, ...]) -> Generator[CellRun, None, bool]:
+    def _probe(self, endpoint: Endpoint, purpose: Purpose, level: int) -> Generator[CellRun, None, bool]:
         """Run one probe and record it. Return whether another one can follow on this server start."""
         probe: ProbeEvidence | KneeProbe | None = None  # None: of the drift check
         if purpose == "slo":
             probe = ProbeEvidence([slo.share for slo in self.slos], error=ERROR if self.slo is None else PROBE_ERROR)
         elif purpose == "knee" and self.knee is not None:
-            probe = self.knee.probe(levels[0])
+            probe = self.knee.probe(level)
 
         def decide(blocks: list[LoadBlock]) -> bool:
             block = blocks[-1]
@@ -450,15 +442,15 @@ class ServerSearch:
                 return probe.add(KneeBlock(block.seconds, block.output_tokens)) != "open"
             return len(blocks) >= DRIFT_BLOCKS
 
-        watch = self._watch(levels, purpose, decide)
-        cell_runs = self._measure(endpoint, levels, watch)
+        watch = self._watch(level, purpose, decide)
+        cell_runs = self._measure(endpoint, level, watch)
         problems = [problem for cell_run in cell_runs for problem in cell_run.problems]
         died = any(problem.code in _DEATHS for problem in problems)
-        death = because("capacity_died", loads=self.whole.report.loads_at(levels)) if died else None
+        death = because("capacity_died", loads=self.whole.report.loads_at(level)) if died else None
         yield from (replace(cell_run, failed=death) for cell_run in cell_runs)
         is_late = not watch.decided and (watch.hopeless or time.monotonic() > self.deadline_s)
         if died and isinstance(probe, ProbeEvidence):  # all requests in flight are lost: none met the SLOs
-            probe.lose(sum(levels))
+            probe.lose(level)
         elif isinstance(probe, ProbeEvidence) and watch.blocks:
             probe.add_cut(watch.cutter.cut_samples(), watch.cutter.answer_s)
         state: Any = "done" if probe is None else probe.state
@@ -466,23 +458,21 @@ class ServerSearch:
             state = "died"
         elif not watch.decided:
             state = "stopped" if is_late or probe is None else "unresolved"
-        self._record(cell_runs, levels, purpose, state, watch)
+        self._record(cell_runs, level, purpose, state, watch)
         can_go_on = not (problems or is_late)
         if died or can_go_on:
-            self._update_search(levels, probe, died)
+            self._update_search(level, probe, died)
         if death is not None:
             self.reasons.append(death)
         else:
             self.reasons += problems
             if is_late and not problems and probe is not None:
-                self.reasons.append(self._budget_reason(levels, watch))
+                self.reasons.append(self._budget_reason(level, watch))
         self.whole.write(self.running.folder, self.result())
         return can_go_on
 
-    def _watch(
-        self, levels: tuple[int, ...], purpose: Purpose, decide: Callable[[list[LoadBlock]], bool]
-    ) -> ProbeWatch:
-        cutter = self._cutter(levels, purpose)
+    def _watch(self, level: int, purpose: Purpose, decide: Callable[[list[LoadBlock]], bool]) -> ProbeWatch:
+        cutter = self._cutter(level, purpose)
 
         def least_s() -> float | None:
             """Only of the first probe: what later ones can still measure is worth having."""
@@ -498,39 +488,36 @@ class ServerSearch:
         pause_s = max(load_pace(load, 1.0).pause_s for load in self.whole.loads.values())
         return describe_search_s(self.whole.question.max_level, cutter.typical_s + pause_s)
 
-    def _budget_reason(self, levels: tuple[int, ...], watch: ProbeWatch) -> Reason:
+    def _budget_reason(self, level: int, watch: ProbeWatch) -> Reason:
         """Why the time was too short, with the time that a search needs."""
         budget_s, servers = self.whole.question.budget_s, len(self.whole.question.slos)
         probe_s, search_s = self._search_s(watch.cutter) or (None, None)
         needed_s = None if search_s is None else search_s * servers
         if watch.hopeless:
-            loads, answer_s = self.whole.report.loads_at(levels), watch.cutter.typical_s
+            loads, answer_s = self.whole.report.loads_at(level), watch.cutter.typical_s
             times = {"answer_s": answer_s, "probe_s": probe_s, "search_s": needed_s}
             return because("capacity_hopeless", loads=loads, budget_s=budget_s, **times)
         shared_by = servers if servers > 1 else None
         return because("capacity_budget", budget_s=budget_s, servers=shared_by, search_s=needed_s)
 
-    def _update_search(self, levels: tuple[int, ...], probe: ProbeEvidence | KneeProbe | None, died: bool) -> None:
+    def _update_search(self, level: int, probe: ProbeEvidence | KneeProbe | None, died: bool) -> None:
         if probe is None:
-            self.drift = drift_of(levels[0], self._blocks[self._repeated_probe()], self._blocks[-1])
+            self.drift = drift_of(level, self._blocks[self._repeated_probe()], self._blocks[-1])
         elif isinstance(probe, KneeProbe) and self.knee is not None:
             if died:
-                self.knee.fail(levels[0])
+                self.knee.fail(level)
             else:
-                self.knee.take(levels[0], probe)
+                self.knee.take(level, probe)
         elif isinstance(probe, ProbeEvidence) and self.slo is not None:
-            self.slo.take(levels[0], probe)  # an open probe counts as unresolved
-        elif isinstance(probe, ProbeEvidence) and self.frontier is not None:
-            self.frontier.take((levels[0], levels[1]), probe)
+            self.slo.take(level, probe)  # an open probe counts as unresolved
 
-    def _amounts(self, levels: tuple[int, ...]) -> dict[str, float]:
-        """Return the users, rate or speed of each load. `levels`: of the varied loads."""
+    def _amounts(self, level: int) -> dict[str, float]:
+        """Return the users, rate or speed of each load at a level."""
         question, loads = self.whole.question, self.whole.loads
-        varied = {part: level * level_step(loads[part]) for part, level in zip(question.varied, levels, strict=True)}
-        return {part: question.fixed.get(part) or varied[part] for part in loads}
+        return {part: question.fixed.get(part) or level * level_step(loads[part]) for part in loads}
 
-    def _cutter(self, levels: tuple[int, ...], purpose: Purpose) -> BlockCutter:
-        is_mix, amounts = self.whole.question.is_mix, self._amounts(levels)
+    def _cutter(self, level: int, purpose: Purpose) -> BlockCutter:
+        is_mix, amounts = self.whole.question.is_mix, self._amounts(level)
         paces = {part if is_mix else None: load_pace(self.whole.loads[part], amounts[part]) for part in amounts}
         # A thread for each load of a mix reads its records every POLL_S.
         flush_s = FLUSH_S + 2 * POLL_S if is_mix else FLUSH_S
@@ -550,22 +537,22 @@ class ServerSearch:
         max_requests = max(MIN_WARMUP_REQUESTS, *(WARMUP_WAVES * wave_size(load) for load in loads))
         return Warmup(until="steady", within=STEADY_WITHIN, max_s=max_s, max_requests=max_requests)
 
-    def _cells_of(self, levels: tuple[int, ...], visit: int = 1) -> list[Cell]:
-        """Return the cells of a probe: LOAD@LEVEL, or MIX-LEVELS.LOAD for a mix; later visits of a level numbered."""
+    def _cells_of(self, level: int, visit: int = 1) -> list[Cell]:
+        """Return the cells of a probe: LOAD@LEVEL, or MIX-LEVEL.LOAD for a mix; later visits of a level numbered."""
         question, suffix = self.whole.question, f"-{visit}" if visit > 1 else ""
         if not question.is_mix:
-            return [cell_of(self.name, f"{question.load}@{levels[0]}{suffix}", 1)]
-        mix = f"{question.load}-{'x'.join(map(str, levels))}{suffix}"
+            return [cell_of(self.name, f"{question.load}@{level}{suffix}", 1)]
+        mix = f"{question.load}-{level}{suffix}"
         return [cell_of(self.name, f"{mix}.{part}", 1) for part in question.parts]
 
-    def _measure(self, endpoint: Endpoint, levels: tuple[int, ...], watch: ProbeWatch) -> list[CellRun]:
+    def _measure(self, endpoint: Endpoint, level: int, watch: ProbeWatch) -> list[CellRun]:
         """Run the cells of one probe."""
         whole, question = self.whole, self.whole.question
-        whole.visits[self.name, levels] += 1
-        cells = self._cells_of(levels, whole.visits[self.name, levels])
+        whole.visits[self.name, level] += 1
+        cells = self._cells_of(level, whole.visits[self.name, level])
         loads = {
             cell.load: load_at(whole.loads[part], amount, question.budget_s)
-            for cell, (part, amount) in zip(cells, self._amounts(levels).items(), strict=True)
+            for cell, (part, amount) in zip(cells, self._amounts(level).items(), strict=True)
         }
         mixes = {} if cells[0].mix is None else {cells[0].mix: question.parts}
         whole.scenario = replace(
@@ -576,7 +563,7 @@ class ServerSearch:
         scenario = replace(whole.scenario, warmup=self._warmup(loads.values()), seed=seed)
         running = replace(self.running, experiment=replace(self.running.experiment, scenario=scenario))
         self._wait_until_idle(endpoint)
-        whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {format_loads(whole.report, levels)}"
+        whole.progress.head = f"{self.name}, probe {len(self.probes) + 1}: {format_loads(whole.report, level)}"
         begun: dict[str, Any] = {"started_wall_s": time.time(), "served_by": endpoint.served_by, "seed": seed}
         running.file.update(
             *(CellRun(**msgspec.structs.asdict(cell), **begun) for cell in cells), scenario=whole.scenario
@@ -595,15 +582,12 @@ class ServerSearch:
             self.reasons.append(because("capacity_not_idle", requests=round(left), seconds=max_s))
             self._waits = False
 
-    def _record(
-        self, cell_runs: list[CellRun], levels: tuple[int, ...], purpose: Purpose, state: Any, watch: ProbeWatch
-    ) -> None:
+    def _record(self, cell_runs: list[CellRun], level: int, purpose: Purpose, state: Any, watch: ProbeWatch) -> None:
         blocks = watch.blocks
         seconds = sum(block.seconds for block in blocks)
         probe = MeasuredProbe(
             cells=[cell_run.id for cell_run in cell_runs],
-            level=levels[0],
-            second=levels[1] if len(levels) > 1 else None,
+            level=level,
             purpose=purpose,
             state=state,
             blocks=len(blocks),
@@ -619,7 +603,7 @@ class ServerSearch:
         self.probes.append(probe)
         failed = sum(block.failed for block in blocks)
         if failed and state == "fail":
-            loads, at_lowest = self.whole.report.loads_at(levels), set(levels) == {1}
+            loads, at_lowest = self.whole.report.loads_at(level), level == 1
             self._failures_decide |= any(failed > (1 - slo.share) * probe.answers for slo in self.slos)
             values = {"loads": loads, "failed": failed, "answers": probe.answers}
             if not at_lowest:
@@ -628,7 +612,7 @@ class ServerSearch:
                 message = last_line(watch.failure) if watch.failure else None
                 self.reasons.append(because("capacity_failures_always", **values, message=message))
         self._blocks.append(blocks)
-        text = format_loads(self.whole.report, levels) + (" once more" if purpose == "drift" else "")
+        text = format_loads(self.whole.report, level) + (" once more" if purpose == "drift" else "")
         for slo, share in zip(self.slos, probe.met, strict=True):
             if share is not None and purpose != "knee":
                 text += f", {100 * share:.1f} % within {slo.text}"

@@ -1,64 +1,10 @@
-"""The charts of a capacity search: the share of requests that met each SLO, or the pairs of loads that met all."""
+"""The chart of a capacity search: the share of requests that met each SLO."""
 
 from collections.abc import Iterator
 
 from harness.capacity.result import CapacityReport, MeasuredProbe, ServerCapacity
-from harness.capacity.search import PairState
-from harness.report.capacity import capacity_lines, format_level, probe_cells, probe_headings
+from harness.report.capacity import capacity_lines, probe_cells, probe_headings
 from harness.report.charts import NAME, Chart, Figure, colour, escape_markup, scatter, symbol
-from harness.report.charts.sweeps import category_axis, heat_map_labels, heat_map_square
-
-_SIGNS: dict[PairState, str] = {"meets": "✓", "breaks": "✕", "unresolved": "?"}
-_HUES: dict[PairState, str] = {"meets": "@s1", "breaks": "@bad", "unresolved": "@muted"}
-
-
-def capacity_charts(report: CapacityReport) -> list[Chart]:
-    """The charts of a search: one in all, or one for each server if pairs of loads were searched."""
-    if len(report.varied) == 2:
-        return [frontier_chart(report, server) for server in report.servers if server.frontier is not None]
-    return [attainment_chart(report)]
-
-
-def frontier_chart(report: CapacityReport, server: ServerCapacity) -> Chart:
-    """Which pairs of levels of two loads meet the SLOs, as a grid of squares."""
-    assert server.frontier is not None
-    first, second = report.varied
-    x = [format_level(report, level, 0) for level in server.frontier.firsts]
-    y = [format_level(report, level, 1) for level in server.frontier.seconds]
-    places: dict[PairState, list[tuple[int, int]]] = {"meets": [], "breaks": [], "unresolved": []}
-    for i, row in enumerate(server.frontier.states):
-        for j, state in enumerate(row):
-            places[state].append((i, j))
-    probed = {
-        (server.frontier.firsts.index(probe.level), server.frontier.seconds.index(probe.second or 0))
-        for probe in server.probes
-        if probe.second is not None
-    }
-    data = []
-    for state, squares in places.items():
-        text = [_SIGNS[state] + (" ●" if place in probed else "") for place in squares]
-        names = [f"{x[i]} and {y[j]}: {state}" for i, j in squares]
-        data += [heat_map_labels(squares, text, names, _HUES[state], "")] if squares else []
-    shapes = [heat_map_square(place, _HUES[state], 0.25) for state, squares in places.items() for place in squares]
-    layout: Figure = {
-        "xaxis": category_axis(f"{first.load}: {first.unit}", x),
-        "yaxis": category_axis(f"{second.load}: {second.unit}", y),
-        "shapes": shapes,
-        "showlegend": False,
-        "height": 130 + 34 * max(4, len(y)),
-    }
-    return Chart(
-        id=f"capacity-{server.server}",
-        title=f"{server.server}: which {first.load} and {second.load} loads meet the SLOs together",
-        caption="✓ meets all SLOs, ✕ breaks one, ? unresolved. ●: measured; the others follow, because less load never "
-        "does worse.",
-        formula="a probe of each pair on the way from the fewest of the first load and the most of the second",
-        findings=capacity_lines(report),
-        figure={"data": data, "layout": layout},
-        head=probe_headings(report),
-        body=[probe_cells(report, server, probe) for probe in server.probes],
-        empty="" if server.probes else "No probe was measured.",
-    )
 
 
 def attainment_chart(report: CapacityReport) -> Chart:

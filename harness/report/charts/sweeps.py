@@ -118,16 +118,16 @@ def _heat_map_chart(summary: Summary, swept: Sweep, settings: list[str], measure
     shapes = []
     for place, value in values.items():
         height = (value - low) / (high - low) if high > low else 1.0
-        shapes.append(heat_map_square(place, "@s1", _FAINT + (_STRONG - _FAINT) * height))
+        shapes.append(_heat_map_square(place, "@s1", _FAINT + (_STRONG - _FAINT) * height))
     data = []
     if values:
         text = [units.significant(value) for value in values.values()]
         names = [rows[place].name for place in values]
-        data.append(heat_map_labels(list(values), text, names, "@ink", measure.unit))
+        data.append(_heat_map_labels(list(values), text, names, "@ink", measure.unit))
     if missing := {place: row for place, row in rows.items() if place not in values}:
         kinds = [words.failure_kind(row.failed) if row.failed is not None else "no value" for row in missing.values()]
         names = [f"{row.name}: {kind}" for row, kind in zip(missing.values(), kinds, strict=True)]
-        data.append(heat_map_labels(list(missing), ["✕"] * len(missing), names, "@bad", ""))
+        data.append(_heat_map_labels(list(missing), ["✕"] * len(missing), names, "@bad", ""))
     others = [key for key in settings if key not in (down, across)]
     best = f" Of several rows with the same two values ({', '.join(others)} differ) the best." if others else ""
     layout: Figure = {"xaxis": category_axis(across, x), "yaxis": category_axis(down, y), "shapes": shapes}
@@ -146,7 +146,7 @@ def _heat_map_chart(summary: Summary, swept: Sweep, settings: list[str], measure
     )
 
 
-def heat_map_square(place: tuple[int, int], hue: str, opacity: float) -> Figure:
+def _heat_map_square(place: tuple[int, int], hue: str, opacity: float) -> Figure:
     """A square of a heat map."""
     x, y = place
     return {
@@ -155,7 +155,7 @@ def heat_map_square(place: tuple[int, int], hue: str, opacity: float) -> Figure:
     }  # fmt: skip
 
 
-def heat_map_labels(places: list[tuple[int, int]], text: list[str], names: list[str], hue: str, unit: str) -> Figure:
+def _heat_map_labels(places: list[tuple[int, int]], text: list[str], names: list[str], hue: str, unit: str) -> Figure:
     """The texts of squares of a heat map."""
     x, y = [place[0] for place in places], [place[1] for place in places]
     hover = f"%{{customdata}}<br><b>%{{text}}</b> {unit}<extra></extra>"
