@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from harness.comparison.history import LeftOut, check_against_history, history_of
-from harness.errors import ExitCode, HarnessError, RunError
+from harness.analysis.summarize import summarize, write_summary
+from harness.comparison.history import History, read_history
+from harness.errors import ExitCode, RunError
 from harness.judge.stats import GATES_PER_HISTORY, MIN_HISTORY, find_levels, find_shift
 from harness.report.board import add_result
 from harness.report.charts import Figure
@@ -122,10 +124,17 @@ def history_run(
     folder: Path, number: int, wall_s: float, *, digest: str = "sha256:1111", made_of: Scenario = ONE, **manifest: Any
 ) -> Run:
     """Run `number` of a history, an hour after the one before it."""
-    return write_made_run(
-        folder / f"run-{number:02}", lambda cell: wall_s * SPREAD[number % 5], made_of=made_of,
+    path = folder / f"run-{number:02}"
+    run = write_made_run(
+        path, lambda cell: wall_s * SPREAD[number % 5], made_of=made_of,
         served=lambda cell: served_by(image_digest=digest), **({"started_wall_s": WALL_S + 3600 * number} | manifest),
     )  # fmt: skip
+    write_summary(path, summarize(path))
+    return run
+
+
+def history_of(folder: Path, number: int = 11) -> History:
+    return read_history(folder / "runs" / f"run-{number:02}", folder / "runs", folder / "results")
 
 
 @pytest.fixture
@@ -138,7 +147,7 @@ def stepped(tmp_path: Path) -> Path:
 
 
 def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> None:
-    found = history_of("which", stepped / "runs", stepped / "results")
+    found = history_of(stepped)
     assert (found.machine, found.model, found.runs) == ("strix", "m", [f"run-{n:02}" for n in range(12)])
     (series,) = found.series
     assert (series.server, series.load, series.metric) == ("a", "x", "wall_s")
@@ -152,10 +161,22 @@ def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> No
     assert [(one.key, one.values) for one in change.differences] == [
         ("servers.a.image_digest", ["sha256:1111", "sha256:2222"])
     ]
-    # Published runs alone have the same history.
+    # Filed runs alone have the same history.
     for number in range(12):
         add_result(stepped / "runs" / f"run-{number:02}", stepped / "results")
-    assert history_of("which", stepped / "nowhere", stepped / "results") == found
+    filed = stepped / "results" / "strix" / "which" / "run-11"
+    assert read_history(filed, stepped / "nowhere", stepped / "results") == found
+
+
+def test_runs_are_read_from_their_stored_summaries(stepped: Path) -> None:
+    """Neither the earlier runs nor the run itself are summarised from their records again."""
+    expected = history_of(stepped)
+    for records in stepped.rglob("requests.jsonl"):
+        records.write_text("not read")
+    assert history_of(stepped) == expected
+    (stepped / "runs" / "run-03" / "summary.json").unlink()
+    found = history_of(stepped)
+    assert (found.left_out, len(found.runs)) == ({"unreadable": ["run-03"]}, 11)
 
 
 def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
@@ -165,7 +186,7 @@ def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
         history_run(
             tmp_path / "runs", number, 11.0 if number >= 8 else 10.0, digest="sha256:2222" if new else "sha256:1111"
         )
-    (change,) = history_of("which", tmp_path / "runs", tmp_path / "results").change_points
+    (change,) = history_of(tmp_path).change_points
     assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-06", "run-09"))
     assert [one.key for one in change.differences] == ["servers.a.image_digest"]
 
@@ -185,12 +206,9 @@ def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
     history_run(runs, 9, 10.0)
     (runs / "run-10").mkdir()
     (runs / "run-10" / "run.json").write_text("{")
-    with pytest.raises(HarnessError) as refused:
-        history_of("which", runs, results)
-    assert refused.value.next_step == "--machine other"
-    found = history_of("which", runs, results, "strix")
+    found = history_of(tmp_path, 9)
     assert found.runs == ["run-00", "run-01", "run-02", "run-09"]
-    assert {one.reason: one.runs for one in found.left_out} == {
+    assert found.left_out == {
         "unreadable": ["run-10"],
         "not_valid": ["run-04"],
         "workload": ["run-03"],
@@ -198,16 +216,15 @@ def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
         "machine": ["run-06"],
         "engine_kind": ["run-08"],
     }
-    gated = check_against_history(runs / "run-02", runs, results)
-    assert (gated.runs, gated.sides) == (2, ["run-01", "run-02"])
-    assert {one.reason: one.runs for one in gated.left_out}["later"] == ["run-09"]
+    found = history_of(tmp_path, 2)
+    assert (len(found.runs), found.sides, found.left_out["later"]) == (3, ["run-01", "run-02"], ["run-09"])
     with pytest.raises(RunError):
-        check_against_history(runs / "run-04", runs, results)
+        history_of(tmp_path, 4)
 
 
 def test_the_chart_of_one_run_has_a_range(tmp_path: Path) -> None:
     def layouts() -> list[Figure]:
-        history = history_of("which", tmp_path / "runs", tmp_path / "results")
+        history = history_of(tmp_path, 0)
         return [_series_chart("series", series, history).figure["layout"] for series in history.series]
 
     history_run(tmp_path / "runs", 0, 10.0)
@@ -215,8 +232,8 @@ def test_the_chart_of_one_run_has_a_range(tmp_path: Path) -> None:
         low, high = layout["yaxis"]["range"]
         assert high - low > 0.05 * high, "a dot in the middle and rounded ticks"
         assert len(layout["xaxis"]["ticktext"]) == 1
-    left = LeftOut(reason="not_valid", runs=["a"])
-    assert left_out_sentences([left]) == ["Left out: 1 run with a status other than VALID"]
+    left = replace(history_of(tmp_path, 0), left_out={"not_valid": ["a"]})
+    assert left_out_sentences(left) == ["left out: 1 run with a status other than VALID"]
 
 
 def test_rows_come_and_go(tmp_path: Path) -> None:
@@ -225,15 +242,13 @@ def test_rows_come_and_go(tmp_path: Path) -> None:
         history_run(
             tmp_path / "runs", number, 11.0 if number >= 12 else 10.0, made_of=both if 4 <= number != 9 else ONE
         )
-    found = history_of("which", tmp_path / "runs", tmp_path / "results")
-    a, b = found.series
-    assert (a.server, len(a.points), a.left_out) == ("a", 16, [])
+    a, b = history_of(tmp_path, 15).series
+    assert (a.server, len(a.points), a.left_out) == ("a", 16, {})
     assert (b.server, len(b.points)) == ("b", 11)
-    assert b.left_out[0].reason == "no_row"
-    assert b.left_out[0].runs == ["run-00", "run-01", "run-02", "run-03", "run-09"]
+    assert b.left_out == {"no_row": ["run-00", "run-01", "run-02", "run-03", "run-09"]}
     assert [level.first for level in b.levels] == ["run-04", "run-12"]
-    gated = check_against_history(tmp_path / "runs" / "run-12", tmp_path / "runs", tmp_path / "results")
-    assert [(row.server, row.word, row.runs, row.since) for row in gated.rows] == [
+    found = history_of(tmp_path, 12)
+    assert [(row.server, row.word, row.runs, row.since) for row in found.series] == [
         ("a", "slower", 12, "run-00"),
         ("b", "slower", 7, "run-04"),
     ]
@@ -250,10 +265,10 @@ def in_folder(folder: Path) -> Callable[..., tuple[int, Any]]:
 
 def test_the_command_line(stepped: Path) -> None:
     call = in_folder(stepped)
-    code, found = call("history", "scenarios/which.yaml", "--format", "json")
+    code, found = call("compare", "--history", "run-11", "--format", "json")
     assert (code, found["change_points"][0]["after"]) == (0, "run-08")
     code, gated = call("compare", "--history", "run-08", "--format", "json")
-    (row,) = gated["rows"]
+    (row,) = gated["series"]
     assert (code, row["word"], row["runs"], row["window"]) == (ExitCode.FAILED, "slower", 8, 1)
     assert [one["key"] for one in gated["differences"]] == ["servers.a.image_digest"]
     assert [call("compare", "--history", f"run-{n:02}")[0] for n in (3, 9, 11)] == [0, 4, 0]
@@ -261,10 +276,10 @@ def test_the_command_line(stepped: Path) -> None:
     assert (code, "| servers.a.image\\_digest | sha256:1111 | sha256:2222 |" in text) == (4, True)
     code, text = call("compare", "--history", "run-08", "--format", "junit")
     assert (code, '<failure type="slower"' in text) == (4, True)
-    code, text = call("history", "which")
+    code, text = call("compare", "--history", "run-11")
     assert (code, "Change point: run-07 -> run-08" in text) == (0, True)
-    code, page = call("history", "which", "--format", "html")
-    assert (code, page) == (0, history_page(history_of("which", stepped / "runs", stepped / "results")))
-    for wrong in (["history", "nothing"], ["compare", "--history", "run-01", "run-02"]):
-        done = harness(*wrong, cwd=stepped)
+    code, page = call("compare", "--history", "run-11", "--format", "html")
+    assert (code, page) == (0, history_page(history_of(stepped)))
+    for wrong in ("--history nothing", "--history run-01 run-02", "run-01 run-02 --format html"):
+        done = harness("compare", *wrong.split(), cwd=stepped)
         assert (done.code, done.out) == (1, "")

@@ -22,7 +22,7 @@ from harness.redact import printable
 COMMANDS = {  # in the order of use
     "Before a run": ("init", "list", "check", "doctor", "memory", "calibrate", "noise"),
     "Measure": ("run", "capacity", "live", "compose", "worker"),
-    "After a run": ("report", "compare", "history", "plan", "results", "export", "import"),
+    "After a run": ("report", "compare", "plan", "results", "export", "import"),
     "When something is wrong": ("explain", "clean"),
 }
 # By parameter: the option that it needs, and those that it excludes. A command may have only some of them.

@@ -90,10 +90,11 @@ def compare(
         cli.option(None, "Group the runs by machine; the machine is the one thing in which they differ."),
     ] = None,
     output: Annotated[
-        Literal["terminal", "markdown", "json", "junit"], cli.flag("--format", "What to print.")
+        Literal["terminal", "markdown", "json", "junit", "html"],
+        cli.flag("--format", "What to print; html: a page, with --history."),
     ] = "terminal",
     history: Annotated[
-        bool, cli.flag("--history", "Check the one RUN against all earlier runs of its scenario on its machine.")
+        bool, cli.flag("--history", "Compare the one RUN with all earlier runs of its scenario on its machine.")
     ] = False,
     checks: Annotated[
         list[str] | None,
@@ -122,6 +123,8 @@ def compare(
         raise HarnessError(
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
         )
+    if output == "html" and not history:
+        raise HarnessError("--format html needs --history", next_step="Use --format markdown.")
     first, second = ([cli.find_run(run, runs) for run in side] for side in (run_folders, against or []))
     if history:
         _compare_with_history(first[0], output, runs, results)
@@ -171,42 +174,21 @@ def _print_all_differences(folders: list[Path], output: str) -> None:
 
 
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
-    from harness.comparison.history import check_against_history
+    from harness.comparison.history import read_history
+    from harness.report import history as pages
     from harness.report import junit
-    from harness.report.history import gate_markdown, print_gate
 
-    gate = check_against_history(folder, runs, results)
+    history = read_history(folder, runs, results)
     cli.print_as(
         output,
-        gate,
-        terminal=lambda: print_gate(gate, cli.console()),
-        junit=lambda: junit.gate_xml(gate),
-        markdown=lambda: gate_markdown(gate),
+        history,
+        terminal=lambda: pages.print_history(history, cli.console()),
+        junit=lambda: junit.history_xml(history),
+        markdown=lambda: pages.history_markdown(history),
+        html=lambda: pages.history_page(history),
     )
-    if gate.slower:
+    if history.slower:
         raise typer.Exit(ExitCode.FAILED)
-
-
-@cli.command(short_help="Show the runs of a scenario over time.")
-def history(
-    scenario: Annotated[
-        Path, typer.Argument(metavar="SCENARIO", help="The name of a scenario that was run, or its file.")
-    ],
-    machine: Annotated[str | None, cli.option("NAME", "The machine, where several have run the scenario.")] = None,
-    output: Annotated[Literal["terminal", "html", "json"], cli.flag("--format", "What to print.")] = "terminal",
-    runs: cli.RunsDir = cli.RUNS,
-    results: cli.ResultsDir = cli.RESULTS,
-) -> None:
-    """Show the runs of a scenario on one machine over time: change points, and what changed in the manifests there.
-
-    Reads run directories and filed runs, each run once.
-    """
-    from harness.comparison.history import history_of
-    from harness.report.history import history_page, print_history
-
-    name = scenario.stem if scenario.suffix in (".yaml", ".yml") else str(scenario)
-    shown = history_of(name, runs, results, machine)
-    cli.print_as(output, shown, terminal=lambda: print_history(shown, cli.console()), html=lambda: history_page(shown))
 
 
 @cli.command(short_help="Predict how long a number of items takes.")

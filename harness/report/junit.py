@@ -17,10 +17,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from harness.columns import METRIC_WORDS
-from harness.comparison.history import Gate
+from harness.comparison.history import History
 from harness.errors import HarnessError
 from harness.reasons import evidence, sentence, verdict_sentence
-from harness.report import history, sentences, words
+from harness.report import sentences, words
+from harness.report.history import history_title, outcome_sentence
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
@@ -74,18 +75,18 @@ def comparison_xml(comparison: Comparison) -> str:
     return _document("compare", cases, properties)
 
 
-def gate_xml(gate: Gate) -> str:
+def history_xml(history: History) -> str:
     """The XML of a run against its history: a case for each row and metric."""
     cases = []
-    for row in gate.rows:
-        name, text = f"{row.server} / {row.load}: {METRIC_WORDS[row.metric]}", history.gate_sentence(row, gate.run)
-        outcome = OUTCOMES.get(row.word, "passed")
-        cases.append(Case(group="history", name=name, outcome=outcome, kind=row.word, message=text, evidence=text))
-    properties = {"run": gate.run, "machine": gate.machine, "history": history.gate_title(gate)}
-    if gate.simulated:
+    for series in history.series:
+        name, text = f"{series.name}: {METRIC_WORDS[series.metric]}", outcome_sentence(series, history.run)
+        outcome = OUTCOMES.get(series.word, "passed")
+        cases.append(Case(group="history", name=name, outcome=outcome, kind=series.word, message=text, evidence=text))
+    properties = {"run": history.run, "machine": history.machine, "history": history_title(history)}
+    if history.simulated:
         properties["simulated"] = words.SIMULATED
-    properties |= _differences(gate.sides, gate.differences)
-    return _document("compare", cases, properties, gate.machine)
+    properties |= _differences(history.sides, history.differences)
+    return _document("compare", cases, properties, history.machine)
 
 
 def error_xml(suite: str, error: HarnessError, *, group: str = "validity", name: str = "the run is VALID") -> str:
