@@ -77,7 +77,7 @@ def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | Non
     if not checks and baseline is None:
         return summary_of(loaded.path)
     _refuse_wrong(checks, loaded.manifest)
-    reference = None if baseline is None else make_reference(_loaded(baseline).path, loaded.manifest, checks=checks)
+    reference = None if baseline is None else make_reference(_loaded(baseline).path, loaded.path, checks=checks)
     return summarize_folder(loaded.path, checks, reference)
 
 

@@ -370,6 +370,7 @@ class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     run: str
     rows: list[Row] = []
+    ratios: list["Verdict"] = []  # of the run and the baseline, by each metric that a check compares
     refused: Reason | None = None  # why the two runs are not compared
 
 

@@ -6,18 +6,31 @@ for 3.5 standard errors of the trials.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
+from scipy.signal import lfilter
 from scipy.special import ndtri
 
-from harness.analysis.latencies import distribution_of
+from harness.analysis.latencies import distribution, distribution_of
 from harness.judge.checks import evaluate
-from harness.judge.slo_rule import requests_to_decide
-from harness.judge.stats import Estimate, estimate_ratio, growth_to_decide
-from harness.summary import CheckResult, Distribution, Numbers, Reference, Row, SloAttainment
-from tests.nightly import draws, room, scatter
+from harness.judge.slo_rule import (
+    DRAWS,
+    Draws,
+    LatencySample,
+    observed,
+    percentile_draws,
+    percentile_interval,
+    ratio_interval,
+    requests_to_decide,
+    share_draws,
+    share_interval,
+)
+from harness.judge.stats import Estimate, growth_to_decide
+from harness.rundir.records import AT_LEAST, AT_MOST, FAILED, OBSERVED, UNKNOWN
+from harness.summary import CheckResult, Comparison, Distribution, Numbers, Row, SloAttainment, Verdict
+from tests.nightly import NIGHTLY, draws, room, scatter
 
 SIGMA = 0.75  # of logarithms: a long tail, as of times to first token
 TRIALS = draws(2000)
@@ -94,16 +107,61 @@ def test_a_share_at_the_bound_is_decided_by_nothing(n: int) -> None:
     assert found["passed"] <= FALSE and found["failed"] <= FALSE
 
 
-def against(n: int, factor: float, metric: str = "ttft_p95", trials: int = TRIALS) -> Shares:
-    """Results of `metric <= 1.1 * baseline` where the true ratio is `factor`, n requests on each side."""
-    dice, permille = np.random.default_rng(n), int(metric[-2:]) * 10
+def ratio_check(
+    text: str, now: Sequence[LatencySample], before: Sequence[LatencySample], answer_s: float | None = None
+) -> CheckResult:
+    """The result of a check of row b with row a of the same run as its baseline."""
+    samples = {"a": before, "b": now}
+    rows = [
+        Row(server=name, load="x", cells=[], wall_s=[], output_tok_s=[], pooled=Numbers(
+            sent=sum(len(one.state) for one in of), succeeded=sum(int((one.state == OBSERVED).sum()) for one in of),
+            failed=sum(int((one.state == FAILED).sum()) for one in of), unfinished=0,
+            ttft_s=distribution(of, answer_s),
+        ))
+        for name, of in samples.items()
+    ]  # fmt: skip
+    verdict = Verdict(
+        side="b / x", baseline="a / x", metric="wall_s", ratio=None, low=None, high=None, p=None, n=(0, 0),
+        word="inconclusive", reason="no_values",
+    )  # fmt: skip
+    compared = Comparison(metric="wall_s", comparisons=0, noise_floor=0.02, noise_source=[], verdicts=[verdict])
+    return evaluate([f"b/x: {text}"], rows, compared, None, lambda row, _: samples[row.server])[0]
 
-    def check_once() -> CheckResult:
-        before = Reference(run="before", rows=[latencies(dice, n, permille, 1.0)])
-        now = latencies(dice, n, permille, factor)
-        return evaluate([f"{metric} <= 1.1 * baseline"], [now], None, before)[0]
 
-    return shares(check_once() for _ in range(trials))
+def against(
+    n: int, factor: float, metric: str = "ttft_p95", trials: int = TRIALS, correlation: float = 0.0, bound: float = 1.1
+) -> Shares:
+    """Results of `metric <= 1.1 * baseline` where the true ratio is `factor`, n requests on each side, by AR(1)."""
+    dice = np.random.default_rng(n)
+
+    def sample(value_s: float) -> LatencySample:
+        noise = dice.standard_normal(n + 100) * math.sqrt(1 - correlation**2)
+        return observed(np.exp(SIGMA * lfilter([1], [1, -correlation], noise)[100:]) * value_s)
+
+    text = f"{metric} <= {bound} * baseline"
+    return shares(ratio_check(text, [sample(factor)], [sample(1.0)], 1.0) for _ in range(trials))
+
+
+@pytest.mark.parametrize("metric", ["ttft_p50", "ttft_p95"])
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8, 0.9])
+@pytest.mark.parametrize("n", [73, 130, 200, 600, 2000] if NIGHTLY else [130, 600])
+def test_a_ratio_of_correlated_latencies_at_the_bound_is_hardly_ever_decided(
+    n: int, correlation: float, metric: str
+) -> None:
+    trials = draws(500)
+    found = against(n, 1.1, metric, trials, correlation)
+    assert max(found["passed"], found["failed"]) <= 0.05 + scatter(0.05, trials, 0 if NIGHTLY else 2)
+
+
+@pytest.mark.parametrize(("n", "correlation", "metric", "factor", "right"), [
+    (200, 0.0, "ttft_p95", 0.4, "passed"), (200, 0.0, "ttft_p95", 3.0, "failed"),
+    (130, 0.8, "ttft_p50", 0.2, "passed"), (130, 0.8, "ttft_p50", 6.0, "failed"),
+    (2000, 0.8, "ttft_p95", 0.5, "passed"), (2000, 0.8, "ttft_p95", 2.4, "failed"),
+    (2000, 0.9, "ttft_p50", 0.6, "passed"), (2000, 0.9, "ttft_p50", 2.0, "failed"),
+])  # fmt: skip
+def test_a_clear_ratio_is_decided(n: int, correlation: float, metric: str, factor: float, right: str) -> None:
+    trials = draws(200)
+    assert against(n, factor, metric, trials, correlation)[right] >= 0.8 - room(0.8, trials)
 
 
 @pytest.mark.parametrize("n", [130, 2000])
@@ -116,19 +174,56 @@ def test_a_ratio_at_the_bound_is_hardly_ever_decided(n: int) -> None:
 
 def test_what_settles_a_ratio() -> None:
     dice = np.random.default_rng(5)
-    now, before = latencies(dice, 1000, 950, 0.95), latencies(dice, 1000, 950, 1.0)
-    (result,) = evaluate(["ttft_p95 <= 1.1 * baseline"], [now], None, Reference(run="before", rows=[before]))
-    assert (result.status, result.code) == ("inconclusive", "too_close")
+    now, before = (observed(np.exp(SIGMA * dice.standard_normal(1000)) * value_s) for value_s in (0.95, 1.0))
+    result = ratio_check("ttft_p95 <= 1.1 * baseline", [now], [before])
+    assert (result.status, result.code) == ("inconclusive", "too_close") and result.more_requests is not None
     times = growth_to_decide(Estimate(1.0, 0.9, 1.1), 1.05)
     assert times == pytest.approx(((1.96 + 0.8416) / 1.96 * math.log(1.1) / math.log(1.05)) ** 2, rel=1e-3)
     assert growth_to_decide(Estimate(1.0, 0.9, 1.1), 1.0) is None
     assert growth_to_decide(Estimate(1.0, 0.9, None), 1.2) is None
 
 
-def test_the_interval_of_a_ratio() -> None:
-    side, base = Estimate(2.0, 1.6, 3.0), Estimate(1.0, 0.8, 1.1)
-    down, up = math.hypot(math.log(2 / 1.6), math.log(1.1)), math.hypot(math.log(1.5), math.log(1 / 0.8))
-    assert estimate_ratio(side, base) == pytest.approx((2.0, 2 * math.exp(-down), 2 * math.exp(up)))
-    assert estimate_ratio(Estimate(2.0, 1.6, None), base)[2] is None
-    assert estimate_ratio(side, Estimate(1.0, 0.8, None))[1] is None
-    assert estimate_ratio(side, Estimate(1.0, 1.0, 1.0)) == pytest.approx(side)
+EXACT = Draws(np.full(DRAWS, 2.0), np.full(DRAWS, 2.0))
+
+
+@pytest.mark.parametrize("effect", [1.0, 2.5, 7.0])
+@pytest.mark.parametrize("states", [[OBSERVED], [OBSERVED] * 6 + [AT_LEAST, AT_MOST, UNKNOWN, FAILED]])
+def test_against_an_exact_value_the_interval_of_a_ratio_is_that_of_the_percentile(
+    effect: float, states: list[int]
+) -> None:
+    dice = np.random.default_rng(3)
+    one = LatencySample(np.arange(600.0), dice.random(600), dice.choice(states, 600).astype(np.int8))
+    for permille in (100, 500, 900, 990):
+        low, high = percentile_interval([one], permille, effect)
+        found = ratio_interval(percentile_draws([one], permille, effect), EXACT)
+        assert [end is None for end in found] == [low is None, high is None]
+        assert [end or 0.0 for end in found] == pytest.approx([(end or 0.0) / 2 for end in (low, high)], rel=1e-12)
+    for met in (0, 300, 590, 600):
+        share = ratio_interval(share_draws(met, 0, 600, effect), EXACT)
+        assert (share[0] or 0.0, share[1]) == pytest.approx(
+            [end / 2 for end in share_interval(met, 600, effect)], abs=1e-3
+        )
+
+
+def test_the_interval_of_a_ratio_is_the_same_each_time_and_on_both_sides() -> None:
+    dice = np.random.default_rng(4)
+    side, base = (percentile_draws([observed(dice.random(300) + 1)], 900, 1.5) for _ in range(2))
+    (low, high), (base_low, base_high) = (ratio_interval(*pair) for pair in ((side, base), (base, side)))
+    assert (low, high) == ratio_interval(side, base)
+    assert low and high and (1 / high, 1 / low) == pytest.approx((base_low, base_high), rel=0.01)
+
+
+def test_unknown_and_cut_requests_of_either_side_leave_a_ratio_open() -> None:
+    values = np.random.default_rng(9).random(400) + 1
+    known = observed(values)
+    half = known._replace(state=np.where(np.arange(400) % 2, UNKNOWN, OBSERVED).astype(np.int8))
+    cut = known._replace(state=np.where(np.arange(400) % 10, OBSERVED, AT_LEAST).astype(np.int8), value_s=values)
+    for now, before, code in ((half, known, "requests_unknown"), (known, half, ""), (cut, known, "requests_unknown")):
+        result = ratio_check("ttft_p95 <= 3 * baseline", [now], [before])
+        assert result.status == ("passed" if now is known else "inconclusive"), code
+    assert ratio_check("ttft_p95 >= 0.1 * baseline", [known], [half]).status == "inconclusive"
+    late = known._replace(state=np.where(np.arange(400) % 10, OBSERVED, AT_LEAST).astype(np.int8),
+                          value_s=np.where(np.arange(400) % 10, values, 60.0))  # fmt: skip
+    assert ratio_check("ttft_p95 <= 3 * baseline", [late], [known]).status == "failed"
+    failed = known._replace(state=np.where(np.arange(400) % 5, OBSERVED, FAILED).astype(np.int8))
+    assert ratio_check("ttft_p95 <= 3 * baseline", [failed], [known]).status == "failed"

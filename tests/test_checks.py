@@ -417,8 +417,15 @@ def test_relative_to_another_run() -> None:
     assert (close.low, close.high) == pytest.approx((11.111, 15.210), rel=1e-3), "equal runs vary by 4 %"
     assert [against(f"a/x: wall <= {k} * baseline").code for k in (1.25, 0.7, 0.85)] == ["met", "broken", "provisional"]
     assert against("a/x: requests_per_s >= 0.8 * baseline").status == "passed"
-    slower = against("a/x: ttft_p95 <= 1.1 * baseline")  # no interval on either side
-    assert (slower.status, evidence(slower.evidence)[-18:]) == ("failed", "1.20 times as much")
+    slower = against("a/x: ttft_p95 <= 1.1 * baseline")
+    half = 2.776 * 0.04 * math.sqrt(2)
+    assert (slower.status, slower.code) == ("inconclusive", "too_close")
+    assert (slower.low, slower.high) == pytest.approx((1.8 * math.exp(-half), 1.8 * math.exp(half)), rel=1e-3)
+    assert [against(f"a/x: ttft_p95 <= {k} * baseline").code for k in (1.5, 0.7, 1.0)] == [
+        "met",
+        "broken",
+        "provisional",
+    ]
     assert evidence(against("a/x: error_rate <= baseline").evidence) == "a / x: 0 % against 0 % of r1"
     missing = against("b/x: ttft_p95 <= baseline")
     assert missing.code == "no_baseline" and "of the baseline r1: needs 130 " in evidence(missing.evidence)
@@ -441,22 +448,47 @@ def test_a_check_of_two_runs_uses_the_verdict_on_them() -> None:
     assert (results[1].low, results[1].high) == (0.775, 1.073)
 
 
-def test_a_percentile_relative_to_another_run_has_the_interval_of_the_ratio() -> None:
-    def against(text: str, now: Distribution, before: Distribution) -> CheckResult:
-        return evaluate([text], [row(ttft_s=now)], None, Reference(run="r1", rows=[row(ttft_s=before)]))[0]
+def test_a_percentile_relative_to_another_run_has_the_interval_of_the_verdict_on_it() -> None:
+    verdict = Verdict(
+        side="a / x", baseline="r1", metric="ttft_p95", ratio=0.8, low=0.5, high=0.9, p=0.3, n=(1, 1),
+        word="slower", basis="runs", unit="runs",
+    )  # fmt: skip
+    before = Reference(run="r1", rows=[row(ttft_s=Distribution(n=200, p95=1.0))], ratios=[verdict])
 
-    text, base = "ttft_p95 <= 1.1 * baseline", Distribution(n=200, p95=1.0, intervals={"p95": (0.8, 1.25)})
-    exact = Distribution(n=200, p95=1.0)  # of another tool: without an interval
-    close = against(text, TTFT, base)
-    up, down = math.hypot(math.log(2 / 1.5), math.log(1.25)), math.hypot(math.log(1.5 / 1.2), math.log(1.25))
-    assert (close.status, close.code, close.value, close.bound) == ("inconclusive", "too_close", 1.5, 1.1)
-    assert (close.low, close.high) == pytest.approx((1.5 * math.exp(-down), 1.5 * math.exp(up)))
-    assert close.more_requests == 224
-    assert evidence(close.evidence).endswith("; of the baseline 2.1 times as many as now")
-    assert against(text, TTFT, exact).low == pytest.approx(1.2)
-    assert against(text, TTFT, exact).status == "failed"
-    assert against("ttft_p95 <= 2.8 * baseline", TTFT, base).status == "passed"
-    assert against("ttft_p99 <= baseline", TTFT, base).code == "too_few_requests"
+    def against(text: str, now: Distribution) -> CheckResult:
+        return evaluate([text], [row(ttft_s=now)], None, before)[0]
+
+    text, known = "ttft_p95 <= 1.5 * baseline", Distribution(n=200, p95=1.25)
+    close = against(text, known)
+    assert (close.status, close.code, close.value, close.bound) == ("inconclusive", "too_close", 1.25, 1.5)
+    assert (close.low, close.high) == pytest.approx((1 / 0.9, 2.0))
+    assert against("ttft_p95 <= 1.1 * baseline", known).status == "failed"
+    assert against("ttft_p95 <= 2 * baseline", known).status == "passed"
+    # Unknown requests count as met and as missed.
+    unknown = Distribution(n=200, p95=1.25, unknown=20, intervals={"p95": (1.05, None)})
+    assert (against(text, unknown).low, against(text, unknown).high) == (1.05, None)
+    assert against("ttft_p95 <= 1.01 * baseline", unknown).status == "failed"
+    assert against("ttft_p95 <= 9 * baseline", unknown).status == "inconclusive"
+
+
+def test_the_load_generators_delays_widen_the_interval_of_a_ratio() -> None:
+    late = {"ttft_p95": (0.1, 0.25)}
+    sample = Distribution(n=200, p95=1.0, intervals={"p95": (0.9, 1.2)})
+    before = Reference(run="r1", rows=[row(ttft_s=sample)])
+    plain, below, above = (
+        evaluate(["ttft_p95 <= 1.1 * baseline"], [now], None, base)[0]
+        for now, base in (
+            (row(ttft_s=sample), before),
+            (msgspec.structs.replace(row(ttft_s=sample), client_error=late), before),
+            (
+                row(ttft_s=sample),
+                Reference(run="r1", rows=[msgspec.structs.replace(row(ttft_s=sample), client_error=late)]),
+            ),
+        )
+    )
+    assert plain.low is not None and plain.high is not None
+    assert (below.low, below.high) == pytest.approx((plain.low * 0.9, plain.high * 1.25))
+    assert (above.low, above.high) == pytest.approx((plain.low / 1.25, plain.high / 0.9))
 
 
 def test_checks_that_the_planned_requests_cannot_decide() -> None:

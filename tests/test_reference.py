@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from harness.analysis.summarize import summarize, write_summary
-from harness.comparison.compare import make_reference, read_baseline, write_reference
+from harness.comparison.compare import compare_runs, make_reference, read_baseline, write_reference
 from harness.errors import ExitCode, RunError
 from harness.reasons import evidence
-from harness.rundir.manifest import read_run
+from harness.scenario.plan import Cell
 from harness.summary import because
 from tests.command import called, harness, only_run, write
 from tests.made_runs import scenario, served_by, write_made_run
@@ -26,7 +26,7 @@ def two(tmp_path: Path, factor: float = 1.05) -> tuple[Path, Path]:
 
 def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
     old, new = two(tmp_path)
-    reference = make_reference(old, read_run(new))
+    reference = make_reference(old, new)
     assert (reference.run, reference.refused) == ("old", None)
     assert [(row.server, row.pooled.slos[SLOS].attainment) for row in reference.rows] == [("a", 1.0), ("b", 1.0)]
     result = summarize(new, (), reference).checks
@@ -34,13 +34,13 @@ def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
         ("failed", "a / x: 0 % against 100 % of old"), ("inconclusive", "a / x: 10.53 s against 10.03 s of old"),
     ]  # fmt: skip
     # A pipeline does not know whether today's image is another than yesterday's.
-    assert make_reference(old, read_run(new), about="image_digest").refused is None
+    assert make_reference(old, new, about="image_digest").refused is None
 
 
 def test_what_was_compared_with_stays_with_the_run(tmp_path: Path) -> None:
     old, new = two(tmp_path)
     write_summary(old, summarize(old))
-    given = make_reference(old, read_run(new))
+    given = make_reference(old, new)
     write_reference(new, given)
     before = summarize(new)
     (old / "requests.jsonl").unlink()
@@ -48,7 +48,7 @@ def test_what_was_compared_with_stays_with_the_run(tmp_path: Path) -> None:
     assert not (new / "baseline.json.new").exists()
     # A published baseline has a summary only.
     (new / "baseline.json").unlink()
-    result = summarize(new, (), make_reference(old, read_run(new))).checks
+    result = summarize(new, (), make_reference(old, new)).checks
     assert [(one.status, one.code) for one in result] == [
         ("inconclusive", "no_baseline"),
         ("inconclusive", "too_close"),
@@ -66,7 +66,7 @@ def test_a_summary_with_another_definition_has_no_ratio_of_that_number(tmp_path:
     other = [msgspec.structs.replace(row, definitions={"tpot_s": "(last - first) / tokens"}) for row in summary.rows]
     for rows, found in ((summary.rows, ["passed", "passed"]), (other, ["inconclusive", "passed"])):
         write_summary(tmp_path / "old", msgspec.structs.replace(summary, rows=rows))
-        reference = make_reference(tmp_path / "old", read_run(tmp_path / "new"))
+        reference = make_reference(tmp_path / "old", tmp_path / "new")
         result = summarize(tmp_path / "new", (), reference).checks
         assert [one.status for one in result] == found
     assert "the definitions of 'tpot_s' differ, so no ratio is given. a / x: (last" in evidence(result[0].evidence)
@@ -77,7 +77,7 @@ def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> 
     write_made_run(
         tmp_path / "new", made_of=scenario(checks=CHECKS[1:]), served=lambda cell: served_by(image_digest="sha256:2222")
     )
-    new = read_run(tmp_path / "new")
+    new = tmp_path / "new"
     refused = make_reference(tmp_path / "old", new)
     assert refused.rows == [] and refused.refused is not None
     why = refused.refused
@@ -92,7 +92,7 @@ def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> 
 
 def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
     old, new = two(tmp_path)
-    reference = make_reference(old, read_run(new))
+    reference = make_reference(old, new)
     with (new / "requests.jsonl").open("ab") as file:
         file.write(b'{"torn')
     why = "not compared with old: this run is INVALID"
@@ -121,3 +121,27 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert (asked.code, asked.err) == (4, "")
     assert "FAILED wall <= 0.001 * baseline: one / burst: " in asked.out
     assert (second / "summary.json").read_bytes() == kept, "it was asked this once"
+
+
+def test_a_check_and_a_comparison_of_the_same_runs_have_the_same_interval(tmp_path: Path) -> None:
+    """With and without earlier equal runs; in the run's own checks, in those of compare, and in its verdict."""
+    checks = ["wall <= 1.1 * baseline", "e2e_p50 <= 1.1 * baseline"]
+    for number, factor in enumerate((1.0, 1.02, 1.01, 1.05)):
+        made_of = scenario(checks=checks)
+
+        def wall_s(cell: Cell, factor: float = factor) -> float:
+            return factor * (10.0 + 0.01 * cell.repeat)
+
+        write_made_run(tmp_path / f"r{number}", wall_s, made_of=made_of)
+    base, new = tmp_path / "r0", tmp_path / "r3"
+    widths = []
+    for runs in (None, tmp_path):
+        own = summarize(new, (), make_reference(base, new, runs=runs)).checks
+        comparison = compare_runs([[base], [new]], runs=runs, checks=checks)
+        assert [(one.low, one.high) for one in own] == [(one.low, one.high) for one in comparison.checks]
+        wall, verdict = own[0], next(one for one in comparison.verdicts if one.side == own[0].row)
+        assert wall.low and wall.high and wall.bound and verdict.low and verdict.high
+        value = wall.bound / 1.1
+        assert (wall.low, wall.high) == pytest.approx((value / verdict.high, value / verdict.low))
+        widths.append(wall.high / wall.low)
+    assert widths[1] < widths[0], "equal runs show how far runs differ"

@@ -95,7 +95,7 @@ def run(
             folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
     manifest = read_run(folder)
     if base is not None:
-        write_reference(folder, make_reference(base, manifest, about=about))
+        write_reference(folder, make_reference(base, folder, about=about, runs=runs, results=cli.RESULTS))
         write_results(folder)
     summary = read_summary(folder)
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)

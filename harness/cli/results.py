@@ -29,6 +29,7 @@ def report(
     checks: cli.ChecksOpt = None,
     baseline: cli.BaselineOpt = None,
     about: cli.AboutOpt = None,
+    provisional: cli.ProvisionalOpt = False,
     runs: cli.RunsDir = cli.RUNS,
     results: cli.ResultsDir = cli.RESULTS,
     explain: Annotated[bool, cli.flag("--explain", "Explain the columns below the table.")] = False,
@@ -49,7 +50,9 @@ def report(
     folder = _find_or_import_run(run_folder, runs)
     manifest = read_run(folder)
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
-    reference = None if base is None else make_reference(base, manifest, about=about, checks=checks or [])
+    reference = None
+    if base is not None:
+        reference = make_reference(base, folder, about=about, checks=checks or [], runs=runs, results=results)
     alone = has_only_summary(folder) and not checks and reference is None  # a filed run
     if alone:
         print(f"{folder}: requests.jsonl is missing; this is the stored summary", file=sys.stderr)
@@ -64,7 +67,7 @@ def report(
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
     )
-    cli.exit_after_run(summary)
+    cli.exit_after_run(summary, provisional=provisional)
 
 
 def _find_or_import_run(given: Path, runs: Path) -> Path:

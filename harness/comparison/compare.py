@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Struct
 
 from harness.analysis.summarize import summary_of
-from harness.comparison.equal_runs import find_equal_runs
+from harness.comparison.equal_runs import EqualRuns, find_equal_runs
 from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
 from harness.judge import comparable
-from harness.judge.checks import evaluate
+from harness.judge.checks import compared_metrics, evaluate
 from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
 from harness.judge.verdicts import (
     Measured,
@@ -130,7 +130,11 @@ def compare_runs(
             if each.side in names
         ]
         own = msgspec.structs.replace(comparison, verdicts=verdicts)
-        return _evaluate_checks(checks, sides[number], base_side, rows, own, several)
+        ratios = [
+            msgspec.structs.replace(each, provisional=each.provisional and not provisional)
+            for each in _check_ratios(checks, (base_side, sides[number]), rows, equal, number)
+        ]
+        return _evaluate_checks(checks, sides[number], base_side, rows, own, ratios, several)
 
     return msgspec.structs.replace(
         comparison,
@@ -141,6 +145,30 @@ def compare_runs(
         checks=[result for number in range(1, len(sides)) for result in check_side(number)],
         notes=list(_notes(sides, rows)),
     )
+
+
+def _check_ratios(
+    checks: Sequence[str],
+    sides: tuple[_Side, _Side],
+    rows: Sequence[tuple[str, str]],
+    equal: EqualRuns,
+    number: int = 1,
+) -> list[Verdict]:
+    """The verdicts on a side, the second, by each metric that a check compares. `number`: of this side in `equal`."""
+    base, side = sides
+    pairs = [
+        pair
+        for row in rows
+        for own, other in [(side.measured(row, " / ".join(row)), base.measured(row, base.name))]
+        for pair in pair_by_metric(
+            own,
+            other,
+            within_run=False,
+            known=equal.known(row, [(0, base.runs, other), (number, side.runs, own)]),
+            metrics=compared_metrics(checks),
+        )
+    ]
+    return decide_verdicts(pairs).verdicts
 
 
 def with_exit(verdict: Verdict, *, provisional: bool) -> Verdict:
@@ -229,10 +257,11 @@ def _evaluate_checks(
     base: _Side,
     rows: Sequence[tuple[str, str]],
     comparison: Comparison,
+    ratios: list[Verdict],
     several: bool,
 ) -> list[CheckResult]:
     side_rows, base_rows = ([row for row in group.summaries[0].rows if row.key in rows] for group in (side, base))
-    results = evaluate(checks, side_rows, comparison, Reference(run=base.runs[0].id, rows=base_rows))
+    results = evaluate(checks, side_rows, comparison, Reference(run=base.runs[0].id, rows=base_rows, ratios=ratios))
     if not several:
         return results
     return [msgspec.structs.replace(result, check=f"{result.check} ({side.name})") for result in results]
@@ -272,19 +301,37 @@ def read_baseline(folder: Path) -> Run:
     return run
 
 
-def make_reference(folder: Path, run: Run, *, about: str | None = None, checks: Sequence[str] = ()) -> Reference:
-    """Make the run in `folder` the baseline of `run`, with the SLOs of the scenario's checks and of further `checks`.
+def make_reference(
+    folder: Path,
+    run_folder: Path,
+    *,
+    about: str | None = None,
+    checks: Sequence[str] = (),
+    runs: Path | None = None,
+    results: Path | None = None,
+) -> Reference:
+    """Make the run in `folder` the baseline of that in `run_folder`, for its scenario's checks and further `checks`.
 
     `about` is the one manifest key in which the two may differ. If they differ in another one, the reference has the
-    reason, and every check against it fails with that reason. Raises HarnessError for a folder without a VALID run.
+    reason, and every check against it fails with that reason. The ratios are those of `compare_runs` with the same
+    `runs` and `results`. Raises HarnessError for a folder without a VALID run.
     """
-    base = read_baseline(folder)
-    summary = summary_of(folder, [*run.scenario.checks, *checks])
+    base, run = read_baseline(folder), read_run(run_folder)
+    texts = [*run.scenario.checks, *checks]
+    summary = summary_of(folder, texts)
     refuse_invalid(base, summary, "is a baseline")
     known = {row.key for row in summary.rows}
     rows = [(server, load) for server in run.scenario.servers for load in run.scenario.loads if (server, load) in known]
     refused = _comparison_refusal(base, run, rows, about)
-    return Reference(run=base.id, rows=[] if refused else summary.rows, refused=refused)
+    if refused is not None:
+        return Reference(run=base.id, refused=refused)
+    reference = Reference(run=base.id, rows=summary.rows)
+    if not compared_metrics(texts):
+        return reference
+    sides = _Side(base.id, [base], [summary]), _Side(run.id, [run], [summary_of(run_folder)])
+    rows = [row for row in rows if all(row in side.common_rows() for side in sides)]
+    equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
+    return msgspec.structs.replace(reference, ratios=_check_ratios(texts, sides, rows, equal))
 
 
 def _comparison_refusal(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | None) -> Reason | None:

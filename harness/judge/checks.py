@@ -7,7 +7,7 @@ otherwise. All other values are compared as they are; docs/method.md says which 
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from harness.columns import RATES, VALUES, WORK
 from harness.errors import HarnessError
 from harness.judge import slo_rule, stats
+from harness.judge.slo_rule import Draws, LatencySample
 from harness.judge.stats import Estimate
-from harness.judge.verdicts import invalid_row_reason, is_paced, work_metric
+from harness.judge.verdicts import invalid_row_reason, is_paced, row_rooms, work_metric
 from harness.rundir.manifest import definition_conflict
 from harness.scenario import Load, Scenario, is_open_loop, max_concurrency
 from harness.scenario.check_syntax import (
@@ -46,6 +47,9 @@ from harness.summary import (
     Verdict,
     because,
 )
+
+Samples = Callable[[Row, str], Sequence[LatencySample]]  # of a row and a field of Numbers: one a repeat
+Interval = tuple[float | None, float | None]
 
 _VALUES = {column.check: column for column in VALUES}
 _RATES_AND_TIMES = ("wall", "output_tok_s", "input_tok_s", "requests_per_s", "goodput")  # of a row
@@ -102,16 +106,18 @@ def evaluate(
     rows: Sequence[Row],
     comparison: Comparison | None,
     reference: Reference | None = None,
+    samples: Samples | None = None,
 ) -> list[CheckResult]:
     """The result of each check. A check without enough data is inconclusive, and its result has the number it needs.
 
     `baseline` in a check is the same row of `reference` if that is given, else the row's baseline in `comparison`.
-    `comparison` is of the rows of one run, or of its rows with those of `reference`.
+    `comparison` is of the rows of one run, or of its rows with those of `reference`. `samples`: the latencies of the
+    run's own rows; without them the interval of a ratio of two percentiles is the widest that theirs allow.
     """
     results = []
     for text in texts:
         try:
-            results.append(_evaluate_check(parse_check(text), rows, comparison, reference))
+            results.append(_evaluate_check(parse_check(text), rows, comparison, reference, samples))
         except ValueError as error:
             why = because("check_unreadable", error=str(error))
             results.append(CheckResult(check=text, status="failed", code="unreadable", evidence=[why]))
@@ -195,7 +201,11 @@ def _planned_requests_needed(check: Check, load: Load, repeats: int) -> tuple[in
 
 
 def _evaluate_check(
-    check: Check, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
+    check: Check,
+    rows: Sequence[Row],
+    comparison: Comparison | None,
+    reference: Reference | None,
+    samples: Samples | None,
 ) -> CheckResult:
     """The result of the worst row, with the evidence of all rows that share its status."""
     if check.server is not None:
@@ -214,7 +224,7 @@ def _evaluate_check(
             chosen = has_latency or chosen
     if not chosen:
         return CheckResult(check=check.text, status="failed", code="no_row", evidence=[because("check_no_row")])
-    results = [_evaluate_row(check, row, rows, comparison, reference) for row in chosen]
+    results = [_evaluate_row(check, row, rows, comparison, reference, samples) for row in chosen]
     if failed := [result for result in results if result.status == "failed"]:
         worst = max(failed, key=_relative_distance)
         return replace(worst, evidence=[reason for result in failed for reason in result.evidence])
@@ -236,7 +246,12 @@ def _relative_distance(result: CheckResult) -> float:
 
 
 def _evaluate_row(
-    check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
+    check: Check,
+    row: Row,
+    rows: Sequence[Row],
+    comparison: Comparison | None,
+    reference: Reference | None,
+    samples: Samples | None,
 ) -> CheckResult:
     value, bound, baseline = _row_value(check, row, comparison), check.bound, None
     result = CheckResult(check=check.text, row=row.name)
@@ -245,10 +260,9 @@ def _evaluate_row(
         if base.value is None:
             return replace(result, code="no_baseline", evidence=_missing_evidence(row, base))
         bound, baseline = check.bound * base.value, {"value": base.value, "name": name}
-        if check.metric in _RATES_AND_TIMES:
-            value = _work_against(check, row, value, base, rows, comparison, reference, name)
-        else:
-            value = replace(value, interval=_relative_interval(value, base))
+        of_rows, base_name = (rows, name) if reference is None else (reference.rows, row.name)
+        base_row = next(each for each in of_rows if each.name == base_name)
+        value = _with_ratio_interval(check, (row, value), (base_row, base), comparison, reference, samples)
     if check.operator == "==" or (check.relative and value.known is None and not value.all_miss):
         value = replace(value, interval=None)
     if value.value is None and value.interval is None:
@@ -312,56 +326,113 @@ def _without_value(result: CheckResult, row: Row, value: _Value) -> CheckResult:
     )
 
 
-def _relative_interval(value: _Value, base: _Value) -> tuple[float | None, float | None] | None:
-    """The interval of the ratio of two values, times the baseline's value. None: both are compared as they are."""
-    if value.all_miss:
-        return value.interval
-    if (value.interval is None and base.interval is None) or not value.known or not base.value:
-        return None
-    ratio = stats.estimate_ratio(value.estimate(), base.estimate())
-    return (
-        None if ratio.low is None else ratio.low * base.value,
-        None if ratio.high is None else ratio.high * base.value,
-    )
+def metric_of(check: Check) -> str:
+    """The metric of verdicts that a check is of."""
+    return _VALUES[check.metric].field if check.metric in _VALUES else check.metric
 
 
-def _work_against(
+def compared_metrics(texts: Sequence[str]) -> list[str]:
+    """The metrics that checks compare with a baseline, of those that verdicts can have."""
+    metrics = []
+    for text in texts:
+        try:
+            check = parse_check(text)
+        except (ValueError, HarnessError):  # its result says so
+            continue
+        column = LATENCIES.get(check.metric.rpartition("_")[0])
+        has_verdict = metric_of(check) in WORK or (column is not None and column.field == f"{column.check}_s")
+        metrics += [metric_of(check)] if check.relative and has_verdict else []
+    return list(dict.fromkeys(metrics))
+
+
+def _with_ratio_interval(
     check: Check,
-    row: Row,
-    value: _Value,
-    base: _Value,
-    rows: Sequence[Row],
+    side: tuple[Row, _Value],
+    base: tuple[Row, _Value],
     comparison: Comparison | None,
     reference: Reference | None,
-    name: str,
+    samples: Samples | None,
 ) -> _Value:
-    """A wall time or rate with the interval of its ratio to the baseline's, times the baseline's value.
+    """A value with the interval of its ratio to the baseline's, times the baseline's value.
 
-    It is the interval of the row's verdict, if that is by this metric; else that of the same rule: repeats of one run
-    are compared by Welch's interval, runs by the variation that is assumed between equal ones.
+    Runs are compared by the variation between equal ones, repeats of work by Welch's interval, and percentiles of one
+    run by resampling (`slo_rule.ratio_interval`). Where the row has a verdict by this metric, it is the verdict's.
     """
-    metric = _VALUES[check.metric].field if check.metric in _VALUES else check.metric
-    verdict = None if comparison is None else _verdict_by_row(comparison).get(row.name)
-    if reference is not None and verdict is not None and verdict.unit != "runs":
-        verdict = None  # another comparison: that within the run
-    if not value.value or not base.value:
+    (row, value), (base_row, base_value) = side, base
+    assert base_value.value is not None
+    metric, latency = metric_of(check), check.metric.rpartition("_")[0]
+    is_measured = check.metric in _RATES_AND_TIMES or latency in LATENCIES
+    if value.all_miss or not value.known or not base_value.value:
         return value
-    if verdict is not None and verdict.metric == metric and verdict.low and verdict.high:
-        low, high = (verdict.low, verdict.high) if metric in RATES else (1 / verdict.high, 1 / verdict.low)
-        interval = low * base.value, high * base.value
-        return replace(value, interval=interval, provisional=verdict.provisional, unit=verdict.unit)
+    verdict = _verdict_of(comparison, reference, row, metric)
+    unit: Literal["repeats", "runs"] | None = None
+    provisional = False
+    interval: Interval
+    if is_measured and verdict is not None and verdict.low and verdict.high:
+        interval = (verdict.low, verdict.high) if metric in RATES else (1 / verdict.high, 1 / verdict.low)
+        unit, provisional = verdict.unit, verdict.provisional
+    elif is_measured and (reference is not None or metric in WORK):
+        repeats = [[each for each in getattr(one, metric, []) if each] for one in (row, base_row)]
+        found = None if reference is not None else stats.welch_effect(*repeats)
+        effect = found or stats.pooled_effect([value.known], [base_value.value])
+        interval = _widen(effect.interval(), row, base_row, metric)
+        unit = "repeats" if reference is None else "runs"
+        provisional = stats.is_mostly_assumed(effect) if reference is not None else found is None
+    else:
+        draws = [_draws(check, *one, None if reference is not None else samples) for one in (side, base)]
+        if draws[0] is not None and draws[1] is not None:
+            interval = slo_rule.ratio_interval(draws[0], draws[1])
+        elif value.interval is None and base_value.interval is None:
+            return value
+        else:
+            interval = _widest_ratio(value, base_value)
+        interval = _widen(interval, row, base_row, metric)
+    if unit == "runs" and any(one.censored or one.unknown or one.failed for one in (value, base_value)):
+        open_low, open_high = _widest_ratio(value, base_value)  # unknown requests as met, and as missed
+        interval = (
+            None if open_low is None or interval[0] is None else min(open_low, interval[0]),
+            None if open_high is None or interval[1] is None else max(open_high, interval[1]),
+        )
+    low, high = (None if end is None else end * base_value.value for end in interval)
+    return replace(value, interval=(low, high), provisional=provisional, unit=unit)
+
+
+def _verdict_of(comparison: Comparison | None, reference: Reference | None, row: Row, metric: str) -> Verdict | None:
+    """The verdict on a row by a metric: that of the runs if there is a reference."""
     if reference is not None:
-        effect = stats.pooled_effect([value.value], [base.value])
-        low, high = effect.interval()
-        interval = low * base.value, high * base.value
-        return replace(value, interval=interval, provisional=stats.is_mostly_assumed(effect), unit="runs")
-    if metric not in WORK:
-        return value
-    base_row = next(each for each in rows if each.name == name)
-    repeats, base_repeats = ([each for each in getattr(one, metric) if each] for one in (row, base_row))
-    found = stats.welch_effect(repeats, base_repeats)
-    low, high = (found or stats.pooled_effect([value.value], [base.value])).interval()
-    return replace(value, interval=(low * base.value, high * base.value), provisional=found is None, unit="repeats")
+        known = [*reference.ratios, *(comparison.verdicts if comparison is not None else [])]
+        known = [verdict for verdict in known if verdict.unit == "runs" and verdict.side == row.name]
+    else:
+        first = None if comparison is None else _verdict_by_row(comparison).get(row.name)
+        known = [] if first is None or metric not in WORK else [first]
+    return next((verdict for verdict in known if verdict.metric == metric), None)
+
+
+def _draws(check: Check, row: Row, value: _Value, samples: Samples | None) -> Draws | None:
+    """The resampled values of a row; None for values that are none of requests, or without samples."""
+    latency, _, statistic = check.metric.rpartition("_")
+    if check.metric == "attainment":
+        return slo_rule.share_draws(value.met or 0, value.unknown, value.requests, value.effect)
+    if statistic not in NEEDED or latency not in LATENCIES or samples is None:
+        return None
+    field = LATENCIES[latency].field
+    sample: Distribution = getattr(row.pooled, field)
+    if sample.effect is None or not (found := [one for one in samples(row, field) if len(one.state)]):
+        return None
+    return slo_rule.percentile_draws(found, int(statistic[1:]) * 10, sample.effect)
+
+
+def _widest_ratio(value: _Value, base: _Value) -> Interval:
+    """The ratios that the intervals of two values allow together."""
+    (_, low, high), (_, base_low, base_high) = value.estimate(), base.estimate()
+    return low / base_high if low and base_high else None, high / base_low if high is not None and base_low else None
+
+
+def _widen(interval: Interval, row: Row, base_row: Row, metric: str) -> Interval:
+    """The interval of a ratio with what the load generator's delays may have changed on both sides."""
+    lower, higher = row_rooms(row, base_row, metric)
+    low, high = interval
+    return None if low is None else low * math.exp(-lower), None if high is None else high * math.exp(higher)
 
 
 def _requests_to_decide(check: Check, value: _Value, bound: float) -> tuple[int | None, Reason]:

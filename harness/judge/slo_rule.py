@@ -28,6 +28,7 @@ MIN_BLOCKS = 8  # with fewer blocks the effect is assumed
 MAX_BLOCKS = 32
 TAILS = (0.9, 0.95)
 ASSUMED_EFFECT = 10.0
+DRAWS = 4000  # of a ratio
 MAX_REQUESTS = 100_000  # no larger number of requests is suggested
 _MAX_CORRELATION = 0.99  # of neighbouring requests: an effect of 199
 
@@ -236,17 +237,79 @@ def percentile_interval(
     n = len(states)
     fails, passes = interval_counts(n, permille / 1000, effect)
     low_s = high_s = None
+    at_best, at_worst = _ends(states, values)
     if fails >= 0:
-        at_best = np.where(states == OBSERVED, values, np.where(states == FAILED, math.inf, 0.0))
-        cut = states == AT_LEAST
-        at_best[cut] = np.nextafter(values[cut], math.inf)  # a bound that equals the age is missed
         best = float(np.partition(at_best, fails)[fails])
         low_s = best if 0 < best < math.inf else None
     if 0 < passes <= n:
-        at_worst = np.where((states == OBSERVED) | (states == AT_MOST), values, math.inf)
         worst = float(np.partition(at_worst, passes - 1)[passes - 1])
         high_s = worst if math.isfinite(worst) else None
     return low_s, high_s
+
+
+class Draws(NamedTuple):
+    """A value as its effective requests could have shown it, at the same levels in rising order: the ends of DRAWS.
+
+    0 and infinity: no bound, or a failed request. `low` counts unknown requests as met, `high` as missed.
+    """
+
+    low: Floats
+    high: Floats
+
+
+def percentile_draws(samples: Sequence[LatencySample], permille: int, effect: float) -> Draws:
+    """Resample a percentile in blocks of dependent requests: n / effect of them are drawn.
+
+    The number of requests up to the true percentile is then binomial, so its distribution is inverted instead of
+    drawing from it. Against an exact value the interval is that of `percentile_interval`.
+    """
+    from scipy.special import betainc
+
+    states, values = (np.concatenate(p) for p in zip(*((one.state, one.value_s) for one in samples), strict=True))
+    n, share, levels = len(states), permille / 1000, _levels()
+    at_best, at_worst = _ends(states, values)
+    counts, size = np.arange(n) / effect, n / effect
+    below = 1 - betainc(counts + 1, size - counts, share)  # so many or fewer are up to the percentile
+    above = betainc(counts + 1 / effect, size - counts - 1 / effect + 1, share)  # more are
+    low = np.concatenate([[0.0], np.sort(at_best)])[np.searchsorted(below, levels)]
+    high = np.concatenate([np.sort(at_worst), [math.inf]])[np.searchsorted(1 - above, levels)]
+    return Draws(low, high)
+
+
+def share_draws(met: int, unknown: int, n: int, effect: float) -> Draws:
+    """The same of a share, `met` of n requests and perhaps the unknown ones, too: see `share_interval`."""
+    from scipy.special import betaincinv
+
+    size, least, most, levels = n / effect, met / effect, (met + unknown) / effect, _levels()
+    low = betaincinv(least, size - least + 1, levels) if met else np.zeros(DRAWS)
+    high = betaincinv(most + 1, size - most, levels) if met + unknown < n else np.ones(DRAWS)
+    return Draws(low, high)
+
+
+def ratio_interval(side: Draws, base: Draws, alpha: float = ALPHA) -> tuple[float | None, float | None]:
+    """The interval of the ratio of two independent values, by quantiles of its resampled logarithms. The seed is fixed.
+
+    None: no bound on that side.
+    """
+    order = np.random.default_rng(0).permutation(DRAWS)
+    with np.errstate(divide="ignore", invalid="ignore"):  # two failed requests have no ratio
+        low = np.log(side.low) - np.log(base.high)[order]
+        high = np.log(side.high) - np.log(base.low)[order]
+    low, high = np.sort(np.where(np.isnan(low), -math.inf, low)), np.sort(np.where(np.isnan(high), math.inf, high))
+    ends = math.exp(low[math.floor(alpha / 2 * DRAWS)]), math.exp(high[math.ceil((1 - alpha / 2) * DRAWS) - 1])
+    return ends[0] if 0 < ends[0] < math.inf else None, ends[1] if math.isfinite(ends[1]) else None
+
+
+def _levels() -> Floats:
+    return (np.arange(DRAWS) + 0.5) / DRAWS
+
+
+def _ends(states: NDArray[np.int8], values: Floats) -> tuple[Floats, Floats]:
+    """The latencies with unknown requests as met, and as missed: zero and infinity where there is no value."""
+    at_best = np.where(states == OBSERVED, values, np.where(states == FAILED, math.inf, 0.0))
+    cut = states == AT_LEAST
+    at_best[cut] = np.nextafter(values[cut], math.inf)  # a bound that equals the age is missed
+    return at_best, np.where((states == OBSERVED) | (states == AT_MOST), values, math.inf)
 
 
 def failures_decide(failed: int, n: int, share: float, effect: float) -> bool:

@@ -62,19 +62,6 @@ class Estimate(NamedTuple):
     high: float | None
 
 
-def estimate_ratio(side: Estimate, base: Estimate) -> Estimate:
-    """The ratio of two independent values. Its interval joins theirs on logarithms (MOVER, Zou and Donner 2008)."""
-    below, above = _log_distances(side)
-    base_below, base_above = _log_distances(base)
-    ratio = side.value / base.value
-    down, up = math.hypot(below, base_above), math.hypot(above, base_below)
-    return Estimate(
-        ratio,
-        ratio * math.exp(-down) if math.isfinite(down) else None,
-        ratio * math.exp(up) if math.isfinite(up) else None,
-    )
-
-
 def _log_distances(estimate: Estimate) -> tuple[float, float]:
     """The distances of the lower and upper bound from the value, in logarithms; infinite where there is no bound."""
     return (

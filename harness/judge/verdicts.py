@@ -165,10 +165,14 @@ def pair_by_metric(
     within_run: bool,
     parts: int = 1,
     known: Callable[[str], tuple[float, int]] | None = None,
+    metrics: Sequence[str] | None = None,
 ) -> Iterator[ComparedSides]:
-    """The comparisons of two rows, one for each metric. `known`: what other equal runs show of a metric."""
+    """The comparisons of two rows, one for each metric. `known`: what other equal runs show of a metric.
+
+    `metrics` replaces those of the verdicts.
+    """
     is_other_work = (side.load.endpoint == "embeddings") != (base.load.endpoint == "embeddings")
-    for metric in comparison_metrics(side, base):
+    for metric in comparison_metrics(side, base) if metrics is None else metrics:
         values = [side.values(metric), base.values(metric)]
         speeds = [[to_speeds(metric, [v for v in run if v is not None]) for run in runs] for runs in values]
         refused = (
@@ -197,6 +201,14 @@ def pair_by_metric(
 def _client_rooms(side: tuple[float, float], base: tuple[float, float]) -> tuple[float, float]:
     """By how much the logarithm of the ratio of two sides may be lower and higher. Each side adds its own errors."""
     return side[0] + base[1], side[1] + base[0]
+
+
+def row_rooms(row: Row, base: Row, metric: str) -> tuple[float, float]:
+    """By how much the logarithm of the ratio of two rows' values may be lower and higher, see `client_error`."""
+    ends = [
+        [-math.log1p(-min(share, 0.999)) for share in _as_shares(one.client_error.get(metric))] for one in (row, base)
+    ]
+    return ends[0][0] + ends[1][1], ends[0][1] + ends[1][0]
 
 
 def are_apart(side_sessions: Sequence[int], base_sessions: Sequence[int]) -> bool:
