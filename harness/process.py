@@ -230,8 +230,8 @@ def owner_labels() -> dict[str, str]:
 def owner_is_gone(labels: Mapping[str, str]) -> bool:
     """Return whether the process with these labels has ended.
 
-    A process that is invisible from here counts as alive: one on another machine (an engine shared through
-    DOCKER_HOST), even one of the same name, or in another or unknown pid namespace (a CI runner in a container with
+    A process that is invisible from here counts as alive: one on another machine (of an engine that several
+    machines share), even one of the same name, or in another or unknown pid namespace (a CI runner in a container with
     the host's network and name).
     """
     here = owner_labels()

@@ -115,12 +115,6 @@ def test_gpu_names_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
     assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75.")
 
 
-def test_the_memory_of_another_machine_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.7:2376")
-    with pytest.raises(HarnessError, match="the Docker Engine is on 192.0.2.7, whose memory is not known here"):
-        resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail)
-
-
 def test_without_a_gpu_auto_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HarnessError) as caught:
         resolve_auto(experiment(tmp_path, vllm=ROCM), pytest.fail, tmp_path)

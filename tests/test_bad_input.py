@@ -3,6 +3,8 @@
 import ctypes
 import json
 import socket
+import socketserver
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from tests.command import Done, harness, only_run, server, write
 from tests.faults import fault
-from tests.http_double import Handler, listening
+from tests.http_double import Handler
 
 
 def run(path: Path, *args: str, **more: Any) -> Done:
@@ -274,8 +276,15 @@ class OfflineEngine(Handler):
     ],
 )  # fmt: skip
 def test_image_not_available(tmp_path: Path, one: dict[str, Any], sentence: str) -> None:
-    with listening(OfflineEngine) as url:
-        failed(write(tmp_path, servers={"one": one}), sentence, env={"DOCKER_HOST": url.replace("http", "tcp")})
+    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "d.sock"), OfflineEngine) as engine:
+        thread = threading.Thread(target=engine.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            path = write(tmp_path, servers={"one": one})
+            failed(path, sentence, env={"DOCKER_HOST": f"unix://{engine.server_address}"})
+        finally:
+            engine.shutdown()
+            thread.join()
 
 
 @fault("server", "the server ends while it starts", seen="the server did not start; it ended with exit code 1", code=2,

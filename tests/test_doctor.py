@@ -199,15 +199,12 @@ def test_devices_that_are_closed_or_missing(tmp_path: Path, monkeypatch: pytest.
         (DockerEngine(free_bytes=5 * 10**9), {"docker.disk": "blocker"}),
         (DockerEngine(free_bytes=20 * 10**9), {"docker.disk": "warning"}),
         (DockerEngine(stale=["container amd-llm-load-x-server"]), {"docker.stale": "warning"}),
-        (DockerEngine(host="gpubox"), {"docker.remote": "warning"}),
     ],
-    ids=["none", "desktop", "no-room", "little-room", "stale", "elsewhere"],
+    ids=["none", "desktop", "no-room", "little-room", "stale"],
 )
 def test_the_engine(tmp_path: Path, engine: DockerEngine, expected: dict[str, str]) -> None:
     findings = findings_of(machines.strix_halo_carve_out(tmp_path), docker=engine)
     assert levels(findings) == expected
-    if engine.host is not None:
-        assert {finding.topic for finding in findings.values()} == {"docker"}, "nothing of this machine"
 
 
 def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
@@ -288,17 +285,11 @@ def test_the_command_reads_another_machines_files(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_be_reached(tmp_path: Path) -> None:
-    for address, expected in (
-        ("tcp://gpubox.invalid:2375", {"docker.remote", "docker.reachable"}),  # nothing of this machine
-        (f"unix://{tmp_path}/none.sock", None),
-    ):
+    for address in ("tcp://gpubox.invalid:2375", f"unix://{tmp_path}/none.sock"):
         done = harness("doctor", "--json", cwd=tmp_path, env={"DOCKER_HOST": address})
         findings = {finding["id"]: finding for finding in json.loads(done.out)["findings"]}
         assert done.code == 4
-        assert expected in (None, set(findings))
-    assert findings["docker.reachable"]["fact"].startswith(
-        f"the Docker Engine at unix://{tmp_path}/none.sock cannot be used"
-    )
+        assert findings["docker.reachable"]["fact"].startswith(f"the Docker Engine at {address} cannot be used")
 
 
 # What `run` and `check` use of it
@@ -360,11 +351,8 @@ def test_when_nothing_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     root = machines.no_gpu(tmp_path / "laptop")
     experiment = experiment_of(tmp_path, ROCM)
     assert [finding.id for finding in blockers(experiment, root)["vllm"]] == ["gpu.present"]
-    # A server that runs already, an engine elsewhere, the switch.
+    # A server that runs already, the switch.
     assert blockers(Experiment(experiment.path, experiment.scenario, Target("http://127.0.0.1:1")), root) == {}
-    monkeypatch.setenv("DOCKER_HOST", "ssh://gpubox")
-    assert blockers(experiment, root) == {}
-    monkeypatch.delenv("DOCKER_HOST")
     monkeypatch.setenv(SWITCH, "off")
     assert blockers(experiment, root) == {}
 

@@ -17,7 +17,6 @@ from harness.report.html import write_report
 from harness.report.markdown import render_comparison
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.scenario.plan import Cell
-from harness.summary import because
 from tests.made_runs import scenario, served_by, write_made_run
 
 STARTUP = Startup(
@@ -62,7 +61,6 @@ def two(folder: Path, other: Callable[[Cell], ServedBy], **manifest: Any) -> lis
         (serving(effective={"max_num_seqs": 1024, "dtype": "bfloat16"}), "effective.max_num_seqs", ("16", "1024")),
         (serving(contents=Contents(rocm="7.3.0", versions={"TRITON_BRANCH": "a"})), "contents.rocm",
          ("7.2.0", "7.3.0")),
-        (serving(over_ssh=True), "over_ssh", ("false", "true")),
     ],
 )  # fmt: skip
 def test_settings_must_be_equal(
@@ -72,15 +70,6 @@ def test_settings_must_be_equal(
         compare_runs(two(tmp_path, other))
     found = raised.value.reason.values
     assert (found["key"], found["value"], found["other_value"], found["more"]) == (f"servers.a.{key}", *values, 1)
-
-
-def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:
-    """Once a server; where a gateway takes the load, the way to it counts."""
-    write_made_run(tmp_path / "one", steady(), served=lambda cell: served_by(over_ssh=cell.server == "a"))
-    (note,) = comparable.start_notes(read_run(tmp_path / "one"))
-    assert note == because("over_ssh", server="a")
-    write_made_run(tmp_path / "gateway", steady(), served=lambda cell: served_by(over_ssh=True, gateway=served_by()))
-    assert comparable.start_notes(read_run(tmp_path / "gateway")) == []
 
 
 def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -> None:

@@ -185,7 +185,6 @@ def _served_facts(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
         "image_digest": served.image_digest,
         "version": served.version,
         "model": served.model,
-        "over_ssh": served.over_ssh,
         "arguments": _without_run_names(list(served.arguments), run.id, cell.id),
         "container": _without_run_names(container, run.id, cell.id),
         **_without_run_names(effective_settings(served), run.id, cell.id),
@@ -322,13 +321,7 @@ def start_notes(run: Run) -> list[Reason]:
     """Notes on the starts of a run's servers."""
     starts = {name: [cell.served_by for cell in run.served if cell.server == name] for name in run.scenario.servers}
     tokens = {name: median_measurements(served).get("startup.kv_cache_tokens") for name, served in starts.items()}
-    notes = [note] if (note := kv_cache_note(tokens)) is not None else []
-    notes += [
-        because("over_ssh", server=name)
-        for name, served in starts.items()
-        if any((one.gateway or one).over_ssh for one in served)
-    ]
-    return notes
+    return [note] if (note := kv_cache_note(tokens)) is not None else []
 
 
 def engine_versions(run: Run) -> dict[str, dict[str, str]]:

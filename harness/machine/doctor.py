@@ -68,8 +68,6 @@ IMAGE_BYTES_RANGE = (10 * GB, 40 * GB)  # below the first no ROCm image fits, ab
 class DockerEngine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Facts of a Docker Engine. Unknown is None."""
 
-    host: str | None = None  # its machine, if it is another one
-    named_by: str = "DOCKER_HOST"  # the source of `host`, such as a Docker context
     problem: str | None = None  # why it cannot be used
     remedy: str = ""
     rootless: bool = False
@@ -81,9 +79,6 @@ class DockerEngine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 def engine_findings(engine: DockerEngine, *, has_gpu: bool) -> Iterator[Finding]:
     """Yield the findings about the Docker Engine of a machine with or without a GPU."""
-    if engine.host is not None:
-        fact = f"{engine.named_by} names {engine.host}, whose GPU, kernel and memory cannot be checked from here"
-        yield make_finding("docker.remote", "warning", fact, host=engine.host)
     if engine.problem is not None:
         fact = f"{engine.problem}: servers in containers cannot run"
         remedy = engine.remedy or "start it: sudo systemctl start docker; or name another with DOCKER_HOST"
@@ -304,11 +299,8 @@ def _check_apu_sizes(root: Path, pool: Pool, gpu: Gpu) -> Iterator[Finding]:
 def diagnose(root: Path = Path("/"), docker: DockerEngine | None = None) -> list[Finding]:
     """Return all findings under `root`, by topic.
 
-    `docker`: facts of the Docker Engine, or None to leave it out. For an engine on another machine, only the findings
-    about that engine are returned.
+    `docker`: facts of the Docker Engine, or None to leave it out.
     """
-    if docker is not None and docker.host is not None:
-        return list(engine_findings(docker, has_gpu=False))
     cards = list(gpus.list_gpus(root))
     findings = [*gpu_findings(root, cards), *memory_findings(root, cards), *kernel_findings(root, cards)]
     findings += access_findings(root, cards, rootless=docker is not None and docker.rootless)

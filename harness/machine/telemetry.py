@@ -71,7 +71,7 @@ def find_files(root: Path, container_files: list[str] | None = None) -> list[str
 def cgroup_files(root: Path, pid: int, container_id: str) -> list[str]:
     """Return the files of a container's control group, version 1 or 2. `pid`: one of the container's processes.
 
-    Empty if the process is not the container's: the engine is on another machine, or the harness is in a container.
+    Empty if the process is not the container's: the harness is in a container itself.
     """
     found: dict[str, str] = {}
     for line in (read_sysfs(root / f"proc/{pid}/cgroup") or "").splitlines():

@@ -35,7 +35,6 @@ from harness.scenario import Server
 from harness.serve.compose_file import Service, parse_device
 from harness.serve.engine import get_engine_facts, get_local_digests
 from harness.serve.lint import get_gpu_count, get_option
-from harness.serve.location import engine_location
 from harness.serve.template import AUTO, PreparedServer, get_variable, prepare_server
 from harness.summary import Reason
 from harness.units import GIB, count, gib
@@ -113,7 +112,7 @@ def _vllm_servers(experiment: Experiment) -> Iterator[PreparedServer]:
 
 def local_servers(experiment: Experiment) -> Iterator[PreparedServer]:
     """Yield the servers in containers of this machine; none where `SWITCH` is off."""
-    if experiment.target is not None or not engine_location().is_here or os.environ.get(SWITCH) == "off":
+    if experiment.target is not None or os.environ.get(SWITCH) == "off":
         return
     for name, server in experiment.scenario.servers.items():
         if server.container:
@@ -184,13 +183,7 @@ def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
 
 
 def _compute_share(name: str, service: Service, ranks: int, root: Path) -> SafeShare:
-    location = engine_location()
     try:
-        if not location.is_here:
-            raise HarnessError(
-                location.problem or f"the Docker Engine is on {location.host}, whose memory is not known here",
-                next_step="`harness memory` computes it over there.",
-            )
         cards = select_container_gpus(list(list_gpus(root)), service.devices, service.environment)
         return compute_share(list_pools(root, cards), tensor_parallel=ranks)
     except HarnessError as error:

@@ -27,7 +27,6 @@ from harness.scenario.plan import (
     steadiness,
 )
 from harness.serve.lint import list_notes, pin_notes
-from harness.serve.location import engine_location
 from harness.units import count
 from harness.workload.traces import Replay, cached_replay
 
@@ -71,7 +70,7 @@ def preview(experiment: Experiment) -> Preview:
     starts = f"{ASSUMED_EMBEDDED_START_S:.0f} s per start of the embedded engine"
     if any(server.container for server in scenario.servers.values()):
         starts = f"{ASSUMED_START_S:.0f} s per container start; a first one downloads, and may compile for minutes"
-    cpu_count = os.cpu_count() if engine_location().is_here else None
+    cpu_count = os.cpu_count()
     return Preview(
         path=str(experiment.path),
         question=scenario.question,

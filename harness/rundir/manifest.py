@@ -123,7 +123,6 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     contents: Contents | None = None  # of its image
     max_parallel: int | None = None  # requests that it serves at once; others wait before it, not before the engine
     notes: list[Reason] = []  # on its start, for reports
-    over_ssh: bool = False  # requests go through an ssh tunnel
     restarts: int = 0
     oom_killed: bool = False
     exit_code: int | None = None  # set if it died before it was stopped

@@ -171,7 +171,7 @@ def _run_preparation(container: Container, name: str) -> None:
 
 
 def _pack_configs(compose: ComposeFile, service: Service) -> bytes:
-    """Return the service's `configs` as a tar: it reaches a remote engine too, which a bind mount does not."""
+    """Return the service's `configs` as a tar: unlike a bind mount it works from inside a container, too."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for mount in service.configs:

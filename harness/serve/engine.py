@@ -1,6 +1,8 @@
 """The Docker Engine: the connection to it, its errors and facts, its images, and the leftovers of killed runs."""
 
 import contextlib
+import functools
+import os
 import shutil
 import socket
 import time
@@ -9,21 +11,22 @@ from typing import Any
 
 import docker
 import requests
+from docker.context import ContextAPI
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.models.images import Image
 from docker.utils import parse_repository_tag
-from msgspec import structs
 
 from harness.errors import ServerError, reason_of
 from harness.failures.explain import ExitState, explain
 from harness.machine.doctor import DockerEngine
 from harness.process import owner_is_gone, owner_labels
-from harness.serve.location import engine_location, open_engine_socket
 
 LABEL = "amd-llm-load"
 RUN_LABEL = "amd-llm-load.run"
 CELL_LABEL = "amd-llm-load.cell"
 CACHE_LABEL = "amd-llm-load.cache"  # of volumes that are kept between runs
+DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
+_DOCKER_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "HOME")
 OWN_IMAGE = "amd-llm-load"  # built from the Dockerfile, never pulled
 _PROGRESS_EVERY_S = 0.5
 DOCKER_ERRORS = (DockerException, requests.RequestException)
@@ -45,30 +48,60 @@ def make_labels(run_id: str, cell_id: str) -> dict[str, str]:
     return {LABEL: "1", RUN_LABEL: run_id, CELL_LABEL: cell_id, **owner_labels()}
 
 
-def connect() -> docker.DockerClient:
-    """Return a client of the Docker Engine that `engine_location` finds. Raises ServerError."""
-    location = engine_location()
-    if location.problem is not None:
-        next_step = f"Check {location.named_by}; `docker context ls` lists what Docker can use."
-        raise ServerError(location.problem, next_step=next_step)
-    ssh_socket = open_engine_socket(location) if location.ssh else None
-    address = location.address if ssh_socket is None else ssh_socket.url
+def engine_address() -> str:
+    """Return the socket of this machine's Docker Engine: DOCKER_HOST, else DOCKER_CONTEXT, else the current context.
+
+    It stays the same in a process: `docker context use` elsewhere must not lead a teardown to another engine. Raises
+    ServerError for an engine on another machine, and for settings of Docker that cannot be read.
+    """
+    return _find_address(tuple(os.environ.get(name, "") for name in _DOCKER_VARIABLES))
+
+
+@functools.cache
+def _find_address(_environment: tuple[str, ...]) -> str:
+    next_step = "`docker context ls` lists what Docker can use."
+    address = os.environ.get("DOCKER_HOST", "").strip()
+    if not address:
+        name = os.environ.get("DOCKER_CONTEXT")
+        try:
+            context = ContextAPI.get_context(name)
+        except Exception as error:  # the SDK raises a plain Exception for a damaged file
+            raise ServerError(f"the Docker context cannot be read: {error}", next_step=next_step) from None
+        if context is None:
+            what = f"the Docker context '{name}' does not exist next to Docker's config.json (it may contain just {{}})"
+            raise ServerError(what, next_step=next_step)
+        if context.name != "default":
+            address = context.Host or ""
+    address = address or DEFAULT_ADDRESS
+    if not address.startswith("unix://"):
+        raise ServerError(
+            f"the Docker Engine at {address} cannot be used: it must be at a Unix socket of this machine",
+            next_step="Run the harness on the engine's machine, or start the server there and load it from here with "
+            "--url.",
+        )
+    return address
+
+
+def engine_shares_files() -> bool:
+    """Whether a path is the same file for the engine as here: not where only its socket is mounted into a container."""
     try:
-        if address.startswith("unix://"):  # first: the SDK hides the reason for a refusal and leaves its socket open
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.connect(address.removeprefix("unix://"))
-        client = docker.DockerClient(base_url=address, tls=location.tls or False, timeout=60)
+        return not os.path.ismount(engine_address().removeprefix("unix://"))
+    except ServerError:
+        return False
+
+
+def connect() -> docker.DockerClient:
+    """Return a client of this machine's Docker Engine. Raises ServerError."""
+    address = engine_address()
+    try:
+        # First: the SDK hides the reason for a refusal and leaves its socket open.
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(address.removeprefix("unix://"))
+        client = docker.DockerClient(base_url=address, timeout=60)
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
-        if ssh_socket is None:
-            what = f"the Docker Engine at {location.address} cannot be used: {reason_of(error)}"
-            raise ServerError(what, next_step=_ENGINE_ADVICE) from None
-        reason = ssh_socket.last_error() or error
-        raise ServerError(
-            f"the Docker Engine at {location.address} cannot be reached over ssh: {reason}",
-            next_step=f"`docker -H {location.address} version` has to work without a question: a key in the agent, "
-            "a known host, Docker and the right to use it over there.",
-        ) from None
+        what = f"the Docker Engine at {address} cannot be used: {reason_of(error)}"
+        raise ServerError(what, next_step=_ENGINE_ADVICE) from None
     return client
 
 
@@ -93,12 +126,10 @@ def make_docker_error(what: str, error: Exception) -> ServerError:
 
 def get_engine_facts() -> DockerEngine:
     """Return the facts of the Docker Engine. Never raises: a problem is one of the facts."""
-    location = engine_location()
-    facts = DockerEngine(host=location.host, named_by=location.named_by)
     try:
         client = connect()
     except ServerError as error:
-        return structs.replace(facts, problem=error.what, remedy=error.next_step.rstrip("."))
+        return DockerEngine(problem=error.what, remedy=error.next_step.rstrip("."))
     with contextlib.closing(client):
         try:
             info = client.info()
@@ -108,16 +139,15 @@ def get_engine_facts() -> DockerEngine:
                 if kind != "volume" and owner_is_gone(labels)
             ]
         except DOCKER_ERRORS as error:
-            return structs.replace(facts, problem=f"the Docker Engine does not tell about itself: {error}")
+            return DockerEngine(problem=f"the Docker Engine does not tell about itself: {error}")
     status = {str(pair[0]): str(pair[1]) for pair in info.get("DriverStatus") or [] if len(pair) == 2}
     # The snapshotter of containerd keeps the images itself.
     is_containerd = status.get("driver-type", "").startswith("io.containerd.snapshotter")
     folder = "/var/lib/containerd" if is_containerd else info.get("DockerRootDir")
     free_bytes = None
     with contextlib.suppress(OSError):  # such as Docker Desktop's folder, which is not on this machine
-        free_bytes = shutil.disk_usage(folder).free if location.shares_files and folder else None
-    return structs.replace(
-        facts,
+        free_bytes = shutil.disk_usage(folder).free if engine_shares_files() and folder else None
+    return DockerEngine(
         rootless=any("rootless" in option for option in info.get("SecurityOptions") or []),
         desktop="Docker Desktop" in (info.get("OperatingSystem") or ""),
         image_folder=folder,

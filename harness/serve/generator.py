@@ -9,13 +9,11 @@ from typing import Any
 from docker.errors import NotFound
 from docker.types import Mount
 
-from harness.errors import ServerError
 from harness.files import LOCUSTFILES
 from harness.job import Job
 from harness.process import signals_ignored
 from harness.serve.containers import LogFile, follow_log
 from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, make_docker_error, make_labels, make_name
-from harness.serve.location import engine_location
 
 IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`
 IMAGE_LOCUSTFILES = Path("/opt/amd-llm-load/locustfiles")
@@ -36,17 +34,12 @@ def list_needed_files(job: Job, locustfile: Path) -> list[str]:
 
 
 class ContainerChild:
-    """Locust in a container. It writes files of this host, so the Docker Engine must be on this host."""
+    """Locust in a container. It writes files of this host."""
 
     def __init__(
         self, run_id: str, job: Job, arguments: list[str], locustfile: Path, network: str | None, log_path: Path
     ) -> None:
         """Raises ServerError."""
-        if engine_location().host is not None:
-            raise ServerError(
-                "generator: container needs the Docker Engine of this host, because the records are written here",
-                next_step="Use `generator: process`; the server may stay on the other host.",
-            )
         self._client = connect()
         try:
             ensure_image(self._client, IMAGE, lambda _line: None)

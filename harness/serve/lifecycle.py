@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -33,7 +34,6 @@ from harness.serve.containers import LogFile, ServerStatus, StatusReader
 from harness.serve.engine import connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
 from harness.serve.lemonade import Api, LemonadeMonitor, LemonadeState, find_running_model
-from harness.serve.location import EngineLocation, engine_location, is_this_machine, open_tunnel
 from harness.serve.probe import PhaseTimer, StartupWatch
 from harness.serve.ready import ReadyServer, wait_ready
 from harness.serve.security import collect_secrets, make_access_notes, require_consent
@@ -98,10 +98,20 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         return None if death is None else death.problem()
 
 
+def is_this_machine(host: str) -> bool:
+    """Check that a host name or address is this machine's own name or a loopback address."""
+    if host in ("", "localhost", socket.gethostname()):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def find_telemetry_source(endpoint: Endpoint) -> Source | None:
     """Return the source of a server's telemetry: the files of this machine, or its container.
 
-    None for a server on another machine whose container cannot print them.
+    None for a server on another machine.
     """
     container = endpoint.container
     if container is None:
@@ -112,11 +122,10 @@ def find_telemetry_source(endpoint: Endpoint) -> Source | None:
         if container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
             files.append(f"proc/{pid}/net/netstat")
         return local_source(files)
-    # Its processes are not this machine's: the engine is elsewhere, or the harness itself is in a container. The files
-    # inside the container are right in both cases.
+    # Its processes are not to be seen here, as where the harness itself is in a container. The files inside are right.
     if has_shell(container):
         return container_source(container)
-    return local_source() if engine_location().is_here else None
+    return local_source()
 
 
 class ServerStart(Struct, frozen=True):
@@ -299,36 +308,25 @@ def start_service(start: ServerStart, cell: CellContainers) -> StartedContainer:
 @contextlib.contextmanager
 def _serve_container(start: ServerStart, run_id: str, cell_id: str) -> Iterator[Endpoint]:
     filled = compose_file.fill_variables(start.compose, os.environ)  # a missing variable is an error before a long pull
-    with cell_containers(start, filled, run_id, cell_id) as cell, contextlib.ExitStack() as tunnels:
-        server = _start_and_wait(start, cell, tunnels)
+    with cell_containers(start, filled, run_id, cell_id) as cell:
+        server = _start_and_wait(start, cell)
         if start.compose.serving.gateway is None:
             yield server
         else:
             log_path = start.log_path.with_suffix("").with_suffix(".gateway.log")
-            gateway = _start_and_wait(replace(start, name=GATEWAY, log_path=log_path), cell, tunnels)
+            gateway = _start_and_wait(replace(start, name=GATEWAY, log_path=log_path), cell)
             yield _join_gateway(gateway, server)
 
 
-def _start_and_wait(start: ServerStart, cell: CellContainers, tunnels: contextlib.ExitStack) -> Endpoint:
-    """Start the server or its gateway, and wait until it is ready. An ssh tunnel to it is closed with `tunnels`.
-
-    Raises ServerError.
-    """
+def _start_and_wait(start: ServerStart, cell: CellContainers) -> Endpoint:
+    """Start the server or its gateway, and wait until it is ready. Raises ServerError."""
     port = compose_file.parse_port(cell.compose.services[start.name].ports[0])
-    location = engine_location()
-    address = find_reachable_address(location, port.address)
     service = start_service(start, cell)
     container, read_status, log = service.container, service.read_status, service.log
     host_port = containers.find_host_port(container, port)
     if host_port is None:
         raise containers.make_death_error(read_status(True), log)
-    if address is None:
-        start.on_progress(f"opening an ssh tunnel to the {start.name} on {location.host}")
-        local_port, find_tunnel_problem = tunnels.enter_context(open_tunnel(location, port.address, host_port))
-        url = compose_file.make_url("127.0.0.1", local_port)
-        read_status = _include_tunnel(find_tunnel_problem, read_status)
-    else:
-        url = compose_file.make_url(address, host_port)
+    url = compose_file.make_url(port.address, host_port)
     filled_start = replace(start, compose=replace(start.compose, serving=cell.compose.serving))
     ready = _wait_until_ready(filled_start, url, read_status, log)
     loaded = ready.loaded
@@ -339,7 +337,6 @@ def _start_and_wait(start: ServerStart, cell: CellContainers, tunnels: contextli
         url=url,
         version=ready.version,
         model=ready.model,
-        over_ssh=address is None,
         max_parallel=None if loaded is None else loaded.max_parallel,
         phases=service.served.phases + ready.phases,
     )
@@ -442,38 +439,3 @@ def _wait_until_ready(start: ServerStart, url: str, read_status: StatusReader, l
 
     watch = StartupWatch(find_death, log, start.server.startup_timeout_s, start.on_progress)
     return wait_ready(url, start.serving, start.model, watch, api_key=start.api_key, key_name=start.key_name)
-
-
-def find_reachable_address(location: EngineLocation, published_on: str) -> str | None:
-    """Return the address at which this machine reaches a published port; None: only through an ssh tunnel.
-
-    Raises HarnessError if the port is only reachable on the engine's machine and the engine is not behind ssh.
-    """
-    address = ip_address(published_on)
-    if location.host is None:
-        return published_on
-    if not address.is_loopback and not address.is_unspecified:
-        return published_on
-    if location.ssh:  # only ssh may know the address behind the host's name
-        return None
-    if address.is_unspecified:
-        return location.host
-    raise HarnessError(
-        f"the Docker Engine is on {location.host} and publishes the server's port on {published_on}, "
-        "which cannot be reached from here",
-        next_step="Use an engine at ssh://USER@HOST, to which the harness opens a tunnel, or set the server's "
-        "variable `publish` to 0.0.0.0 or to an address of that host, and write allow: [open-port] in the server.",
-    )
-
-
-def _include_tunnel(find_tunnel_problem: Callable[[], str | None], read_status: StatusReader) -> StatusReader:
-    """Return a status reader that also reports a broken tunnel, unless the server itself has ended."""
-
-    def read_both(now: bool) -> ServerStatus:
-        status = read_status(now)
-        if status.death is not None and status.death.how != "unreachable":
-            return status
-        problem = find_tunnel_problem()
-        return status if problem is None else replace(status, death=ServerDeath(how="unreachable", detail=problem))
-
-    return read_both

@@ -21,8 +21,8 @@ from harness.reasons import sentence
 from harness.rundir.manifest import Startup
 from harness.scenario import Gateway, Load, Prompts, Scenario, Server, max_concurrency, request_tokens
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, find_variable_names, interpolate
+from harness.serve.engine import engine_shares_files
 from harness.serve.lemonade import MAX_THREADS, MODEL_PREFIXES, bare_name, count_server_threads
-from harness.serve.location import engine_location
 from harness.serve.security import find_missing_consent, make_access_notes
 from harness.serve.template import find_pin, find_variable_problems, get_variable, prepare_server, read_variables
 from harness.units import count
@@ -130,7 +130,7 @@ def _check_entrypoint(server: Server, compose: ComposeFile) -> Iterator[Problem]
 
 def _check_folders(compose: ComposeFile) -> Iterator[Problem]:
     """Yield a problem for each folder to mount that does not exist, if the engine has this machine's files."""
-    if not engine_location().shares_files:
+    if not engine_shares_files():
         return
     for volume in dict.fromkeys(text for service in compose.services.values() for text in service.volumes):
         unset: list[Problem] = []

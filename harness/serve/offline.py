@@ -83,7 +83,7 @@ def run_offline(
 
 
 def _add_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
-    """Add the job's script and its requests as files of the container, which reach a remote engine too."""
+    """Add the job's script and its requests as files of the container."""
     files = {SCRIPT: Path(__file__).with_name("offline_job.py").read_text("utf-8"), REQUESTS: requests.decode()}
     mounts = [ConfigMount(source=path, target=path) for path in files]
     service = replace(filled.server, configs=[*filled.server.configs, *mounts])

@@ -18,7 +18,7 @@ from harness.redact import MIN_SECRET_CHARS, find_secret_form, is_secret, masked
 from harness.scenario import Consent, Server
 from harness.serve import compose_file
 from harness.serve.compose_file import ComposeFile, Service
-from harness.serve.location import engine_location
+from harness.serve.engine import engine_shares_files
 from harness.summary import Reason, because
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def _classify_path(source: str, *, read_only: bool) -> Consent | None:
 def _resolve_path(path: str) -> list[str]:
     """Return a path without `..`, and the path to which it leads. /var/run is another name of /run."""
     plain = real = posixpath.normpath("/" + path.lstrip("/"))
-    if engine_location().shares_files:
+    if engine_shares_files():
         with suppress(OSError):  # such as of another process's root: then only the written path counts
             real = os.path.realpath(plain)
             if os.path.exists(real) and os.path.samefile(real, "/"):  # a second mount of the root

@@ -29,7 +29,6 @@ from harness.process import free_port
 from harness.scenario import Gateway, Scenario, Server
 from harness.serve import compose_file
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service
-from harness.serve.location import engine_location
 from harness.serve.security import find_open_secrets
 
 AUTO = "auto"  # of a variable with `auto`
@@ -309,14 +308,14 @@ class PreparedServer(Struct, frozen=True, kw_only=True):
         return any(device.host.startswith(("/dev/kfd", "/dev/dri")) for device in devices)
 
 
-_prepared_servers: dict[tuple[str, str, str, bool], PreparedServer] = {}
+_prepared_servers: dict[tuple[str, str, str], PreparedServer] = {}
 
 
 def prepare_server(scenario: Scenario, server_name: str) -> PreparedServer:
     """Render a server of a scenario at the first call. Raises HarnessError for an unusable template."""
     server = find_server(scenario, server_name)
     # The whole server is in the key: filling in `auto` changes its variables.
-    key = (server_name, repr(server), scenario.model, engine_location().is_here)
+    key = (server_name, repr(server), scenario.model)
     if key not in _prepared_servers:
         text = render_server(server, scenario.model, port=None if server.container else get_container_port(server))
         compose, problems = compose_file.read_compose(text)
@@ -356,8 +355,8 @@ def render_server(server: Server, model: str, port: int | None = None, locust: d
         given,
         model=model,
         host_port=port or 0,
-        groups=find_device_groups() if engine_location().is_here else [],
-        cpu_dtype=choose_cpu_dtype() if engine_location().is_here else "float32",
+        groups=find_device_groups(),
+        cpu_dtype=choose_cpu_dtype(),
         upstream=None if gateway is None else f"http://{GATEWAY}:{get_container_port(gateway)}",
         locust=locust,
     )

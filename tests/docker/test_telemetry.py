@@ -92,7 +92,7 @@ def test_a_container_is_measured_from_within_alike(
     container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = local(container, tmp_path)[-1].container
-    monkeypatch.setattr("harness.serve.lifecycle.cgroup_files", lambda *_: [])  # as with an engine elsewhere
+    monkeypatch.setattr("harness.serve.lifecycle.cgroup_files", lambda *_: [])  # as where the harness is in a container
     within = local(container, tmp_path)
     assert all(one.took_s is None for one in within)
     timed = [one for one in within if one.container and one.container.cpu_cores is not None]
