@@ -131,9 +131,9 @@ def summarize_with_counts(
     comparison = None
     # Probes of a capacity search last as long as they need; capacity.json has their results.
     if not run_reasons and all(cell.stopped_after_s is None for cell in run.cells):
-        base, looks = baseline_of(run.scenario), run.budget.looks if run.budget is not None else []
+        base = baseline_of(run.scenario)
         by_id = {cell.id: cell for cell in summaries}
-        comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario, looks)
+        comparison = compare_rows(working, by_id, (base.server, base.load), run.scenario)
     summary = Summary(
         run=run.id,
         scenario=run.scenario_name,
@@ -150,7 +150,7 @@ def summarize_with_counts(
             *validity.host_cpu_notes(measured, (mark for found in marks.values() for mark in found)),
             *(note for cell in measured for note in cell.notes),
             *validity.token_counter_notes(measured),
-            *validity.budget_notes(run, comparison),
+            *validity.budget_notes(run),
         ],
         failures=_explain_failures(rows, tallies),
         rows=rows,

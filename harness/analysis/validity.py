@@ -24,16 +24,13 @@ from harness.rundir.samples import MAX_GAP_S, MetricsSample
 from harness.scenario import Load, RequestTokens, is_open_loop, max_concurrency
 from harness.summary import (
     LARGE,
-    OPEN,
     CellSummary,
     ClientLimit,
-    Comparison,
     MachineLoad,
     Numbers,
     Reason,
     Row,
     ServerLoad,
-    Verdict,
     WarmupResult,
     because,
 )
@@ -520,23 +517,10 @@ def session_notes(run: Run) -> Iterator[Reason]:
         yield because("hours_apart", gaps=len(long_pauses_s), hours=max(long_pauses_s) / 3600)
 
 
-def budget_notes(run: Run, comparison: Comparison | None) -> Iterator[Reason]:
-    """Notes on a run's budget: rows that were not measured, and verdicts that stayed open."""
-    if run.budget is None:
-        return
-    verdicts = [] if comparison is None else comparison.verdicts
-    decided, looks = sum(_is_decided(verdict) for verdict in verdicts), len(run.budget.looks)
-    yield because("budget", seconds=run.budget.seconds, decided=decided, verdicts=len(verdicts), looks=looks)
-    if run.budget.unmeasured:
-        yield because("budget_unmeasured", rows=run.budget.unmeasured)
-    if undecided := [verdict for verdict in verdicts if verdict.reason in OPEN or verdict.basis == "one_run"]:
-        names = list(dict.fromkeys(verdict.side for verdict in undecided))
-        needed = [verdict.needed for verdict in undecided if verdict.needed is not None]
-        yield because("budget_open", rows=names, needed=max(needed) if len(needed) == len(undecided) else None)
-
-
-def _is_decided(verdict: Verdict) -> bool:
-    return verdict.word in ("faster", "slower", "same") and not verdict.provisional
+def budget_notes(run: Run) -> Iterator[Reason]:
+    """A note on a run whose time, and not its scenario, decided the number of repeats."""
+    if run.budget_s is not None:
+        yield because("budget", seconds=run.budget_s, repeats=max((cell.repeat for cell in run.cells), default=0))
 
 
 def failed_setting_notes(rows: Iterable[Row]) -> list[Reason]:

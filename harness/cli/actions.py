@@ -24,7 +24,7 @@ def run(
         cli.option("RUN", "Go on with this run: keep its complete and valid cells, measure the others again."),
     ] = None,
     budget: Annotated[
-        str | None, cli.option("TIME", "End after this time, such as 2h; more repeats where a verdict is open.")
+        str | None, cli.option("TIME", "As many repeats as this time allows, such as 2h; at least one.")
     ] = None,
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,

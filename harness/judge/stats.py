@@ -96,14 +96,14 @@ class Effect(NamedTuple):
     def ratio(self) -> float:
         return math.exp(self.log_ratio)
 
-    def interval(self, parts: int = 1) -> tuple[float, float]:
-        """The interval of the ratio at the level ALPHA / parts: 95 % for one part."""
-        half_width = self.half_width(parts)
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the ratio."""
+        half_width = self.half_width()
         return math.exp(self.log_ratio - half_width), math.exp(self.log_ratio + half_width)
 
-    def half_width(self, parts: int = 1) -> float:
+    def half_width(self) -> float:
         """Half the width of the interval of the logarithm, by Student's t."""
-        return t_quantile(1 - ALPHA / 2 / parts, self.freedom) * self.error if self.error else 0.0
+        return t_quantile(1 - ALPHA / 2, self.freedom) * self.error if self.error else 0.0
 
     def p_value(self) -> float:
         """Two-sided p-value of Student's t."""

@@ -101,7 +101,6 @@ class ComparedSides(Struct, frozen=True, kw_only=True):
     within_run: bool
     refused: Reason | None = None  # why there is no ratio
     apart: bool = False  # the repeats of the sides were not interleaved, see `are_apart`
-    parts: int = 1  # the level of the test is ALPHA / parts, see `level_parts`
     errors: tuple[tuple[float, float] | None, tuple[float, float] | None] = (None, None)  # `error_within` of both sides
     # By how much the logarithm of the ratio may be lower and higher, because the load generator was late.
     rooms: tuple[float, float] = (0.0, 0.0)
@@ -163,7 +162,6 @@ def pair_by_metric(
     base: Measured,
     *,
     within_run: bool,
-    parts: int = 1,
     known: Callable[[str], tuple[float, int]] | None = None,
     metrics: Sequence[str] | None = None,
 ) -> Iterator[ComparedSides]:
@@ -189,7 +187,6 @@ def pair_by_metric(
             side_speeds=speeds[0],
             baseline_speeds=speeds[1],
             within_run=within_run,
-            parts=parts,
             errors=(side.error_within(metric), base.error_within(metric)) if within_run else (None, None),
             rooms=_client_rooms(side.client_rooms(metric), base.client_rooms(metric)),
             known=known(metric) if known is not None else (0.0, 0),
@@ -229,7 +226,6 @@ def compare_rows(
     cells: Mapping[str, CellSummary],
     baseline: tuple[str, str],
     scenario: Scenario,
-    looks: Sequence[int] = (),
 ) -> Comparison | None:
     """Compare every row of a run with its baseline row, and the pairs of rows that the scenario names.
 
@@ -237,24 +233,13 @@ def compare_rows(
     alone. A load with other work or another kind of pacing than the baseline's is compared with the same load of the
     baseline's server.
 
-    `looks`: the numbers of repeats after which verdicts were checked to see whether more are needed. Two rows are
-    compared by the repeats that both have. None when the baseline row is missing or alone.
+    Two rows are compared by the repeats that both have. None when the baseline row is missing or alone.
     """
     pairs: list[ComparedSides] = []
     for first, second in _compared_rows(rows, cells, baseline, scenario):
         side, base = _with_common_repeats(first, second), _with_common_repeats(second, first)
-        repeats = min(len(side.rows[0].cells), len(base.rows[0].cells))
-        pairs += pair_by_metric(side, base, within_run=True, parts=level_parts(repeats, looks))
+        pairs += pair_by_metric(side, base, within_run=True)
     return decide_verdicts(pairs) if pairs else None
-
-
-def level_parts(repeats: int, looks: Sequence[int]) -> int:
-    """The number of parts of ALPHA, of which the test of a pair with so many repeats has one.
-
-    The first look at a run before its end has half of ALPHA, the second half of the rest, and so on. An analysis after
-    the last look has all of the rest. So a false verdict at any look has a probability of at most ALPHA in all.
-    """
-    return 1 << sum(look <= repeats for look in looks)
 
 
 def _with_common_repeats(measured: Measured, other: Measured) -> Measured:
@@ -476,13 +461,13 @@ def _find_effect(pair: ComparedSides) -> _Found | None:
 
 def _p_value(pair: ComparedSides, effect: Effect) -> float:
     """The p-value of a difference beyond the margin, before the correction for several comparisons."""
-    return min(1.0, pair.parts * effect.p_beyond_margin(pair.rooms[0 if effect.log_ratio > 0 else 1]))
+    return effect.p_beyond_margin(pair.rooms[0 if effect.log_ratio > 0 else 1])
 
 
 def _decide(pair: ComparedSides, found: _Found, p: float, comparisons: int) -> Verdict:
     """The verdict on two sides with an interval. `p`: corrected for the number of comparisons."""
     effect, factors = found.effect, (math.exp(pair.rooms[0]), math.exp(pair.rooms[1]))
-    exact_low, exact_high = effect.interval(pair.parts)
+    exact_low, exact_high = effect.interval()
     low, high = exact_low / factors[0], exact_high * factors[1]
     margin = math.log1p(MARGIN)
     numbers: dict[str, Any] = {
@@ -532,13 +517,12 @@ def _needed_values(
     if found.basis == "runs":
         variance = effect.error**2 / (1 / len(side) + 1 / len(base))
         variances, freedom = (variance, variance), int(effect.freedom)
-    tests = comparisons * pair.parts
-    needed = stats.sample_size_to_settle(effect.log_ratio, variances, max(sizes), tests, freedom)
+    needed = stats.sample_size_to_settle(effect.log_ratio, variances, max(sizes), comparisons, freedom)
     if needed is not None and found.provisional:
         needed = max(needed, stats.runs_to_confirm(effect, *sizes))
     for_same = None
     if includes_one and abs(effect.log_ratio) > math.log1p(MARGIN):  # there may be no difference at all
-        for_same = stats.sample_size_to_settle(0.0, variances, 1, tests, freedom)
+        for_same = stats.sample_size_to_settle(0.0, variances, 1, comparisons, freedom)
     return {"needed": needed, "needed_for_same": for_same}
 
 

@@ -25,7 +25,7 @@ from harness.process import refuse_too_few_files
 from harness.reasons import sentence
 from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
-from harness.run.running import FailedSettings, OutOfTime, RunFile, Running, create_run
+from harness.run.running import FailedSettings, RunFile, Running, create_run
 from harness.rundir.directory import lock_folder, release_space
 from harness.rundir.manifest import CellRun, Run, ServedBy, Startup
 from harness.rundir.records import ProcessMark, Request
@@ -189,14 +189,8 @@ def refuse_other_server(kept: list[CellRun], server: str, endpoint: Endpoint) ->
 def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
     """Start the server of a cell, or connect to the running server of the command line."""
     scenario, target = running.scenario, running.experiment.target
-
-    def show_stage(text: str) -> None:
-        if running.is_out_of_time:
-            raise OutOfTime("the budget of the run was spent before the server was ready")
-        running.progress.stage(text)
-
     if target is not None:
-        show_stage("asking the server")
+        running.progress.stage("asking the server")
         key_name = scenario.api_key_env
         yield attach_to_server(
             target.url,
@@ -208,7 +202,12 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
         )
         return
     with serve(
-        scenario, cell.server, run_id=running.id, cell_id=cell.id, run_folder=running.folder, on_progress=show_stage
+        scenario,
+        cell.server,
+        run_id=running.id,
+        cell_id=cell.id,
+        run_folder=running.folder,
+        on_progress=running.progress.stage,
     ) as endpoint:
         yield endpoint
 
@@ -235,18 +234,14 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
 
     `watch`: as of `run_cell`, for all cells.
     """
-
-    def check_time() -> Reason | None:
-        return because("out_of_time") if running.is_out_of_time else endpoint.check_alive()
-
     if cells[0].mix is None:
-        return run_cell(running, cells, endpoint, check_time, watch=watch)
+        return run_cell(running, cells, endpoint, endpoint.check_alive, watch=watch)
     ended = threading.Event()
     lock = threading.Lock()
 
     def check_mix() -> Reason | None:
         with lock:
-            return because("mix_ended") if ended.is_set() else check_time()
+            return because("mix_ended") if ended.is_set() else endpoint.check_alive()
 
     def run_part(cell: Cell) -> list[CellRun]:
         others = [other for other in cells if other is not cell]

@@ -85,7 +85,7 @@ def resume(
             f"{count(len(again), 'cell')} to run. Records go to {folder}"
         )
         running = Running(RunFile(folder, _reopen(folder, run, kept, cells)), experiment, progress)
-        return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s, run.budget))
+        return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s))
 
 
 def _read_inputs(folder: Path) -> Inputs:

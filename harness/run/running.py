@@ -37,13 +37,8 @@ from harness.summary import Reason, because
 from harness.workload import workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
-OUT_OF_TIME = "out_of_time"  # the code of the problem of a cell that the budget cut
 INPUTS = "inputs.json"
 INPUTS_VERSION = 1
-
-
-class OutOfTime(HarnessError):
-    """The budget of the run was spent while a server started."""
 
 
 class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -123,7 +118,6 @@ class Running(msgspec.Struct, frozen=True):
     file: RunFile
     experiment: Experiment
     progress: Progress
-    ends_s: float | None = None  # monotonic end of its time budget; None: no budget
 
     @property
     def id(self) -> str:
@@ -140,10 +134,6 @@ class Running(msgspec.Struct, frozen=True):
     @property
     def api_key(self) -> str | None:
         return read_api_key(self.scenario.api_key_env)
-
-    @property
-    def is_out_of_time(self) -> bool:
-        return self.ends_s is not None and time.monotonic() > self.ends_s
 
     def job_path(self, cell: str) -> Path:
         return self.folder.resolve() / "jobs" / f"{cell}.json"

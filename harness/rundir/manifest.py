@@ -200,15 +200,6 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return replace(own, definitions=self.definitions | own.definitions, missing=self.missing | own.missing)
 
 
-class Budget(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the time of `harness run --budget` was spent."""
-
-    seconds: Seconds
-    repeats: Whole  # of the scenario; a row gets more while a verdict on it is open
-    looks: list[Whole] = []  # the numbers of repeats after which the verdicts were checked
-    unmeasured: list[str] = []  # rows without any time left
-
-
 class Resumption(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When a run was resumed, and its cells at that time."""
 
@@ -242,7 +233,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     workers: Workers | None = None  # machines that sent the load; None: this machine
     origin: Origin | None = None  # None: measured by `harness run`
     resumed: list[Resumption] = []  # the oldest first
-    budget: Budget | None = None  # None: there was none
+    budget_s: Seconds | None = None  # of `harness run --budget`; None: there was none
 
     @property
     def ran(self) -> dict[str, CellRun]:
