@@ -373,26 +373,25 @@ def exposures(template: str = "vllm-rocm", **keys: Any) -> list[str]:
     service = msgspec.structs.replace(compose.server, **keys)
     serving = msgspec.structs.replace(compose.serving, template=template)
     changed = msgspec.structs.replace(compose, serving=serving, services={"server": service})
-    return [exposure.code for exposure in find_exposures(changed, {"A_FOLDER": "/etc", "A_DEVICE": "/dev/mem"})]
+    return [code for code, _, _ in find_exposures(changed, {"A_FOLDER": "/etc", "A_DEVICE": "/dev/mem"})]
 
 
 @pytest.mark.parametrize(
     ("code", "paths", "suffix"),
     [
-        ("docker-socket", ["/var/run/docker.sock", "//run/./docker.sock", "/run", "/var/run", "/run/containerd",
+        ("docker-socket", ["/var/run/docker.sock", "//run/./docker.sock", "/run", "/var/run", "/data/podman.sock",
             "/run/user/1000/docker.sock", "/tmp/../var/run/docker.sock"], ":ro"),
         ("host-files", ["/proc", "/proc/1/ns", "/sys/fs/cgroup", "/dev", "/dev/shm", "/etc", "/etc/shadow", "/boot",
             "/root", "/home", "/home/somebody", "/home/somebody/.docker/config.json", "/var", "/var/lib",
             "/var/lib/docker/volumes", "/models/../proc", "/root/.ssh/id_rsa", "${A_FOLDER}"], ":ro"),
-        ("host-files", ["/etc/cron.d", "/usr/local/bin", "/lib/modules", "/var/log", "/var/spool/cron", "/opt",
-            "/srv", "/tmp", "/var/tmp", "/mnt", "/run/media", "/run/postgresql", "/var/www/html"], ""),
+        ("host-files", ["/etc/cron.d", "/usr/local/bin", "/lib/modules", "/var/log", "/var/spool/cron",
+            "/var/tmp", "/run/media", "/run/postgresql", "/var/www/html", "/run/containerd", "/etc/ssl/certs"], ""),
         ("host-files", [f"{home}/{name}" for home in ("/root", "/home/somebody", "/var/home/a")
             for name in (".bashrc", ".ssh", ".local/bin", ".ollama", ".cache/huggingface/token", ".cachet",
                          ".config/models/..")], ":ro"),
         (None, ["/tmp/models", "/home/somebody/.cache/huggingface", "/root/.cache", "/srv/models", "/mnt/disk",
             "/home/somebody/.ollama/models", "/root/.local/share/models", "/var/home/a/models", "/opt/models",
-            "/run/media/somebody/disk", "/var/tmp/x", "/data/etc"], ""),
-        (None, ["/etc/ssl/certs", "/usr/share"], ":ro"),
+            "/run/media/somebody/disk", "/var/tmp/x", "/data/etc", "/var/mnt/disk"], ""),
     ],
 )  # fmt: skip
 def test_a_mount_that_gives_the_container_this_machine_needs_consent(code: Any, paths: list[str], suffix: str) -> None:

@@ -10,15 +10,15 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from harness.engines import find_template
 from harness.errors import Problem, ServerError
 from harness.redact import MIN_SECRET_CHARS, find_secret_form, is_secret, masked
 from harness.scenario import Consent, Server
 from harness.serve import compose_file
-from harness.serve.compose_file import ComposeFile, Service
-from harness.serve.engine import engine_shares_files
+from harness.serve.compose_file import ComposeFile
+from harness.serve.engine import engine_address, engine_shares_files
 from harness.summary import Reason, because
 
 T = TypeVar("T")
@@ -30,57 +30,51 @@ CONSENT_REASONS: dict[Consent, str] = {
     "open-port": "every machine that reaches this one can use the server",
     "privileges": "it takes away what separates the container from this machine",
 }
-_SOCKETS = (
-    "/run/docker.sock", "/run/containerd/containerd.sock", "/run/podman/podman.sock", "/run/crio/crio.sock",
-    "/run/docker/containerd/containerd.sock",
-)  # fmt: skip
 _SOCKET = re.compile(r".*/(?:docker|containerd|podman|crio|buildkitd|cri-dockerd)\.sock(?:\.raw)?")
-# May not be mounted, even to be read: these paths, what is below them, and the folders that contain them.
-_UNREADABLE = (
-    "/proc", "/sys", "/dev", "/boot", "/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/etc/sudoers.d", "/etc/ssh",
-    "/etc/ssl/private", "/etc/kubernetes", "/etc/docker", "/var/lib/docker", "/var/lib/containerd",
-    "/var/lib/containers", "/var/lib/kubelet", "/run/secrets", "/run/systemd", "/run/dbus", "/run/user",
-)  # fmt: skip
-# May not be mounted to be written: likewise.
-_UNWRITABLE = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/var/log", "/var/spool")
-# May not be mounted whole to be written; of the folders in them, those with the state of this machine's programs.
-_UNWRITABLE_WHOLE = re.compile(
-    r"/(?:opt|srv|tmp|mnt|media|var/tmp|var/mnt|run/media)|/(?:var|run)/(?!(?:tmp|mnt|home|media)(?:/|$)).*"
-)
-# A whole home directory, and its hidden files: they have credentials, or run at a login. Other folders have models.
-_A_HOME = r"(?:(?:/var)?/home/[^/]+|/root|/var/roothome)"
-_HOME = re.compile(
-    rf"(?:/var)?/home|{_A_HOME}(?:/\.(?!(?:cache|local/share|[^/]+/models)(?:/|$)).*)?"
-    rf"|{_A_HOME}/\.cache/huggingface/(?:token|stored_tokens)"
+_HOST_FILES = re.compile(
+    r"/(?:bin|boot|dev|etc|lib|lib32|lib64|libx32|proc|sbin|sys|usr|run(?!/media/.)|var(?!/tmp/.))(?:/.*)?|/"
+    # A whole home, and its hidden files: they have credentials, or run at a login. Other folders have models.
+    r"|/home|(?:/home/[^/]+|/root)(?:/\.(?!(?:cache|local/share|[^/]+/models)(?:/|$)).*"
+    r"|/\.cache/huggingface/(?:token|stored_tokens))?"
 )
 _GPU_DEVICE = re.compile(r"/dev/(?:kfd|dri|accel|nvidia[\w-]*|null|zero|full|u?random)(?:/.*)?")
-_TEMPLATE_PRIVILEGES = (
-    "seccomp=unconfined",
-    "SYS_PTRACE",
-    "SYS_NICE",
-)  # what templates that ship need, as their makers' commands
+_TEMPLATE_PRIVILEGES = ("seccomp=unconfined", "SYS_PTRACE", "SYS_NICE")  # of templates that ship, as their makers' have
 _HARMLESS_OPTION = re.compile(r"no-new-privileges(?:[:=]true)?")
 
 
-class Exposure(NamedTuple):
-    """Access to the host that a container gets."""
-
-    code: Consent
-    key: str  # of the service
-    value: str  # as written in the Compose file
-
-    def __str__(self) -> str:
-        return f"{self.code} ({self.key}: {self.value})"
-
-
-def find_exposures(compose: ComposeFile, environment: Mapping[str, str]) -> list[Exposure]:
-    """Return all access to the host that the containers get and that needs consent, without repetitions.
+def find_exposures(compose: ComposeFile, environment: Mapping[str, str]) -> list[tuple[Consent, str, str]]:
+    """Return the access to the host that the containers get and that needs consent: code, key and value as written.
 
     `${NAME}` is filled in where it is set. A path is checked as written and, if the engine has the same files, also
     after symbolic links are followed.
     """
-    template = compose.serving.template
-    found = (one for service in compose.services.values() for one in _find_in_service(service, template, environment))
+    is_ours = find_template(compose.serving.template) is not None
+    found: list[tuple[Consent, str, str]] = []
+
+    def parse_all(texts: list[str], parse: Callable[[str], T]) -> Iterator[tuple[str, T]]:
+        for written in texts:
+            text = compose_file.interpolate(written, environment, [])
+            with suppress(ValueError):  # it is refused elsewhere, or its variable is not set yet
+                if "\0" not in text:
+                    yield written, parse(text)
+
+    for service in compose.services.values():
+        for written, mount in parse_all(service.volumes, compose_file.parse_volume):
+            code = None if mount.named else _classify_path(mount.source)
+            if code is not None:
+                found.append((code, "volumes", written))
+        for written, device in parse_all(service.devices, compose_file.parse_device):
+            if not all(_GPU_DEVICE.fullmatch(path) for path in _resolve_path(device.host)):
+                found.append(("host-devices", "devices", written))
+        for written, port in parse_all(service.ports, compose_file.parse_port):
+            if not ipaddress.ip_address(port.address).is_loopback:
+                found.append(("open-port", "ports", written.rsplit(":", 2)[0]))
+        if compose_file.interpolate(service.ipc, environment, []) == "host":
+            found.append(("host-ipc", "ipc", "host"))
+        for key, options in (("security_opt", service.security_opt), ("cap_add", service.cap_add)):
+            for option in options:
+                if not (is_ours and option in _TEMPLATE_PRIVILEGES) and _HARMLESS_OPTION.fullmatch(option) is None:
+                    found.append(("privileges", key, option))
     return list(dict.fromkeys(found))
 
 
@@ -88,12 +82,10 @@ def find_missing_consent(server: Server, compose: ComposeFile, environment: Mapp
     """Return a problem for each exposure without consent; its path is a key of the service."""
     return [
         Problem(
-            exposure.key,
-            f"{exposure.value} needs consent: {CONSENT_REASONS[exposure.code]}. "
-            f"Remove it, or write allow: [{exposure.code}] in the server",
+            key, f"{value} needs consent: {CONSENT_REASONS[code]}. Remove it, or write allow: [{code}] in the server"
         )
-        for exposure in find_exposures(compose, environment)
-        if server.container and exposure.code not in server.allow
+        for code, key, value in find_exposures(compose, environment)
+        if server.container and code not in server.allow
     ]
 
 
@@ -106,65 +98,30 @@ def require_consent(server: Server, compose: ComposeFile) -> None:
 
 def make_access_notes(compose: ComposeFile) -> list[Reason]:
     """Return the note of the report on the containers' access to their host."""
-    exposures = ", ".join(map(str, find_exposures(compose, os.environ)))
+    exposures = ", ".join(f"{code} ({key}: {value})" for code, key, value in find_exposures(compose, os.environ))
     return [because("host_access", exposures=exposures)] if exposures else []
 
 
-def _find_in_service(service: Service, template: str, environment: Mapping[str, str]) -> Iterator[Exposure]:
-    def parse_all(texts: list[str], parse: Callable[[str], T]) -> Iterator[tuple[str, T]]:
-        for written in texts:
-            text = compose_file.interpolate(written, environment, [])
-            with suppress(ValueError):  # it is refused elsewhere, or its variable is not set yet
-                if "\0" not in text:
-                    yield written, parse(text)
-
-    for written, mount in parse_all(service.volumes, compose_file.parse_volume):
-        code = None if mount.named else _classify_path(mount.source, read_only=mount.read_only)
-        if code is not None:
-            yield Exposure(code, "volumes", written)
-    for written, device in parse_all(service.devices, compose_file.parse_device):
-        if not all(_GPU_DEVICE.fullmatch(path) for path in _resolve_path(device.host)):
-            yield Exposure("host-devices", "devices", written)
-    for written, port in parse_all(service.ports, compose_file.parse_port):
-        if not ipaddress.ip_address(port.address).is_loopback:
-            yield Exposure("open-port", "ports", written.rsplit(":", 2)[0])
-    if compose_file.interpolate(service.ipc, environment, []) == "host":
-        yield Exposure("host-ipc", "ipc", "host")
-    for key, options in (("security_opt", service.security_opt), ("cap_add", service.cap_add)):
-        for option in options:
-            is_of_template = find_template(template) is not None and option in _TEMPLATE_PRIVILEGES
-            if not is_of_template and _HARMLESS_OPTION.fullmatch(option) is None:
-                yield Exposure("privileges", key, option)
-
-
-def _classify_path(source: str, *, read_only: bool) -> Consent | None:
+def _classify_path(source: str) -> Consent | None:
     """Return the consent that a mount of this path needs; None for a harmless one."""
     paths = _resolve_path(source)
-    sockets = [*_SOCKETS, *filter(None, [os.environ.get("DOCKER_HOST", "").removeprefix("unix://")])]
-    if any(_SOCKET.fullmatch(path) or any(_contains(path, socket) for socket in sockets) for path in paths):
+    with suppress(ServerError):
+        sockets = _resolve_path(engine_address().removeprefix("unix://"))
+        if any(f"{socket}/".startswith(f"{path}/") for path in paths for socket in sockets):
+            return "docker-socket"
+    if any(_SOCKET.fullmatch(path) for path in paths):
         return "docker-socket"
-    closed = _UNREADABLE if read_only else (*_UNREADABLE, *_UNWRITABLE)
-    for path in paths:
-        if _HOME.fullmatch(path) or (not read_only and _UNWRITABLE_WHOLE.fullmatch(path)):
-            return "host-files"
-        if any(_contains(path, folder) or _contains(folder, path) for folder in closed):
-            return "host-files"
-    return None
+    return "host-files" if any(_HOST_FILES.fullmatch(path) for path in paths) else None
 
 
-def _resolve_path(path: str) -> list[str]:
-    """Return a path without `..`, and the path to which it leads. /var/run is another name of /run."""
-    plain = real = posixpath.normpath("/" + path.lstrip("/"))
+def _resolve_path(path: str) -> set[str]:
+    """Return a path without `..`, and the path to which it leads, by the usual names of its folders."""
+    paths = {posixpath.normpath("/" + path.lstrip("/"))}
     if engine_shares_files():
         with suppress(OSError):  # such as of another process's root: then only the written path counts
-            real = os.path.realpath(plain)
-            if os.path.exists(real) and os.path.samefile(real, "/"):  # a second mount of the root
-                real = "/"
-    return [re.sub(r"^/var/run(?=/|$)", "/run", variant) for variant in dict.fromkeys((plain, real))]
-
-
-def _contains(folder: str, path: str) -> bool:
-    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+            paths |= {os.path.realpath(path) for path in paths}
+    names = {"/var/run": "/run", "/var/home": "/home", "/var/roothome": "/root", "/var/mnt": "/mnt"}
+    return {re.sub(r"^/var/\w+(?=/|$)", lambda match: names.get(match[0], match[0]), path) for path in paths}
 
 
 _NON_SECRETS = ("", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null")  # REQUIRE_AUTH: "true"
