@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from harness.analysis.forecast import Forecast, forecast
-from harness.analysis.summarize import summarize as summarize_folder
-from harness.analysis.summarize import summary_of
+from harness.analysis.summarize import summarize_with_counts, summary_of, with_checks
 from harness.comparison.compare import compare_runs, make_reference
 from harness.errors import HarnessError
 from harness.errors import RunError as RunError  # a public name
@@ -77,8 +76,11 @@ def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | Non
     if not checks and baseline is None:
         return summary_of(loaded.path)
     _refuse_wrong(checks, loaded.manifest)
-    reference = None if baseline is None else make_reference(_loaded(baseline).path, loaded.path, checks=checks)
-    return summarize_folder(loaded.path, checks, reference)
+    made = summarize_with_counts(loaded.path, checks)
+    if baseline is None:
+        return made.summary
+    reference = make_reference(_loaded(baseline).path, loaded.manifest, made.summary, checks=checks)
+    return with_checks(made, loaded.manifest, reference, checks).summary
 
 
 def compare(

@@ -1,7 +1,10 @@
 """Numbers with their units, the same wherever people read them."""
 
 import math
+import re
 from datetime import UTC, datetime
+
+from harness.errors import HarnessError
 
 GIB = 1 << 30
 NOTHING = "–"  # for a value that is not known
@@ -79,3 +82,17 @@ def count(number: int, one: str, many: str = "") -> str:
 def date_time(wall_s: float) -> str:
     """A Unix time: "2026-01-31 23:59 UTC"."""
     return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def read_duration(option: str, given: str) -> float:
+    """Seconds of a duration such as 8h. Raises HarnessError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
+    if match is None or not float(match[1]):
+        raise HarnessError(
+            f"{option}: a time above 0 with its unit is expected, got '{given}'",
+            next_step="Write 8h, 90min, 45s or 2d.",
+        )
+    return float(match[1]) * _SECONDS[match[2]]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from harness.analysis.summarize import summarize, write_summary
-from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, Startup, write_run
+from harness.analysis.summarize import read_summary, summarize, write_summary
+from harness.report.html import render_run
+from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, Startup, read_run, write_run
 from harness.rundir.records import ErrorKind, ProcessMark, Request
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.plan import plan
@@ -185,3 +186,10 @@ def _scrapes(cell: str, made: list[Request], limit: int, started: float) -> list
         result.append({"wall_s": at, "cell": cell, "values": values})
         at += 1.0 if len(made) > 1000 else 0.25
     return result
+
+
+def write_report(folder: Path) -> Path:
+    """Write the page of a run from its files."""
+    path = folder / "report.html"
+    path.write_text(render_run(folder, read_run(folder), read_summary(folder)), encoding="utf-8")
+    return path

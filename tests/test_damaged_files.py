@@ -19,7 +19,6 @@ from harness.imports.write import read_file
 from harness.load.live_metrics import decode_delta
 from harness.reasons import sentences
 from harness.redact import csv_field
-from harness.report.html import write_report
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
 from harness.scenario import Load
@@ -28,6 +27,7 @@ from harness.summary import FORMAT_VERSION
 from tests.command import harness, write
 from tests.faults import fault
 from tests.made_runs import scenario, write_made_run
+from tests.report_runs import write_report
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:

@@ -1,21 +1,39 @@
 """Checks against another run: what is kept of it, and which runs are not compared."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from harness.analysis.summarize import summarize, write_summary
-from harness.comparison.compare import compare_runs, make_reference, read_baseline, write_reference
+from harness.analysis.summarize import (
+    read_summary,
+    summarize,
+    summarize_with_counts,
+    with_checks,
+    write_reference,
+    write_summary,
+)
+from harness.comparison.compare import compare_runs, make_reference, read_baseline
 from harness.errors import ExitCode, RunError
 from harness.reasons import evidence
+from harness.run.running import RunFile
+from harness.rundir.manifest import Run, read_run
 from harness.scenario.plan import Cell
-from harness.summary import because
+from harness.summary import CheckResult, Reference, Summary, because
 from tests.command import called, harness, only_run, write
 from tests.made_runs import scenario, served_by, write_made_run
 
 SLOS = "e2e<=2.6s"
 CHECKS = [f"attainment({SLOS}) >= baseline", "wall <= 1.1 * baseline"]
+
+
+def reference_of(base: Path, new: Path, **more: Any) -> Reference:
+    return make_reference(base, read_run(new), summarize(new), **more)
+
+
+def checks_of(new: Path, reference: Reference) -> list[CheckResult]:
+    return with_checks(summarize_with_counts(new), read_run(new), reference).summary.checks
 
 
 def two(tmp_path: Path, factor: float = 1.05) -> tuple[Path, Path]:
@@ -26,29 +44,29 @@ def two(tmp_path: Path, factor: float = 1.05) -> tuple[Path, Path]:
 
 def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
     old, new = two(tmp_path)
-    reference = make_reference(old, new)
+    reference = reference_of(old, new)
     assert (reference.run, reference.refused) == ("old", None)
     assert [(row.server, row.pooled.slos[SLOS].attainment) for row in reference.rows] == [("a", 1.0), ("b", 1.0)]
-    result = summarize(new, (), reference).checks
+    result = checks_of(new, reference)
     assert [(one.status, evidence(one.evidence).partition(",")[0]) for one in result] == [
         ("failed", "a / x: 0 % against 100 % of old"), ("inconclusive", "a / x: 10.53 s against 10.03 s of old"),
     ]  # fmt: skip
     # A pipeline does not know whether today's image is another than yesterday's.
-    assert make_reference(old, new, about="image_digest").refused is None
+    assert reference_of(old, new, about="image_digest").refused is None
 
 
 def test_what_was_compared_with_stays_with_the_run(tmp_path: Path) -> None:
     old, new = two(tmp_path)
     write_summary(old, summarize(old))
-    given = make_reference(old, new)
+    given = reference_of(old, new)
     write_reference(new, given)
     before = summarize(new)
     (old / "requests.jsonl").unlink()
-    assert summarize(new) == before == summarize(new, (), given)
+    assert summarize(new) == before and before.checks == checks_of(new, given)
     assert not (new / "baseline.json.new").exists()
     # A published baseline has a summary only.
     (new / "baseline.json").unlink()
-    result = summarize(new, (), make_reference(old, new)).checks
+    result = checks_of(new, reference_of(old, new))
     assert [(one.status, one.code) for one in result] == [
         ("inconclusive", "no_baseline"),
         ("inconclusive", "too_close"),
@@ -66,8 +84,8 @@ def test_a_summary_with_another_definition_has_no_ratio_of_that_number(tmp_path:
     other = [msgspec.structs.replace(row, definitions={"tpot_s": "(last - first) / tokens"}) for row in summary.rows]
     for rows, found in ((summary.rows, ["passed", "passed"]), (other, ["inconclusive", "passed"])):
         write_summary(tmp_path / "old", msgspec.structs.replace(summary, rows=rows))
-        reference = make_reference(tmp_path / "old", tmp_path / "new")
-        result = summarize(tmp_path / "new", (), reference).checks
+        reference = reference_of(tmp_path / "old", tmp_path / "new")
+        result = checks_of(tmp_path / "new", reference)
         assert [one.status for one in result] == found
     assert "the definitions of 'tpot_s' differ, so no ratio is given. a / x: (last" in evidence(result[0].evidence)
 
@@ -78,31 +96,47 @@ def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> 
         tmp_path / "new", made_of=scenario(checks=CHECKS[1:]), served=lambda cell: served_by(image_digest="sha256:2222")
     )
     new = tmp_path / "new"
-    refused = make_reference(tmp_path / "old", new)
+    refused = reference_of(tmp_path / "old", new)
     assert refused.rows == [] and refused.refused is not None
     why = refused.refused
     assert (why.code, why.values["key"].endswith("image_digest")) == ("runs_differ", True)
     assert why.values["other_value"] == "sha256:2222"
-    (result,) = summarize(tmp_path / "new", (), refused).checks
+    (result,) = checks_of(tmp_path / "new", refused)
     assert (result.status, result.code) == ("inconclusive", "no_baseline")
     assert evidence(result.evidence).startswith("a / x: not compared with old: runs that differ in")
-    assert make_reference(tmp_path / "old", new, about="image_digest").refused is None
-    assert make_reference(tmp_path / "old", new, about="machine").refused == refused.refused
+    assert reference_of(tmp_path / "old", new, about="image_digest").refused is None
+    assert reference_of(tmp_path / "old", new, about="machine").refused == refused.refused
 
 
 def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
     old, new = two(tmp_path)
-    reference = make_reference(old, new)
+    reference = reference_of(old, new)
     with (new / "requests.jsonl").open("ab") as file:
         file.write(b'{"torn')
     why = "not compared with old: this run is INVALID"
-    for one in summarize(new, (), reference).checks:
+    for one in checks_of(new, reference):
         assert (one.status, evidence(one.evidence)) == ("inconclusive", f"a / x: {why}; b / x: {why}")
     write_made_run(tmp_path / "bad", status="invalid", reasons=[because("run_error", error="it was cut")])
     with pytest.raises(RunError) as raised:
         read_baseline(tmp_path / "bad")
     assert raised.value.what == "bad: only a VALID run is a baseline: it was cut"
     assert raised.value.exit_code == ExitCode.INVALID
+
+
+def test_a_run_against_a_baseline_is_summarised_once(tmp_path: Path) -> None:
+    """The baseline is made from its summary, before that is written."""
+    old, new = two(tmp_path)
+    (new / "baseline.json").unlink(missing_ok=True)
+    seen = []
+
+    def against(run: Run, summary: Summary) -> Reference:
+        seen.append((run.ended_wall_s is not None, summary.valid, (new / "summary.json").exists()))
+        return make_reference(old, run, summary)
+
+    RunFile(new, read_run(new), against).finish()
+    assert seen == [(True, True, False)]
+    assert [one.code for one in read_summary(new).checks] == [one.code for one in summarize(new).checks]
+    assert (new / "report.html").exists() and read_run(new).status == "valid"
 
 
 def test_the_command_line(tmp_path: Path) -> None:
@@ -136,7 +170,7 @@ def test_a_check_and_a_comparison_of_the_same_runs_have_the_same_interval(tmp_pa
     base, new = tmp_path / "r0", tmp_path / "r3"
     widths = []
     for runs in (None, tmp_path):
-        own = summarize(new, (), make_reference(base, new, runs=runs)).checks
+        own = checks_of(new, reference_of(base, new, runs=runs))
         comparison = compare_runs([[base], [new]], runs=runs, checks=checks)
         assert [(one.low, one.high) for one in own] == [(one.low, one.high) for one in comparison.checks]
         wall, verdict = own[0], next(one for one in comparison.verdicts if one.side == own[0].row)

@@ -17,10 +17,10 @@ from harness.analysis.summarize import read_summary
 from harness.files import ROOT
 from harness.judge.slo_rule import observed
 from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution_points, read_chart_data
-from harness.report.html import LIBRARY, write_report
+from harness.report.html import LIBRARY
 from harness.rundir.manifest import read_run, write_run
 from harness.summary import because
-from tests.report_runs import HOSTILE, write_run_directory
+from tests.report_runs import HOSTILE, write_report, write_run_directory
 
 
 class Page(html.parser.HTMLParser):

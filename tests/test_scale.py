@@ -16,11 +16,11 @@ from harness.analysis.summarize import summarize, write_summary
 from harness.analysis.tally import CellCounts
 from harness.errors import HarnessError
 from harness.judge.slo_rule import observed, percentiles
-from harness.report.html import write_report
 from harness.rundir import records as blocks
 from harness.rundir.records import Lines, damaged_in_file, read_block, split_blocks
 from harness.scenario.check_syntax import Slo
 from tests.made_runs import request, write_lines
+from tests.report_runs import write_report
 
 NEVER = 2**60
 

@@ -13,11 +13,11 @@ from harness.judge import comparable
 from harness.judge.comparable import run_differences
 from harness.reasons import sentences
 from harness.report.charts.timeline import observed_starts
-from harness.report.html import write_report
 from harness.report.markdown import render_comparison
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, UnlikeError, read_run
 from harness.scenario.plan import Cell
 from tests.made_runs import scenario, served_by, write_made_run
+from tests.report_runs import write_report
 
 STARTUP = Startup(
     engine="vllm", version="0.32.0", attention_backend="TRITON_ATTN", max_model_len=8192, weights_gib=1.75,

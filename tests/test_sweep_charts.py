@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from harness.analysis.summarize import summarize, write_summary
 from harness.report.charts import figures
 from harness.report.charts.sweeps import pareto_front, sweep_charts
-from harness.report.html import write_report
 from harness.rundir.manifest import Run
 from harness.scenario.file import load_scenario
 from harness.scenario.plan import Cell
 from harness.summary import Summary, because
 from tests.made_runs import write_made_run
+from tests.report_runs import write_report
 
 TEXT = """
 version: 1

@@ -394,20 +394,6 @@ def forecast(
     )
 
 
-_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def read_duration(option: str, given: str) -> float:
-    """Seconds of a duration such as 8h. Raises HarnessError."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
-    if match is None or not float(match[1]):
-        raise HarnessError(
-            f"{option}: a time above 0 with its unit is expected, got '{given}'",
-            next_step="Write 8h, 90min, 45s or 2d.",
-        )
-    return float(match[1]) * _SECONDS[match[2]]
-
-
 def read_price(given: str) -> float:
     """The price of a kWh, in any currency. Raises HarnessError."""
     match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*(?:/\s*kWh)?", given.strip())

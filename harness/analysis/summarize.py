@@ -60,17 +60,15 @@ class Summarized(NamedTuple):
     telemetry: dict[str, list[TelemetrySample]]
 
 
-def summarize(folder: Path, extra_checks: Sequence[str] = (), reference: Reference | None = None) -> Summary:
+def summarize(folder: Path, extra_checks: Sequence[str] = ()) -> Summary:
     """The summary of a run, also of a failed one. Raises HarnessError when there is no readable manifest.
 
-    `extra_checks` are added to the scenario's. `reference` replaces the run's own baseline of checks.
+    `extra_checks` are added to the scenario's.
     """
-    return summarize_with_counts(folder, extra_checks, reference).summary
+    return summarize_with_counts(folder, extra_checks).summary
 
 
-def summarize_with_counts(
-    folder: Path, extra_checks: Sequence[str] = (), reference: Reference | None = None, *, charted: bool = False
-) -> Summarized:
+def summarize_with_counts(folder: Path, extra_checks: Sequence[str] = (), *, charted: bool = False) -> Summarized:
     """Like `summarize`, with the data behind the summary; `charted`: and the data of charts."""
     run = read_run(folder)
     check_texts = [*run.scenario.checks, *extra_checks]
@@ -125,9 +123,6 @@ def summarize_with_counts(
     ]
     rows = _summarize_rows(run, summaries, tallies, _invalid_rows(planned_cells, summaries, mix_reasons, not_run))
     working = [row for row in rows if row.failed is None]
-    reference = reference or read_reference(folder)
-    if reference is not None and reasons:
-        reference = replace(reference, refused=because("run_invalid"))
     comparison = None
     # Probes of a capacity search last as long as they need; capacity.json has their results.
     if not run_reasons and all(cell.stopped_after_s is None for cell in run.cells):
@@ -156,15 +151,26 @@ def summarize_with_counts(
         rows=rows,
         cells=summaries,
         comparison=comparison,
-        checks=checks.evaluate(
-            check_texts,
-            working,
-            comparison,
-            reference,
-            lambda row, field: [] if run.origin is not None else [tallies[cell].sample(field) for cell in row.cells],
-        ),
     )
-    return Summarized(summary, tallies, metrics, telemetry)
+    made = Summarized(summary, tallies, metrics, telemetry)
+    return with_checks(made, run, read_reference(folder), extra_checks)
+
+
+def with_checks(
+    made: Summarized, run: Run, reference: Reference | None, extra_checks: Sequence[str] = ()
+) -> Summarized:
+    """The same with the scenario's checks and `extra_checks` evaluated against `reference`, their baseline."""
+    summary, tallies = made.summary, made.tallies
+    if reference is not None and summary.reasons:
+        reference = replace(reference, refused=because("run_invalid"))
+    results = checks.evaluate(
+        [*run.scenario.checks, *extra_checks],
+        [row for row in summary.rows if row.failed is None],
+        summary.comparison,
+        reference,
+        lambda row, field: [] if run.origin is not None else [tallies[cell].sample(field) for cell in row.cells],
+    )
+    return made._replace(summary=replace(summary, checks=results))
 
 
 def _usual_models(cells: dict[str, Cell], tallies: dict[str, CellCounts]) -> dict[str, str]:
@@ -264,6 +270,11 @@ def has_only_summary(folder: Path) -> bool:
 def summary_of(folder: Path, checks: Sequence[str] = ()) -> Summary:
     """The summary by the formulas of this version; of a filed run without records, the stored summary."""
     return read_summary(folder) if has_only_summary(folder) else summarize(folder, checks)
+
+
+def write_reference(folder: Path, reference: Reference) -> None:
+    """Store the baseline in the run's directory, so that its summary only depends on its own files."""
+    replace_file(folder / "baseline.json", pretty_json(reference))
 
 
 def write_summary(folder: Path, summary: Summary) -> None:

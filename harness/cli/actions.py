@@ -4,6 +4,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,9 +58,8 @@ def run(
 
     After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
     """
-    from harness.analysis.forecast import read_duration
     from harness.analysis.summarize import read_summary
-    from harness.comparison.compare import make_reference, write_reference
+    from harness.comparison.compare import make_reference
     from harness.prepare import experiment as experiments
     from harness.prepare.preview import check_notes
     from harness.report import junit as junit_xml
@@ -68,20 +68,21 @@ def run(
     from harness.run.budget import budget_steps
     from harness.run.orchestrator import run as run_experiment
     from harness.run.progress import Progress
-    from harness.run.running import write_results
     from harness.rundir.manifest import read_run
     from harness.serve.lint import removed_notes
+    from harness.units import read_duration
 
     if ui and scenario is not None:
         live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
         return
     budget_s = None if budget is None else read_duration("--budget", budget)
     base = None if baseline is None else cli.find_baseline(baseline, runs)
+    against = None if base is None else partial(make_reference, base, about=about, runs=runs, results=cli.RESULTS)
     target = cli.make_target(url, metrics_url, ca)
     if resume is not None:
         folder = cli.find_run(resume, runs)
         with cli.junit_until_finished(junit, read_run(folder).scenario_name):
-            resuming.resume(folder, Progress(cli.console()), scenario, target, budget_s)
+            resuming.resume(folder, Progress(cli.console()), scenario, target, budget_s, against)
     elif scenario is None:
         raise HarnessError("missing argument 'SCENARIO'", next_step="`harness run --help` lists the options.")
     else:
@@ -92,11 +93,8 @@ def run(
             cli.console().print(f"note: {note}")
         with cli.junit_until_finished(junit, scenario.stem):
             steps = None if budget_s is None else budget_steps(budget_s)
-            folder = run_experiment(experiment, runs, Progress(cli.console()), steps)
+            folder = run_experiment(experiment, runs, Progress(cli.console()), steps, against)
     manifest = read_run(folder)
-    if base is not None:
-        write_reference(folder, make_reference(base, folder, about=about, runs=runs, results=cli.RESULTS))
-        write_results(folder)
     summary = read_summary(folder)
     terminal.print_report(summary, manifest, folder, cli.console(), explain=explain)
     if junit is not None:
@@ -153,12 +151,12 @@ def capacity(
     have their answers. 3: the run is INVALID. 5: an answer is unresolved.
     """
 
-    from harness.analysis.forecast import read_duration
     from harness.analysis.summarize import read_summary
     from harness.prepare import experiment as experiments
     from harness.report.capacity import print_capacity
     from harness.run import capacity as searching
     from harness.run.progress import Progress
+    from harness.units import read_duration
 
     budget_s = read_duration("--budget", budget)
     target = cli.make_target(url, ca=ca)

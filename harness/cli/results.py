@@ -40,7 +40,7 @@ def report(
 
     With --check or --baseline the run is checked by them once more.
     """
-    from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts
+    from harness.analysis.summarize import has_only_summary, read_summary, summarize_with_counts, with_checks
     from harness.comparison.compare import make_reference
     from harness.prepare.experiment import validate_checks
     from harness.report import export, html, junit, markdown, terminal
@@ -50,19 +50,21 @@ def report(
     folder = _find_or_import_run(run_folder, runs)
     manifest = read_run(folder)
     validate_checks(checks or [], manifest.scenario.servers, manifest.scenario.loads)
-    reference = None
-    if base is not None:
-        reference = make_reference(base, folder, about=about, checks=checks or [], runs=runs, results=results)
-    alone = has_only_summary(folder) and not checks and reference is None  # a filed run
+    alone = has_only_summary(folder) and not checks and base is None  # a filed run
     if alone:
         print(f"{folder}: requests.jsonl is missing; this is the stored summary", file=sys.stderr)
-    counts = None if alone else summarize_with_counts(folder, checks or [], reference, charted=output == "html")
+    counts = None if alone else summarize_with_counts(folder, checks or [], charted=output == "html")
+    if base is not None and counts is not None:
+        reference = make_reference(
+            base, manifest, counts.summary, about=about, checks=checks or [], runs=runs, results=results
+        )
+        counts = with_checks(counts, manifest, reference, checks or [])
     summary = read_summary(folder) if counts is None else counts.summary
     cli.print_as(
         output,
         summary,
         terminal=lambda: terminal.print_report(summary, manifest, folder, cli.console(), explain=explain),
-        html=lambda: html.render_run(folder, summary, counts),
+        html=lambda: html.render_run(folder, manifest, summary, counts),
         markdown=lambda: markdown.render(summary, manifest),
         junit=lambda: junit.render(summary, manifest),
         csv=lambda: export.csv_table(summary, manifest),
@@ -211,8 +213,9 @@ def plan(
 
     With --deadline exit code 4 when the fastest row misses it, and 5 when the deadline is inside the interval.
     """
-    from harness.analysis.forecast import forecast, read_duration, read_price
+    from harness.analysis.forecast import forecast, read_price
     from harness.report.terminal import print_forecast
+    from harness.units import read_duration
 
     predicted = forecast(
         cli.find_run(run_folder, runs),

@@ -11,7 +11,6 @@ from msgspec import Struct
 from harness.analysis.summarize import summary_of
 from harness.comparison.equal_runs import EqualRuns, find_equal_runs
 from harness.errors import HarnessError, RunError
-from harness.files import pretty_json, replace_file
 from harness.judge import comparable
 from harness.judge.checks import compared_metrics, evaluate
 from harness.judge.comparable import collect_facts, find_differences, refuse_unlike
@@ -303,20 +302,21 @@ def read_baseline(folder: Path) -> Run:
 
 def make_reference(
     folder: Path,
-    run_folder: Path,
+    run: Run,
+    run_summary: Summary,
     *,
     about: str | None = None,
     checks: Sequence[str] = (),
     runs: Path | None = None,
     results: Path | None = None,
 ) -> Reference:
-    """Make the run in `folder` the baseline of that in `run_folder`, for its scenario's checks and further `checks`.
+    """Make the run in `folder` the baseline of `run`, for its scenario's checks and further `checks`.
 
     `about` is the one manifest key in which the two may differ. If they differ in another one, the reference has the
     reason, and every check against it fails with that reason. The ratios are those of `compare_runs` with the same
     `runs` and `results`. Raises HarnessError for a folder without a VALID run.
     """
-    base, run = read_baseline(folder), read_run(run_folder)
+    base = read_baseline(folder)
     texts = [*run.scenario.checks, *checks]
     summary = summary_of(folder, texts)
     refuse_invalid(base, summary, "is a baseline")
@@ -328,7 +328,7 @@ def make_reference(
     reference = Reference(run=base.id, rows=summary.rows)
     if not compared_metrics(texts):
         return reference
-    sides = _Side(base.id, [base], [summary]), _Side(run.id, [run], [summary_of(run_folder)])
+    sides = _Side(base.id, [base], [summary]), _Side(run.id, [run], [run_summary])
     rows = [row for row in rows if all(row in side.common_rows() for side in sides)]
     equal = find_equal_runs([side.runs for side in sides], rows, runs, results)
     return msgspec.structs.replace(reference, ratios=_check_ratios(texts, sides, rows, equal))
@@ -344,8 +344,3 @@ def _comparison_refusal(base: Run, run: Run, rows: Sequence[tuple[str, str]], ab
         except UnlikeError as error:
             reason = error.reason
     return reason
-
-
-def write_reference(folder: Path, reference: Reference) -> None:
-    """Store the baseline in the run's directory, so that its summary only depends on its own files."""
-    replace_file(folder / "baseline.json", pretty_json(reference))

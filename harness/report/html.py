@@ -16,10 +16,9 @@ from markupsafe import Markup, escape
 from msgspec.structs import replace
 
 from harness import units
-from harness.analysis.summarize import Summarized, read_summary
+from harness.analysis.summarize import Summarized
 from harness.capacity.result import CapacityReport, read_capacity
 from harness.columns import LIVE
-from harness.files import replace_file
 from harness.judge.comparable import server_differences
 from harness.reasons import evidence, sentence
 from harness.report import sentences, table, words
@@ -30,7 +29,7 @@ from harness.report.charts.data import ChartData, chart_data, read_chart_data
 from harness.report.charts.sweeps import sweep_charts
 from harness.report.charts.timeline import TimelineEvent, startup_chart, startup_facts, timeline_events, timeline_figure
 from harness.report.markdown import HEADINGS, verdict_cells
-from harness.rundir.manifest import Run, ServedBy, read_run
+from harness.rundir.manifest import Run, ServedBy
 from harness.summary import Summary
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
@@ -107,21 +106,10 @@ def content_security_policy(scripts: list[str]) -> str:
     )
 
 
-def write_report(folder: Path, summarized: Summarized | None = None) -> Path:
-    """Write report.html of a run directory from its files, and return its path.
-
-    `summarized`: the counts of which its summary was made; None: read the records for them. Raises HarnessError when
-    run.json or summary.json cannot be read.
+def render_run(folder: Path, run: Run, summary: Summary, summarized: Summarized | None = None) -> str:
+    """Return the page of the run in `folder`. `summarized`: the counts of which the summary was made; None: the records
+    are read for them. Raises HarnessError.
     """
-    summary = read_summary(folder) if summarized is None else summarized.summary
-    path = folder / "report.html"
-    replace_file(path, render_run(folder, summary, summarized).encode())
-    return path
-
-
-def render_run(folder: Path, summary: Summary, summarized: Summarized | None = None) -> str:
-    """Return the page of a run. `summarized`: as of `write_report`. Raises HarnessError."""
-    run = read_run(folder)
     data = read_chart_data(folder) if summarized is None else chart_data(run, summarized)
     return render(summary, run, data, read_capacity(folder))
 

@@ -25,7 +25,7 @@ from harness.process import refuse_too_few_files
 from harness.reasons import sentence
 from harness.run.drive import Child, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
-from harness.run.running import FailedSettings, RunFile, Running, create_run
+from harness.run.running import FailedSettings, MakeReference, RunFile, Running, create_run
 from harness.rundir.directory import lock_folder, release_space
 from harness.rundir.manifest import CellRun, Run, ServedBy, Startup
 from harness.rundir.records import ProcessMark, Request
@@ -48,7 +48,13 @@ Watchers = tuple[Scraper, Sampler]
 Steps = Callable[[Running, list[Cell]], Iterable[CellRun]]
 
 
-def run(experiment: Experiment, runs: Path, progress: Progress, steps: Steps | None = None) -> Path:
+def run(
+    experiment: Experiment,
+    runs: Path,
+    progress: Progress,
+    steps: Steps | None = None,
+    make_reference: MakeReference | None = None,
+) -> Path:
     """Run the cells of a scenario and return the run directory. `steps`: default `run_cells`.
 
     After any end, the directory has all measurements, and a manifest with the status. Raises ServerError when a server
@@ -57,12 +63,19 @@ def run(experiment: Experiment, runs: Path, progress: Progress, steps: Steps | N
     if experiment.scenario.generator == "process" and experiment.workers is None:
         refuse_too_few_files(max(map(connections_per_process, experiment.scenario.loads.values())))
     experiment = preflight(experiment, progress.line)
-    return start_run(experiment, plan(experiment.scenario), runs, progress, steps or run_cells)
+    return start_run(experiment, plan(experiment.scenario), runs, progress, steps or run_cells, make_reference)
 
 
-def start_run(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
+def start_run(
+    experiment: Experiment,
+    cells: list[Cell],
+    runs: Path,
+    progress: Progress,
+    steps: Steps,
+    make_reference: MakeReference | None = None,
+) -> Path:
     """Create a run directory and run the steps; see `run`."""
-    running = create_run(experiment, cells, runs, progress)
+    running = create_run(experiment, cells, runs, progress, make_reference)
     with lock_folder(running.folder):
         planned = f"{count(len(cells), 'cell')}. " if cells else ""
         progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")

@@ -25,6 +25,7 @@ from harness.run.running import (
     INPUTS,
     INPUTS_VERSION,
     Inputs,
+    MakeReference,
     RunFile,
     Running,
     digest_files,
@@ -48,6 +49,7 @@ def resume(
     scenario: Path | None = None,
     target: Target | None = None,
     budget_s: float | None = None,
+    make_reference: MakeReference | None = None,
 ) -> Path:
     """Run the cells of a run that are not complete and valid; return its directory.
 
@@ -77,14 +79,14 @@ def resume(
         again = [cell for cell in cells if cell.id not in kept]
         if not again and budget_s is None:
             progress.line(f"Run {run.id}: all of its {count(len(cells), 'cell')} are complete and valid.")
-            RunFile(folder, run).finish()
+            RunFile(folder, run, make_reference).finish()
             return folder
         experiment = preflight(experiment, progress.line)
         progress.line(
             f"Run {run.id}: {len(kept)} of {count(len(cells), 'cell')} are complete and valid and stay; "
             f"{count(len(again), 'cell')} to run. Records go to {folder}"
         )
-        running = Running(RunFile(folder, _reopen(folder, run, kept, cells)), experiment, progress)
+        running = Running(RunFile(folder, _reopen(folder, run, kept, cells), make_reference), experiment, progress)
         return run_steps(running, again, run_cells if budget_s is None else budget_steps(budget_s))
 
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from harness import __version__, files
-from harness.analysis.summarize import Summarized, summarize_with_counts, write_summary
+from harness.analysis.summarize import Summarized, summarize_with_counts, with_checks, write_reference, write_summary
 from harness.errors import HarnessError, StartError
 from harness.files import pretty_json, read_bytes, replace_file
 from harness.job import read_api_key
@@ -33,7 +33,7 @@ from harness.rundir.manifest import CellRun, Run, ServedBy, Status, write_run
 from harness.scenario import Scenario, locustfile_of
 from harness.scenario.plan import Cell
 from harness.serve.engine import get_engine_version
-from harness.summary import Reason, because
+from harness.summary import Reason, Reference, Summary, because
 from harness.workload import workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
@@ -51,12 +51,16 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     metrics_url: str | None = None
 
 
+MakeReference = Callable[[Run, Summary], Reference]  # the baseline of the checks of a run that has ended
+
+
 class RunFile:
     """run.json of a run in progress, written after each step."""
 
-    def __init__(self, folder: Path, manifest: Run) -> None:
+    def __init__(self, folder: Path, manifest: Run, make_reference: MakeReference | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.make_reference = make_reference
 
     def update(
         self,
@@ -85,16 +89,22 @@ class RunFile:
         folder, ended = self.folder, replace(self.manifest, ended_wall_s=time.time())
         release_space(folder)
         if status is not None:
+            ended = replace(ended, status=status, reasons=list(reasons))
             with contextlib.suppress(Exception):
-                write_run(folder, replace(ended, status=status, reasons=list(reasons)))
+                write_run(folder, ended)
             with contextlib.suppress(Exception):
-                write_results(folder)
+                write_results(folder, ended)
             return
         try:
             results = summarize_with_counts(folder, charted=True)
+            if self.make_reference is not None:
+                reference = self.make_reference(ended, results.summary)
+                write_reference(folder, reference)
+                results = with_checks(results, ended, reference)
             verdict: Status = "valid" if results.summary.valid else "invalid"
-            write_run(folder, replace(ended, status=verdict, reasons=results.summary.reasons))
-            write_results(folder, results)
+            ended = replace(ended, status=verdict, reasons=results.summary.reasons)
+            write_run(folder, ended)
+            write_results(folder, ended, results)
         except OSError as error:
             raise HarnessError(
                 f"{folder}: the results cannot be written ({error.strerror})",
@@ -105,11 +115,11 @@ class RunFile:
             raise
 
 
-def write_results(folder: Path, results: Summarized | None = None) -> None:
+def write_results(folder: Path, run: Run, results: Summarized | None = None) -> None:
     """Write summary and report of a run; `results` where they are known."""
     results = results or summarize_with_counts(folder, charted=True)
     write_summary(folder, results.summary)
-    html.write_report(folder, results)
+    replace_file(folder / "report.html", html.render_run(folder, run, results.summary, results).encode())
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -150,7 +160,13 @@ class Running(msgspec.Struct, frozen=True):
         return f"{cell}/{resumed}" if resumed else cell
 
 
-def create_run(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress) -> Running:
+def create_run(
+    experiment: Experiment,
+    cells: list[Cell],
+    runs: Path,
+    progress: Progress,
+    make_reference: MakeReference | None = None,
+) -> Running:
     """Create the run directory with the first manifest. Raises HarnessError when it cannot be written."""
     name, target = experiment.path.stem, experiment.target
     started = datetime.datetime.now(datetime.UTC)
@@ -179,7 +195,7 @@ def create_run(experiment: Experiment, cells: list[Cell], runs: Path, progress: 
             f"{folder}: the run directory cannot be written ({error.strerror})",
             next_step="Make room if the disk is full, or give another folder with --runs DIR.",
         ) from None
-    return Running(RunFile(folder, manifest), experiment, progress)
+    return Running(RunFile(folder, manifest, make_reference), experiment, progress)
 
 
 def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: str, started_wall_s: float) -> Run:

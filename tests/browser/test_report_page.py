@@ -16,9 +16,9 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from harness.analysis.summarize import read_summary
 from harness.report.charts.data import read_chart_data
 from harness.report.charts.figures import MAX_CHART_DOTS
-from harness.report.html import render, write_report
+from harness.report.html import render
 from harness.summary import FailedRequests, because
-from tests.report_runs import HOSTILE, write_run_directory
+from tests.report_runs import HOSTILE, write_report, write_run_directory
 
 CHARTS = [
     "throughput",

@@ -9,10 +9,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from harness.report.html import write_report
 from tests.browser.test_report_page import OVERLAPS, WIDER, complaints, keep, script, show
 from tests.made_runs import watch
-from tests.report_runs import write_run_directory
+from tests.report_runs import write_report, write_run_directory
 
 KINDS: dict[str, dict[str, Any]] = {"apu": {"hot": True}, "eight": {"gpus": 8}}
 TITLES = ["requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]
