@@ -9,6 +9,7 @@ import pytest
 import requests
 
 from harness.errors import ServerError
+from harness.rundir.manifest import ServedBy
 from harness.serve.compose_file import LemonadeSettings, Serving
 from harness.serve.containers import LogFile
 from harness.serve.lemonade import (
@@ -18,8 +19,8 @@ from harness.serve.lemonade import (
     find_changes,
     get_health,
 )
+from harness.serve.lifecycle import wait_ready
 from harness.serve.probe import StartupWatch
-from harness.serve.ready import ReadyServer, wait_ready
 from harness.summary import because
 from tests.command import PATIENCE_S
 from tests.doubles.lemonade.spawn import Spawned, spawned
@@ -38,7 +39,7 @@ def lemonade(tmp_path: Path, **given: Any) -> Iterator[Spawned]:
         yield server
 
 
-def bring_up(server: Spawned, say: Callable[[str], None] = lambda line: None, **asked: Any) -> ReadyServer:
+def bring_up(server: Spawned, say: Callable[[str], None] = lambda line: None, **asked: Any) -> ServedBy:
     def dead() -> ServerError | None:
         return ServerError("it died") if server.process.poll() is not None else None
 
@@ -70,8 +71,7 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
         "port open", "health", "install", "download", "load", "first answer"]  # fmt: skip
     assert ready.model == BUILT_IN
     assert ready.version == "Lemonade 11.7.0, vllm:rocm"
-    assert ready.loaded is not None
-    assert ready.loaded.max_parallel == 32
+    assert ready.max_parallel == 32
     words = running["launch_command"]
     assert words[words.index("--served-model-name") + 1] == BUILT_IN
     assert words[-2:] == ["--max-num-seqs", "8"] and "--enforce-eager" in words
@@ -85,8 +85,7 @@ def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
     (cache / "user_models.json").write_text('{"Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"}}')
     with lemonade(tmp_path, config_dir=False) as server:
         ready = bring_up(server, model="Tiny")
-        assert ready.loaded is not None
-        assert (ready.loaded.model, loaded(server).command) == ("user.Tiny", [])
+        assert (ready.model, loaded(server).command) == ("user.Tiny", [])
 
 
 @pytest.mark.parametrize(

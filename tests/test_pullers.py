@@ -11,14 +11,13 @@ from harness.scenario import Server
 from harness.serve.compose_file import LoadCall, Serving, parse_compose
 from harness.serve.containers import LogFile
 from harness.serve.facts import record_facts
-from harness.serve.lifecycle import attach_to_server
+from harness.serve.lifecycle import attach_to_server, wait_ready
 from harness.serve.probe import StartupWatch
-from harness.serve.ready import ReadyServer, wait_ready
 from harness.serve.template import render_server
 from tests.doubles.pullers import serving
 
 
-def ready(folder: Path, url: str, model: str, **given: Any) -> ReadyServer:
+def ready(folder: Path, url: str, model: str, **given: Any) -> ServedBy:
     compose = parse_compose(render_server(Server(template="ollama", variables=given), model, port=1))
     waiting = StartupWatch(lambda: None, LogFile(folder / "log"), 20.0, lambda text: None)
     return wait_ready(url, compose.serving, model, waiting)

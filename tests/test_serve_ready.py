@@ -11,12 +11,12 @@ import pytest
 
 from harness.errors import HarnessError, ServerError
 from harness.process import free_port
+from harness.rundir.manifest import ServedBy
 from harness.serve import probe
 from harness.serve.compose_file import LoadCall, Serving
 from harness.serve.containers import LogFile
-from harness.serve.lifecycle import attach_to_server
+from harness.serve.lifecycle import attach_to_server, wait_ready
 from harness.serve.probe import StartupWatch, parse_base_url
-from harness.serve.ready import ReadyServer, wait_ready
 from tests.http_double import Handler, listening
 
 Answer = tuple[int, str, str]  # status, content type, body
@@ -76,7 +76,7 @@ def waiting(
     return StartupWatch(lambda: dead, file, timeout_s, lambda line: None)
 
 
-def ready(url: str, wait: StartupWatch, model: str = "one", api_key: str | None = None) -> ReadyServer:
+def ready(url: str, wait: StartupWatch, model: str = "one", api_key: str | None = None) -> ServedBy:
     return wait_ready(url, SERVING, model, wait, api_key=api_key)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,6 @@ from harness.analysis.summarize import read_summary
 from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_files
 from harness.rundir.manifest import ServedBy
 from harness.rundir.samples import ContainerSample, GpuSample, HostSample, TelemetrySample, machine_load, read_telemetry
-from harness.serve import container_commands
 from harness.serve.containers import ServerStatus
 from harness.serve.lifecycle import Endpoint, find_telemetry_source
 from tests import command
@@ -244,32 +242,6 @@ def test_a_run_on_a_machine_with_a_busy_gpu(tmp_path: Path) -> None:
     page = (run / "report.html").read_text()
     assert "Host metrics" in page and "Energy per output token" in page
     assert "\nHost metrics\n" in done.out and "120 W, 120 W" in done.out
-
-
-# Through a container
-
-
-def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script by this machine's shell: the same samples as from the files themselves."""
-    monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path))
-    gpu(tmp_path, gpu_metrics=instinct_table(1000, energy_j=7.25))
-    gpu(tmp_path, 129, watts=33)
-    write(tmp_path, {f"{device(130)}/vendor": "0x10de\n"})
-    host(tmp_path)
-    write(
-        tmp_path,
-        {"sys/fs/cgroup/memory.current": "5000\n", "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 1000\n"},
-    )
-    write(tmp_path, {"sys/fs/cgroup/cpu.stat": "usage_usec 9000000\nuser_usec 1\n"})
-    script = f"{container_commands.make_find_script(str(tmp_path))}\n{container_commands.READ_SCRIPT}"
-    printed = subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, check=False).stdout
-    first = container_commands.parse_reading(printed)
-    assert first is not None and (first.clock_s, first.took_s) == (1000.0, None)
-    gpus, machine, container = Meter().sample(first)
-    there = sampled(Meter(), tmp_path, 0)
-    assert (gpus, machine) == (there.gpus, there.host)
-    assert gpus["renderD128"].energy_j == 7.25
-    assert container == ContainerSample(memory_bytes=4000)
 
 
 def test_whose_telemetry_can_be_had() -> None:

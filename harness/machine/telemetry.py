@@ -1,7 +1,7 @@
 """Telemetry of the host and its GPUs: files of /proc and /sys, read and converted once per second.
 
 The files are searched once. A value that a driver refuses to give (EPERM, EBUSY, ENODATA) is missing from the sample,
-and never 0. The same files may also come from inside a container, see `harness.serve.container_commands`.
+and never 0.
 """
 
 import math
@@ -50,8 +50,8 @@ class HostReading(Struct, frozen=True):
     """The content of the files at one moment."""
 
     wall_s: float
-    clock_s: float  # a monotonic clock of the machine of these files
-    took_s: float | None
+    clock_s: float  # monotonic
+    took_s: float
     files: Files
 
 
@@ -84,14 +84,13 @@ def cgroup_files(root: Path, pid: int, container_id: str) -> list[str]:
     return list(found.values())
 
 
-def read_periodically(read: Callable[[], HostReading | None], interval_s: float, stop: Event) -> Iterator[HostReading]:
+def _read_periodically(read: Callable[[], HostReading], interval_s: float, stop: Event) -> Iterator[HostReading]:
     """Yield a reading now, at each interval, and once more after `stop` is set."""
     due = time.monotonic()
     is_last = False
     while not is_last:
         is_last = stop.wait(max(0.0, due - time.monotonic()))
-        if (reading := read()) is not None:
-            yield reading
+        yield read()
         due = max(due + interval_s, time.monotonic())  # do not catch up after a slow reading
 
 
@@ -385,7 +384,7 @@ def telemetry_root() -> Path:
 def local_source(container_files: list[str] | None = None, interval_s: float = INTERVAL_S) -> Source:
     """Return a source of this machine's files and of `container_files`, those of the server's control group."""
     root = telemetry_root()
-    return partial(read_periodically, partial(read_files, root, find_files(root, container_files)), interval_s)
+    return partial(_read_periodically, partial(read_files, root, find_files(root, container_files)), interval_s)
 
 
 class Sampler:
@@ -418,7 +417,7 @@ class Sampler:
         try:
             for reading in self._source(self._stop):
                 gpus, host, container = meter.sample(reading)
-                took_s = None if reading.took_s is None else round(reading.took_s, 6)
+                took_s = round(reading.took_s, 6)
                 sample = TelemetrySample(
                     wall_s=reading.wall_s, cell=self.cell, took_s=took_s, gpus=gpus, host=host, container=container
                 )

@@ -288,7 +288,7 @@ class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     wall_s: Seconds  # start of the reading; through a container: its arrival
     cell: str
-    took_s: Number | None = None  # duration of the reading; None: through a container
+    took_s: Number | None = None  # duration of the reading
     gpus: dict[str, GpuSample] = {}  # by render node, such as renderD128
     host: HostSample | None = None
     container: ContainerSample | None = None

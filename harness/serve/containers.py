@@ -1,8 +1,10 @@
-"""A server's container through the Docker SDK: create, start, watch, stop, remove."""
+"""A server's container through the Docker SDK: create, start, watch, run commands in it, stop, remove."""
 
 import contextlib
 import io
 import re
+import shlex
+import struct
 import sys
 import tarfile
 import threading
@@ -27,6 +29,7 @@ from harness.rundir.manifest import ServerDeath
 from harness.serve import compose_file
 from harness.serve.compose_file import ComposeFile, Port, Service
 from harness.serve.engine import CELL_LABEL, DOCKER_ERRORS, RUN_LABEL, make_docker_error, make_name
+from harness.trust import MAX_ANSWER_BYTES
 
 MAX_ENGINE_SILENCE_S = 15.0
 MAX_PREPARATION_S = 300  # such as changing the owner of a volume full of models
@@ -35,8 +38,13 @@ TAIL_LINES = 25
 MAX_LINE_CHARS = 100
 _TIME_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # of the Docker Engine
 
-
 _MAX_LINE_BYTES = 65_536  # the rest of a longer line is left out
+
+
+FETCH_S = 3.0
+_MAX_TRANSFER_S = 2.0
+_LINE_BY_LINE = 'while read -r line; do eval "$line"; printf "\\000"; done'
+_FRAME_HEADER = struct.Struct(">BxxxL")  # of the engine's frames: stream number, byte count
 
 
 class LogFile:
@@ -248,6 +256,81 @@ def _sdk_healthcheck(service: Service) -> Healthcheck | None:
     return Healthcheck(
         test=check.test, interval=interval, timeout=timeout, retries=check.retries, start_period=start_period
     )
+
+
+class Shell:
+    """A shell inside a container that runs one line of commands at a time.
+
+    Starting a process in a container costs the Docker Engine some 100 ms of CPU, which an engine on the same machine
+    would notice each second. So one shell waits there. `run` opens it; `close` or a failed line closes it, and the
+    next `run` opens it again.
+    """
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+        self._stream: Any = None  # the Docker SDK's object, which keeps the connection open
+        self._socket: Any = None
+        self._lock = threading.Lock()  # several threads use the shell
+
+    def fetch(self, url: str, body: str | None = None) -> str:
+        """Return the answer to a GET, or to a POST of JSON without line ends; empty without an answer in time."""
+        curl = f"curl --silent --fail --max-time {FETCH_S:g} {shlex.quote(url)}"
+        if body is not None:
+            post = "--header 'Content-Type: application/json' --data-binary @-"
+            curl = f"printf %s {shlex.quote(body)} | {curl} {post}"
+        return self.run(curl).decode("utf-8", "replace")
+
+    def run(self, line: str) -> bytes:
+        """Return what a line of commands prints, which must not contain NUL; empty if it does not end in time."""
+        with self._lock:
+            try:
+                if self._socket is None:
+                    self._open()
+                self._socket.sendall(f"{line}\n".encode())
+                output = b""
+                while not output.endswith(b"\0"):
+                    _stream, size = _FRAME_HEADER.unpack(self._receive(_FRAME_HEADER.size))
+                    output += self._receive(size)
+                    if len(output) > MAX_ANSWER_BYTES:
+                        raise ConnectionError("an answer without an end")
+            except (OSError, *DOCKER_ERRORS):
+                self._close()
+                return b""
+        return output[:-1]
+
+    def close(self) -> None:
+        """Close the shell's input, which ends it. Waits for a line that runs."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        stream, self._stream, self._socket = self._stream, None, None
+        # The SDK attaches the response and the socket to the stream, so that they live as long.
+        parts = [getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)]
+        for part in filter(None, parts):
+            with contextlib.suppress(OSError, ValueError):  # one may have closed the other
+                part.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        api = self._container.client.api  # type: ignore[union-attr]
+        command = ["sh", "-c", _LINE_BY_LINE]
+        run = api.exec_create(self._container.id, command, stdin=True, stdout=True, stderr=False)["Id"]
+        self._stream = api.exec_start(run, socket=True)
+        self._socket = getattr(self._stream, "_sock", self._stream)
+        self._socket.settimeout(FETCH_S + _MAX_TRANSFER_S)
+
+    def _receive(self, size: int) -> bytes:
+        """Return exactly `size` bytes."""
+        received = b""
+        while len(received) < size:
+            part = self._socket.recv(size - len(received))
+            if not part:
+                raise ConnectionError("the shell ended")
+            received += part
+        return received
 
 
 def follow_log(container: Container, log: LogFile) -> None:

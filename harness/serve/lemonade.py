@@ -21,8 +21,7 @@ from harness.failures.unexpected_response import decode_json, error_message, par
 from harness.files import UNDECODABLE
 from harness.serve import probe
 from harness.serve.compose_file import LemonadeSettings
-from harness.serve.container_commands import FETCH_S, Shell
-from harness.serve.containers import advise_on_message, make_load_error
+from harness.serve.containers import FETCH_S, Shell, advise_on_message, make_load_error
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.probe import PhaseTimer, StartupWatch, explain_connection_error
 from harness.summary import Reason, because

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -15,30 +16,31 @@ from urllib.parse import urlsplit
 
 import docker
 import msgspec
+import requests
 from docker.models.containers import Container
 from msgspec import Struct
 from msgspec.structs import replace
 
 from harness import process, redact
-from harness.errors import HarnessError, ServerError
-from harness.failures.explain import ExitState
+from harness.errors import HarnessError, ServerError, StartError
+from harness.failures.explain import ExitState, explain
+from harness.failures.unexpected_response import error_message
 from harness.job import read_api_key
 from harness.machine.telemetry import Source, cgroup_files, local_source, telemetry_root
-from harness.process import is_port_free, signals_interrupt
+from harness.process import is_port_free, pause, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario import Scenario, Server
 from harness.serve import compose_file, containers, probe
-from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, Serving
-from harness.serve.container_commands import container_source, has_shell
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, LoadCall, Service, Serving
 from harness.serve.containers import LogFile, ServerStatus, StatusReader
 from harness.serve.engine import connect, ensure_image, get_digest, make_labels
 from harness.serve.facts import record_facts
-from harness.serve.lemonade import Api, LemonadeMonitor, LemonadeState, find_running_model
-from harness.serve.probe import PhaseTimer, StartupWatch
-from harness.serve.ready import ReadyServer, wait_ready
+from harness.serve.lemonade import Api, LemonadeMonitor, LemonadeState, bring_up_model, find_running_model
+from harness.serve.probe import PhaseTimer, Post, StartupWatch
 from harness.serve.security import collect_secrets, make_access_notes, require_consent
 from harness.serve.template import write_compose_file
 from harness.summary import Reason
+from harness.trust import open_session
 
 _FIRST_REPORT_S = 5.0  # of a wait
 _CHECK_INTERVAL_S = 2.0  # of a server that already ran
@@ -122,10 +124,7 @@ def find_telemetry_source(endpoint: Endpoint) -> Source | None:
         if container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
             files.append(f"proc/{pid}/net/netstat")
         return local_source(files)
-    # Its processes are not to be seen here, as where the harness itself is in a container. The files inside are right.
-    if has_shell(container):
-        return container_source(container)
-    return local_source()
+    return local_source()  # its processes are not to be seen here, as where the harness itself is in a container
 
 
 class ServerStart(Struct, frozen=True):
@@ -232,15 +231,7 @@ def _serve_process(start: ServerStart) -> Iterator[Endpoint]:
 
     try:
         ready = _wait_until_ready(start, url, read_status, log)
-        served = ServedBy(
-            url=url,
-            template=start.server.template,
-            simulated=True,
-            version=ready.version,
-            model=ready.model,
-            arguments=arguments,
-            phases=ready.phases,
-        )
+        served = replace(ready, template=start.server.template, simulated=True, arguments=arguments)
         metrics_url = start.metrics_url(url)
         yield Endpoint(url=url, started=start.record_facts(served), read_status=read_status, metrics_url=metrics_url)
     finally:
@@ -267,18 +258,11 @@ def cell_containers(start: ServerStart, filled: ComposeFile, run_id: str, cell_i
         yield cell
 
 
-class StartedContainer(Struct, frozen=True):
-    """A container that runs, before its server is ready."""
+def start_service(start: ServerStart, cell: CellContainers, log: LogFile) -> Endpoint:
+    """Pull the image and start the container of a service; `log` follows it. Its address is not known yet.
 
-    container: Container
-    read_status: StatusReader
-    log: LogFile
-    served: ServedBy  # as far as it is known before the server answers
-
-
-def start_service(start: ServerStart, cell: CellContainers) -> StartedContainer:
-    """Pull the image and start the container of a service. Raises ServerError."""
-    log = LogFile(start.log_path)
+    Raises ServerError.
+    """
     cell.logs.append(log)
     names = [start.name, *(cell.compose.preparations if start.name == SERVER else [])]
     timer = PhaseTimer()
@@ -302,7 +286,8 @@ def start_service(start: ServerStart, cell: CellContainers) -> StartedContainer:
         notes=make_access_notes(start.compose) if start.name == SERVER else [],
         phases=timer.phases,
     )
-    return StartedContainer(container, containers.make_status_reader(container, log), log, served)
+    read_status = containers.make_status_reader(container, log)
+    return Endpoint(url="", started=served, read_status=read_status, container=container)
 
 
 @contextlib.contextmanager
@@ -321,34 +306,37 @@ def _serve_container(start: ServerStart, run_id: str, cell_id: str) -> Iterator[
 def _start_and_wait(start: ServerStart, cell: CellContainers) -> Endpoint:
     """Start the server or its gateway, and wait until it is ready. Raises ServerError."""
     port = compose_file.parse_port(cell.compose.services[start.name].ports[0])
-    service = start_service(start, cell)
-    container, read_status, log = service.container, service.read_status, service.log
+    log = LogFile(start.log_path)
+    service = start_service(start, cell, log)
+    container, read_status = service.container, service.read_status
+    assert container is not None
     host_port = containers.find_host_port(container, port)
     if host_port is None:
         raise containers.make_death_error(read_status(True), log)
     url = compose_file.make_url(port.address, host_port)
     filled_start = replace(start, compose=replace(start.compose, serving=cell.compose.serving))
     ready = _wait_until_ready(filled_start, url, read_status, log)
-    loaded = ready.loaded
-    monitor = None if loaded is None else LemonadeMonitor(Api(url, start.api_key), ready.model, container)
+    monitor = None
+    if start.serving.lemonade is not None:
+        assert ready.model is not None
+        monitor = LemonadeMonitor(Api(url, start.api_key), ready.model, container)
     container.reload()
     served = replace(
-        service.served,
+        service.started,
         url=url,
         version=ready.version,
         model=ready.model,
-        max_parallel=None if loaded is None else loaded.max_parallel,
-        phases=service.served.phases + ready.phases,
+        max_parallel=ready.max_parallel,
+        phases=service.started.phases + ready.phases,
     )
-    return Endpoint(
+    return replace(
+        service,
         url=url,
         started=_mark_simulated(start.record_facts(served, container, monitor)),
-        read_status=read_status,
         metrics_url=start.metrics_url(url) if monitor is None else None,
         monitor=monitor,
         network=containers.network_name(cell.labels),
         network_url=f"http://{start.name}:{port.container}",
-        container=container,
     )
 
 
@@ -432,10 +420,121 @@ def attach_to_server(
     return Endpoint(url=served.url, started=served, read_status=read_status, metrics_url=metrics_url, monitor=monitor)
 
 
-def _wait_until_ready(start: ServerStart, url: str, read_status: StatusReader, log: LogFile) -> ReadyServer:
+def _wait_until_ready(start: ServerStart, url: str, read_status: StatusReader, log: LogFile) -> ServedBy:
     def find_death() -> ServerError | None:
         status = read_status(False)
         return None if status.death is None else containers.make_death_error(status, log)
 
     watch = StartupWatch(find_death, log, start.server.startup_timeout_s, start.on_progress)
     return wait_ready(url, start.serving, start.model, watch, api_key=start.api_key, key_name=start.key_name)
+
+
+def wait_ready(
+    url: str,
+    serving: Serving,
+    model: str,
+    watch: StartupWatch,
+    *,
+    api_key: str | None = None,
+    key_name: str | None = None,
+) -> ServedBy:
+    """Wait until `model` at `url` has given one real answer; return its facts and the phases of this wait.
+
+    `key_name`: the environment variable that has the API key. The phases are "port open", "health", ("model", "load",)
+    "first answer"; without a gap between them. Raises ServerError when the server dies, is not ready in time, or is not
+    an OpenAI-compatible API.
+    """
+    timer = PhaseTimer(watch.on_progress)
+    deadline = time.monotonic() + watch.timeout_s
+    with open_session(api_key) as session:
+        post = partial(_post_until_answered, watch, deadline, api_key)
+        _wait_for_http(session, url + serving.health, deadline, watch, key_name, healthy=False)
+        timer.finish("port open")
+        _wait_for_http(session, url + serving.health, deadline, watch, key_name, healthy=True)
+        timer.finish("health")
+        loaded = None
+        if serving.lemonade is not None:
+            loaded = bring_up_model(Api(url, api_key), serving.lemonade, watch, deadline, timer)
+            model = loaded.model
+        if serving.load is not None:
+            _load_model(url, serving.load, model, post, watch, timer)
+        try:
+            model, version = probe.request_first_answer(url, model, session, post, key_name)
+        except ServerError as error:
+            refused = StartError(error.what, next_step=error.next_step, detail=error.detail)
+            raise watch.find_death() or refused from None
+        timer.finish("first answer")
+        version = loaded.version if loaded is not None else probe.get_version(url, session, serving.version) or version
+        max_parallel = None if loaded is None else loaded.max_parallel
+        return ServedBy(url=url, model=model, version=version, phases=timer.phases, max_parallel=max_parallel)
+
+
+def _load_model(url: str, load: LoadCall, model: str, post: Post, watch: StartupWatch, timer: PhaseTimer) -> None:
+    """Let the server load its model, and fetch it first if the server does not have it. Raises ServerError."""
+    response, verb = post(url + load.path, load.body), "load"
+    if response.status_code == 404 and load.fetch is not None:
+        response, verb = post(url + load.fetch.path, load.fetch.body), "get"
+        if response.status_code == 200:
+            timer.finish("model")
+            response, verb = post(url + load.path, load.body), "load"
+    if response.status_code != 200:
+        what = f"the server could not {verb} '{model}': HTTP {response.status_code}"
+        raise containers.make_load_error(what, error_message(response.content), watch.log)
+    timer.finish("load")
+
+
+def _wait_for_http(
+    session: requests.Session, url: str, deadline: float, watch: StartupWatch, key_name: str | None, *, healthy: bool
+) -> None:
+    """Wait for any answer; with `healthy`, for status 200."""
+    last_seen = "nothing listens there"
+    reported_s = time.monotonic()
+    while True:
+        if (death := watch.find_death()) is not None:
+            raise death
+        if time.monotonic() - reported_s >= probe.REPORT_EVERY_S:
+            reported_s = time.monotonic()
+            remaining = f"at most {deadline - reported_s:.0f} s more"
+            watch.on_progress(f"waiting for the server, {remaining}: {watch.log.last_line()}")
+        try:
+            with session.get(url, timeout=probe.PROBE_TIMEOUT_S) as response:
+                if response.status_code == 200 or not healthy:
+                    return
+                if response.status_code in (401, 403):
+                    probe.require_api(response, url, key_name)
+                last_seen = f"HTTP {response.status_code}"
+        except requests.RequestException as error:
+            last_seen = probe.explain_connection_error(error)  # Docker's proxy resets it while no server listens
+        if time.monotonic() > deadline:
+            raise _timeout_error(url, last_seen, watch)
+        pause(probe.POLL_S)
+
+
+def _timeout_error(url: str, last_seen: str, watch: StartupWatch) -> ServerError:
+    failure = explain(watch.log.path)
+    hint = f" Its log has a hint: {failure.cause}; {failure.fix}." if failure is not None else ""
+    what = f"the server did not become ready within {watch.timeout_s:g} s; last seen at GET {url}: {last_seen}"
+    step = "Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario."
+    return containers.make_start_error(what, watch.log, failure, step + hint)
+
+
+def _post_until_answered(
+    watch: StartupWatch, deadline: float, api_key: str | None, url: str, body: dict[str, Any]
+) -> requests.Response:
+    """POST, and again while the server is busy (429, 503), until the deadline."""
+
+    def post() -> requests.Response:
+        with open_session(api_key) as session:
+            timeout_s = max(1.0, deadline - time.monotonic())
+            return session.post(url, json=body, timeout=timeout_s, allow_redirects=False)
+
+    while True:
+        try:
+            answer = probe.run_watched(post, watch, deadline + 1, ["asking for the model"])
+        except requests.RequestException as error:
+            what = f"the server gave no answer to POST {url} ({probe.explain_connection_error(error)})"
+            broken = ServerError(what, next_step="Look at its last lines.", detail=watch.log.tail())
+            raise watch.find_death() or broken from None
+        if answer.status_code not in (429, 503) or time.monotonic() > deadline:
+            return answer
+        pause(probe.POLL_S)

@@ -17,7 +17,7 @@ from harness.scenario import Scenario
 from harness.serve import containers
 from harness.serve.compose_file import SERVER, ComposeFile, Config, ConfigMount, fill_variables
 from harness.serve.engine import DOCKER_ERRORS, make_docker_error
-from harness.serve.lifecycle import StartedContainer, cell_containers, prepare_start, start_service
+from harness.serve.lifecycle import Endpoint, cell_containers, prepare_start, start_service
 
 SCRIPT, REQUESTS, ANSWERS = "/opt/offline/job.py", "/opt/offline/requests.jsonl", "/tmp/answers.jsonl"
 STATUS_INTERVAL_S = 0.5
@@ -25,7 +25,7 @@ LOADED_MARK = "[offline] "  # the job prints it when its model is loaded
 
 
 class OfflineHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The first line of the answers. Times on the monotonic clock of the engine's machine."""
+    """The first line of the answers. Times on this machine's monotonic clock."""
 
     wall_s: float  # read together with `monotonic_s`, when the job started
     monotonic_s: float
@@ -72,12 +72,13 @@ def run_offline(
     start = prepare_start(scenario, server_name, cell_id, run_folder, on_progress)
     filled = _add_files(fill_variables(start.compose, os.environ), requests)
     with signals_interrupt(), cell_containers(start, filled, run_id, cell_id) as cell:
-        job = start_service(start, cell)
-        _wait_until_ended(job, start.server.startup_timeout_s, on_progress)
+        log = containers.LogFile(start.log_path)
+        job = start_service(start, cell, log)
+        assert job.container is not None
+        _wait_until_ended(job, log, start.server.startup_timeout_s, on_progress)
         head, results = _read_answers(job.container)
-        # The job's clock is this machine's only if the engine is here; durations are right anywhere.
-        phases = [*job.served.phases, Phase(name="load", seconds=head.loaded_s - head.monotonic_s)]
-        served = replace(job.served, url="none: offline", version=head.version, model=start.model, phases=phases)
+        phases = [*job.started.phases, Phase(name="load", seconds=head.loaded_s - head.monotonic_s)]
+        served = replace(job.started, url="none: offline", version=head.version, model=start.model, phases=phases)
         job.container.reload()
         return OfflineOutcome(served_by=start.record_facts(served, job.container), head=head, results=results)
 
@@ -91,9 +92,10 @@ def _add_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
     return replace(filled, services=filled.services | {SERVER: service}, configs=configs)
 
 
-def _wait_until_ended(job: StartedContainer, max_load_s: float, on_progress: Callable[[str], None]) -> None:
+def _wait_until_ended(
+    job: Endpoint, log: containers.LogFile, max_load_s: float, on_progress: Callable[[str], None]
+) -> None:
     """Wait until the job has ended well. Only the time until its model is loaded is limited. Raises ServerError."""
-    log = job.log
     deadline = time.monotonic() + max_load_s
     is_loaded = False
     while (status := job.read_status(False)).death is None:
