@@ -55,6 +55,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     then: list["Job"] = []  # the further stages of a load; each has its own counter
     concurrent_loads: list[str] = []  # of a part of a mix: the counter_path of each other part
     workers: Workers | None = None  # of the master: the machines that it waits for
+    # Write the requests in flight that are at least so old into in_flight_file; None: do not. Of a capacity probe.
+    report_after_s: float | None = None
 
 
 def workload_of(job: Job, rows: Sequence[PromptRow], replay: Replay | None = None) -> Workload:
@@ -96,6 +98,11 @@ def read_api_key(name: str | None) -> str | None:
 def warmup_done_file(counter_path: str) -> Path:
     """The file that exists once the warm-up of a part of a mix is over, or the part has ended."""
     return Path(f"{counter_path}.warm")
+
+
+def in_flight_file(counter_path: str, process: int | str) -> Path:
+    """The file of a load process with its old requests in flight, as records that the end of the load cuts now."""
+    return Path(f"{counter_path}.in-flight.{process}")
 
 
 def idle_file(counter_path: str) -> Path:

@@ -76,6 +76,41 @@ def test_requests_that_the_end_of_a_probe_cut_after_the_bound_have_missed_it() -
     assert probe.stop() == "fail"
 
 
+def test_requests_in_flight_beyond_the_bound_have_missed_it_at_once_and_once() -> None:
+    """Most requests are never answered: the probe fails while they are in flight, also without answers."""
+    slos, cutter = parse_slos(["ttft_p95<=0.5s"]), BlockCutter(parse_slos(["ttft_p95<=0.5s"]))
+    probe = ProbeEvidence([slo.share for slo in slos])
+    good = [request(id=f"g{i}", sent_s=1000 + 0.1 * i, chunks_s=[0.1, 1.0], ended_s=1.0) for i in range(20)]
+    late_ones = {"error": "unfinished", "chunks_s": [], "ended_s": 4.0}
+    stuck = [request(id=f"s{i}", sent_s=1000 + 0.04 * (i % 47), **late_ones) for i in range(48)]
+    young = request(id="y", sent_s=1003.8, error="unfinished", chunks_s=[], ended_s=0.2)
+    cutter.note_in_flight("r1-a-x", [*stuck, young])
+    cutter.add(good)
+    cutter.note_in_flight("r1-a-x", [*stuck, good[0], young])
+    blocks = cutter.cut(1020.0)
+    assert [block.counts for block in blocks] == [[(20, 68)], *[[(0, 0)]] * 5]
+    for block in blocks:
+        probe.add(block.samples, cutter.answer_s)
+    assert (probe.state, probe.blocks) == ("fail", 3), "time passes, though no more answers come"
+    late = [replace(one, error=None, chunks_s=[18.0], ended_s=21.0) for one in stuck[:3]]
+    cutter.add([*late, *(replace(one, ended_s=25.0) for one in stuck[3:]), young])
+    assert [len(sample.state) for sample in cutter.cut_samples()] == [0], "each of them counted"
+    assert cutter.cut(1040.0)[-1].counts == [(0, 0)]
+
+
+def test_a_server_that_answers_nothing_at_all_ends_a_probe() -> None:
+    def probed(users: int) -> ProbeEvidence:
+        cutter, probe = BlockCutter(parse_slos(["ttft_p95<=0.5s"])), ProbeEvidence([0.95])
+        stuck = [request(id=f"{i}", error="unfinished", chunks_s=[], ended_s=0.6) for i in range(users)]
+        cutter.note_in_flight("r1-a-x", stuck)
+        for block in cutter.cut(1200.0):
+            probe.add(block.samples, cutter.answer_s)
+        return probe
+
+    assert (probed(16).state, probed(16).blocks) == ("fail", 3)
+    assert (probed(1).state, probed(1).blocks) == ("unresolved", 40), "one incident decides nothing"
+
+
 @pytest.mark.parametrize(
     ("first", "rest", "state", "number"),
     [
@@ -132,6 +167,17 @@ def test_more_than_the_maximum_not_even_one_and_unresolved_are_answers() -> None
         search.take(level, run_probe(0.95))
     assert (search.answer().kind, search.answer().level) == ("unresolved", None)
     assert {result.state for result in search.results} == {"unresolved"}
+
+
+def test_a_search_of_a_slow_server_climbs_from_the_lowest_level() -> None:
+    search, tried = SloSearch(256), []
+    search.climbs = True
+    while (level := search.next_level()) is not None:
+        tried.append(level)
+        search.take(level, run_probe(0.999 if level <= 5 else 0.5, len(search.results)))
+    answer = search.answer()
+    assert tried[:4] == [1, 2, 4, 8] and len(tried) <= search.max_probes
+    assert (answer.kind, answer.level) == ("found", 5)
 
 
 def test_both_bounds_are_confirmed_though_one_stays_unresolved() -> None:

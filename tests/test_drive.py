@@ -15,15 +15,25 @@ from harness.job import Job, WaitsForWorkers, report_error, report_status, statu
 from harness.prepare import experiment as preparing
 from harness.reasons import sentences
 from harness.run import drive as driving
-from harness.run.drive import Driven, LocalChild, Monitor, drive, killed_processes, locust_arguments, start_errors
+from harness.run.drive import (
+    Driven,
+    LocalChild,
+    Monitor,
+    drive,
+    killed_processes,
+    locust_arguments,
+    read_in_flight,
+    start_errors,
+)
 from harness.run.running import manifest_of
 from harness.rundir.records import ErrorKind, ProcessMark, Request
 from harness.scenario import Load, Warmup
 from harness.scenario.file import load_scenario
+from harness.simulated import spawned
 from harness.summary import because
-from tests.command import write
+from tests.command import until, write
 from tests.faults import fault
-from tests.load_runs import make_job
+from tests.load_runs import end, make_job, records_of, start_job
 
 
 def job(folder: Path, **load: Any) -> Job:
@@ -61,6 +71,10 @@ def test_a_planned_stop_before_the_first_request_is_no_error(tmp_path: Path) -> 
     """The budget of a capacity search may end while Locust is being imported, and then SIGTERM kills it."""
 
     class Enough:
+        report_after_s: float | None = None
+
+        def note_in_flight(self, cell: str, requests: list[Request]) -> None: ...
+
         def add_records(self, requests: list[Request]) -> None: ...
 
         def is_done(self) -> bool:
@@ -218,3 +232,22 @@ def test_the_manifest_has_only_the_sources_that_run(tmp_path: Path) -> None:
         (tmp_path / name).write_text("changed = 1\n")
         digests.append(manifest_of(experiment, [], "id", "name", 0.0).locustfiles["mine.py"])
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_load_process_reports_its_old_requests_in_flight(tmp_path: Path) -> None:
+    """Before the end of the load: some hang after their first chunks, others before. Ended ones are in no report."""
+    with spawned("--preset", "instant", "--fault", "hang:0", "--fault", "hang:2@2", quiet=True) as running:
+        made = make_job(
+            tmp_path,
+            Load(user="batch", duration_s=600, users=4, output_tokens=5),
+            report_after_s=0.3,
+            model="simulated",
+        )
+        process = start_job(tmp_path, running.url, made)
+        until(lambda: len(read_in_flight(made.counter_path)) == 4)
+        old = read_in_flight(made.counter_path)
+        process.terminate()
+        end(process)
+    assert {(one.error, one.phase, one.cell) for one in old} == {("unfinished", "measured", "r1-a-b")}
+    assert all(one.ended_s >= 0.3 for one in old) and {len(one.chunks_s) for one in old} == {0, 1}
+    assert {one.id for one in old} == {one.id for one in records_of(tmp_path)}

@@ -71,6 +71,7 @@ class SloSearch:
         self.levels = log_grid(max_level)
         self.max_probes = probe_limit(max_level)
         self.results: list[SearchProbe] = []
+        self.climbs = False  # start at the lowest level and double it until a probe fails: for slow servers
         # State i: the capacity is at least levels[i - 1] and below levels[i]; the last one: at least the highest.
         widths = [math.log(2), *(math.log(b / a) for a, b in pairwise(self.levels)), math.log(2)]
         self._logs = [math.log(width) for width in widths]
@@ -98,6 +99,8 @@ class SloSearch:
         low, high = self._bracket()
         to_confirm = [level for level in (low, high) if level is not None and self._net_passes(level) in (-1, 1)]
         candidates = self._candidate_levels(low or 0, high or self.levels[-1] + 1)
+        if self.climbs and candidates and high is None and remaining > len(to_confirm):
+            return next((level for level in candidates if level >= 2 * (low or 0)), candidates[-1])
         if candidates and remaining > len(to_confirm):
             chances = list(accumulate(map(self._chance_around, candidates)))
             return candidates[bisect_left(chances, chances[-1] / 2)]

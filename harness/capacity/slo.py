@@ -172,7 +172,12 @@ class BlockCutter:
         self._first_s: dict[str | None, list[float]] = {load: [] for load in paces}
         self.begun_s: float | None = None  # when the first measured request was sent
         self._next_s = 0.0  # start of the next block
-        self.answers = 0
+        self._is_cut = False  # there was a block
+        self._recorded: set[str] = set()  # ids of requests
+        self._in_flight: dict[str, list[Request]] = {}  # by cell, those older than some bound
+        self._overdue: list[dict[str, Request]] = [{} for _ in slos]  # by id: missed the SLO while in flight ...
+        self._uncounted: list[list[Request]] = [[] for _ in slos]  # ... and of these, those that are in no block
+        self._min_answer_s: dict[str | None, float] = {}  # by load: the age of its first overdue request
 
     @property
     def answer_s(self) -> float | None:
@@ -195,20 +200,49 @@ class BlockCutter:
         return max(lengths)
 
     def _typical_s(self, load: str | None) -> float | None:
-        return _mean(self._first_s[load] if self._paces[load].open_loop else self._newest_s[load])
+        known_s = _mean(self._first_s[load] if self._paces[load].open_loop else self._newest_s[load])
+        return self._min_answer_s.get(load) if known_s is None else known_s
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add new records, warm-up included."""
+        self._note_begin(requests)
         for request in requests:
-            if request.phase == "measured" and (self.begun_s is None or not self.answers):
-                self.begun_s = min_known(self.begun_s, request.sent_s)
-                self._next_s = self.begun_s
+            self._recorded.add(request.id)
             if (e2e_s := derive.e2e_s(request)) is not None:
                 load = load_of_part(request.load)
                 self._newest_s[load].append(e2e_s)
                 if len(self._first_s[load]) < _FIRST:
                     self._first_s[load].append(e2e_s)
         self._waiting += requests
+
+    def note_in_flight(self, cell: str, requests: Sequence[Request]) -> None:
+        """Use a report of a cell's requests in flight. One older than the bound of an SLO has missed it at once.
+
+        It counts in the next block, and its record never again. Call it before `add` of newer records.
+        """
+        requests = [request for request in requests if request.id not in self._recorded]
+        self._note_begin(requests)
+        if self.begun_s is None:
+            return
+        self._in_flight[cell] = []
+        for request in requests:
+            load, is_late = load_of_part(request.load), False
+            for slo, overdue, uncounted in zip(self._slos, self._overdue, self._uncounted, strict=True):
+                if slo.load in (None, load) and meets_slos(request, slo.bounds) is False:
+                    is_late = True
+                    if request.id not in overdue:
+                        overdue[request.id] = request
+                        uncounted.append(request)
+            if is_late:
+                self._in_flight[cell].append(request)
+                self._min_answer_s.setdefault(load, request.ended_s)
+
+    def _note_begin(self, requests: Sequence[Request]) -> None:
+        if self._is_cut:
+            return
+        for request in requests:
+            if request.phase == "measured":
+                self.begun_s = self._next_s = min_known(self.begun_s, request.sent_s)
 
     def cut(self, now_s: float) -> list[LoadBlock]:
         """The blocks that are complete now. A block with too few answers of a load is joined with the next one."""
@@ -221,24 +255,33 @@ class BlockCutter:
                 return blocks
             ended = [request for request in self._waiting if self._next_s < request.sent_s + request.ended_s <= end_s]
             answers = Counter(load_of_part(request.load) for request in ended if request.error != "unfinished")
-            if min(answers[load] for load in self._paces) < (1 if self._whole_tokens else BLOCK_ANSWERS):
+            stuck = {  # no answer comes of those that were in flight for the whole block
+                load_of_part(one.load)
+                for late in self._in_flight.values()
+                for one in late
+                if one.sent_s <= self._next_s
+            }
+            few = 1 if self._whole_tokens else BLOCK_ANSWERS
+            if any(answers[load] < few for load in self._paces if load not in stuck):
                 continue
             blocks.append(self._make_block(self._next_s, end_s, ended, answers.total()))
-            self.answers += answers.total()
+            self._is_cut = True
             self._next_s = end_s
             self._waiting = [request for request in self._waiting if request.sent_s + request.ended_s > end_s]
         return blocks
 
     def cut_samples(self) -> list[LatencySample]:
         """For each SLO the requests that the end of the load cut after they had missed it; others had just begun."""
-        samples = self._samples([request for request in self._waiting if request.error == "unfinished"])
+        samples = self._samples([request for request in self._waiting if request.error == "unfinished"], [])
         return [LatencySample(*(column[sample.state == OBSERVED] for column in sample)) for sample in samples]
 
-    def _samples(self, requests: Sequence[Request]) -> list[LatencySample]:
-        return [
-            slo_sample(slo, [one for one in requests if slo.load in (None, load_of_part(one.load))])
-            for slo in self._slos
-        ]
+    def _samples(self, requests: Sequence[Request], late: Sequence[Sequence[Request]]) -> list[LatencySample]:
+        """For each SLO the sample of requests and of its overdue ones, each of which counts once."""
+        samples = []
+        for number, (slo, overdue) in enumerate(zip(self._slos, self._overdue, strict=True)):
+            own = [one for one in requests if one.id not in overdue and slo.load in (None, load_of_part(one.load))]
+            samples.append(slo_sample(slo, [*own, *(late[number] if late else ())]))
+        return samples
 
     def _make_block(self, begin_s: float, end_s: float, ended: list[Request], answers: int) -> LoadBlock:
         tokens = 0.0
@@ -246,7 +289,8 @@ class BlockCutter:
             if request.error is None and request.output_tokens is not None:
                 from_s, to_s = begin_s - request.sent_s, end_s - request.sent_s
                 tokens += request.output_tokens * derive.token_share_between(request, from_s, to_s)
-        samples = self._samples([request for request in ended if request.error != "unfinished"])
+        samples = self._samples([request for request in ended if request.error != "unfinished"], self._uncounted)
+        self._uncounted = [[] for _ in self._slos]
         return LoadBlock(
             begin_s=begin_s,
             end_s=end_s,

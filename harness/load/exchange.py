@@ -114,6 +114,20 @@ class Exchange:
             what = f"{self.chunk_count} pieces of text in {events} events"
             raise Failure("malformed", f"{what} for {self.max_tokens} max_tokens: the stream does not end")
 
+    def cut_now(self) -> Answer | None:
+        """Return an answer as if the request were cut now: its age, and the times of the first chunk and visible text.
+
+        None: it was not sent, or some reads are not parsed yet.
+        """
+        if self.sent_ns is None or self.ended_ns is not None or self.read_count < len(self.arrivals.reads_ns):
+            return None
+        answer, reads_ns = Answer("unfinished", "in flight"), self.arrivals.reads_ns
+        answer.ended_s = (time.monotonic_ns() - self.sent_ns) / 1e9
+        answer.chunks_s = [(reads_ns[read] - self.sent_ns) / 1e9 for read in self._chunk_reads[:1]]
+        if self._first_visible_read is not None:
+            answer.first_visible_s = (reads_ns[self._first_visible_read] - self.sent_ns) / 1e9
+        return answer
+
     def unprocessed_body(self) -> bytes:
         return b"".join(data for _, data in self.body)
 

@@ -166,6 +166,9 @@ class LoadProcess:
         # Resolve the host name now, so that the first users need not wait. In a greenlet: if this waited, Locust's
         # worker would send its first report before the locustfile's listeners of `init` are called.
         gevent.spawn(self._look_up)
+        self._in_flight: dict[str, tuple[Exchange, Work]] = {}
+        if job.report_after_s is not None:
+            recorder.old_in_flight = self._old_in_flight
         self.sequencer = create_sequencer(job)
         recorder.steady = lambda stage: self.sequencer.stages[stage].steady()
         recorder.users = None if self.sequencer.has_stages else 0
@@ -240,6 +243,7 @@ class LoadProcess:
         )
         answer, is_cut = Answer(), False
         self.recorder.note_sending(work.slot.phase, work.slot.stage)
+        self._in_flight[exchange.id] = exchange, work
         try:
             self._exchange(client, work, exchange)
             answer = self._finish_answer(work, exchange)
@@ -250,6 +254,7 @@ class LoadProcess:
             answer.fail(*_cut_error(error))
             raise
         finally:
+            del self._in_flight[exchange.id]
             save = partial(self._save_record, exchange, answer, work, on_record)
             if is_cut:
                 save()  # Locust may count next
@@ -289,6 +294,15 @@ class LoadProcess:
             self.sequencer.stages[work.slot.stage].settle(sample=_warmup_sample(exchange, work, answer))
         if on_record is not None:
             on_record(answer)
+
+    def _old_in_flight(self) -> list[Request]:
+        """Return the requests in flight that are older than the job's `report_after_s`, as if they were cut now."""
+        old = []
+        for exchange, work in self._in_flight.values():
+            answer = exchange.cut_now()
+            if answer is not None and answer.ended_s >= (self.job.report_after_s or 0.0):
+                old.append(self._create_record(exchange, answer, work))
+        return old
 
     def _request_id(self, slot: Slot) -> str:
         """Return the id of a request, unique among all runs: servers write it into their logs."""

@@ -1,5 +1,6 @@
 """Write the records and marks of a load process, transfer them, and measure whether the process is a bottleneck."""
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -17,7 +18,7 @@ import msgspec
 from gevent.monkey import get_original
 
 from harness.files import UNDECODABLE, open_file
-from harness.job import Job
+from harness.job import Job, in_flight_file
 from harness.load.reader import IdleQueue
 from harness.load.sequencer import Phase
 from harness.process import has_orphaned_us
@@ -173,6 +174,7 @@ class Recorder:
         self.watcher: Callable[[Request], None] | None = None  # called with each record of a live load
         self.steady: Callable[[int], bool | None] | None = None  # whether a stage's warm-up found the server steady
         self.unmeasured_s: list[float | None] | None = None  # of each stage, if the load was stopped early
+        self.old_in_flight: Callable[[], list[Request]] | None = None  # for a capacity probe
         self.users: int | None = None  # of this process; None: their number changes with the stages
         self.users_gone = 0  # users that ended before they were stopped
         self.health = Health()
@@ -189,6 +191,7 @@ class Recorder:
         self._pending = 0  # records in _lines
         self._encoder = msgspec.json.Encoder()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._in_flight_path = in_flight_file(job.counter_path, self._pid)
         self._requests = os.open(job.requests_path, flags, 0o644)
         self._processes = os.open(job.processes_path, flags, 0o644)
         self._cpu_s = time.process_time()
@@ -274,6 +277,14 @@ class Recorder:
             if time.monotonic() - sampled_s >= _SAMPLE_S:
                 sampled_s = time.monotonic()
                 self.health.sample()
+                self._report_in_flight()
+
+    def _report_in_flight(self) -> None:
+        if self.old_in_flight is not None:
+            with contextlib.suppress(OSError):  # the next report may succeed
+                new = Path(f"{self._in_flight_path}-new")
+                new.write_bytes(self._encoder.encode(self.old_in_flight()))
+                new.replace(self._in_flight_path)  # whole
 
     def _write_marks(self, event: Literal["start", "end"]) -> None:
         for stage, cell in enumerate(self._cells):

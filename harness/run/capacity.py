@@ -68,7 +68,7 @@ _DEATHS = ("server_died", "server_unreachable")
 DRIFT_BLOCKS = 6  # of the repeated level
 DRIFT_LIMIT = 0.05  # smaller drift is not reported
 WARMUP_BLOCKS = 2  # a warm-up takes about as long as this many blocks
-TYPICAL_BLOCKS = 15  # of a probe that is neither far above nor far below the capacity
+TYPICAL_BLOCKS = 15  # of a probe, in the mean (passed: 19 to 29, failed: mostly 3; tests/test_capacity_proof.py)
 MAX_IDLE_WAIT_S = 60.0  # for requests of the last probe that the server still works on
 
 
@@ -248,10 +248,11 @@ class ProbeWatch:
         least_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`decide`: returns whether the probe is decided after its newest block. `deadline_s`: monotonic. `least_s`:
-        returns the time that a decision takes at least, once the duration of an answer is known.
+        returns the time that the probe must have at least, once the duration of an answer is known.
         """
         self.cutter = cutter
-        self.hopeless = False  # the first answers show that no decision is possible before the deadline
+        self.report_after_s = min((bound.bound_s for slo in slos for bound in slo.bounds), default=None)
+        self.hopeless = False  # the first answers show that the time until the deadline is too short
         self.missed = 0  # measured requests that missed an SLO ...
         self.queued = 0  # ... and of these, those whose connection waited in the server's listen queue
         self._slos = slos
@@ -272,11 +273,15 @@ class ProbeWatch:
             self.queued += sum(map(waited_in_listen_queue, missed))
             self.cutter.add(requests)
 
+    def note_in_flight(self, cell: str, requests: list[Any]) -> None:
+        with self._lock:
+            self.cutter.note_in_flight(cell, requests)
+
     def is_done(self) -> bool:
         now_s = time.monotonic()
         with self._lock:
             least_s = None if self.blocks else self._least_s()
-            self.hopeless = least_s is not None and self._began_s + least_s > self._deadline_s
+            self.hopeless |= least_s is not None and self._began_s + least_s > self._deadline_s
             if not self.decided:
                 for block in self.cutter.cut(now_s):
                     self.blocks.append(block)
@@ -424,7 +429,8 @@ class ServerSearch:
 
     def _repeated_probe(self) -> int:
         """Return the number of the probe that is repeated to show drift: the first that passed, else the first."""
-        return next((number for number, probe in enumerate(self.probes) if probe.state == "pass"), 0)
+        numbers = [number for number, probe in enumerate(self.probes) if probe.state == "pass"]
+        return (numbers or [number for number, blocks in enumerate(self._blocks) if blocks] or [0])[0]
 
     def _probe(self, endpoint: Endpoint, purpose: Purpose, level: int) -> Generator[CellRun, None, bool]:
         """Run one probe and record it. Return whether another one can follow on this server start."""
@@ -448,7 +454,8 @@ class ServerSearch:
         died = any(problem.code in _DEATHS for problem in problems)
         death = because("capacity_died", loads=self.whole.report.loads_at(level)) if died else None
         yield from (replace(cell_run, failed=death) for cell_run in cell_runs)
-        is_late = not watch.decided and (watch.hopeless or time.monotonic() > self.deadline_s)
+        starts_low = watch.hopeless and not watch.decided and self._may_start_low(purpose, level) and not problems
+        is_late = not (watch.decided or starts_low) and (watch.hopeless or time.monotonic() > self.deadline_s)
         if died and isinstance(probe, ProbeEvidence):  # all requests in flight are lost: none met the SLOs
             probe.lose(level)
         elif isinstance(probe, ProbeEvidence) and watch.blocks:
@@ -457,10 +464,14 @@ class ServerSearch:
         if died:
             state = "died"
         elif not watch.decided:
-            state = "stopped" if is_late or probe is None else "unresolved"
+            state = "stopped" if is_late or starts_low or probe is None else "unresolved"
         self._record(cell_runs, level, purpose, state, watch)
         can_go_on = not (problems or is_late)
-        if died or can_go_on:
+        if starts_low and self.slo is not None:
+            self.slo.climbs = True
+            values = {"answer_s": watch.cutter.typical_s, "loads": self.whole.report.loads_at(level)}
+            self.reasons.append(because("capacity_starts_low", **values, budget_s=self.whole.question.budget_s))
+        elif died or can_go_on:
             self._update_search(level, probe, died)
         if death is not None:
             self.reasons.append(death)
@@ -472,14 +483,21 @@ class ServerSearch:
         return can_go_on
 
     def _watch(self, level: int, purpose: Purpose, decide: Callable[[list[LoadBlock]], bool]) -> ProbeWatch:
-        cutter = self._cutter(level, purpose)
+        cutter, starts_low = self._cutter(level, purpose), self._may_start_low(purpose, level)
 
         def least_s() -> float | None:
-            """Only of the first probe: what later ones can still measure is worth having."""
-            times = None if self.probes else self._search_s(cutter)
-            return None if times is None else times[0]
+            """Of the first probe: the whole search, else it starts low. Then one probe. What later ones can still
+            measure is worth having.
+            """
+            is_first = all(probe.state == "stopped" for probe in self.probes)
+            times = self._search_s(cutter) if is_first else None
+            return None if times is None else times[starts_low]
 
         return ProbeWatch(cutter, [] if purpose == "knee" else self.slos, decide, self.deadline_s, least_s)
+
+    def _may_start_low(self, purpose: Purpose, level: int) -> bool:
+        """Whether this is the first probe of users for the SLOs, and a search could start with fewer."""
+        return not self.probes and purpose == "slo" and self.slo is not None and level > 1
 
     def _search_s(self, cutter: BlockCutter) -> tuple[float, float] | None:
         """The least seconds of a probe, and about those of the search; None before the first answer."""

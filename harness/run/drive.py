@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from harness import process
 from harness.errors import RunError
 from harness.failures.explain import FIRST_REQUESTS, find_scenario_mistake
 from harness.files import UNDECODABLE, read_text
-from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, idle_file, read_status, status_file
+from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, idle_file, in_flight_file, read_status, status_file
 from harness.load.live_metrics import Accumulator, Numbers, Observed
 from harness.process import free_port, pause
 from harness.redact import registered_secrets
@@ -53,7 +54,11 @@ class Driven(msgspec.Struct, frozen=True):
 class Watch(Protocol):
     """Follows a load by its records, and decides when enough is measured: a planned stop."""
 
+    report_after_s: float | None  # age from which on it needs to know the requests in flight; None: it does not
+
     def add_records(self, requests: list[Request]) -> None: ...  # new records of the cell, warm-up included
+
+    def note_in_flight(self, cell: str, requests: list[Request]) -> None: ...  # the old ones, before new records
 
     def is_done(self) -> bool: ...
 
@@ -114,7 +119,9 @@ class Monitor:
         return time.monotonic() - self.started_s
 
     def update(self) -> None:
-        """Read the new records."""
+        """Read the old requests in flight, then the new records: one that ends in between is in both."""
+        if self.watch is not None and self.job.report_after_s is not None:
+            self.watch.note_in_flight(self.job.cell, read_in_flight(self.job.counter_path))
         lines = [line for line in self._records.lines() if self._marker in line]
         self.recorded += len(lines)
         requests = []
@@ -168,6 +175,16 @@ class Monitor:
         if load.requests is None or ended < needed:
             return None
         return max(0.0, (load.requests - ended) * took_s / ended)
+
+
+def read_in_flight(counter_path: str) -> list[Request]:
+    """Return the old requests in flight that the load processes of a cell last reported."""
+    requests = []
+    every = in_flight_file(counter_path, "")
+    for path in every.parent.glob(f"{glob.escape(every.name)}*[0-9]"):
+        with contextlib.suppress(OSError, *UNDECODABLE):
+            requests += msgspec.json.decode(path.read_bytes(), type=list[Request])
+    return requests
 
 
 def locust_arguments(

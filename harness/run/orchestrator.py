@@ -290,7 +290,8 @@ def run_cell(
     """
     jobs = [make_job(running, cell, endpoint) for cell in cells]
     concurrent_loads = [running.counter_path(other.id) for other in concurrent]
-    job = replace(jobs[0], then=jobs[1:], concurrent_loads=concurrent_loads)
+    report_after_s = None if watch is None else watch.report_after_s
+    job = replace(jobs[0], then=jobs[1:], concurrent_loads=concurrent_loads, report_after_s=report_after_s)
     start = prepare_generator(running, job, endpoint)
     monitor, before = Monitor(job, watch), endpoint.state()
     for note in queue_notes(endpoint.started, job.load):
