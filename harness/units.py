@@ -26,6 +26,11 @@ def _fixed(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
+def percent(share: float) -> str:
+    """A share with two decimals, and below 1 % three significant digits: "12.50%", "0.00400%"."""
+    return f"{_fixed(100 * share)}%"
+
+
 def factor(value: float, decimals: int = 2) -> str:
     """A ratio with so many decimals, and below 0.1 as many as three significant digits take."""
     return _fixed(value) if 0 < abs(value) < 0.1 else f"{value:.{decimals}f}"
@@ -33,6 +38,8 @@ def factor(value: float, decimals: int = 2) -> str:
 
 def figures(value: float, number: int = 2) -> str:
     """At least so many significant figures, without an exponent: "0.26", "1.5", "112"."""
+    if 0 < abs(value) < 1e-4:  # where Python writes an exponent
+        return f"{value:.{number - 1 - math.floor(math.log10(abs(value)))}f}"
     return f"{value:.{number}g}" if abs(value) < 10 ** (number - 1) else f"{value:,.0f}"
 
 

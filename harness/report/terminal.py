@@ -30,7 +30,7 @@ from harness.report.table import (
 )
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary
-from harness.units import NOTHING, count
+from harness.units import NOTHING, count, factor
 
 STYLES = {
     "faster": "green",
@@ -388,7 +388,7 @@ def _forecast_cells(row: RowForecast) -> list[str]:
         f"{low} to {high}",
         NOTHING if row.machines is None else f"{row.machines:,}",
         NOTHING if row.energy_kwh is None else _three_digits(row.energy_kwh.value),
-        NOTHING if row.cost is None else f"{row.cost.value:.2f}",
+        NOTHING if row.cost is None else factor(row.cost.value),
     ]
 
 

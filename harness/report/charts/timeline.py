@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from harness import units
 from harness.engines import engines
 from harness.report.charts import COLOURS, Chart, Figure, colour, escape_markup, scatter
 from harness.report.charts.data import Timeline, Values
@@ -245,7 +246,7 @@ def startup_chart(run: Run) -> Chart:
         figure={"data": data, "layout": layout},
         head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
         body=[
-            [server, name, f"{statistics.median(v):,.2f}", f"{min(v):,.2f}", f"{max(v):,.2f}", str(len(v))]
+            [server, name, *(units.factor(of(v)) for of in (statistics.median, min, max)), str(len(v))]
             for server, seconds_of in phases.items()
             for name in order
             if (v := seconds_of.get(name))
