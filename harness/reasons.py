@@ -17,12 +17,10 @@ from harness.files import PACKAGE, read_bytes
 from harness.summary import MARGIN, MAX_REPEATS, OPEN, POWER, LimitedBy, Reason, Verdict
 from harness.units import GIB, count, date_time, duration, figures, gib
 
-OTHERWISE = "†"  # next to a number of a row that means something else than in the first row; a note says what
 LIMIT_WORDS: dict[LimitedBy, str] = {
     "client": "load generator", "kv_cache": "KV cache", "queue": "queueing", "api": "API process", "prefill": "prefill",
     "decode": "decode",
 }  # fmt: skip
-_MAX_LOG_CHARS = 300  # of a log line in a sentence
 _OPTIONAL_PART = re.compile(r"\[([^]|]*)(?:\|([^]]*))?\]")
 
 
@@ -34,7 +32,9 @@ def reason_templates() -> dict[str, str]:
 
 def sentence(reason: Reason) -> str:
     """A reason as a sentence. The cell that it is about comes first."""
-    if reason.code in COMPOSED:
+    if reason.text:
+        text = reason.text
+    elif reason.code in COMPOSED:
         text = COMPOSED[reason.code](**reason.values)
     elif reason.code in reason_templates():
         text = _fill_template(reason.code, reason.values)
@@ -106,46 +106,7 @@ def _format_number(amount: float, unit: str, **_: Any) -> str:
     return f"{round(amount):,}" if unit == "users" else figures(amount, 3)
 
 
-def _format_shares(shares: Sequence[Sequence[int]]) -> str:
-    """ "297 of 300 (99.0%) and 200 of 300 (66.7%)" """
-    return " and ".join(f"{number:,} of {total:,} ({number / total:.1%})" for number, total in shares)
-
-
 # Sentences that no template can make. The docstring is the entry in docs/run-directory.md.
-
-
-def _server_death(
-    how: str, exit_code: int | None = None, detail: str = "", cause: str | None = None, of_gateway: bool = False
-) -> str:
-    """How a server ended: `how` of `death`, with the cause where the failure table knows it."""
-    ends = {
-        "ended": f"it ended with exit code {exit_code}",
-        "restarted": "it was restarted",
-        "removed": "its container was removed by another process",
-        "paused": "its container was paused by another process",
-        "closed": f"nothing listens at {detail} any more",
-        "unreachable": detail,
-    }
-    return ("its gateway: " if of_gateway else "") + ends[how] + (f": {cause}" if cause else "")
-
-
-def _server_died(**death: Any) -> str:
-    """The server died during the load: how, and why."""
-    return f"the server died during the load: {_server_death(**death)}"
-
-
-def _server_unreachable(**death: Any) -> str:
-    """The server could not be reached any more: what the way to it reported."""
-    return f"the server could not be reached any more: {_server_death(**death)}"
-
-
-def _server_log(line: str, failure: str | None = None, number: int | None = None, fix: str | None = None) -> str:
-    """What the log of a server that died says: the line, and how to solve it."""
-    if failure is None:
-        return f"the last line of its log: {line}"
-    where = "its log ends with" if number is None else f"line {number} of its log says"
-    shown = line[:_MAX_LOG_CHARS] + ("..." if len(line) > _MAX_LOG_CHARS else "")
-    return f"{where}: {shown or 'nothing'}; to solve it: {fix}"
 
 
 def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_share: float) -> str:
@@ -215,8 +176,7 @@ def _format_check_value(value: float, unit: str) -> str:
 
 
 COMPOSED: dict[str, Callable[..., str]] = {
-    "server_death": _server_death, "server_died": _server_died, "server_unreachable": _server_unreachable,
-    "server_log": _server_log, "tokens_differ": _tokens_differ,
+    "tokens_differ": _tokens_differ,
     "check_value": _check_value,
 }  # fmt: skip
 
@@ -408,12 +368,8 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "users_up": lambda value: count(math.ceil(value), "user"),
     "duration": duration,
     "duration_up": lambda s: duration(math.ceil(s)) if s >= 10 else f"{math.ceil(100 * s) / 100:g} s",
-    "sha256": lambda files: ", ".join(f"{name} (sha256 {digest[:12]})" for name, digest in files.items()),
-    "mark": lambda _: OTHERWISE,
-    "versions": lambda versions: ", ".join(f"{name} {version}" for name, version in versions.items()),
     "counts": lambda numbers: ", ".join(f"{name} {number:,}" for name, number in numbers.items()),
     "gib": gib,
-    "gib2": lambda size: gib(size, 2),
     "gib_number": lambda size: f"{size / GIB:.1f}",
     "amount": lambda load: format_amount(**load),
     "amounts": format_amounts,
@@ -423,9 +379,6 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "number": lambda load: _format_number(**load),
     "list": lambda values: ", ".join(map(str, values)),
     "last_time": lambda times: date_time(times[-1]),
-    "shares": lambda shares: " and ".join(
-        f"{number:,} of {total:,} ({number / total:.1%})" for number, total in shares
-    ),
     "ms": lambda seconds: f"{figures(1000 * seconds)} ms",
     "ms.0": lambda seconds: f"{1000 * seconds:.0f} ms",
     "ms.1": lambda seconds: f"{1000 * seconds:.1f} ms",

@@ -23,6 +23,7 @@ from harness.reasons import COMPOSED, reason_templates
 from harness.report import markdown
 from harness.rundir.manifest import read_run
 from harness.serve.template import GATEWAYS, HARNESS_VARIABLES, Variable, format_limits, read_variables, templates
+from tests.reasons_in_source import reasons_in_source
 
 LOCUST = "Not a server: what `harness compose` puts in front of one, Locust's web UI."
 COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
@@ -71,8 +72,13 @@ def server_pages() -> str:
 
 
 def documented_reasons() -> dict[str, str]:
-    """By code its template without formats, or what its function says; for docs/run-directory.md."""
-    plain = {code: _without_formats(template) for code, template in reason_templates().items()}
+    """By code its texts in the source, its template without formats, or what its function says."""
+    plain = {
+        code: " / ".join(text.replace("{}", "…") for text in texts)
+        for code, texts in reasons_in_source().items()
+        if texts
+    }
+    plain |= {code: _without_formats(template) for code, template in reason_templates().items()}
     return plain | {code: (compose.__doc__ or "").strip() for code, compose in COMPOSED.items()}
 
 

@@ -430,7 +430,7 @@ def test_relative_to_another_run() -> None:
     missing = against("b/x: ttft_p95 <= baseline")
     assert missing.code == "no_baseline" and "of the baseline r1: needs 130 " in evidence(missing.evidence)
     assert evidence(against("c/x: wall <= baseline").evidence) == "c / x: the baseline r1 has no such row"
-    unlike = Reference(run="r1", refused=because("run_error", error="they differ"))
+    unlike = Reference(run="r1", refused=because("run_error", "they differ"))
     assert evidence(against("a/x: wall <= baseline", unlike).evidence) == "a / x: not compared with r1: they differ"
 
 

@@ -71,14 +71,14 @@ def test_the_first_mistake_of_a_command_line_is_reported(tmp_path: Path, argumen
 
 
 def test_all_mistakes_of_a_scenario_are_reported(tmp_path: Path) -> None:
-    path = write(tmp_path, repeat=3, api_key_env="NOT_SET_AT_ALL")
+    path = write(tmp_path, checks=["wall"], api_key_env="NOT_SET_AT_ALL")
     done = called("run", path.name, cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert [line.split(": ")[:2] for line in done.err.splitlines()[:-1]] == [
         ["error", "small.yaml"],
-        ["$.repeat (line 21)", "unknown key; did you mean 'repeats'?"],
+        ["$.checks[0] (line 22)", "check 'wall'"],
         [
-            "$.api_key_env (line 22)",
+            "$.api_key_env (line 23)",
             "the environment variable NOT_SET_AT_ALL, which should hold the API key, is not set",
         ],
     ]

@@ -89,7 +89,7 @@ def test_an_invalid_or_unfinished_run_is_an_error(tmp_path: Path) -> None:
     assert validity[0] == "error" and "r1-a-x: the server died with exit code 139" in validity[1].splitlines()
     assert verdict[0] == "skipped" and "a / x has a cell that is not valid (r1-a-x: the server died" in verdict[1]
     for status in ("running", "failed", "interrupted"):
-        reasons = [because("run_error", error="why")] if status != "running" else []
+        reasons = [because("run_error", "why")] if status != "running" else []
         _, text = junit_of(tmp_path / status, status=status, reasons=reasons)
         assert next(iter(cases(text).values()))[0] == "error"
 
@@ -102,7 +102,7 @@ def two_runs(folder: Path) -> None:
 
 def test_a_comparison_of_runs(tmp_path: Path) -> None:
     def verdict(word: str) -> Verdict:
-        refused = because("run_error", error="<because> & so on")
+        refused = because("run_error", "<because> & so on")
         return Verdict(
             side=f"{word} / x", baseline="a / x (before)", metric="output_tok_s", ratio=None, low=None, high=None,
             p=None, n=(5, 5), word=word, refused=refused,
@@ -151,7 +151,7 @@ def test_a_refused_comparison_is_a_file_with_an_error(
     arguments: tuple[str, ...], code: int, kind: str, text: str, tmp_path: Path
 ) -> None:
     two_runs(tmp_path)
-    write_made_run(tmp_path / "runs" / "bad", status="invalid", reasons=[because("run_error", error="why")])
+    write_made_run(tmp_path / "runs" / "bad", status="invalid", reasons=[because("run_error", "why")])
     done = called("compare", *arguments, "--format", "junit", cwd=tmp_path)
     assert done.code == code and text in done.err
     ((name, (word, evidence)),) = cases(done.out).items()

@@ -21,7 +21,6 @@ from harness.serve.lemonade import (
 )
 from harness.serve.lifecycle import wait_ready
 from harness.serve.probe import StartupWatch
-from harness.summary import because
 from tests.command import PATIENCE_S
 from tests.doubles.lemonade.spawn import Spawned, spawned
 
@@ -160,8 +159,8 @@ def test_a_job_delays_the_requests_of_others(
 ) -> None:
     model = RunningModel(name="A", pid=1)
     found = find_changes(LemonadeState(model, jobs=before), LemonadeState(model, jobs=now))
-    expected = [because("exclusive_job", server="Lemonade", jobs=len(ran), job=ran[0])] if ran else []
-    assert found == expected
+    expected = [("exclusive_job", {"server": "Lemonade", "jobs": len(ran), "job": ran[0]})] if ran else []
+    assert [(reason.code, reason.values) for reason in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from harness.failures.table import rules
 from harness.files import ROOT
 from harness.reasons import COMPOSED, reason_templates
 from harness.scenario import contradictions, shape
+from tests.reasons_in_source import reasons_in_source, templates
 
 GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
 ERRORS = (
@@ -22,21 +23,6 @@ ERRORS = (
     "error_at",
     "problem",
 )  # fmt: skip
-
-
-def templates(node: ast.expr | None) -> Iterator[str]:
-    """The texts that an expression may give, with {} for each value."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
-    elif isinstance(node, ast.JoinedStr):
-        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
-        yield "".join(map(str, parts))
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = list(templates(node.left)) or ["{}"], list(templates(node.right)) or ["{}"]
-        yield from (one + other for one in left for other in right)
-    elif isinstance(node, ast.IfExp):
-        yield from templates(node.body)
-        yield from templates(node.orelse)
 
 
 def is_message(text: str) -> bool:
@@ -73,7 +59,8 @@ def of_function(function: Callable[..., object]) -> Iterator[str]:
 
 def of_reasons() -> Iterator[str]:
     """Each code of a reason, a note or evidence with its sentence."""
-    texts = {code: [template] for code, template in reason_templates().items()}
+    texts = dict(reasons_in_source())
+    texts |= {code: [template] for code, template in reason_templates().items()}
     texts |= {code: list(of_function(compose)) for code, compose in COMPOSED.items()}
     for code in sorted(texts):
         yield from (f"{code}: {text}" for text in texts[code])

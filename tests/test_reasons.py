@@ -1,30 +1,18 @@
 """Reasons are codes with values: every code that the program uses has its sentence, and none is left over."""
 
-import re
-
-from harness.files import ROOT
-from harness.reasons import sentence
+from harness.reasons import COMPOSED, reason_templates, sentence
 from harness.summary import Reason, because
-from tests.made_docs import documented_reasons
-
-_USED = re.compile(r'(?:(?:because|Reason|_missing_value)\(\s*|_limited\(.*)"(?!\w+_s")(\w+)"')
-_CHOSEN = (  # by an expression, or a table
-    "load_retried",
-    "server_died", "server_unreachable", "steady", "not_steady", "no_prompt_tokens", "no_wall_time", "none_sent",
-    "none_measured", "not_ended", "no_tokens", "labels_unknown", "no_drift",
-    "capacity_found", "capacity_more_than", "capacity_none", "capacity_unresolved", "capacity_knee_knee",
-    "capacity_knee_none", "capacity_knee_unclear",
-    "crossing_from", "crossing_until", "crossing_always", "crossing_never", "crossing_cannot_tell",
-)  # fmt: skip
+from tests.reasons_in_source import reasons_in_source
 
 
-def test_the_codes_of_the_program_are_those_of_the_table() -> None:
-    text = "".join(path.read_text() for path in (ROOT / "harness").rglob("*.py"))
-    assert {*_USED.findall(text), *_CHOSEN} == set(documented_reasons())
-    assert all(documented_reasons().values())
+def test_each_reason_has_a_text_in_one_place() -> None:
+    made = {code for code, texts in reasons_in_source().items() if texts}
+    assert made.isdisjoint(documented := {*reason_templates(), *COMPOSED})
+    assert {code for code in reasons_in_source() if code not in made} <= documented
 
 
 def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
+    assert sentence(because("interrupted", "it ended")) == "it ended"
     assert sentence(because("server_restarted", times=1)) == "the server was restarted 1 time"
     failed = because("error_rate", failed=1, sent=10, kinds={}, rate=0.1, max_rate=0.0)
     assert sentence(failed) == "1 of 10 requests failed: an error rate of 10.00%, and at most 0.00% is allowed"

@@ -116,7 +116,7 @@ def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
     why = "not compared with old: this run is INVALID"
     for one in checks_of(new, reference):
         assert (one.status, evidence(one.evidence)) == ("inconclusive", f"a / x: {why}; b / x: {why}")
-    write_made_run(tmp_path / "bad", status="invalid", reasons=[because("run_error", error="it was cut")])
+    write_made_run(tmp_path / "bad", status="invalid", reasons=[because("run_error", "it was cut")])
     with pytest.raises(RunError) as raised:
         read_baseline(tmp_path / "bad")
     assert raised.value.what == "bad: only a VALID run is a baseline: it was cut"

@@ -91,7 +91,7 @@ def test_texts_from_outside_stay_text(tmp_path: Path) -> None:
     run, summary = read_run(tmp_path), read_summary(tmp_path)
     served = replace(run.cells[0].served_by, version=HOSTILE, arguments=[HOSTILE], container={"a": HOSTILE})
     write_run(tmp_path, replace(run, cells=[replace(run.cells[0], served_by=served), *run.cells[1:]]))
-    reasons = [because("run_error", error=HOSTILE)]
+    reasons = [because("run_error", HOSTILE)]
     hostile = replace(summary, question=f"{HOSTILE}{controls}", reasons=reasons, notes=reasons, valid=False)
     rows = [replace(summary.rows[0], server=f"{HOSTILE}{controls}"), *summary.rows[1:]]
     (tmp_path / "summary.json").write_bytes(msgspec.json.encode(replace(hostile, rows=rows)))

@@ -94,9 +94,7 @@ def summary() -> Summary:
         rows=[row("one", one), row("ten", ten)],
         cells=cells,
         comparison=Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict]),
-        checks=[
-            CheckResult(check="error_rate == 0", status="failed", evidence=[because("run_error", error="2 failed")])
-        ],
+        checks=[CheckResult(check="error_rate == 0", status="failed", evidence=[because("run_error", "2 failed")])],
     )
 
 
@@ -201,9 +199,9 @@ def test_a_cause_that_several_rows_have_is_reported_once() -> None:
 
 
 def test_texts_from_outside_are_not_acted_on_and_equal_reasons_are_one() -> None:
-    reasons = [Reason("server_exit", {"exit_code": code}, cell=f"r{code}-vllm-one") for code in range(1, 4)]
-    reasons.append(because("run_error", error="[red]x[/red]\n[/] \x1b[31m[link=x]"))
-    broken = replace(summary(), valid=False, reasons=reasons, notes=[because("run_error", error="vllm: [bold]warm")])
+    reasons = [Reason("server_exit", values={"exit_code": code}, cell=f"r{code}-vllm-one") for code in range(1, 4)]
+    reasons.append(because("run_error", "[red]x[/red]\n[/] \x1b[31m[link=x]"))
+    broken = replace(summary(), valid=False, reasons=reasons, notes=[because("run_error", "vllm: [bold]warm")])
     assert printed(broken, 170).splitlines()[13:17] == [
         "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others",
         "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other cells)",

@@ -268,7 +268,7 @@ def test_a_run_without_a_record_is_a_summary_all_the_same(tmp_path: Path) -> Non
     run = write_made_run(tmp_path / "run")
     for name in ("requests.jsonl", "processes.jsonl", "metrics.jsonl"):
         (tmp_path / "run" / name).unlink()
-    why = because("run_error", error="the server a did not become ready")
+    why = because("run_error", "the server a did not become ready")
     write_run(tmp_path / "run", msgspec.structs.replace(run, status="failed", cells=[], reasons=[why]))
     summary = summarize(tmp_path / "run")
     assert (summary.rows, summary.cells, summary.comparison) == ([], [], None)

@@ -39,7 +39,14 @@ def made_sweep(folder: Path, seqs: str, vary: str, slow: dict[str, float]) -> tu
     run = write_made_run(folder, wall_s, made_of=scenario)
     summary = summarize(folder)
     assert summary.valid
-    why = because("setting_not_started", failure="mem.hip_oom", cause="it is full", fix="take less", error="x")
+    why = because(
+        "setting_not_started",
+        "did not start: it is full",
+        failure="mem.hip_oom",
+        cause="it is full",
+        fix="take less",
+        error="x",
+    )
     rows = [replace(row, failed=why if row.server == last else None) for row in summary.rows]
     return run, replace(summary, rows=rows)
 

@@ -318,7 +318,7 @@ def test_the_run(tmp_path: Path) -> None:
     stopped = replace(run, status="interrupted", reasons=[because("interrupted")])
     assert run_reasons(stopped, {}, Counter()) == [because("interrupted")]
     # The reasons of an earlier summary are not taken over: it is made anew.
-    again = replace(run, status="invalid", reasons=[because("run_error", error="an old reason")])
+    again = replace(run, status="invalid", reasons=[because("run_error", "an old reason")])
     assert run_reasons(again, {}, Counter()) == []
 
 

@@ -227,7 +227,7 @@ def _mix_overlap_reasons(run: Run, cells: dict[str, Cell], tallies: dict[str, Ce
         together_s = max(0.0, min(end for _, end in parts) - max(begin for begin, _ in parts))
         if together_s < MIN_MIX_OVERLAP * asked_s[group]:
             values = {"together_s": together_s, "asked_s": asked_s[group], "min_share": MIN_MIX_OVERLAP}
-            reasons[group] = Reason("mix_apart", values, cell=group.replace("/", "-"))
+            reasons[group] = Reason("mix_apart", values=values, cell=group.replace("/", "-"))
     return reasons
 
 

@@ -146,7 +146,7 @@ def with_client_errors(
             fields = {metric if metric in WORK else f"{metric.rpartition('_')[0]}_s" for metric in too_large}
             cell = replace(
                 cell,
-                problems=[*cell.problems, Reason("client_error", values, cell=cell.id)],
+                problems=[*cell.problems, Reason("client_error", values=values, cell=cell.id)],
                 limits=[replace(limit, invalid=not fields.isdisjoint(limit.numbers)) for limit in cell.limits],
             )
         found.append(cell)

@@ -186,7 +186,8 @@ def with_exit(verdict: Verdict, *, provisional: bool) -> Verdict:
 def _notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> Iterator[Reason]:
     """Notes on imported runs, KV caches of different sizes, and answers of different quality."""
     if unchecked := [run.id for side in sides for run in side.runs if run.status == "unchecked"]:
-        yield because("runs_unchecked", runs=unchecked)
+        text = "NOT CHECKED: nothing shows whether the load generator kept up and the server stayed up in the imported "
+        yield because("runs_unchecked", f"{text}{', '.join(unchecked)}", runs=unchecked)
     for server in dict.fromkeys(server for server, _ in rows):
         sizes = {}
         for side in sides:
@@ -213,7 +214,17 @@ def answer_difference(
         ]
         if total and base_total and count * base_total != base_count * total:
             differing[part] = counts
-    return because("answers_differ", side=side, baseline=baseline, **differing) if differing else None
+    if not differing:
+        return None
+    parts = []
+    for part, counts in differing.items():
+        shares = " and ".join(f"{number:,} of {total:,} ({number / total:.1%})" for number, total in counts)
+        parts.append(f"{part} are {shares}")
+    text = (
+        f"the answers of {side} and {baseline} are not of equal quality: {'; '.join(parts)}; speed alone does not say "
+    )
+    text += "which of the two is better"
+    return because("answers_differ", text, side=side, baseline=baseline, **differing)
 
 
 def group_by_machine(folders: Sequence[Path]) -> list[list[Path]]:
@@ -285,7 +296,7 @@ def refuse_invalid(run: Run, summary: Summary | None, purpose: str) -> None:
     if run.status in ("valid", "unchecked") and (summary is None or summary.valid is not False):
         return
     reasons = (summary.reasons if summary is not None else []) or run.reasons
-    lines = sentences(reasons or [because("run_status", status=run.status)])
+    lines = sentences(reasons or [because("run_status", f"it is {run.status}", status=run.status)])
     raise RunError(
         f"{run.id}: only a VALID run {purpose}: {lines[0]}",
         next_step=f"harness report {run.id} shows all reasons.",

@@ -14,6 +14,7 @@ from harness.judge.noise_floors import RESERVED, StoredNoise, is_noise_run, nois
 from harness.judge.verdicts import Measured, metric_values, number_fields, to_speeds
 from harness.rundir.manifest import Run, definition_conflict, read_run
 from harness.summary import Reason, Summary, because
+from harness.units import count
 
 MAX_EQUAL_RUNS = 20  # of each side, the newest
 RowKey = tuple[str, str]  # server and load
@@ -30,8 +31,9 @@ class EqualRuns(Struct, frozen=True):
         """The assumption, and what else the variation between runs is known from."""
         names = [run.id for group in self.runs for run, _ in group]
         found = {noise_source(one).values["machine"]: noise_source(one) for of_side in self.noise for one in of_side}
-        equal = [because("equal_runs", runs=len(names))] if names else []
-        return [because("variation_assumed", sd=stats.ASSUMED_SD), *equal, *found.values(), *self.mismatched]
+        equal = [because("equal_runs", count(len(names), "earlier equal run"), runs=len(names))] if names else []
+        assumed = f"{stats.ASSUMED_SD:.0%} assumed (counts as much as 5 runs)"
+        return [because("variation_assumed", assumed, sd=stats.ASSUMED_SD), *equal, *found.values(), *self.mismatched]
 
     def known(
         self, row: RowKey, sides: Sequence[tuple[int, Sequence[Run], Measured]]

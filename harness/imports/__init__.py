@@ -24,6 +24,12 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # of tokens, or nanoseconds si
 Duration = Annotated[float, Meta(ge=0)]  # in the unit of the file
 
 
+# Notes of several formats.
+ONE_USER = Reason("import_one_user", "one request at a time: says nothing of several users")
+_FILE_TIME = "the file has no time of day; its writing time is used as the end of the run"
+FILE_TIME = Reason("import_file_time", _FILE_TIME)
+
+
 class Source(Struct, frozen=True):
     """A file that was read. `value`: its JSON document, or the list of the documents of JSON Lines."""
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
-from harness.imports import Count, Duration, Format, Imported, ImportedPart, LatencyStats, Source
-from harness.summary import NO_SAMPLE, Distribution, Numbers, because
+from harness.imports import ONE_USER, Count, Duration, Format, Imported, ImportedPart, LatencyStats, Source
+from harness.summary import NO_SAMPLE, Distribution, Numbers, Reason
 
 DEFINITIONS = {
     "ttft_s": "the server's own time for the prompt (timings.prompt_ms or usage.prefill_duration_ttft); not streamed, "
@@ -28,6 +28,7 @@ WHOLE_REQUEST = (
 UNTOLD = (
     "the file does not tell whether the speed is the server's own while decoding or output tokens / the whole request"
 )
+_LOCAL_TIME = "the file's `timestamp` is local time though it ends in Z; it is taken for UTC"
 _EXACT = 1e-6  # the file has numbers as the tool computed them
 _ROUNDING = 0.01
 _NO_RECORDS = "the file has no line for each request"
@@ -126,7 +127,7 @@ def read(source: Source) -> Imported:
             "ttfo_s": _NO_RECORDS,
             "requests_per_s": "one request at a time, between loads of the model",
         },
-        notes=[because("import_local_time"), because("import_one_user")],
+        notes=[Reason("import_local_time", _LOCAL_TIME), ONE_USER],
     )
 
 

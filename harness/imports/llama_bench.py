@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness.imports import Count, Duration, Format, Imported, ImportedPart, Source
+from harness.imports import FILE_TIME, ONE_USER, Count, Duration, Format, Imported, ImportedPart, Source
 from harness.summary import Distribution, Numbers, because
 
 DEFINITIONS = {
@@ -115,8 +115,8 @@ def read(source: Source) -> Imported:
         definitions=DEFINITIONS,
         missing=_MISSING,
         notes=[
-            because("import_one_user"),
-            *([because("import_file_time")] if any(test.test_time is None for test in tests) else []),
+            ONE_USER,
+            *([FILE_TIME] if any(test.test_time is None for test in tests) else []),
             *_deviation_notes(tests, servers),
         ],
     )
@@ -133,7 +133,12 @@ def _version(test: LlamaBenchTest) -> str | None:
 def _deviation_notes(tests: list[LlamaBenchTest], servers: list[str]) -> Iterator[Any]:
     for test, server in zip(tests, servers, strict=True):
         if not test.samples_ts and test.stddev_ts is not None:
-            yield because("import_deviation", row=f"{server} / {test.name}", mean=test.avg_ts, deviation=test.stddev_ts)
+            row = f"{server} / {test.name}"
+            text = (
+                f"{row}: {test.avg_ts:,} ± {test.stddev_ts:,} tok/s (standard deviation); the single repetitions are "
+            )
+            text += "not in the file"
+            yield because("import_deviation", text, row=row, mean=test.avg_ts, deviation=test.stddev_ts)
 
 
 def _settings(value: dict[str, Any]) -> list[str]:

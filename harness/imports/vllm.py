@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from harness.analysis.latencies import distribution_of
 from harness.errors import HarnessError
 from harness.imports import (
+    FILE_TIME,
     Count,
     Duration,
     Format,
@@ -89,9 +90,12 @@ def read(source: Source) -> Imported:
     if len(models) > 1:
         raise source.error_at("$[*].model_id", f"results of {len(models)} models; import a file of one model each")
     with_records = all(part.records for part in parts)
-    notes = [because("import_time_zone" if all("date" in value for value in documents) else "import_file_time")]
+    has_dates = all("date" in value for value in documents)
+    no_zone = because("import_time_zone", "the file's `date` has no time zone; it is taken for UTC")
+    notes = [no_zone if has_dates else FILE_TIME]
     if any(record.error for part in parts for record in part.records):
-        notes.append(because("import_failed_end"))
+        text = "when a failed request ended is not in the file; it is taken to have ended with its last event"
+        notes.append(because("import_failed_end", text))
     works = [
         {key: value.get(key) for key in _WORK} | {"input_lens": sorted(value.get("input_lens") or [])}
         for value in documents

@@ -79,7 +79,11 @@ def refuse_unlike(
     if about is not None and not any(excused.values()):
         known = sorted({".".join(key.split(".")[:2]) for key in facts[0]} - set(_NEVER_EXCUSED))
         raise UnlikeError(
-            because("about_equal", about=about),
+            because(
+                "about_equal",
+                f"the runs do not differ in '{about}', which the comparison is about",
+                about=about,
+            ),
             next_step=f"Leave it out, or name one of: {', '.join(known)}.",
         )
 
@@ -114,8 +118,12 @@ def _refuse(
     run, other = runs[first].id, runs[second].id
     key, value, other_value = shown[0]
     lines = [f"{key}: {value} in {run}, {other_value} in {other}" for key, value, other_value in shown]
+    more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+    text = f"runs that differ in '{key}' are not compared: {value} in {run}, {other_value} in {other}{more}"
     error = UnlikeError(
-        because("runs_differ", key=key, run=run, value=value, other=other, other_value=other_value, more=len(keys) - 1),
+        because(
+            "runs_differ", text, key=key, run=run, value=value, other=other, other_value=other_value, more=len(keys) - 1
+        ),
         next_step=advice,
         detail="\n".join(lines) if len(keys) > 1 else "",
     )
@@ -339,7 +347,12 @@ def kv_cache_note(tokens: Mapping[str, int | None], **values: str) -> Reason | N
     known = {side: size for side, size in tokens.items() if size is not None}
     if len(known) < 2 or is_noise("startup.kv_cache_tokens", list(known.values())):
         return None
-    return because("kv_cache_sizes", sizes=known, **values)
+    sizes = ", ".join(f"{name} {size:,}" for name, size in known.items())
+    of_server = f"{values['server']}: " if values.get("server") else ""
+    text = f"{of_server}KV caches of different sizes (tokens): {sizes}. The larger one holds more requests at once, "
+    text += "whatever else differs; set kv_cache_gib or gpu_memory_utilization so that they are equal, or compare "
+    text += "just that"
+    return because("kv_cache_sizes", text, sizes=known, **values)
 
 
 def run_differences(runs: Sequence[Run]) -> list[Difference]:

@@ -30,7 +30,7 @@ from harness.report.table import LIMITED
 from harness.rundir.manifest import Run
 from harness.scenario.check_syntax import LATENCIES, SLO_METRICS, Check, parse_check
 from harness.scenario.plan import load_of_part, mix_of
-from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict, because
+from harness.summary import CheckResult, Comparison, FailedRequests, Reason, Row, Summary, Verdict
 from harness.units import count
 
 _SHOWN_ERROR = 0.0005  # a smaller error of the load generator is not shown
@@ -45,8 +45,11 @@ def run_answer(summary: Summary, run: Run) -> str:
     answer = _run_answer(summary, run)
     if answer.startswith("No answer"):
         return answer
-    versions = (because("engine_versions", engine=engine, versions=of) for engine, of in engine_versions(run).items())
-    return " ".join([answer, *(f"{sentence(note)}." for note in versions)])
+    for engine, versions in engine_versions(run).items():
+        known = ", ".join(f"{name} {version}" for name, version in versions.items())
+        answer += f" The servers run different versions of {engine} ({known}), so the comparison includes what changed "
+        answer += "between them."
+    return answer
 
 
 def _run_answer(summary: Summary, run: Run) -> str:

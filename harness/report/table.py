@@ -7,9 +7,9 @@ from msgspec import Struct
 
 from harness import units
 from harness.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
-from harness.reasons import LIMIT_WORDS, OTHERWISE, verdict_word
+from harness.reasons import LIMIT_WORDS, verdict_word
 from harness.report import words
-from harness.rundir.manifest import Run
+from harness.rundir.manifest import OTHERWISE, Run
 from harness.scenario.plan import baseline_of
 from harness.summary import MachineLoad, Numbers, Row, Summary, Verdict, median_of_known
 

@@ -244,7 +244,9 @@ def drive(
             raise _start_failure(job, code, log_path)
         exceptions = ExceptionLog(log_path)
         exceptions.update()
-        problems = [because("generator_exit", exit_code=code, exception=exceptions.last)]
+        text = f"the load generator ended with exit code {code}"
+        text += f"; its log has {exceptions.last}" if exceptions.last else ""
+        problems = [because("generator_exit", text, exit_code=code, exception=exceptions.last)]
     return Driven(started, time.time(), problems, stopped_s)
 
 
@@ -288,7 +290,7 @@ def _watch(
                 monitor.missing_workers = "" if Path(job.counter_path).exists() else missing_workers(job)
             elif killed_processes(job) and child.poll() is None:  # else the exit code says more
                 # Its slots are never settled, so the others would wait for it; the validity check reports it.
-                return [because("process_killed")]
+                return [because("process_killed", "the load was stopped because a load process was killed")]
         if monitor.missing_workers:
             last_change = now
         with contextlib.suppress(OSError):
@@ -297,13 +299,16 @@ def _watch(
         if monitor.recorded != recorded:
             last_change, exception_count = now, exceptions.count
         elif now - last_change > MAX_STUCK_S and exceptions.count - exception_count >= STUCK_EXCEPTIONS:
-            return [because("generator_stuck", seconds=MAX_STUCK_S, exception=exceptions.last)]
+            text = f"no request was recorded for {MAX_STUCK_S:g} s while users raised {exceptions.last}"
+            return [because("generator_stuck", text, seconds=MAX_STUCK_S, exception=exceptions.last)]
         progress()
         if (reason := monitor.mistake()) is not None:
             return [reason]
         silent_s = now - max(last_change, last_idle)
         if silent_s > _max_silence_s(job):
-            return [because("generator_silent", seconds=silent_s, timeout_s=job.load.timeout_s)]
+            timeout_s = job.load.timeout_s
+            text = f"no request ended for {silent_s:.0f} s although each may take {timeout_s:g} s"
+            return [because("generator_silent", text, seconds=silent_s, timeout_s=timeout_s)]
         if monitor.watch is not None and monitor.watch.is_done():
             return []
         pause(POLL_S)
@@ -343,7 +348,9 @@ def scenario_mistake(first: list[Request]) -> Reason | None:
     mistake = find_scenario_mistake([None if each.error is None else f"{each.error}: {each.message}" for each in first])
     if mistake is None:
         return None
-    return because("scenario_mistake", requests=len(first), cause=mistake.cause, fix=mistake.fix)
+    text = f"the load was ended because the first {len(first)} requests all failed because of a scenario error: "
+    text += f"{mistake.cause}; to solve it: {mistake.fix}"
+    return because("scenario_mistake", text, requests=len(first), cause=mistake.cause, fix=mistake.fix)
 
 
 def tail(path: Path, lines: int = 15) -> str:

@@ -74,7 +74,7 @@ def live(
                     code = child.stop(GRACE_S)
             raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(running.log_path(cell.id)))
     finally:
-        running.file.finish("live", [because("live_load")])
+        running.file.finish("live", [because("live_load", "a live load, changed by hand, has no verdicts")])
         if (running.folder / "requests.jsonl").stat().st_size:
             progress.line(f"What was sent is recorded: harness report {running.folder}")
 

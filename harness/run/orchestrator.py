@@ -95,7 +95,7 @@ def run_steps(running: Running, cells: list[Cell], steps: Steps) -> Path:
     except BaseException as raised:
         error = _disk_error(raised, file) or raised
         if isinstance(error, KeyboardInterrupt):
-            file.finish("interrupted", [because("interrupted")])
+            file.finish("interrupted", [because("interrupted", "interrupted before all cells had run")])
         else:
             file.finish("failed", [_run_error(error, file.manifest)])
         advice = [f"What was measured until then: harness report {folder}"]
@@ -117,7 +117,7 @@ def _run_error(error: BaseException, run: Run) -> Reason:
     """Return the reason of a failed run: the kind of the error, the cell, and the known cause of a failed start."""
     kind, known = type(error).__name__, error.known if isinstance(error, StartError) else {}
     what = error.what if isinstance(error, HarnessError) else f"{kind}: {error}"
-    reason = because("run_error", error=what, kind=kind, **known)
+    reason = because("run_error", what, error=what, kind=kind, **known)
     is_start = isinstance(error, ServerError)
     return replace(reason, cell=next((cell for cell in run.order if cell not in run.ran), None)) if is_start else reason
 
@@ -254,7 +254,8 @@ def run_group(running: Running, cells: list[Cell], endpoint: Endpoint, watch: Wa
 
     def check_mix() -> Reason | None:
         with lock:
-            return because("mix_ended") if ended.is_set() else endpoint.check_alive()
+            text = "the load was stopped together with the others of its mix"
+            return because("mix_ended", text) if ended.is_set() else endpoint.check_alive()
 
     def run_part(cell: Cell) -> list[CellRun]:
         others = [other for other in cells if other is not cell]

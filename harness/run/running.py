@@ -111,7 +111,10 @@ class RunFile:
                 next_step=f"The records are complete: `harness report {folder}` shows the results. Free some space.",
             ) from None
         except KeyboardInterrupt:
-            write_run(folder, replace(ended, status="interrupted", reasons=[because("interrupted_at_end")]))
+            write_run(
+                folder,
+                replace(ended, status="interrupted", reasons=[because("interrupted_at_end", "interrupted at the end")]),
+            )
             raise
 
 
@@ -294,7 +297,12 @@ class FailedSettings:
                     yield self._check_settings(cell_run)
             except StartError as error:
                 self.first_error = self.first_error or error
-                self._add(left[0].server, None, because("setting_not_started", error=error.what, **error.known))
+                known = error.known
+                why = (
+                    f"{known['cause']}; to solve it: {known['fix']}" if {"cause", "fix"} <= known.keys() else error.what
+                )
+                reason = because("setting_not_started", f"did not start: {why}", error=error.what, **known)
+                self._add(left[0].server, None, reason)
                 if self.failed.keys() == {(server, None) for server in self.scenario.servers}:
                     raise self.first_error from None
             if not done and (not left or self.reason_of(left[0]) is None):
@@ -313,11 +321,13 @@ class FailedSettings:
             ran = cell_run.served_by.effective.get(key.removeprefix("--").replace("-", "_"))
             are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (asked, ran))
             if are_numbers and ran != asked:
-                problems.append(because("setting_not_applied", key=key, asked=asked, ran=ran))
+                text = f"the sweep asks for {key} {asked}, and the server runs with {ran}"
+                problems.append(because("setting_not_applied", text, key=key, asked=asked, ran=ran))
         death, reason = cell_run.served_by.death, None
         if death is not None and death.how in ("ended", "restarted"):
             known = {"failure": death.failure, "cause": death.cause, "fix": death.fix}
             known = {key: value for key, value in known.items() if value is not None}
-            reason = because("setting_died", death=msgspec.to_builtins(death.problem()), **known)
+            text = f"{death.problem().text}; to solve it: {death.fix}" if death.fix else death.problem().text
+            reason = because("setting_died", text, death=msgspec.to_builtins(death.problem()), **known)
             self._add(cell_run.server, cell_run.load, reason)
         return replace(cell_run, problems=problems, failed=reason)

@@ -73,6 +73,9 @@ class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, om
     environment: dict[str, str] = {}  # its variables for GPU, engine and libraries; secrets masked
 
 
+_MAX_LOG_CHARS = 300  # of a log line in a sentence
+
+
 class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """How a server ended, or why it could not be used any more."""
 
@@ -87,17 +90,34 @@ class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     line_number: int | None = None  # from 1
 
     def sentence(self) -> str:
-        return sentence(Reason("server_death", self._values()))
+        """How the server ended, with the cause where the failure table knows it."""
+        ends = {
+            "ended": f"it ended with exit code {self.exit_code}",
+            "restarted": "it was restarted",
+            "removed": "its container was removed by another process",
+            "paused": "its container was paused by another process",
+            "closed": f"nothing listens at {self.detail} any more",
+            "unreachable": self.detail,
+        }
+        text = ("its gateway: " if self.of_gateway else "") + ends[self.how]
+        return f"{text}: {self.cause}" if self.cause else text
 
     def problem(self) -> Reason:
-        return Reason("server_unreachable" if self.how == "unreachable" else "server_died", self._values())
+        lost = self.how == "unreachable"
+        text = "the server could not be reached any more" if lost else "the server died during the load"
+        code = "server_unreachable" if lost else "server_died"
+        return Reason(code, f"{text}: {self.sentence()}", self._values())
 
     def evidence(self) -> Reason | None:
         if self.line is None or self.of_gateway:
             return None
         if self.failure is None:
-            return because("server_log", line=self.line)
-        return because("server_log", line=self.line, failure=self.failure, number=self.line_number, fix=self.fix)
+            return because("server_log", f"the last line of its log: {self.line}", line=self.line)
+        number = self.line_number
+        where = "its log ends with" if number is None else f"line {number} of its log says"
+        shown = self.line[:_MAX_LOG_CHARS] + ("..." if len(self.line) > _MAX_LOG_CHARS else "")
+        text = f"{where}: {shown or 'nothing'}; to solve it: {self.fix}"
+        return because("server_log", text, line=self.line, failure=self.failure, number=number, fix=self.fix)
 
     def _values(self) -> dict[str, Any]:
         values = {"how": self.how, "exit_code": self.exit_code, "detail": self.detail or None, "cause": self.cause}
@@ -292,6 +312,7 @@ def _find_contradiction(run: Run) -> tuple[str, str] | None:
 
 # Runs that another tool measured: the definitions of their numbers, and unknown numbers.
 
+OTHERWISE = "†"  # next to a number of a row that means something else than in the first row; a note says what
 NUMBERS_FILE = "numbers.json"  # numbers of cells that have no records
 
 # By field of Numbers its definition in runs of this suite; docs/method.md. `percentiles`: of all latencies.
@@ -319,14 +340,10 @@ def definition_conflict(row: Row, other: Row, fields: Sequence[str]) -> Reason |
     for field in fields:
         meaning, other_meaning = (side.definitions.get(field, DEFINITIONS[field]) for side in (row, other))
         if meaning != other_meaning:
-            return because(
-                "definitions_differ",
-                field=field,
-                row=row.name,
-                meaning=meaning,
-                other=other.name,
-                other_meaning=other_meaning,
-            )
+            text = f"the definitions of '{field}' differ, so no ratio is given. {row.name}: {meaning}. "
+            text += f"{other.name}: {other_meaning}"
+            values = {"row": row.name, "meaning": meaning, "other": other.name, "other_meaning": other_meaning}
+            return because("definitions_differ", text, field=field, **values)
     return None
 
 
@@ -353,12 +370,14 @@ def origin_notes(origin: Origin | None) -> list[Reason]:
     """The notes on an imported run: its origin, unknown numbers, other definitions."""
     if origin is None:
         return []
-    notes = [because("imported", tool=origin.tool, version=origin.version, files=origin.files), *origin.notes]
+    files = ", ".join(f"{name} (sha256 {digest[:12]})" for name, digest in origin.files.items())
+    text = f"imported from {origin.tool} {origin.version or 'of unknown version'}: {files}"
+    notes = [because("imported", text, tool=origin.tool, version=origin.version, files=origin.files), *origin.notes]
     fields_of: dict[str, list[str]] = defaultdict(list)
     for field, why in origin.missing.items():
         fields_of[why].append(field)
-    notes += [because("import_unknown", why=why, fields=fields) for why, fields in fields_of.items()]
-    notes += [because("import_defined", field=field, meaning=text) for field, text in origin.definitions.items()]
+    notes += [_unknown_note(fields, why) for why, fields in fields_of.items()]
+    notes += [_definition_note(field, text) for field, text in origin.definitions.items()]
     # Differences between rows; rows with the same text share a note.
     rows_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for row in origin.rows:
@@ -373,8 +392,17 @@ def origin_notes(origin: Origin | None) -> list[Reason]:
     for (kind, field, text), rows in rows_of.items():
         if kind == "import_defined":
             other = first.setdefault(field, text) != text
-            notes.append(because(kind, field=field, meaning=text, rows=rows, other=other))
-    notes += [
-        because("import_unknown", why=why, fields=fields, rows=list(names)) for (why, names), fields in shared.items()
-    ]
-    return notes
+            notes.append(_definition_note(field, text, rows, other=other))
+    return notes + [_unknown_note(fields, why, list(names)) for (why, names), fields in shared.items()]
+
+
+def _unknown_note(fields: list[str], why: str, rows: list[str] | None = None) -> Reason:
+    of_rows = "" if rows is None else f" of {', '.join(rows)}"
+    text = f"not known: {', '.join(fields)}{of_rows}: {why}"
+    return because("import_unknown", text, why=why, fields=fields, rows=rows)
+
+
+def _definition_note(field: str, meaning: str, rows: list[str] | None = None, *, other: bool = False) -> Reason:
+    of_rows = "" if rows is None else f" of {', '.join(rows)}"
+    text = f"{f'{OTHERWISE} ' if other else ''}defined otherwise: {field}{of_rows}: {meaning}"
+    return because("import_defined", text, field=field, meaning=meaning, rows=rows, other=other)

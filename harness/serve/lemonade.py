@@ -26,6 +26,7 @@ from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.probe import PhaseTimer, StartupWatch, explain_connection_error
 from harness.summary import Reason, because
 from harness.trust import open_session
+from harness.units import count
 
 T = TypeVar("T")
 NAME = "Lemonade"
@@ -41,6 +42,7 @@ CLEANUP_S = 60.0  # after both attempts of a load: each may take 10 s to clean u
 MAX_SILENCE_S = 300.0  # between two events of a download; a hub may be slow
 LLAMACPP_LOAD_S = 600.0  # how long Lemonade waits for llama-server, whatever global_timeout is
 JOBS_S = 5.0
+_LOADED_AGAIN = "the model was loaded again, and requests may have been sent twice without a trace"
 MAX_JOB_CHARS = 80  # of a job's id in a reason
 OWN_METRICS_S = 1.0  # they wait when all threads are busy, and must not delay the metrics of the engine
 MAX_ATTACHED_LOAD_S = 3600.0  # of a Lemonade whose own limit is not known
@@ -453,17 +455,24 @@ def find_changes(before: LemonadeState, now: LemonadeState) -> list[Reason]:
     old, new, known = before.running, now.running, before.jobs or {}
     reasons = []
     if new is not None and now.lost:
-        reasons.append(because("backend_lost", server=NAME))
+        text = f"after the load {NAME} did not have the model any more: its backend died or was unloaded"
+        reasons.append(because("backend_lost", text, server=NAME))
     elif new is not None and new.watchdog_reset and (old is None or old.pid != new.pid or not old.watchdog_reset):
-        reasons.append(because("backend_reset", server=NAME, reason=new.watchdog_reset_reason))
+        why = f" ({new.watchdog_reset_reason})" if new.watchdog_reset_reason else ""
+        text = f"{NAME}'s watchdog reset the backend during the load{why}: {_LOADED_AGAIN}"
+        reasons.append(because("backend_reset", text, server=NAME, reason=new.watchdog_reset_reason))
     elif old is not None and new is not None and old.pid != new.pid:
-        reasons.append(because("backend_restarted", server=NAME, before=old.pid, now=new.pid))
+        text = f"{NAME} restarted its backend during the load (process {old.pid}, then {new.pid}): {_LOADED_AGAIN}"
+        reasons.append(because("backend_restarted", text, server=NAME, before=old.pid, now=new.pid))
     ran = [
         name for name, status in (now.jobs or {}).items()
         if status == "running" or (before.jobs is not None and status not in ("queued", "paused", known.get(name)))
     ]  # fmt: skip
     if ran:
-        reasons.append(because("exclusive_job", server=NAME, jobs=len(ran), job=ran[0][:MAX_JOB_CHARS]))
+        job = ran[0][:MAX_JOB_CHARS]
+        text = f"{NAME} ran {count(len(ran), 'job')} ({job}) during the load: requests wait while a job holds its "
+        text += "exclusive slot; delete the job, or measure when none runs"
+        reasons.append(because("exclusive_job", text, server=NAME, jobs=len(ran), job=job))
     return reasons
 
 
@@ -529,7 +538,8 @@ class LemonadeMonitor:
         if self._shell is not None:
             self._shell.close()  # until the next load
         orphans = [] if self._container is None else list_orphans(self._container)
-        return [*find_changes(before, self.state()), *(because("orphan_memory", name=name) for name in orphans)]
+        held = [because("orphan_memory", f"{name} used GPU memory next to the server", name=name) for name in orphans]
+        return [*find_changes(before, self.state()), *held]
 
     def _find_running(self, timeout_s: float = HEALTH_S) -> RunningModel | None:
         health = get_health(self._api, timeout_s)

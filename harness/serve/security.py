@@ -99,7 +99,8 @@ def require_consent(server: Server, compose: ComposeFile) -> None:
 def make_access_notes(compose: ComposeFile) -> list[Reason]:
     """Return the note of the report on the containers' access to their host."""
     exposures = ", ".join(f"{code} ({key}: {value})" for code, key, value in find_exposures(compose, os.environ))
-    return [because("host_access", exposures=exposures)] if exposures else []
+    text = f"the scenario lets its container reach this machine: {exposures}"
+    return [because("host_access", text, exposures=exposures)] if exposures else []
 
 
 def _classify_path(source: str) -> Consent | None:

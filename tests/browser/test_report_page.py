@@ -166,8 +166,8 @@ def test_a_long_word_breaks_instead_of_the_page(browser: webdriver.Chrome, tmp_p
         read_summary(tmp_path),
         question=f"Is {long} fast?",
         failures=[failed],
-        reasons=[because("run_error", error=long)],
-        notes=[because("run_error", error=f"r1: {long}")],
+        reasons=[because("run_error", long)],
+        notes=[because("run_error", f"r1: {long}")],
         valid=False,
     )
     (tmp_path / "report.html").write_text(render(summary, run, read_chart_data(tmp_path)))
