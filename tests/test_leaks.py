@@ -313,10 +313,11 @@ def test_nothing_that_a_run_leaves_or_prints_has_the_key(tmp_path: Path) -> None
         outputs.append(harness("report", runs[0], "--format", kind, "--runs", "runs", cwd=tmp_path))
     for kind in ("terminal", "markdown", "json", "junit"):
         outputs.append(harness("compare", *runs, "--format", kind, "--runs", "runs", cwd=tmp_path))
-    outputs.append(harness("diff", *runs, "--runs", "runs", cwd=tmp_path))
-    outputs.append(harness("runs", "--runs", "runs", cwd=tmp_path))
+    outputs.append(harness("compare", "--history", "--runs", "runs", cwd=tmp_path))
+    outputs.append(harness("list", "runs", "--runs", "runs", cwd=tmp_path))
     outputs.append(harness("export", runs[0], "--to", "out.csv", "--runs", "runs", cwd=tmp_path))
     for done in outputs:
+        assert "No such command" not in done.err and "Usage:" not in done.err, done
         assert leaked_part(f"{done.out}\n{done.err}") is None, done
     search(tmp_path)
 
