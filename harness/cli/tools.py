@@ -1,12 +1,10 @@
 """Commands without a run of their own: explain a log, estimate memory, run load workers."""
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -63,13 +61,6 @@ def _open_log(log: str) -> Iterator[BinaryIO]:
         yield file
 
 
-if TYPE_CHECKING:
-    from harness.machine.memory import Pool, SafeShare
-
-
-MAX_GIB = 1 << 20  # no machine has more, and a float of more is not exact to the byte
-
-
 @cli.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
 def memory(
     model: Annotated[
@@ -93,11 +84,8 @@ def memory(
 
     Exit code 4 when the model does not fit, or when nothing is left.
     """
-    from harness.machine.memory import MemoryEstimate, ServerSettings, estimate_fit, format_estimate
-    from harness.machine.model import find_model, read_model, require_known_dtype
+    from harness.machine.memory import ServerSettings, estimate_memory, format_estimate
 
-    require_known_dtype(kv_cache_dtype)
-    read = None if model is None else read_model(find_model(model), model)
     wish = ServerSettings(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -105,37 +93,13 @@ def memory(
         kv_cache_dtype=kv_cache_dtype,
     )
     given = None if free is None or total is None else (free, total)
-    pools, share = _memory_share(root, tensor_parallel, given, needed=read is None)
-    answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else estimate_fit(read, share, wish))
+    answer = estimate_memory(wish, model, given, root)
     if as_json:
         cli.print_json(answer)
     else:
         cli.console().print("\n".join(format_estimate(answer)), soft_wrap=True)
-    if (share is not None and share.utilization is None) or (answer.room is not None and answer.room.fits is False):
+    if answer.fits is False:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def _memory_share(
-    root: Path, gpus: int, given: tuple[float, float] | None, *, needed: bool
-) -> "tuple[list[Pool], SafeShare | None]":
-    """The GPU memory and the share of it: `given` (free and total, GiB), or of this machine.
-
-    The share is None without a GPU, unless it is `needed`: a model's memory is known without one.
-    """
-    from harness.machine.memory import compute_pool_share, compute_share, list_pools
-    from harness.units import GIB
-
-    if given is not None:
-        free, total = given
-        if not (math.isfinite(free) and math.isfinite(total) and free <= MAX_GIB and 0 < total <= MAX_GIB):
-            raise HarnessError(
-                f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",
-                next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
-            )
-        sizes = [int(Decimal(str(size)) * GIB) for size in given]
-        return [], compute_pool_share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
-    pools = list_pools(root)
-    return pools, compute_share(pools, tensor_parallel=gpus) if pools or needed else None
 
 
 @cli.command(short_help="Run load workers for a remote master.")

@@ -1,5 +1,6 @@
 """Estimate the safe share of GPU memory for vLLM, and whether a model fits."""
 
+import math
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -16,8 +17,11 @@ from harness.machine.model import (
     Layout,
     ModelShape,
     compute_capacity,
+    find_model,
     make_layout,
     measure_weights,
+    read_model,
+    require_known_dtype,
 )
 from harness.reasons import sentence
 from harness.summary import Reason, because
@@ -150,6 +154,13 @@ class MemoryEstimate(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     share: SafeShare | None = None
     room: ModelFit | None = None
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether memory is left and the model, if there is one, fits; None: unknown."""
+        if self.share is not None and self.share.utilization is None:
+            return False
+        return None if self.room is None else self.room.fits
+
 
 class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The wanted settings of the server."""
@@ -159,6 +170,36 @@ class ServerSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     max_num_batched_tokens: int = 8192
     tensor_parallel: int = 1
     kv_cache_dtype: str = "auto"
+
+
+MAX_GIB = 1 << 20  # no machine has more, and a float of more is not exact to the byte
+
+
+def estimate_memory(
+    wish: ServerSettings, model: str | None = None, given: tuple[float, float] | None = None, root: Path = Path("/")
+) -> MemoryEstimate:
+    """The share of the GPU memory that vLLM may use, and what it leaves for `model` (a folder, or a hub id).
+
+    `given`: free and total memory in GiB, instead of this machine's. Raises HarnessError for a model that cannot be
+    read, and without a GPU unless there is a model, whose memory is known without one.
+    """
+    require_known_dtype(wish.kv_cache_dtype)
+    read = None if model is None else read_model(find_model(model), model)
+    gpus = wish.tensor_parallel
+    pools: list[Pool] = []
+    if given is None:
+        pools = list_pools(root)
+        share = compute_share(pools, tensor_parallel=gpus) if pools or read is None else None
+    else:
+        free, total = given
+        if not (math.isfinite(free) and math.isfinite(total) and free <= MAX_GIB and 0 < total <= MAX_GIB):
+            raise HarnessError(
+                f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",
+                next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
+            )
+        sizes = [int(Decimal(str(size)) * GIB) for size in given]
+        share = compute_pool_share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
+    return MemoryEstimate(pools=pools, share=share, room=None if read is None else estimate_fit(read, share, wish))
 
 
 def compute_share(pools: list[Pool], *, tensor_parallel: int = 1) -> SafeShare:
