@@ -15,7 +15,7 @@ import msgspec
 from harness.columns import METRIC_WORDS, NUMBER_WORDS
 from harness.files import PACKAGE, read_bytes
 from harness.summary import MARGIN, MAX_REPEATS, OPEN, POWER, LimitedBy, Reason, Verdict
-from harness.units import GIB, count, date_time, duration, figures, gib
+from harness.units import GIB, count, date_time, duration, figures, gib, percent
 
 LIMIT_WORDS: dict[LimitedBy, str] = {
     "client": "load generator", "kv_cache": "KV cache", "queue": "queueing", "api": "API process", "prefill": "prefill",
@@ -359,6 +359,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "figures": figures,
     "figures3": lambda value: figures(value, 3),
     "percent": _format_percent,
+    "share": percent,
     "part": lambda share: "half" if share == 0.5 else f"{share * 100:g} %",
     "changed": lambda change: f"{'rose' if change > 0 else 'fell'} by {_format_percent(abs(change))}",
     "faster": lambda ratio: f"{_format_percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}",
